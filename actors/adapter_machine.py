@@ -38,8 +38,8 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from actors.adapters import AdapterEntry, AdapterState
-from runtime.core.adapters import AdapterTable, not_loaded
-from runtime.core.types import CallboardError
+from runtime.features.adapter_table import AdapterTable, not_loaded
+from runtime.spec.types import CallboardError
 
 MAX_LOSSES = 3  # of runners while they load an adapter; it may be the cause
 

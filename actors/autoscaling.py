@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
-    from runtime.core.engine_load import EngineLoad
     from runtime.core.scheduler import Scheduler
+    from runtime.policy.engine_load import EngineLoad
 
 DRAIN_S = 2.0  # the prompts that wait should be computed within this
 ROWS = 0.8  # the share of its rows that an engine should use at most, and of its KV blocks

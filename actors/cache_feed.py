@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from actors.messages import CacheUpdate
-from runtime.core.engine_load import EngineLoad
 from runtime.core.scheduler import Scheduler
+from runtime.policy.engine_load import EngineLoad
 
 
 class CacheFeed:

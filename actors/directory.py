@@ -19,8 +19,8 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from actors.names import NAMESPACE, living_actors
 from actors.transport import Address
-from runtime.core.config import ModelInfo
-from runtime.core.types import CallboardError
+from runtime.spec.config import ModelInfo
+from runtime.spec.types import CallboardError
 
 _LISTING_S = 1.0  # between two looks at Ray's list
 _REPLACED_S = 0.2  # an engine that has died is in it under its new name by then

@@ -1,4 +1,4 @@
-"""The draft actor: one process with a small model whose guesses engines verify (protocol: runtime/core/draft.py).
+"""The draft actor: one process with a small model whose guesses engines verify (protocol: runtime/speculation/draft.py).
 
     engine's step thread                     draft's thread
     DraftClient - SocketDraft  --- Told -->  DraftLoop - DraftCore - ModelRunner
@@ -23,9 +23,9 @@ import msgspec
 
 from actors.process import SWITCH_INTERVAL_S, ModelActor, freeze_garbage
 from actors.transport import Address, FrameSocket, connect
-from runtime.core.config import EngineConfig
-from runtime.core.draft import Chain, DraftCore, Told, told_by_key, whole_told
-from runtime.core.grammar_store import GrammarSender, GrammarStore
+from runtime.features.grammar_store import GrammarSender, GrammarStore
+from runtime.spec.config import EngineConfig
+from runtime.speculation.draft import Chain, DraftCore, Told, told_by_key, whole_told
 
 logger = logging.getLogger(__name__)
 

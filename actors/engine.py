@@ -19,7 +19,7 @@ from actors.process import SWITCH_INTERVAL_S, freeze_garbage
 from actors.process_meter import ProcessMeter
 from actors.runner_group import DraftKeeper, RunnerGroup, host_address
 from actors.transport import Address
-from runtime.core.config import EngineConfig, ModelInfo
+from runtime.spec.config import EngineConfig, ModelInfo
 
 _CHECK_S = 1.0  # between two looks at the runners, the steps and the draft
 _LOADING_S = 1.0  # a front that waits for the model to be loaded hears this often how far it is

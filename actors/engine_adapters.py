@@ -20,10 +20,10 @@ from actors.adapters import AdapterEntry, AdapterState
 from actors.executor import RunnersLost
 from actors.link_server import Connection
 from actors.messages import Adapters, Status
-from runtime.core.config import EngineConfig
 from runtime.core.scheduler import Scheduler
-from runtime.core.types import CallboardError
 from runtime.loading.adapters import read_adapter
+from runtime.spec.config import EngineConfig
+from runtime.spec.types import CallboardError
 
 logger = logging.getLogger(__name__)
 

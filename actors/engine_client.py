@@ -8,8 +8,8 @@ from typing import Protocol
 
 from actors.adapters import AdapterState
 from actors.metrics import MetricValues, Snapshot
-from runtime.core.config import ModelInfo
-from runtime.core.types import CallboardError, Request, RequestOutput
+from runtime.spec.config import ModelInfo
+from runtime.spec.types import CallboardError, Request, RequestOutput
 
 
 class Refusal(StrEnum):

@@ -23,15 +23,15 @@ from actors.messages import AbortById, CacheUpdate, Refused
 from actors.metrics import MetricValues, Snapshot
 from actors.router import Choice, Prompt, Router, RoutingPolicy
 from actors.transport import Address
-from runtime.core.config import ModelInfo
-from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput
+from runtime.spec.config import ModelInfo
+from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0  # after the directory could not be asked
 _SETTLED_S = 1.0  # without a change, before streams leave a draining engine
 _ASKING_S = 0.5  # between two calls for an engine: the one that answered may have been about to go
-_PROGRESS = 4  # tokens that clear a stream of the loss of runners, as in runtime/core/isolation.py
+_PROGRESS = 4  # tokens that clear a stream of the loss of runners, as in runtime/policy/isolation.py
 _MAX_LOSSES = 3  # engines that died while they computed a stream: it is at fault, as far as one can know
 
 

@@ -24,13 +24,13 @@ from actors.link_server import Connection, LinkServer, Stream
 from actors.messages import Abort, AbortById, Adapters, Ended, Follow, Forget, FromFront, Refused, Sleep, Status, Submit
 from actors.metrics import EngineMetrics, MetricValues, Snapshot
 from actors.queue_limits import QueueLimits
-from runtime.core.config import EngineConfig, ModelInfo
-from runtime.core.draft_client import DraftClient, DraftWire, speculation_of
 from runtime.core.engine import EngineCore
-from runtime.core.engine_load import EngineLoad
 from runtime.core.executor import Executor
-from runtime.core.step_pacing import StepPacing
-from runtime.core.types import NOT_FINITE, CallboardError, FinishReason, Request, StepOutput
+from runtime.policy.engine_load import EngineLoad
+from runtime.policy.step_pacing import StepPacing
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.types import NOT_FINITE, CallboardError, FinishReason, Request, StepOutput
+from runtime.speculation.draft_client import DraftClient, DraftWire, speculation_of
 
 logger = logging.getLogger(__name__)
 # While a step need not be planned yet, the loop looks whether the one in flight has ended already: after a share of the

@@ -18,7 +18,7 @@ from actors.executor import RunnersLost
 from actors.link_server import Connection
 from actors.messages import Sleep
 from runtime.core.engine import EngineCore
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 
 SetSleep = Callable[[int], None]  # lets all runners sleep at level 1, ends them at 2, and wakes those at level 1 with 0
 

@@ -33,10 +33,10 @@ from functools import partial
 from typing import NoReturn
 
 from actors.transport import Address, FrameSocket, Listener
+from actors.wire.plan_wire import PlanReader, PlanWriter
 from runtime.core.executor import Runner
 from runtime.core.plan import StepPlan, StepResult, decode_result, encode_result
-from runtime.core.plan_wire import PlanReader, PlanWriter
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from actors.adapters import FORGET_AFTER_S, MAX_NAMES, AdapterEntry, AdapterState
 from actors.engine_client import EngineRefusal, Refusal
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 
 if TYPE_CHECKING:
     from actors.link import EngineLink

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from actors.link_server import Stream
-from runtime.core.types import Request
+from runtime.spec.types import Request
 
 
 class HeldRequests:

@@ -45,9 +45,9 @@ from actors.metrics import MetricValues, Snapshot
 from actors.names import engine_id
 from actors.router import Prompt
 from actors.transport import Address, FrameCutter, connect_stream, framed
-from runtime.core.config import ModelInfo
-from runtime.core.grammar_store import GrammarSender, GrammarUpdate, request_by_key
-from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput, Verified
+from runtime.features.grammar_store import GrammarSender, GrammarUpdate, request_by_key
+from runtime.spec.config import ModelInfo
+from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput, Verified
 
 if TYPE_CHECKING:
     from actors.engine_group import EngineGroup

@@ -36,8 +36,8 @@ from actors.messages import (
 from actors.metrics import MetricValues, Snapshot
 from actors.process_meter import MEMORY
 from actors.transport import Address, FrameSocket, Listener, framed
-from runtime.core.grammar_store import GrammarStore, GrammarUpdate
-from runtime.core.types import CallboardError
+from runtime.features.grammar_store import GrammarStore, GrammarUpdate
+from runtime.spec.types import CallboardError
 
 logger = logging.getLogger(__name__)
 

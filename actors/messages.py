@@ -20,9 +20,9 @@ import msgspec
 from actors.adapters import AdapterEntry, AdapterState
 from actors.engine_client import Refusal
 from actors.metrics import MetricValues, Snapshot
-from runtime.core.engine_load import EngineLoad
-from runtime.core.grammar_store import GrammarUpdate
-from runtime.core.types import CallboardError, PromptLogprobs, Request, TokenLogprobs
+from runtime.features.grammar_store import GrammarUpdate
+from runtime.policy.engine_load import EngineLoad
+from runtime.spec.types import CallboardError, PromptLogprobs, Request, TokenLogprobs
 
 # A front says that it is there, and the engine that it has heard it: every HEARTBEAT_S. An engine that has answered
 # none of LOST_AFTER_BEATS is lost, and its streams move to others. So one that is cut off is lost after 1.2 to 1.4 s,

@@ -8,7 +8,7 @@ from hashlib import blake2b
 
 import ray
 
-from runtime.core.config import EngineConfig
+from runtime.spec.config import EngineConfig
 
 NAMESPACE = "callboard"
 _SERVE_NAMESPACE = "serve"  # Serve's own

@@ -20,8 +20,8 @@ from typing import Any
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from runtime.core.config import EngineConfig
-from runtime.core.types import CallboardError
+from runtime.spec.config import EngineConfig
+from runtime.spec.types import CallboardError
 
 # Logical CPUs, chosen so that a server fits a machine with two of them; they limit placement, not threads.
 SUPERVISOR_CPUS = 0.1

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from runtime.core.types import CallboardError
 from runtime.loading.resolve import cache_folder
+from runtime.spec.types import CallboardError
 
 _FAULT = "callboard: cannot start:"
 SWITCH_INTERVAL_S = 0.0005  # a thread that a step waits for must not wait 5 ms for another to give up the GIL

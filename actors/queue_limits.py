@@ -11,10 +11,10 @@ from actors.engine_client import Refusal
 from actors.held_requests import HeldRequests
 from actors.link_server import Stream
 from actors.messages import Refused, Submit
-from runtime.core.config import EngineConfig
 from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
-from runtime.core.types import Request
+from runtime.spec.config import EngineConfig
+from runtime.spec.types import Request
 
 
 class QueueLimits:

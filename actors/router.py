@@ -29,8 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.messages import CacheUpdate
-from runtime.core.config import ModelInfo
 from runtime.core.prefix_cache import hash_blocks, root_hash
+from runtime.spec.config import ModelInfo
 
 RoutingPolicy = Literal["prefix", "least-load", "round-robin"]
 SLACK = 1.25  # how much worse than the best score an engine may be that holds more, or that the hash prefers

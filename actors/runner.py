@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from actors.executor import serve_steps
 from actors.process import SWITCH_INTERVAL_S, ModelActor, freeze_garbage
 from actors.transport import Address, connect
-from runtime.core.config import EngineConfig, ModelInfo
-from runtime.core.sharding import Shard
 from runtime.loading.resolve import resolve
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.sharding import Shard
 
 if TYPE_CHECKING:
     from runtime.worker.runner import ModelRunner

@@ -29,9 +29,9 @@ from actors.names import NAMESPACE, living_actors, new_name
 from actors.placement import draft_options, runner_options
 from actors.runner import ModelRunnerActor
 from actors.transport import FrameSocket, Listener
-from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.executor import Executor
-from runtime.core.types import CallboardError
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.types import CallboardError
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from actors.directory import has_healthy_engine, plain_error
 from actors.engine import EngineActor
 from actors.names import NAMESPACE, engines_of, new_name
 from actors.placement import engine_options
-from runtime.core.config import EngineConfig
-from runtime.core.types import CallboardError
+from runtime.spec.config import EngineConfig
+from runtime.spec.types import CallboardError
 
 logger = logging.getLogger(__name__)
 

@@ -30,11 +30,8 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.library.measure import Results, engine_config, new_parser
-from runtime.core.config import DEFAULT_MODEL, EngineConfig
-from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
-from runtime.core.types import Request, SamplingParams
 from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.numerics import Numerics
 from runtime.loading.resolve import resolve
@@ -42,6 +39,9 @@ from runtime.models.decoder import Decoder
 from runtime.models.weights import read_from
 from runtime.quant.format import Weight
 from runtime.quant.forms import FORMS, Form
+from runtime.spec.config import DEFAULT_MODEL, EngineConfig
+from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.types import Request, SamplingParams
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource

@@ -9,15 +9,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
-from runtime.core.config import EngineConfig
-from runtime.core.decoder_spec import DecoderSpec, RopeType
-from runtime.core.types import CallboardError
 from runtime.loading import folder
 from runtime.loading.gguf import ggml_types
 from runtime.loading.gguf_architectures import ARCHITECTURES
 from runtime.models import FAMILIES, Family, load_spec
 from runtime.models.published import PUBLISHED
 from runtime.quant import METHODS
+from runtime.spec.config import EngineConfig
+from runtime.spec.decoder_spec import DecoderSpec, RopeType
+from runtime.spec.types import CallboardError
 
 _GIB = 1 << 30
 _CONTEXT = 8192  # tokens in the KV cache, for the report of memory

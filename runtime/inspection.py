@@ -7,10 +7,6 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.core.config import EngineConfig
-from runtime.core.decoder_spec import DecoderSpec
-from runtime.core.sharding import Shard
-from runtime.core.types import CallboardError
 from runtime.loading import folder
 from runtime.loading.adapters import read_adapter
 from runtime.loading.gguf import GgufFile
@@ -18,6 +14,10 @@ from runtime.loading.gguf_architectures import read_gguf_model
 from runtime.loading.resolve import resolve
 from runtime.models import load_spec
 from runtime.quant.at_load import quantized_at_load
+from runtime.spec.config import EngineConfig
+from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.sharding import Shard
+from runtime.spec.types import CallboardError
 from runtime.text.chat import ChatTemplate, load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
 from runtime.text.tool_calls import name_of

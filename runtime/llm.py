@@ -18,24 +18,10 @@ from typing import Any, TypeVar, cast
 
 from tqdm import tqdm
 
-from runtime.core.config import DEFAULT_MODEL, EngineConfig
-from runtime.core.draft import LocalWire
-from runtime.core.draft_client import DraftClient, speculation_of
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
-from runtime.core.pooling import POOLED, required_pooling
 from runtime.core.request_state import RequestState
 from runtime.core.requests import requests_of
-from runtime.core.types import (
-    NOT_FINITE,
-    CallboardError,
-    FinishReason,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    StepOutput,
-    TokenLogprobs,
-)
 from runtime.loading.adapters import read_adapter
 from runtime.loading.resolve import resolve
 from runtime.output.chat_prompt import ChatPrompter
@@ -46,6 +32,20 @@ from runtime.output.processor import Delta, OutputProcessor
 from runtime.output.response_format import RequestedGrammar
 from runtime.output.score_prompt import PairPrompter
 from runtime.output.vectors import check_dimensions, embedding, scores, texts_of
+from runtime.spec.config import DEFAULT_MODEL, EngineConfig
+from runtime.spec.pooling import POOLED, required_pooling
+from runtime.spec.types import (
+    NOT_FINITE,
+    CallboardError,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    StepOutput,
+    TokenLogprobs,
+)
+from runtime.speculation.draft import LocalWire
+from runtime.speculation.draft_client import DraftClient, speculation_of
 from runtime.structured.grammar import compiled
 from runtime.structured.pattern import GrammarError
 from runtime.text.chat import load_tokenizer

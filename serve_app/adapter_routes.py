@@ -12,8 +12,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from runtime.core.config import MAX_NAME_CHARS
 from runtime.output.fields import invalid, shortened
+from runtime.spec.config import MAX_NAME_CHARS
 from serve_app.errors import ApiError
 from serve_app.limits import Deadline, read_json_body
 from serve_app.requests import parse

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from runtime.core.types import TokenLogprobs
 from runtime.output.processor import Delta
+from runtime.spec.types import TokenLogprobs
 from runtime.text.tokenizer import Tokenizer
 
 encode_json = msgspec.json.Encoder().encode

@@ -29,10 +29,10 @@ from actors.names import engines_of
 from actors.placement import FRONT_CPUS, SUPERVISOR_CPUS, bundles, default_fronts, has_room, uses_gpu
 from actors.process import freeze_garbage, lose_what_no_log_takes, telling_faults
 from actors.supervisor import Supervisor
-from runtime.core.config import EngineConfig, names_of
-from runtime.core.types import CallboardError
 from runtime.inspection import check_model
 from runtime.loading.resolve import resolve
+from runtime.spec.config import EngineConfig, names_of
+from runtime.spec.types import CallboardError
 from runtime.text.chat import load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.answers import encode_json

@@ -29,8 +29,8 @@ from typing import IO, Any
 
 import msgspec
 
-from runtime.core.types import CallboardError
 from runtime.output.fields import shortened
+from runtime.spec.types import CallboardError
 from serve_app.answers import encode_json
 from serve_app.batch_quota import KeyIndex, Usage, excess
 from serve_app.disk import holding, part_of, replacing, try_lock

@@ -21,7 +21,7 @@ from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
 
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 from serve_app.processes import ROLES, Process, connect, local_port, processes_of, raylet_behind, the_application
 from serve_app.token_client import Reading, Server, first_model
 

@@ -63,7 +63,7 @@ print(json.dumps({"cut": cut, "rates": rates}))
 # The forms that plain weights can become, and whether a file's own codes of 4 bits stay codes in a dtype.
 _FORMS_PROBE = """
 import json
-from runtime.core.config import EngineConfig
+from runtime.spec.config import EngineConfig
 from runtime.quant.at_load import GROUPS
 from runtime.quant.formats import forms_at_load
 from runtime.quant.forms import Integer4

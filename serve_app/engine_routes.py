@@ -12,8 +12,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from runtime.core.types import CallboardError
 from runtime.output.fields import invalid, shortened
+from runtime.spec.types import CallboardError
 from serve_app.auth import check_origin
 from serve_app.errors import ApiError
 from serve_app.limits import Deadline

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from runtime.core.types import CallboardError
 from runtime.output.fields import FieldError, shortened
+from runtime.spec.types import CallboardError
 
 _MAX_MESSAGE_CHARS = 1000
 _TYPES = {429: "rate_limit_error", 499: "request_aborted"}  # the others go by the hundreds

@@ -23,7 +23,7 @@ from starlette.types import Scope
 from actors.engine_client import EngineClient, EngineRefusal
 from actors.metrics import METRICS, MetricValues, Snapshot
 from actors.process_meter import CPU, MEMORY, of_this_process
-from runtime.core.types import Request, RequestOutput
+from runtime.spec.types import Request, RequestOutput
 from serve_app.auth import path_within
 from serve_app.errors import ApiError
 from serve_app.request_log.line import RequestLines

@@ -9,9 +9,9 @@ from typing import Any
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from runtime.core.pooling import POOLED
-from runtime.core.types import Request
 from runtime.output.fields import invalid
+from runtime.spec.pooling import POOLED
+from runtime.spec.types import Request
 from serve_app.auth import clean_id
 from serve_app.endpoints.pooled import POOLED_ENDPOINTS, PooledEndpoint, PreparedPooling
 from serve_app.errors import ApiError

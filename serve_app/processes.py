@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 from serve_app.process_tree import children_of_all
 from serve_app.settings import HttpSettings
 

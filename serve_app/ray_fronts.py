@@ -17,7 +17,7 @@ import ray
 from ray import serve
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 from serve_app.errors import ApiError
 from serve_app.response_store import ResponseStore, gone
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 
 _MOST_FRONTS = 32  # that are asked for a request, each on a connection of its own
 _PATHS = {

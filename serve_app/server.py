@@ -21,8 +21,8 @@ from typing import Any
 from actors import fork_server, haproxy
 from actors.environment import quiet_port, single_machine
 from actors.process import keep_bytecode, told_fault
-from runtime.core.config import EngineConfig
-from runtime.core.types import CallboardError
+from runtime.spec.config import EngineConfig
+from runtime.spec.types import CallboardError
 from serve_app.console import Console
 from serve_app.port import Port, port_of_its_own
 from serve_app.process_tree import News, Parent, run

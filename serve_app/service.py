@@ -17,11 +17,11 @@ from typing import Any
 
 from actors.engine_client import EngineClient, EngineRefusal, Refusal, ServerStopped
 from runtime.core.requests import requests_of
-from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.fields import invalid, shortened
 from runtime.output.processor import Delta, OutputProcessor
 from runtime.output.response_format import RequestedGrammar
+from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput
 from runtime.structured.compiler import GrammarCompiler
 from runtime.text.sampling_defaults import SamplingDefaults
 from runtime.text.stream import StopStrings

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from runtime.core.config import check_settings, setting
-from runtime.core.types import CallboardError
+from runtime.spec.config import check_settings, setting
+from runtime.spec.types import CallboardError
 
 
 @dataclass(frozen=True, slots=True)

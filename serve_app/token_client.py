@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 
 _RETRY_S = 0.1  # after an answer that says to come back, or a connection that was not to be had
 _LIMIT_BYTES = 1 << 20  # of a line

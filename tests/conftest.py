@@ -18,8 +18,8 @@ import pytest
 from hypothesis import settings
 
 from actors.environment import single_machine
-from runtime.core.types import CallboardError
 from runtime.loading.resolve import resolve
+from runtime.spec.types import CallboardError
 from runtime.structured.compiler import GrammarCompiler
 from tests.support import tiny_gguf
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from runtime.core.plan import Int32s, NewSlot, StepPlan
-from runtime.core.types import SamplingParams
 from runtime.models.decoder import Decoder
+from runtime.spec.types import SamplingParams
 from runtime.worker.cpu_steps import CpuSteps
 from runtime.worker.gpu_steps import GpuSteps
 from runtime.worker.grammar_state import GrammarState

@@ -32,13 +32,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.drafts.acceptance import Text, find_matches, tokens_a_round
 from benchmarks.drafts.distill_prompts import prompts
 from benchmarks.library.measure import Results, new_parser
-from runtime.core.config import DEFAULT_MODEL, EngineConfig
-from runtime.core.types import Request, SamplingParams
 from runtime.llm import LLM
 from runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from runtime.loading.resolve import resolve
 from runtime.models import load_spec
 from runtime.models.decoder import Decoder
+from runtime.spec.config import DEFAULT_MODEL, EngineConfig
+from runtime.spec.types import Request, SamplingParams
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.runner import choose_numerics
 

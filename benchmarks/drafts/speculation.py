@@ -29,8 +29,8 @@ from actors.engine_group import EngineGroup
 from actors.placement import bundles, uses_gpu
 from actors.supervisor import Supervisor
 from benchmarks.library.measure import Results, engine_config, middle, new_parser
-from runtime.core.config import EngineConfig
-from runtime.core.types import Request, SamplingParams
+from runtime.spec.config import EngineConfig
+from runtime.spec.types import Request, SamplingParams
 
 LEARNED = "acceptance", "round_beyond_us", "step_beyond_us", "draft_answer_beyond_us", "draft_late_rounds"
 

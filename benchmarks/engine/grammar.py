@@ -21,8 +21,8 @@ from pydantic import BaseModel
 
 from benchmarks.library.measure import Results, new_parser, percentiles
 from runtime.child import Child, Overrun
-from runtime.core.config import ModelInfo
-from runtime.core.types import Grammar, GrammarSpec
+from runtime.spec.config import ModelInfo
+from runtime.spec.types import Grammar, GrammarSpec
 from runtime.structured.compiler import GrammarCompiler
 from runtime.structured.engines import build_loaded, load
 from runtime.structured.grammar import compiled

@@ -26,7 +26,7 @@ import llguidance
 import numpy as np
 
 from runtime.child import Child, Overrun
-from runtime.core.types import CallboardError, GrammarSpec
+from runtime.spec.types import CallboardError, GrammarSpec
 from runtime.structured.grammar import compiled
 from runtime.structured.lazy import LazyEngine
 from runtime.structured.pattern import GrammarError

@@ -24,11 +24,11 @@ import numpy as np
 
 from actors.executor import SocketExecutor, serve_steps
 from actors.transport import Address, connect
-from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor, InProcess
 from runtime.core.plan import StepPlan, StepResult
-from runtime.core.types import Request, SamplingParams
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.types import Request, SamplingParams
 
 BATCHES = (1, 64, 256)
 BLOCK_SIZE = 16

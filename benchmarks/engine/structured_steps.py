@@ -21,7 +21,7 @@ from benchmarks.library.measure import Results, engine_config, new_parser, perce
 from benchmarks.library.models import CONFIGS, spec_of
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
-from runtime.core.types import Grammar, GrammarSpec, Request, SamplingParams
+from runtime.spec.types import Grammar, GrammarSpec, Request, SamplingParams
 from runtime.structured.automaton_policy import AutomatonPolicy
 from runtime.structured.grammar import compiled
 from runtime.structured.vocabulary import Vocabulary

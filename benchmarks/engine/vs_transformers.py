@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from runtime.core.config import DEFAULT_MODEL, EngineConfig
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
-from runtime.core.types import Request, SamplingParams
 from runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from runtime.loading.resolve import resolve
+from runtime.spec.config import DEFAULT_MODEL, EngineConfig
+from runtime.spec.types import Request, SamplingParams
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
 

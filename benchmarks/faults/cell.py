@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from actors.runner_group import LocalProcess
 from benchmarks.faults.matrix import ENGINE_ROLES, Fault
 from benchmarks.faults.tcp_proxy import TcpProxy
-from runtime.core.types import SamplingParams
 from runtime.llm import LLM
+from runtime.spec.types import SamplingParams
 from serve_app.token_client import Reading, Server
 
 NUM_TOKENS = 150  # of an answer

@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels.tune_linear import MODELS, Product, graph_us, products
-from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.experts.experts_torch import GroupedExperts, Tile, fp8_experts
 from runtime.kernels.linear.fused_linear import FusedLinear
@@ -36,6 +35,7 @@ from runtime.kernels.quantized.fp8_linear import fp8_linear_torch, fp8_linear_tr
 from runtime.kernels.quantized.fp8_rows import Fp8Rows, fp8_rows_torch, fp8_rows_triton
 from runtime.kernels.quantized.quantized_linear import dequantize_triton
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize, quantized_weight
+from runtime.spec.decoder_spec import ExpertsSpec
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 MODELS["tiny"] = (1, 128, 128, 64, 192, 320)

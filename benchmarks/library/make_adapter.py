@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.library.models import CONFIGS
-from runtime.core.decoder_spec import DecoderSpec
 from runtime.models import load_spec
 from runtime.models.adapters import adapted_linears
 from runtime.models.phi import WEIGHT_MAP
 from runtime.models.weight_map import WeightMap
+from runtime.spec.decoder_spec import DecoderSpec
 
 _CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "modules_to_save": None, "use_dora": False}
 

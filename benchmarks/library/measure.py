@@ -21,11 +21,11 @@ import torch
 
 from benchmarks.library.models import CONFIGS, spec_of
 from benchmarks.library.ranks import RankGroupProcesses
-from runtime.core.config import EngineConfig
-from runtime.core.draft_client import speculation_of
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor, InProcess
-from runtime.core.types import Request, SamplingParams
+from runtime.spec.config import EngineConfig
+from runtime.spec.types import Request, SamplingParams
+from runtime.speculation.draft_client import speculation_of
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.core.decoder_spec import DecoderSpec
 from runtime.models import load_spec
 from runtime.models.published import PUBLISHED
+from runtime.spec.decoder_spec import DecoderSpec
 
 CONFIGS: dict[str, dict[str, Any]] = {
     **PUBLISHED,

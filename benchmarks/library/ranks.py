@@ -10,8 +10,8 @@ from typing import Any
 from actors.executor import SocketExecutor, serve_steps
 from actors.transport import connect
 from benchmarks.library.models import spec_of
-from runtime.core.config import EngineConfig, ModelInfo
-from runtime.core.sharding import Shard
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.sharding import Shard
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 

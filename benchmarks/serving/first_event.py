@@ -21,9 +21,9 @@ import uvloop
 from starlette.types import ASGIApp, Message
 
 from actors.engine_client import OnEngine, nobody
-from runtime.core.config import DEFAULT_MODEL, ModelInfo
-from runtime.core.types import FinishReason, Request, RequestOutput
 from runtime.loading.resolve import resolve
+from runtime.spec.config import DEFAULT_MODEL, ModelInfo
+from runtime.spec.types import FinishReason, Request, RequestOutput
 from runtime.text.tokenizer import Tokenizer
 from serve_app.http import build_http_app
 from serve_app.service import Service

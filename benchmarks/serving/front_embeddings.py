@@ -27,11 +27,11 @@ import uvloop
 from actors.engine_group import EngineGroup
 from actors.engine_loop import EngineLoop
 from actors.transport import Address
-from runtime.core.config import DEFAULT_MODEL, EngineConfig, ModelInfo
 from runtime.core.executor import Executor, InProcess
 from runtime.core.plan import StepPlan, StepResult
-from runtime.core.pooling import Pooling
 from runtime.loading.resolve import resolve
+from runtime.spec.config import DEFAULT_MODEL, EngineConfig, ModelInfo
+from runtime.spec.pooling import Pooling
 from runtime.text.tokenizer import Tokenizer
 from serve_app.http import build_http_app
 from serve_app.service import Service

@@ -24,11 +24,11 @@ from actors.messages import CacheUpdate, encode
 from actors.router import Prompt, Router
 from actors.transport import framed
 from benchmarks.engine.step_channel import EchoRunner
-from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.engine import EngineCore
-from runtime.core.engine_load import EngineLoad
 from runtime.core.executor import InProcess
-from runtime.core.types import Request, SamplingParams
+from runtime.policy.engine_load import EngineLoad
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.types import Request, SamplingParams
 
 BLOCK_SIZE = 16
 INFO = ModelInfo("routing", 32000, 1 << 20, (0,), 1 << 17, BLOCK_SIZE, "none", "none")

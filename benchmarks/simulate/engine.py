@@ -23,13 +23,13 @@ from actors.router import Prompt
 from benchmarks.simulate.step_times import StepTimes
 from benchmarks.simulate.traces import Job
 from runtime.core.block_pool import NULL_BLOCK
-from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.plan import StepPlan, StepResult
 from runtime.core.prefix_cache import hash_blocks, root_hash
 from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
-from runtime.core.step_pacing import StepPacing
-from runtime.core.types import FinishReason, Request, SamplingParams
+from runtime.policy.step_pacing import StepPacing
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.types import FinishReason, Request, SamplingParams
 
 EOS, WORD = 0, 1  # an answer is words and ends with EOS
 VOCAB_SIZE = 1 << 17

@@ -14,7 +14,7 @@ from math import inf
 
 from benchmarks.simulate.engine import SimulatedEngine
 from benchmarks.simulate.traces import Conversation, Job
-from runtime.core.eviction_queue import EvictionQueue
+from runtime.policy.branch_eviction import EvictionQueue
 
 _MANY = 512  # blocks that are put in order at once
 

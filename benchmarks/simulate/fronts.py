@@ -12,9 +12,9 @@ from typing import Literal
 from actors.messages import CacheUpdate
 from actors.router import Choice, Prompt, Router, RoutingPolicy
 from benchmarks.simulate.engine import SimulatedEngine
-from runtime.core.config import ModelInfo
-from runtime.core.engine_load import EngineLoad
 from runtime.core.request_state import RequestState
+from runtime.policy.engine_load import EngineLoad
+from runtime.spec.config import ModelInfo
 
 Policy = RoutingPolicy | Literal["foresight", "oracle"]
 FRAME_S = 0.02  # an engine tells at most so often

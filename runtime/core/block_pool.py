@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from runtime.core.eviction_queue import EvictionQueue
+from runtime.policy.branch_eviction import EvictionQueue
 
 NULL_BLOCK = 0  # padding reads and writes land here; it is never allocated
 

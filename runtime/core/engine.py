@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.executor import Executor
 from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
-from runtime.core.speculation import Speculation
-from runtime.core.step_pacing import StepPacing
-from runtime.core.types import Request, StepOutput
+from runtime.policy.step_pacing import StepPacing
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.types import Request, StepOutput
+from runtime.speculation.choose_k import Speculation
 
 
 class EngineCore:

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from runtime.core.block_pool import NULL_BLOCK, BlockPool
-from runtime.core.config import ModelInfo
 from runtime.core.plan import EMPTY_TABLE, Int32s
 from runtime.core.prefix_cache import PrefixCache, hash_blocks, root_hash
 from runtime.core.request_state import NEVER, RequestState
+from runtime.spec.config import ModelInfo
 
 
 class _TableWrites(NamedTuple):

@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.core.grammar_store import GrammarUpdate
-from runtime.core.types import CallboardError, PromptLogprobs, SamplingParams, TokenLogprobs
+from runtime.features.grammar_store import GrammarUpdate
+from runtime.spec.types import CallboardError, PromptLogprobs, SamplingParams, TokenLogprobs
 
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]

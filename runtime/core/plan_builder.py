@@ -9,9 +9,9 @@ import numpy as np
 
 from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.plan import EMPTY, MAX_NEW_BYTES, Int32s, NewSlot, StepPlan, num_targets
-from runtime.core.prompt_logprobs import ScoredRow
 from runtime.core.request_state import RequestState
-from runtime.core.types import TOKEN_BYTES
+from runtime.features.prompt_logprobs import ScoredRow
+from runtime.spec.types import TOKEN_BYTES
 
 # A sample in flight: its request, the request's epoch when it was planned, and the draft token that it must equal for
 # the samples after it in the row to count; None: nothing was drafted there.

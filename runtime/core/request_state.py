@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from runtime.core.config import ModelInfo
-from runtime.core.pooling import required_pooling
-from runtime.core.types import TOKEN_BYTES, CallboardError, PromptLogprobs, Request
+from runtime.spec.config import ModelInfo
+from runtime.spec.pooling import required_pooling
+from runtime.spec.types import TOKEN_BYTES, CallboardError, PromptLogprobs, Request
 
 NEVER = 1 << 62
 SortKey = tuple[int, int, int]  # priority, job length or 0, arrival: the order of service
@@ -47,7 +47,7 @@ class RequestState:
         self.slot: int | None = None  # None: it waits
         self.num_computed = 0
         self.num_total = len(self.tokens)
-        # A draft's mirror of a request (runtime/core/draft.py) samples ahead of what is known to be right:
+        # A draft's mirror of a request (runtime/speculation/draft.py) samples ahead of what is known to be right:
         # No row is planned once it has so many tokens, the one that its last row samples included.
         self.plan_limit = max_len + self.only_scores
         self.num_final = NEVER  # tokens that will not be taken back; only they are hashed (C5)

@@ -6,7 +6,7 @@ import hashlib
 import secrets
 from collections.abc import Iterator
 
-from runtime.core.types import Request, SamplingParams
+from runtime.spec.types import Request, SamplingParams
 
 SEED_MASK = (1 << 63) - 1
 _DRAWN_BITS = 53  # of seeds that nobody gave: every client reads such a number exactly, JavaScript too

@@ -27,21 +27,21 @@ from typing import Any
 
 import numpy as np
 
-from runtime.core.adapters import AdapterTable
-from runtime.core.admission import Admission
-from runtime.core.config import EngineConfig, ModelInfo
-from runtime.core.isolation import Isolation
 from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.plan import NewSlot, StepResult
 from runtime.core.plan_builder import PlanBuilder, ScheduledStep, StepInFlight
-from runtime.core.prompt_logprobs import collect_prompt_logprobs, collect_vectors, ended_with_prompts
 from runtime.core.request_state import RequestState, checked_tokens
 from runtime.core.scheduler_stats import SchedulerStats
 from runtime.core.slot_pool import SlotPool
-from runtime.core.speculation import Speculation
-from runtime.core.step_pacing import StepPacing
-from runtime.core.types import CallboardError, FinishReason, Request, StepOutput, TokenLogprobs
 from runtime.core.waiting_queue import WaitingQueue
+from runtime.features.adapter_table import AdapterTable
+from runtime.features.prompt_logprobs import collect_prompt_logprobs, collect_vectors, ended_with_prompts
+from runtime.policy.admission import Admission
+from runtime.policy.isolation import Isolation
+from runtime.policy.step_pacing import StepPacing
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.types import CallboardError, FinishReason, Request, StepOutput, TokenLogprobs
+from runtime.speculation.choose_k import Speculation
 
 
 class Scheduler:

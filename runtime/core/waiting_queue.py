@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
 from runtime.core.request_state import RequestState
-from runtime.core.types import TOKEN_BYTES
+from runtime.spec.types import TOKEN_BYTES
 
 
 class WaitingQueue:

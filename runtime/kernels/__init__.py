@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 
-from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.kernels.attention.attention_torch import attention_exact, attention_torch
 from runtime.kernels.attention.decode_attention import decode_attention
 from runtime.kernels.attention.paged_attention import PagedBatch
@@ -42,6 +41,7 @@ from runtime.kernels.quantized.fp8_linear import Fp8Linear, has_fp8_product
 from runtime.kernels.quantized.integer_linear import IntegerLinear, has_integer_product
 from runtime.kernels.quantized.quantized_linear import QuantizedLinear
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
+from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 
 
 class RopeStoreKV(Protocol):

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from runtime.core.sharding import Part
-from runtime.core.types import CallboardError
 from runtime.loading.folder import INDEX_NAME, folder_eos_token_ids, model_config, read_json, weight_files
 from runtime.loading.gguf import GgufFile, dequantize
 from runtime.loading.gguf_architectures import Source, gguf_eos_token_ids, read_gguf_model
 from runtime.loading.upload import Uploader
+from runtime.spec.sharding import Part
+from runtime.spec.types import CallboardError
 
 _MOST_MAPPED = 64 << 20  # bytes read of a safetensors file before its pages are let go
 _DEQUANTIZED_AT_ONCE = 1 << 17  # weights; half a MB of float32 stays in a core's cache

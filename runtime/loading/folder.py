@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 
 INDEX_NAME = "model.safetensors.index.json"
 # Files of exporters that do not write to config.json -> the quant_method that it would have.

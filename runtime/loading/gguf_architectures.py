@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.core.types import CallboardError
 from runtime.loading.gguf import GgufFile, GgufTensor, dequantize
 from runtime.models import FAMILIES
+from runtime.spec.types import CallboardError
 
 _CONTROL = 3  # the type of a special token in a GGUF vocabulary (llama.h: llama_token_type)
 # Special tokens that end a text or a turn, whether or not the metadata says so (as in llama-vocab.cpp).

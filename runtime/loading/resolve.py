@@ -19,7 +19,6 @@ from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from runtime.core.types import CallboardError
 from runtime.loading.folder import INDEX_NAME, weight_files
 from runtime.loading.sources.download import check_space, locked
 from runtime.loading.sources.gguf_choice import gguf_models
@@ -27,6 +26,7 @@ from runtime.loading.sources.hub import hub_model
 from runtime.loading.sources.names import FORMS, HubName, WebFile, is_of_ollama, parse
 from runtime.loading.sources.near_names import meant
 from runtime.loading.sources.web import web_model
+from runtime.spec.types import CallboardError
 
 # SHA-256 of the GGUF files in wheels that Callboard's docs, defaults and tests name. Other wheels are only checked for
 # being undamaged archives.

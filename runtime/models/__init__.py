@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from runtime.core.decoder_spec import DecoderSpec
-from runtime.core.types import CallboardError
 from runtime.models import gemma, glm, gpt2, granite, llama, mistral, olmo, phi, qwen, seed, smollm
 from runtime.models.config_checks import check_config
 from runtime.models.weight_map import WeightMap
 from runtime.quant import asks_for_fp8_kv_cache, parse_schemes
+from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.types import CallboardError
 
 CLASSIFIER = "score.weight"  # [num_labels, hidden] of the last token's hidden state
 _MODEL = "model."  # before the names of a decoder that was saved with its head

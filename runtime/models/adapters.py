@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.core.decoder_spec import DecoderSpec
-from runtime.core.sharding import parts_of
-from runtime.core.types import CallboardError
 from runtime.kernels.linear.lora import Adapters, make_adapters, padded_rank
 from runtime.kernels.linear.small_results import EMPTY_WORD
 from runtime.kernels.numerics import Numerics
 from runtime.models.weight_map import WeightMap
+from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.sharding import parts_of
+from runtime.spec.types import CallboardError
 
 _WRAPPERS = re.compile(r"^(?:(?:model|language_model|transformer)\.)+")
 LayerAdapters = dict[str, Adapters]  # by the fused name of a layer's linear map

@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.core.bounds import Bounds
-from runtime.core.types import CallboardError
+from runtime.spec.bounds import Bounds
+from runtime.spec.types import CallboardError
 
 _WIDTH, _HEADS, _EXPERTS, _POSITIONS = Bounds(1, 1 << 20), Bounds(1, 1 << 16), Bounds(0, 1 << 12), Bounds(1, 1 << 30)
 _POSITIVE = Bounds(above=0)

@@ -12,8 +12,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
-from runtime.core.sharding import leaves_of
 from runtime.kernels import select
 from runtime.kernels.attention.rope import query_scale_table, rope_table
 from runtime.kernels.attention.stored_kv import KVLayer
@@ -38,6 +36,8 @@ from runtime.models.weights import ReadWeight, draw, read_from
 from runtime.quant.dense import DENSE
 from runtime.quant.format import TensorSource, Weight, WeightFormat
 from runtime.quant.formats import weight_bytes, weight_formats
+from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
+from runtime.spec.sharding import leaves_of
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from runtime.core.decoder_spec import DecoderSpec, RopeSpec
-from runtime.core.types import CallboardError
 from runtime.models import llama
 from runtime.models.rope import rope_spec
 from runtime.models.weight_map import WeightMap
+from runtime.spec.decoder_spec import DecoderSpec, RopeSpec
+from runtime.spec.types import CallboardError
 
 WEIGHT_MAP = WeightMap(
     {

@@ -6,9 +6,9 @@ import re
 
 import torch
 
-from runtime.core.decoder_spec import DecoderSpec
-from runtime.core.types import CallboardError
 from runtime.quant.format import TensorSource
+from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.types import CallboardError
 
 # All that belongs to such a cache. Zero points are those of whole numbers, and queries are never rounded: both unused.
 KV_SCALES = r".*\.(([kvq]|kv|prob)_(scale|zero_point|global_scale)|[kv]_proj\.output_(scale|zero_point))"

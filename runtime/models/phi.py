@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from runtime.core.decoder_spec import DecoderSpec
 from runtime.models import llama, mistral
 from runtime.models.weight_map import WeightMap
+from runtime.spec.decoder_spec import DecoderSpec
 
 WEIGHT_MAP = WeightMap({
     **llama.WEIGHT_MAP.names,

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.core.decoder_spec import RopeSpec
-from runtime.core.types import CallboardError
+from runtime.spec.decoder_spec import RopeSpec
+from runtime.spec.types import CallboardError
 
 
 def rope_spec(config: Mapping[str, Any], theta: float = 10000.0) -> RopeSpec:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from runtime.core.decoder_spec import DecoderSpec
 from runtime.models import llama
+from runtime.spec.decoder_spec import DecoderSpec
 
 WEIGHT_MAP = llama.WEIGHT_MAP
 

@@ -9,14 +9,14 @@ from typing import Protocol
 
 import torch
 
-from runtime.core.decoder_spec import DecoderSpec
-from runtime.core.sharding import Part, parts_of
-from runtime.core.types import CallboardError
 from runtime.kernels.numerics import Numerics
 from runtime.models.kv_scales import KV_SCALES
 from runtime.models.weight_map import WeightMap
 from runtime.quant.format import Location, TensorSource, Weight
 from runtime.quant.formats import weight_formats
+from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.sharding import Part, parts_of
+from runtime.spec.types import CallboardError
 
 
 class ReadWeight(Protocol):

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 
 
 class FieldError(CallboardError):

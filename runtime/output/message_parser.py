@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from runtime.core.types import ThinkingBudget
+from runtime.spec.types import ThinkingBudget
 from runtime.text.reasoning import ReasoningSplitter
 from runtime.text.tool_calls import CallDelta, ForcedCall, ToolFormat
 from runtime.text.tool_calls.custom_input import CustomInputs

@@ -9,9 +9,9 @@ import msgspec
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from runtime.core.types import GrammarSpec
 from runtime.output.fields import FieldError, Options, invalid
 from runtime.output.response_format import RequestedGrammar
+from runtime.spec.types import GrammarSpec
 from runtime.structured.grammar import Calls
 from runtime.structured.pattern import literal_text
 from runtime.text import reasoning

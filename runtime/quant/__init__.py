@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from runtime.core.types import CallboardError
 from runtime.quant import awq, bitsandbytes, compressed_tensors, fp8_block, gguf, gptq, modelopt, mxfp4
 from runtime.quant.scheme import Parser, Scheme
+from runtime.spec.types import CallboardError
 
 METHODS: dict[str, Parser] = {  # by the quant_method of a config.json's quantization_config
     "compressed-tensors": compressed_tensors.parse,

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import gcd
 
-from runtime.core.config import EngineConfig
-from runtime.core.decoder_spec import DecoderSpec
-from runtime.core.sharding import Shard, leaves_of
-from runtime.core.types import CallboardError
 from runtime.quant.scheme import Scheme
+from runtime.spec.config import EngineConfig
+from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.sharding import Shard, leaves_of
+from runtime.spec.types import CallboardError
 
 PLAIN = "plain"  # the layout of weights that are encoded as they are read
 GROUPS = {"fp8": 0, "int8": 0, "int4": 128, "nf4": 64}  # of each form, the columns that share a scale; 0: all

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 import torch
 
-from runtime.core.decoder_spec import ExpertsSpec
-from runtime.core.sharding import Part
 from runtime.kernels import Kernels
 from runtime.kernels.experts.experts_torch import ExpertLayer
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.quant.format import Location, Shape, StoredTensor, TensorSource, Weight, WeightFormat
+from runtime.spec.decoder_spec import ExpertsSpec
+from runtime.spec.sharding import Part
 
 _FLOATS = (
     torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2

@@ -10,12 +10,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from runtime.core.decoder_spec import ExpertsSpec
-from runtime.core.sharding import Part
 from runtime.kernels import Kernels
 from runtime.kernels.experts.experts_torch import ExpertLayer
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
+from runtime.spec.decoder_spec import ExpertsSpec
+from runtime.spec.sharding import Part
 
 Shape = tuple[int, ...]
 Weight = tuple[torch.Tensor, ...]  # one weight's tensors on the device, in an order that its format chooses

@@ -10,10 +10,6 @@ from functools import cache, partial
 
 import torch
 
-from runtime.core.config import EngineConfig
-from runtime.core.decoder_spec import DecoderSpec
-from runtime.core.sharding import Shard, leaves_of
-from runtime.core.types import CallboardError
 from runtime.kernels.numerics import Numerics
 from runtime.quant.at_load import GROUPS, PLAIN, forms_asked
 from runtime.quant.dense import DENSE
@@ -24,6 +20,10 @@ from runtime.quant.layouts import Awq, BitsAndBytes4, Gptq, Layout, Nibbles, One
 from runtime.quant.products import lacks_vector_code, products_of
 from runtime.quant.quantized import Kept, Widened
 from runtime.quant.scheme import Scheme
+from runtime.spec.config import EngineConfig
+from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.sharding import Shard, leaves_of
+from runtime.spec.types import CallboardError
 
 LAYOUTS: dict[str, Callable[[Scheme], Layout]] = {  # by the scheme's
     "compressed-tensors": OneByOne,

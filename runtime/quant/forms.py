@@ -14,10 +14,10 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from runtime.core.sharding import Part
 from runtime.kernels.quantized import fp8_encode
 from runtime.quant.format import Shape, Weight
 from runtime.quant.scheme import Scheme
+from runtime.spec.sharding import Part
 
 # Numbers that are widened or encoded at once: what is in float32 meanwhile is small beside the weight.
 _AT_ONCE = 1 << 20

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.core.sharding import Part
-from runtime.core.types import CallboardError
 from runtime.quant.dense import DENSE, read_plain
 from runtime.quant.format import Location, Shape, StoredTensor, TensorSource, Weight
 from runtime.quant.forms import Form, Table, form_of
 from runtime.quant.packing import exponents, unpack_nibbles, unpack_words
 from runtime.quant.scheme import Scheme
+from runtime.spec.sharding import Part
+from runtime.spec.types import CallboardError
 
 _FP8, _INT8, _UINT8, _INT32 = (torch.float8_e4m3fn,), (torch.int8,), (torch.uint8,), (torch.int32,)
 _SCALES = (torch.bfloat16, torch.float16, torch.float32)

@@ -7,7 +7,6 @@ from typing import Protocol
 
 import torch
 
-from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels import Kernels
 from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.experts.experts_torch import ExpertLayer, Experts
@@ -25,6 +24,7 @@ from runtime.kernels.quantized.quantized_weight import (
 )
 from runtime.quant.format import Shape, Weight
 from runtime.quant.forms import Float8, Form, Integer4, Integer8, Table
+from runtime.spec.decoder_spec import ExpertsSpec
 
 
 class Products(Protocol):

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 import torch
 
-from runtime.core.decoder_spec import ExpertsSpec
-from runtime.core.sharding import Part
 from runtime.kernels import Kernels
 from runtime.kernels.experts.experts_torch import ExpertLayer
 from runtime.kernels.linear.linear_torch import Linear
@@ -19,6 +17,8 @@ from runtime.quant.forms import Form
 from runtime.quant.layouts import Layout
 from runtime.quant.products import Products
 from runtime.quant.threads import threads_for
+from runtime.spec.decoder_spec import ExpertsSpec
+from runtime.spec.sharding import Part
 
 
 class Widened(Dense):

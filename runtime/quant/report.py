@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from runtime.core.decoder_spec import DecoderSpec
 from runtime.kernels.numerics import Numerics
 from runtime.quant.at_load import PLAIN
 from runtime.quant.formats import weight_formats
 from runtime.quant.quantized import Kept, Widened
+from runtime.spec.decoder_spec import DecoderSpec
 
 _GIB = 1 << 30
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 
 
 @dataclass(frozen=True, slots=True)

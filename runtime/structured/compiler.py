@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from runtime.child import ChildPool, Overrun
-from runtime.core.types import CallboardError, Grammar, GrammarSpec
+from runtime.spec.types import CallboardError, Grammar, GrammarSpec
 from runtime.structured.grammar import compiled
 from runtime.structured.pattern import GrammarError
 

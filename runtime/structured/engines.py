@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.child import ChildPool, Overrun
-from runtime.core.types import CallboardError, Grammar, ThinkingBudget
+from runtime.spec.types import CallboardError, Grammar, ThinkingBudget
 from runtime.structured.automaton import Automaton, EagerMatcher, build
 from runtime.structured.automaton_policy import AutomatonPolicy
 from runtime.structured.lazy import LazyEngine, LazyMatcher

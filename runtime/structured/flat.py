@@ -52,7 +52,7 @@ class Terms(Protocol):
 
 class Flattener:
     def __init__(self, root: Any, terms: Terms, strict: bool | None, ignored: list[str]) -> None:
-        """Keywords that cannot be enforced are refused, or added to `ignored` if `strict` (core/types.py) allows it."""
+        """Keywords that cannot be enforced are refused, or added to `ignored` if `strict` (spec/types.py) allows it."""
         self._root, self.terms, self._strict, self._ignored = root, terms, strict, ignored
 
     def cannot(self, where: str, keyword: str, problem: str = "") -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from runtime.core.types import CallboardError, Grammar, GrammarSpec
+from runtime.spec.types import CallboardError, Grammar, GrammarSpec
 from runtime.structured import call_arguments, context_free, keywords, rules, schema, tags
 from runtime.structured.flat import Terms
 from runtime.structured.lark_text import read_lark

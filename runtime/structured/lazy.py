@@ -14,7 +14,7 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 from runtime.structured.matcher import Matcher
 from runtime.structured.vocabulary import Vocabulary
 

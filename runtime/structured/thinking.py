@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.core.types import ThinkingBudget
+from runtime.spec.types import ThinkingBudget
 from runtime.structured.matcher import Matcher
 from runtime.structured.vocabulary import Vocabulary
 from runtime.text import reasoning

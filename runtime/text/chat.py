@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from runtime.child import ChildPool, Overrun
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 from runtime.text import reasoning, sandbox
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import FORMATS, GENERIC, CallDelta, ToolFormat

@@ -11,7 +11,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 from runtime.text.pieces import strip_spaces
 from runtime.text.tokenizer import Tokenizer
 

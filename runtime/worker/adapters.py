@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from runtime.core.types import CallboardError
 from runtime.loading.adapters import AdaptedMap, TensorPlace, read_adapter
 from runtime.models.adapters import Matrices, check_place, make_decoder_adapters, places_of, short_name, write_adapter
 from runtime.models.decoder import Decoder
 from runtime.models.weight_map import WeightMap
+from runtime.spec.types import CallboardError
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 class RunnerAdapters:
     """Room for `max_loras` adapters beside a decoder's weights. One thread at a time loads; steps run meanwhile, as no
-    row of theirs has an index that is being written (core/adapters.py)."""
+    row of theirs has an index that is being written (features/adapter_table.py)."""
 
     def __init__(self, decoder: Decoder, weight_map: WeightMap, max_loras: int, max_rank: int) -> None:
         self._decoder, self._weight_map, self._max_loras, self._max_rank = decoder, weight_map, max_loras, max_rank

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from runtime.core.plan import Int32s, StepPlan, StepResult, joined
-from runtime.core.pooling import Pooling
 from runtime.kernels.attention.attention_torch import AttentionShape
 from runtime.models.decoder import Decoder
+from runtime.spec.pooling import Pooling
 from runtime.worker.grammar_state import GrammarState, Masks
 from runtime.worker.inputs import StepInput, build_input
 from runtime.worker.kv_cache import KVCache

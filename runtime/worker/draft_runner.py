@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from runtime.core.config import EngineConfig
-from runtime.core.draft import DraftCore
 from runtime.core.executor import InProcess
-from runtime.core.types import CallboardError
 from runtime.loading.resolve import resolve
+from runtime.spec.config import EngineConfig
+from runtime.spec.types import CallboardError
+from runtime.speculation.draft import DraftCore
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from runtime.core.plan import Int32s, StepPlan, StepResult, joined, last_tokens
-from runtime.core.pooling import Pooling
 from runtime.kernels.attention.paged_attention import PagedBatch, PagedRows
 from runtime.kernels.sampling.sample import NUM_PARAMS
 from runtime.kernels.step.scatter_writes import scatter_writes
 from runtime.kernels.step.step_inputs import build_inputs
 from runtime.models.decoder import Decoder
 from runtime.models.forward_batch import ForwardBatch
+from runtime.spec.pooling import Pooling
 from runtime.worker.device_automata import DeviceAutomata
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.grammar_state import GrammarState

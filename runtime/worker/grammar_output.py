@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
-from runtime.core.types import CallboardError, Grammar, ThinkingBudget
+from runtime.spec.types import CallboardError, Grammar, ThinkingBudget
 from runtime.structured.engines import Engines
 from runtime.structured.lazy import SharedLimit
 from runtime.structured.matcher import Matcher

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from runtime.core.plan import Int32s, NewSlot, StepPlan
-from runtime.core.sharding import ALONE, Shard
-from runtime.core.types import CallboardError
 from runtime.kernels.sampling.automata import AT, FIRST, GUESSES, NUM_GUESSES, SLOT
+from runtime.spec.sharding import ALONE, Shard
+from runtime.spec.types import CallboardError
 from runtime.structured.automaton import EagerMatcher
 from runtime.structured.automaton_policy import AutomatonPolicy
 from runtime.structured.engines import Engines
@@ -158,7 +158,7 @@ class GrammarState:
             self._last = masks, tokens
 
     def _rewrite(self, plan: StepPlan) -> None:
-        """The tokens that a draft's plan brings are final (core/draft.py): they replace those sampled there."""
+        """The tokens that a draft's plan brings are final (speculation/draft.py): they replace those sampled there."""
         if not len(plan.draft_token_ids):
             return
         self._take_last()

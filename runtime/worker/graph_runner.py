@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from runtime.core.plan import MAX_STEPS, Int32s, StepPlan
-from runtime.core.speculation import MAX_DRAFT_TOKENS
+from runtime.speculation.choose_k import MAX_DRAFT_TOKENS
 from runtime.worker.graph_io import MAX_PIECES, GraphIO
 from runtime.worker.step_rows import StepShape, cut
 

@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from runtime.core.kv_cache_spec import KVCacheSpec
 from runtime.kernels.attention.stored_kv import KVLayer
+from runtime.spec.kv_cache_spec import KVCacheSpec
 
 
 class KVCache:

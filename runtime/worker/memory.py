@@ -9,16 +9,16 @@ from pathlib import Path
 
 import torch
 
-from runtime.core.config import EngineConfig
-from runtime.core.decoder_spec import DecoderSpec
-from runtime.core.kv_cache_spec import KVCacheSpec
-from runtime.core.sharding import NUM_LEAVES
-from runtime.core.types import CallboardError
 from runtime.kernels.attention.attention_torch import MAX_GATHERED
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.sampling.penalties import NUM_TABLES
 from runtime.models.adapters import adapter_bytes
 from runtime.quant.formats import weight_bytes, widened_bytes
+from runtime.spec.config import EngineConfig
+from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.kv_cache_spec import KVCacheSpec
+from runtime.spec.sharding import NUM_LEAVES
+from runtime.spec.types import CallboardError
 from runtime.worker.graph_runner import MAX_VERIFIED
 from runtime.worker.prompt_scorer import MIN_SLICE
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from runtime.core.plan import EMPTY, Int32s, NewSlot, StepPlan, last_tokens
-from runtime.core.pooling import Pooling
 from runtime.models.decoder import Decoder
+from runtime.spec.pooling import Pooling
 
 
 class Pooler:

@@ -16,12 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from runtime.core.config import EngineConfig, ModelInfo
-from runtime.core.draft import CATCH_UP
 from runtime.core.plan import StepPlan, StepResult
-from runtime.core.sharding import ALONE, Shard
-from runtime.core.speculation import MAX_DRAFT_TOKENS
-from runtime.core.types import CallboardError
 from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.linear.linear_torch import can_pack
 from runtime.kernels.linear.tiles import multiplies_fp8
@@ -30,6 +25,11 @@ from runtime.kernels.quantized import cpu_quantized
 from runtime.quant.at_load import quantized_at_load
 from runtime.quant.formats import check_products, format_names, forms_on_device
 from runtime.quant.report import weight_report
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.sharding import ALONE, Shard
+from runtime.spec.types import CallboardError
+from runtime.speculation.choose_k import MAX_DRAFT_TOKENS
+from runtime.speculation.draft import CATCH_UP
 from runtime.worker.adapters import RunnerAdapters
 from runtime.worker.cpu_steps import CpuSteps
 from runtime.worker.gpu_steps import GpuSteps

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.core.plan import Int32s, NewSlot
-from runtime.core.sampling_fields import SECOND_PASS, UNSET, Effect, table_of
 from runtime.kernels.sampling.sample import NUM_PARAMS, PENALISED_FROM, PROMPT_LEN, SEED_HIGH, SEED_LOW
+from runtime.spec.sampling_fields import SECOND_PASS, UNSET, Effect, table_of
 
 MASKED_LOGIT = -1e9  # the logit of what min_tokens holds back, but of a token that a grammar allows nothing beside
 

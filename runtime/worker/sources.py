@@ -9,11 +9,6 @@ from typing import Protocol
 
 import torch
 
-from runtime.core.config import ModelInfo
-from runtime.core.decoder_spec import DecoderSpec
-from runtime.core.pooling import Pooling
-from runtime.core.sharding import Part
-from runtime.core.types import CallboardError
 from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
@@ -22,6 +17,11 @@ from runtime.models import CLASSIFIER, load_spec, phi
 from runtime.models.decoder import Decoder
 from runtime.models.kv_scales import read_kv_scales
 from runtime.models.weight_map import WeightMap
+from runtime.spec.config import ModelInfo
+from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.pooling import Pooling
+from runtime.spec.sharding import Part
+from runtime.spec.types import CallboardError
 from runtime.structured.vocabulary import Vocabulary
 from runtime.text.tokenizer import Tokenizer
 

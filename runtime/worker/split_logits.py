@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from runtime.core.sharding import Shard
 from runtime.kernels.collectives.communicator import Communicator, OneRank
+from runtime.spec.sharding import Shard
 
 
 class SplitLogits:

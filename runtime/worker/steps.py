@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from runtime.core.plan import Int32s, StepPlan, StepResult
-from runtime.core.pooling import Pooling
+from runtime.spec.pooling import Pooling
 from runtime.worker.grammar_state import Masks
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.sampler import Logprobs

@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 from runtime.core.plan import NewSlot, StepPlan
-from runtime.core.types import Grammar, SamplingParams
+from runtime.spec.types import Grammar, SamplingParams
 from runtime.worker.memory import MemoryPlan
 from runtime.worker.steps import Steps
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 from serve_app.bench.client import Client, Turn
 from serve_app.bench.figures import figures
 from serve_app.bench.load import Session, arrivals, play, play_streams

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from runtime.core.config import EngineConfig
+from runtime.spec.config import EngineConfig
 from serve_app.commands.flags import (
     add_client_key,
     add_flags,

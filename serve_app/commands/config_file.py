@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 
 _MODEL = "model"  # the positional argument
 _NOT_IN_FILES = ("config", "help")

@@ -9,8 +9,8 @@ import types
 from dataclasses import Field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from runtime.core.config import DEFAULT_MODEL, EngineConfig
-from runtime.core.types import CallboardError, SamplingParams
+from runtime.spec.config import DEFAULT_MODEL, EngineConfig
+from runtime.spec.types import CallboardError, SamplingParams
 from serve_app.commands.gpu import missing_gpu
 from serve_app.commands.parser import UsageError
 from serve_app.commands.subjects import HOME, SUBJECTS

@@ -7,8 +7,8 @@ import sys
 from contextlib import closing
 from typing import Any
 
-from runtime.core.config import DEFAULT_MODEL, EngineConfig
-from runtime.core.types import SamplingParams
+from runtime.spec.config import DEFAULT_MODEL, EngineConfig
+from runtime.spec.types import SamplingParams
 from serve_app.commands.flags import (
     add_flags,
     add_sampling_flags,

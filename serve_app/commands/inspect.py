@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from runtime.core.config import EngineConfig
+from runtime.spec.config import EngineConfig
 from serve_app.commands.flags import add_flags, add_model, engine_config
 
 _MOST_USED = {

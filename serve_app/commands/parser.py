@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 from serve_app.commands.config_file import read_words
 
 _WIDTH = 80

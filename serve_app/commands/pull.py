@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from runtime.core.config import DEFAULT_MODEL
+from runtime.spec.config import DEFAULT_MODEL
 
 
 def add_parser(commands: Any) -> None:

@@ -7,7 +7,7 @@ import os
 from dataclasses import fields, replace
 from typing import Any
 
-from runtime.core.config import DEFAULT_MODEL, EngineConfig
+from runtime.spec.config import DEFAULT_MODEL, EngineConfig
 from serve_app.commands.flags import (
     add_flags,
     add_model,

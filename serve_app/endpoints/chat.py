@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from runtime.core.config import NGRAM
 from runtime.output.fields import invalid
 from runtime.output.message_parser import MessageFormat
 from runtime.output.processor import Delta
+from runtime.spec.config import NGRAM
 from runtime.text.tool_calls import CallDelta
 from serve_app.answers import encode_json, listed, logprob_entry
 from serve_app.endpoints.endpoint import Endpoint, answer_with, of_prompt

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from runtime.core.types import TokenLogprobs
 from runtime.output.fields import invalid
 from runtime.output.processor import Delta
+from runtime.spec.types import TokenLogprobs
 from runtime.text.stream import TextStream
 from runtime.text.tokenizer import Tokenizer
 from serve_app.answers import finite, listed, token_id_text

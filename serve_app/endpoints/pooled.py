@@ -11,11 +11,11 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.core.pooling import Pooling
-from runtime.core.types import Request
 from runtime.output.fields import invalid
 from runtime.output.score_prompt import PairPrompter
 from runtime.output.vectors import check_dimensions, embedding, scores, texts_of
+from runtime.spec.pooling import Pooling
+from runtime.spec.types import Request
 from serve_app.answers import encode_json
 from serve_app.errors import ApiError
 from serve_app.prepared_request import ServedModel

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from runtime.core.types import TokenLogprobs
 from runtime.output.processor import Delta
+from runtime.spec.types import TokenLogprobs
 from runtime.text.tool_calls import CallDelta
 from serve_app.answers import ChoiceUsage, encode_json, logprob_entry
 from serve_app.errors import ApiError

@@ -11,9 +11,9 @@ from typing import Annotated, TypeVar
 import msgspec
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from runtime.core.types import CallboardError
 from runtime.output.fields import FieldError, fault_of, invalid, path_of
 from runtime.output.options import OutputOptions
+from runtime.spec.types import CallboardError
 from serve_app.errors import ApiError
 from serve_app.requests.sampling import MAX_CHOICES
 from serve_app.requests.shapes import MAX_VALUES, RequestModel, TokenIds, has_too_many_values

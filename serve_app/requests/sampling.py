@@ -9,10 +9,10 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from runtime.core.requests import SEED_MASK
-from runtime.core.sampling_fields import table_of
-from runtime.core.types import SamplingParams
 from runtime.output.fields import invalid
 from runtime.output.options import OutputOptions
+from runtime.spec.sampling_fields import table_of
+from runtime.spec.types import SamplingParams
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.requests.other_servers import UNSUPPORTED_FIELDS, Refused
 from serve_app.requests.shapes import OpenRequestModel, RequestModel, TokenId, text_or_list

@@ -7,7 +7,7 @@ import os
 import threading
 from contextlib import suppress
 
-from runtime.core.config import DEFAULT_MODEL, EngineConfig, names_of
+from runtime.spec.config import DEFAULT_MODEL, EngineConfig, names_of
 
 _NEXT = "The default model is small and often wrong. For better answers: callboard serve Qwen/Qwen3-0.6B"
 

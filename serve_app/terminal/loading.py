@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from runtime.core.config import EngineConfig, names_of
+from runtime.spec.config import EngineConfig, names_of
 
 if TYPE_CHECKING:
     from runtime.llm import LLM

@@ -14,7 +14,7 @@ from actors.executor import RunnersLost
 from actors.link_server import Connection
 from actors.messages import Adapters
 from benchmarks.library.make_adapter import save_adapter
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 from tests.actors.test_adapters import MODULES, check, folders, pace, with_adapter  # noqa: F401
 from tests.actors.test_engine_group import Group, healthy, live
 from tests.actors.test_link import Engine, eventually, read, request

@@ -11,9 +11,9 @@ from actors.engine_loop import EngineLoop
 from actors.front_adapters import FrontAdapters
 from actors.messages import Status
 from actors.metrics import EngineMetrics, MetricValues
-from runtime.core.config import EngineConfig
 from runtime.core.engine import EngineCore
-from runtime.core.types import CallboardError
+from runtime.spec.config import EngineConfig
+from runtime.spec.types import CallboardError
 from tests.actors.test_adapters import folders  # noqa: F401
 from tests.actors.test_engine_group import Group
 from tests.actors.test_link import INFO, Engine, eventually, link_to, only_link

@@ -10,7 +10,7 @@ import pytest
 
 from actors.executor import RunnersLost
 from benchmarks.library.make_adapter import save_adapter
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 from tests.actors.test_engine_group import Group, healthy, live
 from tests.actors.test_link import Engine, eventually, link_to, read, request
 from tests.support.fake_runner import sequential

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from actors.cache_feed import CacheFeed, Followers
 from actors.messages import decode_from_engine, encode
 from actors.router import Prompt, Router
-from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.engine import EngineCore
 from runtime.core.prefix_cache import KEY_BYTES
-from runtime.core.types import Request, SamplingParams
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.types import Request, SamplingParams
 from tests.support.examples import examples
 from tests.support.fake_runner import EOS, FakeRunner
 

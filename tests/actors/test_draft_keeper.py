@@ -8,7 +8,7 @@ import pytest
 from actors import runner_group
 from actors.runner_group import DraftKeeper
 from actors.transport import connect
-from runtime.core.config import EngineConfig
+from runtime.spec.config import EngineConfig
 from tests.actors.test_runner_group import Call
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from actors.draft import DraftLoop, SocketDraft
 from actors.transport import FrameSocket
-from runtime.core.draft import Chain, Told
+from runtime.speculation.draft import Chain, Told
 
 
 class EchoCore:

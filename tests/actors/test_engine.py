@@ -9,7 +9,7 @@ import pytest
 
 from actors import engine as engine_module
 from actors.engine import EngineActor
-from runtime.core.config import EngineConfig
+from runtime.spec.config import EngineConfig
 from tests.actors.test_link import eventually
 
 

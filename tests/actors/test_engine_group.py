@@ -13,7 +13,7 @@ from actors import link as link_module
 from actors.engine_client import EngineRefusal, Refusal
 from actors.messages import HEARTBEAT_S, LOST_AFTER_BEATS, Heartbeat
 from actors.transport import Address
-from runtime.core.types import FinishReason, Request, SamplingParams
+from runtime.spec.types import FinishReason, Request, SamplingParams
 from tests.actors.test_link import INFO, Engine, eventually, hurry, link_to, read, request
 from tests.support.fake_runner import sequential
 

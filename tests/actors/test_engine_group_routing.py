@@ -6,8 +6,8 @@ import threading
 import httpx
 import pytest
 
-from runtime.core.pooling import Pooling
-from runtime.core.types import CallboardError, Request, SamplingParams
+from runtime.spec.pooling import Pooling
+from runtime.spec.types import CallboardError, Request, SamplingParams
 from serve_app.http import build_http_app
 from serve_app.service import Service
 from serve_app.settings import HttpSettings

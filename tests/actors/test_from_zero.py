@@ -8,8 +8,8 @@ import pytest
 from actors.engine import EngineActor
 from actors.engine_client import EngineRefusal, Refusal
 from actors.engine_group import EngineGroup, FromZero
-from runtime.core.config import EngineConfig
-from runtime.core.types import CallboardError
+from runtime.spec.config import EngineConfig
+from runtime.spec.types import CallboardError
 from tests.actors.test_link import Engine, Engines, eventually, read, request
 from tests.support.fake_runner import sequential
 

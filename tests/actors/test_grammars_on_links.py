@@ -10,10 +10,10 @@ from actors.held_requests import HeldRequests
 from actors.link import EngineLink
 from actors.messages import Submit, encode
 from actors.queue_limits import QueueLimits
-from runtime.core.config import EngineConfig
-from runtime.core.grammar_store import GrammarUpdate
 from runtime.core.scheduler import Scheduler
-from runtime.core.types import Grammar
+from runtime.features.grammar_store import GrammarUpdate
+from runtime.spec.config import EngineConfig
+from runtime.spec.types import Grammar
 from tests.actors.test_link import INFO, Engine, SlowRunner, eventually, link_to, read, request
 from tests.support.fake_runner import sequential
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.core.config import EngineConfig, ModelInfo
-from runtime.core.isolation import MAX_LOSSES
 from runtime.core.plan import decode_plan
-from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams
+from runtime.policy.isolation import MAX_LOSSES
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.types import CallboardError, FinishReason, Request, SamplingParams
 from tests.actors import test_link
 from tests.actors.test_link import eventually, link_to, read, request
 from tests.support.fake_runner import EOS, VOCAB, CheckedCore, FakeRunner, sequential

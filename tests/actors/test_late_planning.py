@@ -12,8 +12,8 @@ import pytest
 
 from actors.engine_loop import EngineLoop
 from actors.messages import Submit
-from runtime.core.config import EngineConfig
 from runtime.core.plan import StepPlan
+from runtime.spec.config import EngineConfig
 from tests.actors.test_link import INFO, Engine, SlowRunner, eventually, link_to, read, request
 from tests.support.fake_runner import FixedPacing, sequential
 

@@ -13,10 +13,10 @@ from actors.engine_group import EngineGroup
 from actors.engine_loop import EngineLoop
 from actors.executor import RunnersLost
 from actors.link_server import Connection
-from runtime.core.config import EngineConfig, ModelInfo
-from runtime.core.isolation import MAX_LOSSES
-from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams
 from runtime.loading.adapters import read_adapter
+from runtime.policy.isolation import MAX_LOSSES
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.types import CallboardError, FinishReason, Request, SamplingParams
 from tests.support.fake_runner import EOS, FakeRunner, sequential
 
 INFO = ModelInfo("f", 320, 512, (EOS,), 200, 4, "none", "none")

@@ -13,7 +13,7 @@ from actors import transport
 from actors.messages import AbortById, Heartbeat, Report, Submit, decode_from_engine, encode
 from actors.metrics import MetricValues
 from runtime.core.requests import requests_of
-from runtime.core.types import FinishReason, SamplingParams
+from runtime.spec.types import FinishReason, SamplingParams
 from tests.actors.test_link import Engine, eventually, link_to, only_link, read, request
 from tests.support.fake_runner import sequential
 

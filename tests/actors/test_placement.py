@@ -4,8 +4,8 @@ import pytest
 from ray.util.placement_group import PlacementGroup
 
 from actors.placement import bundles, default_fronts, draft_options, has_room, runner_options, uses_gpu
-from runtime.core.config import EngineConfig
-from runtime.core.types import CallboardError
+from runtime.spec.config import EngineConfig
+from runtime.spec.types import CallboardError
 
 GROUP = PlacementGroup.empty()
 

@@ -4,7 +4,7 @@ from actors.held_requests import HeldRequests
 from actors.messages import Submit
 from actors.queue_limits import QueueLimits
 from runtime.core.scheduler import Scheduler
-from runtime.core.types import Request, SamplingParams
+from runtime.spec.types import Request, SamplingParams
 from tests.core.test_scheduler import make
 
 

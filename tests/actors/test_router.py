@@ -9,8 +9,8 @@ import pytest
 
 from actors.messages import CacheUpdate
 from actors.router import Prompt, Router
-from runtime.core.config import ModelInfo
-from runtime.core.engine_load import EngineLoad
+from runtime.policy.engine_load import EngineLoad
+from runtime.spec.config import ModelInfo
 
 INFO = ModelInfo("f", 320, 512, (0,), 100, 4, "none", "none")
 KIND = (INFO.fingerprint, INFO.block_size)

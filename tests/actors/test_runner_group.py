@@ -15,8 +15,8 @@ from actors import runner_group
 from actors.executor import RunnersLost, serve_steps
 from actors.runner_group import RunnerGroup
 from actors.transport import connect
-from runtime.core.config import EngineConfig, ModelInfo
-from runtime.core.types import CallboardError
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.types import CallboardError
 from tests.support.executor_group import Runner, expected, failing, plan_of, same
 
 INFO = ModelInfo("fingerprint", 32000, 128, (0,), 100, 16, "float32", "cpu")

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from actors.engine_client import EngineRefusal, Refusal
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 from serve_app.http import build_http_app
 from serve_app.service import Service
 from serve_app.settings import HttpSettings

@@ -10,8 +10,8 @@ from ray.exceptions import RayError
 from actors import supervisor as supervisor_module
 from actors.autoscaling import EngineFigures
 from actors.supervisor import Supervisor
-from runtime.core.config import EngineConfig
-from runtime.core.types import CallboardError
+from runtime.spec.config import EngineConfig
+from runtime.spec.types import CallboardError
 from tests.actors.test_link import eventually
 
 FIGURES = EngineFigures(0, 0, 0, 1, 0, 1, 0)

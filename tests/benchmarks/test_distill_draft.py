@@ -28,10 +28,10 @@ from benchmarks.drafts.distill_draft import (
 from benchmarks.drafts.distill_prompts import prompts
 from benchmarks.library.make_random_model import write_folder
 from benchmarks.library.models import CONFIGS
-from runtime.core.config import EngineConfig
-from runtime.core.types import SamplingParams
 from runtime.llm import LLM
 from runtime.loading.checkpoint import open_checkpoint
+from runtime.spec.config import EngineConfig
+from runtime.spec.types import SamplingParams
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.runner import choose_numerics
 

@@ -6,7 +6,7 @@ import pytest
 from runtime.core.engine import EngineCore
 from runtime.core.plan import StepResult
 from runtime.core.prefix_cache import root_hash
-from runtime.core.types import CallboardError, Request, SamplingParams
+from runtime.spec.types import CallboardError, Request, SamplingParams
 from tests.core.test_scheduler import make
 from tests.support.fake_runner import FakeRunner
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.core.block_pool import NULL_BLOCK, BlockPool
-from runtime.core.eviction_queue import SHARED_STAY, EvictionQueue
 from runtime.core.prefix_cache import PrefixCache
+from runtime.policy.branch_eviction import SHARED_STAY, EvictionQueue
 from tests.support.examples import examples
 
 Path = tuple[int, ...]  # a block by its token and those of the blocks before it

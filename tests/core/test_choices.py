@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from runtime.core.requests import requests_of
-from runtime.core.types import Request, SamplingParams
+from runtime.spec.types import Request, SamplingParams
 from serve_app.answers import ChoiceUsage
 from serve_app.endpoints import COMPLETIONS
 from serve_app.prepared_request import PreparedRequest

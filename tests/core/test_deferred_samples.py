@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from runtime.core.block_pool import NULL_BLOCK
 from runtime.core.plan import StepResult, decode_plan, joined
-from runtime.core.types import Grammar
+from runtime.spec.types import Grammar
 from tests.core.test_made_up_kv_group import WindowRunner, groups
 from tests.core.test_scheduler import Session, configs, events
 from tests.support.fake_runner import FakeRunner, FixedShare

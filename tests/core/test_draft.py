@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.core.config import EngineConfig, ModelInfo
-from runtime.core.draft import Chain, Commit, DraftCore, LocalWire, Open, Told
-from runtime.core.draft_client import DraftClient
 from runtime.core.engine import EngineCore
-from runtime.core.speculation import Speculation
-from runtime.core.types import Request, SamplingParams
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.types import Request, SamplingParams
+from runtime.speculation.choose_k import Speculation
+from runtime.speculation.draft import Chain, Commit, DraftCore, LocalWire, Open, Told
+from runtime.speculation.draft_client import DraftClient
 from tests.support.draft_wires import BusyWire, SlowWire
 from tests.support.examples import examples
 from tests.support.fake_runner import EOS, VOCAB, CheckedCore, FakeRunner, check_integrity, sequential

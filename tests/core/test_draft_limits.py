@@ -1,11 +1,11 @@
 """Requests that are too long for a draft, or for one frame to it."""
 
-from runtime.core.config import EngineConfig
-from runtime.core.draft import Chain, Commit, LocalWire, Open, Told
-from runtime.core.draft_client import DraftClient
 from runtime.core.engine import EngineCore
-from runtime.core.speculation import Speculation
-from runtime.core.types import Request, SamplingParams
+from runtime.spec.config import EngineConfig
+from runtime.spec.types import Request, SamplingParams
+from runtime.speculation.choose_k import Speculation
+from runtime.speculation.draft import Chain, Commit, LocalWire, Open, Told
+from runtime.speculation.draft_client import DraftClient
 from tests.core.test_draft import STEP_US, Clock, check_core, draft_core, info
 from tests.support.fake_runner import VOCAB, FakeRunner
 
@@ -30,7 +30,7 @@ def test_mirror_ends_where_the_drafts_context_does():
 
 def test_long_prompts_are_opened_over_several_steps(monkeypatch):
     """All choices of one are admitted at once; the step that opened them all would be a long one."""
-    monkeypatch.setattr("runtime.core.draft_client._MOST_OPENED", 90)
+    monkeypatch.setattr("runtime.speculation.draft_client._MOST_OPENED", 90)
     config = EngineConfig(block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
     target, sizes = info(max_len=400, blocks=400), []
     client = DraftClient(VOCAB, Clock())

@@ -9,12 +9,12 @@ from collections import deque
 import numpy as np
 import pytest
 
-from runtime.core.config import EngineConfig, ModelInfo
-from runtime.core.draft import DraftCore, LocalWire
-from runtime.core.draft_client import DraftClient
 from runtime.core.engine import EngineCore
-from runtime.core.speculation import Speculation, StepTimes
-from runtime.core.types import Request, SamplingParams
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.types import Request, SamplingParams
+from runtime.speculation.choose_k import Speculation, StepTimes
+from runtime.speculation.draft import DraftCore, LocalWire
+from runtime.speculation.draft_client import DraftClient
 from tests.support.fake_runner import EOS, VOCAB, FakeRunner
 
 STEP_US = ((1, 3650.0), (2, 3900.0), (4, 3950.0), (8, 4000.0), (16, 4100.0), (32, 4350.0), (64, 4800.0), (128, 5370.0))

@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.core.config import EngineConfig, ModelInfo
-from runtime.core.draft import Open, Told, told_by_key, whole_told
+from actors.wire.plan_wire import PlanReader, PlanWriter
 from runtime.core.engine import EngineCore
-from runtime.core.grammar_store import GrammarSender, GrammarStore, by_key, request_by_key
 from runtime.core.plan import MAX_NEW_BYTES
-from runtime.core.plan_wire import PlanReader, PlanWriter
 from runtime.core.request_state import RequestState
-from runtime.core.types import CallboardError, Grammar, Request, SamplingParams
 from runtime.core.waiting_queue import WaitingQueue
+from runtime.features.grammar_store import GrammarSender, GrammarStore, by_key, request_by_key
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.types import CallboardError, Grammar, Request, SamplingParams
+from runtime.speculation.draft import Open, Told, told_by_key, whole_told
 from tests.support.fake_runner import EOS, VOCAB, FakeRunner, sequential
 
 MAX_BYTES = 1000

@@ -2,8 +2,8 @@
 
 import pytest
 
-from runtime.core.decoder_spec import DecoderSpec
-from runtime.core.kv_cache_spec import KVCacheSpec, KVGroupSpec
+from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.kv_cache_spec import KVCacheSpec, KVGroupSpec
 
 FULL = KVGroupSpec((1, 3), num_kv_heads=4, head_dim=16, dtype="bfloat16")
 WINDOW = KVGroupSpec((0, 2, 4), num_kv_heads=2, head_dim=16, dtype="int8", scale_dtype="float16", window=10)

@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runtime.core.block_pool import NULL_BLOCK
-from runtime.core.kv_cache_spec import KVCacheSpec, KVGroupSpec
-from runtime.core.types import SamplingParams
+from runtime.spec.kv_cache_spec import KVCacheSpec, KVGroupSpec
+from runtime.spec.types import SamplingParams
 from tests.core.test_scheduler import Session, configs, events
 from tests.support.examples import examples
 from tests.support.fake_runner import FakeRunner, FixedShare, mix

@@ -10,11 +10,11 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.core import ngram
-from runtime.core.ngram import OWN_COST, STEP_WORK, TEXT_COST, Ngram
 from runtime.core.request_state import RequestState
 from runtime.core.requests import requests_of
-from runtime.core.types import SamplingParams
+from runtime.spec.types import SamplingParams
+from runtime.speculation import ngram
+from runtime.speculation.ngram import OWN_COST, STEP_WORK, TEXT_COST, Ngram
 from tests.support.examples import examples
 
 

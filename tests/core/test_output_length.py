@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.core.output_length import OutputLengthEstimator
 from runtime.core.plan import StepResult
 from runtime.core.scheduler import Scheduler
-from runtime.core.types import Request, SamplingParams
+from runtime.policy.output_length import OutputLengthEstimator
+from runtime.spec.types import Request, SamplingParams
 from tests.core.test_scheduler import make
 from tests.support.policy_simulation import CONTEXT, Clients, Simulation
 

@@ -1,6 +1,6 @@
 """The prefix cache on demand of who runs the server: what it forgets, and what it must not."""
 
-from runtime.core.types import SamplingParams
+from runtime.spec.types import SamplingParams
 from tests.core.test_scheduler import Session, first_plan
 
 

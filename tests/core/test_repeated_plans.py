@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from runtime.core.plan import StepResult
 from runtime.core.prefix_cache import hash_blocks, root_hash
 from runtime.core.scheduler import Scheduler
-from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams
+from runtime.spec.types import CallboardError, FinishReason, Request, SamplingParams
 from tests.core.test_scheduler import make
 from tests.support.examples import examples
 from tests.support.fake_runner import EOS, VOCAB

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.engine import EngineCore
 from runtime.core.plan import StepResult
-from runtime.core.pooling import Pooling
 from runtime.core.scheduler import Scheduler
-from runtime.core.speculation import Speculation
-from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams, TokenLogprobs
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.pooling import Pooling
+from runtime.spec.types import CallboardError, FinishReason, Request, SamplingParams, TokenLogprobs
+from runtime.speculation.choose_k import Speculation
 from tests.support.examples import examples
 from tests.support.fake_runner import (
     EOS,

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from runtime.core.draft_client import _FIRST_ROUND_US, _FIRST_ROW_US
 from runtime.core.plan_builder import StepShape
-from runtime.core.speculation import Drafter, Speculation, StepTimes
+from runtime.speculation.choose_k import Drafter, Speculation, StepTimes
+from runtime.speculation.draft_client import _FIRST_ROUND_US, _FIRST_ROW_US
 
 STEP_US = ((1, 3650.0), (2, 3900.0), (4, 3950.0), (8, 4000.0), (16, 4100.0), (32, 4350.0), (64, 4800.0), (128, 5370.0))
 verify_us = StepTimes(STEP_US).us

@@ -6,11 +6,11 @@ from collections import deque
 import numpy as np
 import pytest
 
-from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.plan import StepPlan, StepResult
 from runtime.core.scheduler import Scheduler
-from runtime.core.step_pacing import StepPacing
-from runtime.core.types import Request, SamplingParams
+from runtime.policy.step_pacing import StepPacing
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.types import Request, SamplingParams
 from tests.support.fake_runner import FixedPacing
 
 # A 3B model on one H200: steps of so many tokens, as they were measured; what decoding rows and their contexts add.

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
-from runtime.core.types import Request, SamplingParams
 from runtime.core.waiting_queue import WaitingQueue
+from runtime.spec.types import Request, SamplingParams
 from tests.core.test_scheduler import make
 
 

@@ -7,11 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.core.config import EngineConfig
-from runtime.core.decoder_spec import DecoderSpec, RopeSpec
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
-from runtime.core.types import Request, SamplingParams
 from runtime.kernels.attention.rope import (
     rope_rows_torch,
     rope_rows_triton,
@@ -22,6 +19,9 @@ from runtime.kernels.attention.rope import (
 from runtime.kernels.norm.gated_activation import gated_activation_torch, gated_activation_triton
 from runtime.kernels.norm.rms_norm import rms_norm_torch, rms_norm_triton
 from runtime.llm import LLM
+from runtime.spec.config import EngineConfig
+from runtime.spec.decoder_spec import DecoderSpec, RopeSpec
+from runtime.spec.types import Request, SamplingParams
 from runtime.worker.gpu_steps import GpuSteps
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource

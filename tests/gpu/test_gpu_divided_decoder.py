@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from runtime.core.config import EngineConfig
-from runtime.core.decoder_spec import DecoderSpec
 from runtime.kernels.collectives.communicator import OneRank
+from runtime.spec.config import EngineConfig
+from runtime.spec.decoder_spec import DecoderSpec
 from tests.models.test_divided_decoder import SPECS, rank_logits
 from tests.support.lockstep_ranks import LockstepGroup
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from runtime.core.config import EngineConfig
+from runtime.spec.config import EngineConfig
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.support.family_cases import CASES, LIKE_OTHERS, spec_of

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels.experts.experts_torch import Experts
 from runtime.kernels.experts.fp8_experts import Fp8Experts
 from runtime.kernels.linear.fused_linear import FusedLinear
@@ -15,6 +14,7 @@ from runtime.kernels.quantized.fp8_linear import Fp8Linear, fp8_linear_torch, fp
 from runtime.kernels.quantized.fp8_rows import fp8_rows_torch, fp8_rows_triton
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize, quantized_weight
 from runtime.quant.forms import FORMS
+from runtime.spec.decoder_spec import ExpertsSpec
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 SHAPES = [(6144, 4096), (4096, 14336), (576, 1536), (1000, 1168)]

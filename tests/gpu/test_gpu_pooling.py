@@ -6,7 +6,7 @@ import torch
 
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
-from runtime.core.types import Request, SamplingParams
+from runtime.spec.types import Request, SamplingParams
 from tests.gpu.test_gpu_prefill_graphs import SPECS, VOCAB
 from tests.support.runner_driver import tiny_runner
 

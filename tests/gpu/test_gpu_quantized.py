@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from runtime.core.config import EngineConfig
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
@@ -19,6 +18,7 @@ from runtime.quant.gguf import parse
 from runtime.quant.products import products_of
 from runtime.quant.quantized import Widened
 from runtime.quant.scheme import Scheme
+from runtime.spec.config import EngineConfig
 from tests.models.test_quantized_gguf import FORMS as GGUF_FORMS
 from tests.models.test_quantized_gguf import random_blocks
 from tests.models.test_quantized_layouts import Tensors, equal, layout_of, random_weight

@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels.experts.experts_torch import Experts
 from runtime.kernels.experts.quantized_experts import QuantizedExperts, quantized_expert_tile
 from runtime.kernels.linear.fused_linear import FusedLinear
@@ -13,6 +12,7 @@ from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch
 from runtime.kernels.quantized.quantized_weight import dequantize
+from runtime.spec.decoder_spec import ExpertsSpec
 from tests.triton.test_quantized_kernels import some_weight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from runtime.core.plan import NewSlot
-from runtime.core.types import SamplingParams
 from runtime.kernels.sampling.gumbel import noise_bits, noise_keys
 from runtime.kernels.sampling.sample import (
     MIN_P,
@@ -19,6 +18,7 @@ from runtime.kernels.sampling.sample import (
 )
 from runtime.kernels.step.scatter_writes import scatter_writes
 from runtime.kernels.step.step_inputs import build_inputs
+from runtime.spec.types import SamplingParams
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.sampler import Sampler
 from runtime.worker.slots import Slots

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.core.config import EngineConfig
-from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
-from runtime.core.types import CallboardError, Request, SamplingParams
+from runtime.spec.config import EngineConfig
+from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.types import CallboardError, Request, SamplingParams
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 

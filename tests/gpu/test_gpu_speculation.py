@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from runtime.core.speculation import Speculation
+from runtime.speculation.choose_k import Speculation
 from tests.models.test_speculation import SAMPLING, answers, model_draft
 from tests.support.triton_engine import SPEC
 

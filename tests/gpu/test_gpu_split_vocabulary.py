@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from runtime.core.plan import NewSlot
-from runtime.core.types import FinishReason, Grammar, SamplingParams
 from runtime.kernels.sampling.sample import NUM_PARAMS
+from runtime.spec.types import FinishReason, Grammar, SamplingParams
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.split_logits import SplitLogits
 from runtime.worker.transfers import Transfers

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from runtime.core.config import EngineConfig
-from runtime.core.types import FinishReason, Grammar
 from runtime.kernels.sampling import automata, bitmask, sample
+from runtime.spec.config import EngineConfig
+from runtime.spec.types import FinishReason, Grammar
 from runtime.structured.automaton_policy import AutomatonPolicy
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource

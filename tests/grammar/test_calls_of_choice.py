@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.core.types import Grammar
 from runtime.output.tools import Tool, with_calls
+from runtime.spec.types import Grammar
 from runtime.structured.grammar import compiled
 from runtime.text.tool_calls import FORMATS
 from tests.support.structured_cases import fits

@@ -6,7 +6,7 @@ import pytest
 
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
-from runtime.core.types import FinishReason, Grammar
+from runtime.spec.types import FinishReason, Grammar
 from runtime.structured.engines import Engines
 from runtime.structured.lazy import LazyEngine
 from runtime.structured.vocabulary import BYTES

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from runtime.core.types import Grammar, GrammarSpec
+from runtime.spec.types import Grammar, GrammarSpec
 from runtime.structured.grammar import compiled
 from runtime.structured.pattern import GrammarError
 from tests.support.structured_cases import fits

@@ -18,7 +18,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from runtime.child import Child, ChildPool, Overrun
-from runtime.core.types import CallboardError, GrammarSpec
+from runtime.spec.types import CallboardError, GrammarSpec
 from runtime.structured import numbers
 from runtime.structured.automaton import EagerMatcher, build
 from runtime.structured.automaton_policy import AutomatonPolicy

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from runtime.core.engine import EngineCore
-from runtime.core.types import CallboardError, FinishReason
+from runtime.spec.types import CallboardError, FinishReason
 from runtime.structured import lazy
 from runtime.structured.engines import Engines
 from runtime.structured.matcher import Matcher

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from runtime.core.types import GrammarSpec
+from runtime.spec.types import GrammarSpec
 from runtime.structured.grammar import compiled
 from tests.support.library_schemas import SCHEMAS
 from tests.support.structured_cases import fits

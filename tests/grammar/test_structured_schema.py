@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pydantic import BaseModel, Field
 
-from runtime.core.types import GrammarSpec
+from runtime.spec.types import GrammarSpec
 from runtime.structured.automaton import MAX_STATES, EagerMatcher, build
 from runtime.structured.grammar import compiled
 from runtime.structured.pattern import GrammarError

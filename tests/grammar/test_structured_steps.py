@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from runtime.core.draft import DraftCore, LocalWire
-from runtime.core.draft_client import DraftClient
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
-from runtime.core.ngram import Ngram
-from runtime.core.types import FinishReason, Grammar, GrammarSpec
 from runtime.kernels.sampling.automata import advance_states_torch, mask_states_torch
+from runtime.spec.types import FinishReason, Grammar, GrammarSpec
+from runtime.speculation.draft import DraftCore, LocalWire
+from runtime.speculation.draft_client import DraftClient
+from runtime.speculation.ngram import Ngram
 from runtime.structured.automaton import EagerMatcher, build
 from runtime.structured.grammar import compiled
 from runtime.structured.lazy import LazyEngine

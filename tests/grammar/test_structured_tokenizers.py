@@ -9,8 +9,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
-from runtime.core.config import ModelInfo
-from runtime.core.types import Grammar, GrammarSpec
+from runtime.spec.config import ModelInfo
+from runtime.spec.types import Grammar, GrammarSpec
 from runtime.structured.automaton import EagerMatcher, build
 from runtime.structured.grammar import compiled
 from runtime.structured.lazy import LazyEngine

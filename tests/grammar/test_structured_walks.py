@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis_jsonschema import from_schema
 
-from runtime.core.types import Grammar, GrammarSpec
+from runtime.spec.types import Grammar, GrammarSpec
 from runtime.structured.automaton import EagerMatcher, build
 from runtime.structured.formats import FORMATS
 from runtime.structured.grammar import compiled

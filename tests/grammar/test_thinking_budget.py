@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.core.draft import DraftCore, LocalWire
-from runtime.core.draft_client import DraftClient
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
-from runtime.core.types import FinishReason, GrammarSpec, Request, SamplingParams, ThinkingBudget
+from runtime.spec.types import FinishReason, GrammarSpec, Request, SamplingParams, ThinkingBudget
+from runtime.speculation.draft import DraftCore, LocalWire
+from runtime.speculation.draft_client import DraftClient
 from runtime.structured.engines import Engines
 from runtime.structured.grammar import compiled
 from runtime.structured.thinking import ThinkingMatcher

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.core.config import EngineConfig
-from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
-from runtime.core.types import SamplingParams
+from runtime.spec.config import EngineConfig
+from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.spec.types import SamplingParams
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
 from tests.support.runner_driver import TINY, Driver, tiny_runner

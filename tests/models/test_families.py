@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, PreTrainedModel
 
-from runtime.core.config import EngineConfig
-from runtime.core.decoder_spec import DecoderSpec, RopeSpec
-from runtime.core.types import CallboardError
 from runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from runtime.models import load_spec
 from runtime.models.llama import WEIGHT_MAP as LLAMA
 from runtime.models.weight_map import WeightMap
+from runtime.spec.config import EngineConfig
+from runtime.spec.decoder_spec import DecoderSpec, RopeSpec
+from runtime.spec.types import CallboardError
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource

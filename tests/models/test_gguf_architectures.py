@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from runtime.core.sharding import Part
-from runtime.core.types import CallboardError
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.models.weights import locate_parameters
+from runtime.spec.sharding import Part
+from runtime.spec.types import CallboardError
 from tests.support.gguf_export import export
 
 SMALL = {

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime.core.config import EngineConfig
 from runtime.inspection import model_report
 from runtime.loading import checkpoint
+from runtime.spec.config import EngineConfig
 from runtime.text.tokenizer import Tokenizer
 from serve_app import cli
 from tests.models.test_gguf_architectures import MODELS

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from runtime.core.config import EngineConfig
-from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.prefix_cache import root_hash
-from runtime.core.types import CallboardError
+from runtime.spec.config import EngineConfig
+from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.types import CallboardError
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
 from tests.models.test_quantized_models import write

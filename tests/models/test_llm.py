@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks.library.make_adapter import modules_of, save_adapter
-from runtime.core.types import CallboardError, FinishReason, SamplingParams
 from runtime.llm import LLM
+from runtime.spec.types import CallboardError, FinishReason, SamplingParams
 from runtime.structured.grammar import grammar_of
 from tests.support.fake_runner import FixedShare
 from tests.support.tiny_gguf import TINY_TOKENS

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from runtime.core.types import CallboardError, FinishReason, SamplingParams
 from runtime.llm import LLM
+from runtime.spec.types import CallboardError, FinishReason, SamplingParams
 from runtime.text.tool_calls import CallDelta
 from tests.serve.test_chat_api import ARGUMENTS, CALL, LLAMA, QWEN, THINKING, TIME_CALL, TOOLS
 

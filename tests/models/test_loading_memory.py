@@ -98,7 +98,7 @@ from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.kernels.numerics import Numerics
 from runtime.models.decoder import Decoder
-from runtime.core.sharding import Shard
+from runtime.spec.sharding import Shard
 
 def status(key):
     return int(Path("/proc/self/status").read_text().split(key + ":")[1].split()[0]) << 10

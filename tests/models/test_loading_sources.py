@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import constants
 
-from runtime.core.types import CallboardError
 from runtime.loading.resolve import resolve
 from runtime.loading.sources import download
 from runtime.loading.sources.gguf_choice import choose, gguf_models
 from runtime.loading.sources.names import HubName, WebFile, parse
 from runtime.loading.sources.near_names import nearest
+from runtime.spec.types import CallboardError
 from tests.support.fake_hub import FakeHub
 
 SHA = "c" * 40

@@ -17,11 +17,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from runtime.core.config import EngineConfig
-from runtime.core.decoder_spec import RopeSpec
-from runtime.core.types import CallboardError
 from runtime.models import load_spec
 from runtime.models.llama import decoder_spec
+from runtime.spec.config import EngineConfig
+from runtime.spec.decoder_spec import RopeSpec
+from runtime.spec.types import CallboardError
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
 from tests.support.runner_driver import Driver

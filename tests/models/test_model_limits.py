@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from runtime.core.scheduler import Scheduler
-from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams
 from runtime.llm import LLM
+from runtime.spec.types import CallboardError, FinishReason, Request, SamplingParams
 from tests.core.test_scheduler import make
 from tests.support.fake_engine import FakeEngine, chat, post
 from tests.support.structured_cases import regex

@@ -12,15 +12,15 @@ import pytest
 import torch
 import transformers
 
-from runtime.core.config import EngineConfig
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
-from runtime.core.pooling import Pooling
-from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams
 from runtime.llm import LLM
 from runtime.loading.pooling import read_pooling
 from runtime.output.score_prompt import PairPrompter
 from runtime.output.vectors import embedding, score
+from runtime.spec.config import EngineConfig
+from runtime.spec.pooling import Pooling
+from runtime.spec.types import CallboardError, FinishReason, Request, SamplingParams
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource

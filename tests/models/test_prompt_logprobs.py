@@ -10,9 +10,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from runtime.core.plan import StepResult
-from runtime.core.types import FinishReason, Request, SamplingParams
 from runtime.llm import LLM
 from runtime.loading.checkpoint import open_checkpoint
+from runtime.spec.types import FinishReason, Request, SamplingParams
 from tests.actors.test_link import INFO, Engine, eventually, link_to, only_link, request
 from tests.core.test_scheduler import Session
 from tests.support.fake_runner import EOS, FixedShare, sequential, sequential_scores

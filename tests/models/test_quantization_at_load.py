@@ -13,9 +13,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runtime.core.config import EngineConfig
-from runtime.core.sharding import Part
-from runtime.core.types import CallboardError, SamplingParams
 from runtime.inspection import check_model, model_report
 from runtime.llm import LLM
 from runtime.models import load_spec
@@ -27,6 +24,9 @@ from runtime.quant.formats import LAYOUTS, weight_bytes
 from runtime.quant.forms import FORMS
 from runtime.quant.report import weight_report
 from runtime.quant.scheme import Scheme
+from runtime.spec.config import EngineConfig
+from runtime.spec.sharding import Part
+from runtime.spec.types import CallboardError, SamplingParams
 from runtime.text.tokenizer import Tokenizer
 from tests.models.test_model import open_runner
 from tests.models.test_quantized_layouts import CPU, Tensors, equal, numerics, random_weight, source_of

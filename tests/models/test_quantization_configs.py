@@ -7,13 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from runtime.core.types import CallboardError
 from runtime.loading.folder import model_config
 from runtime.models import load_spec
 from runtime.quant import METHODS
 from runtime.quant.format import Location
 from runtime.quant.quantized import Widened
 from runtime.quant.scheme import Scheme
+from runtime.spec.types import CallboardError
 from tests.models.test_model import open_runner
 from tests.models.test_quantized_layouts import layout_of, numerics, source_of
 from tests.models.test_quantized_models import LLAMA, write

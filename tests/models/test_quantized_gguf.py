@@ -10,8 +10,6 @@ from gguf import quants
 from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from runtime.core.sharding import Part
-from runtime.core.types import CallboardError
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.models.weights import locate_parameters
@@ -20,6 +18,8 @@ from runtime.quant.format import Location
 from runtime.quant.formats import LAYOUTS, weight_formats
 from runtime.quant.gguf_blocks import TYPES
 from runtime.quant.quantized import Kept, Widened
+from runtime.spec.sharding import Part
+from runtime.spec.types import CallboardError
 from tests.models.test_model import open_runner
 from tests.models.test_quantized_layouts import equal, numerics
 from tests.models.test_quantized_models import logits

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from runtime.core.sharding import Part
-from runtime.core.types import CallboardError
 from runtime.kernels.numerics import Numerics
 from runtime.quant import METHODS
 from runtime.quant.format import Location
 from runtime.quant.formats import LAYOUTS
 from runtime.quant.quantized import Kept, Widened
+from runtime.spec.sharding import Part
+from runtime.spec.types import CallboardError
 from tests.support.plain_products import PLAIN
 from tests.support.quantized import FORMATS, Format
 

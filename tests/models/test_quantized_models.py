@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from runtime.core.config import EngineConfig
-from runtime.core.types import SamplingParams
 from runtime.inspection import model_report
 from runtime.llm import LLM
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.models.weights import random_parameter
 from runtime.quant.formats import weight_bytes
+from runtime.spec.config import EngineConfig
+from runtime.spec.types import SamplingParams
 from runtime.text.tokenizer import Tokenizer
 from tests.models.test_model import open_runner
 from tests.support.quantized import FORMATS, Format

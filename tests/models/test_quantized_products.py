@@ -7,9 +7,6 @@ from unittest import mock
 import pytest
 import torch
 
-from runtime.core.config import EngineConfig
-from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
-from runtime.core.types import CallboardError
 from runtime.kernels.experts.fp8_experts import has_fp8_experts
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize, quantized_weight
@@ -18,6 +15,9 @@ from runtime.quant.formats import widened_bytes
 from runtime.quant.forms import FORMS
 from runtime.quant.products import TritonProducts, products_of
 from runtime.quant.scheme import Scheme
+from runtime.spec.config import EngineConfig
+from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.spec.types import CallboardError
 from runtime.worker.runner import choose_numerics
 from tests.support.runner_driver import tiny_runner
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.core.draft import DraftCore, LocalWire
-from runtime.core.draft_client import DraftClient
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
-from runtime.core.ngram import Ngram
 from runtime.core.plan_builder import StepShape
-from runtime.core.speculation import Drafter, Speculation
-from runtime.core.types import Request, SamplingParams
+from runtime.spec.types import Request, SamplingParams
+from runtime.speculation.choose_k import Drafter, Speculation
+from runtime.speculation.draft import DraftCore, LocalWire
+from runtime.speculation.draft_client import DraftClient
+from runtime.speculation.ngram import Ngram
 from tests.support.fake_runner import FixedShare, Recorded
 from tests.support.runner_driver import TINY, tiny_runner
 

@@ -6,8 +6,8 @@ from unittest import mock
 import numpy as np
 
 from runtime.core.plan import EMPTY, EMPTY_TABLE, NewSlot, StepPlan
-from runtime.core.sharding import Shard
-from runtime.core.types import FinishReason, Grammar, SamplingParams
+from runtime.spec.sharding import Shard
+from runtime.spec.types import FinishReason, Grammar, SamplingParams
 from runtime.structured.vocabulary import Vocabulary
 from runtime.worker.grammar_state import GrammarState
 from tests.grammar.test_structured_walks import SMALL

@@ -10,10 +10,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from runtime.core.config import EngineConfig
-from runtime.core.decoder_spec import DecoderSpec
-from runtime.core.sharding import Shard, Sharding, parts_of, sharding_of
-from runtime.core.types import CallboardError
 from runtime.inspection import model_report
 from runtime.kernels import Kernels
 from runtime.kernels.linear.linear_torch import Linear
@@ -28,6 +24,10 @@ from runtime.quant.formats import LAYOUTS, check_products, weight_bytes, weight_
 from runtime.quant.forms import FORMS, Form, Integer8
 from runtime.quant.layouts import OneByOne
 from runtime.quant.scheme import Scheme
+from runtime.spec.config import EngineConfig
+from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.sharding import Shard, Sharding, parts_of, sharding_of
+from runtime.spec.types import CallboardError
 from runtime.text.tokenizer import Tokenizer
 from tests.models.test_model import open_runner
 from tests.support.plain_products import PlainProducts

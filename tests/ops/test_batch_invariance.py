@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.core.decoder_spec import ExpertsSpec, RopeSpec
 from runtime.kernels.attention.rope import rope_table
 from runtime.kernels.experts.experts_torch import route_torch
 from runtime.kernels.linear.linear_torch import agreeing_sizes, batch_invariant_product
@@ -22,6 +21,7 @@ from runtime.kernels.norm.layer_norm import layer_norm_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch
 from runtime.kernels.sampling.gumbel import gumbel_noise, noise_keys
 from runtime.kernels.sampling.logprobs import token_logprobs
+from runtime.spec.decoder_spec import ExpertsSpec, RopeSpec
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.core.plan import NewSlot
-from runtime.core.types import SamplingParams
 from runtime.kernels.sampling.gumbel import gumbel_noise, noise_bits, noise_keys
 from runtime.kernels.sampling.logprobs import token_logprobs
 from runtime.kernels.sampling.penalties import penalise_torch
 from runtime.kernels.sampling.sample import FREQUENCY, NUM_PARAMS, PRESENCE, PROMPT_LEN, REPETITION
 from runtime.kernels.sampling.top_k_top_p import top_k_top_p_bounds_torch
+from runtime.spec.types import SamplingParams
 from runtime.worker.sampler import Sampler
 from runtime.worker.slots import Slots
 

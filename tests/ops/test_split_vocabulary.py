@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.core.plan import NewSlot
-from runtime.core.types import Grammar, SamplingParams
 from runtime.kernels.collectives.communicator import Communicator
+from runtime.spec.types import Grammar, SamplingParams
 from runtime.worker.sampler import Sampler
 from runtime.worker.slots import Slots
 from runtime.worker.split_logits import SplitLogits

@@ -13,9 +13,9 @@ from actors.directory import RayDirectory, find_engines
 from actors.engine_group import EngineGroup
 from actors.placement import bundles
 from actors.supervisor import Supervisor
-from runtime.core.config import EngineConfig
-from runtime.core.types import CallboardError, GrammarSpec, Request, SamplingParams
 from runtime.llm import LLM
+from runtime.spec.config import EngineConfig
+from runtime.spec.types import CallboardError, GrammarSpec, Request, SamplingParams
 from runtime.structured.grammar import compiled
 from runtime.text.tokenizer import Tokenizer
 

@@ -19,8 +19,8 @@ import openai
 import pytest
 
 from actors.placement import FRONT_CPUS
-from runtime.core.types import SamplingParams
 from runtime.llm import LLM
+from runtime.spec.types import SamplingParams
 from tests.support.tiny_gguf import write_tiny_gguf
 
 MODEL = "tiny"

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 # Its work, the body of `work`, is the test's; it has left its parent an orphan in a session of its own.
 PROGRAM = """
 import os, signal, subprocess, sys, time
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 from serve_app import process_tree
 from serve_app.process_tree import run
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from runtime.core.config import EngineConfig
-from runtime.core.decoder_spec import DecoderSpec
-from runtime.core.draft_client import speculation_of
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
-from runtime.core.types import CallboardError, Request, SamplingParams
 from runtime.quant.formats import weight_bytes
+from runtime.spec.config import EngineConfig
+from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.types import CallboardError, Request, SamplingParams
+from runtime.speculation.draft_client import speculation_of
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.grammar.test_structured_walks import SMALL

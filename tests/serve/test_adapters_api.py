@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.library.make_adapter import save_adapter
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 from serve_app import cli
 from serve_app.app import AppArgs, build_app
 from serve_app.http import build_http_app

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from runtime.core.config import DEFAULT_MODEL, EngineConfig
+from runtime.spec.config import DEFAULT_MODEL, EngineConfig
 from serve_app.terminal.announcement import NextStep, announcement
 
 URL = "http://127.0.0.1:8000"

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from runtime.core.pooling import Pooling
+from runtime.spec.pooling import Pooling
 from serve_app import batches as batches_module
 from serve_app.batch_lines import append, finished
 from serve_app.batch_store import ENDED, BatchStore

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 from serve_app import chaos, cli, processes
 from serve_app.processes import Process, Raylet, listeners, local_port, raylet_behind
 from serve_app.token_client import Reading, Server

@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from ray.exceptions import RayError
 
 from actors.process import told_fault
-from runtime.core.config import EngineConfig
-from runtime.core.types import CallboardError
+from runtime.spec.config import EngineConfig
+from runtime.spec.types import CallboardError
 from serve_app import cli
 from serve_app.commands.flags import engine_config, http_settings
 from serve_app.port import port_of_its_own
@@ -159,7 +159,7 @@ def test_a_front_that_cannot_start_gives_its_last_line(capfd):
 def test_a_front_that_fails_later_gives_its_sentence_and_file(tmp_path: Path):
     code = """
 from actors.process import telling_faults
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 with telling_faults("A front"):
     raise CallboardError("The tokenizer cannot be read; send another.")
 """

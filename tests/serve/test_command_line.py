@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.core.config import EngineConfig
+from runtime.spec.config import EngineConfig
 from serve_app import cli
 from serve_app.commands import chat, generate, gpu, inspect, serve
 from serve_app.commands.flags import client_key, engine_config, http_settings

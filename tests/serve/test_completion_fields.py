@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from runtime.core.types import Request
+from runtime.spec.types import Request
 from tests.serve.test_http import assert_error
 from tests.support.fake_engine import EOS, FakeEngine, chat, events_of, post
 

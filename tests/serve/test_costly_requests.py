@@ -18,7 +18,7 @@ import torch
 
 from actors.process import freeze_garbage
 from runtime.core.plan import NewSlot, StepPlan, decode_plan, encode_plan
-from runtime.core.types import FinishReason, PromptLogprobs, Request, RequestOutput, SamplingParams, TokenLogprobs
+from runtime.spec.types import FinishReason, PromptLogprobs, Request, RequestOutput, SamplingParams, TokenLogprobs
 from runtime.structured.compiler import GrammarCompiler
 from runtime.worker.sampler import Sampler
 from serve_app.http import build_http_app

@@ -7,8 +7,8 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.core.types import Verified
 from runtime.output.processor import Delta
+from runtime.spec.types import Verified
 from serve_app.endpoints import COMPLETIONS
 from serve_app.requests import CompletionRequest
 from serve_app.service import Service

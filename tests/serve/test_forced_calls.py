@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
-from runtime.core.types import Request
+from runtime.spec.types import Request
 from runtime.structured.vocabulary import BYTES
 from tests.serve.test_chat_api import LLAMA, PLAIN, QWEN, prompt_of
 from tests.support.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, client_of

@@ -11,7 +11,7 @@ import openai
 import pytest
 import uvicorn
 
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 from serve_app.errors import ApiError
 from serve_app.http import build_http_app
 from serve_app.service import Service

@@ -8,7 +8,7 @@ import httpx
 import httpx2
 import pytest
 
-from runtime.core.types import FinishReason
+from runtime.spec.types import FinishReason
 from serve_app.http import build_http_app
 from serve_app.service import Service
 from serve_app.settings import HttpSettings

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from runtime.core.types import FinishReason
+from runtime.spec.types import FinishReason
 from serve_app.http import build_http_app
 from serve_app.service import Service
 from serve_app.settings import HttpSettings

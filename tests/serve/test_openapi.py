@@ -6,7 +6,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from starlette.routing import Route
 
-from runtime.core.pooling import Pooling
+from runtime.spec.pooling import Pooling
 from serve_app.http import build_http_app
 from serve_app.service import Service
 from serve_app.settings import HttpSettings

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app import processes
 from serve_app.http import build_http_app

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from runtime.core.pooling import Pooling
+from runtime.spec.pooling import Pooling
 from runtime.text.tokenizer import Tokenizer
 from serve_app.prompt_ids import prompt_ids
 from tests.support.fake_engine import FakeEngine, byte_tokenizer, chat, client_of, post

@@ -12,8 +12,8 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
-from runtime.core.types import CallboardError, Request
 from runtime.output.processor import Delta
+from runtime.spec.types import CallboardError, Request
 from serve_app import cli
 from serve_app.endpoints import CHAT
 from serve_app.http import build_http_app

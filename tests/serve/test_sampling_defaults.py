@@ -10,10 +10,10 @@ import httpx
 import openai
 import pytest
 
-from runtime.core.config import EngineConfig
-from runtime.core.types import CallboardError, SamplingParams
 from runtime.inspection import model_report
 from runtime.llm import LLM
+from runtime.spec.config import EngineConfig
+from runtime.spec.types import CallboardError, SamplingParams
 from runtime.text.chat import ChatTemplate, load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app import cli

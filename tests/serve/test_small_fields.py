@@ -10,7 +10,7 @@ import openai
 import pytest
 from tokenizers import AddedToken
 
-from runtime.core.types import ThinkingBudget
+from runtime.spec.types import ThinkingBudget
 from runtime.text.tokenizer import Tokenizer
 from serve_app.http import build_http_app
 from serve_app.service import Service

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai._streaming import SSEDecoder
 
-from runtime.core.types import FinishReason, Request, RequestOutput, TokenLogprobs
 from runtime.output.processor import Delta
+from runtime.spec.types import FinishReason, Request, RequestOutput, TokenLogprobs
 from runtime.text.tokenizer import Tokenizer
 from serve_app.endpoints import COMPLETIONS
 from serve_app.requests import CompletionRequest

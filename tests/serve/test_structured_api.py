@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from actors.messages import Submit, decode_from_front, encode
-from runtime.core.types import Grammar
+from runtime.spec.types import Grammar
 from runtime.structured.compiler import GrammarCompiler
 from serve_app.http import build_http_app
 from serve_app.service import Service

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import uvicorn
 
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.http import build_http_app
 from serve_app.service import Service

@@ -12,8 +12,8 @@ from openai.types.chat import ChatCompletionChunk
 
 from actors.engine_group import EngineGroup
 from runtime.core.executor import InProcess
-from runtime.core.speculation import Speculation
-from runtime.core.types import RequestOutput
+from runtime.spec.types import RequestOutput
+from runtime.speculation.choose_k import Speculation
 from serve_app.http import build_http_app
 from serve_app.service import Service
 from tests.actors.test_link import INFO, Engine, eventually, link_to, request

@@ -4,7 +4,6 @@ import numpy as np
 import torch
 
 from runtime.core.plan import NewSlot
-from runtime.core.types import SamplingParams
 from runtime.kernels.sampling.automata import (
     advance_states_torch,
     advance_states_triton,
@@ -34,6 +33,7 @@ from runtime.kernels.sampling.sample import (
 from runtime.kernels.step.graph_io import read_input, read_input_torch, write_output, write_output_torch
 from runtime.kernels.step.scatter_writes import scatter_writes, scatter_writes_torch
 from runtime.kernels.step.step_inputs import build_inputs, build_inputs_torch
+from runtime.spec.types import SamplingParams
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.sampler import Sampler
 from runtime.worker.slots import Slots

@@ -1,6 +1,6 @@
 """Connections to drafts that take their time, by a clock of the test's."""
 
-from runtime.core.draft import LocalWire
+from runtime.speculation.draft import LocalWire
 
 
 class SlowWire(LocalWire):

@@ -14,7 +14,7 @@ import pytest
 from actors.executor import SocketExecutor, serve_steps
 from actors.transport import Address, connect
 from runtime.core.plan import NewSlot, StepPlan, StepResult, encode_plan, encode_result
-from runtime.core.types import SamplingParams
+from runtime.spec.types import SamplingParams
 
 HOSTS = pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["unix", "tcp"])
 PARAMS = SamplingParams(max_tokens=1)

@@ -14,9 +14,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from actors.adapters import AdapterEntry, AdapterState
 from actors.engine_client import EngineRefusal, Refusal
 from actors.metrics import MetricValues, Snapshot, all_at_zero
-from runtime.core.config import ModelInfo
-from runtime.core.pooling import Pooling
-from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput, TokenLogprobs, Verified
+from runtime.spec.config import ModelInfo
+from runtime.spec.pooling import Pooling
+from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput, TokenLogprobs, Verified
 from runtime.text.tokenizer import Tokenizer
 from serve_app.http import build_http_app
 from serve_app.service import Service

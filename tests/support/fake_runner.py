@@ -11,15 +11,15 @@ from zlib import crc32
 
 import numpy as np
 
-from runtime.core.config import EngineConfig, ModelInfo
+from actors.wire.plan_wire import PlanReader, PlanWriter
 from runtime.core.engine import EngineCore
-from runtime.core.kv_cache_spec import KVCacheSpec
-from runtime.core.output_length import OutputLengthEstimator
 from runtime.core.plan import StepResult, decode_result, encode_result
-from runtime.core.plan_wire import PlanReader, PlanWriter
-from runtime.core.speculation import Drafter
-from runtime.core.step_pacing import StepPacing
-from runtime.core.types import FinishReason, Request, StepOutput, TokenLogprobs
+from runtime.policy.output_length import OutputLengthEstimator
+from runtime.policy.step_pacing import StepPacing
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.kv_cache_spec import KVCacheSpec
+from runtime.spec.types import FinishReason, Request, StepOutput, TokenLogprobs
+from runtime.speculation.choose_k import Drafter
 
 EOS = 0
 VOCAB = 29

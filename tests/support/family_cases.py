@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runtime.core.decoder_spec import DecoderSpec
 from runtime.models import load_spec
+from runtime.spec.decoder_spec import DecoderSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -31,9 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.kernels.tune_quantized import FORMS, NF4  # noqa: E402
 from benchmarks.library.models import spec_of  # noqa: E402
-from runtime.core.decoder_spec import ExpertsSpec  # noqa: E402
 from runtime.core.plan import NewSlot, StepPlan  # noqa: E402
-from runtime.core.types import SamplingParams  # noqa: E402
 from runtime.kernels import _triton
 from runtime.kernels.collectives.all_gather import all_gather_triton  # noqa: E402
 from runtime.kernels.collectives.all_reduce import all_reduce_triton  # noqa: E402
@@ -55,6 +53,8 @@ from runtime.kernels.sampling.bitmask import apply_bitmask_triton  # noqa: E402
 from runtime.kernels.sampling.sample import NUM_PARAMS  # noqa: E402
 from runtime.kernels.step.step_inputs import build_inputs  # noqa: E402
 from runtime.models.decoder import Decoder  # noqa: E402
+from runtime.spec.decoder_spec import ExpertsSpec  # noqa: E402
+from runtime.spec.types import SamplingParams  # noqa: E402
 from runtime.worker.device_sampler import DeviceSampler  # noqa: E402
 from runtime.worker.gpu_steps import GpuSteps  # noqa: E402
 from runtime.worker.grammar_state import GrammarState  # noqa: E402

@@ -8,9 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from runtime.core.decoder_spec import ExpertsSpec, RopeSpec
 from runtime.core.plan import NewSlot
-from runtime.core.types import SamplingParams
 from runtime.kernels.attention.decode_attention import decode_attention
 from runtime.kernels.attention.paged_attention import paged_attention_torch
 from runtime.kernels.attention.prefill_attention import prefill_attention
@@ -31,6 +29,8 @@ from runtime.kernels.quantized.quantized_skinny_gemm import quantized_skinny_gem
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, pack_planes, plane_of, quantized_weight
 from runtime.kernels.sampling.sample import NUM_PARAMS, sample_tokens_triton
 from runtime.quant.forms import _GREATEST, _SMALLEST
+from runtime.spec.decoder_spec import ExpertsSpec, RopeSpec
+from runtime.spec.types import SamplingParams
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.transfers import Transfers
 from tests.support.attention_cases import encoded, paged_case

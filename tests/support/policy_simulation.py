@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.plan import StepPlan, StepResult
 from runtime.core.request_state import NEVER, RequestState
 from runtime.core.scheduler import Scheduler
-from runtime.core.types import Request, SamplingParams
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.types import Request, SamplingParams
 
 EOS, WORD = 0, 1
 CONTEXT, BLOCK = 2048, 16

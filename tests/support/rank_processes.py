@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.plan import StepPlan, StepResult
-from runtime.core.sharding import Shard
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.sharding import Shard
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import ModelSource
 

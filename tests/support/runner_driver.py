@@ -7,10 +7,10 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from runtime.core.config import EngineConfig
-from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.plan import EMPTY_TABLE, NewSlot, StepPlan, StepResult
-from runtime.core.types import SamplingParams
+from runtime.spec.config import EngineConfig
+from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.types import SamplingParams
 from runtime.worker.gpu_steps import GpuSteps
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from runtime.core.plan import StepPlan, StepResult
-from runtime.core.sharding import Shard
+from runtime.spec.sharding import Shard
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.gpu_steps import GpuSteps
 from runtime.worker.grammar_state import GrammarState

@@ -4,9 +4,9 @@ import numpy as np
 import torch
 
 from runtime.core.plan import NewSlot
-from runtime.core.types import SamplingParams
 from runtime.kernels.sampling.sample import NUM_PARAMS
 from runtime.kernels.sampling.wanted_logits import wanted_logits_torch, wanted_logits_triton
+from runtime.spec.types import SamplingParams
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.split_logits import SplitLogits
 from runtime.worker.transfers import Transfers

@@ -1,6 +1,6 @@
 """Helpers of the tests of structured output."""
 
-from runtime.core.types import CallboardError, Grammar, GrammarSpec
+from runtime.spec.types import CallboardError, Grammar, GrammarSpec
 from runtime.structured.grammar import compiled
 from runtime.structured.lazy import LazyEngine
 from runtime.structured.vocabulary import BYTES

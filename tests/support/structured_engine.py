@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from runtime.core.config import EngineConfig
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
-from runtime.core.speculation import Drafter, Speculation
-from runtime.core.types import FinishReason, Grammar, Request, SamplingParams, TokenLogprobs
+from runtime.spec.config import EngineConfig
+from runtime.spec.types import FinishReason, Grammar, Request, SamplingParams, TokenLogprobs
+from runtime.speculation.choose_k import Drafter, Speculation
 from runtime.structured.vocabulary import Vocabulary
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource

@@ -7,13 +7,13 @@ from unittest import mock
 import numpy as np
 import torch
 
-from runtime.core.config import EngineConfig
-from runtime.core.decoder_spec import DecoderSpec
-from runtime.core.draft import Commit, DraftCore, Open, Told
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
-from runtime.core.speculation import Speculation
-from runtime.core.types import Request, SamplingParams
+from runtime.spec.config import EngineConfig
+from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.types import Request, SamplingParams
+from runtime.speculation.choose_k import Speculation
+from runtime.speculation.draft import Commit, DraftCore, Open, Told
 from runtime.worker.graph_runner import Bucket, CapturedGraph
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 from runtime.text.tokenizer import Tokenizer
 
 CORPUS = (Path(__file__).parents[1] / "data" / "text_corpus.md").read_text("utf-8").splitlines()

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.core.config import EngineConfig
-from runtime.core.types import CallboardError
 from runtime.output.message_parser import MessageFormat, MessageParser
+from runtime.spec.config import EngineConfig
+from runtime.spec.types import CallboardError
 from runtime.text.chat import ChatTemplate
 from runtime.text.tool_calls import FORMATS, ForcedCall
 from tests.support.fake_engine import byte_tokenizer

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from runtime.core.plan import NewSlot
-from runtime.core.types import Grammar, SamplingParams
 from runtime.kernels.sampling.sample import PENALISED_FROM, PROMPT_LEN, SEED_HIGH, SEED_LOW, TEMPERATURE, TOP_K
+from runtime.spec.types import Grammar, SamplingParams
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.transfers import Transfers
 from tests.support import device_sampler_cases, split_sampler_cases

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.core.config import EngineConfig
-from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.kernels.experts.experts_torch import Experts, GroupedExperts
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch
+from runtime.spec.config import EngineConfig
+from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.support.family_cases import spec_of, yarn

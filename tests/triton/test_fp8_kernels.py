@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels.experts.experts_torch import Experts
 from runtime.kernels.experts.fp8_experts import Fp8Experts
 from runtime.kernels.linear.linear_torch import Linear
@@ -17,6 +16,7 @@ from runtime.kernels.quantized.fp8_linear import Fp8Linear, fp8_linear_torch, fp
 from runtime.kernels.quantized.fp8_rows import fp8_rows_torch, fp8_rows_triton
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize, quantized_weight
 from runtime.quant.forms import _GREATEST, _SMALLEST, FORMS
+from runtime.spec.decoder_spec import ExpertsSpec
 
 ROWS, SIZE = 21, 272
 OPERATIONS = {

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.core.pooling import Pooling
-from runtime.core.types import SamplingParams
+from runtime.spec.pooling import Pooling
+from runtime.spec.types import SamplingParams
 from runtime.worker.runner import ModelRunner
 from runtime.worker.step_rows import StepShape
 from tests.support.runner_driver import GREEDY, Driver, tiny_runner

@@ -5,13 +5,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels.experts.experts_torch import Experts
 from runtime.kernels.experts.quantized_experts import QuantizedExperts
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch, rms_norm_triton
 from runtime.kernels.quantized.quantized_weight import dequantize
+from runtime.spec.decoder_spec import ExpertsSpec
 from tests.triton.test_quantized_kernels import some_weight
 
 SPEC = ExpertsSpec(3, 2, True)

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels.quantized.quantized_configs import QuantizedConfig
 from runtime.quant.formats import LAYOUTS
 from runtime.quant.layouts import OneByOne
 from runtime.quant.products import products_of
 from runtime.quant.scheme import Scheme
+from runtime.spec.decoder_spec import ExpertsSpec
 from tests.support.plain_products import PLAIN
 from tests.support.triton_engine import SPEC
 from tests.triton.test_family_steps import logits

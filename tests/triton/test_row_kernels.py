@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from runtime.core.decoder_spec import RopeSpec
 from runtime.kernels.attention.rope import (
     rope_rows_torch,
     rope_rows_triton,
@@ -14,6 +13,7 @@ from runtime.kernels.attention.rope import (
 from runtime.kernels.attention.stored_kv import restore_kv
 from runtime.kernels.norm.gated_activation import gated_activation_torch, gated_activation_triton
 from runtime.kernels.norm.rms_norm import rms_norm_in_place_triton, rms_norm_torch, rms_norm_triton
+from runtime.spec.decoder_spec import RopeSpec
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from runtime.core.types import FinishReason, Grammar, SamplingParams
+from runtime.spec.types import FinishReason, Grammar, SamplingParams
 from runtime.structured.automaton_policy import AutomatonPolicy
 from runtime.worker.gpu_steps import GpuSteps
 from runtime.worker.runner import ModelRunner

@@ -14,11 +14,11 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.linear.linear_torch import Activate, Linear, Product
 from runtime.kernels.magnitudes import larger
 from runtime.kernels.norm.gated_activation import Activation, activated
+from runtime.spec.decoder_spec import ExpertsSpec
 
 W = TypeVar("W")
 

@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 
-from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels._triton import TensorDescriptor, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.experts.experts_torch import (
     MOST_SINGLE,
@@ -28,6 +27,7 @@ from runtime.kernels.norm.gated_activation import Activation, activated
 from runtime.kernels.quantized.fp8_linear import has_fp8_product
 from runtime.kernels.quantized.fp8_rows import Fp8Rows, normed_fp8_rows
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
+from runtime.spec.decoder_spec import ExpertsSpec
 
 
 @jit

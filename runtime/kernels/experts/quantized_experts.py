@@ -14,7 +14,6 @@ from functools import partial
 
 import torch
 
-from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.experts.experts_torch import (
     MOST_SINGLE,
@@ -37,6 +36,7 @@ from runtime.kernels.quantized.quantized_skinny_gemm import (
     _sum_chunks,
 )
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, decode, decode_planes, kernel_options
+from runtime.spec.decoder_spec import ExpertsSpec
 
 MOST_TOKENS = 16  # of an expert that a program of `_few_choices_kernel` takes at once
 _REGISTERS = 128  # of a thread: two programs share a multiprocessor, and one multiplies while the other one decodes

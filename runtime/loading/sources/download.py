@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 
 if TYPE_CHECKING:
     import httpx

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 
 DEFAULT = "Q4_K_M"  # as llama.cpp and Ollama choose
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runtime.core.types import CallboardError
 from runtime.loading.sources.gguf_choice import gguf_models
 from runtime.loading.sources.near_names import nearest
+from runtime.spec.types import CallboardError
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo

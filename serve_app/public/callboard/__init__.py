@@ -20,9 +20,9 @@ TYPE_CHECKING = False  # typing takes long to import
 if TYPE_CHECKING:
     from typing import Any
 
-    from runtime.core.config import EngineConfig
-    from runtime.core.types import CallboardError, FinishReason, SamplingParams, TokenLogprobs
     from runtime.llm import LLM, Completion
+    from runtime.spec.config import EngineConfig
+    from runtime.spec.types import CallboardError, FinishReason, SamplingParams, TokenLogprobs
     from runtime.text.tool_calls import CallDelta
 
     __version__: str
@@ -42,12 +42,12 @@ __all__ = [
 _PLACES = {  # name -> the module that has it; loaded with the first use
     "LLM": "runtime.llm",
     "CallDelta": "runtime.text.tool_calls",
-    "CallboardError": "runtime.core.types",
+    "CallboardError": "runtime.spec.types",
     "Completion": "runtime.llm",
-    "EngineConfig": "runtime.core.config",
-    "FinishReason": "runtime.core.types",
-    "SamplingParams": "runtime.core.types",
-    "TokenLogprobs": "runtime.core.types",
+    "EngineConfig": "runtime.spec.config",
+    "FinishReason": "runtime.spec.types",
+    "SamplingParams": "runtime.spec.types",
+    "TokenLogprobs": "runtime.spec.types",
 }
 
 

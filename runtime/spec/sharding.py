@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from runtime.core.decoder_spec import DecoderSpec
+    from runtime.spec.decoder_spec import DecoderSpec
 
 # The pieces of a parameter that have the same bounds in groups of 1, 2, 4 and 8 ranks, each of which has some of them.
 NUM_LEAVES = 8

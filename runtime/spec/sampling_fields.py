@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum, auto
 from typing import Any
 
-from runtime.core.bounds import Bounds
+from runtime.spec.bounds import Bounds
 
 
 class Effect(Enum):

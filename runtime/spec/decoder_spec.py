@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from runtime.core.config import EngineConfig
-from runtime.core.kv_cache_spec import QUANTIZED_DTYPES, KVCacheSpec, KVGroupSpec
-from runtime.core.sharding import ALONE, Shard
-from runtime.core.types import CallboardError
+from runtime.spec.config import EngineConfig
+from runtime.spec.kv_cache_spec import QUANTIZED_DTYPES, KVCacheSpec, KVGroupSpec
+from runtime.spec.sharding import ALONE, Shard
+from runtime.spec.types import CallboardError
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 

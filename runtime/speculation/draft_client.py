@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol, TypeVar
 
-from runtime.core.config import EngineConfig, ModelInfo
-from runtime.core.draft import CATCH_UP, Chain, Commit, Open, Told
-from runtime.core.ngram import Ngram
 from runtime.core.request_state import RequestState
-from runtime.core.speculation import Drafter, Speculation, StepTimes
-from runtime.core.types import Request
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.types import Request
+from runtime.speculation.choose_k import Drafter, Speculation, StepTimes
+from runtime.speculation.draft import CATCH_UP, Chain, Commit, Open, Told
+from runtime.speculation.ngram import Ngram
 
 _PATIENCE, _PATIENCE_US = 6.0, 1000.0  # an answer is late after so many times what a round should take, and so much
 _BEHIND_S, _MAX_BEHIND_S = 0.5, 5.0  # before a stream that is behind is asked again, doubling: each time it begins anew

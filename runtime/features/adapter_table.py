@@ -10,7 +10,7 @@ without a check (C2). Fresh runners get the same adapters at the same indices.
 
 from __future__ import annotations
 
-from runtime.core.types import CallboardError
+from runtime.spec.types import CallboardError
 
 
 class AdapterTable:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple, overload
 
-from runtime.core.sampling_fields import Effect, sampling, table_of
+from runtime.spec.sampling_fields import Effect, sampling, table_of
 
 _LEAST_TEMPERATURE = 1e-5
 TOKEN_BYTES = 4  # of a token in a message

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from math import ceil
 
 from runtime.core.kv_cache_manager import KVCacheManager
-from runtime.core.output_length import OutputLengthEstimator
 from runtime.core.request_state import NEVER, RequestState
+from runtime.policy.output_length import OutputLengthEstimator
 
 _MARGIN = 0.5  # of what a waiting request is expected to need
 

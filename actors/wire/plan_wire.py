@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from runtime.core.grammar_store import GrammarSender, GrammarStore, by_key
 from runtime.core.plan import StepPlan, decode_plan, encode_plan
+from runtime.features.grammar_store import GrammarSender, GrammarStore, by_key
 
 
 class PlanWriter:

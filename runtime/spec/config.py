@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from runtime.core.bounds import Bounds
-from runtime.core.kv_cache_spec import KVCacheSpec
-from runtime.core.pooling import Pooling
-from runtime.core.sharding import NUM_LEAVES
-from runtime.core.types import CallboardError
+from runtime.spec.bounds import Bounds
+from runtime.spec.kv_cache_spec import KVCacheSpec
+from runtime.spec.pooling import Pooling
+from runtime.spec.sharding import NUM_LEAVES
+from runtime.spec.types import CallboardError
 
 _SHARING = 4  # engines for whose requests a shared draft has slots
 NGRAM = "ngram"  # the draft that is no model: text is looked up in the request itself

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import msgspec
 
-from runtime.core.types import CallboardError, Grammar, Request, SamplingParams
+from runtime.spec.types import CallboardError, Grammar, Request, SamplingParams
 
 MAX_STORE_BYTES = 16 << 20  # of the texts that one connection's store keeps between messages
 

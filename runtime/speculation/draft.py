@@ -20,13 +20,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
-from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.executor import Executor, InProcess
-from runtime.core.grammar_store import GrammarSender, GrammarStore, GrammarUpdate, request_by_key
 from runtime.core.plan import MAX_STEPS
 from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
-from runtime.core.types import CallboardError, Request
+from runtime.features.grammar_store import GrammarSender, GrammarStore, GrammarUpdate, request_by_key
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.types import CallboardError, Request
 
 CATCH_UP = (2, 8)  # tokens of a row, at most, that a draft's runner has graphs for, besides one
 _DEPTH = 2  # plans in flight

@@ -12,7 +12,7 @@ import numpy as np
 
 from runtime.core.plan import StepResult
 from runtime.core.request_state import RequestState
-from runtime.core.types import FinishReason, PromptLogprobs
+from runtime.spec.types import FinishReason, PromptLogprobs
 
 
 class ScoredRow(NamedTuple):
