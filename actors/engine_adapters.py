@@ -21,7 +21,7 @@ from actors.executor import RunnersLost
 from actors.link_server import Connection
 from actors.messages import Adapters, Status
 from runtime.core.scheduler import Scheduler
-from runtime.loading.adapters import read_adapter
+from runtime.loading.adapter_files import read_adapter
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.loading import folder
-from runtime.loading.adapters import read_adapter
+from runtime.loading.adapter_files import read_adapter
 from runtime.loading.gguf import GgufFile
 from runtime.loading.gguf_architectures import read_gguf_model
 from runtime.loading.resolve import resolve

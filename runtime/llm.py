@@ -22,7 +22,7 @@ from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.core.request_state import RequestState
 from runtime.core.requests import requests_of
-from runtime.loading.adapters import read_adapter
+from runtime.loading.adapter_files import read_adapter
 from runtime.loading.resolve import resolve
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.fields import invalid, read_options

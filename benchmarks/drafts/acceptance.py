@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from runtime.core.plan import Int32s, NewSlot, StepPlan
+from runtime.features.grammar_state import GrammarState
 from runtime.models.decoder import Decoder
 from runtime.spec.types import SamplingParams
-from runtime.worker.cpu_steps import CpuSteps
-from runtime.worker.gpu_steps import GpuSteps
-from runtime.worker.grammar_state import GrammarState
+from runtime.worker.cpu.cpu_steps import CpuSteps
+from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.kv_cache import KVCache
 
 _BLOCK_SIZE = 16  # as served

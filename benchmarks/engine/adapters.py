@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from benchmarks.library.make_adapter import modules_of, save_adapter
 from benchmarks.library.measure import Engine, Results, engine_config, middle, new_parser, percentiles
-from runtime.loading.adapters import read_adapter
+from runtime.loading.adapter_files import read_adapter
 
 
 def load_adapters(engine: Engine, folder: Path, count: int, rank: int) -> list[str]:

@@ -25,7 +25,7 @@ from benchmarks.library.measure import Results, engine_config, new_parser
 from benchmarks.library.models import spec_of
 from runtime.core.plan import EMPTY, NewSlot, StepPlan
 from runtime.spec.types import SamplingParams
-from runtime.worker.gpu_steps import GpuSteps
+from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.library.measure import Results, new_parser
 from runtime.kernels.collectives.inboxes import NUM_PROGRAMS
-from runtime.worker.peer_memory import PeerMemory, inbox_bytes_of
+from runtime.worker.ranks.peer_memory import PeerMemory, inbox_bytes_of
 
 SIZES = [8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 1 << 20, 8 << 20, 64 << 20]
 _WIDTH = 4096

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 
 from benchmarks.library.models import CONFIGS
 from runtime.models import load_spec
-from runtime.models.adapters import adapted_linears
-from runtime.models.phi import WEIGHT_MAP
+from runtime.models.families.phi import WEIGHT_MAP
+from runtime.models.lora import adapted_linears
 from runtime.models.weight_map import WeightMap
 from runtime.spec.decoder_spec import DecoderSpec
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from runtime.models import gemma, glm, gpt2, granite, llama, mistral, olmo, phi, qwen, seed, smollm
 from runtime.models.config_checks import check_config
+from runtime.models.families import gemma, glm, gpt2, granite, llama, mistral, olmo, phi, qwen, seed, smollm
 from runtime.models.weight_map import WeightMap
 from runtime.quant import asks_for_fp8_kv_cache, parse_schemes
 from runtime.spec.decoder_spec import DecoderSpec

@@ -29,8 +29,8 @@ from runtime.kernels.experts.experts_torch import ExpertLayer, Experts
 from runtime.kernels.linear.linear_torch import Linear, Product
 from runtime.kernels.linear.lora import Adapters, RowAdapters
 from runtime.kernels.numerics import Numerics
-from runtime.models.adapters import DecoderAdapters
 from runtime.models.forward_batch import AttentionMetadata, ForwardBatch
+from runtime.models.lora import DecoderAdapters
 from runtime.models.weight_map import WeightMap
 from runtime.models.weights import ReadWeight, draw, read_from
 from runtime.quant.dense import DENSE

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import torch
 
+from runtime.features.prompt_scorer import MIN_SLICE
 from runtime.kernels.attention.attention_torch import MAX_GATHERED
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.sampling.penalties import NUM_TABLES
-from runtime.models.adapters import adapter_bytes
+from runtime.models.lora import adapter_bytes
 from runtime.quant.formats import weight_bytes, widened_bytes
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.kv_cache_spec import KVCacheSpec
 from runtime.spec.sharding import NUM_LEAVES
 from runtime.spec.types import CallboardError
-from runtime.worker.graph_runner import MAX_VERIFIED
-from runtime.worker.prompt_scorer import MIN_SLICE
+from runtime.worker.gpu.graph_runner import MAX_VERIFIED
 
 _GIB = 1 << 30
 _DEFAULT_CPU_KV = 1.0  # GiB

@@ -17,6 +17,8 @@ from dataclasses import replace
 import torch
 
 from runtime.core.plan import StepPlan, StepResult
+from runtime.features.adapter_weights import RunnerAdapters
+from runtime.features.grammar_state import GrammarState
 from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.linear.linear_torch import can_pack
 from runtime.kernels.linear.tiles import multiplies_fp8
@@ -30,14 +32,12 @@ from runtime.spec.sharding import ALONE, Shard
 from runtime.spec.types import CallboardError
 from runtime.speculation.choose_k import MAX_DRAFT_TOKENS
 from runtime.speculation.draft import CATCH_UP
-from runtime.worker.adapters import RunnerAdapters
-from runtime.worker.cpu_steps import CpuSteps
-from runtime.worker.gpu_steps import GpuSteps
-from runtime.worker.grammar_state import GrammarState
+from runtime.worker.cpu.cpu_steps import CpuSteps
+from runtime.worker.gpu.gpu_steps import GpuSteps
+from runtime.worker.gpu.mapped_memory import RunnerMemory
 from runtime.worker.kv_cache import KVCache
-from runtime.worker.mapped_memory import RunnerMemory
 from runtime.worker.memory import MemoryPlan, available_memory, plan_memory, resize_kv
-from runtime.worker.rank_group import RankGroup
+from runtime.worker.ranks.rank_group import RankGroup
 from runtime.worker.sources import ModelSource
 from runtime.worker.warmup import WarmUp
 

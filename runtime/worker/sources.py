@@ -13,8 +13,9 @@ from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.loading.pooling import PoolingFiles, read_pooling
-from runtime.models import CLASSIFIER, load_spec, phi
+from runtime.models import CLASSIFIER, load_spec
 from runtime.models.decoder import Decoder
+from runtime.models.families import phi
 from runtime.models.kv_scales import read_kv_scales
 from runtime.models.weight_map import WeightMap
 from runtime.spec.config import ModelInfo

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from runtime.core.plan import Int32s, StepPlan, StepResult
+from runtime.features.grammar_state import Masks
 from runtime.spec.pooling import Pooling
-from runtime.worker.grammar_state import Masks
+from runtime.worker.cpu.sampler import Logprobs
 from runtime.worker.kv_cache import KVCache
-from runtime.worker.sampler import Logprobs
 
 
 class Steps(Protocol):

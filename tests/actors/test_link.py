@@ -13,7 +13,7 @@ from actors.engine_group import EngineGroup
 from actors.engine_loop import EngineLoop
 from actors.executor import RunnersLost
 from actors.link_server import Connection
-from runtime.loading.adapters import read_adapter
+from runtime.loading.adapter_files import read_adapter
 from runtime.policy.isolation import MAX_LOSSES
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import CallboardError, FinishReason, Request, SamplingParams

@@ -22,7 +22,7 @@ from runtime.llm import LLM
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec, RopeSpec
 from runtime.spec.types import Request, SamplingParams
-from runtime.worker.gpu_steps import GpuSteps
+from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 

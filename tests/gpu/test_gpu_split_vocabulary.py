@@ -9,9 +9,9 @@ import torch
 from runtime.core.plan import NewSlot
 from runtime.kernels.sampling.sample import NUM_PARAMS
 from runtime.spec.types import FinishReason, Grammar, SamplingParams
-from runtime.worker.device_sampler import DeviceSampler
-from runtime.worker.split_logits import SplitLogits
-from runtime.worker.transfers import Transfers
+from runtime.worker.gpu.device_sampler import DeviceSampler
+from runtime.worker.gpu.transfers import Transfers
+from runtime.worker.ranks.split_logits import SplitLogits
 from tests.gpu.test_gpu_structured import gpu_runner
 from tests.models.test_split_vocabulary import PARAMS
 from tests.support.lockstep_ranks import LockstepGroup, LockstepRank

@@ -21,7 +21,7 @@ from runtime.structured.automaton import EagerMatcher, build
 from runtime.structured.grammar import compiled
 from runtime.structured.lazy import LazyEngine
 from runtime.structured.pattern import GrammarError
-from runtime.worker.device_automata import DeviceAutomata
+from runtime.worker.gpu.device_automata import DeviceAutomata
 from tests.grammar.test_structured_walks import CHECKER, SCHEMAS, SMALL
 from tests.support.fake_runner import FixedShare
 from tests.support.structured_cases import regex
@@ -247,7 +247,7 @@ def test_steps_without_grammars_do_nothing_for_them(monkeypatch: pytest.MonkeyPa
 
     runner = runner_of()
     for name in ("_rows", "_fill", "_take", "sampled"):
-        monkeypatch.setattr(f"runtime.worker.grammar_state.GrammarState.{name}", never)
+        monkeypatch.setattr(f"runtime.features.grammar_state.GrammarState.{name}", never)
     answers(runner, [hot(None, max_tokens=5)] * 3)
 
 
@@ -271,5 +271,5 @@ def test_a_device_has_the_automaton_of_the_host(seed: int, monkeypatch: pytest.M
         token = random.choice(ids)
         host.advance([token])
         advance_states_torch(torch.tensor([token]), row, *placed)
-    monkeypatch.setattr("runtime.worker.device_automata._POOL_BYTES", 400)
+    monkeypatch.setattr("runtime.worker.gpu.device_automata._POOL_BYTES", 400)
     assert not DeviceAutomata(3, torch.device("cpu")).enter(1, EagerMatcher(automaton))

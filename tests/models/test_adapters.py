@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.library.make_adapter import modules_of, save_adapter
 from runtime.kernels.quantized.cpu_quantized import has_vector_code
-from runtime.loading.adapters import read_adapter
+from runtime.loading.adapter_files import read_adapter
 from runtime.spec.types import CallboardError
 from tests.models.test_families import open_runner
 from tests.support.family_cases import save_model

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from benchmarks.library.make_adapter import modules_of, save_adapter
+from runtime.features.adapter_weights import RunnerAdapters
 from runtime.kernels.attention.attention_torch import AttentionShape, plan_attention
 from runtime.kernels.attention.paged_attention import PagedBatch, PagedRows
 from runtime.kernels.collectives.communicator import Communicator, OneRank
 from runtime.models.decoder import Decoder
+from runtime.models.families.phi import WEIGHT_MAP
 from runtime.models.forward_batch import ForwardBatch
-from runtime.models.phi import WEIGHT_MAP
 from runtime.quant.at_load import quantized_at_load
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
 from runtime.spec.sharding import Shard
-from runtime.worker.adapters import RunnerAdapters
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.runner import choose_numerics
 from tests.support.rank_threads import on_ranks

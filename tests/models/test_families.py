@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from runtime.models import load_spec
-from runtime.models.llama import WEIGHT_MAP as LLAMA
+from runtime.models.families.llama import WEIGHT_MAP as LLAMA
 from runtime.models.weight_map import WeightMap
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec, RopeSpec

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from runtime.models import load_spec
-from runtime.models.llama import decoder_spec
+from runtime.models.families.llama import decoder_spec
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import RopeSpec
 from runtime.spec.types import CallboardError

@@ -6,10 +6,10 @@ from unittest import mock
 import numpy as np
 
 from runtime.core.plan import EMPTY, EMPTY_TABLE, NewSlot, StepPlan
+from runtime.features.grammar_state import GrammarState
 from runtime.spec.sharding import Shard
 from runtime.spec.types import FinishReason, Grammar, SamplingParams
 from runtime.structured.vocabulary import Vocabulary
-from runtime.worker.grammar_state import GrammarState
 from tests.grammar.test_structured_walks import SMALL
 from tests.support.split_runners import SplitRunner
 from tests.support.structured_cases import regex
@@ -26,7 +26,7 @@ PARAMS = [
 ]
 
 
-@mock.patch("runtime.worker.grammar_state._MAKING_S", 60.0)  # else rows wait for matchers in some steps of one alone
+@mock.patch("runtime.features.grammar_state._MAKING_S", 60.0)  # else rows wait for matchers in some steps of one alone
 def test_every_rank_samples_what_one_rank_does():
     """With grammars, log-probabilities of prompts and answers, and guesses to verify; SplitRunner compares."""
     runner = SplitRunner(3, runner_of)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from runtime.core.plan import StepPlan, last_tokens
-from runtime.worker.graph_runner import GraphRunner, piece_sizes, prefill_sizes
-from runtime.worker.step_rows import StepShape, cut, token_offsets
+from runtime.worker.gpu.graph_runner import GraphRunner, piece_sizes, prefill_sizes
+from runtime.worker.gpu.step_rows import StepShape, cut, token_offsets
 
 NULL_SLOT = 9
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from runtime.kernels.collectives.all_reduce import sum_partials_torch
 from runtime.kernels.collectives.communicator import Communicator, OneRank
 from runtime.spec.types import CallboardError
-from runtime.worker.shared_memory import SharedMemory
+from runtime.worker.ranks.shared_memory import SharedMemory
 from tests.support.rank_threads import on_ranks
 
 

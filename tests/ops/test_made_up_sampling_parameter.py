@@ -12,9 +12,9 @@ from runtime.core.plan import NewSlot, StepPlan, decode_plan, encode_plan
 from runtime.kernels.sampling.sample import NUM_PARAMS, PENALISED_FROM, PROMPT_LEN, SEED_HIGH, SEED_LOW
 from runtime.spec.sampling_fields import CAPTURED_PASS, SECOND_PASS, Effect, sampling, table_of
 from runtime.spec.types import CallboardError, SamplingParams
-from runtime.worker.device_sampler import DeviceSampler
-from runtime.worker.sampler import Sampler
-from runtime.worker.transfers import Transfers
+from runtime.worker.cpu.sampler import Sampler
+from runtime.worker.gpu.device_sampler import DeviceSampler
+from runtime.worker.gpu.transfers import Transfers
 
 CPU = torch.device("cpu")
 

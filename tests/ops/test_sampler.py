@@ -15,7 +15,7 @@ from runtime.kernels.sampling.penalties import penalise_torch
 from runtime.kernels.sampling.sample import FREQUENCY, NUM_PARAMS, PRESENCE, PROMPT_LEN, REPETITION
 from runtime.kernels.sampling.top_k_top_p import top_k_top_p_bounds_torch
 from runtime.spec.types import SamplingParams
-from runtime.worker.sampler import Sampler
+from runtime.worker.cpu.sampler import Sampler
 from runtime.worker.slots import Slots
 
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from runtime.core.plan import NewSlot
 from runtime.kernels.collectives.communicator import Communicator
 from runtime.spec.types import Grammar, SamplingParams
-from runtime.worker.sampler import Sampler
+from runtime.worker.cpu.sampler import Sampler
+from runtime.worker.ranks.split_logits import SplitLogits
 from runtime.worker.slots import Slots
-from runtime.worker.split_logits import SplitLogits
 from tests.ops.test_sampler import EOS, PARAMS
 from tests.support.lockstep_ranks import LockstepGroup
 

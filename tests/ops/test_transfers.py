@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from runtime.kernels.step.graph_io import read_input_torch, write_output_torch
-from runtime.worker.graph_io import GraphIO
-from runtime.worker.transfers import Transfers
+from runtime.worker.gpu.graph_io import GraphIO
+from runtime.worker.gpu.transfers import Transfers
 
 CPU = torch.device("cpu")
 

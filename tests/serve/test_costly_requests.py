@@ -20,7 +20,7 @@ from actors.process import freeze_garbage
 from runtime.core.plan import NewSlot, StepPlan, decode_plan, encode_plan
 from runtime.spec.types import FinishReason, PromptLogprobs, Request, RequestOutput, SamplingParams, TokenLogprobs
 from runtime.structured.compiler import GrammarCompiler
-from runtime.worker.sampler import Sampler
+from runtime.worker.cpu.sampler import Sampler
 from serve_app.http import build_http_app
 from serve_app.requests.sampling import MAX_BIASES
 from serve_app.service import Service

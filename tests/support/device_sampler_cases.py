@@ -34,10 +34,10 @@ from runtime.kernels.step.graph_io import read_input, read_input_torch, write_ou
 from runtime.kernels.step.scatter_writes import scatter_writes, scatter_writes_torch
 from runtime.kernels.step.step_inputs import build_inputs, build_inputs_torch
 from runtime.spec.types import SamplingParams
-from runtime.worker.device_sampler import DeviceSampler
-from runtime.worker.sampler import Sampler
+from runtime.worker.cpu.sampler import Sampler
+from runtime.worker.gpu.device_sampler import DeviceSampler
+from runtime.worker.gpu.transfers import Transfers
 from runtime.worker.slots import Slots
-from runtime.worker.transfers import Transfers
 
 CPU = torch.device("cpu")
 EOS = 2

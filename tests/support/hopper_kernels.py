@@ -2,7 +2,7 @@
 
     python tests/support/hopper_kernels.py
 
-The steps of runtime.worker.gpu_steps run on meta tensors, which have shapes and no data; each launch becomes a
+The steps of runtime.worker.gpu.gpu_steps run on meta tensors, which have shapes and no data; each launch becomes a
 compilation with the very arguments, hints and options of serving. Prints one JSON line a kernel. A process of its own,
 as it replaces Triton's driver.
 """
@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.kernels.tune_quantized import FORMS, NF4  # noqa: E402
 from benchmarks.library.models import spec_of  # noqa: E402
 from runtime.core.plan import NewSlot, StepPlan  # noqa: E402
+from runtime.features.grammar_state import GrammarState  # noqa: E402
 from runtime.kernels import _triton
 from runtime.kernels.collectives.all_gather import all_gather_triton  # noqa: E402
 from runtime.kernels.collectives.all_reduce import all_reduce_triton  # noqa: E402
@@ -55,13 +56,12 @@ from runtime.kernels.step.step_inputs import build_inputs  # noqa: E402
 from runtime.models.decoder import Decoder  # noqa: E402
 from runtime.spec.decoder_spec import ExpertsSpec  # noqa: E402
 from runtime.spec.types import SamplingParams  # noqa: E402
-from runtime.worker.device_sampler import DeviceSampler  # noqa: E402
-from runtime.worker.gpu_steps import GpuSteps  # noqa: E402
-from runtime.worker.grammar_state import GrammarState  # noqa: E402
-from runtime.worker.graph_runner import Bucket  # noqa: E402
+from runtime.worker.gpu.device_sampler import DeviceSampler  # noqa: E402
+from runtime.worker.gpu.gpu_steps import GpuSteps  # noqa: E402
+from runtime.worker.gpu.graph_runner import Bucket  # noqa: E402
+from runtime.worker.gpu.transfers import Transfers  # noqa: E402
 from runtime.worker.kv_cache import KVCache  # noqa: E402
-from runtime.worker.split_logits import SplitLogits  # noqa: E402
-from runtime.worker.transfers import Transfers  # noqa: E402
+from runtime.worker.ranks.split_logits import SplitLogits  # noqa: E402
 
 META = torch.device("meta")
 VOCAB_SIZE = 128_256  # of all models: kernels of logits differ in this constant alone

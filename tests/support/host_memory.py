@@ -9,7 +9,7 @@ import torch
 
 
 class HostMemory:
-    """`runtime.worker.peer_memory.Memory`, of processes of one user."""
+    """`runtime.worker.ranks.peer_memory.Memory`, of processes of one user."""
 
     def __init__(self) -> None:
         self._maps: list[torch.Tensor] = []

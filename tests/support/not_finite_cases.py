@@ -31,8 +31,8 @@ from runtime.kernels.sampling.sample import NUM_PARAMS, sample_tokens_triton
 from runtime.quant.forms import _GREATEST, _SMALLEST
 from runtime.spec.decoder_spec import ExpertsSpec, RopeSpec
 from runtime.spec.types import SamplingParams
-from runtime.worker.device_sampler import DeviceSampler
-from runtime.worker.transfers import Transfers
+from runtime.worker.gpu.device_sampler import DeviceSampler
+from runtime.worker.gpu.transfers import Transfers
 from tests.support.attention_cases import encoded, paged_case
 
 VALUES = (torch.nan, torch.inf, -torch.inf)

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from runtime.kernels.collectives.communicator import Communicator
-from runtime.worker.shared_memory import SharedMemory
+from runtime.worker.ranks.shared_memory import SharedMemory
 
 _T = TypeVar("_T")
 

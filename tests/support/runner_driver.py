@@ -11,7 +11,7 @@ from runtime.core.plan import EMPTY_TABLE, NewSlot, StepPlan, StepResult
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.types import SamplingParams
-from runtime.worker.gpu_steps import GpuSteps
+from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from runtime.core.plan import StepPlan, StepResult
+from runtime.features.grammar_state import GrammarState
 from runtime.spec.sharding import Shard
-from runtime.worker.device_sampler import DeviceSampler
-from runtime.worker.gpu_steps import GpuSteps
-from runtime.worker.grammar_state import GrammarState
+from runtime.worker.gpu.device_sampler import DeviceSampler
+from runtime.worker.gpu.gpu_steps import GpuSteps
+from runtime.worker.ranks.split_logits import SplitLogits
 from runtime.worker.runner import ModelRunner
-from runtime.worker.split_logits import SplitLogits
 from tests.support.lockstep_ranks import LockstepGroup, LockstepRank
 
 

@@ -7,9 +7,9 @@ from runtime.core.plan import NewSlot
 from runtime.kernels.sampling.sample import NUM_PARAMS
 from runtime.kernels.sampling.wanted_logits import wanted_logits_torch, wanted_logits_triton
 from runtime.spec.types import SamplingParams
-from runtime.worker.device_sampler import DeviceSampler
-from runtime.worker.split_logits import SplitLogits
-from runtime.worker.transfers import Transfers
+from runtime.worker.gpu.device_sampler import DeviceSampler
+from runtime.worker.gpu.transfers import Transfers
+from runtime.worker.ranks.split_logits import SplitLogits
 from tests.support.device_sampler_cases import CPU, EOS, draw_params
 from tests.support.lockstep_ranks import LockstepGroup, LockstepRank
 

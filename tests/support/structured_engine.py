@@ -10,9 +10,9 @@ from runtime.spec.config import EngineConfig
 from runtime.spec.types import FinishReason, Grammar, Request, SamplingParams, TokenLogprobs
 from runtime.speculation.choose_k import Drafter, Speculation
 from runtime.structured.vocabulary import Vocabulary
+from runtime.worker.gpu.step_rows import StepShape
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
-from runtime.worker.step_rows import StepShape
 from tests.grammar.test_structured_walks import SMALL
 from tests.support import triton_engine
 from tests.support.fake_runner import Recorded

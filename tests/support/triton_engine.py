@@ -14,10 +14,10 @@ from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.types import Request, SamplingParams
 from runtime.speculation.choose_k import Speculation
 from runtime.speculation.draft import Commit, DraftCore, Open, Told
-from runtime.worker.graph_runner import Bucket, CapturedGraph
+from runtime.worker.gpu.graph_runner import Bucket, CapturedGraph
+from runtime.worker.gpu.step_rows import StepShape
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
-from runtime.worker.step_rows import StepShape
 from tests.support.fake_runner import Recorded
 from tests.support.runner_driver import Driver, tiny_runner
 

@@ -6,8 +6,8 @@ import pytest
 from runtime.core.plan import NewSlot
 from runtime.kernels.sampling.sample import PENALISED_FROM, PROMPT_LEN, SEED_HIGH, SEED_LOW, TEMPERATURE, TOP_K
 from runtime.spec.types import Grammar, SamplingParams
-from runtime.worker.device_sampler import DeviceSampler
-from runtime.worker.transfers import Transfers
+from runtime.worker.gpu.device_sampler import DeviceSampler
+from runtime.worker.gpu.transfers import Transfers
 from tests.support import device_sampler_cases, split_sampler_cases
 from tests.support.device_sampler_cases import CPU, EOS
 

@@ -9,8 +9,8 @@ import torch
 
 from runtime.spec.pooling import Pooling
 from runtime.spec.types import SamplingParams
+from runtime.worker.gpu.step_rows import StepShape
 from runtime.worker.runner import ModelRunner
-from runtime.worker.step_rows import StepShape
 from tests.support.runner_driver import GREEDY, Driver, tiny_runner
 from tests.support.triton_engine import SHALLOW, replayed_graphs
 
@@ -28,7 +28,7 @@ def runner():
     with pytest.MonkeyPatch.context() as patch:
         # Products of few rows are other tests' matter, and take minutes under the interpreter.
         patch.setattr("runtime.kernels.linear.fused_linear.MAX_ROWS", 0)
-        patch.setattr("runtime.worker.graph_runner.prefill_sizes", lambda most: [n for n in SIZES if n <= most])
+        patch.setattr("runtime.worker.gpu.graph_runner.prefill_sizes", lambda most: [n for n in SIZES if n <= most])
         # Memory that is allocated and not written is NaN, or the largest integer.
         torch.use_deterministic_algorithms(True, warn_only=True)
         yield tiny_runner(SPEC, max_model_len=160, max_num_batched_tokens=160, **config)
@@ -119,7 +119,7 @@ def test_a_step_above_the_largest_graph_is_several(runner, monkeypatch, params):
         return kept
 
     want = step(without_graphs(runner))
-    monkeypatch.setattr("runtime.worker.graph_runner._LEAST_REST", 1)
+    monkeypatch.setattr("runtime.worker.gpu.graph_runner._LEAST_REST", 1)
     driver = without_graphs(runner)
     replays = replayed_graphs(runner.steps, StepShape(16, 2, 4, 6, 16, 160), StepShape(40, 2, 4, 6, 40, 160))
     got = step(driver)
@@ -178,7 +178,7 @@ def test_rows_of_guesses_beside_a_prompt(runner):
 def test_what_has_no_room_is_launched(runner, monkeypatch):
     """Rule by rule: tokens for too many pieces, short rows, long rows, samples; a prompt that is scored; a plan of
     several steps."""
-    monkeypatch.setattr("runtime.worker.graph_runner.MAX_PIECES", 1)
+    monkeypatch.setattr("runtime.worker.gpu.graph_runner.MAX_PIECES", 1)
     driver = without_graphs(runner)
     (replay,) = replayed_graphs(runner.steps, StepShape(16, 1, 2, 2, 16, 160))
     for slot in range(4):
@@ -200,14 +200,14 @@ def test_what_has_no_room_is_launched(runner, monkeypatch):
     driver.plan.num_steps = 2
     driver.step((0, 19, 1, 1))
     assert replay.count == 3, "one after the other, as a graph that moves on is a decode graph"
-    monkeypatch.setattr("runtime.worker.graph_runner.MAX_PIECES", 8)
+    monkeypatch.setattr("runtime.worker.gpu.graph_runner.MAX_PIECES", 8)
     driver.step((3, 5, 4, 0), (2, 15, 5, 1), (1, 2, 18, 1))
     assert replay.count == 3, "a prompt that is scored is in no piece, either"
 
 
 def test_a_prompt_longer_than_a_graphs_input_enters_before_it(runner, monkeypatch):
     """Only its first tokens are computed by the step."""
-    monkeypatch.setattr("runtime.worker.graph_runner.MAX_PIECES", 1)
+    monkeypatch.setattr("runtime.worker.gpu.graph_runner.MAX_PIECES", 1)
     results = []
     for graphs in (False, True):
         driver = without_graphs(runner)
@@ -240,7 +240,7 @@ def test_vectors_of_prompts(runner, monkeypatch, kind):
         return [x for r in (first, second) for x in (r.pooled, np.delete(r.token_ids, r.pooled_rows))]
 
     monkeypatch.setattr(runner.steps, "pooling", Pooling(kind))
-    monkeypatch.setattr("runtime.worker.graph_runner._LEAST_REST", 1)
+    monkeypatch.setattr("runtime.worker.gpu.graph_runner._LEAST_REST", 1)
     config = {"dtype": "float32", "num_kv_blocks": 64, "max_num_seqs": 4, "max_model_len": 160, "pooling": kind}
     with mock.patch.object(ModelRunner, "_warm_up"):
         want = steps(Driver(tiny_runner(SPEC, **config)))

@@ -9,7 +9,7 @@ import torch
 
 from runtime.kernels.collectives import all_reduce
 from runtime.kernels.collectives.all_reduce import sum_partials_torch
-from runtime.worker.peer_memory import PeerMemory
+from runtime.worker.ranks.peer_memory import PeerMemory
 from tests.support.communicator_processes import answer_of, communicator_processes
 from tests.support.host_memory import HostMemory
 

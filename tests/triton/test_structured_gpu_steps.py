@@ -7,9 +7,9 @@ import pytest
 
 from runtime.spec.types import FinishReason, Grammar, SamplingParams
 from runtime.structured.automaton_policy import AutomatonPolicy
-from runtime.worker.gpu_steps import GpuSteps
+from runtime.worker.gpu.gpu_steps import GpuSteps
+from runtime.worker.gpu.step_rows import StepShape
 from runtime.worker.runner import ModelRunner
-from runtime.worker.step_rows import StepShape
 from tests.grammar.test_deferred_grammars import SLOW, both
 from tests.support.split_runners import SplitRunner
 from tests.support.structured_cases import regex

@@ -10,8 +10,8 @@ from runtime.kernels.collectives.communicator import TIMEOUT_S, Communicator, On
 from runtime.kernels.numerics import Numerics
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
-from runtime.worker.peer_memory import PeerMemory, inbox_bytes_of
-from runtime.worker.shared_memory import SharedMemory
+from runtime.worker.ranks.peer_memory import PeerMemory, inbox_bytes_of
+from runtime.worker.ranks.shared_memory import SharedMemory
 
 _MOST_BYTES = 1 << 24  # of an operand that goes in one piece between processes on a CPU
 _WARM_UP_S = 60.0  # of waits in steps before the first plan, while ranks on GPUs compile kernels

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.worker.cuda_driver import call, words_at
-from runtime.worker.graph_runner import no_garbage_collection
+from runtime.worker.gpu.cuda_driver import call, words_at
+from runtime.worker.gpu.graph_runner import no_garbage_collection
 
 _GRANULE = 2 << 20  # bytes that the driver maps at least
 _ON_DEVICE, _PINNED, _READ_AND_WRITE = 1, 1, 3  # a kind of location, of memory, and of access

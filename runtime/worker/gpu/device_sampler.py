@@ -1,4 +1,4 @@
-"""The sampler whose parameters are on the device: runtime.worker.sampler's tokens, without a wait of the host."""
+"""The sampler whose parameters are on the device: runtime.worker.cpu.sampler's tokens, without a wait of the host."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import numpy as np
 import torch
 
 from runtime.core.plan import Int32s
+from runtime.features.grammar_state import Masks
 from runtime.kernels.sampling.automata import AT, FIRST
 from runtime.kernels.sampling.bitmask import apply_bitmask_triton
 from runtime.kernels.sampling.logprobs import token_logprobs
 from runtime.kernels.sampling.penalties import NUM_TABLES, penalise_triton
 from runtime.kernels.sampling.sample import OwnLogits, Resample, sample_tokens_triton, write_tokens_triton
 from runtime.kernels.sampling.wanted_logits import wanted_logits_triton
-from runtime.worker.grammar_state import Masks
-from runtime.worker.sampler import Logprobs
+from runtime.worker.cpu.sampler import Logprobs
+from runtime.worker.gpu.transfers import Transfers
+from runtime.worker.ranks.split_logits import SplitLogits
 from runtime.worker.slot_sampling import MASKED_LOGIT, SlotSampling
-from runtime.worker.split_logits import SplitLogits
-from runtime.worker.transfers import Transfers
 
 
 class DeviceSampler(SlotSampling):

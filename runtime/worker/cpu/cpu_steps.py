@@ -12,17 +12,17 @@ import numpy as np
 import torch
 
 from runtime.core.plan import Int32s, StepPlan, StepResult, joined
+from runtime.features.grammar_state import GrammarState, Masks
+from runtime.features.pooler import Pooler
+from runtime.features.prompt_scorer import PromptScorer
 from runtime.kernels.attention.attention_torch import AttentionShape
 from runtime.models.decoder import Decoder
 from runtime.spec.pooling import Pooling
-from runtime.worker.grammar_state import GrammarState, Masks
-from runtime.worker.inputs import StepInput, build_input
+from runtime.worker.cpu.inputs import StepInput, build_input
+from runtime.worker.cpu.sampler import Logprobs, Sampler
 from runtime.worker.kv_cache import KVCache
-from runtime.worker.pooler import Pooler
-from runtime.worker.prompt_scorer import PromptScorer
-from runtime.worker.sampler import Logprobs, Sampler
+from runtime.worker.ranks.split_logits import SplitLogits
 from runtime.worker.slots import Slots
-from runtime.worker.split_logits import SplitLogits
 from runtime.worker.steps import make_result
 
 

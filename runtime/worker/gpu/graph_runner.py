@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from runtime.core.plan import MAX_STEPS, Int32s, StepPlan
 from runtime.speculation.choose_k import MAX_DRAFT_TOKENS
-from runtime.worker.graph_io import MAX_PIECES, GraphIO
-from runtime.worker.step_rows import StepShape, cut
+from runtime.worker.gpu.graph_io import MAX_PIECES, GraphIO
+from runtime.worker.gpu.step_rows import StepShape, cut
 
 _LARGEST_GRAPH = 512  # rows of a decode step
 MAX_VERIFIED = 128  # tokens of a step of drafts that has a graph; larger batches do not gain by drafts

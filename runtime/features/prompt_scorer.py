@@ -12,8 +12,8 @@ import torch
 from runtime.core.plan import EMPTY, Int32s, NewSlot, StepPlan, num_targets
 from runtime.kernels.sampling.logprobs import token_logprobs
 from runtime.models.decoder import Decoder
-from runtime.worker.sampler import Logprobs
-from runtime.worker.split_logits import SplitLogits
+from runtime.worker.cpu.sampler import Logprobs
+from runtime.worker.ranks.split_logits import SplitLogits
 
 MIN_SLICE = 64  # tokens
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from runtime.core.plan import Int32s, NewSlot
+from runtime.features.grammar_state import Masks
 from runtime.kernels.sampling import sample
 from runtime.kernels.sampling.bitmask import apply_bitmask_torch
 from runtime.kernels.sampling.gumbel import gumbel_noise, noise_keys
@@ -18,10 +19,9 @@ from runtime.kernels.sampling.logprobs import token_logprobs
 from runtime.kernels.sampling.penalties import penalise_torch
 from runtime.kernels.sampling.token_keys import FAILED, best_keys_torch, tokens_of_keys_torch
 from runtime.kernels.sampling.top_k_top_p import top_k_top_p_bounds_torch
-from runtime.worker.grammar_state import Masks
+from runtime.worker.ranks.split_logits import SplitLogits
 from runtime.worker.slot_sampling import MASKED_LOGIT, SlotSampling
 from runtime.worker.slots import Slots
-from runtime.worker.split_logits import SplitLogits
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from runtime.models import llama
+from runtime.models.families import llama
 from runtime.models.weight_map import WeightMap
 from runtime.spec.decoder_spec import DecoderSpec, RopeSpec
 

@@ -21,6 +21,9 @@ import numpy as np
 import torch
 
 from runtime.core.plan import Int32s, StepPlan, StepResult, joined, last_tokens
+from runtime.features.grammar_state import GrammarState
+from runtime.features.pooler import Pooler
+from runtime.features.prompt_scorer import PromptScorer
 from runtime.kernels.attention.paged_attention import PagedBatch, PagedRows
 from runtime.kernels.sampling.sample import NUM_PARAMS
 from runtime.kernels.step.scatter_writes import scatter_writes
@@ -28,18 +31,15 @@ from runtime.kernels.step.step_inputs import build_inputs
 from runtime.models.decoder import Decoder
 from runtime.models.forward_batch import ForwardBatch
 from runtime.spec.pooling import Pooling
-from runtime.worker.device_automata import DeviceAutomata
-from runtime.worker.device_sampler import DeviceSampler
-from runtime.worker.grammar_state import GrammarState
-from runtime.worker.graph_runner import NO_WRITES, Bucket, CapturedGraph, GraphRunner
+from runtime.worker.cpu.sampler import Logprobs
+from runtime.worker.gpu.device_automata import DeviceAutomata
+from runtime.worker.gpu.device_sampler import DeviceSampler
+from runtime.worker.gpu.graph_runner import NO_WRITES, Bucket, CapturedGraph, GraphRunner
+from runtime.worker.gpu.step_rows import StepShape, token_offsets
+from runtime.worker.gpu.transfers import Transfers
 from runtime.worker.kv_cache import KVCache
-from runtime.worker.pooler import Pooler
-from runtime.worker.prompt_scorer import PromptScorer
-from runtime.worker.sampler import Logprobs
-from runtime.worker.split_logits import SplitLogits
-from runtime.worker.step_rows import StepShape, token_offsets
+from runtime.worker.ranks.split_logits import SplitLogits
 from runtime.worker.steps import make_result
-from runtime.worker.transfers import Transfers
 
 
 class GpuSteps:

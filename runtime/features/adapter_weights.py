@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from runtime.loading.adapters import AdaptedMap, TensorPlace, read_adapter
-from runtime.models.adapters import Matrices, check_place, make_decoder_adapters, places_of, short_name, write_adapter
+from runtime.loading.adapter_files import AdaptedMap, TensorPlace, read_adapter
 from runtime.models.decoder import Decoder
+from runtime.models.lora import Matrices, check_place, make_decoder_adapters, places_of, short_name, write_adapter
 from runtime.models.weight_map import WeightMap
 from runtime.spec.types import CallboardError
 
