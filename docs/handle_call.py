@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from actors.environment import SINGLE_MACHINE
+from actors.ray.environment import SINGLE_MACHINE
 
 # This process must talk to Ray as the server does, from before `import ray` on. A Ray that `serve run` has started
 # wants the token that it left in the home directory.

@@ -21,14 +21,14 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
-from actors.autoscaling import ServePolicy, report_of
-from actors.directory import RayDirectory, has_healthy_engine
-from actors.engine_group import EngineGroup, FromZero
-from actors.environment import FAST_SERVE
-from actors.names import engines_of
-from actors.placement import FRONT_CPUS, SUPERVISOR_CPUS, bundles, default_fronts, has_room, uses_gpu
-from actors.process import freeze_garbage, lose_what_no_log_takes, telling_faults
-from actors.supervisor import Supervisor
+from actors.engine.autoscaling import ServePolicy, report_of
+from actors.engine.supervisor import Supervisor
+from actors.front.engine_group import EngineGroup, FromZero
+from actors.ray.directory import RayDirectory, has_healthy_engine
+from actors.ray.environment import FAST_SERVE
+from actors.ray.names import engines_of
+from actors.ray.placement import FRONT_CPUS, SUPERVISOR_CPUS, bundles, default_fronts, has_room, uses_gpu
+from actors.ray.process import freeze_garbage, lose_what_no_log_takes, telling_faults
 from runtime.inspection import check_model
 from runtime.loading.resolve import resolve
 from runtime.spec.config import EngineConfig, names_of

@@ -20,9 +20,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import generate_latest
 from starlette.types import Scope
 
-from actors.engine_client import EngineClient, EngineRefusal
-from actors.metrics import METRICS, MetricValues, Snapshot
-from actors.process_meter import CPU, MEMORY, of_this_process
+from actors.wire.engine_client import EngineClient, EngineRefusal
+from actors.wire.metrics import METRICS, MetricValues, Snapshot
+from actors.wire.process_meter import CPU, MEMORY, of_this_process
 from runtime.spec.types import Request, RequestOutput
 from serve_app.auth import path_within
 from serve_app.errors import ApiError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from actors.adapters import AdapterEntry
+from actors.wire.adapter_entry import AdapterEntry
 from serve_app.prepared_request import ServedModel
 
 _PERMISSION = {  # as OpenAI's models once had it, and vLLM's have

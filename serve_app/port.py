@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from actors.haproxy import answer
+from actors.ray.haproxy import answer
 from runtime.spec.types import CallboardError
 from serve_app.process_tree import News
 

@@ -183,7 +183,7 @@ def _below(pid: int, children: dict[int, list[int]]) -> Iterator[int]:
 def the_application(wanted: str | None) -> str:
     """The name of the application of Callboard that runs on the Ray of this process; raises CallboardError if there is
     none, or several and none is wanted."""
-    from actors.names import living_actors
+    from actors.ray.names import living_actors
 
     names = sorted({name.partition("/engine/")[0] for name in living_actors("") if "/engine/" in name})
     if wanted in names or (wanted is None and len(names) == 1):
@@ -197,7 +197,7 @@ def processes_of(application: str, session: str) -> list[Process]:
     import ray
     from ray.serve.context import _get_global_client
 
-    from actors.names import NAMESPACE, engine_id, engines_of, living_actors
+    from actors.ray.names import NAMESPACE, engine_id, engines_of, living_actors
 
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     here = {node["NodeID"] for node in nodes if node["NodeManagerHostname"] == socket.gethostname()}

@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.util import metrics as ray_metrics
 
-from actors.metrics import ENGINE_METRICS, METRICS, Histogram, MetricValues, Snapshot
+from actors.wire.metrics import ENGINE_METRICS, METRICS, Histogram, MetricValues, Snapshot
 
 _AT_ONCE = 200  # observations
 _MAX_GONE = 64  # engines whose last figures are kept after them: they may come back

@@ -18,9 +18,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from actors import fork_server, haproxy
-from actors.environment import quiet_port, single_machine
-from actors.process import keep_bytecode, told_fault
+from actors.ray import fork_server, haproxy
+from actors.ray.environment import quiet_port, single_machine
+from actors.ray.process import keep_bytecode, told_fault
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
 from serve_app.console import Console
@@ -210,7 +210,7 @@ def _open_door(settings: ServerSettings, logs: Path) -> None:
     from ray import serve
     from ray.exceptions import RayError
 
-    # HAProxy alone listens where the user wants it (actors/haproxy.py); Serve's other ports stay on this machine.
+    # HAProxy alone listens where the user wants it (actors/ray/haproxy.py); Serve's other ports stay on this machine.
     options: dict[str, Any] = {
         "http_options": {"host": "127.0.0.1", "port": settings.port},
         "logging_config": {"enable_access_log": False},
@@ -279,8 +279,8 @@ def _engine_phases() -> list[str]:
 
 
 def _engines() -> list[Any]:
-    from actors.directory import find_engines
-    from actors.names import engines_of
+    from actors.ray.directory import find_engines
+    from actors.ray.names import engines_of
 
     return find_engines(engines_of(APP_NAME))
 
@@ -335,7 +335,7 @@ def _end_requests(fronts: Any) -> None:
     """Clients read an error at the end of what they have; HAProxy passes it on before it ends."""
     from ray.serve.exceptions import DeploymentUnavailableError
 
-    from actors.supervisor import STOPPED
+    from actors.engine.supervisor import STOPPED
 
     with suppress(DeploymentUnavailableError, TimeoutError):
         fronts.broadcast("end", STOPPED).results(timeout_s=_STATUS_POLL_S, return_exceptions=True)
@@ -347,7 +347,7 @@ def _num_live(fronts: Any) -> int:
     from ray.exceptions import RayActorError
     from ray.serve.exceptions import DeploymentUnavailableError
 
-    from actors.supervisor import DRAINING
+    from actors.engine.supervisor import DRAINING
 
     try:
         answers = fronts.broadcast("drain", DRAINING).results(timeout_s=_STATUS_POLL_S, return_exceptions=True)

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from itertools import count
 from typing import Any
 
-from actors.engine_client import EngineClient, EngineRefusal, Refusal, ServerStopped
+from actors.wire.engine_client import EngineClient, EngineRefusal, Refusal, ServerStopped
 from runtime.core.requests import requests_of
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.fields import invalid, shortened

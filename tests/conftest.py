@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from actors.environment import single_machine
+from actors.ray.environment import single_machine
 from runtime.loading.resolve import resolve
 from runtime.spec.types import CallboardError
 from runtime.structured.compiler import GrammarCompiler

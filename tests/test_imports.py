@@ -86,9 +86,12 @@ def test_all_functions_of_kernels_but_those_in_tritons_language_have_types():
     ("modules", "unwanted"),
     [
         (["serve_app.cli"], ["torch", "ray", "pydantic", "tokenizers"]),  # --help is immediate
-        (["serve_app.http", "serve_app.sse"], ["torch", "ray", "actors.transport"]),
-        (["actors.engine_client"], ["ray", "actors.transport", "actors.messages"]),  # an interface, whatever is behind
-        pytest.param(["serve_app.app", "actors.supervisor"], ["torch", "triton"], marks=pytest.mark.long),
+        (["serve_app.http", "serve_app.sse"], ["torch", "ray", "actors.wire.transport"]),
+        (
+            ["actors.wire.engine_client"],
+            ["ray", "actors.wire.transport", "actors.wire.messages"],
+        ),  # an interface, whatever is behind
+        pytest.param(["serve_app.app", "actors.engine.supervisor"], ["torch", "triton"], marks=pytest.mark.long),
         (["runtime.core.scheduler", "runtime.core.engine"], ["torch", "ray", "tokenizers"]),
         (["runtime.text.tokenizer", "runtime.text.chat", "runtime.text.stream"], ["torch", "ray"]),
         (["runtime.structured.engines", "runtime.structured.compiler"], ["torch", "ray", "tokenizers"]),

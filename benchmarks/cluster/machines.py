@@ -10,8 +10,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from actors.environment import CLUSTER, haproxy_files, ray_token
-from actors.haproxy import COMMAND, write_command
+from actors.ray.environment import CLUSTER, haproxy_files, ray_token
+from actors.ray.haproxy import COMMAND, write_command
 from benchmarks.cluster.network import HOST, Machine
 from tests.support.tiny_gguf import write_tiny_gguf
 

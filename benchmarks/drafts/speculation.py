@@ -18,16 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from actors.environment import SINGLE_MACHINE, ray_token
+from actors.ray.environment import SINGLE_MACHINE, ray_token
 
 os.environ.update(SINGLE_MACHINE | ray_token())  # before `import ray`
 
 import ray
 
-from actors.directory import RayDirectory, find_engines
-from actors.engine_group import EngineGroup
-from actors.placement import bundles, uses_gpu
-from actors.supervisor import Supervisor
+from actors.engine.supervisor import Supervisor
+from actors.front.engine_group import EngineGroup
+from actors.ray.directory import RayDirectory, find_engines
+from actors.ray.placement import bundles, uses_gpu
 from benchmarks.library.measure import Results, engine_config, middle, new_parser
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import Request, SamplingParams

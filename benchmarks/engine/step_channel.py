@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from actors.executor import SocketExecutor, serve_steps
-from actors.transport import Address, connect
+from actors.engine.step_channel import SocketExecutor, serve_steps
+from actors.wire.transport import Address, connect
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor, InProcess
 from runtime.core.plan import StepPlan, StepResult

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from actors.environment import quiet_port, single_machine
+from actors.ray.environment import quiet_port, single_machine
 from serve_app.process_tree import Parent, run
 
 NAME, NUM_ENGINES, NUM_FRONTS = "callboard", 2, 2
@@ -31,7 +31,7 @@ def engines() -> dict[str, Any]:
     """The living engine actors by id."""
     import ray
 
-    from actors.names import NAMESPACE, engine_id, engines_of, living_actors
+    from actors.ray.names import NAMESPACE, engine_id, engines_of, living_actors
 
     found = {}
     for name in living_actors(engines_of(NAME)):
@@ -51,7 +51,7 @@ class Application:
         """Role, engine and process id of all that can be killed."""
         from ray.serve.context import _get_global_client
 
-        from actors.haproxy import _pids
+        from actors.ray.haproxy import _pids
         from serve_app.processes import processes_of
 
         found = [(p.role, p.engine, p.pid) for p in processes_of(NAME, self.session)]
@@ -103,7 +103,7 @@ class Application:
         """As its supervisor does before its end."""
         import ray
 
-        from actors.supervisor import DRAINING
+        from actors.engine.supervisor import DRAINING
 
         ray.get(engines()[engine].drain.remote(DRAINING), timeout=_CALL_S)
 
@@ -182,7 +182,7 @@ def deploy(model: str, **args: Any) -> None:
     from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema
 
-    from actors.placement import FRONT_CPUS
+    from actors.ray.placement import FRONT_CPUS
 
     application = {
         "name": NAME,
@@ -199,7 +199,7 @@ def deploy(model: str, **args: Any) -> None:
 
 def start(folder: str, model: str, **args: Any) -> Application:
     """Ray, Serve and the application; returns when all is there."""
-    from actors import fork_server
+    from actors.ray import fork_server
     from benchmarks.faults.pace import HOOK
     from serve_app.server import WORKERS_MODULES
 

@@ -7,8 +7,8 @@ import os
 from multiprocessing.connection import Connection
 from typing import Any
 
-from actors.executor import SocketExecutor, serve_steps
-from actors.transport import connect
+from actors.engine.step_channel import SocketExecutor, serve_steps
+from actors.wire.transport import connect
 from benchmarks.library.models import spec_of
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.sharding import Shard

@@ -20,7 +20,7 @@ import numpy as np
 import uvloop
 from starlette.types import ASGIApp, Message
 
-from actors.engine_client import OnEngine, nobody
+from actors.wire.engine_client import OnEngine, nobody
 from runtime.loading.resolve import resolve
 from runtime.spec.config import DEFAULT_MODEL, ModelInfo
 from runtime.spec.types import FinishReason, Request, RequestOutput

@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from actors.environment import single_machine
-from actors.process import freeze_garbage
+from actors.ray.environment import single_machine
+from actors.ray.process import freeze_garbage
 
 _folder = tempfile.TemporaryDirectory(prefix="callboard-")
 os.environ.update(single_machine(_folder.name))
@@ -35,12 +35,12 @@ os.environ.update(single_machine(_folder.name))
 import ray  # noqa: E402
 from ray import serve  # noqa: E402
 
-from actors.directory import RayDirectory  # noqa: E402
-from actors.engine_group import EngineGroup  # noqa: E402
-from actors.engine_loop import EngineLoop  # noqa: E402
-from actors.executor import SocketExecutor, serve_steps  # noqa: E402
-from actors.names import NAMESPACE, engines_of, new_name  # noqa: E402
-from actors.transport import Address, connect  # noqa: E402
+from actors.engine.loop import EngineLoop  # noqa: E402
+from actors.engine.step_channel import SocketExecutor, serve_steps  # noqa: E402
+from actors.front.engine_group import EngineGroup  # noqa: E402
+from actors.ray.directory import RayDirectory  # noqa: E402
+from actors.ray.names import NAMESPACE, engines_of, new_name  # noqa: E402
+from actors.wire.transport import Address, connect  # noqa: E402
 from runtime.core.executor import Executor  # noqa: E402
 from runtime.core.plan import StepPlan, StepResult  # noqa: E402
 from runtime.loading.resolve import resolve  # noqa: E402

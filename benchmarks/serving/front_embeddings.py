@@ -24,9 +24,9 @@ import numpy as np
 import uvicorn
 import uvloop
 
-from actors.engine_group import EngineGroup
-from actors.engine_loop import EngineLoop
-from actors.transport import Address
+from actors.engine.loop import EngineLoop
+from actors.front.engine_group import EngineGroup
+from actors.wire.transport import Address
 from runtime.core.executor import Executor, InProcess
 from runtime.core.plan import StepPlan, StepResult
 from runtime.loading.resolve import resolve

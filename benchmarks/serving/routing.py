@@ -19,10 +19,10 @@ from itertools import chain, count
 
 import numpy as np
 
-from actors.cache_feed import CacheFeed, Followers
-from actors.messages import CacheUpdate, encode
-from actors.router import Prompt, Router
-from actors.transport import framed
+from actors.front.router import Prompt, Router
+from actors.wire.cache_feed import CacheFeed, Followers
+from actors.wire.messages import CacheUpdate, encode
+from actors.wire.transport import framed
 from benchmarks.engine.step_channel import EchoRunner
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess

@@ -15,8 +15,8 @@ from itertools import count
 from math import inf
 from typing import Any
 
-from actors.autoscaling import EngineFigures, ScalingPolicy
-from actors.router import Prompt
+from actors.engine.autoscaling import EngineFigures, ScalingPolicy
+from actors.front.router import Prompt
 from benchmarks.simulate.engine import Gaps, SimulatedEngine
 from benchmarks.simulate.foresight import Foresight
 from benchmarks.simulate.fronts import FRAME_S, Fronts, Oracle, Policy

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from actors.cache_feed import CacheFeed
-from actors.router import Prompt
+from actors.front.router import Prompt
+from actors.wire.cache_feed import CacheFeed
 from benchmarks.simulate.step_times import StepTimes
 from benchmarks.simulate.traces import Job
 from runtime.core.block_pool import NULL_BLOCK
@@ -115,7 +115,7 @@ class SimulatedEngine:
     # ---- requests -------------------------------------------------------------------------------------------------
 
     def is_full(self, num_tokens: int) -> bool:
-        """A prompt of so many tokens is beyond the limits of the queue (actors/engine_loop.py)."""
+        """A prompt of so many tokens is beyond the limits of the queue (actors/engine/loop.py)."""
         config, waiting = self.scheduler.config, self.scheduler.waiting
         too_long = waiting.num_tokens + num_tokens > config.max_queued_tokens
         return len(waiting) >= config.max_queued_requests or (len(waiting) > 0 and too_long)

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Collection
 from typing import Literal
 
-from actors.messages import CacheUpdate
-from actors.router import Choice, Prompt, Router, RoutingPolicy
+from actors.front.router import Choice, Prompt, Router, RoutingPolicy
+from actors.wire.messages import CacheUpdate
 from benchmarks.simulate.engine import SimulatedEngine
 from runtime.core.request_state import RequestState
 from runtime.policy.engine_load import EngineLoad

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.autoscaling import ScalingPolicy
+from actors.engine.autoscaling import ScalingPolicy
 from benchmarks.simulate.cluster import Cluster, Shape
 from benchmarks.simulate.fronts import Policy
 from benchmarks.simulate.step_times import MODELS

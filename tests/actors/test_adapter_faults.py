@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.engine_client import EngineRefusal, Refusal
-from actors.executor import RunnersLost
-from actors.link_server import Connection
-from actors.messages import Adapters
+from actors.engine.link_server import Connection
+from actors.engine.step_channel import RunnersLost
+from actors.wire.engine_client import EngineRefusal, Refusal
+from actors.wire.messages import Adapters
 from benchmarks.library.make_adapter import save_adapter
 from runtime.spec.types import CallboardError
 from tests.actors.test_adapters import MODULES, check, folders, pace, with_adapter  # noqa: F401

@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from actors.adapter_machine import AdapterMachine, End, Hold, Load, Read, Rebuild, Restore
-from actors.adapters import FORGET_AFTER_S, AdapterEntry
+from actors.wire.adapter_entry import FORGET_AFTER_S, AdapterEntry
+from actors.wire.adapter_machine import AdapterMachine, End, Hold, Load, Read, Rebuild, Restore
 from runtime.features.adapter_table import AdapterTable
 from runtime.spec.types import CallboardError
 

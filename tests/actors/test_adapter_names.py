@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from actors import front_adapters
-from actors.adapters import FORGET_AFTER_S, AdapterEntry, AdapterState
-from actors.engine_client import EngineRefusal, Refusal
-from actors.engine_loop import EngineLoop
-from actors.front_adapters import FrontAdapters
-from actors.messages import Status
-from actors.metrics import EngineMetrics, MetricValues
+from actors.engine.loop import EngineLoop
+from actors.front import adapter_names as front_adapters
+from actors.front.adapter_names import FrontAdapters
+from actors.wire.adapter_entry import FORGET_AFTER_S, AdapterEntry, AdapterState
+from actors.wire.engine_client import EngineRefusal, Refusal
+from actors.wire.messages import Status
+from actors.wire.metrics import EngineMetrics, MetricValues
 from runtime.core.engine import EngineCore
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError

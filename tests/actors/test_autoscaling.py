@@ -8,8 +8,8 @@ import cloudpickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors import autoscaling
-from actors.autoscaling import EngineFigures, ScalingPolicy, ServePolicy, engines_needed, report_of
+from actors.engine.actor import autoscaling
+from actors.engine.autoscaling import EngineFigures, ScalingPolicy, ServePolicy, engines_needed, report_of
 from tests.support.examples import examples
 
 IDLE = EngineFigures(0, 1000.0, 0, 10, 0, 100, 1e9)

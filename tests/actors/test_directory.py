@@ -8,15 +8,15 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 from ray.exceptions import RayError
 
-from actors.directory import RayDirectory, has_healthy_engine
-from actors.names import living_actors
+from actors.ray.directory import RayDirectory, has_healthy_engine
+from actors.ray.names import living_actors
 
 
 async def test_calls_that_ray_does_not_answer_take_no_thread_from_others(monkeypatch: pytest.MonkeyPatch):
     """A front reads and tokenises long requests in asyncio's own threads, of which there are few."""
     is_back = threading.Event()
-    monkeypatch.setattr("actors.directory.living_actors", lambda prefix: is_back.wait() and ["app/engine/a#1"])
-    monkeypatch.setattr("actors.directory.ray.get_actor", lambda *_: is_back.wait())
+    monkeypatch.setattr("actors.ray.directory.living_actors", lambda prefix: is_back.wait() and ["app/engine/a#1"])
+    monkeypatch.setattr("actors.ray.directory.ray.get_actor", lambda *_: is_back.wait())
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     directory = RayDirectory("app/engine/")
     listing = asyncio.create_task(directory.changed([]))
@@ -31,15 +31,15 @@ async def test_calls_that_ray_does_not_answer_take_no_thread_from_others(monkeyp
 
 
 async def test_an_engine_that_takes_requests_is_found_among_others(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("actors.directory._HEALTH_S", 0.05)
+    monkeypatch.setattr("actors.ray.directory._HEALTH_S", 0.05)
     health = {
         "app/engine/a#1": AsyncMock(return_value=None),
         "app/engine/loads#2": AsyncMock(return_value="The engine is loading its model."),
         "app/engine/dead#3": AsyncMock(side_effect=RayError("dead")),
         "app/engine/frozen#4": AsyncMock(side_effect=asyncio.Event().wait),
     }
-    monkeypatch.setattr("actors.directory.living_actors", lambda prefix: list(health))
-    monkeypatch.setattr("actors.directory.ray.get_actor", lambda name, _: Mock(**{"health.remote": health[name]}))
+    monkeypatch.setattr("actors.ray.directory.living_actors", lambda prefix: list(health))
+    monkeypatch.setattr("actors.ray.directory.ray.get_actor", lambda name, _: Mock(**{"health.remote": health[name]}))
     assert await has_healthy_engine("app/engine/")
     assert not await has_healthy_engine("app/engine/", except_for="app/engine/a")
 
@@ -55,6 +55,6 @@ def test_an_engine_whose_replica_is_gone_is_none(monkeypatch: pytest.MonkeyPatch
         ("serve", "SERVE_REPLICA::app#Engine#b"),
     ]
     actors = [{"namespace": namespace, "name": name} for namespace, name in named]
-    monkeypatch.setattr("actors.names.ray.util.list_named_actors", lambda **_: actors)
+    monkeypatch.setattr("actors.ray.names.ray.util.list_named_actors", lambda **_: actors)
     assert living_actors("app/engine/") == ["app/engine/m/a#3", "app/engine/m/b#4"]
     assert living_actors("app/draft") == ["app/draft#1"]

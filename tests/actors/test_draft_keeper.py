@@ -5,9 +5,9 @@ import queue
 
 import pytest
 
-from actors import runner_group
-from actors.runner_group import DraftKeeper
-from actors.transport import connect
+from actors.engine.actor import runner_group
+from actors.engine.runner_group import DraftKeeper
+from actors.wire.transport import connect
 from runtime.spec.config import EngineConfig
 from tests.actors.test_runner_group import Call
 

@@ -6,8 +6,8 @@ import threading
 import msgspec
 import pytest
 
-from actors.draft import DraftLoop, SocketDraft
-from actors.transport import FrameSocket
+from actors.engine.draft import DraftLoop, SocketDraft
+from actors.wire.transport import FrameSocket
 from runtime.speculation.draft import Chain, Told
 
 

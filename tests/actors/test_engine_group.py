@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import uvloop
 
-from actors import link as link_module
-from actors.engine_client import EngineRefusal, Refusal
-from actors.messages import HEARTBEAT_S, LOST_AFTER_BEATS, Heartbeat
-from actors.transport import Address
+from actors.front import link as link_module
+from actors.wire.engine_client import EngineRefusal, Refusal
+from actors.wire.messages import HEARTBEAT_S, LOST_AFTER_BEATS, Heartbeat
+from actors.wire.transport import Address
 from runtime.spec.types import FinishReason, Request, SamplingParams
 from tests.actors.test_link import INFO, Engine, eventually, hurry, link_to, read, request
 from tests.support.fake_runner import sequential
@@ -199,7 +199,7 @@ async def test_an_engine_that_accepts_nobody_is_not_healthy():
 
 
 async def test_streams_leave_a_draining_engine(monkeypatch):
-    monkeypatch.setattr("actors.engine_group._SETTLED_S", 0.05)
+    monkeypatch.setattr("actors.front.engine_group._SETTLED_S", 0.05)
     engines = [Engine(delay_s=SLOW_S), Engine(delay_s=SLOW_S)]
     async with Group(*engines) as group:
         reading = asyncio.gather(*(read(group, request(i, max_tokens=60)) for i in range(8)))
@@ -215,7 +215,7 @@ async def test_streams_leave_a_draining_engine(monkeypatch):
 
 async def test_streams_stay_when_all_engines_drain(monkeypatch):
     """At the end of the whole server: those of the first may not pile up on the last."""
-    monkeypatch.setattr("actors.engine_group._SETTLED_S", 0.1)
+    monkeypatch.setattr("actors.front.engine_group._SETTLED_S", 0.1)
     engines = [Engine(delay_s=SLOW_S), Engine(delay_s=SLOW_S)]
     async with Group(*engines) as group:
         reading = asyncio.gather(*(read(group, request(i, max_tokens=60)) for i in range(8)))
@@ -234,7 +234,7 @@ async def test_streams_stay_when_all_engines_drain(monkeypatch):
 
 async def test_streams_wait_for_another_kind_of_engine_as_long_as_theirs_goes_on(monkeypatch):
     """Of a draining engine; what another dtype makes of the rest is another answer."""
-    monkeypatch.setattr("actors.engine_group._SETTLED_S", 0.02)
+    monkeypatch.setattr("actors.front.engine_group._SETTLED_S", 0.02)
     engine, other = Engine(delay_s=0.005), Engine(info=info_with(fingerprint="other"))
     async with Group(engine) as group:
         reading = asyncio.create_task(read(group, request(0, max_tokens=100)))
@@ -420,7 +420,7 @@ async def test_an_engine_that_becomes_ready_says_so_itself():
 @pytest.mark.parametrize("is_silent", [True, False])
 async def test_without_its_directory_a_group_goes_on(monkeypatch, is_silent: bool):
     """Streams, new requests, and links that break; what has changed meanwhile it learns when the directory is back."""
-    monkeypatch.setattr("actors.engine_group._RETRY_S", 0.05)
+    monkeypatch.setattr("actors.front.engine_group._RETRY_S", 0.05)
     engines = [Engine(delay_s=0.002), Engine(delay_s=0.002)]
     async with Group(*engines) as group:
         directory, is_back = group._directory, asyncio.Event()

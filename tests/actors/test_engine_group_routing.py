@@ -162,7 +162,7 @@ async def test_who_lets_prefixes_be_forgotten_hears_when_they_are(monkeypatch):
         assert not keys_of(engines[0])
 
         may_go_on.clear()
-        monkeypatch.setattr("actors.link._ANSWER_S", 0.05)
+        monkeypatch.setattr("actors.front.link._ANSWER_S", 0.05)
         engines[0].loop._call(may_go_on.wait)
         with pytest.raises(CallboardError, match=r"Engine 0 has not said within 0\.05 s .* is empty; ask again\.$"):
             await group.reset_prefix_cache()

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from actors import transport
-from actors.executor import RunnersLost, SocketExecutor
+from actors.engine.step_channel import RunnersLost, SocketExecutor
+from actors.wire import transport
 from runtime.core.executor import InProcess
 from runtime.core.plan import StepResult
 from tests.support.executor_group import (

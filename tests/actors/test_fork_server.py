@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from actors import fork_server
+from actors.ray import fork_server
 from serve_app.server import WORKERS_MODULES
 
 pytestmark = pytest.mark.long

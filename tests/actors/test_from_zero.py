@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from actors.engine import EngineActor
-from actors.engine_client import EngineRefusal, Refusal
-from actors.engine_group import EngineGroup, FromZero
+from actors.engine.actor import EngineActor
+from actors.front.engine_group import EngineGroup, FromZero
+from actors.wire.engine_client import EngineRefusal, Refusal
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
 from tests.actors.test_link import Engine, Engines, eventually, read, request

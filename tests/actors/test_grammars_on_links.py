@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from actors.engine_client import EngineRefusal, Refusal
-from actors.held_requests import HeldRequests
-from actors.link import EngineLink
-from actors.messages import Submit, encode
-from actors.queue_limits import QueueLimits
+from actors.engine.held_requests import HeldRequests
+from actors.engine.queue_limits import QueueLimits
+from actors.front.link import EngineLink
+from actors.wire.engine_client import EngineRefusal, Refusal
+from actors.wire.messages import Submit, encode
 from runtime.core.scheduler import Scheduler
 from runtime.features.grammar_store import GrammarUpdate
 from runtime.spec.config import EngineConfig

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.engine_loop import EngineLoop
-from actors.messages import Submit
+from actors.engine.loop import EngineLoop
+from actors.wire.messages import Submit
 from runtime.core.plan import StepPlan
 from runtime.spec.config import EngineConfig
 from tests.actors.test_link import INFO, Engine, SlowRunner, eventually, link_to, read, request

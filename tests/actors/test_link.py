@@ -8,11 +8,11 @@ from collections import Counter
 import pytest
 import uvloop
 
-from actors.engine_client import EngineRefusal, Refusal
-from actors.engine_group import EngineGroup
-from actors.engine_loop import EngineLoop
-from actors.executor import RunnersLost
-from actors.link_server import Connection
+from actors.engine.link_server import Connection
+from actors.engine.loop import EngineLoop
+from actors.engine.step_channel import RunnersLost
+from actors.front.engine_group import EngineGroup
+from actors.wire.engine_client import EngineRefusal, Refusal
 from runtime.loading.adapter_files import read_adapter
 from runtime.policy.isolation import MAX_LOSSES
 from runtime.spec.config import EngineConfig, ModelInfo
@@ -329,7 +329,7 @@ async def test_a_gone_replica_has_its_requests_aborted(served):
 
 async def test_a_silent_replica_loses_its_lease(served, monkeypatch):
     engine, link = served
-    monkeypatch.setattr("actors.link_server.LEASE_S", 0.2)
+    monkeypatch.setattr("actors.engine.link_server.LEASE_S", 0.2)
     engine.runners[-1].delay_s = 0.02
     only_link(link)._task.cancel()  # no heartbeat any more
     task = asyncio.create_task(read(link, request(0, max_tokens=400)))
@@ -436,8 +436,8 @@ async def test_a_stranger_does_not_get_in():
 
 
 async def test_an_idle_engine_looks_for_faults_when_debugging_is_logged(monkeypatch, caplog):
-    monkeypatch.setattr("actors.engine_loop._CHECK_EVERY_S", 0.01)
-    with caplog.at_level("DEBUG", logger="actors.engine_loop"):
+    monkeypatch.setattr("actors.engine.loop._CHECK_EVERY_S", 0.01)
+    with caplog.at_level("DEBUG", logger="actors.engine.loop"):
         engine = Engine()
         try:
             await eventually(lambda: "faults of blocks and slots: none" in caplog.text)

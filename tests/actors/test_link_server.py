@@ -9,9 +9,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from actors import transport
-from actors.messages import AbortById, Heartbeat, Report, Submit, decode_from_engine, encode
-from actors.metrics import MetricValues
+from actors.wire import transport
+from actors.wire.messages import AbortById, Heartbeat, Report, Submit, decode_from_engine, encode
+from actors.wire.metrics import MetricValues
 from runtime.core.requests import requests_of
 from runtime.spec.types import FinishReason, SamplingParams
 from tests.actors.test_link import Engine, eventually, link_to, only_link, read, request

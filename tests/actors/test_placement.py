@@ -3,7 +3,7 @@
 import pytest
 from ray.util.placement_group import PlacementGroup
 
-from actors.placement import bundles, default_fronts, draft_options, has_room, runner_options, uses_gpu
+from actors.ray.placement import bundles, default_fronts, draft_options, has_room, runner_options, uses_gpu
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
 

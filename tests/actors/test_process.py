@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from actors.process import lose_what_no_log_takes
+from actors.ray.process import lose_what_no_log_takes
 
 ROOT = Path(__file__).parents[2]
 CODE = """
-from actors.process import keep_bytecode
+from actors.ray.process import keep_bytecode
 keep_bytecode()
 import os, subprocess, sys
 import ray

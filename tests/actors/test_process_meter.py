@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from actors.process_meter import ProcessMeter
+from actors.wire.process_meter import ProcessMeter
 
 
 def test_cpu_time_of_a_process_that_ended_stays_counted():

@@ -1,8 +1,8 @@
 """The limits of an engine's queue."""
 
-from actors.held_requests import HeldRequests
-from actors.messages import Submit
-from actors.queue_limits import QueueLimits
+from actors.engine.held_requests import HeldRequests
+from actors.engine.queue_limits import QueueLimits
+from actors.wire.messages import Submit
 from runtime.core.scheduler import Scheduler
 from runtime.spec.types import Request, SamplingParams
 from tests.core.test_scheduler import make

@@ -7,8 +7,8 @@ from itertools import chain
 
 import pytest
 
-from actors.messages import CacheUpdate
-from actors.router import Prompt, Router
+from actors.front.router import Prompt, Router
+from actors.wire.messages import CacheUpdate
 from runtime.policy.engine_load import EngineLoad
 from runtime.spec.config import ModelInfo
 

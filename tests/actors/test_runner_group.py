@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from ray.exceptions import RayTaskError
 
-from actors import runner_group
-from actors.executor import RunnersLost, serve_steps
-from actors.runner_group import RunnerGroup
-from actors.transport import connect
+from actors.engine.actor import runner_group
+from actors.engine.runner_group import RunnerGroup
+from actors.engine.step_channel import RunnersLost, serve_steps
+from actors.wire.transport import connect
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import CallboardError
 from tests.support.executor_group import Runner, expected, failing, plan_of, same

@@ -6,7 +6,7 @@ import threading
 import httpx
 import pytest
 
-from actors.engine_client import EngineRefusal, Refusal
+from actors.wire.engine_client import EngineRefusal, Refusal
 from runtime.spec.types import CallboardError
 from serve_app.http import build_http_app
 from serve_app.service import Service

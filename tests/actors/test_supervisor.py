@@ -7,9 +7,9 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 from ray.exceptions import RayError
 
-from actors import supervisor as supervisor_module
-from actors.autoscaling import EngineFigures
-from actors.supervisor import Supervisor
+from actors.engine.actor import supervisor as supervisor_module
+from actors.engine.autoscaling import EngineFigures
+from actors.engine.supervisor import Supervisor
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
 from tests.actors.test_link import eventually

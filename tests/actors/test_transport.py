@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors import transport
-from actors.executor import RunnersLost, SocketExecutor, serve_steps
-from actors.transport import Address, connect
+from actors.engine.step_channel import RunnersLost, SocketExecutor, serve_steps
+from actors.wire import transport
+from actors.wire.transport import Address, connect
 from tests.support.executor_group import (
     HOSTS,
     Runner,

@@ -6,8 +6,8 @@ from itertools import chain, pairwise
 import numpy as np
 import pytest
 
-from actors.autoscaling import ScalingPolicy
-from actors.router import Prompt
+from actors.engine.autoscaling import ScalingPolicy
+from actors.front.router import Prompt
 from benchmarks.simulate.cluster import Cluster, Shape
 from benchmarks.simulate.engine import Stretch
 from benchmarks.simulate.step_times import MODELS

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from actors import fork_server
-from actors.environment import quiet_port, ray_token
+from actors.ray import fork_server
+from actors.ray.environment import quiet_port, ray_token
 from serve_app.server import WORKERS_MODULES
 from tests.conftest import RAY_FOLDER
 from tests.support.tiny_gguf import write_tiny_gguf

@@ -9,10 +9,10 @@ import time
 import pytest
 import ray
 
-from actors.directory import RayDirectory, find_engines
-from actors.engine_group import EngineGroup
-from actors.placement import bundles
-from actors.supervisor import Supervisor
+from actors.engine.supervisor import Supervisor
+from actors.front.engine_group import EngineGroup
+from actors.ray.directory import RayDirectory, find_engines
+from actors.ray.placement import bundles
 from runtime.llm import LLM
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError, GrammarSpec, Request, SamplingParams

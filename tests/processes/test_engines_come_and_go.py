@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 
-from actors.placement import FRONT_CPUS
+from actors.ray.placement import FRONT_CPUS
 from runtime.llm import LLM
 from runtime.spec.types import SamplingParams
 from tests.support.tiny_gguf import write_tiny_gguf
@@ -94,7 +94,7 @@ def url(serve_url, second_node, tiny_path):
 
 
 def engines() -> list[str]:
-    from actors.names import engines_of, living_actors
+    from actors.ray.names import engines_of, living_actors
 
     return living_actors(engines_of("callboard"))
 
@@ -185,7 +185,7 @@ async def busy_engine() -> tuple[str, int]:
     """The name and process of an engine that computes a stream."""
     import ray
 
-    from actors.names import NAMESPACE
+    from actors.ray.names import NAMESPACE
 
     for name in engines():
         stats = await ray.get_actor(name, NAMESPACE).stats.remote()

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from actors.executor import RunnersLost, SocketExecutor, serve_steps
-from actors.transport import connect
+from actors.engine.step_channel import RunnersLost, SocketExecutor, serve_steps
+from actors.wire.transport import connect
 from tests.support.executor_group import HOSTS, Runner, expected, failing, plan_of, processes, same
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from actors.environment import SINGLE_MACHINE, quiet_port
+from actors.ray.environment import SINGLE_MACHINE, quiet_port
 
 ROOT = Path(__file__).parents[2]
 START_S = 200  # on a machine that does much else besides
@@ -22,8 +22,8 @@ START_S = 200  # on a machine that does much else besides
 WAIT_FOR_ZERO = """
 import time
 import ray
-from actors.directory import find_engines
-from actors.names import engines_of
+from actors.ray.directory import find_engines
+from actors.ray.names import engines_of
 ray.init(log_to_driver=False, logging_level="ERROR")
 (engine,), end = find_engines(engines_of("callboard")), time.monotonic() + 60
 while True:

@@ -1,4 +1,4 @@
-"""HAProxy with the configuration that Serve writes, as actors/haproxy.py adapts it: the real binary, without Ray."""
+"""HAProxy with the configuration that Serve writes, as actors/ray/haproxy.py adapts it: the real binary, without Ray."""
 
 import os
 import socket
@@ -18,8 +18,8 @@ import pytest
 from jinja2 import Environment
 from openai import APIStatusError, OpenAI
 
-from actors.environment import quiet_port, single_machine
-from actors.haproxy import ANSWERS, answer, leave_fronts, stop, write_command
+from actors.ray.environment import quiet_port, single_machine
+from actors.ray.haproxy import ANSWERS, answer, leave_fronts, stop, write_command
 from serve_app.server import _LAST_ANSWERS_S
 
 

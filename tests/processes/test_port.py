@@ -13,8 +13,8 @@ import httpx
 import pytest
 from openai import APIStatusError, OpenAI
 
-from actors.environment import quiet_port
-from actors.haproxy import write_command
+from actors.ray.environment import quiet_port
+from actors.ray.haproxy import write_command
 from serve_app.port import port_of_its_own
 from tests.processes.test_haproxy import Healthy, Running, serve_config
 

@@ -15,7 +15,7 @@ def test_figures_reach_rays_own_exporter(ray_session):
     @ray.remote
     class Publisher:
         async def publish(self):
-            from actors.metrics import MetricValues, Snapshot, all_at_zero
+            from actors.wire.metrics import MetricValues, Snapshot, all_at_zero
             from serve_app.ray_metrics import RayMetrics
 
             metrics, engine = RayMetrics("m", "r1"), all_at_zero()

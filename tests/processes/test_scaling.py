@@ -47,7 +47,7 @@ def url(serve_url, tiny_path):
 
 
 def engines() -> list[str]:
-    from actors.names import engines_of, living_actors
+    from actors.ray.names import engines_of, living_actors
 
     return living_actors(engines_of("callboard"))
 
@@ -115,7 +115,7 @@ async def ask(name: str, what: str) -> Any:
     """The answer of an engine, None while it is being started."""
     import ray
 
-    from actors.names import NAMESPACE
+    from actors.ray.names import NAMESPACE
 
     try:
         return await ray.get_actor(name, NAMESPACE).__getattr__(what).remote()

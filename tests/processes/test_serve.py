@@ -52,8 +52,8 @@ def url(serve_url, tiny_path):
 
 
 def engine():
-    from actors.directory import find_engines
-    from actors.names import engines_of
+    from actors.ray.directory import find_engines
+    from actors.ray.names import engines_of
 
     return find_engines(engines_of("callboard"))[-1]
 

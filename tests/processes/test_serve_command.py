@@ -13,7 +13,7 @@ import httpx
 import pytest
 import yaml
 
-from actors.environment import quiet_port
+from actors.ray.environment import quiet_port
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from actors.environment import quiet_port
+from actors.ray.environment import quiet_port
 from tests.processes.test_haproxy import listening_ports
 from tests.processes.test_process_tree import processes_with
 from tests.support.gate import GATE, HOOK
@@ -146,7 +146,7 @@ def test_a_life_as_its_user_sees_it(start):
     assert {address for address, _ in ports if not address.startswith("127.")} == set()
     engine = server.pid_of("ray::EngineActor")
     assert os.getpriority(os.PRIO_PROCESS, engine) == os.getpriority(os.PRIO_PROCESS, server.process.pid)
-    os.kill(server.pid_of("actors.fork_server\0serve"), signal.SIGKILL)  # of which everything is there already
+    os.kill(server.pid_of("actors.ray.fork_server\0serve"), signal.SIGKILL)  # of which everything is there already
     os.kill(engine, signal.SIGKILL)  # Ray writes a paragraph on that
     deadline = time.monotonic() + START_S
     while not (watch.seen[-1][1] is not None and watch.seen[-1][1].status_code == 503):

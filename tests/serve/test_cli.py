@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from ray.exceptions import RayError
 
-from actors.process import told_fault
+from actors.ray.process import told_fault
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
 from serve_app import cli
@@ -158,7 +158,7 @@ def test_a_front_that_cannot_start_gives_its_last_line(capfd):
 
 def test_a_front_that_fails_later_gives_its_sentence_and_file(tmp_path: Path):
     code = """
-from actors.process import telling_faults
+from actors.ray.process import telling_faults
 from runtime.spec.types import CallboardError
 with telling_faults("A front"):
     raise CallboardError("The tokenizer cannot be read; send another.")

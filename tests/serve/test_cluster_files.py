@@ -9,8 +9,8 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator, ValidationError
 
-from actors.environment import CLUSTER
-from actors.haproxy import COMMAND
+from actors.ray.environment import CLUSTER
+from actors.ray.haproxy import COMMAND
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,12 +47,12 @@ def test_cluster_yaml_is_what_ray_up_accepts():
     validate_config(config)
     for commands in (config["head_start_ray_commands"], config["worker_start_ray_commands"]):
         subprocess.run(["bash", "-n", "-c", commands[-1]], check=True)
-        assert commands[-1].index("-m actors.environment") < commands[-1].index("ray start")
+        assert commands[-1].index("-m actors.ray.environment") < commands[-1].index("ray start")
 
 
 def test_a_shell_gets_the_settings_of_a_node(tmp_path: Path):
     """As cluster.yaml has it evaluate them."""
-    program = f"import sys; sys.prefix = {str(tmp_path)!r}; from actors.environment import main; main()"
+    program = f"import sys; sys.prefix = {str(tmp_path)!r}; from actors.ray.environment import main; main()"
     (tmp_path / "bin").mkdir()
     script = f'settings=$({sys.executable} -c "{program}") && eval "$settings" && env -0'
     said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, cwd=ROOT).stdout

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.process import freeze_garbage
+from actors.ray.process import freeze_garbage
 from runtime.core.plan import NewSlot, StepPlan, decode_plan, encode_plan
 from runtime.spec.types import FinishReason, PromptLogprobs, Request, RequestOutput, SamplingParams, TokenLogprobs
 from runtime.structured.compiler import GrammarCompiler

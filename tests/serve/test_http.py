@@ -6,7 +6,7 @@ import pickle
 import httpx
 import pytest
 
-from actors.engine_client import EngineRefusal, Refusal
+from actors.wire.engine_client import EngineRefusal, Refusal
 from runtime.core.requests import choice_seed
 from serve_app.errors import ApiError
 from serve_app.limits import is_long

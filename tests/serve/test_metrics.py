@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.metrics import METRICS, Histogram, MetricValues, Snapshot, all_at_zero
+from actors.wire.metrics import METRICS, Histogram, MetricValues, Snapshot, all_at_zero
 from runtime.spec.types import Request, SamplingParams
 from serve_app import ray_metrics as ray_metrics_module
 from serve_app.http import build_http_app

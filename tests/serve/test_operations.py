@@ -13,7 +13,7 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.metrics import METRICS
+from actors.wire.metrics import METRICS
 from serve_app import doctor, server
 from serve_app.http import build_http_app
 from serve_app.service import Service

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from actors.supervisor import STOPPED
+from actors.engine.supervisor import STOPPED
 from serve_app.http import build_http_app
 from serve_app.service import Service
 from tests.actors.test_link import INFO, Engine, eventually, link_to

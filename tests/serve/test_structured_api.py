@@ -7,7 +7,7 @@ import re
 import httpx
 import pytest
 
-from actors.messages import Submit, decode_from_front, encode
+from actors.wire.messages import Submit, decode_from_front, encode
 from runtime.spec.types import Grammar
 from runtime.structured.compiler import GrammarCompiler
 from serve_app.http import build_http_app

@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from actors.engine_group import EngineGroup
+from actors.front.engine_group import EngineGroup
 from runtime.core.executor import InProcess
 from runtime.spec.types import RequestOutput
 from runtime.speculation.choose_k import Speculation

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.executor import SocketExecutor, serve_steps
-from actors.transport import Address, connect
+from actors.engine.step_channel import SocketExecutor, serve_steps
+from actors.wire.transport import Address, connect
 from runtime.core.plan import NewSlot, StepPlan, StepResult, encode_plan, encode_result
 from runtime.spec.types import SamplingParams
 

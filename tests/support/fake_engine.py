@@ -11,9 +11,9 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from actors.adapters import AdapterEntry, AdapterState
-from actors.engine_client import EngineRefusal, Refusal
-from actors.metrics import MetricValues, Snapshot, all_at_zero
+from actors.wire.adapter_entry import AdapterEntry, AdapterState
+from actors.wire.engine_client import EngineRefusal, Refusal
+from actors.wire.metrics import MetricValues, Snapshot, all_at_zero
 from runtime.spec.config import ModelInfo
 from runtime.spec.pooling import Pooling
 from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput, TokenLogprobs, Verified

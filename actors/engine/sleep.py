@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from actors.engine_adapters import EngineAdapters
-from actors.executor import RunnersLost
-from actors.link_server import Connection
-from actors.messages import Sleep
+from actors.engine.adapter_loading import EngineAdapters
+from actors.engine.link_server import Connection
+from actors.engine.step_channel import RunnersLost
+from actors.wire.messages import Sleep
 from runtime.core.engine import EngineCore
 from runtime.spec.types import CallboardError
 

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
-from actors.names import NAMESPACE, living_actors
-from actors.transport import Address
+from actors.ray.names import NAMESPACE, living_actors
+from actors.wire.transport import Address
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import CallboardError
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from actors.adapters import AdapterState
-from actors.engine_client import EngineRefusal, OnEngine, Refusal, ServerStopped, nobody
-from actors.front_adapters import FrontAdapters
-from actors.link import EngineLink, Stream
-from actors.messages import AbortById, CacheUpdate, Refused
-from actors.metrics import MetricValues, Snapshot
-from actors.router import Choice, Prompt, Router, RoutingPolicy
-from actors.transport import Address
+from actors.front.adapter_names import FrontAdapters
+from actors.front.link import EngineLink, Stream
+from actors.front.router import Choice, Prompt, Router, RoutingPolicy
+from actors.wire.adapter_entry import AdapterState
+from actors.wire.engine_client import EngineRefusal, OnEngine, Refusal, ServerStopped, nobody
+from actors.wire.messages import AbortById, CacheUpdate, Refused
+from actors.wire.metrics import MetricValues, Snapshot
+from actors.wire.transport import Address
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput
 

@@ -1,6 +1,6 @@
 """Settings that Ray reads once, when it is imported or started: they must be in the environment before that.
 
-On a cluster every node has them before `ray start`: `eval "$(python -m actors.environment)"`, as in cluster.yaml.
+On a cluster every node has them before `ray start`: `eval "$(python -m actors.ray.environment)"`, as in cluster.yaml.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from actors import haproxy
+from actors.ray import haproxy
 
 # Serve's fast front door: HAProxy straight to the replicas, and no thread hop inside them. Measured per streamed token:
 # 40-80 us of CPU against 300-700 us for the default proxy.
@@ -37,7 +37,7 @@ SINGLE_MACHINE = FAST_SERVE | {
     "RAY_worker_niceness": "0",  # at Ray's own 15, engine and front would wait for all else that the machine does
     # Called in each worker before anything else. A runtime environment could say so too, but the workers of one are
     # started by another program, which imports Ray to read it.
-    "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "actors.process.listen_on_loopback",
+    "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "actors.ray.process.listen_on_loopback",
 }
 
 # A node of a cluster.

@@ -15,11 +15,11 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from actors.adapter_machine import Action, AdapterMachine, End, Hold, Load, Read, Rebuild, Report, Restore
-from actors.adapters import AdapterEntry, AdapterState
-from actors.executor import RunnersLost
-from actors.link_server import Connection
-from actors.messages import Adapters, Status
+from actors.engine.link_server import Connection
+from actors.engine.step_channel import RunnersLost
+from actors.wire.adapter_entry import AdapterEntry, AdapterState
+from actors.wire.adapter_machine import Action, AdapterMachine, End, Hold, Load, Read, Rebuild, Report, Restore
+from actors.wire.messages import Adapters, Status
 from runtime.core.scheduler import Scheduler
 from runtime.loading.adapter_files import read_adapter
 from runtime.spec.config import EngineConfig

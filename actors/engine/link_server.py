@@ -18,8 +18,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from actors.adapters import AdapterState
-from actors.messages import (
+from actors.wire.adapter_entry import AdapterState
+from actors.wire.messages import (
     LEASE_S,
     Done,
     FromEngine,
@@ -33,9 +33,9 @@ from actors.messages import (
     decode_from_front,
     encode,
 )
-from actors.metrics import MetricValues, Snapshot
-from actors.process_meter import MEMORY
-from actors.transport import Address, FrameSocket, Listener, framed
+from actors.wire.metrics import MetricValues, Snapshot
+from actors.wire.process_meter import MEMORY
+from actors.wire.transport import Address, FrameSocket, Listener, framed
 from runtime.features.grammar_store import GrammarStore, GrammarUpdate
 from runtime.spec.types import CallboardError
 

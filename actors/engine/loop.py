@@ -1,5 +1,5 @@
 """An engine's step loop: takes requests from the links, turns the EngineCore, sends each front its new tokens, and
-rebuilds lost runners. A plain class with a thread; `actors/engine.py` is its Ray shell."""
+rebuilds lost runners. A plain class with a thread; `actors/engine/actor.py` is its Ray shell."""
 
 from __future__ import annotations
 
@@ -14,16 +14,28 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from actors.autoscaling import EngineFigures
-from actors.cache_feed import CacheFeed, Followers
-from actors.engine_adapters import EngineAdapters, LoadAdapter
-from actors.engine_client import Refusal
-from actors.engine_sleep import EngineSleep, SetSleep
-from actors.held_requests import HeldRequests
-from actors.link_server import Connection, LinkServer, Stream
-from actors.messages import Abort, AbortById, Adapters, Ended, Follow, Forget, FromFront, Refused, Sleep, Status, Submit
-from actors.metrics import EngineMetrics, MetricValues, Snapshot
-from actors.queue_limits import QueueLimits
+from actors.engine.adapter_loading import EngineAdapters, LoadAdapter
+from actors.engine.autoscaling import EngineFigures
+from actors.engine.held_requests import HeldRequests
+from actors.engine.link_server import Connection, LinkServer, Stream
+from actors.engine.queue_limits import QueueLimits
+from actors.engine.sleep import EngineSleep, SetSleep
+from actors.wire.cache_feed import CacheFeed, Followers
+from actors.wire.engine_client import Refusal
+from actors.wire.messages import (
+    Abort,
+    AbortById,
+    Adapters,
+    Ended,
+    Follow,
+    Forget,
+    FromFront,
+    Refused,
+    Sleep,
+    Status,
+    Submit,
+)
+from actors.wire.metrics import EngineMetrics, MetricValues, Snapshot
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor
 from runtime.policy.engine_load import EngineLoad

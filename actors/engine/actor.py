@@ -12,13 +12,13 @@ import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
-from actors.autoscaling import EngineFigures
-from actors.engine_loop import EngineLoop
-from actors.messages import EngineLoading
-from actors.process import SWITCH_INTERVAL_S, freeze_garbage
-from actors.process_meter import ProcessMeter
-from actors.runner_group import DraftKeeper, RunnerGroup, host_address
-from actors.transport import Address
+from actors.engine.autoscaling import EngineFigures
+from actors.engine.loop import EngineLoop
+from actors.engine.runner_group import DraftKeeper, RunnerGroup, host_address
+from actors.ray.process import SWITCH_INTERVAL_S, freeze_garbage
+from actors.wire.messages import EngineLoading
+from actors.wire.process_meter import ProcessMeter
+from actors.wire.transport import Address
 from runtime.spec.config import EngineConfig, ModelInfo
 
 _CHECK_S = 1.0  # between two looks at the runners, the steps and the draft

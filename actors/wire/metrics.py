@@ -21,8 +21,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from actors.adapters import AdapterState
-from actors.process_meter import CPU, MEMORY, ROLES, of_this_process
+from actors.wire.adapter_entry import AdapterState
+from actors.wire.process_meter import CPU, MEMORY, ROLES, of_this_process
 from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
 from runtime.spec.config import EngineConfig, ModelInfo

@@ -17,9 +17,9 @@ from dataclasses import replace
 
 import msgspec
 
-from actors.adapters import AdapterEntry, AdapterState
-from actors.engine_client import Refusal
-from actors.metrics import MetricValues, Snapshot
+from actors.wire.adapter_entry import AdapterEntry, AdapterState
+from actors.wire.engine_client import Refusal
+from actors.wire.metrics import MetricValues, Snapshot
 from runtime.features.grammar_store import GrammarUpdate
 from runtime.policy.engine_load import EngineLoad
 from runtime.spec.types import CallboardError, PromptLogprobs, Request, TokenLogprobs

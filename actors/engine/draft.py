@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from actors.process import SWITCH_INTERVAL_S, ModelActor, freeze_garbage
-from actors.transport import Address, FrameSocket, connect
+from actors.ray.process import SWITCH_INTERVAL_S, ModelActor, freeze_garbage
+from actors.wire.transport import Address, FrameSocket, connect
 from runtime.features.grammar_store import GrammarSender, GrammarStore
 from runtime.spec.config import EngineConfig
 from runtime.speculation.draft import Chain, DraftCore, Told, told_by_key, whole_told

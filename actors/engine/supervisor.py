@@ -19,11 +19,11 @@ import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
-from actors.autoscaling import EngineFigures
-from actors.directory import has_healthy_engine, plain_error
-from actors.engine import EngineActor
-from actors.names import NAMESPACE, engines_of, new_name
-from actors.placement import engine_options
+from actors.engine.actor import EngineActor
+from actors.engine.autoscaling import EngineFigures
+from actors.ray.directory import has_healthy_engine, plain_error
+from actors.ray.names import NAMESPACE, engines_of, new_name
+from actors.ray.placement import engine_options
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
 

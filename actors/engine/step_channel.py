@@ -32,8 +32,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
-from actors.transport import Address, FrameSocket, Listener
 from actors.wire.plan_wire import PlanReader, PlanWriter
+from actors.wire.transport import Address, FrameSocket, Listener
 from runtime.core.executor import Runner
 from runtime.core.plan import StepPlan, StepResult, decode_result, encode_result
 from runtime.spec.types import CallboardError

@@ -7,10 +7,10 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
-from actors.engine_client import Refusal
-from actors.held_requests import HeldRequests
-from actors.link_server import Stream
-from actors.messages import Refused, Submit
+from actors.engine.held_requests import HeldRequests
+from actors.engine.link_server import Stream
+from actors.wire.engine_client import Refusal
+from actors.wire.messages import Refused, Submit
 from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
 from runtime.spec.config import EngineConfig

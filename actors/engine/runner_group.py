@@ -22,13 +22,13 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup
 
-from actors.directory import plain_error
-from actors.draft import DraftActor, SocketDraft, StepTimes
-from actors.executor import RunnersLost, SocketExecutor
-from actors.names import NAMESPACE, living_actors, new_name
-from actors.placement import draft_options, runner_options
-from actors.runner import ModelRunnerActor
-from actors.transport import FrameSocket, Listener
+from actors.engine.draft import DraftActor, SocketDraft, StepTimes
+from actors.engine.runner import ModelRunnerActor
+from actors.engine.step_channel import RunnersLost, SocketExecutor
+from actors.ray.directory import plain_error
+from actors.ray.names import NAMESPACE, living_actors, new_name
+from actors.ray.placement import draft_options, runner_options
+from actors.wire.transport import FrameSocket, Listener
 from runtime.core.executor import Executor
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import CallboardError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from actors.link_server import Stream
+from actors.engine.link_server import Stream
 from runtime.spec.types import Request
 
 

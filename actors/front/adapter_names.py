@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from actors.adapters import FORGET_AFTER_S, MAX_NAMES, AdapterEntry, AdapterState
-from actors.engine_client import EngineRefusal, Refusal
+from actors.wire.adapter_entry import FORGET_AFTER_S, MAX_NAMES, AdapterEntry, AdapterState
+from actors.wire.engine_client import EngineRefusal, Refusal
 from runtime.spec.types import CallboardError
 
 if TYPE_CHECKING:
-    from actors.link import EngineLink
+    from actors.front.link import EngineLink
 
 
 class FrontAdapters:

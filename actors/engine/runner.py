@@ -12,9 +12,9 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from actors.executor import serve_steps
-from actors.process import SWITCH_INTERVAL_S, ModelActor, freeze_garbage
-from actors.transport import Address, connect
+from actors.engine.step_channel import serve_steps
+from actors.ray.process import SWITCH_INTERVAL_S, ModelActor, freeze_garbage
+from actors.wire.transport import Address, connect
 from runtime.loading.resolve import resolve
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.sharding import Shard

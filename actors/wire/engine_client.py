@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, Callable
 from enum import StrEnum
 from typing import Protocol
 
-from actors.adapters import AdapterState
-from actors.metrics import MetricValues, Snapshot
+from actors.wire.adapter_entry import AdapterState
+from actors.wire.metrics import MetricValues, Snapshot
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import CallboardError, Request, RequestOutput
 

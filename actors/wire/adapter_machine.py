@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
-from actors.adapters import AdapterEntry, AdapterState
+from actors.wire.adapter_entry import AdapterEntry, AdapterState
 from runtime.features.adapter_table import AdapterTable, not_loaded
 from runtime.spec.types import CallboardError
 

@@ -1,6 +1,6 @@
 """The choice of an engine for each request: by what engines hold in their prefix caches and by what they have to do.
 
-Pure: no clock, no sockets, no tasks. Engines tell what changes (`CacheUpdate`, made by `actors/cache_feed.py`), the
+Pure: no clock, no sockets, no tasks. Engines tell what changes (`CacheUpdate`, made by `actors/wire/cache_feed.py`), the
 router keeps a picture of each, and answers `choose` from it. With policy "prefix" the engine with the least
 
     (tokens that it has still to compute + those of this request that it has not cached + 1) x (its requests + 1)
@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.messages import CacheUpdate
+from actors.wire.messages import CacheUpdate
 from runtime.core.prefix_cache import hash_blocks, root_hash
 from runtime.spec.config import ModelInfo
 

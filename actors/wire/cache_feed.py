@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from actors.messages import CacheUpdate
+from actors.wire.messages import CacheUpdate
 from runtime.core.scheduler import Scheduler
 from runtime.policy.engine_load import EngineLoad
 

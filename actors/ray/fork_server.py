@@ -48,7 +48,7 @@ def start(folder: str, modules: Sequence[str]) -> str:
         listener.bind(address)
         listener.listen(128)
         subprocess.Popen(
-            command_of("actors.fork_server", "serve", str(listener.fileno()), *modules),
+            command_of("actors.ray.fork_server", "serve", str(listener.fileno()), *modules),
             pass_fds=[listener.fileno()], env=os.environ | settings,
         )  # fmt: skip
     return str(command)

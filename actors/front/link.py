@@ -15,9 +15,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
-from actors.adapters import AdapterEntry, AdapterState
-from actors.engine_client import EngineRefusal, OnEngine
-from actors.messages import (
+from actors.front.router import Prompt
+from actors.ray.names import engine_id
+from actors.wire.adapter_entry import AdapterEntry, AdapterState
+from actors.wire.engine_client import EngineRefusal, OnEngine
+from actors.wire.messages import (
     HEARTBEAT_S,
     LOST_AFTER_BEATS,
     Abort,
@@ -41,16 +43,14 @@ from actors.messages import (
     decode_from_engine,
     encode,
 )
-from actors.metrics import MetricValues, Snapshot
-from actors.names import engine_id
-from actors.router import Prompt
-from actors.transport import Address, FrameCutter, connect_stream, framed
+from actors.wire.metrics import MetricValues, Snapshot
+from actors.wire.transport import Address, FrameCutter, connect_stream, framed
 from runtime.features.grammar_store import GrammarSender, GrammarUpdate, request_by_key
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput, Verified
 
 if TYPE_CHECKING:
-    from actors.engine_group import EngineGroup
+    from actors.front.engine_group import EngineGroup
 
 logger = logging.getLogger(__name__)
 
