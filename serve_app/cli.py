@@ -11,7 +11,7 @@ import sys
 
 TYPE_CHECKING = False  # typing would be imported before Ctrl-C is caught
 if TYPE_CHECKING:
-    from serve_app.commands.parser import CommandParser
+    from serve_app.command_line.parser import CommandParser
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str] | None) -> int:
     """Run a command and return its exit code; each error is one sentence on stderr."""
     from runtime.spec.types import CallboardError
-    from serve_app.commands.parser import UsageError
+    from serve_app.command_line.parser import UsageError
 
     args = parser().parse_args(argv)
     try:
@@ -48,6 +48,7 @@ def _run(argv: list[str] | None) -> int:
 
 def parser() -> CommandParser:
     """Return the parser of all commands; --help lists them in this order."""
+    from serve_app.command_line.parser import CommandParser, Version
     from serve_app.commands import (
         bench,
         chaos,
@@ -62,7 +63,6 @@ def parser() -> CommandParser:
         rm,
         serve,
     )  # fmt: skip
-    from serve_app.commands.parser import CommandParser, Version
 
     found = CommandParser(prog="callboard", description="An LLM inference runtime made of Ray actors.")
     found.add_argument("--version", action=Version, nargs=0, help="print the version and exit")

@@ -23,12 +23,12 @@ from actors.ray.environment import quiet_port, single_machine
 from actors.ray.process import keep_bytecode, told_fault
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
-from serve_app.console import Console
-from serve_app.port import Port, port_of_its_own
-from serve_app.process_tree import News, Parent, run
 from serve_app.request_log.pipe import VARIABLE, RequestPipe, opened_pipe
 from serve_app.settings import HttpSettings, ScalingSettings
 from serve_app.terminal.announcement import NextStep, announcement
+from serve_app.terminal.console import Console
+from serve_app.tools.port import Port, port_of_its_own
+from serve_app.tools.process_tree import News, Parent, run
 
 APP_NAME = "callboard"
 _LOG = "callboard-serve.log"  # beside Ray's logs: what this process writes to stdout and stderr

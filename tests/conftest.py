@@ -56,7 +56,7 @@ def _compiler() -> Iterator[GrammarCompiler]:
 @pytest.fixture
 def shared_compiler(_compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> GrammarCompiler:
     """The grammars of all services that are made in the test: starting a child takes longer than most tests."""
-    monkeypatch.setattr("serve_app.service.GrammarCompiler", lambda: _compiler)
+    monkeypatch.setattr("serve_app.service.service.GrammarCompiler", lambda: _compiler)
     return _compiler
 
 

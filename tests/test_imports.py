@@ -86,7 +86,7 @@ def test_all_functions_of_kernels_but_those_in_tritons_language_have_types():
     ("modules", "unwanted"),
     [
         (["serve_app.cli"], ["torch", "ray", "pydantic", "tokenizers"]),  # --help is immediate
-        (["serve_app.http", "serve_app.sse"], ["torch", "ray", "actors.wire.transport"]),
+        (["serve_app.application", "serve_app.protocol.sse"], ["torch", "ray", "actors.wire.transport"]),
         (
             ["actors.wire.engine_client"],
             ["ray", "actors.wire.transport", "actors.wire.messages"],

@@ -116,7 +116,7 @@ async def _with_application(
     """Runs cells on one application until all are done or it cannot go on; returns how many cells failed."""
     from benchmarks.faults.cell import NUM_TOKENS, PROMPT_LENS, Answers, Cell
     from benchmarks.faults.remote import Remote
-    from serve_app.token_client import first_model
+    from serve_app.tools.token_client import first_model
 
     answers: dict[int, Answers] = {}
     async with Remote(model, args.step_ms, fields) as application:

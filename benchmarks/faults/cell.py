@@ -17,7 +17,7 @@ from benchmarks.faults.matrix import ENGINE_ROLES, Fault
 from benchmarks.faults.tcp_proxy import TcpProxy
 from runtime.llm import LLM
 from runtime.spec.types import SamplingParams
-from serve_app.token_client import Reading, Server
+from serve_app.tools.token_client import Reading, Server
 
 NUM_TOKENS = 150  # of an answer
 PROMPT_LENS = {"prefill": 1000}  # in the other columns: 20

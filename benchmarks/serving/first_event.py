@@ -25,8 +25,8 @@ from runtime.loading.resolve import resolve
 from runtime.spec.config import DEFAULT_MODEL, ModelInfo
 from runtime.spec.types import FinishReason, Request, RequestOutput
 from runtime.text.tokenizer import Tokenizer
-from serve_app.http import build_http_app
-from serve_app.service import Service
+from serve_app.application import build_http_app
+from serve_app.service.service import Service
 
 TEXT = "Please name a colour. " * 5
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -33,8 +33,8 @@ from runtime.loading.resolve import resolve
 from runtime.spec.config import DEFAULT_MODEL, EngineConfig, ModelInfo
 from runtime.spec.pooling import Pooling
 from runtime.text.tokenizer import Tokenizer
-from serve_app.http import build_http_app
-from serve_app.service import Service
+from serve_app.application import build_http_app
+from serve_app.service.service import Service
 
 INFO = ModelInfo("toy", 49152, 8192, (2,), 20_000, 16, "none", "none", pooling=Pooling("last", normalized=True))
 _REPEATS = 5

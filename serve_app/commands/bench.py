@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from serve_app.commands.flags import add_client_key, client_key, positive, seconds
+from serve_app.command_line.flags import add_client_key, client_key, positive, seconds
 
 _CONCURRENCY = 4
 _SECONDS = 30.0  # where neither a number of requests nor of seconds is given

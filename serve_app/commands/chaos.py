@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from serve_app.commands.flags import add_client_key, client_key, positive, seconds
+from serve_app.command_line.flags import add_client_key, client_key, positive, seconds
 
 
 def add_parser(commands: Any) -> None:
@@ -22,7 +22,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from serve_app.chaos import Plan, chaos
+    from serve_app.tools.chaos import Plan, chaos
 
     plan = Plan(args.kill, args.every, args.streams, args.max_tokens, args.application, client_key(args))
     return chaos(args.url, plan)

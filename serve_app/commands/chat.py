@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from runtime.spec.config import EngineConfig
-from serve_app.commands.flags import (
+from serve_app.command_line.flags import (
     add_client_key,
     add_flags,
     add_model,

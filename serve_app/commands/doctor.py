@@ -13,6 +13,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from serve_app.doctor import report
+    from serve_app.tools.doctor import report
 
     return report(args.address)

@@ -9,7 +9,7 @@ from typing import Any
 
 from runtime.spec.config import DEFAULT_MODEL, EngineConfig
 from runtime.spec.types import SamplingParams
-from serve_app.commands.flags import (
+from serve_app.command_line.flags import (
     add_flags,
     add_sampling_flags,
     engine_config,

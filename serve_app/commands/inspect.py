@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.spec.config import EngineConfig
-from serve_app.commands.flags import add_flags, add_model, engine_config
+from serve_app.command_line.flags import add_flags, add_model, engine_config
 
 _MOST_USED = {
     "quantization FORM": "weights in 8 or 4 bits: fp8, int8, int4 or nf4",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from serve_app.commands.flags import add_client_key, client_key
+from serve_app.command_line.flags import add_client_key, client_key
 
 
 def add_parser(commands: Any) -> None:
@@ -19,6 +19,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from serve_app.replay import replay
+    from serve_app.tools.replay import replay
 
     return replay(args.source, args.url, client_key(args), args.save)

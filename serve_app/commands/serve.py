@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from runtime.spec.config import DEFAULT_MODEL, EngineConfig
-from serve_app.commands.flags import (
+from serve_app.command_line.flags import (
     add_flags,
     add_model,
     checked,
@@ -18,7 +18,7 @@ from serve_app.commands.flags import (
     port,
     positive,
 )
-from serve_app.commands.parser import UsageError
+from serve_app.command_line.parser import UsageError
 from serve_app.settings import HttpSettings, ScalingSettings
 
 _MOST_USED = {

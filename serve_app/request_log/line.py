@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from runtime.output.fields import shortened
 
 if TYPE_CHECKING:
-    from serve_app.metrics import ChoiceStats, RequestContext
+    from serve_app.service.metrics import ChoiceStats, RequestContext
 
 logger = logging.getLogger("ray.serve")
 

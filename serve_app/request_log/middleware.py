@@ -8,8 +8,8 @@ from typing import Any
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.metrics import RequestContext, ServiceMetrics
 from serve_app.page import ROUTES as PAGE_ROUTES
+from serve_app.service.metrics import RequestContext, ServiceMetrics
 
 _CLIENT_LEFT = 499
 # Load balancers, Prometheus and the built-in page send these all the time.

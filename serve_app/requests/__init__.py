@@ -4,15 +4,15 @@ What a field may hold is said once, here. A field that would change the answer b
 unknown fields are ignored, and named in a header of the answer.
 """
 
-from serve_app.requests.anthropic import CountTokensRequest, MessagesRequest
-from serve_app.requests.chat import ChatRequest
-from serve_app.requests.completion import CompletionRequest
-from serve_app.requests.messages import ChatMessage
-from serve_app.requests.ollama import LoadRequest, OllamaChatRequest, OllamaGenerateRequest
-from serve_app.requests.parsing import AbortRequest, GrammarRequest, parse
-from serve_app.requests.pooled import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
-from serve_app.requests.responses import ResponsesRequest
-from serve_app.requests.sampling import MAX_CHOICES, SamplingFields
+from serve_app.apis.anthropic.request import CountTokensRequest, MessagesRequest
+from serve_app.apis.chat.messages import ChatMessage
+from serve_app.apis.chat.request import ChatRequest
+from serve_app.apis.completions.request import CompletionRequest
+from serve_app.apis.ollama.request import LoadRequest, OllamaChatRequest, OllamaGenerateRequest
+from serve_app.apis.pooled.request import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
+from serve_app.apis.responses.request import ResponsesRequest
+from serve_app.protocol.parsing import AbortRequest, GrammarRequest, parse
+from serve_app.protocol.sampling import MAX_CHOICES, SamplingFields
 
 __all__ = [
     "MAX_CHOICES",

@@ -37,7 +37,7 @@ class NextStep:
     def _ask_hub(self) -> None:
         from huggingface_hub.constants import ENDPOINT
 
-        from serve_app.doctor import unreachable
+        from serve_app.tools.doctor import unreachable
 
         with suppress(Exception):  # of whatever kind: this is only advice
             self._hub_answers = unreachable(ENDPOINT) is None

@@ -8,8 +8,8 @@ import pytest
 
 from runtime.spec.pooling import Pooling
 from runtime.spec.types import CallboardError, Request, SamplingParams
-from serve_app.http import build_http_app
-from serve_app.service import Service
+from serve_app.application import build_http_app
+from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 from tests.actors.test_engine_group import Group, healthy, info_with, link_closing, live, running
 from tests.actors.test_link import Engine, eventually, link_to, only_link, read

@@ -8,8 +8,8 @@ import pytest
 
 from actors.wire.engine_client import EngineRefusal, Refusal
 from runtime.spec.types import CallboardError
-from serve_app.http import build_http_app
-from serve_app.service import Service
+from serve_app.application import build_http_app
+from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 from tests.actors.test_engine_group import Group, check, healthy, info_with, link_closing, live
 from tests.actors.test_engine_group_routing import keys_of

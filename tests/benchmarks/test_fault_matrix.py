@@ -15,7 +15,7 @@ from benchmarks.faults.cell import Cell, Client
 from benchmarks.faults.matrix import BY_NAME, FAULTS, WHEN
 from benchmarks.faults.page import PAGE, write_page
 from benchmarks.faults.tcp_proxy import TcpProxy
-from serve_app.token_client import Reading
+from serve_app.tools.token_client import Reading
 
 
 def test_rows_are_selected_by_their_first_words():

@@ -7,11 +7,11 @@ import pytest
 
 from runtime.core.requests import requests_of
 from runtime.spec.types import Request, SamplingParams
-from serve_app.answers import ChoiceUsage
-from serve_app.endpoints import COMPLETIONS
-from serve_app.prepared_request import PreparedRequest
-from serve_app.requests import CompletionRequest
-from serve_app.service import Service
+from serve_app.apis.completions.request import CompletionRequest
+from serve_app.apis.table import COMPLETIONS
+from serve_app.protocol.answers import ChoiceUsage
+from serve_app.protocol.prepared_request import PreparedRequest
+from serve_app.service.service import Service
 from tests.core.test_scheduler import Session
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
 

@@ -11,8 +11,8 @@ from runtime.spec.types import Grammar, GrammarSpec
 from runtime.structured import compiler
 from runtime.structured.compiler import CompilerBusy, GrammarCompiler
 from runtime.structured.pattern import GrammarError
-from serve_app.http import build_http_app
-from serve_app.service import Service
+from serve_app.application import build_http_app
+from serve_app.service.service import Service
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat
 
 
@@ -173,7 +173,7 @@ async def test_a_client_that_finds_the_queue_full_is_told_when_to_come_back(
     children: Children, monkeypatch: pytest.MonkeyPatch
 ):
     grammars = GrammarCompiler(deadline_s=2.5, max_children=2, max_queued=1)
-    monkeypatch.setattr("serve_app.service.GrammarCompiler", lambda: grammars)
+    monkeypatch.setattr("serve_app.service.service.GrammarCompiler", lambda: grammars)
     app = build_http_app(Service(FakeEngine("{}"), byte_tokenizer(), MODEL))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         schemas = [{"type": "string", "pattern": str(i)} for i in range(3)]

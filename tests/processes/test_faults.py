@@ -14,7 +14,7 @@ import pytest
 from benchmarks.faults.application import Application, deploy
 from benchmarks.faults.cell import NUM_TOKENS, Answers, Cell
 from benchmarks.faults.matrix import BY_NAME
-from serve_app.token_client import first_model
+from serve_app.tools.token_client import first_model
 from tests.conftest import RAY_FOLDER
 
 NUM_STREAMS = 8

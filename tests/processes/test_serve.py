@@ -12,7 +12,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_app.replay import replay
+from serve_app.tools.replay import replay
 
 MODEL = "tiny"
 MAX_TOKENS = 500  # of a stream: long enough for all to be under way at once

@@ -12,8 +12,8 @@ from benchmarks.library.make_adapter import save_adapter
 from runtime.spec.types import CallboardError
 from serve_app import cli
 from serve_app.app import AppArgs, build_app
-from serve_app.http import build_http_app
-from serve_app.service import Service
+from serve_app.application import build_http_app
+from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 from tests.actors.test_adapters import MODULES
 from tests.actors.test_link import eventually

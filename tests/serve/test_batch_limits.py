@@ -11,11 +11,11 @@ import httpx
 import openai
 import pytest
 
-from serve_app import batch_routes
-from serve_app import batches as batches_module
-from serve_app.batch_store import Record
-from serve_app.http import build_http_app
-from serve_app.service import Service
+from serve_app.apis.batches import routes as batch_routes
+from serve_app.apis.batches import worker as batches_module
+from serve_app.apis.batches.store import Record
+from serve_app.application import build_http_app
+from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 from tests.actors.test_link import eventually
 from tests.serve.test_batches import CountingEngine, Front, answered, created, ended, front, lines, results, short_waits

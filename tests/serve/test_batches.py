@@ -14,12 +14,12 @@ import openai
 import pytest
 
 from runtime.spec.pooling import Pooling
-from serve_app import batches as batches_module
-from serve_app.batch_lines import append, finished
-from serve_app.batch_store import ENDED, BatchStore
-from serve_app.batches import Batches
-from serve_app.http import build_http_app
-from serve_app.service import Service
+from serve_app.apis.batches import worker as batches_module
+from serve_app.apis.batches.lines import append, finished
+from serve_app.apis.batches.store import ENDED, BatchStore
+from serve_app.apis.batches.worker import Batches
+from serve_app.application import build_http_app
+from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 from tests.actors.test_link import eventually
 from tests.serve.test_http import assert_error

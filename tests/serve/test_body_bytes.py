@@ -6,10 +6,10 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.errors import ApiError
-from serve_app.http import build_http_app
-from serve_app.limits import BodyBytes, read_json_body
-from serve_app.service import Service
+from serve_app.application import build_http_app
+from serve_app.http.limits import BodyBytes, read_json_body
+from serve_app.protocol.errors import ApiError
+from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 from tests.serve.test_http import assert_error
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer

@@ -16,9 +16,10 @@ import msgspec
 import pytest
 
 from runtime.spec.types import CallboardError
-from serve_app import chaos, cli, processes
-from serve_app.processes import Process, Raylet, listeners, local_port, raylet_behind
-from serve_app.token_client import Reading, Server
+from serve_app import cli
+from serve_app.tools import chaos, processes
+from serve_app.tools.processes import Process, Raylet, listeners, local_port, raylet_behind
+from serve_app.tools.token_client import Reading, Server
 
 
 @pytest.mark.parametrize("url", ["http://10.1.2.3:8000", "http://192.0.2.1", "http://0.0.0.0:8000", "http://[::2]:80"])

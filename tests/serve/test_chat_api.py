@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from serve_app.endpoints.chat import ChatStream
+from serve_app.apis.chat.endpoint import ChatStream
 from tests.support.fake_engine import FakeEngine, byte_tokenizer, chat, client_of, events_of
 
 pytestmark = pytest.mark.usefixtures("shared_compiler")

@@ -19,9 +19,9 @@ from actors.ray.process import told_fault
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
 from serve_app import cli
-from serve_app.commands.flags import engine_config, http_settings
-from serve_app.port import port_of_its_own
+from serve_app.command_line.flags import engine_config, http_settings
 from serve_app.settings import HttpSettings, ScalingSettings
+from serve_app.tools.port import port_of_its_own
 
 ROOT = Path(__file__).parents[2]
 
@@ -295,7 +295,7 @@ def test_runtime_errors_are_one_sentence(argv: list[str], says: str):
     ],
 )
 def test_errors_of_files_are_one_sentence(error, says, monkeypatch, capsys):
-    monkeypatch.setattr("serve_app.replay.replay", Mock(side_effect=error))
+    monkeypatch.setattr("serve_app.tools.replay.replay", Mock(side_effect=error))
     assert cli.main(["replay", "x"]) == 1
     assert says in capsys.readouterr().err
 

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from serve_app.errors import ApiError
-from serve_app.generation import UntilClientLeaves
-from serve_app.limits import Deadline
+from serve_app.http.limits import Deadline
+from serve_app.protocol.errors import ApiError
+from serve_app.service.generation import UntilClientLeaves
 
 
 class Client:

@@ -12,9 +12,10 @@ import pytest
 
 from runtime.spec.config import EngineConfig
 from serve_app import cli
-from serve_app.commands import chat, generate, gpu, inspect, serve
-from serve_app.commands.flags import client_key, engine_config, http_settings
-from serve_app.commands.subjects import SUBJECTS
+from serve_app.command_line import gpu
+from serve_app.command_line.flags import client_key, engine_config, http_settings
+from serve_app.command_line.subjects import SUBJECTS
+from serve_app.commands import chat, generate, inspect, serve
 from serve_app.settings import HttpSettings, ScalingSettings
 from tests.support.fake_engine import FakeEngine, byte_tokenizer
 
@@ -151,8 +152,8 @@ def test_the_application_takes_several_names():
 async def test_all_names_are_accepted_and_listed_and_the_first_answers():
     import httpx
 
-    from serve_app.http import build_http_app
-    from serve_app.service import Service
+    from serve_app.application import build_http_app
+    from serve_app.service.service import Service
 
     service = Service(FakeEngine(), byte_tokenizer(), "first", None, ("gpt-4o", "org/third", "first"))
     transport = httpx.ASGITransport(build_http_app(service))
@@ -295,7 +296,9 @@ def test_errors_of_commands_name_flags(sentence: str, shows: str):
 
 @pytest.mark.parametrize("argv", ["serve", "chat", "generate hi", "inspect"])
 def test_cuda_without_a_gpu_is_refused_at_once(argv: str, monkeypatch, capsys):
-    monkeypatch.setattr("serve_app.commands.flags.missing_gpu", lambda: "this machine has no GPU that torch can use")
+    monkeypatch.setattr(
+        "serve_app.command_line.flags.missing_gpu", lambda: "this machine has no GPU that torch can use"
+    )
     assert cli.main([*argv.split(), "--device", "cuda"]) == 1
     assert capsys.readouterr().err == (
         "callboard: --device is cuda, but this machine has no GPU that torch can use; use --device cpu, or see "

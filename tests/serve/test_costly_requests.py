@@ -21,11 +21,11 @@ from runtime.core.plan import NewSlot, StepPlan, decode_plan, encode_plan
 from runtime.spec.types import FinishReason, PromptLogprobs, Request, RequestOutput, SamplingParams, TokenLogprobs
 from runtime.structured.compiler import GrammarCompiler
 from runtime.worker.cpu.sampler import Sampler
-from serve_app.http import build_http_app
-from serve_app.requests.sampling import MAX_BIASES
-from serve_app.service import Service
+from serve_app.apis.management.tokenization import MAX_IDS
+from serve_app.application import build_http_app
+from serve_app.protocol.sampling import MAX_BIASES
+from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
-from serve_app.tokenization import MAX_IDS
 from tests.support.cpu_time import reference_s
 from tests.support.fake_engine import EOS, TEMPLATE, FakeEngine, byte_tokenizer
 

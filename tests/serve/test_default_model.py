@@ -10,8 +10,8 @@ from runtime.llm import LLM
 from runtime.spec.config import DEFAULT_MODEL, DEFAULT_MODEL_NAMES, EngineConfig, names_of
 from runtime.spec.types import SamplingParams
 from runtime.text.sampling_defaults import RECOMMENDED, SamplingDefaults
-from serve_app.http import build_http_app
-from serve_app.service import Service
+from serve_app.application import build_http_app
+from serve_app.service.service import Service
 from tests.support.fake_engine import FakeEngine, byte_tokenizer, chat
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]

@@ -12,9 +12,9 @@ import pytest
 import uvicorn
 
 from runtime.spec.types import CallboardError
-from serve_app.errors import ApiError
-from serve_app.http import build_http_app
-from serve_app.service import Service
+from serve_app.application import build_http_app
+from serve_app.protocol.errors import ApiError
+from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat
 

@@ -14,8 +14,8 @@ import openai
 import pytest
 import uvicorn
 
-from serve_app.http import build_http_app
-from serve_app.service import Service
+from serve_app.application import build_http_app
+from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 from tests.actors.test_link import Engine, eventually, link_to, read, request
 from tests.support.fake_engine import MODEL, byte_tokenizer

@@ -8,8 +8,8 @@ import httpx2
 import openai
 import pytest
 
-from serve_app.http import build_http_app
-from serve_app.service import Service
+from serve_app.application import build_http_app
+from serve_app.service.service import Service
 from tests.serve.test_chat_api import CALL, PLAIN, TIME_CALL, TOOLS, answers, called, engine_of, prompt_of, send
 from tests.serve.test_forced_calls import GrammarEngine
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, client_of

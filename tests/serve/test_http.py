@@ -8,9 +8,9 @@ import pytest
 
 from actors.wire.engine_client import EngineRefusal, Refusal
 from runtime.core.requests import choice_seed
-from serve_app.errors import ApiError
-from serve_app.limits import is_long
-from serve_app.openapi import Health, Ready
+from serve_app.apis.openapi import Health, Ready
+from serve_app.http.limits import is_long
+from serve_app.protocol.errors import ApiError
 from serve_app.settings import HttpSettings
 from tests.support.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, chat, client_of, post
 

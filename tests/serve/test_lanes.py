@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from runtime.child import ChildPool
-from serve_app import response_routes
-from serve_app.errors import ApiError
-from serve_app.http import build_http_app
-from serve_app.lanes import LONG_REQUESTS, Lane
-from serve_app.service import Service
+from serve_app.apis.responses import routes as response_routes
+from serve_app.application import build_http_app
+from serve_app.http.lanes import LONG_REQUESTS, Lane
+from serve_app.protocol.errors import ApiError
+from serve_app.service.service import Service
 from tests.actors.test_link import eventually
 from tests.serve.test_costly_requests import call, of
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat, client_of

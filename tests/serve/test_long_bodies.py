@@ -5,10 +5,12 @@ import json
 import pytest
 
 from runtime.text.stream import StopStrings, TextStream
-from serve_app.endpoints import CHAT
-from serve_app.requests import ChatRequest, CompletionRequest, parse
-from serve_app.requests.shapes import MAX_VALUES
-from serve_app.service import Service
+from serve_app.apis.chat.request import ChatRequest
+from serve_app.apis.completions.request import CompletionRequest
+from serve_app.apis.table import CHAT
+from serve_app.protocol.parsing import parse
+from serve_app.protocol.shapes import MAX_VALUES
+from serve_app.service.service import Service
 from tests.serve.test_http import assert_error
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat, client_of, post
 
@@ -131,7 +133,7 @@ async def test_work_that_is_too_much_for_one_request(fields: dict, param: str, s
 
 @pytest.mark.parametrize(("n", "status"), [(3, 200), (4, 400)])
 async def test_predictions_count_for_each_choice(n: int, status: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("serve_app.service.MAX_PROMPT_TOKENS", 400)
+    monkeypatch.setattr("serve_app.service.service.MAX_PROMPT_TOKENS", 400)
     engine = FakeEngine()
     fields = {"max_tokens": 1, "n": n, "prediction": {"type": "content", "content": "a" * 100}}
     async with client_of(engine, draft="ngram") as client:

@@ -9,8 +9,8 @@ import httpx2
 import pytest
 
 from runtime.spec.types import FinishReason
-from serve_app.http import build_http_app
-from serve_app.service import Service
+from serve_app.application import build_http_app
+from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 from tests.serve.test_chat_api import ARGUMENTS, CALL, QWEN, THINKING, TIME_CALL
 from tests.serve.test_chat_api import TOOLS as CHAT_TOOLS

@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from runtime.spec.types import FinishReason
-from serve_app.http import build_http_app
-from serve_app.service import Service
+from serve_app.application import build_http_app
+from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 from tests.serve.test_chat_api import CALL, PLAIN, QWEN, THINKING, TIME_CALL, TOOLS
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, client_of

@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, Phase, settings
 from starlette.routing import Route
 
 from runtime.spec.pooling import Pooling
-from serve_app.http import build_http_app
-from serve_app.service import Service
+from serve_app.application import build_http_app
+from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
 
@@ -78,7 +78,7 @@ def test_requests_are_described_by_the_models_that_check_them():
 
 @pytest.mark.parametrize("keys", [(), ("k",)])
 def test_keys_are_declared_where_they_are_needed(keys: tuple[str, ...]):
-    from serve_app.openapi import document
+    from serve_app.apis.openapi import document
 
     page = document(HttpSettings(api_key=keys))
     assert ("securitySchemes" in page["components"]) == bool(keys)
@@ -88,7 +88,7 @@ def test_keys_are_declared_where_they_are_needed(keys: tuple[str, ...]):
 
 @pytest.mark.parametrize("hosts", [(), ("a.example",)])
 def test_refused_hosts_are_declared_where_they_are_refused(hosts: tuple[str, ...]):
-    from serve_app.openapi import document
+    from serve_app.apis.openapi import document
 
     page = document(HttpSettings(allowed_host=hosts))
     assert ("403" in page["paths"]["/v1/models"]["get"]["responses"]) == bool(hosts)

@@ -14,10 +14,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.wire.metrics import METRICS
-from serve_app import doctor, server
-from serve_app.http import build_http_app
-from serve_app.service import Service
-from serve_app.tracing import Tracing
+from serve_app import server
+from serve_app.application import build_http_app
+from serve_app.http.tracing import Tracing
+from serve_app.service.service import Service
+from serve_app.tools import doctor
 from tests.support.fake_engine import FakeEngine, byte_tokenizer, client_of
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +82,7 @@ async def test_queue_prefill_and_decode_are_spans_under_the_clients_own():
 
 
 def test_nothing_of_opentelemetry_is_imported_when_it_is_off():
-    code = "import sys, serve_app.http; assert not any(m.startswith('opentelemetry') for m in sys.modules)"
+    code = "import sys, serve_app.application; assert not any(m.startswith('opentelemetry') for m in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 

@@ -8,8 +8,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from serve_app.http import build_http_app
-from serve_app.service import Service
+from serve_app.application import build_http_app
+from serve_app.service.service import Service
 from tests.serve.test_chat_api import ARGUMENTS, CALL, PLAIN, QWEN, TOOLS
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, client_of
 

@@ -6,8 +6,8 @@ import httpx
 import openai
 import pytest
 
-from serve_app.http import build_http_app
-from serve_app.service import Service
+from serve_app.application import build_http_app
+from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 from tests.actors.test_link import eventually, link_to
 from tests.serve.test_front_door_engine import body, live, serving

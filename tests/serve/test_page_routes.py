@@ -8,11 +8,11 @@ import pytest
 
 from runtime.spec.types import CallboardError
 from runtime.text.sampling_defaults import SamplingDefaults
-from serve_app import processes
-from serve_app.http import build_http_app
-from serve_app.processes import Process, kill_any
-from serve_app.service import Service
+from serve_app.application import build_http_app
+from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
+from serve_app.tools import processes
+from serve_app.tools.processes import Process, kill_any
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
 
 

@@ -113,7 +113,7 @@ def test_generate_runs_in_any_folder(write_tiny_gguf, shadows: Path):
 
 
 def test_doctors_probes_do_not_search_the_current_folder(monkeypatch):
-    from serve_app import doctor
+    from serve_app.tools import doctor
 
     commands = []
     monkeypatch.setattr(doctor, "_run", lambda *command: commands.append(command))

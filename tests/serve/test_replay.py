@@ -15,12 +15,12 @@ from starlette.testclient import TestClient
 from runtime.output.processor import Delta
 from runtime.spec.types import CallboardError, Request
 from serve_app import cli
-from serve_app.endpoints import CHAT
-from serve_app.http import build_http_app
-from serve_app.recorded import RecordedRequests
-from serve_app.replay import replay
-from serve_app.service import Service
+from serve_app.apis.table import CHAT
+from serve_app.application import build_http_app
+from serve_app.service.recorded import RecordedRequests
+from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
+from serve_app.tools.replay import replay
 from tests.support.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, chat, client_of
 
 URL = "http://test"
@@ -46,7 +46,9 @@ def server(engine: Seeded, monkeypatch) -> TestClient:
     settings = HttpSettings(api_key=("one", "two"), recorded_request_bytes=5_000)
     app = build_http_app(Service(engine, byte_tokenizer(), MODEL), settings)
     client = TestClient(app, base_url=URL, headers={"authorization": "Bearer one"})
-    monkeypatch.setattr("serve_app.replay.httpx.request", lambda *args, timeout, **more: client.request(*args, **more))
+    monkeypatch.setattr(
+        "serve_app.tools.replay.httpx.request", lambda *args, timeout, **more: client.request(*args, **more)
+    )
     return client
 
 
@@ -157,7 +159,7 @@ def test_file_cannot_lead_to_another_host(tmp_path: Path, monkeypatch):
     """The client's API key would go there."""
     file = tmp_path / "x.json"
     file.write_text(json.dumps({"path": "@127.0.0.2:9/", "seed": 1, "request": {}, "answer": {}}))
-    monkeypatch.setattr("serve_app.replay.httpx.request", Mock(side_effect=AssertionError("it was sent")))
+    monkeypatch.setattr("serve_app.tools.replay.httpx.request", Mock(side_effect=AssertionError("it was sent")))
     with pytest.raises(CallboardError, match=r"has the path '@127\.0\.0\.2:9/'; it must be one of /v1/completions"):
         replay(str(file), URL, "one", None)
 

@@ -8,10 +8,10 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_app.http import build_http_app
+from serve_app.application import build_http_app
 from serve_app.request_log.line import quoted
 from serve_app.request_log.pipe import PipeWriter, RequestPipe, opened_pipe
-from serve_app.service import Service
+from serve_app.service.service import Service
 from tests.support.fake_engine import FakeEngine, byte_tokenizer
 
 

@@ -14,11 +14,11 @@ import openai
 import pytest
 
 from runtime.output.processor import Delta
-from serve_app.endpoints.responses import ResponsesEndpoint
-from serve_app.errors import ApiError
-from serve_app.http import build_http_app
-from serve_app.response_store import OneFront, ResponseStore, StoredResponses
-from serve_app.service import Service
+from serve_app.apis.responses.endpoint import ResponsesEndpoint
+from serve_app.apis.responses.store import OneFront, ResponseStore, StoredResponses
+from serve_app.application import build_http_app
+from serve_app.protocol.errors import ApiError
+from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 from tests.actors.test_link import eventually
 from tests.serve.test_chat_api import QWEN
@@ -194,7 +194,7 @@ async def test_running_responses_have_a_limit():
 
 
 async def test_conversation_of_too_many_items_ends(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("serve_app.response_routes.MAX_ITEMS", 4)
+    monkeypatch.setattr("serve_app.apis.responses.routes.MAX_ITEMS", 4)
     async with fronts_of(engine_of("ok")) as (front, _):
         first = await front.create(input=[said("user", f"{i}") for i in range(3)])
         second = await front.create(previous_response_id=first["id"])
@@ -289,7 +289,7 @@ async def test_a_response_in_the_background_that_is_ended(how: str):
 
 @pytest.mark.parametrize("page_bytes", [1, 1 << 20])
 async def test_a_stream_of_the_background_is_taken_up_again(page_bytes: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("serve_app.response_store._PAGE_BYTES", page_bytes)
+    monkeypatch.setattr("serve_app.apis.responses.store._PAGE_BYTES", page_bytes)
     engine = engine_of("Hello, wörld!", delay_s=0.005)
     async with fronts_of(engine) as (front, other):
         async with front.http.stream(

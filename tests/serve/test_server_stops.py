@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from actors.engine.supervisor import STOPPED
-from serve_app.http import build_http_app
-from serve_app.service import Service
+from serve_app.application import build_http_app
+from serve_app.service.service import Service
 from tests.actors.test_link import INFO, Engine, eventually, link_to
 from tests.support.fake_engine import byte_tokenizer
 

@@ -12,8 +12,8 @@ from tokenizers import AddedToken
 
 from runtime.spec.types import ThinkingBudget
 from runtime.text.tokenizer import Tokenizer
-from serve_app.http import build_http_app
-from serve_app.service import Service
+from serve_app.application import build_http_app
+from serve_app.service.service import Service
 from tests.serve.test_chat_api import CALL, QWEN, THINKING, TOOLS, engine_of
 from tests.serve.test_forced_calls import BYTE_ENGINE, BYTES, GrammarEngine
 from tests.serve.test_tool_call_formats import HARMONY

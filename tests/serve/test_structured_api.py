@@ -10,8 +10,8 @@ import pytest
 from actors.wire.messages import Submit, decode_from_front, encode
 from runtime.spec.types import Grammar
 from runtime.structured.compiler import GrammarCompiler
-from serve_app.http import build_http_app
-from serve_app.service import Service
+from serve_app.application import build_http_app
+from serve_app.service.service import Service
 from tests.serve.test_chat_api import LLAMA, QWEN, THINKING, TOOLS
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat
 from tests.support.structured_cases import fits

@@ -15,8 +15,8 @@ import uvicorn
 
 from runtime.spec.types import CallboardError
 from runtime.text.sampling_defaults import SamplingDefaults
-from serve_app.http import build_http_app
-from serve_app.service import Service
+from serve_app.application import build_http_app
+from serve_app.service.service import Service
 from serve_app.terminal import loading, partners
 from serve_app.terminal.partners import MAX_TOKENS, Ending, RemoteModel, read_event
 from serve_app.terminal.talk import Talk

@@ -14,8 +14,8 @@ from actors.front.engine_group import EngineGroup
 from runtime.core.executor import InProcess
 from runtime.spec.types import RequestOutput
 from runtime.speculation.choose_k import Speculation
-from serve_app.http import build_http_app
-from serve_app.service import Service
+from serve_app.application import build_http_app
+from serve_app.service.service import Service
 from tests.actors.test_link import INFO, Engine, eventually, link_to, request
 from tests.serve.test_openai_client import OpenCompletion
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer

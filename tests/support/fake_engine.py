@@ -18,8 +18,8 @@ from runtime.spec.config import ModelInfo
 from runtime.spec.pooling import Pooling
 from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput, TokenLogprobs, Verified
 from runtime.text.tokenizer import Tokenizer
-from serve_app.http import build_http_app
-from serve_app.service import Service
+from serve_app.application import build_http_app
+from serve_app.service.service import Service
 
 MODEL = "fake"
 EOS = 256

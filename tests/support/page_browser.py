@@ -10,8 +10,8 @@ from playwright.sync_api import expect, sync_playwright
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from serve_app.http import build_http_app
-from serve_app.service import Service
+from serve_app.application import build_http_app
+from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 from tests.support.fake_engine import FakeEngine, byte_tokenizer
 

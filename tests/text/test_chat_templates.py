@@ -13,7 +13,7 @@ from runtime.spec.types import CallboardError
 from runtime.text.chat import ChatTemplate
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import FORMATS, GENERIC, HERMES, LLAMA3
-from serve_app.requests import ChatMessage
+from serve_app.apis.chat.messages import ChatMessage
 
 QWEN25 = r"""
 {%- if tools %}

@@ -1,0 +1,59 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from runtime.output.fields import invalid
+from runtime.output.options import ChatOptions
+from serve_app.apis.chat.messages import ChatMessage, Content
+from serve_app.protocol.sampling import SamplingFields
+from serve_app.protocol.shapes import RequestModel, or_default
+
+
+class Prediction(RequestModel):
+    """A text that much of the answer may be equal to."""
+
+    type: Literal["content"]
+    content: Content
+
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatRequest(SamplingFields, ChatOptions):
+    """POST /v1/chat/completions."""
+
+    model_config = ConfigDict(extra="allow")
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    logprobs: bool | None = None
+    prediction: Prediction | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    def max_output(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def num_logprobs(self) -> int | None:
+        return or_default(self.top_logprobs, 0) if self.logprobs else None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise invalid("top_logprobs", "is only allowed when logprobs is true")
+        for i, message in enumerate(self.messages):
+            message.check_at(f"messages.{i}")
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        """The messages as the template sees them; a tool's has the function's name, which Hermes' template wants."""
+        calls = [call for message in self.messages for call in message.tool_calls or ()]
+        names = {call.id: call.function.name for call in calls}
+        messages = [message.as_template_sees_it() for message in self.messages]
+        for message in messages:
+            if message.get("tool_call_id") in names:
+                message.setdefault("name", names[message["tool_call_id"]])
+        return messages

@@ -1,0 +1,157 @@
+"""POST /v1/completions: texts or token ids, continued."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from runtime.output.fields import invalid
+from runtime.output.processor import Delta
+from runtime.spec.types import TokenLogprobs
+from runtime.text.stream import TextStream
+from runtime.text.tokenizer import Tokenizer
+from serve_app.apis.completions.fill_in_middle import between
+from serve_app.apis.completions.request import CompletionRequest
+from serve_app.protocol.answers import finite, listed, token_id_text
+from serve_app.protocol.prepared_request import Echo, PreparedRequest, Prompts, ServedModel
+from serve_app.protocol.prompt_ids import prompt_ids
+from serve_app.protocol.sampling import MAX_CHOICES
+from serve_app.protocol.sse import ChoiceRenderer, ChunkStream, EventStream
+from serve_app.service.endpoint import Endpoint, answer_with, of_prompt
+
+_KIND = "text_completion"
+
+
+class CompletionsEndpoint(Endpoint[CompletionRequest]):
+    """Texts or token ids in, text out."""
+
+    path, request_type, id_prefix, default_max_tokens = "/v1/completions", CompletionRequest, "cmpl-", 16
+
+    def prompts(self, request: CompletionRequest, model: ServedModel) -> Prompts:
+        given, n = request.prompts(), request.n or 1
+        if len(given) * n > MAX_CHOICES:
+            raise invalid("prompt", f"has {len(given)} prompts for {n} choices each; at most {MAX_CHOICES} are allowed")
+        prompts = []
+        for at, prompt in enumerate(given):
+            where = "prompt" if len(given) == 1 else f"prompt.{at}"
+            if request.suffix:
+                ids = _around(prompt, request.suffix, request, model, where)
+            else:
+                ids = prompt if isinstance(prompt, list) else model.encode(request, prompt, True, where)
+            if not ids:
+                raise invalid(where, "is empty; send at least one token")
+            prompts.append(self.truncated(request, ids, model))
+        echoes = _echoes(request, prompts, model.tokenizer) if request.echo else []
+        return Prompts(prompts, "prompt", request.requested_grammar(), echoes=echoes)
+
+    def answer(self, prepared: PreparedRequest[CompletionRequest], choices: list[Delta]) -> bytes:
+        rendered = [
+            {"index": choice.index, "text": choice.text}
+            | CompletionRenderer(prepared, choice.index).rest(choice)
+            | of_prompt(prepared, choice)
+            for choice in choices
+        ]
+        return answer_with(prepared, _KIND, choices, rendered)
+
+    def stream(self, prepared: PreparedRequest[CompletionRequest], include_usage: bool) -> EventStream:
+        renderers = [CompletionRenderer(prepared, i) for i in range(len(prepared.requests))]
+        return ChunkStream(prepared, _KIND, renderers, include_usage)
+
+
+class CompletionRenderer(ChoiceRenderer):
+    """Renders one completion."""
+
+    _prepared: PreparedRequest[CompletionRequest]
+
+    def __init__(self, prepared: PreparedRequest[CompletionRequest], index: int) -> None:
+        super().__init__(prepared, index)
+        self._echo = prepared.echo(index)  # still to be rendered
+        self._begin = 0 if self._echo is None else len(self._echo.text)  # of the output, in the choice's text
+        self._decoded = self._shown = 0  # characters of the output, and of the choice's text
+        self._waiting_spans: list[tuple[int, int]] = []
+        self._has_told_prompt = False
+
+    def rest(self, delta: Delta) -> dict[str, Any]:
+        rest = super().rest(delta)
+        if self._prepared.request.shows_prompt_ids and not self._has_told_prompt:
+            rest["prompt_token_ids"], self._has_told_prompt = self._prepared.requests[self._index].token_ids, True
+        if self._prepared.request.return_draft_spans:
+            rest["draft_spans"] = self._draft_spans(delta)
+        self._decoded = delta.ends[-1] if delta.ends else self._decoded
+        return rest
+
+    def logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        """None if there are no tokens. `text_offset` counts the whole characters before a token, whether or not they
+        are then cut off with a stop string."""
+        request = self._prepared.request
+        if request.logprobs is None or (self._echo is None and not delta.logprobs):
+            return None
+        logprobs, offsets = delta.logprobs, []
+        if self._echo is not None:
+            scored = (lp._replace(top=lp.top[: request.logprobs]) for lp in delta.prompt_logprobs)
+            first = self._prepared.requests[self._index].token_ids[0]
+            logprobs = [TokenLogprobs(first, math.nan, 0, ()), *scored, *logprobs]
+            offsets, self._echo = list(self._echo.offsets), None
+        offsets += [self._begin + end for end in (self._decoded, *delta.ends[:-1])] if delta.logprobs else []
+        of_tokens = partial(_token_text, tokenizer=self._prepared.model.tokenizer)
+        text: Callable[[int], str] = token_id_text if request.return_tokens_as_token_ids else of_tokens
+        return {
+            "tokens": [text(lp.token_id) for lp in logprobs],
+            "token_logprobs": [finite(lp.logprob) if lp.rank else None for lp in logprobs],  # 0: nothing predicts it
+            "top_logprobs": listed(logprobs, lambda lp: _top(lp, text) if lp.rank else None),
+            "text_offset": offsets,
+        }
+
+    def _draft_spans(self, delta: Delta) -> list[tuple[int, int]]:
+        """The parts of the text that a draft had guessed, as [start, end) in characters from the choice's beginning.
+        A character is its last token's; a text that waits (runtime.text.stream) keeps its spans with it."""
+        ends = [self._begin + end for end in (self._decoded, *delta.ends)]
+        self._shown += len(delta.text)
+        spans = self._waiting_spans + [(ends[v.at], ends[v.at + v.num_accepted]) for v in delta.verified or ()]
+        self._waiting_spans = [(max(start, self._shown), end) for start, end in spans if end > self._shown]
+        return [(start, min(end, self._shown)) for start, end in spans if start < min(end, self._shown)]
+
+
+def _around(
+    prompt: str | list[int], suffix: str, request: CompletionRequest, model: ServedModel, where: str
+) -> list[int]:
+    """The prompt of a completion that goes between `prompt` and `suffix`."""
+    encoded = partial(prompt_ids, model.tokenizer, add_special_tokens=False, limit=model.info.max_model_len)
+    before, beginning = prompt, list[int]()
+    if isinstance(before, str):
+        before = encoded(before, where=where)
+        beginning = [] if request.add_special_tokens is False else model.tokenizer.encode("")
+    return beginning + between(model.tokenizer, before, encoded(suffix, where="suffix"))
+
+
+def _echoes(request: CompletionRequest, prompts: list[list[int]], tokenizer: Tokenizer) -> list[Echo]:
+    wants_offsets = request.logprobs is not None
+    echoes = []
+    for given, ids in zip(request.prompts(), prompts, strict=True):
+        if isinstance(given, str) and request.truncate_prompt_tokens is None:
+            special = request.add_special_tokens is not False
+            echoes.append(Echo(given, tokenizer.offsets(given, special) if wants_offsets else []))
+            continue
+        # A character that the prompt leaves unfinished is the output's.
+        text, ends = TextStream(tokenizer, skip_special_tokens=request.skip_special_tokens).push(ids)
+        echoes.append(Echo(text, [0, *ends[:-1]]))
+    return echoes
+
+
+def _top(lp: TokenLogprobs, text: Callable[[int], str]) -> dict[str, float]:
+    entries: dict[str, float] = {}
+    # The token itself is always among them, as with OpenAI's. Of ids with the same text the likeliest counts.
+    for token_id, value in (*lp.top, (lp.token_id, lp.logprob)):
+        entries.setdefault(text(token_id), finite(value))
+    return entries
+
+
+def _token_text(token_id: int, tokenizer: Tokenizer) -> str:
+    """A token as a text of its own; one that is only a part of a character shows its bytes, as OpenAI's do."""
+    piece = tokenizer.token_bytes(token_id)
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)

@@ -1,0 +1,200 @@
+"""POST /api/chat and /api/generate: chats and completions in the form of Ollama's clients."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, ClassVar
+
+from runtime.output.processor import Delta
+from runtime.text.tool_calls import CallDelta
+from serve_app.apis.anthropic.endpoint import parsed_arguments
+from serve_app.apis.chat.endpoint import ChatEndpoint
+from serve_app.apis.chat.request import ChatRequest
+from serve_app.apis.completions.endpoint import CompletionsEndpoint
+from serve_app.apis.completions.request import CompletionRequest
+from serve_app.apis.ollama.request import LoadRequest, OllamaChatRequest, OllamaGenerateRequest, own_name, own_names
+from serve_app.protocol.answers import ChoiceUsage, encode_json, listed, logprob_entry
+from serve_app.protocol.errors import ApiError
+from serve_app.protocol.parsing import parse
+from serve_app.protocol.prepared_request import PreparedRequest, Prompts, ServedModel
+from serve_app.protocol.sampling import SamplingFields
+from serve_app.protocol.sse import EventStream
+from serve_app.service.endpoint import AnsweredAtOnce, Endpoint
+
+_CHAT, _COMPLETIONS = ChatEndpoint(), CompletionsEndpoint()
+
+
+class OllamaEndpoint(Endpoint[SamplingFields]):
+    """One route, with an answer of one choice."""
+
+    id_prefix, default_max_tokens, max_tokens_field = "ollama-", None, "options.num_predict"
+    renders_chats = True
+
+    body_type: ClassVar[type[OllamaChatRequest] | type[OllamaGenerateRequest]]
+    prompt_field: ClassVar[str]  # what the prompt is made of
+
+    def read(self, body: bytes) -> SamplingFields:
+        return parse(self.body_type, body).as_request()
+
+    def prompts(self, request: SamplingFields, model: ServedModel) -> Prompts:
+        if isinstance(request, LoadRequest):
+            raise AnsweredAtOnce(encode_json(self.line(model, "") | {"done": True, "done_reason": "load"}))
+        with own_names(self.prompt_field):
+            if isinstance(request, CompletionRequest):
+                prompts = _COMPLETIONS.prompts(request, model)
+            else:
+                assert isinstance(request, ChatRequest), "`read` makes no others"
+                prompts = _CHAT.prompts(request, model, self.prompt_field)
+        if (grammar := prompts.grammar) is not None:
+            prompts = replace(prompts, grammar=replace(grammar, field=own_name(grammar.field)))
+        return prompts
+
+    def choices(self, prepared: PreparedRequest[SamplingFields]) -> list[Delta]:
+        return [_TimedChoice()]
+
+    def answer(self, prepared: PreparedRequest[SamplingFields], choices: list[Delta]) -> bytes:
+        (choice,) = choices
+        assert isinstance(choice, _TimedChoice), "`choices` makes it"
+        line = self.line(prepared.model, choice.text, choice.reasoning, choice.calls)
+        return encode_json(line | _scores(prepared, choice) | _end(prepared, choice, choice.usage, choice.times))
+
+    def stream(self, prepared: PreparedRequest[SamplingFields], include_usage: bool) -> EventStream:
+        return LineStream(prepared, self)
+
+    def line(
+        self, model: ServedModel, text: str, reasoning: str = "", calls: Sequence[CallDelta] = ()
+    ) -> dict[str, Any]:
+        """The fields of an answer, or of a line of a stream, but for its end."""
+        head = {"model": model.name, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
+        return head | self._said(text, {"thinking": reasoning} if reasoning else {}, calls)
+
+    def _said(self, text: str, thinking: dict[str, str], calls: Sequence[CallDelta]) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class OllamaChatEndpoint(OllamaEndpoint):
+    """Messages in, a message out."""
+
+    path, body_type, prompt_field = "/api/chat", OllamaChatRequest, "messages"
+
+    def _said(self, text: str, thinking: dict[str, str], calls: Sequence[CallDelta]) -> dict[str, Any]:
+        called = [
+            {"id": call.id, "function": {"name": call.name, "arguments": parsed_arguments(call.arguments)}}
+            for call in calls
+        ]
+        message = {"role": "assistant", "content": text, **thinking}
+        return {"message": message | ({"tool_calls": called} if called else {})}
+
+
+class OllamaGenerateEndpoint(OllamaEndpoint):
+    """A prompt in, a text out."""
+
+    path, body_type, prompt_field = "/api/generate", OllamaGenerateRequest, "prompt"
+
+    def _said(self, text: str, thinking: dict[str, str], calls: Sequence[CallDelta]) -> dict[str, Any]:
+        return {"response": text, **thinking}
+
+
+class LineStream(EventStream):
+    """The lines of one answer, each a JSON object. A call is in one line as soon as all of it is there."""
+
+    media_type = b"application/x-ndjson"
+
+    def __init__(self, prepared: PreparedRequest[SamplingFields], endpoint: OllamaEndpoint) -> None:
+        self._prepared, self._endpoint = prepared, endpoint
+        self._usage, self._times = ChoiceUsage(), _Times()
+        self._last = Delta(0)
+        self._call: CallDelta | None = None  # that is being written
+        self.keep_alive = self._line("")  # a text of nothing: clients parse every line
+
+    def events(self, deltas: list[Delta]) -> bytes:
+        lines = []
+        for delta in deltas:
+            self._times.note()
+            self._usage.add(delta)
+            self._last = delta
+            if delta.text or delta.reasoning or delta.logprobs:
+                lines.append(self._line(delta.text, delta.reasoning, **_scores(self._prepared, delta)))
+            for call in delta.calls:
+                if call.name:
+                    lines.append(self._whole_call())
+                    self._call = replace(call)
+                elif self._call is not None:
+                    self._call.arguments += call.arguments
+        return b"".join(lines)
+
+    def last(self) -> bytes:
+        end = self._endpoint.line(self._prepared.model, "")
+        end |= _end(self._prepared, self._last, self._usage, self._times)
+        return self._whole_call() + encode_json(end) + b"\n"
+
+    def failed(self, error: ApiError) -> bytes:
+        return encode_json({"error": error.message()}) + b"\n"
+
+    def _whole_call(self) -> bytes:
+        """The line of the call before, if there is one."""
+        call, self._call = self._call, None
+        return b"" if call is None else self._line("", calls=[call])
+
+    def _line(self, text: str, reasoning: str = "", calls: Sequence[CallDelta] = (), **more: Any) -> bytes:
+        line = self._endpoint.line(self._prepared.model, text, reasoning, calls)
+        return encode_json(line | more | {"done": False}) + b"\n"
+
+
+class _Times:
+    """When a request began, and when its first token came, in nanoseconds."""
+
+    def __init__(self) -> None:
+        self._start, self._first = time.monotonic_ns(), 0
+
+    def note(self) -> None:
+        """Some tokens are here."""
+        self._first = self._first or time.monotonic_ns()
+
+    def fields(self) -> dict[str, int]:
+        now = time.monotonic_ns()
+        first = self._first or now
+        return {
+            "total_duration": now - self._start,
+            "load_duration": 0,  # it is loaded before there is a request
+            "prompt_eval_duration": first - self._start,
+            "eval_duration": now - first,
+        }
+
+
+class _TimedChoice(Delta):
+    """The sum of an answer's deltas, with its times."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.times, self.usage = _Times(), ChoiceUsage()
+
+    def add(self, new: Delta) -> None:
+        self.times.note()
+        self.usage.add(new)
+        super().add(new)
+
+
+def _end(prepared: PreparedRequest[SamplingFields], delta: Delta, usage: ChoiceUsage, times: _Times) -> dict[str, Any]:
+    """The fields of an answer's last line. The id and those after it are what `callboard replay` needs."""
+    return {
+        "done": True,
+        "done_reason": "length" if delta.finish_reason == "length" else "stop",
+        **times.fields(),
+        "prompt_eval_count": prepared.requests[0].prompt_len,
+        "eval_count": usage.num_output,
+        "id": prepared.id,
+        "seed": prepared.seed,
+        "system_fingerprint": prepared.model.fingerprint,
+    }
+
+
+def _scores(prepared: PreparedRequest[SamplingFields], delta: Delta) -> dict[str, Any]:
+    """The log-probabilities, if they are asked for."""
+    if not delta.logprobs:
+        return {}
+    return {"logprobs": listed(delta.logprobs, partial(logprob_entry, prepared.model.tokenizer, None))}

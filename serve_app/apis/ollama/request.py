@@ -1,0 +1,286 @@
+"""POST /api/chat and /api/generate: Ollama's requests, translated to the chats and completions that ask the same.
+
+What a chat's fields may hold is checked there. `own_names` gives a fault the name of the field that a client has sent.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag
+
+from runtime.output.fields import FieldError, invalid, read_options, shown
+from serve_app.apis.anthropic.request import FIELDS_OF_CHATS
+from serve_app.apis.chat.request import ChatRequest
+from serve_app.apis.completions.request import CompletionRequest
+from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS
+from serve_app.protocol.sampling import SamplingFields
+from serve_app.protocol.shapes import RequestModel, only
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+_NO_IMAGES = only(None, [], says="images are not supported; leave it out")
+
+
+class OllamaOptions(RequestModel):
+    """How to sample; other options are refused or named in a header, as fields of requests are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Any = None  # a text or a list of texts
+    num_predict: int | None = None  # 0 and below: all that fit
+    repeat_penalty: float | None = None
+    repeat_last_n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+    def check(self) -> None:
+        for name, value in (self.model_extra or {}).items():
+            if (refused := UNSUPPORTED_FIELDS.get(name)) is not None and value not in refused.harmless:
+                problem = f"is {shown(value)}: it would change the answer but is not supported"
+                raise invalid(f"options.{name}", f"{problem}; {refused.instead}")
+        penalties = (self.repeat_penalty or 1) != 1 or self.presence_penalty or self.frequency_penalty
+        if penalties and self.repeat_last_n not in (None, -1):
+            problem = f"is {self.repeat_last_n}, but penalties look at all tokens here; leave it out"
+            raise invalid("options.repeat_last_n", problem)
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of a chat or a completion that say the same; unknown options by their own names."""
+        same = "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"
+        values = {name: getattr(self, name) for name in same}
+        values["repetition_penalty"] = self.repeat_penalty
+        values["max_tokens"] = None if (self.num_predict or 0) <= 0 else self.num_predict
+        asked = {name: value for name, value in values.items() if value is not None}
+        return asked | {f"options.{name}": value for name, value in (self.model_extra or {}).items()}
+
+
+class OllamaFunction(RequestModel):
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaCall(RequestModel):
+    id: str | None = None
+    function: OllamaFunction
+
+
+class OllamaMessage(RequestModel):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    thinking: str | None = None
+    tool_calls: list[OllamaCall] | None = None  # of an assistant
+    tool_name: str | None = None  # of a tool: the function whose result the message holds
+    tool_call_id: str | None = None  # of a tool: the call, where it has an id
+    images: Annotated[Any, _NO_IMAGES] = None
+
+
+_Format = Annotated[
+    Annotated[Literal["", "json"], Tag("<text>")] | Annotated[dict[str, Any], Tag("<schema>")],
+    Discriminator(
+        lambda value: "<text>" if value in ("", "json") else "<schema>" if isinstance(value, dict) else None,
+        custom_error_type="format_shape",
+        custom_error_message="it should be 'json' or a JSON Schema",
+    ),
+]
+_Think = Annotated[
+    Annotated[bool, Tag("<switch>")] | Annotated[Literal["low", "medium", "high"], Tag("<effort>")],
+    Discriminator(lambda value: "<switch>" if isinstance(value, bool) else "<effort>"),
+]
+
+
+# ---- requests --------------------------------------------------------------------------------------------------------
+
+
+class LoadRequest(SamplingFields):
+    """A request without a prompt, which asks Ollama to load the model."""
+
+    def max_output(self) -> int | None:
+        return None
+
+    def num_logprobs(self) -> int | None:
+        return None
+
+
+class OllamaRequest(RequestModel):
+    """The fields that both routes share. Those of chats that the answer has a place for may stand beside them."""
+
+    model_config = ConfigDict(extra="allow")  # kept for the chat, which reads, refuses or names what it is sent
+    unknown_fields: ClassVar[frozenset[str]] = FIELDS_OF_CHATS - {"logprobs", "top_logprobs", "parallel_tool_calls"}
+
+    model: str
+    stream: bool | None = None
+    format: _Format | None = None
+    options: OllamaOptions | None = None
+    think: _Think | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    truncate: Annotated[Any, only(None, False, says="too long a prompt is refused, not cut; leave it out")] = None
+    shift: Annotated[Any, only(None, False, says="an answer ends with the context; leave it out")] = None
+
+    def check(self) -> None:
+        if self.options is not None:
+            self.options.check()
+
+    def as_request(self) -> SamplingFields:
+        """The chat or the completion that asks the same; raises FieldError."""
+        raise NotImplementedError
+
+    def _shared(self) -> dict[str, Any]:
+        fields = dict(self.model_extra or {})
+        for name in fields.keys() & self.unknown_fields:
+            if fields[name] is not None:
+                raise FieldError(name, f"Ollama's requests have no field {name}; send it to /v1/chat/completions.")
+        if self.options is not None:
+            fields |= self.options.fields()
+        fields |= {"model": self.model, "stream": self.stream is not False}
+        if self.format == "json":
+            fields["response_format"] = {"type": "json_object"}
+        elif self.format:
+            fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "it", "schema": self.format}}
+        return fields
+
+    def _chat(self, messages: list[dict[str, Any]], is_continued: bool = False) -> ChatRequest:
+        fields = self._shared() | {"messages": messages, "continue_final_message": is_continued}
+        fields["include_reasoning"] = self.think is not False
+        if isinstance(self.think, bool):  # families' two names
+            given = fields.get("chat_template_kwargs")
+            own = {"enable_thinking": self.think, "thinking": self.think}
+            fields["chat_template_kwargs"] = own | given if isinstance(given, dict) else own
+        elif self.think is not None:
+            fields["reasoning_effort"] = self.think
+        fields |= {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
+        chat = read_options(ChatRequest, fields)
+        chat.check()
+        return chat
+
+
+class OllamaChatRequest(OllamaRequest):
+    """POST /api/chat."""
+
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] | None = None
+
+    def as_request(self) -> SamplingFields:
+        if not self.messages:
+            return LoadRequest(model=self.model)
+        last = self.messages[-1]
+        with own_names():
+            return self._chat(_chat_messages(self.messages), last.role == "assistant" and not last.tool_calls)
+
+
+class OllamaGenerateRequest(OllamaRequest):
+    """POST /api/generate."""
+
+    unknown_fields: ClassVar[frozenset[str]] = OllamaRequest.unknown_fields | {"tools", "tool_choice"}
+
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    images: Annotated[Any, _NO_IMAGES] = None
+    template: Annotated[Any, only(None, "", says="a template is a program; the operator sets --chat-template")] = None
+    context: Annotated[Any, only(None, [], says="it is not supported; send the conversation to /api/chat")] = None
+
+    def check(self) -> None:
+        super().check()
+        if (self.raw or self.suffix) and self.system:
+            raise invalid("system", f"cannot be combined with {'raw' if self.raw else 'suffix'}, which has no template")
+        if (self.raw or self.suffix) and self.think:
+            raise invalid("think", f"cannot be combined with {'raw' if self.raw else 'suffix'}, which has no template")
+
+    def as_request(self) -> SamplingFields:
+        if not self.prompt and not self.suffix:
+            return LoadRequest(model=self.model)
+        with own_names("prompt"):
+            if not self.raw and not self.suffix:
+                system = [{"role": "system", "content": self.system}] if self.system else []
+                return self._chat([*system, {"role": "user", "content": self.prompt}])
+            scores = (self.top_logprobs or 0) if self.logprobs else None
+            fields = self._shared() | {"prompt": self.prompt or "", "suffix": self.suffix, "logprobs": scores}
+            completion = read_options(CompletionRequest, fields)
+            completion.check()
+            return completion
+
+
+def _chat_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
+    """The messages of a chat, whose calls have ids by which results name them; Ollama's are in order, or named."""
+    chat: list[dict[str, Any]] = []
+    waiting = _Waiting([])
+    for at, message in enumerate(messages):
+        fields: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.thinking is not None:
+            fields["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            named = [(call.id or f"call_{at}_{i}", call.function) for i, call in enumerate(message.tool_calls)]
+            waiting = _Waiting([(call_id, function.name) for call_id, function in named])
+            fields["tool_calls"] = [
+                {"id": i, "function": {"name": f.name, "arguments": json.dumps(f.arguments, ensure_ascii=False)}}
+                for i, f in named
+            ]
+        if message.role == "tool":
+            call_id = message.tool_call_id or waiting.next(message.tool_name) or f"call_{at}"
+            fields |= {"tool_call_id": call_id, "name": message.tool_name}
+        chat.append(fields)
+    return chat
+
+
+class _Waiting:
+    """The calls of one message that have no result so far."""
+
+    def __init__(self, calls: list[tuple[str, str]]) -> None:
+        """`calls` are their ids and the functions' names."""
+        self._done: set[str] = set()
+        self._of: dict[str | None, deque[str]] = defaultdict(deque)  # ids by function, and all of them by None
+        for call_id, name in calls:
+            self._of[None].append(call_id)
+            self._of[name].append(call_id)
+
+    def next(self, name: str | None) -> str | None:
+        """The first call of a function, or of any; None if all have their results."""
+        ids = self._of[name]
+        while ids and ids[0] in self._done:
+            ids.popleft()
+        if not ids:
+            return None
+        self._done.add(ids[0])
+        return ids.popleft()
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+# Fields of chats at the head of a message, and what they are called in Ollama's requests.
+_NAMES = [
+    (re.compile(r"^(temperature|top_p|top_k|min_p|seed|stop|presence_penalty|frequency_penalty)\b"), r"options.\1"),
+    (re.compile(r"^max_tokens\b"), "options.num_predict"),
+    (re.compile(r"^repetition_penalty\b"), "options.repeat_penalty"),
+    (re.compile(r"^response_format(\.json_schema\.schema)?\b"), "format"),
+    (re.compile(r"^reasoning_effort\b"), "think"),
+    (re.compile(r"^(messages\.\d+)\.reasoning_content\b"), r"\1.thinking"),
+]
+
+
+def own_name(text: str, prompt: str | None = None) -> str:
+    """The path of a chat's field, or a sentence that begins with it, with the name that Ollama's clients know.
+
+    `prompt` is the name of the field that the messages were made of, if they were."""
+    for pattern, name in _NAMES:
+        text = pattern.sub(name, text)
+    return text if prompt is None else re.sub(r"^messages(\.\d+(\.content)?)?", prompt, text)
+
+
+@contextmanager
+def own_names(prompt: str | None = None) -> Iterator[None]:
+    """Names the fields of Ollama's requests where fields of the chat are at fault."""
+    try:
+        yield
+    except FieldError as e:
+        raise FieldError(own_name(e.field, prompt), own_name(str(e), prompt)) from e

@@ -1,0 +1,228 @@
+"""Endpoints whose answers are vectors of prompts, or scores: /v1/embeddings, /pooling, /score and /rerank."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.output.fields import invalid
+from runtime.output.score_prompt import PairPrompter
+from runtime.output.vectors import check_dimensions, embedding, scores, texts_of
+from runtime.spec.pooling import Pooling
+from runtime.spec.types import Request
+from serve_app.apis.pooled.request import EmbeddingRequest, PooledFields, PoolingRequest, RerankRequest, ScoreRequest
+from serve_app.protocol.answers import encode_json
+from serve_app.protocol.errors import ApiError
+from serve_app.protocol.prepared_request import ServedModel
+from serve_app.protocol.prompt_ids import prompt_ids
+
+P = TypeVar("P", bound=PooledFields)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPooling(Generic[P]):
+    """A request for vectors, checked and tokenised: one engine request for each of its prompts."""
+
+    id: str
+    request: P
+    model: ServedModel
+    pooling: Pooling
+    requests: list[Request]
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The answer's kind, and facts that its shape has no place for."""
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"x-callboard-system-fingerprint", self.model.fingerprint.encode()),
+        ]
+        if ignored := self.request.ignored_fields():
+            headers.append((b"x-callboard-ignored-fields", ", ".join(ignored).encode()))
+        return headers
+
+    def body(self, kind: str, **fields: Any) -> bytes:
+        """An answer with what all have."""
+        num_tokens = sum(request.prompt_len for request in self.requests)
+        head = {"id": self.id, "object": kind, "created": int(time.time()), "model": self.model.name}
+        return encode_json({**head, **fields, "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens}})
+
+
+class PooledEndpoint(ABC, Generic[P]):
+    """One kind of request. A new one is a class of its own, listed in POOLED_ENDPOINTS."""
+
+    paths: ClassVar[tuple[str, ...]]  # the first is the one that the OpenAPI page names
+    request_type: type[P]
+    id_prefix: ClassVar[str]
+
+    @abstractmethod
+    def prompts(self, request: P, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
+        """The token ids of each prompt, made one after another; raises FieldError or ApiError."""
+
+    @abstractmethod
+    def answer(self, prepared: PreparedPooling[P], pooled: Sequence[bytes]) -> bytes:
+        """The answer; `pooled` is what came of each prompt."""
+
+
+class PoolingEndpoint(PooledEndpoint[PoolingRequest]):
+    """Vectors as the model makes them: embeddings, or the logits of a classifier's labels."""
+
+    paths, request_type, id_prefix = ("/pooling",), PoolingRequest, "pool-"
+
+    def prompts(self, request: PoolingRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
+        given = request.inputs()
+        for at, value in enumerate(given):
+            yield _input_ids(request, value, model, "input" if len(given) == 1 else f"input.{at}")
+
+    def answer(self, prepared: PreparedPooling[PoolingRequest], pooled: Sequence[bytes]) -> bytes:
+        encode, pooling = _encoding(prepared.request.encoding_format), prepared.pooling
+        vectors = (np.frombuffer(p, np.float32) if pooling.num_labels else embedding(p, pooling) for p in pooled)
+        data = [{"object": "pooling", "index": i, "data": encode(v)} for i, v in enumerate(vectors)]
+        return prepared.body("list", data=data)
+
+
+class EmbeddingsEndpoint(PooledEndpoint[EmbeddingRequest]):
+    """OpenAI's embeddings."""
+
+    paths, request_type, id_prefix = ("/v1/embeddings",), EmbeddingRequest, "embd-"
+
+    def prompts(self, request: EmbeddingRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
+        if pooling.num_labels:
+            raise ApiError(400, "This model makes scores, not embeddings; ask /v1/rerank or /v1/score.", param="model")
+        check_dimensions(request.dimensions, pooling)
+        return POOLING.prompts(request, model, pooling)
+
+    def answer(self, prepared: PreparedPooling[EmbeddingRequest], pooled: Sequence[bytes]) -> bytes:
+        encode, dimensions = _encoding(prepared.request.encoding_format), prepared.request.dimensions
+        vectors = (embedding(p, prepared.pooling, dimensions) for p in pooled)
+        data = [{"object": "embedding", "index": i, "embedding": encode(v)} for i, v in enumerate(vectors)]
+        return prepared.body("list", data=data)
+
+
+class ScoreEndpoint(PooledEndpoint[ScoreRequest]):
+    """How well texts go together: a classifier's probability, or the cosine of embeddings."""
+
+    paths, request_type, id_prefix = ("/v1/score", "/score"), ScoreRequest, "score-"
+
+    def prompts(self, request: ScoreRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
+        pairs = request.pairs()
+        if pooling.num_labels:
+            return _pair_ids(request, pairs, model, pooling, "text_1", "text_2")
+        return (_input_ids(request, text, model, "text_1") for text in texts_of(pairs))
+
+    def answer(self, prepared: PreparedPooling[ScoreRequest], pooled: Sequence[bytes]) -> bytes:
+        found = scores(prepared.request.pairs(), pooled, prepared.pooling)
+        return prepared.body(
+            "list", data=[{"object": "score", "index": i, "score": value} for i, value in enumerate(found)]
+        )
+
+
+class RerankEndpoint(PooledEndpoint[RerankRequest]):
+    """Documents by how well they answer a query, the best first."""
+
+    paths, request_type, id_prefix = ("/v1/rerank", "/rerank", "/v2/rerank"), RerankRequest, "rerank-"
+
+    def prompts(self, request: RerankRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
+        pairs = [(request.query, text) for text in request.texts()]
+        if pooling.num_labels:
+            return _pair_ids(request, pairs, model, pooling, "query", "documents")
+        return (_input_ids(request, text, model, "documents") for text in texts_of(pairs))
+
+    def answer(self, prepared: PreparedPooling[RerankRequest], pooled: Sequence[bytes]) -> bytes:
+        request, texts = prepared.request, prepared.request.texts()
+        found = scores([(request.query, text) for text in texts], pooled, prepared.pooling)
+        best = sorted(range(len(texts)), key=lambda i: -found[i])[: request.top_n or None]
+        shows = request.return_documents is not False
+        results = [
+            {"index": i, "relevance_score": found[i], **({"document": {"text": texts[i]}} if shows else {})}
+            for i in best
+        ]
+        return prepared.body("rerank", results=results)
+
+
+POOLING = PoolingEndpoint()
+POOLED_ENDPOINTS: tuple[PooledEndpoint[Any], ...] = (EmbeddingsEndpoint(), POOLING, ScoreEndpoint(), RerankEndpoint())
+
+
+# ---- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def _most(request: PooledFields, model: ServedModel) -> tuple[int, int | None]:
+    """The longest prompt, for which there is one place less than the context has; and what is to be kept of one."""
+    limit, kept = model.info.max_model_len - 1, request.truncate_prompt_tokens
+    return limit, None if kept is None else limit if kept == -1 else min(kept, limit)
+
+
+def _input_ids(request: PooledFields, value: str | list[int], model: ServedModel, where: str) -> list[int]:
+    """The token ids of one input; raises FieldError or ApiError. What a model wants at the end of a text stays there
+    when the text is cut, as its vector is that of the last token."""
+    (limit, most), tokenizer = _most(request, model), model.tokenizer
+    if isinstance(value, list):
+        ids, num_end = value, 0
+        if (largest := max(ids, default=0)) >= (size := min(tokenizer.vocab_size, model.info.vocab_size)):
+            raise invalid(where, f"holds the token id {largest}, but the ids of this model end at {size - 1}")
+    else:
+        ids = prompt_ids(tokenizer, value, request.add_special_tokens, limit, where, None if most is None else "start")
+        num_end = next((n for n, i in enumerate(reversed(ids)) if i not in tokenizer.special_ids), len(ids))
+    if not ids:
+        raise invalid(where, "is empty; send at least one token")
+    if most is not None and len(ids) > most:
+        num_end = min(num_end, most - 1) if request.add_special_tokens else 0
+        ids = [*ids[: most - num_end], *ids[len(ids) - num_end :]]
+    return _checked(ids, limit, where)
+
+
+def _pair_ids(
+    request: ScoreRequest | RerankRequest,
+    pairs: list[tuple[str, str]],
+    model: ServedModel,
+    pooling: Pooling,
+    query_field: str,
+    document_field: str,
+) -> Iterator[list[int]]:
+    """The token ids of pairs as a classifier reads them."""
+    if pooling.num_labels != 1:
+        raise ApiError(400, f"This model's classifier has {pooling.num_labels} labels, not one; ask /pooling.")
+    limit, most = _most(request, model)
+    fields = {"query": query_field, "document": document_field}
+
+    def encode(text: str, special: bool, part: Literal["query", "document"]) -> list[int]:
+        kept: Literal["start"] | None = None if most is None else "start"
+        return prompt_ids(model.tokenizer, text, special, limit, fields[part], kept)
+
+    prompter = PairPrompter(encode, pooling, request.instruction, most)
+    for query, text in pairs:
+        yield _checked(prompter.ids(query, text), limit, document_field)
+
+
+def _checked(ids: list[int], limit: int, where: str) -> list[int]:
+    if len(ids) > limit:
+        raise ApiError(
+            400,
+            f"This model takes {limit} tokens at once, but {where} has {len(ids)}; shorten it, or send "
+            "truncate_prompt_tokens.",
+            param=where,
+            code="context_length_exceeded",
+        )
+    return ids
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
+
+
+def _encoding(name: str) -> Any:
+    """What makes a vector a value of JSON: a list of numbers, or their bytes in base64."""
+    return _as_bytes if name == "base64" else _as_list
+
+
+def _as_list(vector: NDArray[np.float32]) -> list[float]:
+    found: list[float] = vector.tolist()
+    return found
+
+
+def _as_bytes(vector: NDArray[np.float32]) -> bytes:
+    return vector.tobytes()

@@ -1,0 +1,124 @@
+"""Requests for vectors and scores: /v1/embeddings, /pooling, /score and /rerank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from runtime.output.fields import invalid
+from serve_app.apis.completions.request import PromptValue, prompts_of
+from serve_app.protocol.other_servers import Refused, refused_fields
+from serve_app.protocol.shapes import OpenRequestModel, RequestModel, text_or_list
+
+_REFUSED = refused_fields(
+    {
+        "leave it out": """
+            use_activation=true activation=true softmax=true normalize=true embed_dtype="float32" endianness="native"
+            return_token_ids=false late_chunking=false max_chunks_per_doc""",
+        "send input": "messages=[] prompt",
+        "send truncate_prompt_tokens": 'max_tokens_per_doc truncate="NONE"',
+    }
+)
+_Text = Annotated[str, Field(min_length=1)]
+_Texts = Annotated[
+    Annotated[_Text, Tag("<text>")] | Annotated[list[_Text], Field(min_length=1, fail_fast=True), Tag("<list>")],
+    Discriminator(
+        text_or_list,
+        custom_error_type="text_shape",
+        custom_error_message="it should be a text or a list of texts",
+    ),
+]
+
+
+class PooledFields(OpenRequestModel):
+    """The fields of all of them; those from `priority` on are extensions."""
+
+    refused: ClassVar[dict[str, Refused]] = _REFUSED
+
+    model: str | None = None
+    user: str | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # of its beginning; -1: what fits
+
+    def count(self) -> tuple[str, int]:
+        """The field that holds the texts, and how many they are."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        super().check()
+        if self.truncate_prompt_tokens == 0:
+            raise invalid("truncate_prompt_tokens", "is 0, which would leave no prompt; use -1 for all that fits")
+
+
+class PoolingRequest(PooledFields):
+    """POST /pooling."""
+
+    token_ids_field: ClassVar[str | None] = "input"
+
+    input: PromptValue
+    encoding_format: Literal["float", "base64"] = "float"
+
+    def inputs(self) -> Sequence[str | list[int]]:
+        """The inputs as a list, each a text or token ids."""
+        return prompts_of(self.input)
+
+    def count(self) -> tuple[str, int]:
+        return "input", len(self.inputs())
+
+
+class EmbeddingRequest(PoolingRequest):
+    """POST /v1/embeddings."""
+
+    dimensions: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+
+
+class ScoreRequest(PooledFields):
+    """POST /score: one text against each of others, or two lists pair by pair."""
+
+    text_1: _Texts
+    text_2: _Texts
+    instruction: str | None = None  # an extension: of rerankers that read one
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Raises FieldError if the lists do not go together."""
+        first, second = ([t] if isinstance(t, str) else t for t in (self.text_1, self.text_2))
+        if len(first) not in (1, len(second)):
+            raise invalid("text_1", f"has {len(first)} texts for {len(second)} of text_2; send one, or as many")
+        return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+
+    def count(self) -> tuple[str, int]:
+        return "text_2", len(self.pairs())
+
+
+class DocumentText(RequestModel):
+    """A document as an object."""
+
+    text: _Text
+
+
+_Document = Annotated[
+    Annotated[_Text, Tag("<text>")] | Annotated[DocumentText, Tag("<object>")],
+    Discriminator(lambda value: "<text>" if isinstance(value, str) else "<object>"),
+]
+
+
+class RerankRequest(PooledFields):
+    """POST /rerank, as vLLM, Jina and Cohere have it."""
+
+    query: _Text
+    documents: Annotated[list[_Document], Field(min_length=1, fail_fast=True)]
+    top_n: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # 0, too: all
+    return_documents: bool | None = None
+    instruction: str | None = None  # an extension, as in ScoreRequest
+
+    def texts(self) -> list[str]:
+        """Of the documents."""
+        return [d if isinstance(d, str) else d.text for d in self.documents]
+
+    def count(self) -> tuple[str, int]:
+        return "documents", len(self.documents)

@@ -1,0 +1,99 @@
+"""The HTTP of requests for vectors and scores: read, prepared, computed by the engines, answered whole."""
+
+from __future__ import annotations
+
+import secrets
+from functools import partial
+from typing import Any
+
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from runtime.output.fields import invalid
+from runtime.spec.pooling import POOLED
+from runtime.spec.types import Request
+from serve_app.apis.pooled.endpoint import POOLED_ENDPOINTS, PooledEndpoint, PreparedPooling
+from serve_app.http.auth import clean_id
+from serve_app.http.lanes import run_preparation, run_rendering
+from serve_app.http.limits import Deadline, check_priority, read_json_body
+from serve_app.protocol.errors import ApiError
+from serve_app.protocol.parsing import parse
+from serve_app.service.generation import UntilClientLeaves
+from serve_app.service.metrics import RequestContext
+from serve_app.service.service import MAX_PROMPT_TOKENS, Service, owned
+from serve_app.settings import HttpSettings
+
+_MANY_NUMBERS = 1 << 14  # whose JSON takes a while
+
+
+def pooled_routes(service: Service, settings: HttpSettings) -> list[Route]:
+    """Those of all endpoints."""
+    return [
+        Route(
+            path,
+            PooledRoute(service, endpoint, settings),
+            methods=["POST"],
+            include_in_schema=path == endpoint.paths[0],
+        )
+        for endpoint in POOLED_ENDPOINTS
+        for path in endpoint.paths
+    ]
+
+
+class PooledRoute:
+    """POST of one endpoint."""
+
+    def __init__(self, service: Service, endpoint: PooledEndpoint[Any], settings: HttpSettings) -> None:
+        self._service, self._endpoint, self._settings = service, endpoint, settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context = RequestContext.of(scope)
+        body = await read_json_body(scope, receive, self._settings)
+        if body is None:
+            return
+        prepared: PreparedPooling[Any] | None = None
+        async with UntilClientLeaves(receive, send):
+            prepare = partial(self._prepared, body, scope)
+            prepared = await run_preparation(body, scope["owner"], False, prepare)
+        if prepared is None:
+            return
+        context.model, context.ignored_fields = prepared.model.name, prepared.request.ignored_fields()
+        async with UntilClientLeaves(receive, send) as send:
+            async with Deadline(self._settings.request_timeout_s):
+                pooled = await self._service.pool(prepared.id, prepared.requests, context)
+            answer = partial(self._endpoint.answer, prepared, pooled)
+            is_long = len(body) + sum(map(len, pooled)) > 4 * _MANY_NUMBERS  # an answer may have the texts, too
+            content = await run_rendering(is_long, scope["owner"], answer)
+            headers = [*prepared.headers(), (b"content-length", b"%d" % len(content))]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": content})
+
+    def _prepared(self, body: bytes, scope: Scope) -> PreparedPooling[Any]:
+        """Pure CPU work and thread-safe; raises FieldError or ApiError."""
+        endpoint, service = self._endpoint, self._service
+        request = parse(endpoint.request_type, body)
+        check_priority(request.priority, self._settings)
+        model = service.named(request.model)
+        if (pooling := model.info.pooling) is None:
+            text = "This model makes text, not vectors; its operator can start it with --pooling last or mean."
+            raise ApiError(400, text, param="model", code="model_not_supported")
+        where, count = request.count()
+        if count > (most := self._settings.max_prompts):
+            raise invalid(where, f"has {count} texts, but this server allows {most}")
+        prompts: list[list[int]] = []
+        num_tokens = 0
+        for prompt in endpoint.prompts(request, model, pooling):
+            prompts.append(prompt)
+            num_tokens += len(prompt)
+            if num_tokens > MAX_PROMPT_TOKENS:  # not all are made only to be refused
+                prompts.clear()  # here: the error keeps this frame until the event loop has answered
+                text = f"The request has over {MAX_PROMPT_TOKENS} tokens, which is the limit; send fewer texts at once."
+                raise ApiError(400, text)
+        request_id = clean_id(request.request_id or scope["request_id"]) or secrets.token_hex(12)
+        name = endpoint.id_prefix + request_id
+        priority, salt = request.priority, request.cache_salt or ""
+        requests = [
+            Request(f"{owned(name, scope['owner'])}-{i}", ids, len(ids), POOLED, 0, priority, salt, model.adapter)
+            for i, ids in enumerate(prompts)
+        ]
+        return PreparedPooling(name, request, model, pooling, requests)

@@ -1,0 +1,95 @@
+"""POST /v1/responses: a conversation in items, answered in items. Its prompt is that of a chat."""
+
+from __future__ import annotations
+
+import secrets
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import replace
+
+from runtime.output.processor import Delta
+from serve_app.apis.chat.endpoint import ChatEndpoint
+from serve_app.apis.chat.messages import ChatMessage
+from serve_app.apis.responses.builder import ResponseBuilder, ResponseStream
+from serve_app.apis.responses.request import INSTRUCTING, ResponsesRequest, own_name, own_names
+from serve_app.apis.responses.store import ResponseStore
+from serve_app.protocol.answers import encode_json
+from serve_app.protocol.errors import ApiError
+from serve_app.protocol.prepared_request import PreparedRequest, Prompts, ServedModel
+from serve_app.service.endpoint import Endpoint
+
+_CHAT = ChatEndpoint()
+
+
+class ResponsesEndpoint(Endpoint[ResponsesRequest]):
+    """Items in, items out."""
+
+    path, request_type, id_prefix, default_max_tokens = "/v1/responses", ResponsesRequest, "resp_", None
+    max_tokens_field, renders_chats = "max_output_tokens", True
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+
+    def new_id(self, request_id: str) -> str:
+        """A new id, even if a client sends the same id for two requests: the response may be stored."""
+        return f"{self.id_prefix}{self._store.front}_{secrets.token_hex(8)}-{request_id or secrets.token_hex(12)}"
+
+    def prompts(self, request: ResponsesRequest, model: ServedModel) -> Prompts:
+        def prompts_of(messages: list[ChatMessage]) -> Prompts:
+            with own_names():
+                return _CHAT.prompts(request.chat(messages), model, "input")
+
+        messages = request.messages()
+        if request.truncation == "auto":
+            room = model.info.max_model_len - (request.max_output() or 1)
+            prompts = _longest_that_fits(messages, room, prompts_of)
+        else:
+            prompts = prompts_of(messages)
+        if (grammar := prompts.grammar) is not None:
+            prompts = replace(prompts, grammar=replace(grammar, field=own_name(grammar.field)))
+        return prompts
+
+    def choices(self, prepared: PreparedRequest[ResponsesRequest]) -> list[Delta]:
+        return [BuiltChoice(ResponseBuilder(prepared, self._store.keeps(prepared.request), has_events=False))]
+
+    def answer(self, prepared: PreparedRequest[ResponsesRequest], choices: list[Delta]) -> bytes:
+        (choice,) = choices
+        assert isinstance(choice, BuiltChoice), "`choices` makes it"
+        return self._store.keep(prepared, choice.builder) or encode_json(choice.builder.object())
+
+    def stream(self, prepared: PreparedRequest[ResponsesRequest], include_usage: bool) -> ResponseStream:
+        builder = ResponseBuilder(prepared, self._store.keeps(prepared.request), has_events=True)
+        return ResponseStream(builder, lambda: self._store.keep(prepared, builder))
+
+
+class BuiltChoice(Delta):
+    """The sum of an answer's deltas as a response, which also has their order."""
+
+    def __init__(self, builder: ResponseBuilder) -> None:
+        super().__init__(0)
+        self.builder = builder
+
+    def add(self, new: Delta) -> None:
+        self.builder.add(new)
+
+
+def _longest_that_fits(
+    messages: list[ChatMessage], room: int, prompts_of: Callable[[list[ChatMessage]], Prompts]
+) -> Prompts:
+    """The prompts of a conversation without as many of its oldest turns as do not fit. Instructions stay, and what is
+    left begins with a message of the user."""
+
+    def without(start: int) -> list[ChatMessage]:
+        return [message for message in messages[:start] if message.role in INSTRUCTING] + messages[start:]
+
+    def fits(start: int) -> bool:
+        try:
+            return len(prompts_of(without(start)).token_ids[0]) <= room
+        except ApiError as e:
+            if e.code != "context_length_exceeded":
+                raise
+            return False
+
+    starts = [0, *(i for i, message in enumerate(messages) if message.role == "user" and i)]
+    at = bisect_left(starts, True, hi=len(starts) - 1, key=fits)  # the last turn stays, even if it does not fit
+    return prompts_of(without(starts[at]))

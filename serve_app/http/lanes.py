@@ -1,0 +1,106 @@
+"""Threads for the CPU work of requests that the event loop must not do, and for work that waits for a child process.
+
+Each thread that computes takes Python's lock from the event loop for some milliseconds at a time, so each lane has few
+threads. The owners of the waiting work take turns, so that one client's requests do not keep others waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from serve_app.http.limits import is_long
+from serve_app.protocol.errors import ApiError
+
+_T = TypeVar("_T")
+
+_MAX_WAITING_BYTES = 256 << 20  # of the bodies that wait, of one owner
+_BUSY_RETRY_S = 1.0
+_MANY_QUOTES = 128  # of prompts: each costs more than its length
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """Work that no thread has begun."""
+
+    work: Callable[[], Any] | None  # None: it was cancelled
+    num_bytes: int
+    done: Future[Any]
+
+
+class Lane:
+    """Threads for work of one kind. Any number of event loops may share it."""
+
+    def __init__(self, name: str, num_threads: int, max_bytes: int = _MAX_WAITING_BYTES) -> None:
+        """Waiting work holds at most `max_bytes` for one owner and four times as much in all."""
+        self._threads = ThreadPoolExecutor(num_threads, name)
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()  # by owner
+        self._num_bytes: Counter[str] = Counter()  # by owner
+
+    async def run(self, owner: str, work: Callable[[], _T], num_bytes: int = 0) -> _T:
+        """The result of `work`, which a thread does at its owner's turn; cancelled before that, it is never done.
+
+        Raises the 429 if waiting work, this one with its `num_bytes` included, would hold too many bytes."""
+        waiting = _Waiting(work, num_bytes, Future[_T]())
+        with self._lock:
+            of_owner, of_all = self._num_bytes[owner] + num_bytes, self._num_bytes.total() + num_bytes
+            if of_owner > self._max_bytes or of_all > 4 * self._max_bytes:
+                text = f"Long requests with {of_owner} bytes wait, above {self._max_bytes}; come back later."
+                raise ApiError(429, text, code="long_requests_wait", retry_after_s=_BUSY_RETRY_S)
+            self._num_bytes[owner] += num_bytes
+            self._waiting.setdefault(owner, deque()).append(waiting)
+        self._threads.submit(self._run_next)
+        try:
+            return await asyncio.wrap_future(waiting.done)
+        except asyncio.CancelledError:
+            self._begun(owner, waiting)
+            raise
+
+    def _begun(self, owner: str, waiting: _Waiting) -> Callable[[], Any] | None:
+        """The work, which waits no more; None if it did not wait."""
+        with self._lock:
+            work, waiting.work = waiting.work, None
+            if work is not None:
+                self._num_bytes[owner] -= waiting.num_bytes
+                if not self._num_bytes[owner]:
+                    del self._num_bytes[owner]
+        return work
+
+    def _run_next(self) -> None:
+        with self._lock:
+            owner, works = self._waiting.popitem(last=False)
+            waiting = works.popleft()
+            if works:
+                self._waiting[owner] = works  # at the end: the other owners come first
+        if (work := self._begun(owner, waiting)) is None or not waiting.done.set_running_or_notify_cancel():
+            return
+        try:
+            waiting.done.set_result(work())
+        except BaseException as e:
+            waiting.done.set_exception(e)
+
+
+# Short chats wait for a child process that renders their template, and compute little.
+SHORT_CHATS = Lane("short-chats", 4)
+LONG_REQUESTS = Lane("long-requests", 2)
+LONG_ANSWERS = Lane("long-answers", 1)
+
+
+async def run_preparation(body: bytes, owner: str, may_render: bool, work: Callable[[], _T]) -> _T:
+    """The result of `work`, which reads the request in `body`. `may_render` is true if it may render a chat template:
+    the event loop never waits for that."""
+    if is_long(body) or (not may_render and body.count(b'"') > _MANY_QUOTES):
+        return await LONG_REQUESTS.run(owner, work, len(body))
+    return await SHORT_CHATS.run(owner, work) if may_render else work()
+
+
+async def run_rendering(is_long: bool, owner: str, work: Callable[[], _T]) -> _T:
+    """The result of `work`, which renders an answer."""
+    return await LONG_ANSWERS.run(owner, work) if is_long else work()

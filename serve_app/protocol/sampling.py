@@ -1,0 +1,179 @@
+"""The fields that both endpoints share, and what they mean for the engine."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from runtime.core.requests import SEED_MASK
+from runtime.output.fields import invalid
+from runtime.output.options import OutputOptions
+from runtime.spec.sampling_fields import table_of
+from runtime.spec.types import SamplingParams
+from runtime.text.sampling_defaults import SamplingDefaults
+from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS, Refused
+from serve_app.protocol.shapes import OpenRequestModel, RequestModel, TokenId, text_or_list
+
+MAX_SCORED_IDS = 64  # of one request: entries at each token of its answer, beside the best
+MAX_BIASES = 1024  # of one request; a step of all slots with so many takes a few milliseconds longer
+MAX_CHOICES = 1024  # of one request: its prompts times n
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False  # the choice's usage so far in every chunk, if include_usage is set
+
+
+_FIELDS = {f.name: f for f in table_of(SamplingParams).fields}
+
+
+def _limits(name: str) -> Any:
+    limits: dict[str, Any] = {**_FIELDS[name].limits}
+    return Field(**limits)
+
+
+_OneSeed = Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)]
+_Seed = Annotated[
+    Annotated[_OneSeed, Tag("<number>")] | Annotated[list[_OneSeed], Field(fail_fast=True), Tag("<list>")],
+    Discriminator(lambda value: "<list>" if isinstance(value, list) else "<number>"),
+]
+_StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+_Stop = Annotated[
+    Annotated[_StopString, Tag("<text>")]
+    | Annotated[list[_StopString], Field(max_length=16, fail_fast=True), Tag("<list>")],
+    Discriminator(
+        text_or_list,
+        custom_error_type="stop_shape",
+        custom_error_message="it should be a text or a list of texts",
+    ),
+]
+
+
+def _not_too_many(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_BIASES:  # before each of them is looked at
+        raise PydanticCustomError("too_long", f"it should have at most {MAX_BIASES} entries")
+    return value
+
+
+_LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_not_too_many)]
+
+
+class SamplingFields(OpenRequestModel, OutputOptions):
+    """The fields that both endpoints share; those from `top_k` on are extensions."""
+
+    model_config = ConfigDict(extra="allow")  # OutputOptions forbid them
+    refused: ClassVar[dict[str, Refused]] = UNSUPPORTED_FIELDS
+
+    model: str | None = None
+    temperature: Annotated[float, _limits("temperature")] | None = None
+    top_p: Annotated[float, _limits("top_p")] | None = None
+    stop: _Stop | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    seed: _Seed | None = None  # of all prompts, or one for each
+    frequency_penalty: Annotated[float, _limits("frequency_penalty")] | None = None
+    presence_penalty: Annotated[float, _limits("presence_penalty")] | None = None
+    logit_bias: _LogitBias | None = None
+    user: str | None = None
+
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # 0 and -1: off
+    min_p: Annotated[float, _limits("min_p")] | None = None
+    repetition_penalty: Annotated[float, _limits("repetition_penalty")] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BIASES, fail_fast=True)] | None = None
+    logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_SCORED_IDS, fail_fast=True)] | None = None
+    ignore_eos: bool = False
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    add_special_tokens: bool | None = None  # default: around a text, not around what a template has rendered
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # of its end; -1: what fits
+    prompt_logprobs: Annotated[int, _limits("prompt_logprobs")] | None = None
+    return_token_ids: bool | None = None
+    return_prompt_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # in log-probabilities
+
+    def max_output(self) -> int | None:
+        """Tokens of output asked for; None if the request does not say."""
+        raise NotImplementedError
+
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report at each position; None if no log-probabilities are asked for."""
+        raise NotImplementedError
+
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives to compute at each position of the prompt; None if the prompt need not be scored."""
+        return self.prompt_logprobs
+
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
+    def shows_prompt_ids(self) -> bool:
+        return bool(self.return_token_ids or self.return_prompt_token_ids)
+
+    def shows_more_than_text(self) -> bool:
+        """True if every event of a stream has more than new text."""
+        return bool(self.return_token_ids)
+
+    def check(self) -> None:
+        """Rules between fields, and fields that are known elsewhere; raises FieldError."""
+        if self.truncate_prompt_tokens == 0:
+            raise invalid("truncate_prompt_tokens", "is 0, which would leave no prompt; use -1 for all that fits")
+        if self.prompt_logprobs is not None and self.stream:
+            raise invalid("prompt_logprobs", "is not available when stream is true; leave one out")
+        if self.logprob_token_ids and self.num_logprobs() is None:
+            raise invalid(
+                "logprob_token_ids", "is only allowed when log-probabilities are asked for; send logprobs, too"
+            )
+        if isinstance(self.seed, list) and len(self.seed) != (num_prompts := self.num_prompts()):
+            problem = f"is a list of length {len(self.seed)}, and the number of prompts is {num_prompts}"
+            raise invalid("seed", f"{problem}; send one number, or one for each prompt")
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options", "is only allowed when stream is true")
+        if (grammar := self.requested_grammar()) is not None:
+            for name, asks in (("min_tokens", self.min_tokens), ("ignore_eos", self.ignore_eos)):
+                if asks:
+                    raise invalid(name, f"cannot be combined with {grammar.field}, which says where the output ends")
+            if self.allowed_token_ids:
+                raise invalid(
+                    "allowed_token_ids", f"cannot be combined with {grammar.field}, which says what is allowed"
+                )
+        super().check()
+
+    @cached_property
+    def _bias(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as the engine takes it; raises FieldError. All prompts of a request share it."""
+        return tuple((_token_id_key(key), value) for key, value in (self.logit_bias or {}).items())
+
+    def sampling_params(self, max_tokens: int, defaults: SamplingDefaults, index: int = 0) -> SamplingParams:
+        """The engine's parameters for prompt `index`, with `max_tokens` resolved; raises FieldError."""
+        if self.min_tokens > max_tokens:
+            raise invalid("min_tokens", f"is {self.min_tokens}, more than the {max_tokens} tokens of output allowed")
+        seed = self.seed[index] if isinstance(self.seed, list) else self.seed
+        given = {name: getattr(self, name) for name in _FIELDS.keys() & type(self).model_fields.keys()}
+        given |= {
+            "max_tokens": max_tokens,
+            "top_k": None if self.top_k is None else max(self.top_k, 0),
+            "logit_bias": self._bias,
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "allowed_token_ids": tuple(self.allowed_token_ids or ()),
+            "logprob_token_ids": tuple(self.logprob_token_ids or ()),
+            "seed": None if seed is None else seed & SEED_MASK,
+            "logprobs": self.num_logprobs(),
+            "prompt_logprobs": self.num_prompt_logprobs(),
+            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+        }
+        return defaults.params(**given)
+
+
+def _token_id_key(key: str) -> int:
+    if not (key.isascii() and key.isdecimal() and len(key) <= 10 and (key == "0" or key[0] != "0")):
+        raise invalid(f"logit_bias.{key}", "is no token id; keys are numbers such as 50256")  # 050256 would be a second
+    return int(key)

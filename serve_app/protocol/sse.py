@@ -1,0 +1,140 @@
+"""Answers as server-sent events."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from runtime.output.processor import Delta
+from serve_app.protocol.answers import ChoiceUsage, encode_json, num_scores, usage
+from serve_app.protocol.errors import ApiError
+from serve_app.protocol.prepared_request import PreparedRequest
+
+MANY_SCORES = 100  # positions whose log-probabilities take a while to render
+DONE = b"data: [DONE]\n\n"
+
+
+def header(prepared: PreparedRequest[Any], kind: str) -> dict[str, Any]:
+    """The beginning of an answer or an event."""
+    return {
+        "id": prepared.id,
+        "object": kind,
+        "created": int(time.time()),
+        "model": prepared.model.name,
+        "system_fingerprint": prepared.model.fingerprint,
+    }
+
+
+class ChoiceRenderer(ABC):
+    """Renders one choice: its deltas in their order, or their sum."""
+
+    def __init__(self, prepared: PreparedRequest[Any], index: int) -> None:
+        self._prepared, self._index = prepared, index
+
+    @abstractmethod
+    def logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        """The `logprobs` object; None if there is none."""
+
+    def rest(self, delta: Delta) -> dict[str, Any]:
+        """All that a delta has beside its text."""
+        rest = {
+            "logprobs": self.logprobs(delta),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if delta.finish_reason is not None:
+            rest["seed"] = self._prepared.requests[self._index].seed
+        return rest | {"token_ids": delta.token_ids} if self._prepared.request.return_token_ids else rest
+
+
+class EventStream(ABC):
+    """Renders one request's deltas as server-sent events, or in another `media_type`: `first()`, `events()` any number
+    of times, and `last()` or `failed()`."""
+
+    media_type = b"text/event-stream; charset=utf-8"
+    keep_alive = b": the request waits\n\n"  # a comment, which readers of event streams skip
+
+    def first(self) -> bytes:
+        """The events before any text."""
+        return b""
+
+    @abstractmethod
+    def events(self, deltas: list[Delta]) -> bytes:
+        """The events of one write; empty if there is nothing to show yet."""
+
+    def is_long(self, deltas: list[Delta]) -> bool:
+        """True if the events of these deltas take a while to render."""
+        return num_scores(deltas) > MANY_SCORES
+
+    @abstractmethod
+    def last(self) -> bytes:
+        """The events after all deltas."""
+
+    @abstractmethod
+    def failed(self, error: ApiError) -> bytes:
+        """The events in place of an error status, of a stream that has begun."""
+
+
+class ChunkStream(EventStream):
+    """Chunks of OpenAI's completions and chats.
+
+    All of an event but its text is rendered once per request, so that a token costs one escape and one
+    concatenation."""
+
+    opening, closing = b',"text":', b""  # around a text
+
+    def __init__(
+        self, prepared: PreparedRequest[Any], kind: str, choices: Sequence[ChoiceRenderer], include_usage: bool
+    ) -> None:
+        self._prepared, self._choices, self._include_usage = prepared, choices, include_usage
+        self._usages = [ChoiceUsage() for _ in choices]
+        options = prepared.request.stream_options
+        self._continuous_usage = include_usage and options is not None and options.continuous_usage_stats
+        self._has_more_than_text = prepared.request.shows_more_than_text() or self._continuous_usage
+        self._head = b"data: " + encode_json(header(prepared, kind))[:-1] + b',"choices":['
+        self._prefixes = [self._head + b'{"index":%d' % i + self.opening for i in range(len(choices))]
+        self._close = (b',"usage":null}' if include_usage else b"}") + b"\n\n"
+        self._unfinished = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]'
+        self._suffix = self.closing + self._unfinished + self._close
+
+    def events(self, deltas: list[Delta]) -> bytes:
+        parts = []
+        for delta in deltas:
+            self._usages[delta.index].add(delta)
+            if (
+                delta.finish_reason is not None
+                or delta.logprobs
+                or self._has_more_than_text
+                or delta.calls
+                or delta.reasoning
+            ):
+                parts.append(self._event(delta))
+            elif delta.text:
+                parts.append(self._prefixes[delta.index] + encode_json(delta.text) + self._suffix)
+        return b"".join(parts)
+
+    def last(self) -> bytes:
+        """The usage, if it was asked for, and the end mark."""
+        if not self._include_usage:
+            return DONE
+        counts = self._prepared.usage(self._usages)
+        return self._head + b'],"usage":' + encode_json(counts) + b"}\n\n" + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return b"data: " + encode_json(error.body()) + b"\n\n" + DONE
+
+    def _event(self, delta: Delta) -> bytes:
+        """An event with more than text."""
+        text = encode_json(delta.text) + self.closing
+        rest = encode_json(self._choices[delta.index].rest(delta))[1:]
+        return self._prefixes[delta.index] + text + b"," + rest + b"]" + self._end(delta.index)
+
+    def _end(self, index: int) -> bytes:
+        """The end of an event, with the usage of this choice so far if that was asked for."""
+        if not self._continuous_usage:
+            return self._close
+        num_prompt, so_far = self._prepared.requests[index].prompt_len, self._usages[index]
+        counts = usage(num_prompt, so_far.num_cached, [so_far], self._prepared.model.speculates)
+        return b',"usage":' + encode_json(counts) + b"}\n\n"

@@ -1,0 +1,34 @@
+"""OpenAI's model object: /v1/models lists one for each name of a model or adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from actors.wire.adapter_entry import AdapterEntry
+from serve_app.protocol.prepared_request import ServedModel
+
+_PERMISSION = {  # as OpenAI's models once had it, and vLLM's have
+    "object": "model_permission",
+    "organization": "*",
+    "group": None,
+    "is_blocking": False,
+    **dict.fromkeys(("allow_sampling", "allow_logprobs", "allow_view"), True),
+    **dict.fromkeys(("allow_create_engine", "allow_search_indices", "allow_fine_tuning"), False),
+}
+
+
+def model_card(name: str, base: str, model: ServedModel, adapter: AdapterEntry | None, created: int) -> dict[str, Any]:
+    """Return the object of `name`, for the model or for an adapter; `base` is the first name of the model."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": adapter.version // 10**9 if adapter and adapter.version else created,
+        "owned_by": "callboard",
+        "root": base if adapter is None else Path(adapter.path).name,  # not where it lies
+        "parent": None if adapter is None else base,
+        "permission": [{**_PERMISSION, "id": f"modelperm-{name}", "created": created}],
+        "max_model_len": model.info.max_model_len,
+        "weights": model.info.weight_formats,
+        "draft": model.draft,
+    }

@@ -1,0 +1,117 @@
+"""The fronts of a Serve application, which ask one another for stored responses by Ray calls.
+
+A front is an actor that Ray finds by its name, and that name follows from the front's id, which each response's id has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import ray
+from ray import serve
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
+
+from runtime.spec.types import CallboardError
+from serve_app.apis.responses.store import ResponseStore, gone
+from serve_app.protocol.errors import ApiError
+
+_NAMESPACE = "serve"  # of Serve's own actors
+_ANSWER_S = 5.0  # a front that is busy answers within milliseconds
+_LISTING_S = 1.0  # from one listing of Ray's actors to the next
+
+Answer = TypeVar("Answer")
+
+
+class RayFronts:
+    """All fronts of the application that this process belongs to, as `Fronts` describes them."""
+
+    def __init__(self) -> None:
+        self._id = serve.get_replica_context().replica_id
+        self.own = self._id.unique_id
+        self._actors: dict[str, Any] = {}  # by front; of the fronts in the last listing
+        self._names: frozenset[str] = frozenset()  # of Serve's actors in the last listing
+        self._listed_at = -_LISTING_S  # when the last listing began
+        self._listing: asyncio.Task[None] | None = None  # that has not begun yet, or not ended
+        # Ray answers when its head node does. A thread that waits for it is none of those that requests need.
+        self._thread = ThreadPoolExecutor(1, "fronts")
+
+    async def ask(self, front: str, method: str, *args: Any) -> Any:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                actor = await self._actor(front)
+                return await actor.__ray_call__.remote(_answer, method, *args)
+        except RayTaskError as e:
+            if isinstance(e.cause, CallboardError):
+                raise e.cause from None
+            raise
+        except (ValueError, ActorDiedError):  # Ray has no actor of that name, or it has ended since
+            self._actors.pop(front, None)
+            self._names -= {self._name_of(front)}
+            raise gone(front) from None
+        except (RayError, TimeoutError) as e:
+            text = "The front that keeps this response does not answer now; ask again."
+            raise ApiError(503, text, code="front_unavailable", retry_after_s=1.0) from e
+
+    async def _actor(self, front: str) -> Any:
+        """The front's actor; raises ValueError if there is none.
+
+        A client can send any id. So Ray is called for fronts that it lists, and lists them once a second at most."""
+        if front not in self._actors:
+            name, asked_at = self._name_of(front), time.monotonic()
+            while name not in self._names and self._listed_at < asked_at:
+                if self._listing is None:
+                    self._listing = asyncio.create_task(self._list())
+                await asyncio.shield(self._listing)
+            if name not in self._names:
+                raise ValueError(f"Serve has no actor {name!r}.")
+            self._actors[front] = await self._ask_ray(ray.get_actor, name, _NAMESPACE)
+        return self._actors[front]
+
+    def _name_of(self, front: str) -> str:
+        return replace(self._id, unique_id=front).to_full_id_str()
+
+    async def _list(self) -> None:
+        """List Serve's actors, as soon as the last listing is old enough."""
+        try:
+            await asyncio.sleep(self._listed_at + _LISTING_S - time.monotonic())
+            self._listed_at = time.monotonic()
+            self._names = await self._ask_ray(_serve_actors)
+            self._actors = {f: actor for f, actor in self._actors.items() if self._name_of(f) in self._names}
+        finally:
+            self._listing = None
+
+    async def _ask_ray(self, function: Callable[..., Answer], *arguments: str) -> Answer:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+
+def _serve_actors() -> frozenset[str]:
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return frozenset(actor["name"] for actor in actors if actor["namespace"] == _NAMESPACE)
+
+
+class AskedStore:
+    """A front's store as other fronts reach it: on the thread of its own event loop, whichever thread Ray calls on."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store, self._loop, self._thread = store, asyncio.get_running_loop(), threading.get_ident()
+
+    def ask(self, method: str, *args: Any) -> Any:
+        if threading.get_ident() == self._thread:
+            return getattr(self._store, method)(*args)
+
+        async def ask() -> Any:
+            return getattr(self._store, method)(*args)
+
+        return asyncio.run_coroutine_threadsafe(ask(), self._loop).result(_ANSWER_S)
+
+
+def _answer(replica: object, method: str, *args: Any) -> Any:
+    """Runs in the process of the front that is asked."""
+    front: Any = serve.get_replica_context().servable_object
+    return front.responses.ask(method, *args)

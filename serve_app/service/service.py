@@ -1,0 +1,437 @@
+"""From an API request to engine requests, and from the engine's tokens to text: all of the front end but HTTP.
+
+A plain class over an EngineClient, so that it runs in a test without Ray: an API request -> `PreparedRequest` -> lists
+of `Delta`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from itertools import count
+from typing import Any
+
+from actors.wire.engine_client import EngineClient, EngineRefusal, Refusal, ServerStopped
+from runtime.core.requests import requests_of
+from runtime.output.chat_prompt import ChatPrompter
+from runtime.output.fields import invalid, shortened
+from runtime.output.processor import Delta, OutputProcessor
+from runtime.output.response_format import RequestedGrammar
+from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput
+from runtime.structured.compiler import GrammarCompiler
+from runtime.text.sampling_defaults import SamplingDefaults
+from runtime.text.stream import StopStrings
+from runtime.text.tokenizer import Tokenizer
+from serve_app.protocol.errors import ApiError, redacted
+from serve_app.protocol.prepared_request import PreparedRequest, R, ServedModel
+from serve_app.protocol.sampling import SamplingFields
+from serve_app.service.grammars import compiled, ignored_paths
+from serve_app.service.metrics import RequestContext, RequestRecord, ServiceMetrics
+from serve_app.service.model_card import model_card
+from serve_app.service.service.endpoint import Endpoint
+
+_RECOVERY_RETRY_S = 1.0
+_LOADING_RETRY_S = 5.0
+_REFUSALS: dict[Refusal, tuple[int, str | None, float | None]] = {  # status, code, and when to come back
+    Refusal.BUSY: (429, "engine_busy", None),
+    Refusal.DRAINING: (503, "engine_unavailable", _RECOVERY_RETRY_S),
+    Refusal.LATE: (504, "queue_timeout", None),
+    Refusal.NEVER: (400, None, None),
+}
+MAX_PROMPT_TOKENS = 4_000_000  # of one request: its prompts and their predictions, once for each choice
+_BURST, _CHOICE_COST = 1 << 18, 1 << 10  # tokens submitted at once, some milliseconds' work; a choice is work itself
+_MOST_POOLED = 256  # prompts of one request for vectors that engines have at a time: their queues are for others, too
+_MAX_NAMES = 8  # of models, in an error
+_MAX_SCORES = 1 << 18  # log-probabilities of prompts that one request may ask for: 80 bytes of JSON each
+
+
+class Service:
+    """Answers API requests with one model, whatever brings the requests here."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer | None,
+        model: str,
+        draft: str | None = None,
+        aliases: Iterable[str] = (),
+    ) -> None:
+        """`model` is the name that clients use, `draft` that of what guesses for it, None if nothing does. `aliases`
+        are more names for the model; answers have the first. Without a tokenizer the service is loading until `start`.
+        """
+        self.model, self.draft = model, draft
+        self._aliases = tuple(name for name in dict.fromkeys(aliases) if name != model)
+        self._client = client
+        self.metrics = ServiceMetrics(client, model)
+        self._created = int(time.time())
+        self.grammars = GrammarCompiler()
+        self.num_live = 0  # requests that are answered now
+        self._tokenizer: Tokenizer | None = None
+        if tokenizer is not None:
+            self.start(tokenizer)
+
+    def start(self, tokenizer: Tokenizer, defaults: SamplingDefaults | None = None) -> None:
+        """The client is connected, and these are the model's tokenizer and how requests are sampled that do not say:
+        they can be served."""
+        self._defaults = defaults or SamplingDefaults()
+        self._chats = ChatPrompter(tokenizer) if tokenizer.chat_template is not None else None
+        self._tokenizer = tokenizer
+
+    @property
+    def loading(self) -> bool:
+        """True while no request can be served yet."""
+        return self._tokenizer is None
+
+    def named(self, name: str | None) -> ServedModel:
+        """What a request for this model, or for none, gets: the model as it is now, or one of its adapters.
+
+        Raises the 404 if nothing has the name, and the 503 while the service is loading."""
+        name = self.model if name is None or name in self._aliases else name
+        adapter = None if name == self.model else self._client.adapters.served().get(name)
+        if self._tokenizer is None:
+            raise _unavailable(self.health() or "", _LOADING_RETRY_S)
+        if adapter is None and name != self.model:
+            raise self._unknown(name, "model")
+        digest = "" if adapter is None else adapter.digest
+        return ServedModel(name, self._tokenizer, self._chats, self._client.info, self.draft, digest)
+
+    def _unknown(self, name: str, param: str) -> ApiError:
+        names = ", ".join(map(repr, [self.model, *self._aliases, *self._client.adapters.served()][:_MAX_NAMES]))
+        text = f"There is no model {shortened(name)!r} here; this server has {names}."
+        return ApiError(404, text, param=param, code="model_not_found")
+
+    def engines(self) -> list[str]:
+        """The ids of the engines that there are; a healthy server may have none, and start one for the next request."""
+        return self._client.engines()
+
+    @property
+    def is_asleep(self) -> bool:
+        """True while an engine sleeps."""
+        return self._client.is_asleep
+
+    def health(self) -> str | None:
+        """None if requests can be served now; else one sentence that says why not."""
+        return self._client.health() or ("The server is loading the tokenizer." if self.loading else None)
+
+    def abort(self, request_id: str, owner: str = "") -> None:
+        """End a request by the id of its answer or its client's own id, if it is `owner`'s; an unknown one is no
+        error."""
+        self._client.abort(owned(request_id, owner))
+
+    def engine_client(self) -> EngineClient:
+        """The engines; raises the 503 while they take no requests."""
+        if reason := self.health():
+            raise _unavailable(reason, _RECOVERY_RETRY_S)
+        return self._client
+
+    def description(self) -> dict[str, Any]:
+        """The model and how it computes; raises the 503 while the service is loading."""
+        model = self.named(None)
+        facts = asdict(model.info) | {"model": self.model, "draft": self.draft, "version": version("callboard")}
+        return facts | {"system_fingerprint": model.fingerprint, "sampling": self._defaults.values}
+
+    def model_card(self, name: str | None = None) -> dict[str, Any]:
+        """OpenAI's model object, of the model, of another name for it or of an adapter; raises what `named` does."""
+        model = self.named(name)
+        adapter = self._client.adapters.served().get(model.name) if model.adapter else None
+        card_id = name if name in self._aliases else model.name
+        return model_card(card_id, self.model, model, None if adapter is None else adapter.entry, self._created)
+
+    def model_cards(self) -> list[dict[str, Any]]:
+        """Of all that a request may ask for, the model itself first."""
+        return [self.model_card(name) for name in (None, *self._aliases, *self._client.adapters.served())]
+
+    async def load_adapter(self, name: str, path: str, may_replace: bool) -> None:
+        """Let requests ask for the adapter in a folder by this name; returns when all engines have it, or raises
+        ApiError."""
+        if name in (self.model, *self._aliases):
+            raise invalid("lora_name", f"is {shortened(name)!r}, which the model itself is called already")
+        if name in self._client.adapters.served() and not may_replace:
+            text = "which is a model here already; unload it first, or send load_inplace"
+            raise invalid("lora_name", f"is {shortened(name)!r}, {text}")
+        try:
+            await self._client.adapters.load(name, path)
+        except EngineRefusal as e:
+            raise _refused(e) from e
+        except CallboardError as e:
+            raise ApiError(400, redacted(str(e)), param="lora_path", code="adapter_not_loaded") from e
+
+    async def unload_adapter(self, name: str) -> None:
+        """Let no new request ask for it; returns when those that have it have come to their end."""
+        if name not in self._client.adapters.served():
+            raise self._unknown(name, "lora_name")
+        await self._client.adapters.unload(name)
+
+    def prepare(self, endpoint: Endpoint[R], request: R, request_id: str = "", owner: str = "") -> PreparedRequest[R]:
+        """Template, tokenise and check one API request; raises FieldError or ApiError.
+
+        `request_id` becomes a part of the answer's id; without one it is random. Of those who ask, only `owner` can
+        abort it.
+        Pure CPU work and thread-safe, so that a long prompt can be prepared beside the event loop."""
+        model = self.named(request.model)
+        if not model.info.makes_text:
+            raise ApiError(400, "This model makes no text; ask it for embeddings or scores.", param="model")
+        prompts = endpoint.prompts(request, model)
+        lengths = [len(prompt) for prompt in prompts.token_ids]
+        max_tokens = [_max_tokens(endpoint, request, length, model, prompts.where) for length in lengths]
+        _check_work(request, sum(lengths), len(lengths) * len(prompts.prediction), prompts.where)
+        for at, prompt in enumerate(prompts.token_ids):
+            _check_token_ids(prompts.path(at), prompt, model)
+        budget = None if prompts.message_format is None else prompts.message_format.budget
+        if (prompts.grammar or budget) and not model.info.eos_token_ids:
+            field = "thinking_token_budget" if prompts.grammar is None else prompts.grammar.field
+            raise invalid(field, "needs a model with an end-of-sequence token, and this one has none")
+        answer_id = endpoint.new_id(request_id)
+        names = (f"{owned(answer_id, owner)}-{i}" for i in count())
+        requests: list[Request] = []
+        for index, (prompt, most) in enumerate(zip(prompts.token_ids, max_tokens, strict=True)):
+            params = request.sampling_params(most, self._defaults, index)
+            if budget is not None:
+                params = replace(params, thinking=budget)
+            if not requests:
+                _check_token_ids("logit_bias", (i for i, _ in params.logit_bias), model)
+                _check_token_ids("allowed_token_ids", params.allowed_token_ids, model)
+                _check_token_ids("logprob_token_ids", params.logprob_token_ids, model)
+                _check_token_ids("stop_token_ids", params.stop_token_ids, model)
+            requests += requests_of(
+                names,
+                prompt,
+                params,
+                request.n or 1,
+                priority=request.priority,
+                cache_salt=request.cache_salt or "",
+                adapter=model.adapter,
+                prediction=prompts.prediction,
+            )
+        stops = StopStrings(params.stop) if params.stop else None
+        ignored = [*request.ignored_fields(), *prompts.ignored_fields]
+        return PreparedRequest(answer_id, owner, request, model, prompts, requests, stops, ignored)
+
+    async def run(
+        self, prepared: PreparedRequest[Any], context: RequestContext | None = None
+    ) -> AsyncGenerator[list[Delta], None]:
+        """Yields the deltas of the choices as they come, until all have finished. Close it to abort the rest.
+
+        Raises ApiError: 400 if no engine can serve it or a grammar is too complex, 429 if the engines or the compiler
+        are full, 503 if the engines are away, 504 if they are late, 500 if one fails."""
+        context = context or RequestContext()
+        context.model, context.ignored_fields = prepared.model.name, prepared.ignored_fields
+        with self._counted(), self.metrics.request(prepared.id, context, prepared.num_choices) as record:
+            if reason := self._client.health():
+                raise _unavailable(reason, _RECOVERY_RETRY_S)
+            if (grammar := prepared.prompts.grammar) is not None:
+                prepared = replace(prepared, requests=await self._bound_requests(prepared, grammar))
+            with _as_answers():
+                if len(prepared.requests) == 1:
+                    async with aclosing(self._choice(prepared, 0, record)) as choice:
+                        async for delta in choice:
+                            yield [delta]
+                else:
+                    async with aclosing(self._merged(prepared, record)) as choices:
+                        async for deltas in choices:
+                            yield deltas
+
+    async def pool(self, answer_id: str, requests: list[Request], context: RequestContext) -> list[bytes]:
+        """What the engines pool of each request's prompt. Raises ApiError as `run` does; cancelling it aborts them."""
+        with self._counted(), self.metrics.request(answer_id, context, 1) as record:
+            if reason := self._client.health():
+                raise _unavailable(reason, _RECOVERY_RETRY_S)
+            with _as_answers():
+                if len(requests) == 1:
+                    return [await self._pooled(requests[0], record)]
+                room = asyncio.Semaphore(_MOST_POOLED)
+
+                async def pooled(request: Request) -> bytes:
+                    async with room:
+                        return await self._pooled(request, record)
+
+                tasks = [asyncio.create_task(pooled(request)) for request in requests]
+                try:
+                    return await asyncio.gather(*tasks)
+                finally:
+                    for task in tasks:
+                        task.cancel()
+
+    async def _pooled(self, request: Request, record: RequestRecord) -> bytes:
+        with record.choice(request) as seen:
+            async with aclosing(self._client.generate(request, seen.moved_to)) as outputs:
+                async for output in outputs:
+                    seen.note(output)
+                    if output.finish_reason > FinishReason.LENGTH:
+                        raise _failure(output, None)
+                    if output.pooled is not None:
+                        seen.reason = "stop"
+                        self.metrics.delivered(seen)
+                        return output.pooled
+        raise ApiError(500, "The engine ended a prompt without its vector.", code="engine_error")
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.num_live += 1
+        try:
+            yield
+        finally:
+            self.num_live -= 1
+
+    async def _merged(self, prepared: PreparedRequest[Any], record: RequestRecord) -> AsyncGenerator[list[Delta], None]:
+        """All choices side by side."""
+        num_open = len(prepared.requests)
+        ready: asyncio.Queue[Delta | Exception] = asyncio.Queue(maxsize=2 * num_open)
+
+        async def pump(index: int) -> None:
+            try:
+                async with aclosing(self._choice(prepared, index, record)) as choice:
+                    async for delta in choice:
+                        await ready.put(delta)
+            except Exception as e:
+                await ready.put(e)
+
+        pumps: list[asyncio.Task[None]] = []
+
+        async def start() -> None:
+            burst = 0
+            for i, request in enumerate(prepared.requests):
+                burst += request.prompt_len + len(request.prediction) + _CHOICE_COST
+                if burst > _BURST:  # others have their turn; below it, all choices come to the engine's same step
+                    await asyncio.sleep(0)
+                    burst = 0
+                pumps.append(asyncio.create_task(pump(i)))
+
+        starting = asyncio.create_task(start())
+        try:
+            while num_open:
+                items = [await ready.get()]
+                while not ready.empty():
+                    items.append(ready.get_nowait())
+                deltas = [item for item in items if isinstance(item, Delta)]
+                if deltas:
+                    yield deltas
+                for item in items:
+                    if isinstance(item, Exception):
+                        raise item
+                num_open -= sum(delta.finish_reason is not None for delta in deltas)
+        finally:
+            starting.cancel()
+            for task in pumps:
+                task.cancel()  # each closes its generator, which aborts its request; nothing here waits for it
+
+    async def _choice(
+        self, prepared: PreparedRequest[Any], index: int, record: RequestRecord
+    ) -> AsyncGenerator[Delta, None]:
+        """One choice. Closing it, a stop string or the last call allowed closes the engine's generator, which aborts
+        the request."""
+        request, echo = prepared.requests[index], prepared.echo(index)
+        form = prepared.prompts.message_format
+        processor = OutputProcessor(prepared.model.tokenizer, request, index, form, prepared.stops)
+        with record.choice(request) as seen:
+            async with aclosing(self._client.generate(request, seen.moved_to)) as outputs:
+                async for output in outputs:
+                    seen.note(output)
+                    if output.finish_reason > FinishReason.LENGTH:
+                        raise _failure(output, prepared.prompts.grammar)
+                    delta = processor.process(output)
+                    if echo is not None:
+                        delta.text, echo = echo.text + delta.text, None
+                    if delta.finish_reason is not None:
+                        seen.reason = delta.finish_reason
+                    if prepared.on_delta is not None:
+                        prepared.on_delta(delta)
+                    yield delta
+                    if delta.finish_reason is not None:
+                        self.metrics.delivered(seen)
+                        return
+
+    async def _bound_requests(self, prepared: PreparedRequest[Any], asked: RequestedGrammar) -> list[Request]:
+        """The engine requests with their grammar; what of it is not enforced is noted for the headers."""
+        asked_at = time.monotonic()
+        self.metrics.waits_for_grammar()
+        try:
+            grammar = await compiled(self.grammars, asked)
+        finally:
+            self.metrics.waited_for_grammar(time.monotonic() - asked_at)
+        prepared.ignored_fields.extend(ignored_paths(grammar, asked))
+        grammar = replace(grammar, ignored=())
+        return [replace(request, params=replace(request.params, grammar=grammar)) for request in prepared.requests]
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_token_ids(where: str, ids: Iterable[int], model: ServedModel) -> None:
+    largest, size = max(ids, default=0), min(model.tokenizer.vocab_size, model.info.vocab_size)
+    if largest >= size:
+        raise invalid(where, f"holds the token id {largest}, but the ids of this model end at {size - 1}")
+
+
+def _max_tokens(endpoint: Endpoint[R], request: R, prompt_len: int, model: ServedModel, where: str) -> int:
+    """Tokens of output, the endpoint's default (None: all that fit) if the request does not say; never beyond the
+    context."""
+    asked, default, limit = request.max_output(), endpoint.default_max_tokens, model.info.max_model_len
+    room = limit - prompt_len
+    if (1 if asked is None else asked) > room:
+        wanted = f"{asked} tokens of output" if asked else "at least one token of output"
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {limit} tokens, but {where} has {prompt_len} tokens "
+            f"and {wanted} must fit too; shorten {where}{f' or lower {endpoint.max_tokens_field}' if asked else ''}.",
+            param=where,
+            code="context_length_exceeded",
+        )
+    return min(room if default is None else default, room) if asked is None else asked
+
+
+def owned(request_id: str, owner: str) -> str:
+    """A name that the engine knows a request by."""
+    return f"{owner}/{request_id}" if owner else request_id
+
+
+def _check_work(request: SamplingFields, num_tokens: int, num_predicted: int, where: str) -> None:
+    """Raises the 400 for choices or scores of prompts of so many tokens that are too much for one request."""
+    n, top = request.n or 1, request.num_prompt_logprobs()
+    if (num_tokens + num_predicted) * n > MAX_PROMPT_TOKENS:
+        what = f"{num_tokens} tokens of prompt" + (f" and {num_predicted} of prediction" if num_predicted else "")
+        what += f" for {n} choices each" if n > 1 else ""
+        raise invalid("n" if n > 1 else where, f"asks for {what}; at most {MAX_PROMPT_TOKENS} in all are allowed")
+    if top is not None and num_tokens * n * (top + 1) > _MAX_SCORES:
+        raise invalid(
+            "logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
+            f"asks for {top + 1} log-probabilities at each of {num_tokens * n} tokens of prompt; at most "
+            f"{_MAX_SCORES} in all are allowed",
+        )
+
+
+@contextmanager
+def _as_answers() -> Iterator[None]:
+    """Errors of engines become those of an answer."""
+    try:
+        yield
+    except EngineRefusal as e:
+        raise _refused(e) from e
+    except ApiError:
+        raise
+    except ServerStopped as e:
+        raise _unavailable(str(e), _RECOVERY_RETRY_S) from e
+    except CallboardError as e:
+        raise ApiError(500, str(e), code="engine_error") from e
+
+
+def _failure(output: RequestOutput, grammar: RequestedGrammar | None) -> ApiError:
+    """The error for a choice that has not come to its end."""
+    if output.finish_reason is FinishReason.ABORT:
+        return ApiError(499, "This request was aborted by its id.", code="request_aborted")
+    if output.finish_reason is FinishReason.GRAMMAR:
+        return ApiError(400, output.error, param=None if grammar is None else grammar.field, code="grammar_failed")
+    return ApiError(500, output.error, code="engine_error")
+
+
+def _refused(refusal: EngineRefusal) -> ApiError:
+    status, code, retry_after_s = _REFUSALS[refusal.reason]
+    return ApiError(status, str(refusal), code=code, retry_after_s=refusal.retry_after_s or retry_after_s)
+
+
+def _unavailable(reason: str, retry_after_s: float) -> ApiError:
+    return ApiError(503, reason, code="engine_unavailable", retry_after_s=retry_after_s)
