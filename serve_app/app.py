@@ -45,10 +45,10 @@ from serve_app.protocol.answers import encode_json
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.request_log.line import RequestLines
 from serve_app.request_log.pipe import line_writer
+from serve_app.service.endpoint import Endpoint
 from serve_app.service.ray_fronts import AskedStore, RayFronts
 from serve_app.service.ray_metrics import RayMetrics
 from serve_app.service.service import Service
-from serve_app.service.service.endpoint import Endpoint
 from serve_app.settings import HttpSettings, ScalingSettings
 from serve_app.tools.processes import kill_any
 

@@ -1,4 +1,4 @@
-"""The draft actor: one process with a small model whose guesses engines verify (protocol: runtime/speculation/draft.py).
+"""The draft actor: a process with a small model that proposes draft tokens (protocol: runtime/speculation/draft.py).
 
     engine's step thread                     draft's thread
     DraftClient - SocketDraft  --- Told -->  DraftLoop - DraftCore - ModelRunner

@@ -1,6 +1,6 @@
 """The choice of an engine for each request: by what engines hold in their prefix caches and by what they have to do.
 
-Pure: no clock, no sockets, no tasks. Engines tell what changes (`CacheUpdate`, made by `actors/wire/cache_feed.py`), the
+Pure: no clock, no sockets, no tasks. Engines tell what changes (`CacheUpdate`, made by `wire/cache_feed.py`), the
 router keeps a picture of each, and answers `choose` from it. With policy "prefix" the engine with the least
 
     (tokens that it has still to compute + those of this request that it has not cached + 1) x (its requests + 1)

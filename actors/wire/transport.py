@@ -6,8 +6,7 @@
 
 Every connection begins with the secret of its invitation, which is compared before anything else is read; nothing is
 ever unpickled from a socket. It is a byte stream, over a Unix socket on one node (12 us a round trip, wakes without
-spinning) and over TCP to another one. What a frame means is up to its users (runtime.core.plan, runtime.speculation.draft,
-messages.py).
+spinning) and over TCP to another one. Its users define what a frame means.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ import torch.nn.functional as F
 
 from benchmarks.kernels.tune_linear import MODELS, Product, graph_us, products
 from runtime.kernels._triton import INTERPRETED
-from runtime.kernels.experts.experts_torch import GroupedExperts, Tile, fp8_experts
+from runtime.kernels.experts import fp8_experts
+from runtime.kernels.experts.experts_torch import GroupedExperts, Tile
 from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.tiles import Tiling
 from runtime.kernels.norm.gated_activation import gated_activation_triton

@@ -1,6 +1,6 @@
 """Linear layers on a GPU: finds launch configurations, and times all products of a model's decode step in a row.
 
-    python -m benchmarks.kernels.tune_linear tune 1 8 16  # finds runtime/kernels/linear/skinny_gemm_configs.py, and writes it
+    python -m benchmarks.kernels.tune_linear tune 1 8 16  # writes kernels/linear/skinny_gemm_configs.py
     python -m benchmarks.kernels.tune_linear chain 1 2 4  # whole models with the table as it is, against cuBLAS
 
 Everything is timed as one CUDA graph over different weights, so that none is still in the cache and each kernel's start
@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 from triton.runtime.errors import OutOfResources
 
+from runtime.kernels.linear import skinny_gemm_configs
 from runtime.kernels.linear.batch_invariant_linear import batch_invariant_linear_triton
-from runtime.kernels.linear.linear_torch import skinny_gemm_configs
 from runtime.kernels.linear.skinny_gemm import MAX_ROWS, skinny_gemm_config, skinny_gemm_triton
 from runtime.kernels.linear.skinny_gemm_configs import SKINNY_GEMM_CONFIGS, SkinnyGemmConfig
 from runtime.kernels.linear.sum_order import sum_order

@@ -32,7 +32,7 @@ class Dense(WeightFormat):
         return {location.name: StoredTensor(shape, _FLOATS)}
 
     def device_bytes(self, shape: Shape, numerics: Numerics) -> int:
-        # A CPU product that cannot be packed multiplies in float32 in deterministic mode (runtime.kernels.linear.linear_torch).
+        # A CPU product that cannot be packed multiplies in float32 in deterministic mode (linear_torch.py).
         in_float32 = numerics.deterministic and not numerics.packed and numerics.device.type == "cpu"
         return math.prod(shape) * (4 if in_float32 else numerics.dtype.itemsize)
 

@@ -18,7 +18,7 @@ RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 class RopeSpec:
     """Rotary position embedding (arXiv 2104.09864), half-split layout, and how it is stretched to longer contexts.
 
-    runtime.models.rope reads it from a config; runtime.kernels.attention.rope.rope_table says what each type computes."""
+    models/rope.py reads it from a config; `rope_table` of kernels/attention/rope.py computes each type."""
 
     theta: float = 10000.0
     type: RopeType = "default"

@@ -59,7 +59,7 @@ OLLAMA_OPTIONS = """
 _HEAD = """\
 # Fields of requests
 
-Written by `python -m serve_app.apis.api_page` from the models that check requests; [http.md](http.md) explains the routes.
+Written by `python -m serve_app.apis.api_page` from the models that check requests; [http.md](http.md) explains them.
 All fields of OpenAI's, Anthropic's, vLLM's and SGLang's requests, and Callboard's own, for `/v1/completions`,
 `/v1/chat/completions`, `/v1/responses` and `/v1/messages`:
 
@@ -68,7 +68,7 @@ All fields of OpenAI's, Anthropic's, vLLM's and SGLang's requests, and Callboard
   to send instead. Null, and values that ask for nothing (in brackets), are no fault.
 - ignored: it asks for nothing that an answer could show here; the header `x-callboard-ignored-fields` names it. So it
   does every field that is not in this table and in none of the tables of
-  [other servers' fields](../serve_app/requests/other_servers.py), which has those of TGI, llama.cpp and Ollama, too.
+  [other servers' fields](../serve_app/protocol/other_servers.py), which has those of TGI, llama.cpp and Ollama, too.
 
 | field | of | completions | chat | responses | messages | what to send instead, or why |
 | --- | --- | --- | --- | --- | --- | --- |

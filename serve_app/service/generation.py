@@ -21,10 +21,10 @@ from serve_app.protocol.errors import INTERNAL_ERROR, ApiError
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.protocol.sse import MANY_SCORES, EventStream
+from serve_app.service.endpoint import Endpoint
 from serve_app.service.metrics import RequestContext
 from serve_app.service.recorded import RecordedRequests
 from serve_app.service.service import Service
-from serve_app.service.service.endpoint import Endpoint
 from serve_app.settings import HttpSettings
 
 logger = logging.getLogger(__name__)

@@ -29,10 +29,10 @@ from runtime.text.tokenizer import Tokenizer
 from serve_app.protocol.errors import ApiError, redacted
 from serve_app.protocol.prepared_request import PreparedRequest, R, ServedModel
 from serve_app.protocol.sampling import SamplingFields
+from serve_app.service.endpoint import Endpoint
 from serve_app.service.grammars import compiled, ignored_paths
 from serve_app.service.metrics import RequestContext, RequestRecord, ServiceMetrics
 from serve_app.service.model_card import model_card
-from serve_app.service.service.endpoint import Endpoint
 
 _RECOVERY_RETRY_S = 1.0
 _LOADING_RETRY_S = 5.0

@@ -8,7 +8,7 @@ import cloudpickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engine.actor import autoscaling
+from actors.engine import autoscaling
 from actors.engine.autoscaling import EngineFigures, ScalingPolicy, ServePolicy, engines_needed, report_of
 from tests.support.examples import examples
 

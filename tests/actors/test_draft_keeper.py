@@ -5,7 +5,7 @@ import queue
 
 import pytest
 
-from actors.engine.actor import runner_group
+from actors.engine import runner_group
 from actors.engine.runner_group import DraftKeeper
 from actors.wire.transport import connect
 from runtime.spec.config import EngineConfig

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayTaskError
 
-from actors.engine.actor import runner_group
+from actors.engine import runner_group
 from actors.engine.runner_group import RunnerGroup
 from actors.engine.step_channel import RunnersLost, serve_steps
 from actors.wire.transport import connect

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from runtime.kernels.attention.rope import rope_table
 from runtime.kernels.experts.experts_torch import route_torch
+from runtime.kernels.linear import linear_torch as linear
 from runtime.kernels.linear.linear_torch import agreeing_sizes, batch_invariant_product
-from runtime.kernels.linear.linear_torch import linear_torch as linear
 from runtime.kernels.norm.gated_activation import gated_activation_exact
 from runtime.kernels.norm.layer_norm import layer_norm_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch

@@ -1,4 +1,4 @@
-"""HAProxy with the configuration that Serve writes, as actors/ray/haproxy.py adapts it: the real binary, without Ray."""
+"""HAProxy with the configuration that Serve writes, as actors/ray/haproxy.py adapts it; no Ray."""
 
 import os
 import socket

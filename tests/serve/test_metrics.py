@@ -14,10 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from actors.wire.metrics import METRICS, Histogram, MetricValues, Snapshot, all_at_zero
 from runtime.spec.types import Request, SamplingParams
 from serve_app.application import build_http_app
+from serve_app.service import ray_metrics as ray_metrics_module
 from serve_app.service.metrics import ChoiceStats
 from serve_app.service.ray_metrics import RayMetrics
 from serve_app.service.service import Service
-from serve_app.service.service import ray_metrics as ray_metrics_module
 from tests.actors import test_link
 from tests.actors.test_link import Engine, eventually, link_to
 from tests.support.fake_engine import FakeEngine, byte_tokenizer, client_of

@@ -33,14 +33,14 @@ from benchmarks.kernels.tune_quantized import FORMS, NF4  # noqa: E402
 from benchmarks.library.models import spec_of  # noqa: E402
 from runtime.core.plan import NewSlot, StepPlan  # noqa: E402
 from runtime.features.grammar_state import GrammarState  # noqa: E402
-from runtime.kernels import _triton
+from runtime.kernels import _triton  # noqa: E402
 from runtime.kernels.collectives.all_gather import all_gather_triton  # noqa: E402
 from runtime.kernels.collectives.all_reduce import all_reduce_triton  # noqa: E402
 from runtime.kernels.collectives.inboxes import NUM_PROGRAMS, STATE_WORDS, Inboxes  # noqa: E402
 from runtime.kernels.experts.fp8_experts import Fp8Experts, has_fp8_experts  # noqa: E402
 from runtime.kernels.experts.quantized_experts import QuantizedExperts  # noqa: E402
+from runtime.kernels.linear import tiles  # noqa: E402
 from runtime.kernels.linear.fused_linear import FusedLinear  # noqa: E402
-from runtime.kernels.linear.linear_torch import tiles
 from runtime.kernels.linear.lora import RowAdapters, add_adapters_triton, make_adapters  # noqa: E402
 from runtime.kernels.numerics import Numerics  # noqa: E402
 from runtime.kernels.quantized.fp8_encode import encode_fp8_rows_triton  # noqa: E402

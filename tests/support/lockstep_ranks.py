@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 class LockstepRank:
-    """`runtime.kernels.collectives.communicator.Communicator` of one thread, as far as steps use it; counts what it is asked."""
+    """A `Communicator` of one thread that counts its calls."""
 
     handle = b""
 

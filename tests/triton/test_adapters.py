@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.library.make_adapter import modules_of, save_adapter
+from runtime.kernels.linear import lora as adapters
 from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.linear_torch import Linear
-from runtime.kernels.linear.linear_torch import lora as adapters
 from runtime.kernels.linear.lora import RowAdapters, add_adapters_torch, add_adapters_triton, make_adapters
 from runtime.kernels.linear.small_results import EMPTY_WORD
 from runtime.kernels.norm.gated_activation import gated_activation_torch

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from runtime.kernels.linear import batch_invariant_linear
 from runtime.kernels.linear.batch_invariant_linear import (
     Tiling,
     batch_invariant_linear_torch,
     batch_invariant_linear_triton,
 )
-from runtime.kernels.linear.linear_torch import batch_invariant_linear
 from runtime.kernels.linear.skinny_gemm import skinny_gemm_torch, skinny_gemm_triton
 
 FORMS = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels._triton import constexpr, jit, tl, use_pdl
-from runtime.kernels.linear.linear_torch import tiles
+from runtime.kernels.linear import tiles
 from runtime.kernels.linear.tiles import Tiling, blocks_of, keep_part, part_of, store_tile, sum_parts, tile_place
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, decode_planes, kernel_options
 

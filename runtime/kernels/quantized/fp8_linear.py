@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels._triton import INTERPRETED, jit, tl, use_pdl
-from runtime.kernels.linear.linear_torch import tiles
+from runtime.kernels.linear import tiles
 from runtime.kernels.linear.tiles import Tiling, blocks_of, keep_part, part_of, store_tile, sum_parts, tile_place
 from runtime.kernels.norm.gated_activation import Activation
 from runtime.kernels.quantized.fp8_rows import Fp8Rows, fp8_rows_triton

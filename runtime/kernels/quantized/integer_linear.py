@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels._triton import INTERPRETED, constexpr, jit, tl, use_pdl
-from runtime.kernels.linear.linear_torch import tiles
+from runtime.kernels.linear import tiles
 from runtime.kernels.linear.tiles import Tiling, blocks_of, keep_part, part_of, store_tile, sum_parts, tile_place
 from runtime.kernels.norm.gated_activation import Activation
 from runtime.kernels.quantized.integer_rows import IntegerRows, integer_rows_triton

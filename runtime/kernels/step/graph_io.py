@@ -4,7 +4,7 @@ A copy before a graph and another after it cost the host 0.15 ms a step, and the
 kernels always read the same addresses, so the host writes inputs into the entries of a ring, in turn, and the graphs
 count along on the device:
 
-    input   = [ repeats | num_writes | rows: 2 * (2 * size + num_samples) | the writes, as kernels/step/scatter_writes.py ]
+    input   = [ repeats | num_writes | rows: 2 * (2 * size + num_samples) | the writes, as scatter_writes.py ]
     rows    = [ slots: size | tokens: size | slots of the samples: num_samples, and as many again that move on:
                 starts: size | nothing: size | positions of the samples: num_samples ]
     output  = [ token ids of the first replay: num_samples | of the second, if there are repeats | ... ]

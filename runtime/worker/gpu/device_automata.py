@@ -14,8 +14,8 @@ _POOL_BYTES = 64 << 20  # some 50 automata of small schemas at a vocabulary of 1
 
 
 class DeviceAutomata:
-    """A pool of automata, uploaded once each, and the state of each slot (kernels/sampling/automata.py). The memory of the pool
-    is taken with the first one; when it is full, or there is no memory for it, those that come later stay with the
+    """A pool of automata, uploaded once each, and the state of each slot (kernels/sampling/automata.py). Its memory
+    pool is taken with the first one; when it is full, or there is no memory for it, those that come later stay with the
     host."""
 
     def __init__(self, num_slots: int, device: torch.device) -> None:

@@ -31,7 +31,7 @@ class GraphIO:
 
     def write_input(self, repeats: int, rows: Int32s, writes: list[Int32s]) -> Int32s:
         """Write the input of the next `repeats` replays of a graph. `writes` are their number, as an array, and what
-        kernels/step/scatter_writes.py wants after it. Returns where the output will be when the replays are done; the entry
+        kernels/step/scatter_writes.py reads after it. Returns where the output will be after the replays; the entry
         is used again, so the caller copies from it."""
         self._entry = (self._entry + 1) % _NUM_ENTRIES
         self._over[self._entry]()

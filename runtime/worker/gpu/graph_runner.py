@@ -67,7 +67,7 @@ class Bucket(NamedTuple):
         return 2 * (2 * self.num_rows + self.num_tokens)
 
     def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Rows as kernels/step/graph_io.py has them: slots, tokens and sampled slots; starts, nothing, sampled positions."""
+        """Split rows in the layout of kernels/step/graph_io.py."""
         return tuple(rows.split_with_sizes([self.num_rows, self.num_rows, self.num_tokens] * 2))
 
     def pack(self, plan: StepPlan, null_slot: int) -> Int32s:

@@ -87,7 +87,7 @@ def inbox_bytes_of(size: int, max_bytes: int) -> int:
 
 
 class PeerMemory:
-    """`runtime.kernels.collectives.communicator.Communicator` of processes with a GPU each; or several, or threads, on one."""
+    """A `Communicator` of processes with a GPU each; or several, or threads, on one."""
 
     def __init__(
         self,

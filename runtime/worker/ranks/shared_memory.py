@@ -77,7 +77,7 @@ class _Buffer:
 
 
 class SharedMemory:
-    """`runtime.kernels.collectives.communicator.Communicator` of processes of one user on one machine, or of threads."""
+    """A `Communicator` of processes of one user on one machine, or of threads."""
 
     def __init__(
         self,
