@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from runtime.core.plan import Int32s, NewSlot, StepPlan
+from runtime.features.device_automata import DeviceAutomata
 from runtime.features.grammar_output import GrammarOutput, made_engines
 from runtime.kernels.sampling.automata import AT, FIRST, GUESSES, NUM_GUESSES, SLOT
 from runtime.spec.sharding import ALONE, Shard
@@ -26,7 +27,6 @@ from runtime.structured.engines import Engines
 from runtime.structured.lazy import LazyMatcher
 from runtime.structured.thinking import ThinkingMatcher
 from runtime.structured.vocabulary import Vocabulary
-from runtime.worker.gpu.device_automata import DeviceAutomata
 
 _MAKING_S = 0.002  # a step waits for the matchers of new outputs, in all: a small grammar's takes half of it
 _IDLE_S = 0.01  # a step whose rows all wait for their matchers

@@ -21,7 +21,7 @@ from serve_app.protocol.other_servers import IGNORED_FIELDS, UNSUPPORTED_FIELDS,
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.protocol.shapes import RequestModel
 
-PAGE = Path(__file__).parents[1] / "docs" / "api.md"
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 ROUTES: dict[str, type[RequestModel]] = {
     "completions": CompletionRequest,
     "chat": ChatRequest,

@@ -7,8 +7,8 @@ from unittest.mock import Mock
 
 import pytest
 
+from actors.engine import actor as engine_module
 from actors.engine.actor import EngineActor
-from actors.engine.actor import actor as engine_module
 from runtime.spec.config import EngineConfig
 from tests.actors.test_link import eventually
 

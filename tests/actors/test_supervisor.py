@@ -7,7 +7,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 from ray.exceptions import RayError
 
-from actors.engine.actor import supervisor as supervisor_module
+from actors.engine import supervisor as supervisor_module
 from actors.engine.autoscaling import EngineFigures
 from actors.engine.supervisor import Supervisor
 from runtime.spec.config import EngineConfig

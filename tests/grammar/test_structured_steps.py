@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
+from runtime.features.device_automata import DeviceAutomata
 from runtime.kernels.sampling.automata import advance_states_torch, mask_states_torch
 from runtime.spec.types import FinishReason, Grammar, GrammarSpec
 from runtime.speculation.draft import DraftCore, LocalWire
@@ -21,7 +22,6 @@ from runtime.structured.automaton import EagerMatcher, build
 from runtime.structured.grammar import compiled
 from runtime.structured.lazy import LazyEngine
 from runtime.structured.pattern import GrammarError
-from runtime.worker.gpu.device_automata import DeviceAutomata
 from tests.grammar.test_structured_walks import CHECKER, SCHEMAS, SMALL
 from tests.support.fake_runner import FixedShare
 from tests.support.structured_cases import regex
@@ -271,5 +271,5 @@ def test_a_device_has_the_automaton_of_the_host(seed: int, monkeypatch: pytest.M
         token = random.choice(ids)
         host.advance([token])
         advance_states_torch(torch.tensor([token]), row, *placed)
-    monkeypatch.setattr("runtime.worker.gpu.device_automata._POOL_BYTES", 400)
+    monkeypatch.setattr("runtime.features.device_automata._POOL_BYTES", 400)
     assert not DeviceAutomata(3, torch.device("cpu")).enter(1, EagerMatcher(automaton))

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from runtime.core.plan import Int32s, StepPlan, StepResult, joined, last_tokens
+from runtime.features.device_automata import DeviceAutomata
 from runtime.features.grammar_state import GrammarState
 from runtime.features.pooler import Pooler
 from runtime.features.prompt_scorer import PromptScorer
@@ -32,7 +33,6 @@ from runtime.models.decoder import Decoder
 from runtime.models.forward_batch import ForwardBatch
 from runtime.spec.pooling import Pooling
 from runtime.worker.cpu.sampler import Logprobs
-from runtime.worker.gpu.device_automata import DeviceAutomata
 from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.graph_runner import NO_WRITES, Bucket, CapturedGraph, GraphRunner
 from runtime.worker.gpu.step_rows import StepShape, token_offsets
