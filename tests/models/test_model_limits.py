@@ -77,6 +77,6 @@ def test_where_engines_for_grammars_cannot_be_made_only_their_outputs_fail():
     def unreadable():
         raise IndexError("tuple index out of range")
 
-    runner.grammar_state.serve(unreadable)
+    runner.masks.serve(unreadable)
     found = answers(runner, [hot(LETTERS), FREE, hot(LETTERS), FREE])
     assert [found[name][1] for name in "0123"] == [FinishReason.GRAMMAR, FinishReason.LENGTH] * 2
