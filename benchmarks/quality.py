@@ -10,7 +10,7 @@ is that of `pydoc_data.topics`, Python's own reference, or a file; it is scored 
 
 A variant is a list of EngineConfig's fields. `--round` measures forms of weights whatever kernels there are: each
 weight of a linear map but the head becomes the nearest that the form has, and is multiplied with as a dense one. A
-form is a name of runtime.quant.forms, perhaps with the columns that share a scale, perhaps with `min` for minimums:
+form is a name of runtime.quant.encodings, perhaps with the columns that share a scale, perhaps with `min` for minimums:
 int4:32:min.
 
 `--needles N` hides a number in texts of N tokens, one at every eighth, and asks for it at the end.
@@ -37,8 +37,8 @@ from runtime.kernels.numerics import Numerics
 from runtime.loading.resolve import resolve
 from runtime.models.decoder import Decoder
 from runtime.models.weights import read_from
-from runtime.quant.format import Weight
-from runtime.quant.forms import FORMS, Form
+from runtime.quant.encodings import FORMS, Form
+from runtime.quant.weight_format import Weight
 from runtime.spec.config import DEFAULT_MODEL, EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.types import Request, SamplingParams

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 import torch
 
-from runtime.kernels import Kernels
-from runtime.kernels.experts.experts_torch import ExpertLayer
+from runtime.kernels.experts.moe_w16a16 import ExpertLayer
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
-from runtime.quant.format import Location, Shape, StoredTensor, TensorSource, Weight, WeightFormat
+from runtime.kernels.table import Kernels
+from runtime.quant.weight_format import Location, Shape, StoredTensor, TensorSource, Weight, WeightFormat
 from runtime.spec.decoder_spec import ExpertsSpec
 from runtime.spec.sharding import Part
 

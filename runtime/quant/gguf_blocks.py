@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
+from runtime.quant.checkpoint_layouts import Grid, Layout
 from runtime.quant.dense import DENSE
-from runtime.quant.format import Location, Shape, StoredTensor, TensorSource, Weight
-from runtime.quant.layouts import Grid, Layout
 from runtime.quant.scheme import Scheme
+from runtime.quant.weight_format import Location, Shape, StoredTensor, TensorSource, Weight
 
 Fields = tuple[
     torch.Tensor, ...

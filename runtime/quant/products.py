@@ -7,13 +7,11 @@ from typing import Protocol
 
 import torch
 
-from runtime.kernels import Kernels
-from runtime.kernels._triton import INTERPRETED
-from runtime.kernels.experts.experts_torch import ExpertLayer, Experts
+from runtime.kernels.experts.moe_w16a16 import ExpertLayer, Experts
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.quantized import cpu_quantized
-from runtime.kernels.quantized.fp8_linear import is_fp8_product
+from runtime.kernels.quantized import wna16_cpu as cpu_quantized
+from runtime.kernels.quantized.fp8_w8a8_gemm import fits_fp8_gemm
 from runtime.kernels.quantized.quantized_weight import (
     E2M1,
     MAX_GROUP,
@@ -22,8 +20,10 @@ from runtime.kernels.quantized.quantized_weight import (
     plane_of,
     quantized_weight,
 )
-from runtime.quant.format import Shape, Weight
-from runtime.quant.forms import Float8, Form, Integer4, Integer8, Table
+from runtime.kernels.table import Kernels
+from runtime.kernels.triton_language import INTERPRETED
+from runtime.quant.encodings import Float8, Form, Integer4, Integer8, Table
+from runtime.quant.weight_format import Shape, Weight
 from runtime.spec.decoder_spec import ExpertsSpec
 
 
@@ -137,7 +137,7 @@ class TritonProducts(Products):
 
     def widens(self, form: Form, shape: Shape) -> bool:
         name = "fp8" if isinstance(form, Float8) else ""
-        has_fp8 = is_fp8_product(name, shape, form.columns, form.rows, self._numerics.device)
+        has_fp8 = fits_fp8_gemm(name, shape, form.columns, form.rows, self._numerics.device)
         return not self._numerics.deterministic and not has_fp8
 
     def linear(self, form: Form, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:

@@ -6,8 +6,8 @@ from collections import defaultdict
 
 from runtime.kernels.numerics import Numerics
 from runtime.quant.at_load import PLAIN
-from runtime.quant.formats import weight_formats
-from runtime.quant.quantized import Kept, Widened
+from runtime.quant.model_formats import weight_formats
+from runtime.quant.quantized_formats import Kept, Widened
 from runtime.spec.decoder_spec import DecoderSpec
 
 _GIB = 1 << 30

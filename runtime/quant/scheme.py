@@ -14,8 +14,8 @@ from runtime.spec.types import CallboardError
 class Scheme:
     """How one weight is stored: a number is code * scale, less a minimum if there are zero points."""
 
-    layout: str  # which tensors there are, and where codes lie in them: a key of runtime.quant.formats.LAYOUTS
-    values: str  # what codes stand for: a key of runtime.quant.forms.FORMS
+    layout: str  # which tensors there are, and where codes lie in them: a key of runtime.quant.model_formats.LAYOUTS
+    values: str  # what codes stand for: a key of runtime.quant.encodings.FORMS
     rows: int = 1  # rows of the weight that share a scale; 0: all
     columns: int = 0  # columns that share a scale; 0: all
     symmetric: bool = True  # the codes have no zero points

@@ -19,13 +19,13 @@ import torch
 from runtime.core.plan import StepPlan, StepResult
 from runtime.features.adapter_weights import RunnerAdapters
 from runtime.features.grammar_state import GrammarState
-from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.linear.linear_torch import can_pack
 from runtime.kernels.linear.tiles import multiplies_fp8
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.quantized import cpu_quantized
+from runtime.kernels.quantized import wna16_cpu as cpu_quantized
+from runtime.kernels.triton_language import INTERPRETED
 from runtime.quant.at_load import quantized_at_load
-from runtime.quant.formats import check_products, format_names, forms_on_device
+from runtime.quant.model_formats import check_products, format_names, forms_on_device
 from runtime.quant.report import weight_report
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.sharding import ALONE, Shard

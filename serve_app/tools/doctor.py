@@ -65,8 +65,8 @@ _FORMS_PROBE = """
 import json
 from runtime.spec.config import EngineConfig
 from runtime.quant.at_load import GROUPS
-from runtime.quant.formats import forms_at_load
-from runtime.quant.forms import Integer4
+from runtime.quant.model_formats import forms_at_load
+from runtime.quant.encodings import Integer4
 from runtime.quant.products import products_of
 from runtime.worker.runner import choose_numerics
 numerics = {form: choose_numerics(EngineConfig(quantization=form)) for form in GROUPS}

@@ -12,12 +12,12 @@ from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.models.decoder import Decoder
 from runtime.quant.at_load import GROUPS, quantized_at_load
-from runtime.quant.format import Location
-from runtime.quant.formats import LAYOUTS, forms_at_load, weight_bytes
 from runtime.quant.gguf import parse
+from runtime.quant.model_formats import LAYOUTS, forms_at_load, weight_bytes
 from runtime.quant.products import products_of
-from runtime.quant.quantized import Widened
+from runtime.quant.quantized_formats import Widened
 from runtime.quant.scheme import Scheme
+from runtime.quant.weight_format import Location
 from runtime.spec.config import EngineConfig
 from tests.models.test_quantized_gguf import FORMS as GGUF_FORMS
 from tests.models.test_quantized_gguf import random_blocks
@@ -98,7 +98,7 @@ def test_a_load_needs_a_fused_map_beside_the_quantized_model(form):
 @pytest.mark.parametrize("form", GROUPS)
 def test_logits_are_those_of_the_numbers_that_codes_stand_for(monkeypatch, form):
     monkeypatch.setattr(
-        "runtime.quant.formats.products_of",
+        "runtime.quant.model_formats.products_of",
         lambda numerics: products_of(numerics) if numerics.backend == "triton" else PLAIN,
     )
     spec = replace(TINY, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=512)

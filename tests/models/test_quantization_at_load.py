@@ -19,11 +19,11 @@ from runtime.models import load_spec
 from runtime.models.decoder import Decoder
 from runtime.models.weights import random_parameter
 from runtime.quant.at_load import quantized_at_load
-from runtime.quant.format import Location
-from runtime.quant.formats import LAYOUTS, weight_bytes
-from runtime.quant.forms import FORMS
+from runtime.quant.encodings import FORMS
+from runtime.quant.model_formats import LAYOUTS, weight_bytes
 from runtime.quant.report import weight_report
 from runtime.quant.scheme import Scheme
+from runtime.quant.weight_format import Location
 from runtime.spec.config import EngineConfig
 from runtime.spec.sharding import Part
 from runtime.spec.types import CallboardError, SamplingParams
@@ -60,7 +60,7 @@ CONFIGS = {  # of checkpoints as llm-compressor and bitsandbytes write them
 
 @pytest.fixture(autouse=True)
 def _products_with_all(monkeypatch):
-    monkeypatch.setattr("runtime.quant.formats.products_of", lambda numerics: PLAIN)
+    monkeypatch.setattr("runtime.quant.model_formats.products_of", lambda numerics: PLAIN)
 
 
 def plain_tensors(config: dict) -> dict[str, torch.Tensor]:
@@ -234,7 +234,7 @@ def test_a_load_needs_a_fused_map_beside_the_quantized_model(monkeypatch, form):
     names, tensors = weight_map.names_of(spec), plain_tensors(config)
     source = Tensors({names[parameter]: weight for parameter, weight in tensors.items()})
     spec = quantized_at_load(spec, EngineConfig(quantization=form, head_quantization="int8"))
-    monkeypatch.setattr("runtime.quant.forms._AT_ONCE", 1 << 13)
+    monkeypatch.setattr("runtime.quant.encodings._AT_ONCE", 1 << 13)
     with LiveBytes() as live:
         decoder = Decoder.load(source, spec, weight_map, numerics(torch.bfloat16), 8)
     size, fused = weight_bytes(decoder.spec, decoder.numerics), 2 * 2 * ffn * hidden
@@ -300,8 +300,8 @@ def test_a_form_that_nothing_multiplies_with_here_is_refused(monkeypatch):
             "use fp8 or int8 or int4 or nf4 with dtype=bfloat16.",
         ),
     ):
-        monkeypatch.setattr("runtime.kernels.quantized.cpu_quantized.has_vector_code", lambda: True)
-        monkeypatch.setattr("runtime.quant.formats.products_of", products)
+        monkeypatch.setattr("runtime.kernels.quantized.wna16_cpu.has_vector_code", lambda: True)
+        monkeypatch.setattr("runtime.quant.model_formats.products_of", products)
         for field, form in (("quantization", "nf4"), ("head_quantization", "int8")):
             with pytest.raises(CallboardError) as error:
                 tiny_runner(dtype="float32", **{field: form})

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from runtime.loading.folder import model_config
 from runtime.models import load_spec
 from runtime.quant import METHODS
-from runtime.quant.format import Location
-from runtime.quant.quantized import Widened
+from runtime.quant.quantized_formats import Widened
 from runtime.quant.scheme import Scheme
+from runtime.quant.weight_format import Location
 from runtime.spec.types import CallboardError
 from tests.models.test_model import open_runner
 from tests.models.test_quantized_layouts import layout_of, numerics, source_of

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from runtime.models import load_spec
-from runtime.quant.formats import weight_bytes, weight_formats
-from runtime.quant.forms import FORMS, Float8, Integer4, Integer8, Table
+from runtime.quant.encodings import FORMS, Float8, Integer4, Integer8, Table
+from runtime.quant.model_formats import weight_bytes, weight_formats
 from runtime.quant.packing import exponents, unpack_nibbles, unpack_words
 from tests.models.test_model import open_runner
 from tests.models.test_quantized_layouts import equal, numerics
@@ -102,13 +102,13 @@ def test_widening_by_pieces_changes_nothing(monkeypatch):
     form = replace(FORMS["fp8"], rows=32, columns=16)
     weight = form.encode(torch.randn(100, 48, generator=torch.Generator().manual_seed(2)))
     whole = form.dequantize(weight, torch.bfloat16)
-    monkeypatch.setattr("runtime.quant.forms._AT_ONCE", 40 * 48)
+    monkeypatch.setattr("runtime.quant.encodings._AT_ONCE", 40 * 48)
     assert equal(form.dequantize(weight, torch.bfloat16), whole)
 
 
 @pytest.fixture
 def kernels_for_all(monkeypatch):
-    monkeypatch.setattr("runtime.quant.formats.products_of", lambda numerics: PLAIN)
+    monkeypatch.setattr("runtime.quant.model_formats.products_of", lambda numerics: PLAIN)
 
 
 KEPT = ["fp8-tensor", "ct-int8-channel", "ct-w4a16", "awq", "gptq-asymmetric", "bnb-nf4", "modelopt-nvfp4"]

@@ -14,10 +14,10 @@ from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.models.weights import locate_parameters
 from runtime.quant import gguf as parser
-from runtime.quant.format import Location
-from runtime.quant.formats import LAYOUTS, weight_formats
 from runtime.quant.gguf_blocks import TYPES
-from runtime.quant.quantized import Kept, Widened
+from runtime.quant.model_formats import LAYOUTS, weight_formats
+from runtime.quant.quantized_formats import Kept, Widened
+from runtime.quant.weight_format import Location
 from runtime.spec.sharding import Part
 from runtime.spec.types import CallboardError
 from tests.models.test_model import open_runner

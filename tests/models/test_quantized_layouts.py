@@ -7,9 +7,9 @@ import torch
 
 from runtime.kernels.numerics import Numerics
 from runtime.quant import METHODS
-from runtime.quant.format import Location
-from runtime.quant.formats import LAYOUTS
-from runtime.quant.quantized import Kept, Widened
+from runtime.quant.model_formats import LAYOUTS
+from runtime.quant.quantized_formats import Kept, Widened
+from runtime.quant.weight_format import Location
 from runtime.spec.sharding import Part
 from runtime.spec.types import CallboardError
 from tests.support.plain_products import PLAIN

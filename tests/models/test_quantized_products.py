@@ -7,12 +7,12 @@ from unittest import mock
 import pytest
 import torch
 
-from runtime.kernels.experts.fp8_experts import has_fp8_experts
+from runtime.kernels.experts.moe_fp8_w8a8 import has_fp8_moe
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize, quantized_weight
 from runtime.quant.at_load import PLAIN
-from runtime.quant.formats import widened_bytes
-from runtime.quant.forms import FORMS
+from runtime.quant.encodings import FORMS
+from runtime.quant.model_formats import widened_bytes
 from runtime.quant.products import TritonProducts, products_of
 from runtime.quant.scheme import Scheme
 from runtime.spec.config import EngineConfig
@@ -82,13 +82,13 @@ def test_mixtures_take_fp8_rows_where_tiles_are_whole(monkeypatch):
         made = zip(shapes, scales, strict=True)
         return tuple(quantized_weight(form, torch.zeros(shape, dtype=dtype), s, **block) for shape, s in made)
 
-    assert has_fp8_experts(pair("fp8", 256, 128))
-    assert has_fp8_experts(pair("fp8", 256, 128, group=128, scale_rows=128))
-    assert not has_fp8_experts(pair("fp8", 256, 192))
-    assert not has_fp8_experts(pair("fp8", 256, 128, group=128))
-    assert not has_fp8_experts(pair("int8", 256, 128))
+    assert has_fp8_moe(pair("fp8", 256, 128))
+    assert has_fp8_moe(pair("fp8", 256, 128, group=128, scale_rows=128))
+    assert not has_fp8_moe(pair("fp8", 256, 192))
+    assert not has_fp8_moe(pair("fp8", 256, 128, group=128))
+    assert not has_fp8_moe(pair("int8", 256, 128))
     monkeypatch.setattr("runtime.kernels.linear.tiles.multiplies_fp8", lambda device: False)
-    assert not has_fp8_experts(pair("fp8", 256, 128))
+    assert not has_fp8_moe(pair("fp8", 256, 128))
 
 
 def test_memory_is_planned_for_the_largest_map_that_is_widened(monkeypatch):
@@ -117,7 +117,7 @@ def test_memory_is_planned_for_the_largest_map_that_is_widened(monkeypatch):
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_a_cpu_without_vector_code_refuses_the_set_field(form, monkeypatch):
-    monkeypatch.setattr("runtime.kernels.quantized.cpu_quantized.has_vector_code", lambda: False)
+    monkeypatch.setattr("runtime.kernels.quantized.wna16_cpu.has_vector_code", lambda: False)
     wanted = f" is {form}, which nothing multiplies with on a CPU without AVX2 and AVX-512; leave it at auto."
     with pytest.raises(CallboardError) as error:
         tiny_runner(quantization=form)
@@ -128,7 +128,7 @@ def test_a_cpu_without_vector_code_refuses_the_set_field(form, monkeypatch):
 
 
 def test_auto_is_float32_on_a_cpu_without_products(monkeypatch):
-    monkeypatch.setattr("runtime.kernels.quantized.cpu_quantized.has_vector_code", lambda: False)
+    monkeypatch.setattr("runtime.kernels.quantized.wna16_cpu.has_vector_code", lambda: False)
     numerics = choose_numerics(EngineConfig(device="cpu", quantization="int4"))
     assert numerics.dtype == torch.float32
     assert products_of(replace(numerics, dtype=torch.bfloat16)) is None

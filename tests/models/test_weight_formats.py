@@ -11,19 +11,19 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from runtime.inspection import model_report
-from runtime.kernels import Kernels
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
+from runtime.kernels.table import Kernels
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.models.weights import draw, locate_parameters, random_parameter
 from runtime.quant import METHODS
+from runtime.quant.checkpoint_layouts import OneByOne
 from runtime.quant.dense import DENSE
-from runtime.quant.format import Weight
-from runtime.quant.formats import LAYOUTS, check_products, weight_bytes, weight_formats
-from runtime.quant.forms import FORMS, Form, Integer8
-from runtime.quant.layouts import OneByOne
+from runtime.quant.encodings import FORMS, Form, Integer8
+from runtime.quant.model_formats import LAYOUTS, check_products, weight_bytes, weight_formats
 from runtime.quant.scheme import Scheme
+from runtime.quant.weight_format import Weight
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.sharding import Shard, Sharding, parts_of, sharding_of
@@ -86,7 +86,7 @@ def _made_up_method(monkeypatch):
     monkeypatch.setitem(METHODS, "made-up", parse)
     monkeypatch.setitem(LAYOUTS, "made-up", OneByOne)
     monkeypatch.setitem(FORMS, "made-up", INT8_ROWS)
-    monkeypatch.setattr("runtime.quant.formats.products_of", lambda numerics: Int8Products())
+    monkeypatch.setattr("runtime.quant.model_formats.products_of", lambda numerics: Int8Products())
 
 
 def dense_weights(spec: DecoderSpec) -> dict[str, torch.Tensor]:

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from benchmarks.library.models import spec_of
-from runtime.kernels.quantized import cpu_quantized
-from runtime.kernels.quantized.cpu_quantized import has_vector_code, int4_rows
+from runtime.kernels.quantized import wna16_cpu as cpu_quantized
+from runtime.kernels.quantized.wna16_cpu import has_vector_code, int4_rows
 from runtime.quant.at_load import quantized_at_load
-from runtime.quant.formats import weight_bytes
-from runtime.quant.forms import FORMS, Form
+from runtime.quant.encodings import FORMS, Form
+from runtime.quant.model_formats import weight_bytes
 from runtime.quant.products import CpuProducts, products_of
 from runtime.spec.config import EngineConfig
 from runtime.worker.runner import choose_numerics

@@ -3,12 +3,12 @@
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels import Kernels
 from runtime.kernels.linear.linear_torch import Linear
-from runtime.quant.format import Shape, Weight
-from runtime.quant.forms import Form, Integer4
+from runtime.kernels.table import Kernels
+from runtime.quant.encodings import Form, Integer4
 from runtime.quant.packing import unpack_nibbles
 from runtime.quant.products import Products
+from runtime.quant.weight_format import Shape, Weight
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:

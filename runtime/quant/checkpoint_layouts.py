@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 
 from runtime.quant.dense import DENSE, read_plain
-from runtime.quant.format import Location, Shape, StoredTensor, TensorSource, Weight
-from runtime.quant.forms import Form, Table, form_of
+from runtime.quant.encodings import Form, Table, form_of
 from runtime.quant.packing import exponents, unpack_nibbles, unpack_words
 from runtime.quant.scheme import Scheme
+from runtime.quant.weight_format import Location, Shape, StoredTensor, TensorSource, Weight
 from runtime.spec.sharding import Part
 from runtime.spec.types import CallboardError
 

@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from runtime.kernels import Kernels
-from runtime.kernels.experts.experts_torch import ExpertLayer
+from runtime.kernels.experts.moe_w16a16 import ExpertLayer
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
+from runtime.kernels.table import Kernels
 from runtime.spec.decoder_spec import ExpertsSpec
 from runtime.spec.sharding import Part
 

@@ -14,9 +14,9 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.quantized import fp8_encode
-from runtime.quant.format import Shape, Weight
+from runtime.kernels.quantized import fp8_weights as fp8_encode
 from runtime.quant.scheme import Scheme
+from runtime.quant.weight_format import Shape, Weight
 from runtime.spec.sharding import Part
 
 # Numbers that are widened or encoded at once: what is in float32 meanwhile is small beside the weight.
@@ -147,7 +147,7 @@ class Float8(Form):
 
     def encode(self, dense: torch.Tensor) -> Weight:
         if self.rows == 1 and not self.columns and dense.is_cuda and dense.shape[1] <= fp8_encode.MAX_COLUMNS:
-            return fp8_encode.encode_fp8_rows_triton(dense, _GREATEST, _SMALLEST)
+            return fp8_encode.quantize_fp8_weight_triton(dense, _GREATEST, _SMALLEST)
         return Form.encode(self, dense)  # super() finds no class that slots have replaced
 
     def _shared(self, dense: torch.Tensor) -> tuple[torch.Tensor, ...]:

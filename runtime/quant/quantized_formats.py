@@ -7,16 +7,16 @@ from collections.abc import Iterable
 
 import torch
 
-from runtime.kernels import Kernels
-from runtime.kernels.experts.experts_torch import ExpertLayer
+from runtime.kernels.experts.moe_w16a16 import ExpertLayer
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
+from runtime.kernels.table import Kernels
+from runtime.quant.checkpoint_layouts import Layout
 from runtime.quant.dense import Dense
-from runtime.quant.format import Location, Shape, StoredTensor, TensorSource, Weight, WeightFormat
-from runtime.quant.forms import Form
-from runtime.quant.layouts import Layout
+from runtime.quant.encodings import Form
 from runtime.quant.products import Products
 from runtime.quant.threads import threads_for
+from runtime.quant.weight_format import Location, Shape, StoredTensor, TensorSource, Weight, WeightFormat
 from runtime.spec.decoder_spec import ExpertsSpec
 from runtime.spec.sharding import Part
 

@@ -12,14 +12,14 @@ import torch
 
 from runtime.kernels.numerics import Numerics
 from runtime.quant.at_load import GROUPS, PLAIN, forms_asked
+from runtime.quant.checkpoint_layouts import Awq, BitsAndBytes4, Gptq, Layout, Nibbles, OneByOne, PackedWords, Plain
 from runtime.quant.dense import DENSE
-from runtime.quant.format import Shape, WeightFormat
-from runtime.quant.forms import Form, form_of
+from runtime.quant.encodings import Form, form_of
 from runtime.quant.gguf_blocks import TYPES, GgufBlocks
-from runtime.quant.layouts import Awq, BitsAndBytes4, Gptq, Layout, Nibbles, OneByOne, PackedWords, Plain
 from runtime.quant.products import lacks_vector_code, products_of
-from runtime.quant.quantized import Kept, Widened
+from runtime.quant.quantized_formats import Kept, Widened
 from runtime.quant.scheme import Scheme
+from runtime.quant.weight_format import Shape, WeightFormat
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.sharding import Shard, leaves_of
