@@ -37,7 +37,7 @@ from runtime.kernels.numerics import Numerics
 from runtime.loading.resolve import resolve
 from runtime.models.decoder import Decoder
 from runtime.models.weights import read_from
-from runtime.quant.encodings import FORMS, Form
+from runtime.quant.encodings import ENCODINGS, Encoding
 from runtime.quant.weight_format import Weight
 from runtime.spec.config import DEFAULT_MODEL, EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
@@ -59,7 +59,7 @@ _PLACES = (
 class RoundedSource(CheckpointSource):
     """A checkpoint whose weights of linear maps become the nearest ones of a form, and stay dense."""
 
-    def __init__(self, path: Path, form: Form) -> None:
+    def __init__(self, path: Path, form: Encoding) -> None:
         super().__init__(path)
         self.form = form
 
@@ -181,11 +181,11 @@ def needles(tokenizer: Tokenizer, text: list[int], length: int) -> list[tuple[li
     return cases
 
 
-def form_of(text: str) -> Form:
+def form_of(text: str) -> Encoding:
     """The form that `--round` names."""
     name, *more = text.split(":")
     columns = next((int(part) for part in more if part.isdigit()), 0)
-    return replace(FORMS[name], columns=columns, has_minimum="min" in more)
+    return replace(ENCODINGS[name], group_size=columns, has_zero_points="min" in more)
 
 
 def main() -> None:

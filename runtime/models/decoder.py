@@ -33,9 +33,8 @@ from runtime.models.forward_batch import AttentionMetadata, ForwardBatch
 from runtime.models.lora import DecoderAdapters
 from runtime.models.weight_map import WeightMap
 from runtime.models.weights import ReadWeight, draw, read_from
-from runtime.quant.dense import DENSE
 from runtime.quant.model_formats import weight_bytes, weight_formats
-from runtime.quant.weight_format import TensorSource, Weight, WeightFormat
+from runtime.quant.weight_format import DENSE, TensorSource, Weight, WeightFormat
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
 from runtime.spec.sharding import leaves_of
 

@@ -13,7 +13,7 @@ from runtime.kernels.norm.rms_norm import rms_norm_torch
 from runtime.kernels.quantized.fp8_activations import quantize_fp8_torch, quantize_fp8_triton
 from runtime.kernels.quantized.fp8_w8a8_gemm import Fp8Linear, fp8_w8a8_gemm_torch, fp8_w8a8_gemm_triton
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize, quantized_weight
-from runtime.quant.encodings import FORMS
+from runtime.quant.encodings import ENCODINGS
 from runtime.spec.decoder_spec import ExpertsSpec
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
@@ -114,6 +114,6 @@ def test_mixtures_are_near_their_dense_numbers(deterministic, block):
 @pytest.mark.parametrize("size_in", [4096, 14336, 1000])
 def test_a_weight_is_encoded_as_on_a_cpu(size_in):
     dense = (torch.randn(256, size_in, device="cpu") * torch.randn(256, 1, device="cpu").exp()).bfloat16()
-    form = FORMS["fp8"]
+    form = ENCODINGS["fp8"]
     for got, want in zip(form.encode(dense.cuda()), form.encode(dense), strict=True):
         assert torch.equal(got.cpu().float(), want.float())

@@ -19,10 +19,10 @@ from runtime.models import load_spec
 from runtime.models.decoder import Decoder
 from runtime.models.weights import random_parameter
 from runtime.quant.at_load import quantized_at_load
-from runtime.quant.encodings import FORMS
+from runtime.quant.encodings import ENCODINGS
 from runtime.quant.model_formats import LAYOUTS, weight_bytes
 from runtime.quant.report import weight_report
-from runtime.quant.scheme import Scheme
+from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import Location
 from runtime.spec.config import EngineConfig
 from runtime.spec.sharding import Part
@@ -76,7 +76,7 @@ def stored(form: str, parameter: str, weight: torch.Tensor) -> dict[str, torch.T
     group = {"int4": 128 if parameter.endswith("down.weight") and "experts" not in parameter else 32, "nf4": 64}.get(
         form, 0
     )
-    codes, scale = replace(FORMS[form], columns=group).encode(weight)
+    codes, scale = replace(ENCODINGS[form], group_size=group).encode(weight)
     match form:
         case "int4":
             words = ((codes.long() & 15) ^ 8).view(rows, -1, 8) << torch.arange(0, 32, 4)
@@ -87,7 +87,7 @@ def stored(form: str, parameter: str, weight: torch.Tensor) -> dict[str, torch.T
             return {
                 "weight": pairs[:, :1] << 4 | pairs[:, 1:],
                 "weight.absmax": scale.flatten(),
-                "weight.quant_map": torch.tensor(FORMS["nf4"].table),
+                "weight.quant_map": torch.tensor(ENCODINGS["nf4"].table),
                 "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode())).byte(),
             }
     return {"weight": codes, "weight_scale": scale}
@@ -149,7 +149,7 @@ def test_none_widens_what_a_checkpoint_has(tmp_path):
     spec, _ = load_spec(LLAMA)
     assert runner.memory.weights == weight_bytes(spec, runner.numerics)
     assert (
-        "widened to 0.00 GiB of bfloat16 as quantization is none"
+        "dequantized to 0.00 GiB of bfloat16 as quantization is none"
         in weight_report(runner.decoder.spec, runner.numerics)[0]
     )
     # The products of the codes are computed with the same numbers.
@@ -161,7 +161,7 @@ def test_the_head_has_a_form_of_its_own(tmp_path, tied):
     config = LLAMA | {"tie_word_embeddings": tied}
     plain, _ = write_both(tmp_path, "fp8", config)
     runner = open_runner(plain, dtype="bfloat16", head_quantization="int8")
-    codes, scale = FORMS["int8"].encode(plain_tensors(config)["embed" if tied else "head"])
+    codes, scale = ENCODINGS["int8"].encode(plain_tensors(config)["embed" if tied else "head"])
     hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     want = torch.nn.functional.linear(hidden, (codes * scale).bfloat16())
     assert torch.equal(runner.decoder.head.product(hidden), want)
@@ -179,8 +179,8 @@ def test_on_a_cpu_such_maps_come_with_a_head_in_int8(form):
     def head(config, device="cpu", stored=None):
         return (quantized_at_load(replace(TINY, quantization=stored), config, device).quantization or {}).get("head")
 
-    asked, of_file = EngineConfig(quantization=form), {"head": Scheme("gptq", form)}
-    assert head(asked) == Scheme("plain", "int8")
+    asked, of_file = EngineConfig(quantization=form), {"head": QuantizationScheme("gptq", form)}
+    assert head(asked) == QuantizationScheme("plain", "int8")
     assert head(asked, stored=of_file) == of_file["head"]
     plain = [replace(asked, head_quantization="none"), EngineConfig(quantization="fp8"), EngineConfig()]
     assert [head(asked, "cuda"), *map(head, plain)] == [None] * 4
@@ -193,8 +193,8 @@ def test_ranks_have_parts_of_the_whole_ones_codes():
     spec, _ = load_spec(LLAMA | {"hidden_size": 256})
     for form in CONFIGS:
         schemes = quantized_at_load(spec, EngineConfig(quantization=form, tensor_parallel_size=4)).quantization
-        assert schemes["layers.0.out.weight"].columns == {"int4": 32, "nf4": 32}.get(form, 0)
-        assert schemes["layers.0.q.weight"].columns == {"int4": 128, "nf4": 64}.get(form, 0)
+        assert schemes["layers.0.out.weight"].group_size == {"int4": 32, "nf4": 32}.get(form, 0)
+        assert schemes["layers.0.q.weight"].group_size == {"int4": 128, "nf4": 64}.get(form, 0)
         layout = LAYOUTS["plain"](schemes["layers.0.out.weight"])
         codes, scale = layout.read(source, location, CPU)
         for dim, size in ((0, 16), (1, 64)):
@@ -278,9 +278,11 @@ def test_a_checkpoint_of_another_form_is_refused(tmp_path, write_tiny_gguf):
     assert str(error.value) == wanted
     with pytest.raises(CallboardError, match="quantization is nf4, but the checkpoint's weights are int4 already"):
         check_model(EngineConfig(model=str(write_tiny_gguf()), quantization="nf4"))
-    mixed = dict.fromkeys(("layers.0.q.weight", "layers.0.k.weight"), Scheme("awq", "int4"))
+    mixed = dict.fromkeys(("layers.0.q.weight", "layers.0.k.weight"), QuantizationScheme("awq", "int4"))
     spec = replace(
-        TINY, quantization=mixed | {"head": Scheme("gptq", "int4"), "layers.0.v.weight": Scheme("fp8", "int8")}
+        TINY,
+        quantization=mixed
+        | {"head": QuantizationScheme("gptq", "int4"), "layers.0.v.weight": QuantizationScheme("fp8", "int8")},
     )
     assert quantized_at_load(spec, EngineConfig(quantization="int4")) == spec
     with pytest.raises(CallboardError, match="quantization is int8, but the checkpoint's weights are int4, int8 "):

@@ -11,10 +11,10 @@ from runtime.kernels.experts.moe_fp8_w8a8 import has_fp8_moe
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize, quantized_weight
 from runtime.quant.at_load import PLAIN
-from runtime.quant.encodings import FORMS
-from runtime.quant.model_formats import widened_bytes
+from runtime.quant.encodings import ENCODINGS
+from runtime.quant.model_formats import dequantized_copy_bytes
 from runtime.quant.products import TritonProducts, products_of
-from runtime.quant.scheme import Scheme
+from runtime.quant.scheme import QuantizationScheme
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.spec.types import CallboardError
@@ -23,14 +23,15 @@ from tests.support.runner_driver import tiny_runner
 
 GPU = Numerics(torch.bfloat16, torch.device("cuda"), "triton", packed=False, deterministic=False)
 FORMS_WITH_KERNELS = {
-    f"{name} {change}": replace(FORMS[name], **change)
-    for name in FORMS
+    f"{name} {change}": replace(ENCODINGS[name], **change)
+    for name in ENCODINGS
     for change in (
-        {}, {"columns": 16}, {"columns": 32}, {"columns": 64}, {"columns": 128}, {"columns": 384},
-        {"rows": 64, "columns": 128}, {"has_minimum": True}, {"columns": 32, "has_minimum": True},
-        {"columns": 256, "has_minimum": True},
+        {}, {"group_size": 16}, {"group_size": 32}, {"group_size": 64}, {"group_size": 128}, {"group_size": 384},
+        {"scale_rows": 64, "group_size": 128}, {"has_zero_points": True}, {"group_size": 32, "has_zero_points": True},
+        {"group_size": 256, "has_zero_points": True},
     )
-    if (name.startswith("int") or "has_minimum" not in change) and (FORMS[name].bits == 4 or change != {"columns": 16})
+    if name.startswith("int") or "has_zero_points" not in change
+    if ENCODINGS[name].bits == 4 or change != {"group_size": 16}
 }  # fmt: skip
 
 
@@ -54,12 +55,12 @@ def test_packed_weights_have_the_numbers_of_the_form(name):
 
 
 def test_forms_and_shapes_without_kernels_are_widened():
-    products, int4, fp8 = TritonProducts(GPU), FORMS["int4"], FORMS["fp8"]
-    assert not any(products.takes(replace(int4, columns=columns)) for columns in (8, 48, 192))
-    assert not products.takes(replace(fp8, rows=128))
-    assert not products.takes(replace(fp8, columns=16))
-    assert not products.fits(replace(int4, columns=64), (64, 192))
-    assert products.fits(replace(int4, columns=32), (64, 192))
+    products, int4, fp8 = TritonProducts(GPU), ENCODINGS["int4"], ENCODINGS["fp8"]
+    assert not any(products.takes(replace(int4, group_size=columns)) for columns in (8, 48, 192))
+    assert not products.takes(replace(fp8, scale_rows=128))
+    assert not products.takes(replace(fp8, group_size=16))
+    assert not products.fits(replace(int4, group_size=64), (64, 192))
+    assert products.fits(replace(int4, group_size=32), (64, 192))
     assert not products.fits(fp8, (64, 40))
 
 
@@ -101,8 +102,8 @@ def test_memory_is_planned_for_the_largest_map_that_is_widened(monkeypatch):
     def widened(form: str, parts: str, numerics: Numerics = GPU, **changed: object) -> int:
         model = replace(spec, **changed)
         names = [name for name in model.shapes() if name.rpartition(".")[0].rpartition(".")[2] in parts.split()]
-        schemes = dict.fromkeys(names, Scheme(PLAIN, form))
-        return widened_bytes(replace(model, quantization=schemes), numerics)
+        schemes = dict.fromkeys(names, QuantizationScheme(PLAIN, form))
+        return dequantized_copy_bytes(replace(model, quantization=schemes), numerics)
 
     every = "q k v out gate up down"
     assert widened("int8", every) == 2 * 2 * 256 * 128

@@ -15,7 +15,7 @@ from runtime.kernels.quantized.fp8_activations import quantize_fp8_torch, quanti
 from runtime.kernels.quantized.fp8_w8a8_gemm import Fp8Linear, fp8_w8a8_gemm_torch, fp8_w8a8_gemm_triton
 from runtime.kernels.quantized.fp8_weights import quantize_fp8_weight_triton
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize, quantized_weight
-from runtime.quant.encodings import _GREATEST, _SMALLEST, FORMS
+from runtime.quant.encodings import _GREATEST, _SMALLEST, ENCODINGS
 from runtime.spec.decoder_spec import ExpertsSpec
 
 ROWS, SIZE = 21, 272
@@ -58,7 +58,7 @@ def test_a_weights_rows_are_encoded_as_by_its_form():
     dense = torch.randn(24, 300) * torch.randn(24, 1).exp()
     dense[2], dense[3, 7], dense[4, 9] = 0, torch.inf, torch.nan
     dense[5, 0] = 400.0
-    form = FORMS["fp8"]
+    form = ENCODINGS["fp8"]
     codes, scales = quantize_fp8_weight_triton(dense, _GREATEST, _SMALLEST)
     want_codes, want_scales = form.encode(dense)
     assert torch.equal(scales.nan_to_num(), want_scales.nan_to_num())

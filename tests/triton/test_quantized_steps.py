@@ -9,16 +9,16 @@ from runtime.kernels.quantized.launch_configs import Wna16SkinnyConfig
 from runtime.quant.checkpoint_layouts import OneByOne
 from runtime.quant.model_formats import LAYOUTS
 from runtime.quant.products import products_of
-from runtime.quant.scheme import Scheme
+from runtime.quant.scheme import QuantizationScheme
 from runtime.spec.decoder_spec import ExpertsSpec
 from tests.support.plain_products import PLAIN
 from tests.support.triton_engine import SPEC
 from tests.triton.test_family_steps import logits
 
 KINDS = {
-    "fp8": Scheme("made-up", "fp8"),
-    "int4 with minimums": Scheme("made-up", "int4", columns=32, symmetric=False),
-    "int8 experts": Scheme("made-up", "int8"),
+    "fp8": QuantizationScheme("made-up", "fp8"),
+    "int4 with minimums": QuantizationScheme("made-up", "int4", group_size=32, symmetric=False),
+    "int8 experts": QuantizationScheme("made-up", "int8"),
 }
 
 
