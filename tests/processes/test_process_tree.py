@@ -18,7 +18,7 @@ PROGRAM = """
 import os, signal, subprocess, sys, time
 from runtime.spec.types import CallboardError
 from serve_app import process_tree
-from serve_app.tools.process_tree import run
+from serve_app.processes.process_tree import run
 
 process_tree._INTERRUPT_S = float(os.environ["INTERRUPT_S"])
 
