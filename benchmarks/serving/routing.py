@@ -23,7 +23,7 @@ from actors.front.router import Prompt, Router
 from actors.wire.cache_feed import CacheFeed, Followers
 from actors.wire.messages import CacheUpdate, encode
 from actors.wire.transport import framed
-from benchmarks.engine.step_channel import EchoRunner
+from benchmarks.serving.step_channel import EchoRunner
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.policy.engine_load import EngineLoad

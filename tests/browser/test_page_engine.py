@@ -59,7 +59,7 @@ callboard:requests_refused_total{engine="1",reason="never"} 0
 """
 
 
-def test_the_view_says_what_its_figures_mean(visit, server):
+def test_the_view_explains_its_figures(visit, server):
     page = visit()
     page.context.route("**/metrics", lambda route: route.fulfill(body=FULL))
     page.click("#tab-engine")
@@ -79,7 +79,7 @@ def test_the_view_says_what_its_figures_mean(visit, server):
     assert page.inner_text("#refusals") == "Refused since the start: 6 because the queue was full."
 
 
-def test_what_is_not_there_is_not_shown(visit, server):
+def test_missing_figures_are_not_shown(visit, server):
     page = visit()
     page.context.route("**/metrics", lambda route: route.fulfill(body="# nothing"))
     page.click("#tab-engine")

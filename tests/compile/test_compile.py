@@ -76,7 +76,7 @@ def test_maxima_and_bounds_keep_nan(compiled):
         ("_many_choices_kernel", ["wgmma"]),
     ],
 )
-def test_products_of_16_bit_types_use_the_matrix_units(compiled, kernel, instructions):
+def test_products_of_16_bit_types_use_tensor_cores(compiled, kernel, instructions):
     forms = [k for k in compiled if k["kernel"] == kernel and "bfloat16" in k["case"]]
     assert forms
     assert not [k for k in forms if not any(k[i] for i in instructions)]

@@ -54,7 +54,7 @@ def test_one_life_of_two_adapters():
     assert adapters.reserve("three") == 1
 
 
-def test_root_hashes_tell_adapters_from_salts():
+def test_root_hashes_separate_adapters_and_salts():
     roots = {
         root_hash("f", salt, adapter) for salt, adapter in (("", ""), ("", "a"), ("a", ""), ("a", "a"), ("a\0", ""))
     }

@@ -62,7 +62,7 @@ requests = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
 
 @settings(max_examples=examples(300))
 @given(st.integers(6, 24), st.lists(st.one_of(requests, st.integers(0, 5)), max_size=60))
-def test_whoever_holds_a_block_holds_all_before_it(num_blocks, happenings):
+def test_a_held_block_holds_all_blocks_before_it(num_blocks, happenings):
     """Routers rely on it, too: numbers are requests that end, paths such that begin."""
     tree = Tree(num_blocks)
     for each in happenings:
@@ -78,7 +78,7 @@ def test_whoever_holds_a_block_holds_all_before_it(num_blocks, happenings):
     assert tree.find_faults() == []
 
 
-def test_what_many_begin_with_outlives_what_one_had():
+def test_shared_prefixes_outlive_single_ones():
     tree = Tree(20)
     instruction = (1, 1, 1, 1)
     tree.ask((*instruction, 2))
@@ -93,7 +93,7 @@ def test_what_many_begin_with_outlives_what_one_had():
     assert tree.num_cached(instruction) == 0, "nobody has asked for it any more"
 
 
-def test_a_conversation_that_goes_on_has_no_more_right_than_others():
+def test_a_continued_conversation_has_no_priority():
     tree = Tree(20)
     history: Path = ()
     for turn in range(4):
@@ -104,7 +104,7 @@ def test_a_conversation_that_goes_on_has_no_more_right_than_others():
     assert tree.num_cached(history) == 0
 
 
-def test_an_ancestor_of_a_fork_that_another_request_held_is_shared_too():
+def test_an_ancestor_of_a_fork_is_shared():
     tree = Tree(12)
     instruction = (1, 1, 1)
     tree.begin((*instruction, 2))
@@ -119,7 +119,7 @@ def test_an_ancestor_of_a_fork_that_another_request_held_is_shared_too():
     assert tree.find_faults() == []
 
 
-def test_blocks_go_in_the_order_in_which_they_came():
+def test_blocks_are_evicted_in_order_of_release():
     queue = EvictionQueue()
     queue.add([5, 3], [])
     queue.add([4], [2])

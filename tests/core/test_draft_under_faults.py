@@ -170,6 +170,6 @@ def at_times(period, share):
         (0.99, {"step_us": 6000.0}),
     ],
 )
-def test_a_draft_with_faults_is_used_as_far_as_it_helps(least, scenario):
+def test_a_faulty_draft_is_used_while_it_helps(least, scenario):
     alone = rate(scenario.get("num_rows", 1), draft=False)
     assert rate(**scenario) > least * alone

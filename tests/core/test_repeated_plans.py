@@ -80,7 +80,7 @@ def test_a_result_of_too_few_steps_is_refused():
         scheduler.commit(StepResult(plan.step_id, np.array([7, 7, 7], np.int32)))
 
 
-def test_hashes_that_are_known_are_those_that_would_be_made():
+def test_known_hashes_equal_computed_ones():
     prompt = [1, 2, 3, 4, 5, 6, 7]
     hashes = hash_blocks(root_hash("f", ""), started([prompt], [9]).requests["r0"].tokens[:6], 2)
     scheduler = Scheduler(*make(block_size=2))

@@ -311,7 +311,7 @@ def test_shortest_job_first():
     assert list(session.reasons) == ["r1", "r2", "r0"]
 
 
-def test_a_shared_prefix_is_computed_once_even_within_one_step():
+def test_a_shared_prefix_is_computed_once_in_a_step():
     session = Session(block_size=4, max_num_batched_tokens=64)
     prompt = list(range(1, 12))
     for _ in range(3):
@@ -321,7 +321,7 @@ def test_a_shared_prefix_is_computed_once_even_within_one_step():
     assert tables[0] == tables[1] == tables[2]
 
 
-def test_a_hit_never_covers_the_last_prompt_token_and_salts_do_not_share():
+def test_a_hit_excludes_the_last_token_and_other_salts():
     session = Session(block_size=4, max_num_batched_tokens=64)
     prompt = list(range(1, 9))
     session.add(prompt, SamplingParams(max_tokens=1, ignore_eos=True))

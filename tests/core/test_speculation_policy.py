@@ -98,6 +98,6 @@ def test_a_draft_is_tried_again_when_texts_change(draft, least):
         (64, 0.81, 0.99, 0.99),
     ],
 )
-def test_batches_find_out_by_themselves(num_rows, rate, small, large):
+def test_batches_learn_the_best_number_of_guesses(num_rows, rate, small, large):
     assert mean(speedups(SMALL, rate, num_rows, num_answers=4)) > small
     assert mean(speedups(LARGE, rate, num_rows, num_answers=4)) > large

@@ -108,7 +108,7 @@ def test_rows_that_decode_do_not_wait_for_whole_prompts():
 
 
 @pytest.mark.parametrize(("max_itl_ms", "slow"), [(4.0, 1.0), (8.0, 0.7), (12.0, 1.5)])
-def test_a_target_is_kept_whatever_the_host(max_itl_ms, slow):
+def test_a_target_is_kept_on_every_host(max_itl_ms, slow):
     served = Served(LONG[:100], max_itl_ms, slow=slow)
     assert np.percentile(served.gaps_ms, 98) < 1.15 * max_itl_ms
 
@@ -146,7 +146,7 @@ def test_a_target_too_short_for_any_prompt_lets_prompts_go_on():
     assert all(times for times in served.times.values())
 
 
-def test_who_arrives_waits_for_the_step_that_runs_alone():
+def test_a_new_request_waits_only_for_the_running_step():
     steady = arrivals(100, 12, (64, 128), (64, 256))
     early, late = Served(steady, late=False), Served(steady)
     saved_ms = np.mean(early.first_token_ms) - np.mean(late.first_token_ms)
@@ -160,7 +160,7 @@ def test_short_steps_are_planned_at_once():
     assert served.scheduler.pacing.planning_delay_s(4, 0, served.now) <= 0.0
 
 
-def test_an_outlier_does_not_count_as_what_steps_take():
+def test_an_outlier_does_not_count_as_step_time():
     now = [0.0]
     pacing = StepPacing(None, lambda: now[0])
     for took_s in (0.002,) * 20 + (3.0,):
@@ -169,7 +169,7 @@ def test_an_outlier_does_not_count_as_what_steps_take():
     assert pacing.planning_delay_s(1, 0, now[0]) < 0.003
 
 
-def test_rows_that_only_just_finish_their_prompt_limit_no_other_prompt():
+def test_rows_that_finish_a_prompt_limit_no_other():
     """A step that nobody decodes in takes what its budget holds."""
     info = ModelInfo("f", 2, 4096, (), 40000, 16, "none", "none")
     config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=64, prefix_cache=False)

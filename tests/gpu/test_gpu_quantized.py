@@ -64,7 +64,7 @@ def test_blocks_of_gguf(name):
 
 
 @pytest.mark.parametrize("form", GROUPS)
-def test_plain_weights_become_the_same_codes(form):
+def test_plain_weights_are_quantized_as_on_a_cpu(form):
     dense, _ = random_weight((1000, 1024))
     layout = LAYOUTS["plain"](Scheme("plain", form, columns=GROUPS[form]))
     source, location = Tensors({"weight": dense.bfloat16()}), Location("weight", (1000, 1024))
@@ -96,7 +96,7 @@ def test_a_load_needs_a_fused_map_beside_the_quantized_model(form):
 
 
 @pytest.mark.parametrize("form", GROUPS)
-def test_logits_are_those_of_the_numbers_that_codes_stand_for(monkeypatch, form):
+def test_logits_equal_those_of_dequantized_weights(monkeypatch, form):
     monkeypatch.setattr(
         "runtime.quant.formats.products_of",
         lambda numerics: products_of(numerics) if numerics.backend == "triton" else PLAIN,

@@ -28,7 +28,7 @@ def test_ranks_answer_as_one():
     check_split_sampler(GPU, ((0, 2, 5000), (1, 3, 4), (2, 8, 50), (3, 8, 128256), (4, 5, 151936), (5, 3, 2049)))
 
 
-def test_runners_sample_what_one_does():
+def test_runners_sample_as_one_does():
     """With log-probabilities of prompts and answers, guesses, and grammars, which automata follow on rank 0 alone."""
     runner = SplitRunner(2, partial(gpu_runner, deterministic=True, cuda_graphs=False, draft=None))
     found = answers(runner, PARAMS)

@@ -109,7 +109,7 @@ def test_log_probabilities_of_prompt_and_output(load):
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "get_time"}}], ids=["required", "named"]
 )
-def test_a_call_that_is_asked_for(load, template: str, choice: str | dict):
+def test_a_required_call(load, template: str, choice: str | dict):
     llm = load(template)
     tools = [
         {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}

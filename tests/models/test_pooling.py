@@ -152,7 +152,7 @@ def test_a_fault_stays_with_its_request(tmp_path):
     assert np.isfinite(np.frombuffer(fine, np.float32)).all()
 
 
-def test_what_is_not_supported_is_named(tmp_path):
+def test_unsupported_options_are_named(tmp_path):
     (tmp_path / "1").mkdir()
     for modules, config, named in (
         (["Transformer", "Pooling", "Dense"], {"pooling_mode_lasttoken": True}, "Dense"),
@@ -241,7 +241,7 @@ def test_scores_offline(load, tmp_path):
 # ---- the link --------------------------------------------------------------------------------------------------------
 
 
-async def test_vectors_arrive_though_engines_die():
+async def test_vectors_arrive_despite_deaths_of_engines():
     engine = Engine(info=replace(INFO, pooling=Pooling("last")), max_num_batched_tokens=3)
     link = link_to(engine)
     await link.start()

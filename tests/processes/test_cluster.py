@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.thorough
-def test_streams_and_requests_go_on_without_the_head_and_without_a_machine():
+def test_streams_survive_the_loss_of_head_and_node():
     if why := refusal():
         pytest.skip(why)
     cases = "--cases", "gcs-stopped", "engine-cut", "--seconds", "2", "--after", "0.5"

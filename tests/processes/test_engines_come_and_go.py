@@ -274,7 +274,7 @@ def answers(tiny_path, other_path) -> dict[str, list[str]]:
 
 
 @pytest.mark.thorough
-async def test_updates_cut_and_lose_nothing(url, undisturbed, answers, tiny_path, other_path):
+async def test_updates_interrupt_no_stream(url, undisturbed, answers, tiny_path, other_path):
     """In one life: fewer replicas, other settings, another model, more replicas. Where there is room, the new replicas
     of an update are there before the old ones go, also those of the only front."""
     async with Reading(url) as reading, Clients(url, answers) as clients:
@@ -299,7 +299,7 @@ async def test_updates_cut_and_lose_nothing(url, undisturbed, answers, tiny_path
 
 
 @pytest.mark.thorough
-async def test_a_node_that_goes(url, answers, other_path, second_node):
+async def test_a_removed_node_interrupts_no_stream(url, answers, other_path, second_node):
     deploy(other_path, 3, max_num_seqs=60)
     await settle(url, 3)
     async with Clients(url, answers) as clients:

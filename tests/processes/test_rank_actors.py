@@ -52,7 +52,7 @@ async def pid_of(rank) -> int:
     return (await rank.location.remote())[1]
 
 
-async def test_ranks_that_are_stopped_and_killed_change_no_token(divisible_path, undisturbed):
+async def test_stopped_and_killed_ranks_change_no_token(divisible_path, undisturbed):
     """In steps, while they are loaded anew, and while the engine drains; with grammars, guesses and a prefix cache."""
     config = {"tensor_parallel_size": 2, "rank_invariant": True, "draft": "ngram", "num_draft_tokens": 3}
     async with Server("ranks", divisible_path, **config) as server:

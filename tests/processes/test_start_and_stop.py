@@ -138,7 +138,7 @@ class Watch(threading.Thread):
             return None
 
 
-def test_a_life_as_its_user_sees_it(start):
+def test_a_server_from_start_to_stop(start):
     server = start()
     watch = Watch(server)
     server.wait_for("curl -N")
@@ -197,7 +197,7 @@ def test_sigterm_during_the_start(start, phase):
 
 
 @pytest.mark.thorough
-def test_a_stop_does_not_wait_for_an_engine_that_only_new_requests_need(start, tmp_path: Path):
+def test_a_stop_does_not_wait_for_an_unneeded_engine(start, tmp_path: Path):
     """An application that was scaled to zero loads its model again; who waits for it is told that the server stops."""
     gate = tmp_path / "gate"
     gate.touch()

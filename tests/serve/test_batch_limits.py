@@ -98,7 +98,7 @@ async def test_a_batch_without_its_input_ends(tmp_path: Path):
         await eventually(lambda: not after.batches.store.batches.with_suffix(".lock"))
 
 
-async def test_a_batch_that_is_stopped_at_once_is_left(tmp_path: Path):
+async def test_a_batch_stopped_at_once_stays_for_others(tmp_path: Path):
     async with front(tmp_path) as one:
 
         class Stops(dict[str, asyncio.Task[None]]):

@@ -274,7 +274,7 @@ def peak_memory() -> int:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-async def test_no_stream_stands_still(name: str, shared_compiler: GrammarCompiler):
+async def test_costly_requests_stop_no_stream(name: str, shared_compiler: GrammarCompiler):
     attack = ATTACKS[name]
     engine = Engine()
     engine.token, engine.info = ord(attack.token), replace(engine.info, vocab_size=attack.vocab_size)
@@ -309,7 +309,7 @@ async def test_no_stream_stands_still(name: str, shared_compiler: GrammarCompile
     assert memory < MOST_MEMORY
 
 
-def test_as_much_logit_bias_as_may_be_costs_a_step_milliseconds():
+def test_the_largest_logit_bias_costs_a_step_milliseconds():
     """64 requests that come to one step: what the plan takes to travel, and the sampler to take it in."""
     params = SamplingParams(logit_bias=tuple((i, 1.0) for i in range(MAX_BIASES)))
     new = [NewSlot(i, np.zeros(3, np.int32), 3, 0, params) for i in range(64)]

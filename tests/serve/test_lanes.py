@@ -65,7 +65,7 @@ def preparation(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 @pytest.mark.parametrize("path", CHATS)
-async def test_no_chat_waits_for_a_child_on_the_loop(path: str, children: Gate):
+async def test_chats_wait_for_children_outside_the_event_loop(path: str, children: Gate):
     children.open()
     async with client_of(FakeEngine()) as client:
         children.threads.clear()  # a template is compiled as its server starts
@@ -74,7 +74,7 @@ async def test_no_chat_waits_for_a_child_on_the_loop(path: str, children: Gate):
     assert threading.main_thread() not in children.threads
 
 
-async def test_chats_that_wait_for_children_stop_no_other(children: Gate, monkeypatch: pytest.MonkeyPatch):
+async def test_waiting_chats_do_not_stop_others(children: Gate, monkeypatch: pytest.MonkeyPatch):
     tokenizer = byte_tokenizer()
     children.open()
     async with client_of(FakeEngine(), tokenizer) as client:

@@ -137,7 +137,7 @@ async def test_a_faulty_grammar_is_named_before_it_is_sent(shared_compiler, body
         assert says in error["message"]
 
 
-async def test_a_grammar_that_holds_is_accepted(shared_compiler):
+async def test_a_valid_grammar_is_accepted(shared_compiler):
     schema = {"type": "object", "properties": {"a": {"type": "array", "items": {}, "uniqueItems": True}}}
     async with front() as (client, _):
         for body, ignored in (
@@ -157,7 +157,7 @@ async def test_server_info_has_the_sampling_of_the_models_makers():
         assert (await client.get("/server_info")).json()["sampling"] == {"temperature": 0.2, "top_p": 0.9}
 
 
-async def test_ready_says_that_engines_sleep():
+async def test_ready_reports_sleeping_engines():
     service = Service(FakeEngine(), byte_tokenizer(), MODEL)
     async with front(service=service) as (client, _):
         assert (await client.get("/ready")).json() == {"status": "ready"}
@@ -179,7 +179,7 @@ async def test_ready_says_that_engines_sleep():
         ("http://", "", (), 403),
     ],
 )
-async def test_the_servers_own_page_may_do_all(origin: str, host: str, allowed: tuple[str, ...], status: int):
+async def test_the_servers_own_page_may_use_every_route(origin: str, host: str, allowed: tuple[str, ...], status: int):
     async with front(HttpSettings(allow_chaos=True, allowed_host=allowed)) as (client, _):
         response = await client.post("/chaos", headers={"origin": origin, "host": host})
         assert response.status_code == status

@@ -59,7 +59,7 @@ async def test_every_stream_ends_with_an_error_event(stopping):
     assert not any(event["type"] == "message_stop" for event in message)
 
 
-async def test_an_answer_that_is_no_stream_becomes_a_503(stopping):
+async def test_an_unstreamed_answer_becomes_a_503(stopping):
     client, stop = stopping
     answer, _ = await asyncio.gather(client.post("/v1/completions", json=_STREAMS["/v1/completions"]), stop(1))
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, STOPPED)

@@ -68,7 +68,7 @@ def predictions(usage) -> tuple[int, int]:
         ({"stop": "a"}, 1, 1, 3 + WRONG),
     ],
 )
-async def test_usage_counts_the_guesses(chat: bool, fields: dict[str, Any], tokens: int, accepted: int, guessed: int):
+async def test_usage_counts_draft_tokens(chat: bool, fields: dict[str, Any], tokens: int, accepted: int, guessed: int):
     engine = FakeEngine("abcdefghij", group=4, num_wrong=WRONG)
     plain, *chunks, last = await usages(client_of(engine), chat, **{"max_tokens": 99, **fields})
     assert plain.completion_tokens == tokens
@@ -80,7 +80,7 @@ async def test_usage_counts_the_guesses(chat: bool, fields: dict[str, Any], toke
 
 
 @pytest.mark.parametrize("chat", [True, False])
-async def test_without_a_draft_there_are_no_details_and_with_an_idle_one_zeros(chat: bool):
+async def test_an_idle_draft_has_zeros_and_no_draft_no_details(chat: bool):
     assert all(u.completion_tokens_details is None for u in await usages(client_of(FakeEngine(), None), chat))
     assert all(predictions(u) == (0, 0) for u in await usages(client_of(FakeEngine()), chat))
 
@@ -161,7 +161,7 @@ async def outputs_of(link: EngineGroup, asked) -> list[RequestOutput]:
     return [output async for output in link.generate(asked)]
 
 
-async def test_outputs_tell_exactly_which_tokens_were_guessed(served_link):
+async def test_outputs_mark_exactly_the_accepted_draft_tokens(served_link):
     _, link, oracle = served_link
     rng = random.Random(0)
     asked = [request(0, max_tokens=rng.randint(1, 60)), request(1, ignore_eos=False), request(5, max_tokens=40)]
@@ -207,7 +207,7 @@ async def test_a_lost_engine_loses_no_more_than_its_last_steps(served_link):
         assert num_guessed >= len(places)
 
 
-async def test_a_request_that_is_left_counts_what_it_saw(served_link):
+async def test_an_abandoned_request_counts_what_it_saw(served_link):
     """A stop string ends a request from here: the guesses of what came are known, and nothing else is counted."""
     engine, link, oracle = served_link
     engine.runners[-1].delay_s = 0.005

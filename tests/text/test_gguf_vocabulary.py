@@ -142,7 +142,7 @@ def test_phi3_sees_no_space_after_a_special_token(write_tiny_gguf):
     assert llama.encode("<|user|> \nthe") != llama.encode("<|user|>the")
 
 
-def test_padding_of_a_vocabulary_stands_for_nothing(write_tiny_gguf):
+def test_vocabulary_padding_decodes_to_nothing(write_tiny_gguf):
     tokens = ["<|end|>", "<|start|>", "a", "b", "ab", "[PAD5]", "[PAD6]"]
     tokenizer = Tokenizer.load(
         write_tiny_gguf(

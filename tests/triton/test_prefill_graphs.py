@@ -97,7 +97,7 @@ def test_every_bucket_at_its_edges(runner, tokens, num_decoding):
 
 @pytest.mark.parametrize("params", [HOT, replace(PENALISED, logit_bias=((3, 30.0),))])
 @pytest.mark.thorough
-def test_a_step_above_the_largest_graph_is_several(runner, monkeypatch, params):
+def test_a_step_above_the_largest_graph_is_split(runner, monkeypatch, params):
     """Each row goes on where the piece before left it, and all samples come in the plan's order: of guesses, of rows
     that decode, and of a request that shares blocks which an earlier piece of the same step computes. Samples may be
     looked at again, with the logits of their own piece."""
@@ -175,7 +175,7 @@ def test_rows_of_guesses_beside_a_prompt(runner):
         assert torch.equal(a, b)
 
 
-def test_what_has_no_room_is_launched(runner, monkeypatch):
+def test_steps_without_a_fitting_graph_are_launched(runner, monkeypatch):
     """Rule by rule: tokens for too many pieces, short rows, long rows, samples; a prompt that is scored; a plan of
     several steps."""
     monkeypatch.setattr("runtime.worker.gpu.graph_runner.MAX_PIECES", 1)
@@ -205,7 +205,7 @@ def test_what_has_no_room_is_launched(runner, monkeypatch):
     assert replay.count == 3, "a prompt that is scored is in no piece, either"
 
 
-def test_a_prompt_longer_than_a_graphs_input_enters_before_it(runner, monkeypatch):
+def test_a_prompt_longer_than_graph_inputs_is_sent_before(runner, monkeypatch):
     """Only its first tokens are computed by the step."""
     monkeypatch.setattr("runtime.worker.gpu.graph_runner.MAX_PIECES", 1)
     results = []

@@ -1,6 +1,6 @@
 """The step channel's round trip, and what a step costs the engine's thread.
 
-    python -m benchmarks.engine.step_channel [--steps 2000] [--ranks 1] [--device-us 0]
+    python -m benchmarks.serving.step_channel [--steps 2000] [--ranks 1] [--device-us 0]
 
 A step of batch B is B decode rows: one token a row, sampled, and a table write for every 16th row. The runner answers
 at once, so a round trip is encode, send, wake the runner, decode, encode, send, wake the engine, decode. Engine CPU is
