@@ -100,7 +100,7 @@ def test_imports_between_folders_have_no_circle():
 
 
 def test_kernel_functions_outside_triton_have_types():
-    """mypy cannot tell them apart: its settings let functions without types pass in runtime/kernels."""
+    """mypy cannot distinguish them: its settings accept functions without types in runtime/kernels."""
     untyped = []
     for path in sorted((ROOT / "runtime" / "kernels").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

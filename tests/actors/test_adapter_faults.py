@@ -1,4 +1,4 @@
-"""Adapters whose engines and runners are lost, asleep or replaced; each test is one way to lose an answer."""
+"""Adapters survive engines and runners that are lost, asleep or replaced. Each test is one way to lose an answer."""
 
 import asyncio
 import shutil

@@ -27,7 +27,7 @@ class World(RuleBasedStateMachine):
         self.runners = {}  # what the living ones have: digests by index
         self.is_alive, self.is_asleep, self.rebuild_due = True, False, False
         self.jobs, self.answers, self.holds = [], [], []
-        self.requests = Counter()  # by index: those that run
+        self.requests = Counter()  # running requests by index
         self.entries = {}  # by name: the newest
         self.version = self.now = 0
 

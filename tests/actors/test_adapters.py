@@ -58,7 +58,7 @@ async def test_adapters_come_and_go_at_all_engines_and_fronts(folders):
             await group.adapters.load("c", c)
         with pytest.raises(CallboardError, match="/nowhere"):
             await group.adapters.load("d", "/nowhere")
-        await group.adapters.load("again", b)  # the same files need no room
+        await group.adapters.load("again", b)  # the same files use no more room
         await group.adapters.unload("b")
         assert group.adapters.served().keys() == {"a", "again"}
 
@@ -121,7 +121,7 @@ async def test_a_replacement_is_ready_before_the_old_one_leaves(folders, monkeyp
         await replacing
         new = with_adapter(group, "x", 4, max_tokens=2)
         assert new.adapter != old.adapter
-        # A front that has not heard of it yet is not refused.
+        # A front accepts the name of an adapter that it has not received yet.
         asked = [new, replace(old, request_id="unaware", params=new.params)]
         await check(asyncio.gather(*(read(other, req) for req in asked)), asked)
         with pytest.raises(CallboardError, match="max_loras"):  # both are needed
@@ -166,7 +166,7 @@ async def test_adapters_survive_every_death(folders):
         assert set(engines[0].runners[-1].adapters) == {0, 1, 2}
         engines[0].die()
         await eventually(lambda: live(engines[1]) == 4)
-        engines[1].die()  # now nobody has "b" but the front
+        engines[1].die()  # now only the front has "b"
         assert group.adapters.served().keys() == {"a", "b"}
         pace(engines[0], 0.0)
         engines[0].restart()

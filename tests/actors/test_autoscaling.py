@@ -34,7 +34,7 @@ def test_each_limit_alone_requests_engines():
     assert engines_needed(engines(3, num_live=24)) == 3
     assert engines_needed(engines(2, num_used_blocks=180)) == 2
     assert engines_needed(engines(2, queued_tokens=8000, num_live=16)) == 4
-    assert engines_needed(engines(1, queued_tokens=8000, num_live=1)) == 1  # nobody else could help with it
+    assert engines_needed(engines(1, queued_tokens=8000, num_live=1)) == 1  # no other engine could serve it
     assert engines_needed([replace(IDLE, queued_tokens=8000, num_live=1, prefill_rate=0)]) == 1 / 8
 
 
@@ -124,7 +124,7 @@ class Engines:
         self.num_queued = self.num_decoding = self.now = 0.0
 
     def advance(self, arrivals):
-        """A tick in which so many requests arrive a second."""
+        """A tick in which `arrivals` requests a second arrive."""
         self.now += self.TICK_S
         self.num_queued += arrivals * self.TICK_S
         num_ready = sum(at <= self.now for at in self.ready_at)

@@ -142,7 +142,7 @@ def test_a_cache_without_followers_records_nothing():
 
 
 class Front:
-    """A connection that keeps what it is sent."""
+    """A connection that keeps the messages it is sent."""
 
     def __init__(self):
         self.last_stream, self.got = 0, []

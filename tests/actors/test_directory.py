@@ -13,7 +13,7 @@ from actors.ray.names import living_actors
 
 
 async def test_unanswered_ray_calls_block_no_other_call(monkeypatch: pytest.MonkeyPatch):
-    """A front reads and tokenises long requests in asyncio's own threads, of which there are few."""
+    """A front reads and tokenises long requests in the few threads of asyncio."""
     is_back = threading.Event()
     monkeypatch.setattr("actors.ray.directory.living_actors", lambda prefix: is_back.wait() and ["app/engine/a#1"])
     monkeypatch.setattr("actors.ray.directory.ray.get_actor", lambda *_: is_back.wait())

@@ -1,4 +1,5 @@
-"""A draft's loop over real sockets: engines that come while it waits are heard, and those that go are forgotten."""
+"""A draft's loop over real sockets: it reads engines that connect while it waits, and forgets those engines when they
+leave."""
 
 import socket
 import threading

@@ -55,7 +55,7 @@ def live(engine):
 
 
 def freeze(engine):
-    """As after SIGSTOP: its connections stay, and it says nothing more."""
+    """As after SIGSTOP: its connections stay open and it sends nothing."""
     for connection in list(engine.loop._connections):
         connection.send = lambda message: None
 
@@ -125,7 +125,7 @@ async def test_streams_leave_a_frozen_engine_until_it_thaws():
         assert group.health() is None
         assert len(healthy(group)) == 1
         hurry(*engines)
-        await eventually(lambda: not connections & engines[0].loop._connections)  # it aborts what has moved
+        await eventually(lambda: not connections & engines[0].loop._connections)  # it aborts moved streams
         assert not engines[0].loop.core.scheduler.requests
         await check(reading, 8, 60)
         engines[0].open_link = open_link
@@ -147,7 +147,7 @@ async def test_a_group_is_unhealthy_if_its_only_engine_is_frozen():
 
 @pytest.mark.usefixtures("fast_beats")
 def test_a_replica_that_was_late_itself_loses_no_engine():
-    """On uvloop, as Serve's replicas run: after a pause it calls what is due before it reads what has come."""
+    """On uvloop, as Serve's replicas run: after a pause it calls due timers before it reads."""
 
     async def main():
         engine, num_pauses = Engine(), 3
@@ -172,7 +172,7 @@ def test_a_replica_that_was_late_itself_loses_no_engine():
 
 @pytest.mark.usefixtures("fast_beats")
 async def test_an_engine_that_accepts_no_request_is_unhealthy():
-    """The kernel connects to whoever listens; only the engine's own word says that it is there."""
+    """The kernel accepts connections for any listener, so only the engine's own message shows that it is ready."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("\0callboard-test-nobody")
     listener.listen()
@@ -214,7 +214,7 @@ async def test_streams_leave_a_draining_engine(monkeypatch):
 
 
 async def test_streams_stay_when_all_engines_drain(monkeypatch):
-    """At the end of the whole server: those of the first may not pile up on the last."""
+    """At the end of the whole server, streams of the first engine may not pile up on the last."""
     monkeypatch.setattr("actors.front.engine_group._SETTLED_S", 0.1)
     engines = [Engine(delay_s=SLOW_S), Engine(delay_s=SLOW_S)]
     async with Group(*engines) as group:
@@ -249,7 +249,7 @@ async def test_streams_wait_for_a_new_kind_while_the_old_one_runs(monkeypatch):
 
 
 async def test_a_full_engine_is_skipped(monkeypatch):
-    """Others fill the first engine; this replica has no stream there, and asks it first."""
+    """Others fill the first engine. This replica has no stream there and tries it first."""
     engines = [Engine(delay_s=0.02, max_num_seqs=1, max_queued_requests=1) for _ in range(2)]
     async with Group(engines[0]) as others, link_closing(link_to(*engines)) as group:
         await group.start()
@@ -319,7 +319,7 @@ async def test_only_accepted_streams_skip_the_next_queue():
 
 
 async def test_a_stream_that_kills_engines_is_given_up():
-    """It takes others with it that were computed beside it, but not those that only waited."""
+    """It kills streams that were computed beside it, but not streams that only waited."""
     engine = Engine(delay_s=0.005, max_num_seqs=1)
     async with Group(engine) as group:
         poison = asyncio.create_task(read(group, request(0, max_tokens=400)))
@@ -329,7 +329,7 @@ async def test_a_stream_that_kills_engines_is_given_up():
             await eventually(lambda: any(s.waits for link in group._links.values() for s in link.streams))
             engine.die()
             await eventually(lambda: not group.engines())
-            await eventually(lambda: not group._links)  # the directory says that it is dead
+            await eventually(lambda: not group._links)  # the directory reports it dead
             engine.restart()
         tokens, reason, last = await asyncio.wait_for(poison, 5)
         assert reason is FinishReason.ERROR
@@ -419,7 +419,7 @@ async def test_an_engine_reports_that_it_is_ready():
 
 @pytest.mark.parametrize("is_silent", [True, False])
 async def test_a_group_works_without_its_directory(monkeypatch, is_silent: bool):
-    """Streams, new requests, and links that break; what has changed meanwhile it learns when the directory is back."""
+    """Streams, new requests and broken links. The group learns of changes when the directory is back."""
     monkeypatch.setattr("actors.front.engine_group._RETRY_S", 0.05)
     engines = [Engine(delay_s=0.002), Engine(delay_s=0.002)]
     async with Group(*engines) as group:

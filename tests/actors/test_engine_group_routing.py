@@ -176,7 +176,7 @@ async def test_an_unreachable_engine_resets_before_its_next_request():
         for i in range(4):
             await read(group, asking(conversation(i)))
         may_go_on = threading.Event()
-        engines[0].loop._call(may_go_on.wait)  # it does not read what it was told before its connection breaks
+        engines[0].loop._call(may_go_on.wait)  # it does not read its messages before its connection breaks
         forgetting = asyncio.create_task(group.reset_prefix_cache())
         await eventually(lambda: not keys_of(engines[1]))
         for link in healthy(group):

@@ -43,7 +43,7 @@ def test_depth_2_keeps_the_order(host, num_ranks):
             executor.submit(plan_of(step, num_rows=step))
             assert same(executor.collect(), expected(plan_of(step - 1, num_rows=max(1, step - 1))))
         executor.collect()
-        for runner in group.runners:  # those of ranks other than 0 were not waited for
+        for runner in group.runners:  # results of ranks other than 0 were not awaited
             wait_until(lambda runner=runner: len(runner.executed) == 50)
             assert runner.executed == list(range(50))
 

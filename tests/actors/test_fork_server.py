@@ -142,8 +142,8 @@ def test_command_and_fork_end_together(python: Python):
 
 
 def test_worker_modules_are_safe_to_fork():
-    """Nothing that forks inherit may be used twice, as the state of Ray's generator and a context of CUDA would be, and
-    threads are not inherited. OpenBLAS and jemalloc start theirs anew in a fork."""
+    """Forks inherit no state that must not be used twice, such as Ray's random generator or a CUDA context, and no
+    threads. OpenBLAS and jemalloc start theirs anew in a fork."""
     code = f"""
 import importlib, os, socket
 from actors.ray import fork_server

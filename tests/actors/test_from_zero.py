@@ -1,4 +1,4 @@
-"""A group of engines that may have none: requests wait and ask for one, within their limits."""
+"""A group of engines that may have none: requests wait and request one, within their limits."""
 
 import asyncio
 import sys

@@ -19,8 +19,8 @@ POISON = 28  # a prompt that begins with it is one
 
 
 class PoisonedRunner(FakeRunner):
-    """Dies of some rows of requests whose prompts begin with POISON: of those that decode at every `period`-th
-    position, or of their prompts; when it computes, or as soon as it gets them."""
+    """Dies of rows of requests whose prompts begin with POISON, when it computes them or as soon as it gets them. The
+    rows are prompts, or decode rows at every `period`-th position."""
 
     def __init__(self, config, kills: str = "decode", period: int = 1, at_once: bool = False) -> None:
         super().__init__(config, INFO)
@@ -154,7 +154,7 @@ def test_losses_without_a_killer_end_no_request(depth):
 
 
 class CrowdedRunner(FakeRunner):
-    """Dies of a plan in which so many requests are new, or of a step with so many rows."""
+    """Dies of a plan with `most_new` new requests, or of a step with `most_rows` rows."""
 
     def __init__(self, config, most_new: int = 99, most_rows: int = 99, never_beside: int | None = None) -> None:
         super().__init__(config, INFO)
@@ -234,7 +234,7 @@ def test_a_suspect_may_leave_during_its_trial():
 
 
 class PoisonedEngine(test_link.Engine):
-    """An engine loop with its thread and sockets, whose runners die of decode rows of one request."""
+    """An engine loop with its thread and sockets. Its runners die of decode rows of one request."""
 
     def start_runners(self):
         self.runners.append(PoisonedRunner(self.config))

@@ -1,6 +1,6 @@
-"""A step is planned shortly before the last one ends, in an engine loop over real sockets: who arrives is in it.
+"""The engine loop plans a step shortly before the last one ends, so that late requests are in it.
 
-No test reads a clock: the pacing says when the next step must be planned, and the runner when a step has ended."""
+No test reads a clock: the pacing sets when the next step must be planned, and the runner when a step has ended."""
 
 import asyncio
 import queue
@@ -21,7 +21,7 @@ LOOK_S = 0.004  # the loop looks four times as often whether the step in flight 
 
 
 class SteppedRunner(SlowRunner):
-    """A runner whose steps end when the test says so; it keeps their plans."""
+    """A runner that keeps its plans and ends its steps when the test requests it."""
 
     def __init__(self):
         super().__init__(EngineConfig(block_size=4, max_num_seqs=16), INFO)

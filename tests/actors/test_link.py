@@ -61,7 +61,7 @@ class SlowRunner(FakeRunner):
 
 
 class Engine:
-    """An engine loop, restartable, and the address that links ask for."""
+    """An engine loop that can be restarted, and the address that links request."""
 
     def __init__(self, delay_s=0.001, info=None, start=None, **kw):
         self.start = start or (lambda: SlowRunner(self.config, self.info, self.delay_s))
@@ -86,7 +86,7 @@ class Engine:
         return self.loop.links.open(self.same_node, "127.0.0.1"), self.info
 
     def die(self):
-        """As after kill -9: all connections end at once, nothing is said."""
+        """As after kill -9: all connections end at once, without a message."""
         loop, self.loop = self.loop, None
         loop.close()
         for connection in list(loop._connections):
@@ -98,7 +98,7 @@ class Engine:
 
 
 class Engines:
-    """A directory of engines whose ids are their places."""
+    """A directory of engines. An engine's id is its index."""
 
     def __init__(self, *engines):
         self.all = list(engines)
@@ -159,7 +159,7 @@ async def eventually(condition, seconds=5.0):
 
 
 def hurry(*engines):
-    """Let streams come to their end: before, steps take so long that none ends while a test waits for something."""
+    """Shorten all steps, so that streams end. Until then no stream ends while a test waits."""
     for engine in engines:
         engine.delay_s = 0.001
         for runner in engine.runners:
@@ -177,7 +177,7 @@ async def test_streams_get_the_sequential_tokens(served):
 
 
 def test_streams_work_on_the_event_loop_of_serve():
-    """Ray Serve runs its replicas on uvloop, whose transports are its own."""
+    """Ray Serve runs its replicas on uvloop, which has its own transports."""
 
     async def main():
         engine = Engine()

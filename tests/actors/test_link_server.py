@@ -78,7 +78,7 @@ async def test_strangers_cannot_block_a_replica(engine, monkeypatch):
     try:
         for stranger in strangers:
             stranger.connect(path)
-        for stranger in strangers[:32]:  # the oldest are cut off, so that those that say nothing take few files
+        for stranger in strangers[:32]:  # the oldest are cut off, so that silent connections use few files
             stranger.settimeout(5)
             assert await asyncio.to_thread(stranger.recv, 1) == b""
         assert await answer(engine, 0) == sequential(request(0), 512)

@@ -57,7 +57,7 @@ def log_of_a_replica(tmp_path: Path, monkeypatch) -> logging.Logger:
 
     log = logging.getLogger("ray.serve")
     for place, name in ((sys, "stdout"), (sys, "stderr"), (builtins, "print"), (logging, "raiseExceptions")):
-        monkeypatch.setattr(place, name, getattr(place, name))  # what is changed below is changed back
+        monkeypatch.setattr(place, name, getattr(place, name))  # the changes below are undone
     for name in ("propagate", "level"):
         monkeypatch.setattr(log, name, getattr(log, name))
     monkeypatch.setattr(log, "handlers", [])

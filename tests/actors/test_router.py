@@ -182,7 +182,7 @@ def documents(count, length=9, **kw):
 
 
 def send(router, prompts):
-    """The choices for prompts that are sent before any engine has told of one."""
+    """The choices for prompts that are sent before any engine has reported one."""
     choices = []
     for stream, asked in enumerate(prompts, start=1):
         choices.append(router.choose(asked))

@@ -49,7 +49,7 @@ class Call:
 
 
 class Rank:
-    """An actor whose process is another one, which can be killed and stopped."""
+    """An actor with a process of its own that tests can kill and stop."""
 
     def __init__(self, rank: int, num_blocks: int) -> None:
         self.rank, self.info = rank, replace(INFO, num_kv_blocks=num_blocks)
@@ -88,7 +88,7 @@ class Rank:
 
 
 class Group(RunnerGroup):
-    """Two ranks; those of the first start are disturbed."""
+    """Two ranks; the ranks of the first start are disturbed."""
 
     def __init__(self, **disturbances: Any) -> None:
         super().__init__(EngineConfig(tensor_parallel_size=2), None, gpu=False)
@@ -132,11 +132,11 @@ def make(monkeypatch: pytest.MonkeyPatch):
 def kill(rank: Rank) -> None:
     rank.process.kill()
     rank.process.wait()
-    threading.Event().wait()  # Ray tells of it later
+    threading.Event().wait()  # Ray reports it later
 
 
 def test_a_rank_that_never_reports_its_process_is_replaced(make, monkeypatch):
-    """One that is stopped before it can: nobody knows then what to look at."""
+    """The rank is stopped before it can report, so the group has no process to watch."""
     monkeypatch.setattr(runner_group, "_BEGIN_S", 0.1)
     monkeypatch.setattr(runner_group.ray, "kill", lambda actor: actor.process.kill())
     group = make(location=lambda rank: threading.Event().wait())
@@ -174,7 +174,7 @@ def test_a_rank_lost_during_the_start_restarts_all_ranks(make, phase, disturb):
 
 
 def test_ranks_may_miss_another_before_its_process_ends(make, monkeypatch):
-    """What they say of it then is no error of theirs."""
+    """Errors that they report of the lost rank are not their own."""
 
     def end_soon(rank: Rank) -> None:
         threading.Timer(0.1, rank.process.kill).start()

@@ -1,4 +1,4 @@
-"""The supervisor's watch over an engine, without Ray: what it replaces, and what it says when it cannot go on."""
+"""The supervisor's watch over an engine, without Ray: what it replaces, and what it reports if it cannot go on."""
 
 import asyncio
 import threading

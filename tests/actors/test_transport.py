@@ -1,4 +1,4 @@
-"""Frames over real sockets, and who may connect: whole frames, limits, strangers, secrets."""
+"""Frames over real sockets: whole frames, limits, strangers and secrets."""
 
 import contextlib
 import os
@@ -140,7 +140,7 @@ def test_other_users_are_disconnected_before_their_first_byte():
     address = executor.address(0)
     answer, told = os.pipe()
     if (pid := os.fork()) == 0:  # a child, since a process is of one user
-        with contextlib.suppress(OSError):  # it may be cut off while it speaks
+        with contextlib.suppress(OSError):  # it may be disconnected while it sends
             os.setuid(65534)
             sock = dial(address)
             sock.sendall(address.secret)
@@ -150,7 +150,7 @@ def test_other_users_are_disconnected_before_their_first_byte():
         executor.accept(1)
     os.waitpid(pid, 0)
     os.set_blocking(answer, False)
-    with pytest.raises(BlockingIOError):  # nobody has said anything to it
+    with pytest.raises(BlockingIOError):  # nothing was sent to it
         os.read(answer, 1)
     os.close(answer)
     os.close(told)

@@ -1,4 +1,4 @@
-"""The benchmarks run, and their arithmetic is right; their figures are nobody's business here."""
+"""The benchmarks run, and their arithmetic is right. Their figures are not tested here."""
 
 import json
 import subprocess
@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*commands: list[str]) -> str:
-    """The output of `python -m benchmarks.MODULE ARGUMENTS` for each [module, *arguments]: one after another in one
-    process, as most of a small benchmark's time is that of importing torch."""
+    """The output of `python -m benchmarks.MODULE ARGUMENTS` for each [module, *arguments]. One process runs all,
+    because most of a small benchmark's time is the import of torch."""
     code = """
 import json, runpy, sys
 for module, *arguments in json.loads(sys.argv[1]):

@@ -1,4 +1,4 @@
-"""The pair that speculation is timed with: it agrees as often as asked, and what is written is what was measured."""
+"""The pair that times speculation: its acceptance is the one requested, and its folder has the measured weights."""
 
 from pathlib import Path
 

@@ -77,7 +77,7 @@ async def test_a_stopped_process_makes_an_application_incomplete():
     process = subprocess.Popen(["sleep", "60"])
     num_asked = 0
 
-    async def ask(method: str) -> str:  # all is there, says who has not noticed yet
+    async def ask(method: str) -> str:  # all is there, as it appears before a fault is noticed
         nonlocal num_asked
         num_asked += 1
         if num_asked == 4:

@@ -40,7 +40,7 @@ def cached_share(cluster: Cluster) -> float:
 
 
 def test_a_thousand_requests_go_to_their_prefixes():
-    """Four engines, none of which can hold all prefixes."""
+    """Four engines; none of them can hold all prefixes."""
     prefix = simulated()
     least_load, oracle = (simulated(policy=policy, seconds=3.0) for policy in ("least-load", "oracle"))
     assert len(prefix.totals.sent) > 950

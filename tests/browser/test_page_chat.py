@@ -1,4 +1,4 @@
-"""The page's chat: asking, stopping, changing what was said, and what survives a reload."""
+"""The page's chat: sending, stopping, editing, and the state that survives a reload."""
 # ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
 
 import json

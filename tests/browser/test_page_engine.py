@@ -1,4 +1,4 @@
-"""The page's engine view: figures, and what it says of them."""
+"""The page's engine view: figures and their explanations."""
 # ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
 
 from tests.support.page_browser import browser, in_browser, served, server, visit  # noqa: F401
@@ -9,9 +9,9 @@ pytestmark = in_browser
 def test_engine_panel(visit, server):
     page = visit()
     page.wait_for_timeout(300)
-    assert server.metrics_at == []  # nobody looks
+    assert server.metrics_at == []  # the view is closed
     page.click("#tab-engine")
-    page.wait_for_selector("#generated dd:text('tokens since the start')")  # one reading has no rate
+    page.wait_for_selector("#generated dd:text('tokens since the start')")  # one reading gives no rate
     assert page.inner_text("#generated dd >> nth=0").startswith("5,")
     page.wait_for_selector("#generated dd:text('tokens a second; 5,')")
 

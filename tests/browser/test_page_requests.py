@@ -63,7 +63,7 @@ def test_a_copied_chat_sends_what_the_page_sends(visit, server, form: str, is_bo
     ask(page, "One?")
     is_answered(page, 1)
     page.fill("#message", HARD_TEXT)
-    text = copied(page, "chat", form)  # of what is not sent yet
+    text = copied(page, "chat", form)  # nothing is sent yet
     page.press("#message", "Enter")
     is_answered(page, 2)
     by_page = as_engine_saw(server.engine.requests[-1])

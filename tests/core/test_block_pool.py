@@ -1,4 +1,4 @@
-"""Which cached blocks stay when there is no room for all."""
+"""Which cached blocks stay when there is not room for all."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from runtime.core.prefix_cache import PrefixCache
 from runtime.policy.branch_eviction import SHARED_STAY, EvictionQueue
 from tests.support.examples import examples
 
-Path = tuple[int, ...]  # a block by its token and those of the blocks before it
+Path = tuple[int, ...]  # a block by its token and the tokens of the blocks before it
 
 
 class Tree:
-    """A pool and a cache whose requests are paths of blocks with one token each."""
+    """A pool and a cache. Requests are paths of blocks with one token each."""
 
     def __init__(self, num_blocks: int) -> None:
         self.cache = PrefixCache()
@@ -25,7 +25,7 @@ class Tree:
         self.held: list[list[int]] = []
 
     def begin(self, path: Path) -> bool:
-        """A request with this path; False if there is no room for it."""
+        """Start a request with this path; False if it does not fit."""
         names = [repr(path[: i + 1]).encode() for i in range(len(path))]
         blocks = self.cache.match_prefix(names)
         num_new = len(names) - len(blocks)
@@ -112,7 +112,7 @@ def test_an_ancestor_of_a_fork_is_shared():
     tree.begin((*instruction, 3))
     tree.end(0)
     tree.end(1)
-    tree.end(0)  # of which none parts prompts itself
+    tree.end(0)  # none of the three forks by itself
     for number in range(4):
         tree.ask((10 + number, 0, 0))
     assert tree.num_cached(instruction) == 3

@@ -35,7 +35,7 @@ def test_choices_share_prompt_blocks_from_the_first_step(depth: int):
     session = Session(block_size=4, max_num_batched_tokens=64, pipeline_depth=depth)
     prepared = prepare(n=4)
     states = submit(session, prepared.requests)
-    tables = [state.tables[0][:5] for state in states]  # of 22 tokens, those of 5 blocks
+    tables = [state.tables[0][:5] for state in states]  # the full blocks of 22 tokens
     assert tables == [tables[0]] * 4
     pool = session.core.scheduler.pool
     assert [pool.refs(block) for block in tables[0]] == [4] * 5

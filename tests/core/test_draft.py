@@ -246,7 +246,8 @@ def test_a_draft_runs_ahead_while_there_is_time():
     core.take(None, Told(opened=[Open(1, request, 3)]))
 
     def guesses_after(num_pieces):
-        """And whether there was nothing left to do, when a commit comes after so many pieces of what is ahead."""
+        """The number of guesses, and whether no work was left, if a commit arrives after `num_pieces` pieces of
+        work."""
         while not (said := core.outbox.pop(None, None)):
             core.step()
         known = [*tokens, *said[-1].token_ids[:3], 5]
@@ -266,7 +267,7 @@ def test_a_draft_runs_ahead_while_there_is_time():
 
 
 def test_no_step_waits_for_a_draft_that_is_far_behind():
-    """It catches up while requests go on plainly, and what that takes says nothing of other answers."""
+    """It catches up while requests decode without it, and the time that this takes does not count for other replies."""
     clock = Clock()
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     target = info(max_len=400, blocks=200)
@@ -296,7 +297,7 @@ def test_no_step_waits_for_a_draft_that_is_far_behind():
 
 
 def test_a_draft_that_is_hardly_faster_catches_up():
-    """While it works through what it lacks, as much comes again: that is waited for."""
+    """While it works through its backlog, new tokens arrive; the engine waits for those too."""
     clock = Clock()
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     target = info(max_len=400, blocks=200)
@@ -304,7 +305,7 @@ def test_a_draft_that_is_hardly_faster_catches_up():
     client = PausingClient(VOCAB, clock)
     core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, times, 0.0))
     wire = SlowWire(draft_core(max_len=400, blocks=200), clock, lambda behind: 0.001 * behind * (behind > 3))
-    client.attach(wire, times)  # a token takes it as long as the target
+    client.attach(wire, times)  # a token takes it as long as it takes the target
     core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=300, ignore_eos=True), seed=0))
     while core.scheduler.stats.drafts < 4:
         core.step()

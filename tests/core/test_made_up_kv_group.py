@@ -19,7 +19,7 @@ def groups(window: int) -> KVCacheSpec:
 
 
 class WindowRunner(FakeRunner):
-    """A runner whose second group attends to a window: it checks all that a row reads there."""
+    """A runner with a second group that attends to a window. It checks every read of a row there."""
 
     def __init__(self, config, info) -> None:
         super().__init__(config, info)

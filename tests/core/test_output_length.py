@@ -21,7 +21,7 @@ CHAT = 4000  # max_tokens of a chat that names none
 
 
 def learned(lengths: list[int], max_tokens: int = CHAT) -> OutputLengthEstimator:
-    """From answers of these lengths that stopped by themselves, if max_tokens let them."""
+    """Estimates from answers of these lengths that stopped by themselves, within max_tokens."""
     estimator = OutputLengthEstimator()
     for length in lengths:
         end = min(length, max_tokens)

@@ -1,4 +1,4 @@
-"""The prefix cache on demand of who runs the server: what it forgets, and what it must not."""
+"""Requests to reset the prefix cache: what it forgets, and what it must keep."""
 
 from runtime.spec.types import SamplingParams
 from tests.core.test_scheduler import Session, first_plan
