@@ -78,8 +78,8 @@ def test_longer_rotary_tables_begin_like_shorter_ones(kind):
 
 
 def form_of(cut: Callable[[int, int], int]) -> Callable[[torch.Tensor, torch.Tensor | None], linear.Product]:
-    """Products that sum the columns before and after a cut apart; where it lies depends on the number of rows and on
-    the place among them."""
+    """Products that sum the columns before and after a cut separately. The cut depends on the number of rows and on the
+    row's index."""
 
     def form(weight: torch.Tensor, bias: torch.Tensor | None) -> linear.Product:
         def one(row: torch.Tensor, at: int) -> torch.Tensor:

@@ -83,7 +83,7 @@ def test_products_equal_those_of_dequantized_weights(form, shape, many_codes, mo
         assert products.fits(form, shape)
         packed = products.packed(form, weight)
         assert sum(tensor.nbytes for tensor in packed) == products.device_bytes(form, shape)
-        joined = tuple(torch.cat((tensor, tensor)) for tensor in packed)  # as those of a fused map are
+        joined = tuple(torch.cat((tensor, tensor)) for tensor in packed)  # like the tensors of a fused map
         product = products.linear(form, joined, torch.cat((bias, bias)), KERNELS).product
         want = (x.float() @ dense.T + bias).repeat(1, 2)
         results = [product(rows) for rows in (x[:1], x[:4], x[5:22], x)]

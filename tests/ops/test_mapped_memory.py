@@ -9,7 +9,7 @@ MIB = 1 << 20
 
 
 class Driver:
-    """The driver's book of addresses and memory, of which there is only so much."""
+    """The driver's record of addresses and memory. Memory is limited."""
 
     def __init__(self, room):
         self.room, self.reserved, self.mapped, self.next = room, {}, {}, 64 * MIB

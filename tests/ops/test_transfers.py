@@ -30,7 +30,7 @@ def test_a_step_that_needs_more_memory_keeps_what_it_has():
 
 
 def test_results_survive_reuse_of_their_buffer():
-    """Steps in flight have memory of their own; that of a step whose result was read is used again."""
+    """Steps in flight have memory of their own. The memory of a step is used again once its result was read."""
     transfers, pending = Transfers(CPU), []
     for round_ in range(20):
         for i in range(3):

@@ -22,7 +22,7 @@ def test_streams_survive_the_loss_of_head_and_node():
     command = [sys.executable, "-m", "benchmarks.cluster", *cases]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=240, check=True)
     print(done.stdout)
-    _, *seen = map(json.loads, done.stdout.splitlines())  # the first line tells of the start
+    _, *seen = map(json.loads, done.stdout.splitlines())  # the first line reports the start
     assert [case["case"] for case in seen] == ["gcs-stopped", "engine-cut"]
     for case in seen:
         assert case["failed"] == 0, case["why"]

@@ -1,5 +1,5 @@
 """The fault matrix, once: two engines and two fronts lose processes while their streams are read; and the command that
-shows it. `python -m benchmarks.faults` does the rest of the matrix, with steps as long as a large model's."""
+shows it. `python -m benchmarks.faults` does the rest of the matrix, with the step times of a large model."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ SETTINGS = {
 
 
 class Here:
-    """The application, whose Ray is this session's."""
+    """The application in this session's Ray."""
 
     def __init__(self, url: str, session: str) -> None:
         self.application, self.url = Application(RAY_FOLDER, url, session), url

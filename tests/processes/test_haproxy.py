@@ -24,7 +24,7 @@ from serve_app.server import _LAST_ANSWERS_S
 
 
 def serve_config(folder: Path, port: int, servers: list[int], fallback: int | None) -> str:
-    """What Serve's HAProxyManager writes for one application whose replicas listen on `servers`."""
+    """The configuration that Serve's HAProxyManager writes for one application with replicas on `servers`."""
     from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
     from ray.serve.config import HTTPOptions
 
@@ -49,7 +49,7 @@ def serve_config(folder: Path, port: int, servers: list[int], fallback: int | No
 
 
 def listening_ports(pid: int, state: str = "0A") -> set[tuple[str, int]]:
-    """(address, port) of every TCP socket on which a process listens, or whose state is another one of the kernel's."""
+    """(address, port) of every TCP socket on which a process listens, or in another `state` of the kernel."""
     found, inodes = set(), set()
     with suppress(OSError):  # it has ended
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
@@ -121,7 +121,7 @@ ESTABLISHED = "01"
 
 
 class Healthy(BaseHTTPRequestHandler):
-    """A front that is ready, and says what it was asked with."""
+    """A front that is ready, and echoes its request."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -154,7 +154,7 @@ class Staying(Leaving):
 
 
 class Last(Leaving):
-    """The only front: it answers one POST, and nobody listens when it has ended."""
+    """The only front: it answers one POST, and its port is closed when it has ended."""
 
     def handle(self) -> None:
         self.handle_one_request()
@@ -166,7 +166,7 @@ class Last(Leaving):
 
 
 class Streaming(Healthy):
-    """A front whose answers begin at once and end when they may, with its connections."""
+    """A front with answers that begin at once and end when the test allows, with its connections."""
 
     protocol_version = "HTTP/1.1"
     may_end = threading.Event()
@@ -239,7 +239,7 @@ def test_a_front_that_ends_before_answering_is_retried(haproxy, private, path):
 
 
 def test_requests_to_a_gone_front_go_to_the_other(haproxy):
-    """HAProxy holds the request that makes it give a front up, as if there were no other one."""
+    """HAProxy holds the request that makes it give a front up, as it does with a single front."""
     fronts = [ThreadingHTTPServer(("127.0.0.1", 0), Healthy) for _ in range(2)]
     for front in fronts:
         threading.Thread(target=front.serve_forever, daemon=True).start()
@@ -312,7 +312,7 @@ def test_the_openai_client_reads_that_no_replica_exists(haproxy, private):
 
 
 def test_the_last_front_ends_before_it_answers(haproxy):
-    """HAProxy has no answer of its own for a request that it first sent on a connection that was used before."""
+    """HAProxy lacks an answer of its own for a request that it first sent on a reused connection."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Last) as front:
         threading.Thread(target=front.serve_forever, daemon=True).start()
         running, port = haproxy([front.server_port])

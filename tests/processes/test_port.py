@@ -120,10 +120,10 @@ def test_clients_read_the_phase_while_the_server_starts():
         with pytest.raises(OSError, match="in use"):
             socket.create_server(("127.0.0.1", number))
         port.hear({"phase": "Ray started"})
-        for _ in range(100):  # of whom nothing comes
+        for _ in range(100):  # connections without a byte
             socket.create_connection(("127.0.0.1", number)).close()
         client = OpenAI(base_url=f"http://127.0.0.1:{number}/v1", api_key="none", max_retries=0, timeout=10)
-        prompt = "a" * (4 << 20)  # longer than any buffer: what is not read must not hide the answer
+        prompt = "a" * (4 << 20)  # longer than any buffer: unread input must not hide the answer
         with pytest.raises(APIStatusError, match=r"The server is starting \(Ray started\)") as error:
             client.completions.create(model="any", prompt=prompt)
         assert error.value.status_code == 503

@@ -1,4 +1,4 @@
-"""The child of `callboard serve` and its offspring: whatever happens, all of it ends, and one sentence says why."""
+"""The child of `callboard serve` and its offspring: in every case all of it ends, and one sentence gives the reason."""
 
 import os
 import signal
@@ -62,7 +62,7 @@ class Program:
         )  # fmt: skip
         assert self.process.stdout.readline() == "begun\n"
         end = time.monotonic() + 60
-        # The kernel tells that a program runs before its command line and its environment can be read.
+        # The kernel shows that a program runs before its command line and its environment can be read.
         while not any(command.startswith("sleep 60") for command in processes_with(self.mark)):
             assert time.monotonic() < end
             time.sleep(0.01)
@@ -70,7 +70,7 @@ class Program:
         self.process.stdin.flush()
 
     def rest(self) -> str:
-        """What is printed until the program ends, of which nothing must be left."""
+        """The output until the program ends. No process of it may be left."""
         out, _ = self.process.communicate(timeout=120)
         assert processes_with(self.mark) == []
         return out
@@ -218,7 +218,7 @@ def test_a_child_without_a_parent_stops(program):
     while is_running(child):
         assert time.monotonic() < end
         time.sleep(0.02)
-    for path in Path("/proc").glob("[0-9]*/environ"):  # its orphan is nobody's now
+    for path in Path("/proc").glob("[0-9]*/environ"):  # its orphan has no parent now
         try:
             if started.mark.encode() in path.read_bytes():
                 os.kill(int(path.parent.name), signal.SIGKILL)

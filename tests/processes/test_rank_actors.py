@@ -23,7 +23,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", name="undisturbed")
 def answers(divisible_path) -> list[list[int]]:
-    """What one rank says, in this process."""
+    """The answers of one rank in this process."""
     llm = LLM(str(divisible_path), rank_invariant=True, max_num_seqs=8, kv_cache_memory=0.1, num_threads=1)
     params = [sampling(i, i, NUM_TOKENS) for i in range(len(PROMPTS))]
     return [answer.token_ids for answer in llm.generate(PROMPTS, params)]
@@ -34,8 +34,8 @@ async def ranks_of(server: Server) -> list:
 
 
 async def replaced(server: Server, old: list) -> list:
-    """The ranks that take the place of the old ones, as soon as the engine knows their processes: before, it would take
-    one that is stopped for one that is slow."""
+    """The ranks that replace the old ones, once the engine knows their processes. Before that it would take a stopped
+    rank for a slow one."""
 
     def known(engine) -> list:
         ranks = engine.runners._ranks

@@ -1,5 +1,5 @@
-"""Runners of groups of 2, 3 and 4 processes, through all phases of their start, beside one runner of the whole model:
-requests get the same tokens, and with rank_invariant the same log-probabilities to the bit."""
+"""Groups of 2, 3 and 4 runner processes, through all phases of their start, beside one runner of the whole model.
+Requests get the same tokens, and with rank_invariant the same log-probabilities to the bit."""
 
 import time
 from dataclasses import replace

@@ -103,7 +103,7 @@ def test_every_front_finds_a_response(url):
         return response["id"].split("_")[1]
 
     def create(until, **body):
-        """A response whose id names a front that will do."""
+        """A response with the id of a suitable front."""
         for _ in range(100):
             answer = ask("POST", input="Once", max_output_tokens=4, **body)
             assert answer.status_code == 200, answer.text
@@ -139,7 +139,7 @@ DONE = 1 << 30
 
 
 async def read_all(url, counts):
-    """The texts of all prompts; `counts` tells how many chunks of each have come, or that it is done."""
+    """The texts of all prompts; `counts` holds how many chunks of each have arrived, or that it is done."""
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
     async def one(i):

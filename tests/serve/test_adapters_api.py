@@ -105,7 +105,7 @@ async def test_loads_and_unloads_that_are_refused(tmp_path: Path):
 
 
 async def test_a_stream_keeps_its_adapter_despite_deaths_and_unloads(tmp_path: Path):
-    """The whole way over real sockets; only the runner is a fake one, whose tokens depend on the adapter."""
+    """The whole way over real sockets. Only the runner is a fake, and its tokens depend on the adapter."""
     save_adapter(tmp_path / "sql", MODULES)
     async with serving(HttpSettings(lora_folder=str(tmp_path)), delay_s=0.1, max_loras=1) as (engine, url):
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)

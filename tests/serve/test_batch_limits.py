@@ -1,4 +1,4 @@
-"""Batches whose disk is full, whose key is at a limit, or whose front has died while it created them."""
+"""Batches on a full disk, at the limit of a key, or after a front that died while it created them."""
 
 import asyncio
 import errno

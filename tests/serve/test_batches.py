@@ -35,7 +35,7 @@ def short_waits(monkeypatch):
 
 
 class CountingEngine(FakeEngine):
-    """Answers so many requests and none after them; it knows how many there were at once."""
+    """Answers `num_answers` requests and none after them. It counts how many there were at once."""
 
     def __init__(self, num_answers: int = 1000, **more: Any) -> None:
         super().__init__(group=5, max_model_len=4096, **more)
@@ -107,7 +107,7 @@ async def answered(client: openai.AsyncOpenAI, batch_id: str, num: int):
 
 
 async def results(client: openai.AsyncOpenAI, file_id: str | None) -> dict[str, Any]:
-    """By custom_id, of which none may be there twice."""
+    """Results by custom_id. Each id is there once."""
     if file_id is None:
         return {}
     entries = [json.loads(text) for text in (await client.files.content(file_id)).text.splitlines()]
@@ -204,7 +204,7 @@ async def test_answers_and_errors_have_separate_files(tmp_path: Path):
         client = one.client()
         batch = await created(client, requests, metadata={"for": "me"})
         assert (batch.status, batch.metadata, batch.endpoint) == ("validating", {"for": "me"}, COMPLETIONS)
-        await client.files.delete(batch.input_file_id)  # the batch has what it needs
+        await client.files.delete(batch.input_file_id)  # the batch has its own copy
         batch = await ended(client, batch.id)
         assert batch.status == "completed"
         assert batch.completed_at >= batch.finalizing_at >= batch.in_progress_at

@@ -16,7 +16,7 @@ from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
 
 
 class Sender:
-    """A body of pieces, each of which comes when it is let through."""
+    """A body of pieces. Each piece arrives when the test sends it."""
 
     def __init__(self, bodies: BodyBytes, settings: HttpSettings, owner: str = "one") -> None:
         self.pieces: asyncio.Queue[tuple[bytes, bool]] = asyncio.Queue()

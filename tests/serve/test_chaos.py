@@ -1,4 +1,4 @@
-"""`callboard chaos`: what it refuses to end, and how it counts."""
+"""`callboard chaos`: the processes it refuses to kill, and how it counts."""
 
 import asyncio
 import io
@@ -74,7 +74,7 @@ def test_the_ray_behind_a_port_is_the_nearest(monkeypatch, listener: int, raylet
 
 
 class Actor:
-    """A process that looks like an actor of a Ray whose folder is `session`."""
+    """A process that looks like an actor of the Ray in the folder `session`."""
 
     def __init__(self, title: str, session: Path, log: str) -> None:
         (session / "logs").mkdir(exist_ok=True)
@@ -181,7 +181,7 @@ async def test_terminal_keys_choose_the_process_to_kill(monkeypatch, capsys):
 
 
 class CuttingServer:
-    """Answers with the numbers from the prompt's last one on; connections end after so many tokens, by turns."""
+    """Answers with the numbers after the prompt's last one. Connections end after the tokens that `cuts` lists, by turns."""
 
     def __init__(self, *cuts: int | None) -> None:
         self.cuts, self.prompts = list(cuts), []

@@ -22,7 +22,7 @@ QWEN = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 LLAMA = QWEN.replace("\n<tool_call>\n", "").replace("\n</tool_call>", "").replace('arguments":', 'parameters":')
-# Opens the reasoning itself unless it is told not to.
+# Opens the reasoning itself unless the request turns it off.
 THINKING = QWEN + (
     "{% if add_generation_prompt %}{{ '<think>\n' if thinking is not defined or thinking else '<think></think>' }}"
     "{% endif %}"
@@ -368,7 +368,7 @@ async def test_a_plain_chat_takes_the_short_path(monkeypatch):
     assert summed(events) == ({"role": "assistant", "content": "Hi.", "refusal": None}, "stop")
 
 
-# ---- OpenAI's client, which checks what it gets ----------------------------------------------------------------------
+# ---- OpenAI's client, which validates answers ------------------------------------------------------------------------
 
 
 def openai_client(engine: FakeEngine, template: str = THINKING) -> openai.AsyncOpenAI:

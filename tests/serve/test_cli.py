@@ -118,7 +118,7 @@ def test_the_number_of_replicas_is_fixed_or_has_bounds():
 
 
 def test_a_start_waits_for_an_engine_that_loads_its_model(monkeypatch):
-    """Serve calls an application running that needs no engine."""
+    """Serve reports an application as running although it does not need an engine."""
     from serve_app import server
 
     front = SimpleNamespace(replica_states={"RUNNING": 2})
@@ -139,7 +139,7 @@ def test_a_start_waits_for_an_engine_that_loads_its_model(monkeypatch):
 
 
 def failed_application(**messages: str) -> SimpleNamespace:
-    """Serve's status of an application whose deployments failed with these messages, if any."""
+    """Serve's status of an application with deployments that failed with these messages, if any."""
     deployments = {
         name: SimpleNamespace(status="DEPLOY_FAILED" if message else "UPDATING", message=message)
         for name, message in messages.items()

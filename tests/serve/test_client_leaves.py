@@ -10,7 +10,7 @@ from serve_app.service.generation import UntilClientLeaves
 
 
 class Client:
-    """The two ends of a request for one who sends nothing more and leaves, or not."""
+    """The two ends of a request. The client sends nothing more, and leaves or stays."""
 
     def __init__(self, *, leaves: bool) -> None:
         self.leaves, self.num_asked = leaves, 0

@@ -1,4 +1,4 @@
-"""The files that start the application elsewhere: what Serve, `ray up` and Kubernetes would say of them."""
+"""The files that start the application elsewhere are valid for Serve, `ray up` and Kubernetes."""
 
 import subprocess
 import sys

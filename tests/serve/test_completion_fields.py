@@ -1,4 +1,4 @@
-"""What each field of a request does to the answer, and what is refused, ignored or capped."""
+"""How each field of a request changes the answer, and which fields are refused, ignored or capped."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""Custom tools, whose calls carry a text: over both of OpenAI's APIs, with its client's strict types."""
+"""Custom tools, which are called with a text, over both of OpenAI's APIs and with its client's strict types."""
 
 import json
 import re

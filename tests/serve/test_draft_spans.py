@@ -19,7 +19,7 @@ BYTES = byte_tokenizer()
 
 
 class Guessed(Scripted):
-    """Its outputs tell of the steps that they are made of: those tokens of each that were guessed."""
+    """Its outputs report the steps that they are made of: the number of guessed tokens of each."""
 
     def __init__(self, ids: list[int], cuts: list[int], steps: list[int], right: list[int]) -> None:
         super().__init__(ids, cuts)

@@ -266,7 +266,7 @@ def test_counts_over_the_servers_own_limits(url, fields: dict, param: str, says:
     client.completions.create(model=MODEL, prompt=["a"] * 5, n=4, stop=["x", "y", "z"])
 
 
-# ---- what a client is told -------------------------------------------------------------------------------------------
+# ---- errors that a client gets ---------------------------------------------------------------------------------------
 
 
 def test_the_openai_client_raises_what_its_users_catch(url):

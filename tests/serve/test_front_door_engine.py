@@ -1,4 +1,5 @@
-"""HTTP over real sockets, link and engine loop together: who leaves, who is late, who reads slowly, who comes too many.
+"""HTTP over real sockets, link and engine loop together, with clients that leave, come late, read slowly or are too
+many.
 
 Only the runner is a fake one (fake_runner.py), made as slow as a test needs it.
 """
@@ -163,7 +164,7 @@ async def test_a_waiting_stream_is_kept_alive_and_fails_as_an_event():
 
 @pytest.mark.parametrize("first", [b": the request waits", b"data: "])
 async def test_a_failed_write_means_that_the_client_left(first: bytes):
-    """Also where nothing but the failed write tells so: of a keep-alive, which no body waits for, and of an event."""
+    """A failed write is the only sign: for a keep-alive, which does not wait for a body, and for an event."""
     engine, complaints = Engine(delay_s=0.01, max_num_seqs=1), []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context.get("exception")))
     link = link_to(engine)
@@ -214,7 +215,7 @@ async def test_an_answer_that_takes_too_long_gets_504(stream: bool):
 
 
 async def test_a_stalled_reader_blocks_nothing_and_uses_no_memory():
-    """The engine finishes; what the reader has not taken waits as token ids, of which there are at most max_tokens."""
+    """The engine finishes. Tokens that the reader has not taken wait as ids, max_tokens of them at most."""
     async with serving(delay_s=0.0, max_num_seqs=4) as (engine, url):
         port = int(url.rpartition(":")[2])
         stalled = socket.socket()

@@ -347,7 +347,7 @@ async def test_busy_engine(stream: bool, n: int):
 
 @pytest.mark.parametrize("n", [1, 3])
 async def test_a_request_that_no_engine_can_serve_is_a_400(n: int):
-    """Its engine ended as it came, and the others have a shorter context, say."""
+    """For example, its engine ended when the request arrived, and the others have a shorter context."""
     engine = FakeEngine()
 
     async def refuse(request, on_engine=None):

@@ -150,7 +150,7 @@ async def test_cancelled_work_is_never_begun():
 async def test_waiting_work_has_a_limit_of_bytes():
     lane, gate = Lane("test", 1, max_bytes=100), threading.Event()
     first = asyncio.create_task(lane.run("a", gate.wait, 60))
-    await eventually(lambda: not lane._num_bytes)  # what is begun waits no more
+    await eventually(lambda: not lane._num_bytes)  # work in progress no longer waits
     second = asyncio.create_task(lane.run("a", int, 60))
     await asyncio.sleep(0)
     for owner, num_bytes in (("a", 60), ("b", 101)):

@@ -44,7 +44,7 @@ def fields_of(**fields: Any) -> dict[str, Any]:
 
 
 def content_of(message: anthropic.types.Message) -> list[dict[str, Any]]:
-    """Blocks without what is chosen at random, and without what the client adds."""
+    """Blocks without their random parts and without fields that the client adds."""
     blocks = [block.model_dump(exclude_none=True) for block in message.content]
     return [{k: v for k, v in block.items() if k not in ("id", "parsed_output")} for block in blocks]
 

@@ -27,7 +27,7 @@ MODEL = "m"
 
 
 def parsed(text: str) -> dict[str, float]:
-    """Samples by name, each with its labels but model_name and engine; those of several engines added up."""
+    """Samples by name, each with its labels except model_name and engine. Samples of several engines are summed."""
     samples: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -309,7 +309,7 @@ async def test_a_request_has_one_log_line_without_its_text(caplog):
     assert "secret" not in good + busy
 
 
-@settings(deadline=None)  # a busy machine is no fault
+@settings(deadline=None)  # a busy machine does not fail the test
 @given(
     st.lists(st.tuples(st.floats(0, 100), st.integers(1, 5))), st.lists(st.tuples(st.floats(0, 100), st.integers(1, 5)))
 )
@@ -378,7 +378,7 @@ def test_lengths_have_vllms_buckets():
 
 
 class RayMetric:
-    """A metric of Ray, which counts what it is told."""
+    """A metric of Ray that counts its updates."""
 
     def __init__(self, *about, **keys):
         self.num_told = 0

@@ -266,6 +266,6 @@ async def test_models_are_listed_and_shown():
     architecture = shown["model_info"]["general.architecture"]
     assert shown["model_info"][f"{architecture}.context_length"] == 4096
     assert shown["template"] == THINKING
-    assert tuple(map(int, version.split("."))) > (0, 6, 4)  # clients ask for this much
+    assert tuple(map(int, version.split("."))) > (0, 6, 4)  # clients require a version above it
     assert (missing.status_code, list(missing.json())) == (404, ["error"])
     assert isinstance(missing.json()["error"], str)

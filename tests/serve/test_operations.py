@@ -1,4 +1,4 @@
-"""What those who run a server read: the doctor's report, spans, Grafana's board, and Ray's own dashboard."""
+"""The reports that operators read: the doctor's, spans, Grafana's board, and Ray's own dashboard."""
 
 import json
 import re

@@ -16,7 +16,7 @@ from tests.support.fake_engine import FakeEngine, chat, client_of, post
 
 PATHS = {"/v1/completions": {"prompt": "a"}, "/v1/chat/completions": chat()}
 KINDS = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
-DOCUMENTED = {  # as their documentation lists them, without those that OpenAI has too
+DOCUMENTED = {  # as their documentation lists them, without the fields of OpenAI
     "vLLM": api_page.VLLM,
     "SGLang": api_page.SGLANG,
     "TGI": """

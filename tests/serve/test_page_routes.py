@@ -1,4 +1,4 @@
-"""Routes that the page uses: killing a process, checking a grammar, and what the server tells of itself."""
+"""Routes that the page uses: killing a process, checking a grammar, and the server's facts."""
 
 import os
 from contextlib import asynccontextmanager
@@ -18,7 +18,7 @@ from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
 
 @asynccontextmanager
 async def front(settings: HttpSettings = HttpSettings(), service: Service | None = None):  # noqa: B008  # frozen
-    """A client of a front, and the roles whose processes it was asked to kill."""
+    """A client of a front, and the roles of processes that the front was asked to kill."""
     killed: list[str] = []
 
     async def kill(role: str) -> dict[str, object]:
@@ -79,7 +79,7 @@ def test_chaos_elsewhere_needs_keys(host: str):
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
-    """What is found of an application whose Serve listens on all interfaces."""
+    """The processes found of an application that serves on all interfaces."""
     import ray
     from ray.serve import context
 

@@ -46,7 +46,7 @@ async def test_inputs_of_all_forms():
 
 
 async def test_the_openai_client():
-    """It asks for base64, and reads it; its strict validation knows only numbers."""
+    """The client requests base64 and decodes it; its strict validation knows only numbers."""
     engine = FakeEngine(pooling=CUTS)
 
     def client(strict: bool) -> openai.AsyncOpenAI:

@@ -1,4 +1,4 @@
-"""What a long text costs before it is refused or cut, and who waits for it."""
+"""The cost of a long text before it is refused or truncated, and the requests that wait for it."""
 
 import threading
 import time

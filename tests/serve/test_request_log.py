@@ -16,7 +16,7 @@ from tests.support.fake_engine import FakeEngine, byte_tokenizer
 
 
 class Client(httpx.AsyncClient):
-    """A client of a front whose lines are kept."""
+    """A client of a front. It keeps the front's log lines."""
 
     def __init__(self, engine: FakeEngine | None = None) -> None:
         self.service = Service(engine or FakeEngine(), byte_tokenizer(), "m")
@@ -149,7 +149,7 @@ def test_lines_of_several_fronts_reach_the_terminal_and_the_file(pipe: RequestPi
 
 def test_a_front_drops_lines_rather_than_wait(pipe: RequestPipe, capfd):
     front = PipeWriter(pipe.path)
-    for _ in range(2000):  # of a kibibyte each, which nobody reads yet: the pipe has room for a mebibyte
+    for _ in range(2000):  # of a kibibyte each, unread so far: the pipe has room for a mebibyte
         front("x" * 1000)
     pipe.start()
     pipe.close()

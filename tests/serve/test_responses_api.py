@@ -1,4 +1,4 @@
-"""/v1/responses through OpenAI's client, which checks what it gets, and the agents SDK; against the same chat."""
+"""/v1/responses through OpenAI's client, which validates answers, and the agents SDK; against the same chat."""
 
 import json
 from typing import Any

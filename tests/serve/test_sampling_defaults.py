@@ -1,4 +1,5 @@
-"""What a model's files and its operator say of sampling and of chats, and what requests get that do not say."""
+"""The sampling and chat settings of a model's files and of its operator, and the defaults that requests get from
+them."""
 
 import json
 import socket

@@ -24,7 +24,8 @@ _STREAMS = {
 
 @pytest.fixture
 async def stopping():
-    """A client of a front whose answers take twenty seconds, and what ends its requests once all have begun."""
+    """A client of a front with answers that take twenty seconds, and the call that ends its requests once all have
+    begun."""
     engine = Engine(delay_s=0.05, info=replace(INFO, eos_token_ids=(), num_kv_blocks=1000))
     group = link_to(engine)
     await group.start()

@@ -227,7 +227,7 @@ async def test_strict_functions_bind_calls_of_tool_choice_auto():
     assert not fits(one, f"{call}\n{call}")
     _, free = await send({"tools": tools_of()})
     assert free.status_code == 200
-    bare = await grammar_of({"tools": tools_of(strict=True)}, template=LLAMA)  # calls need no mark there
+    bare = await grammar_of({"tools": tools_of(strict=True)}, template=LLAMA)  # calls do not need a mark there
     call = f'{{"name": "get_time", "parameters": {CITY}}}'
     for text in ("", "It rains. {", call, f"\n{call}; {call}", '{"weather": "rain"}', f"See: {call}"):
         assert fits(bare, text), text
@@ -257,7 +257,7 @@ async def test_an_answer_in_json_or_calls():
     assert not fits(required, CITY)
     none = await grammar_of({**FORMS[1][0], "tools": TOOLS, "tool_choice": "none"})
     assert not fits(none, call)
-    _, response = await send({**FORMS[1][0], "tools": TOOLS}, template=LLAMA)  # calls need no mark there
+    _, response = await send({**FORMS[1][0], "tools": TOOLS}, template=LLAMA)  # calls do not need a mark there
     assert response.json()["error"]["param"] == "response_format.schema"
 
 

@@ -51,7 +51,7 @@ async def test_values_too_large_for_a_template_are_refused(fields: dict, param: 
 
 
 async def test_roles_are_limited_to_names_in_the_template():
-    """Llama's compares the role with "ipython" too; what is only a word of it is none."""
+    """Llama's template compares the role with "ipython" too. A part of that word is not a role."""
     async with client_of(engine := FakeEngine(max_model_len=1 << 12), byte_tokenizer(LLAMA)) as client:
         for role, status in (("ipython", 200), ("python", 400), ("Environment", 400), ("tools", 400), (None, 400)):
             messages = [{"role": "user", "content": "1 + 1?"}, {"role": role, "content": "2"}]

@@ -1,4 +1,4 @@
-"""`callboard chat`: its commands, its defaults, what it shows, and its way to a server."""
+"""`callboard chat`: its commands, its defaults, its output, and its connection to a server."""
 
 import json
 import socket

@@ -1,5 +1,5 @@
-"""Tool calls of all formats over HTTP: forced ones by an engine that writes what their grammar allows, and one answer
-through each of the three APIs."""
+"""Tool calls of all formats over HTTP. An engine writes forced calls from their grammar. One answer goes through each
+of the three APIs."""
 
 import json
 from typing import Any
@@ -242,7 +242,7 @@ async def test_channels_are_read_without_tools():
         answer = (await client.post("/v1/responses", json={"model": MODEL, "input": "hi"})).json()
         assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == len("analysisHm.") + 3
         engine.script = [*tokenizer.encode(ANSWERS["harmony"], add_special_tokens=False), 256]
-        fields = {"tools": CHAT_TOOLS, "tool_choice": "none"}  # then a call is no call, and not for the user
+        fields = {"tools": CHAT_TOOLS, "tool_choice": "none"}  # then a call is neither a call nor text for the user
         answer = (await client.post("/v1/chat/completions", json=body | fields)).json()
         message = answer["choices"][0]["message"]
         assert (message["content"], message["reasoning_content"]) == ("I see.", 'Hm.{"city": "Zürich"}')
@@ -278,7 +278,7 @@ WRITTEN = {
 
 
 def with_strict(first: dict[str, Any], second: dict[str, Any]) -> list[dict[str, Any]]:
-    """Two tools, of which only the first is strict."""
+    """Two tools; only the first is strict."""
     functions = {"name": "add", "parameters": first, "strict": True}, {"name": "sub", "parameters": second}
     return [{"type": "function", "function": function} for function in functions]
 
@@ -286,7 +286,7 @@ def with_strict(first: dict[str, Any], second: dict[str, Any]) -> list[dict[str,
 @pytest.mark.parametrize("name", WRITTEN)
 async def test_strict_functions_bind_optional_calls(name: str):
     closed, engine = POINT | {"additionalProperties": False}, FakeEngine("x", max_model_len=4096)
-    free = {"type": "object", "properties": {"text": {"type": "string", "minLength": 2}}}  # as nobody can bind in tags
+    free = {"type": "object", "properties": {"text": {"type": "string", "minLength": 2}}}  # tags cannot enforce this
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tools": with_strict(closed, free)}
     tokenizer = tokenizer_of(name, [])
     async with client_of(engine, tokenizer) as client:

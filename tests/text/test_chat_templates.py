@@ -1,7 +1,8 @@
-"""Templates with tools: the same prompt as `transformers`, and what a template tells of its model's answers.
+"""Templates with tools: the prompt equals that of `transformers`, and the template determines the format of its model's
+answers.
 
-The templates are short ones of our own, each with the structure of a family's: where tools and calls stand, which
-fields it asks for, and what it refuses."""
+The templates are short ones of our own. Each has the structure of a family's template: the places of tools and calls,
+the fields it reads, and the messages it refuses."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""The generic format of tool calls: what a template without tools shows the model, and what is read back."""
+"""The generic format of tool calls: the description that a template without tools gets, and the calls read from the
+output."""
 
 import json
 from itertools import pairwise

@@ -11,7 +11,7 @@ from runtime.text.tool_calls.python_literal import PythonLiteral
 
 
 def json_of(text: str, size: int | None = None) -> str:
-    """The JSON of a literal, of which so many characters come at once; None: all."""
+    """The JSON of a literal that arrives in pieces of `size` characters, or whole if `size` is None."""
     literal, whole = PythonLiteral(), text + ")"
     ends = [literal.end(whole[:at], False) for at in range(0, len(whole) + 1, size or len(whole))]
     end = literal.end(whole, False) if ends[-1] is None else ends[-1]

@@ -1,4 +1,4 @@
-"""The formats of tool calls as models write them, whole and cut anywhere, and which one a template tells."""
+"""The formats of tool calls as models write them, whole and cut anywhere, and the format that a template determines."""
 
 import json
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Tool calls in text: what is a call, what is not, and the same result however the text comes."""
+"""Tool calls in text: which texts are calls, and the same result however the text is cut."""
 
 import json
 import time
