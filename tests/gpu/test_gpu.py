@@ -69,7 +69,7 @@ def test_fp32_tokens_are_those_of_the_cpu():
 
 
 def test_garbage_with_graphs_is_not_freed_during_a_capture(monkeypatch):
-    """What a runner before left behind, say: to free a graph within a capture invalidates it."""
+    """An earlier runner may leave such garbage; a capture is invalid if a graph is freed within it."""
     graphs, decode = [], GpuSteps.decode
     for _ in range(3):
         graphs.append(torch.cuda.CUDAGraph())

@@ -81,7 +81,7 @@ def test_a_captured_launch_follows_the_lengths(num_rows, deterministic):
 @pytest.mark.parametrize("heads", [(32, 8, 64), (24, 8, 128), (6, 2, 80), (4, 1, 256)])
 @pytest.mark.parametrize("window", [0, 3000])
 def test_a_captured_launch_splits_work_by_current_rows(heads, window):
-    """Few new tokens behind many, whose positions are cut into segments that the device chooses."""
+    """Few new tokens behind many. The device chooses the segments that their positions are cut into."""
     q, kv, rows = paged_case([(0, 0), (9000, 100), (4000, 60)], heads, 16, torch.bfloat16, "cuda")
     starts, q_starts, stream = rows.starts, rows.q_starts, torch.cuda.Stream()
     options = {"scale": heads[2] ** -0.5, "window": window}

@@ -1,4 +1,5 @@
-"""Decoders of ranks on one GPU, whose threads take turns: with rank_invariant, 1, 2, 4 and 8 have the same bits."""
+"""Decoders of ranks on one GPU, in threads that take turns: with rank_invariant, 1, 2, 4 and 8 ranks have the same
+bits."""
 
 from dataclasses import replace
 

@@ -36,8 +36,8 @@ def test_fp32_logits_equal_those_of_torch(case):
 
 @pytest.mark.parametrize("case", sorted(CASES.keys() - LIKE_OTHERS))
 def test_bf16_logits_are_as_near_to_fp32_as_in_torch(case):
-    """How much rounding costs depends on the family. Medians of rows alone count with experts: rounding may choose
-    between two that are nearly as good, and then another one than in fp32 is multiplied with."""
+    """How much rounding costs depends on the family. With experts, only medians of rows count. Rounding may choose
+    between two experts that are nearly as good, and then the row uses another one than in fp32."""
     exact = steps_on_gpu(case, "torch", "float32")
 
     def errors(logits: torch.Tensor) -> torch.Tensor:

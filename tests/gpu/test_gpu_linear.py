@@ -83,8 +83,8 @@ def test_fixed_linear_is_batch_invariant(size_out, size_in, dtype):
     ],
 )
 def test_deterministic_layers_are_batch_invariant(size_out, size_in, dtype, with_bias, activation):
-    """Each row of the weight has the opposite of each column elsewhere, and x the same number: exact sums are zero, so
-    that results are rounding errors, and logits, in float32, show any other order of sums."""
+    """Each row of the weight has the opposite of each column elsewhere, and x the same value, so exact sums are zero.
+    The results are rounding errors, and float32 logits show any other order of sums."""
     generator = torch.Generator("cuda").manual_seed(size_out)
     randn = lambda *shape: torch.randn(*shape, device="cuda", generator=generator)  # noqa: E731
     half, order = randn(size_out, size_in // 2), torch.randperm(size_in, device="cuda", generator=generator)

@@ -1,4 +1,4 @@
-"""Mixtures of experts whose weights are codes on a GPU: near their dense numbers, and a row's bits in deterministic
+"""Mixtures of experts with quantized weights on a GPU: near their dense values, and a row's bits in deterministic
 mode."""
 
 import pytest
@@ -52,7 +52,7 @@ def test_experts_are_near_their_dense_values(form, hidden, ffn):
             got, want = x.clone(), x.float()
             mixture.add_to(got, norm, 1e-5)
             twin.add_to(want, norm.float(), 1e-5)
-            # A row whose experts are nearly as good as others may go to those.
+            # A row may go to other experts that are nearly as good.
             far = (got.float() - want).norm(dim=1) > 0.03 * want.norm(dim=1)
             assert far.float().mean() < 0.03, (deterministic, num_rows)
             if alone is None:

@@ -132,7 +132,7 @@ def test_a_captured_step_end_follows_its_inputs():
 
 
 def test_captured_penalties_follow_what_is_sampled():
-    """Replays whose rows find the tokens of the replays before, against the sampler of a CPU."""
+    """Replays with rows that count the tokens of earlier replays, against the sampler of a CPU."""
     n, vocab, max_len = 12, 40, 64
     kinds = [
         SamplingParams(temperature=0, presence_penalty=2.0),

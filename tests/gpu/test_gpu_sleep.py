@@ -1,5 +1,5 @@
-"""A runner gives its memory back and takes it again at the same addresses: its graphs go on, and its tokens are those
-of one that never slept."""
+"""A runner releases its memory and takes it again at the same addresses. Its graphs still work, and its tokens equal
+those of a runner that never slept."""
 
 import os
 

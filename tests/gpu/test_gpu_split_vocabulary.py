@@ -53,7 +53,7 @@ class FirstOfTwo:
 
 
 def test_a_captured_pass_follows_its_inputs():
-    """Filtered, penalised and plain rows in one graph, whose rows and logits change from replay to replay."""
+    """Filtered, penalised and plain rows in one graph. Rows and logits change from replay to replay."""
     half, max_len, n = 4500, 64, 12
     kinds = [
         SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.8), SamplingParams(top_k=7),

@@ -1,4 +1,4 @@
-"""The compiled kernels of a KV cache of 8 bits: what is stored, every code as attention reads it, bits."""
+"""The compiled kernels of an 8-bit KV cache: the stored values, every value as attention reads it, and bits."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_attention(heads, dtype, kind):
 @pytest.mark.parametrize("attend", [decode_attention, prefill_attention])
 def test_every_stored_value(code, attend):
     """A row of one position gives its value: each code in each dimension. Keys are read alike: of two positions, the
-    one whose key is code c in one dimension weighs 2 ** c as much."""
+    one with value c in one dimension of its key weighs 2 ** c as much."""
     numbers = every_fp8() if code == torch.float8_e4m3fn else torch.arange(-128, 128).to(torch.int8)
     finite = torch.where(numbers.float().isfinite(), numbers.float(), 0.0).to(code)
     kv = torch.zeros(2, 1, 258, 16, 64, dtype=code, device="cuda")

@@ -101,7 +101,7 @@ def test_rows_of_many_adapters_equal_each_alone(config, adapters):
     prompts = [torch.randint(0, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(9, 16)]
 
     def compute(*slots: int) -> list[torch.Tensor]:
-        """A prompt of each, of which two are cut, and a token after it."""
+        """Logits of two tokens after each slot's prompt; two of the prompts come in two chunks."""
         driver, found = Driver(runner, seed=len(slots)), []
         for slot in slots:
             driver.open(slot, prompts[slot], adapter=slot % 4)

@@ -267,7 +267,7 @@ def test_variants_that_are_not_supported_are_refused():
     ],
 )  # fmt: skip
 def test_published_configs_are_read(config, billions, expected):
-    """Written by transformers 4, which says less and calls it otherwise."""
+    """Written by transformers 4, with fewer fields and other names."""
     spec, _ = load_spec(config)
     assert sum(math.prod(shape) for shape in spec.shapes().values()) / 1e9 == pytest.approx(billions, rel=1e-3)
     assert {name: getattr(spec, name) for name in expected} == expected

@@ -1,4 +1,5 @@
-"""Every GGUF architecture: what is read from a model's GGUF file is that model again, to `transformers` too."""
+"""Every GGUF architecture: a model that is read from its GGUF file equals the model it was made of, for `transformers`
+too."""
 
 import json
 from pathlib import Path

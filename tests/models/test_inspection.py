@@ -1,4 +1,4 @@
-"""`callboard inspect`: what it tells, and that no weight is read for it."""
+"""`callboard inspect`: its output, and that it reads no weight."""
 
 import json
 from pathlib import Path

@@ -70,7 +70,7 @@ def test_a_block_takes_fewer_bytes_and_is_zeroed_with_its_scales(kind):
 
 
 def test_blocks_of_another_dtype_are_not_found():
-    """A block's hash begins with the fingerprint, by which a restarted engine is told from its predecessor, too."""
+    """A block's hash begins with the fingerprint, which also distinguishes a restarted engine from its predecessor."""
     prints = [tiny_runner(kv_cache_dtype=kind).info.fingerprint for kind in ("auto", "fp8", "int8")]
     assert len({root_hash(fingerprint, "") for fingerprint in prints}) == 3
 

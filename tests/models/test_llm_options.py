@@ -27,7 +27,7 @@ def load(write_tiny_gguf):
 
 @pytest.fixture
 def answers(load, monkeypatch):
-    """Makes an LLM whose model writes the bytes of a text, whatever it samples, and then ends."""
+    """Makes an LLM that writes the bytes of a text, whatever it samples, and then ends."""
 
     def make(text: str, template: str) -> LLM:
         llm = load(template)

@@ -1,4 +1,4 @@
-"""Models from a hub: a small one that listens on loopback and speaks its protocol, and the cache of all tools."""
+"""Models from a small hub that listens on loopback and implements the hub's protocol, and the cache of all tools."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""What a model does not have is refused at the door, and fails nobody else: token ids beyond its vocabulary, outputs
-bound to a grammar where nothing ends one, end-of-sequence ids that are no tokens."""
+"""Requests beyond a model are refused at the front and fail no other request. They have token ids beyond its
+vocabulary, outputs bound to a grammar that no token ends, or invalid end-of-sequence ids."""
 
 import json
 from dataclasses import replace

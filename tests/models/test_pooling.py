@@ -1,4 +1,4 @@
-"""Vectors of prompts: those of transformers in fp32, however the engine comes by them."""
+"""Vectors of prompts equal those of transformers in fp32, however the engine computes them."""
 
 import asyncio
 import json
@@ -54,7 +54,8 @@ def run(core, prompts=PROMPTS, params=POOLED, salt=""):
 
 
 def save_headless(folder, case, architecture, mode):
-    """As sentence-transformers saves: no head, no `model.` before names, and files that say how vectors are made."""
+    """As sentence-transformers saves: without a head and without `model.` before names, and with files that describe
+    how vectors are made."""
     model = save_model(folder, case)
     model.model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -176,7 +177,7 @@ def test_unsupported_options_are_named(tmp_path):
 
 @pytest.fixture
 def load(tmp_path, write_tiny_gguf):
-    """A tiny model as an LLM, with a module after its own. Of the tokenizer's ids it has those of capital letters."""
+    """A tiny model as an LLM, with a module after its own. It has the ids of the tokenizer's capital letters."""
     Tokenizer.load(write_tiny_gguf())._backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tiny.gguf").unlink()
 

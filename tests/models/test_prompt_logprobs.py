@@ -1,5 +1,5 @@
-"""Log-probabilities of prompts: those of a plain forward pass of transformers, however the engine comes by them, and
-delivered whole and once."""
+"""Log-probabilities of prompts equal those of a plain forward pass of transformers, however the engine computes them,
+and arrive whole and once."""
 
 import asyncio
 import math
@@ -139,7 +139,7 @@ def test_a_fault_in_a_prompt_fails_its_request_alone(load):
 
 
 def test_the_output_head_never_sees_a_whole_prompt():
-    """Slices of logits are no larger than the batch that memory is planned for."""
+    """Slices of logits are at most as large as the batch that memory is planned for."""
     runner = tiny_runner(max_num_seqs=70, num_kv_blocks=40)
     driver, most, compute = Driver(runner), 0, runner.decoder.logits
 

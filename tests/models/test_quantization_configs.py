@@ -1,4 +1,4 @@
-"""Configs of quantized weights: the scheme of each module, and what is refused, each in one sentence."""
+"""Configs of quantized weights: the scheme of each module, and refusals of one sentence each."""
 
 import json
 from pathlib import Path

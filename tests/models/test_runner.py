@@ -127,7 +127,8 @@ def test_decode_continues_from_tokens_of_the_device(runner):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_fault_stays_with_its_request(deterministic):
-    """One embedding row is NaN: whoever uses it fails, batch mates and heirs of its blocks do not (C9)."""
+    """One embedding row is NaN: a request that uses it fails; its batch mates and the next owners of its blocks do not
+    (C9)."""
     runner = tiny_runner(deterministic=deterministic)
     runner.decoder.embed[7] = math.nan
     clean = [t if t != 7 else 8 for t in tokens_of(1, 50)]

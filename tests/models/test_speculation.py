@@ -73,7 +73,7 @@ def answers(params, count, speculation=None, seed=0, predictions=None, **config)
 
 
 def model_draft(noise, ahead, **config):
-    """A drafter with a model of its own: the target's weights, with so much noise in the last norm."""
+    """A drafter with a model of its own: the target's weights, with `noise` in the last norm."""
     model = noisy_runner(noise, **config)
     model.reset()
     client = DraftClient(TINY.vocab_size, time.monotonic)

@@ -22,7 +22,7 @@ def hub(tmp_path: Path, monkeypatch) -> Iterator[FakeHub]:
 
 @pytest.fixture
 def run(hub, capsys):
-    """A command's exit code and what it prints."""
+    """A command's exit code and its output."""
 
     def call(*words: str) -> tuple[int, str, str]:
         code = cli.main(list(words))

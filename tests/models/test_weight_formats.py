@@ -1,4 +1,5 @@
-"""Weight formats: one that is made up here runs like those of the tree, and ranks read their parts of a checkpoint."""
+"""Weight formats: one that is made up here runs like the formats of the tree, and ranks read their parts of a
+checkpoint."""
 
 import json
 from dataclasses import dataclass, replace
@@ -251,7 +252,7 @@ def test_ranks_read_parts_that_make_up_the_whole(tmp_path, family):
             assert sharding_of(parameter) is Sharding.REPLICATED
             assert all(torch.equal(tensor, expected) for tensor in read)
             continue
-        # Of q, k and v in one tensor a rank holds some heads of each: what it read are as many pieces as parts.
+        # A rank holds some heads of each of q, k and v in one tensor, so it reads one piece for each part.
         pieces = [tensor.split([p.stop - p.start for p in parts], parts[0].dim) for tensor in read]
         order = [piece for same in zip(*pieces, strict=True) for piece in same]
         assert torch.equal(torch.cat(order, parts[0].dim), expected), parameter

@@ -181,7 +181,7 @@ async def test_terminal_keys_choose_the_process_to_kill(monkeypatch, capsys):
 
 
 class CuttingServer:
-    """Answers with the numbers after the prompt's last one. Connections end after the tokens that `cuts` lists, by turns."""
+    """Answers with the numbers after the prompt's last one. Connections end after `cuts` tokens, by turns."""
 
     def __init__(self, *cuts: int | None) -> None:
         self.cuts, self.prompts = list(cuts), []

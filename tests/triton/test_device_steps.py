@@ -33,5 +33,5 @@ def test_short_chunks_of_a_prompt_on_graphs():
 
 @pytest.mark.thorough
 def test_a_draft_catches_up_on_graphs():
-    """After all guesses were right a row has two tokens, of which the plan brings the second."""
+    """After all guesses were right a row has two tokens; the plan brings the second."""
     assert chains("triton") == chains("torch")

@@ -1,4 +1,4 @@
-"""Paged attention kernels against their torch twin. (The interpreter has no bf16: tests/gpu/test_gpu_attention.py.)"""
+"""Paged attention kernels against their torch twin. (The interpreter lacks bf16: tests/gpu/test_gpu_attention.py.)"""
 
 import importlib
 
@@ -82,7 +82,7 @@ def test_stored_values(kind, heads):
 @pytest.mark.parametrize("options", [{}, {"window": 19, "soft_cap": 2.0}])
 def test_settled_rows_within_a_window(count, options):
     q, kv, rows = paged_case([(70, count), (9, count), (140, count)], (3, 1, 64))
-    rows.prefix_ready = True  # as in a graph: what is in the cache is requested before the kernel before has ended
+    rows.prefix_ready = True  # as in a graph: the cache is read before the previous kernel has ended
     check(decode_attention, (q, kv, rows), **options)
 
 

@@ -1,5 +1,5 @@
 """Kernels that sum, gather and compare over ranks, under Triton's interpreter: each rank is a process, and the memory
-into which all write is shared. Bits are those of the definition."""
+into which all write is shared. Bits equal the definition."""
 
 import random
 import time

@@ -82,6 +82,6 @@ def test_ranks_with_parts_of_the_vocabulary_sample_as_one():
 
 @pytest.mark.thorough
 def test_a_row_waits_for_its_matcher_and_others_go_on(monkeypatch):
-    """Within captured steps of two rows, of which one is not sampled."""
+    """Within captured steps of two rows; one of them is not sampled."""
     params = [hot(SLOW[0], max_tokens=3), hot(None, max_tokens=5)]
     both(small_runner("triton", (1,)), monkeypatch, params, {"1"})
