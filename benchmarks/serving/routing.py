@@ -111,7 +111,7 @@ class Engine:
         self.core.step()
         if self.has_followers:
             self.followers.are_behind = True
-            self.followers.tell()
+            self.followers.send_changes()
 
     def steps_us(self) -> float:
         def steps() -> None:

@@ -210,7 +210,7 @@ async def test_requests_held_for_an_adapter_count_in_the_queue(folders):
         await eventually(lambda: engine.loop.core.scheduler.adapters.loaded)
         (digest,) = engine.loop.core.scheduler.adapters.loaded
         held = [asyncio.create_task(read(group, replace(request(i), adapter=digest))) for i in range(2)]
-        await eventually(lambda: len(engine.loop._held) == 2)
+        await eventually(lambda: len(engine.loop.requests.held) == 2)
         with pytest.raises(EngineRefusal, match="max_queued_requests") as refused:
             await read(group, replace(request(2), adapter=digest))
         assert refused.value.reason is Refusal.BUSY
@@ -218,7 +218,7 @@ async def test_requests_held_for_an_adapter_count_in_the_queue(folders):
             with pytest.raises(EngineRefusal, match="queue_timeout_s") as late:
                 await asyncio.wait_for(task, 10)
             assert late.value.reason is Refusal.LATE
-        assert (len(engine.loop._held), engine.loop._held.num_tokens) == (0, 0)
+        assert (len(engine.loop.requests.held), engine.loop.requests.held.num_tokens) == (0, 0)
         may_load.set()
         await loading
         await check(asyncio.gather(read(group, req := with_adapter(group, "a"))), [req])

@@ -110,7 +110,7 @@ async def test_a_status_carries_what_has_changed(folders, monkeypatch):
         monkeypatch.setattr(EngineLoop, "_send_status", note)
         await group.adapters.load("one more", folders[0])
         assert {state.entry.name for status in sent for state in status.adapters} == {"one more"}
-        engine.loop._call(engine.loop._tell_status).result()
+        engine.loop._call(engine.loop._send_status_to_all).result()
         assert sent[-1].adapters == []
         only_link(group)._connection.transport.abort()
         await eventually(lambda: len(sent[-1].adapters) == 22)

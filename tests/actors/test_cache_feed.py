@@ -155,23 +155,23 @@ def test_followers_are_told_of_every_change_but_not_more_often_than_they_may():
     now, served, fronts = [100.0], Served(), [Front(), Front()]
     followers = Followers(served.feed, lambda: now[0])
     followers.are_behind = True
-    assert followers.tell() is None  # there are none
+    assert followers.send_changes() is None  # there are none
     for front in fronts:
         followers.follow(front, True)
         assert front.got[-1].is_snapshot
     served.add(list(range(1, 10)))
     fronts[1].last_stream = 7
-    assert followers.tell() is None
+    assert followers.send_changes() is None
     assert [front.got[-1].last_stream for front in fronts] == [0, 7]
     assert fronts[0].got[-1].load.num_waiting == 1
     served.run()
     followers.are_behind = True
     now[0] += 0.005
-    assert followers.tell() == pytest.approx(0.015)
+    assert followers.send_changes() == pytest.approx(0.015)
     now[0] += 0.015
     followers.follow(fronts[1], False)
-    assert followers.tell() is None
-    assert followers.tell() is None  # nothing has changed since
+    assert followers.send_changes() is None
+    assert followers.send_changes() is None  # nothing has changed since
     assert [len(front.got) for front in fronts] == [3, 2]
     assert fronts[0].got[-1].number == 2
     assert set(memoryview(fronts[0].got[-1].added).cast("q")) == served.keys()

@@ -146,7 +146,7 @@ def test_modules_of_workers_draw_no_ids_use_no_gpu_and_start_no_threads():
     threads are not inherited. OpenBLAS and jemalloc start theirs anew in a fork."""
     code = f"""
 import importlib, os, socket
-from actors import fork_server
+from actors.ray import fork_server
 fork_server._ForkServer.serve = lambda self, modules: [importlib.import_module(module) for module in modules]
 fork_server._serve(socket.socketpair()[0], {WORKERS_MODULES!r})
 from ray._raylet import UniqueID

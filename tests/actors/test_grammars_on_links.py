@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.engine.held_requests import HeldRequests
-from actors.engine.queue_limits import QueueLimits
+from actors.engine.queue_limits import HeldRequests, QueueLimits
 from actors.front.link import EngineLink
 from actors.wire.engine_client import EngineRefusal, Refusal
 from actors.wire.messages import Submit, encode

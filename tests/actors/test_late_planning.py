@@ -122,7 +122,7 @@ def test_a_look_whether_a_step_has_ended_makes_no_plan_late(delays, waits):
         core=SimpleNamespace(scheduler=SimpleNamespace(planning_delay_s=iter(delays).__next__)),
         executor=SimpleNamespace(has_result=lambda: False),
         _inbox=SimpleNamespace(get=get),
-        _emit=lambda: None,
+        _frames=SimpleNamespace(send=lambda: None),
         _take_message=None,
         _closed=False,
     )

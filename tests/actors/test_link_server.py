@@ -154,7 +154,7 @@ async def test_an_abort_by_id_looks_at_no_other_stream(engine, monkeypatch, name
     assert set(looked_at) == {mine.request_id}
     for other, task in zip(others, reading, strict=False):
         assert (await task)[:2] == sequential(other, 512)
-    assert not engine.loop._by_id
+    assert not engine.loop.requests._by_id
     group.close()
 
 
