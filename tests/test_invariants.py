@@ -75,3 +75,12 @@ def test_files_that_pages_name_exist(page: Path):
     assert [path for path in named if not (ROOT / path).exists()] == []
     modules = [name.replace(".", "/") for name in re.findall(r"python -m (benchmarks(?:\.\w+)+)", page.read_text())]
     assert [m for m in modules if not (ROOT / f"{m}.py").exists() and not (ROOT / m / "__main__.py").exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_names_that_pages_place_in_files_are_there(page: Path):
+    """As in `name` of `path/file.py`."""
+    text = " ".join(page.read_text("utf-8").split())
+    found = re.findall(r"((?:`\w+`, )*`\w+`) of `((?:runtime|actors|serve_app|benchmarks|tests)/[\w./]+)`", text)
+    places = [(name, path) for names, path in found for name in re.findall(r"`(\w+)`", names)]
+    assert [place for place in places if not re.search(rf"\b{place[0]}\b", _text(place[1]))] == []
