@@ -173,10 +173,14 @@ class GraphStep(StepProgram):
             samples.append((steps.replay(graph, part, writes), graph.shape.sample_places(part)))
             writes = [NO_WRITES]  # the first graph applies them
         step_id = self.plan.step_id
-        self.read = steps.transfers.end(
-            lambda: StepResult(step_id, np.concatenate([output[places] for output, places in samples]))
-        )
+        self.read = steps.transfers.end(lambda: StepResult(step_id, _collected(samples)))
         steps.graph_io.release_after(self.read, len(samples))
+
+
+def _collected(samples: list[tuple[Int32s, np.ndarray]]) -> Int32s:
+    """The samples in outputs of graphs, each with the numbers of its samples."""
+    found = [output[numbers] for output, numbers in samples]
+    return found[0] if len(found) == 1 else np.concatenate(found)
 
 
 class RepeatedGraph(StepProgram):

@@ -25,8 +25,8 @@ MAX_VERIFIED = 128  # tokens of a step with draft tokens that has a graph; large
 
 # Least tokens of a long row, on average, in a graph for few prompts and in one for many. Each row has a sample.
 _FEW_LONG_ROWS, _MANY_LONG_ROWS = 32, 8
-# (decoding rows beside prompts, most tokens of a graph for this number of rows). Another serves any number of rows. Unused
-# rows cost empty programs of one kernel, and samples.
+# (decoding rows beside prompts, most tokens of a graph for this number of rows). Another serves any number of rows.
+# Unused rows cost empty programs of one kernel, and samples.
 _SHORT_SIZES = (0, 256), (16, 1024), (64, 2048)
 _MOST_PADDING = 128  # tokens, in a graph of more than _FEW_TOKENS
 _FEW_TOKENS = 1024

@@ -166,7 +166,7 @@ class SharedMemory:
             os.close(self._descriptors.pop())
 
     def _exchange(self, x: torch.Tensor, name: bytes) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Exchange the flat operand in pieces. Yields the start of each, and the ranks' pieces, valid until the next."""
+        """Exchange the flat operand in pieces. Yields the start of each and the ranks' pieces, valid until the next."""
         flat = x.reshape(-1)
         most = max(1, self._half_bytes // x.element_size())
         for start in range(0, len(flat), most):
