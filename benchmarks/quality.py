@@ -29,6 +29,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.library.measure import Results, engine_config, new_parser
+from runtime.assembly.runner import build_runner
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.kernels.collectives.communicator import Communicator
@@ -42,7 +43,6 @@ from runtime.spec.config import DEFAULT_MODEL, EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.types import Request, SamplingParams
 from runtime.text.tokenizer import Tokenizer
-from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
 
 _KEPT = 256  # of the reference's distributions, the likeliest tokens, with the others together: KL is a bit too small
@@ -78,7 +78,7 @@ class Model:
     """An engine in this process that shows its logits as they are computed."""
 
     def __init__(self, config: EngineConfig, source: CheckpointSource) -> None:
-        self.runner = ModelRunner(config, source)
+        self.runner = build_runner(config, source)
         self.core = EngineCore(config, self.runner.info, InProcess(self.runner))
         self.take: Callable[[torch.Tensor], None] = lambda logits: None
         compute, self._num_requests = self.runner.decoder.logits, 0

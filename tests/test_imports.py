@@ -23,11 +23,6 @@ CIRCLES_LEFT = {  # (importing folder, imported folder): arrows against the orde
     ("runtime.core", "runtime.features"),
     ("runtime.core", "runtime.policy"),
     ("runtime.core", "runtime.speculation"),
-    ("runtime.worker.cpu", "runtime.features"),
-    ("runtime.worker.gpu", "runtime.features"),
-    ("runtime.worker.ranks", "runtime.worker.gpu"),
-    ("runtime.worker.steps", "runtime.features"),
-    ("runtime.worker.steps", "runtime.worker.cpu"),
 }
 
 

@@ -34,12 +34,12 @@ class ModelRunnerActor(ModelActor):
         """Be `rank` of a group; returns how the others reach this one. Raises CallboardError, as the next phases do."""
         self._rank = rank
         with self._log.heard():
-            from runtime.worker.runner import ModelRunner
+            from runtime.assembly.runner import build_runner
             from runtime.worker.sources import CheckpointSource
 
             self._log.note("libraries imported")
             path = resolve(config.model, config.revision, progress=False)
-            self._runner: ModelRunner = ModelRunner(
+            self._runner: ModelRunner = build_runner(
                 config, CheckpointSource(path), Shard(rank, config.tensor_parallel_size)
             )
         return self._runner.handle

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from runtime.core.plan import Int32s, NewSlot, StepPlan
-from runtime.features.grammar_state import GrammarState
 from runtime.models.decoder import Decoder
 from runtime.spec.types import SamplingParams
 from runtime.worker.cpu.cpu_steps import CpuSteps
@@ -97,7 +96,7 @@ def _steps(decoder: Decoder, num_slots: int, max_len: int) -> GpuSteps | CpuStep
     num_blocks = 1 + num_slots * -(-max_len // _BLOCK_SIZE)
     cache = KVCache(decoder.spec.kv_cache(numerics.dtype_name), num_blocks, _BLOCK_SIZE, numerics.device)
     kind = GpuSteps if numerics.backend == "triton" else CpuSteps
-    return kind(decoder, cache, num_slots, max_len, (), GrammarState(decoder.spec.vocab_size))
+    return kind(decoder, cache, num_slots, max_len, ())
 
 
 def _tables(steps: GpuSteps | CpuSteps, num_slots: int) -> Int32s:

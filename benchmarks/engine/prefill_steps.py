@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from benchmarks.library.measure import Results, engine_config, new_parser
 from benchmarks.library.models import spec_of
+from runtime.assembly.runner import build_runner
 from runtime.core.plan import EMPTY, NewSlot, StepPlan
 from runtime.spec.types import SamplingParams
 from runtime.worker.gpu.gpu_steps import GpuSteps
@@ -104,7 +105,7 @@ def main() -> None:
     config = engine_config(args.set)
     results = Results("prefill_steps", args.out)
     before = time.perf_counter()
-    runner = ModelRunner(config, DummySource(spec_of(args.model)))
+    runner = build_runner(config, DummySource(spec_of(args.model)))
     steps = runner.steps
     assert isinstance(steps, GpuSteps), "steps are graphs with kernel_backend triton only"
     graphs = steps.graph_runner.prefill_graphs
@@ -115,14 +116,15 @@ def main() -> None:
         for kind, usable in (("graph", graphs), ("launched", [])):
             steps.graph_runner.prefill_graphs = usable
             plans = Steps(runner, rows, args.row_context)
-            found = steps.graphs_for(plans.plan(prompt, args.context))
+            plan = plans.plan(prompt, args.context)
+            found = steps.graphs_for(plan, steps.needs(plan))
             if kind == "graph" and not found:
                 continue
             with torch.inference_mode():
                 times = plans.measure(prompt, args.context, args.repeats)
             results.add(config, model=args.model, kind=kind, prompt_len=prompt, rows=rows, context=args.context,
                         row_context=args.row_context, repeats=args.repeats,
-                        buckets=[graph.bucket[:4] for graph, _ in found], **times)  # fmt: skip
+                        buckets=[graph.shape[:4] for graph, _ in found], **times)  # fmt: skip
 
 
 if __name__ == "__main__":

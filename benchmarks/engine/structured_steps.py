@@ -19,6 +19,7 @@ import numpy as np
 
 from benchmarks.library.measure import Results, engine_config, new_parser, percentiles
 from benchmarks.library.models import CONFIGS, spec_of
+from runtime.assembly.runner import build_runner
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.spec.types import Grammar, GrammarSpec, Request, SamplingParams
@@ -74,12 +75,12 @@ def main() -> None:
     args = parser.parse_args()
     eos = CONFIGS[args.model]["eos_token_id"]
     eos_ids = tuple(eos) if isinstance(eos, list) else (eos,)
-    runner = ModelRunner(engine_config(args.set), DummySource(spec_of(args.model), eos_token_ids=eos_ids))
+    runner = build_runner(engine_config(args.set), DummySource(spec_of(args.model), eos_token_ids=eos_ids))
     vocabulary = Vocabulary.of(Tokenizer.load(args.tokenizer), runner.info)
-    runner.grammar_state.serve(lambda: vocabulary)
+    runner.masks.serve(lambda: vocabulary)
     grammar = compiled(GrammarSpec("json", json.dumps(SCHEMA)))
     kinds: dict[str, Grammar | None] = {"none": None, "lazy": replace(grammar, key="lazy", expression="")}
-    engines = runner.grammar_state._engines.result() if runner.grammar_state._engines is not None else None
+    engines = runner.masks._engines.result() if runner.masks._engines is not None else None
     assert engines is not None
     engines.policy = AutomatonPolicy(0.0, 0)  # at once
     deadline = time.monotonic() + 60

@@ -21,12 +21,12 @@ import torch
 
 from benchmarks.library.models import CONFIGS, spec_of
 from benchmarks.library.ranks import RankGroupProcesses
+from runtime.assembly.runner import build_runner
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor, InProcess
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import Request, SamplingParams
 from runtime.speculation.draft_client import speculation_of
-from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 
 
@@ -84,7 +84,7 @@ class Engine:
         self.sampling = {"temperature": 0.0} | dict(sampling or {})
         executor: Executor
         if config.tensor_parallel_size == 1:
-            self.runner = ModelRunner(config, DummySource(spec_of(model)))
+            self.runner = build_runner(config, DummySource(spec_of(model)))
             self.info, executor = self.runner.info, InProcess(self.runner)
         else:
             self._ranks = RankGroupProcesses(model, config)

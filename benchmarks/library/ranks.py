@@ -10,9 +10,9 @@ from typing import Any
 from actors.engine.step_channel import SocketExecutor, serve_steps
 from actors.wire.transport import connect
 from benchmarks.library.models import spec_of
+from runtime.assembly.runner import build_runner
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.sharding import Shard
-from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 
 _PHASE_S = 300.0  # at most, for an answer of all ranks
@@ -61,7 +61,7 @@ def _live(engine: Connection, rank: int, model: str, config: EngineConfig) -> No
     """A rank's life: the phases of runtime.worker.runner, then steps until the engine is gone."""
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")[rank]
     try:
-        runner = ModelRunner(config, DummySource(spec_of(model)), Shard(rank, config.tensor_parallel_size))
+        runner = build_runner(config, DummySource(spec_of(model)), Shard(rank, config.tensor_parallel_size))
         engine.send(runner.handle)
         engine.send(runner.load(engine.recv()))
         engine.send(runner.open(engine.recv()))

@@ -20,9 +20,9 @@ from runtime.kernels.step.scatter_writes import scatter_writes
 from runtime.kernels.step.step_inputs import build_inputs
 from runtime.spec.types import SamplingParams
 from runtime.worker.cpu.sampler import Sampler
+from runtime.worker.cpu.slots import Slots
 from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.transfers import Transfers
-from runtime.worker.slots import Slots
 from tests.support.device_sampler_cases import (
     EOS,
     check_filters,

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.assembly.runner import build_runner
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.types import CallboardError, Request, SamplingParams
-from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
@@ -25,7 +25,7 @@ SPEC = DecoderSpec(
 
 def start(**config) -> EngineCore:
     settings = {"device": "cuda", "dtype": "bfloat16", "num_kv_blocks": 4000, "max_num_seqs": 8, "max_model_len": 512}
-    runner = ModelRunner(EngineConfig(**settings | {"deterministic": True} | config), DummySource(SPEC))
+    runner = build_runner(EngineConfig(**settings | {"deterministic": True} | config), DummySource(SPEC))
     return EngineCore(runner.config, runner.info, InProcess(runner))
 
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.assembly.runner import build_runner
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.spec.types import SamplingParams
@@ -149,7 +150,7 @@ def test_toggles_do_not_show(spec, dtype, toggle):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_smollm2_is_bit_equal_alone_and_in_batches(dtype, smollm2_path):
     config = EngineConfig(device="cpu", dtype=dtype, deterministic=True, num_threads=2, max_model_len=512)
-    runner = ModelRunner(config, CheckpointSource(smollm2_path))
+    runner = build_runner(config, CheckpointSource(smollm2_path))
     lengths = [1, 64, 100, 130, 17]
     prompts = [tokens_of(i, n, 49152) for i, n in enumerate(lengths)]
     alone = []

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, PreTrainedModel
 
+from runtime.assembly.runner import build_runner
 from runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from runtime.models import load_spec
 from runtime.models.families.llama import WEIGHT_MAP as LLAMA
@@ -30,7 +31,7 @@ NEW = 64  # tokens
 
 
 def open_runner(folder: Path, **config) -> ModelRunner:
-    return ModelRunner(
+    return build_runner(
         EngineConfig(model="tiny", device="cpu", kv_cache_memory=0.02, num_threads=1, **config),
         CheckpointSource(folder),
     )
@@ -314,7 +315,7 @@ def test_a_mixture_of_copies_answers_like_the_dense_model(smollm2_path):
     config = EngineConfig(device="cpu", num_threads=2, max_model_len=128, max_num_seqs=2, dtype="float32")
     copies = Copies(source.checkpoint, source.spec, source.weight_map)
     with mock.patch.object(ModelRunner, "_warm_up"), mock.patch.object(source, "checkpoint", copies):
-        runner = ModelRunner(config, source)
+        runner = build_runner(config, source)
     tokens = tokenizer.encode("Once upon a time, in a small village by the sea,")
     (answer,), _ = generate(Driver(runner), [tokens], cuts=(5,), new=14)
     # The dense model's text in fp32; in bf16 already it meets a wise old woman.

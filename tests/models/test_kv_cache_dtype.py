@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from runtime.assembly.runner import build_runner
 from runtime.core.prefix_cache import root_hash
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
@@ -81,7 +82,7 @@ def test_a_draft_stores_keys_as_its_model_does():
 
 def runner_of(folder, kind: str) -> ModelRunner:
     config = EngineConfig(device="cpu", kv_cache_dtype=kind, num_kv_blocks=20, max_model_len=64, num_threads=1)
-    return ModelRunner(config, CheckpointSource(folder))
+    return build_runner(config, CheckpointSource(folder))
 
 
 @pytest.mark.parametrize(("scheme", "dtype"), [("float", torch.float8_e4m3fn), ("int", torch.float32)])

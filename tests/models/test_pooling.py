@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from runtime.assembly.runner import build_runner
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.llm import LLM
@@ -37,7 +38,7 @@ SIZES = {"num_kv_blocks": 80, "max_num_seqs": 4, "max_num_batched_tokens": 60, "
 def open_core(folder, **config):
     config = EngineConfig(**{"model": "tiny", "device": "cpu", "num_threads": 1} | SIZES | config)
     with mock.patch.object(ModelRunner, "_warm_up"):
-        runner = ModelRunner(config, CheckpointSource(folder))
+        runner = build_runner(config, CheckpointSource(folder))
     return EngineCore(config, runner.info, InProcess(runner))
 
 

@@ -16,7 +16,7 @@ from runtime.kernels.sampling.sample import FREQUENCY, NUM_PARAMS, PRESENCE, PRO
 from runtime.kernels.sampling.top_k_top_p import top_k_top_p_bounds_torch
 from runtime.spec.types import SamplingParams
 from runtime.worker.cpu.sampler import Sampler
-from runtime.worker.slots import Slots
+from runtime.worker.cpu.slots import Slots
 
 CPU = torch.device("cpu")
 EOS = 2

@@ -12,8 +12,8 @@ from runtime.core.plan import NewSlot
 from runtime.kernels.collectives.communicator import Communicator
 from runtime.spec.types import Grammar, SamplingParams
 from runtime.worker.cpu.sampler import Sampler
+from runtime.worker.cpu.slots import Slots
 from runtime.worker.ranks.split_logits import SplitLogits
-from runtime.worker.slots import Slots
 from tests.ops.test_sampler import EOS, PARAMS
 from tests.support.lockstep_ranks import LockstepGroup
 

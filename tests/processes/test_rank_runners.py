@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from runtime.assembly.runner import build_runner
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.quant.model_formats import weight_bytes
@@ -74,7 +75,7 @@ def answers(runner: ModelRunner | RankedRunner, config: EngineConfig) -> dict[st
 def check_against_one_rank(processes: RankProcesses, spec: DecoderSpec, size: int, **settings) -> None:
     config = EngineConfig(**BASE | settings)
     source = ScaledSource(spec, eos_token_ids=SMALL.eos_ids, vocabulary=SMALL)
-    alone, ranks = ModelRunner(config, source), processes.open(replace(config, tensor_parallel_size=size), source)
+    alone, ranks = build_runner(config, source), processes.open(replace(config, tensor_parallel_size=size), source)
     want, got = answers(alone, config), answers(ranks, config)
     assert all(len(own) == params.max_tokens for own, params in zip(want.values(), PARAMS, strict=True))
     if config.rank_invariant:

@@ -35,9 +35,9 @@ from runtime.kernels.step.scatter_writes import scatter_writes, scatter_writes_t
 from runtime.kernels.step.step_inputs import build_inputs, build_inputs_torch
 from runtime.spec.types import SamplingParams
 from runtime.worker.cpu.sampler import Sampler
+from runtime.worker.cpu.slots import Slots
 from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.transfers import Transfers
-from runtime.worker.slots import Slots
 
 CPU = torch.device("cpu")
 EOS = 2

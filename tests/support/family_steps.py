@@ -10,7 +10,7 @@ from tests.support.runner_driver import Driver
 def logits_of(driver: Driver, long: list[int], short: list[int]) -> torch.Tensor:
     """[steps, vocab]: a prompt in chunks beside another, then both decode; all tokens but the last are given."""
     steps = driver.runner.steps
-    tokens = steps.tokens if hasattr(steps, "tokens") else steps.slots.tokens
+    tokens = steps.slots.tokens
     driver.open(0, long)
     driver.open(1, short)
     cut, kept = len(long) - 8, []

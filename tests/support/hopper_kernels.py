@@ -32,7 +32,6 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.kernels.tune_quantized import FORMS, NF4  # noqa: E402
 from benchmarks.library.models import spec_of  # noqa: E402
 from runtime.core.plan import NewSlot, StepPlan  # noqa: E402
-from runtime.features.grammar_state import GrammarState  # noqa: E402
 from runtime.kernels import triton_language  # noqa: E402
 from runtime.kernels.collectives.all_gather import all_gather_triton  # noqa: E402
 from runtime.kernels.collectives.all_reduce import all_reduce_triton  # noqa: E402
@@ -58,7 +57,8 @@ from runtime.spec.decoder_spec import ExpertsSpec  # noqa: E402
 from runtime.spec.types import SamplingParams  # noqa: E402
 from runtime.worker.gpu.device_sampler import DeviceSampler  # noqa: E402
 from runtime.worker.gpu.gpu_steps import GpuSteps  # noqa: E402
-from runtime.worker.gpu.graph_runner import Bucket  # noqa: E402
+from runtime.worker.gpu.graph_runner import DecodeShape  # noqa: E402
+from runtime.worker.gpu.step_rows import MixedShape  # noqa: E402
 from runtime.worker.gpu.transfers import Transfers  # noqa: E402
 from runtime.worker.kv_cache import KVCache  # noqa: E402
 from runtime.worker.ranks.split_logits import SplitLogits  # noqa: E402
@@ -272,23 +272,28 @@ def main() -> None:
         shapes = spec.shapes()
         decoder = Decoder(spec, numerics, 16384, lambda name: (torch.empty(shapes[name], dtype=dtype, device=META),))  # noqa: B023
         cache = KVCache(spec.kv_cache(numerics.dtype_name, changed.get("kv_cache_dtype", "auto")), 4096, 16, META)
-        steps = GpuSteps(decoder, cache, 256, 16384, (), GrammarState(decoder.spec.vocab_size))
-        steps.graph_logits = torch.empty((256, spec.vocab_size), dtype=torch.float32, device=META)
-        steps.graph_hidden = torch.empty((256, spec.hidden_size), dtype=dtype, device=META)
+        steps = GpuSteps(decoder, cache, 256, 16384, ())
+        steps.kernels.graph_logits = torch.empty((256, spec.vocab_size), dtype=torch.float32, device=META)
+        steps.kernels.graph_hidden = torch.empty((256, spec.hidden_size), dtype=dtype, device=META)
         with torch.inference_mode():
             for rows in batches:
                 case = f"{name}, decode of {rows}"
-                steps.graph_runner.run(Bucket(1, rows), steps.decode)
+                steps.graph_runner.run(DecodeShape(1, rows), steps.kernels.decode)
             case = f"{name}, 7 guesses"
-            steps.graph_runner.run(Bucket(8, 1), steps.decode)
+            steps.graph_runner.run(DecodeShape(8, 1), steps.kernels.decode)
             for tokens, params in PREFILLS if len(batches) > 1 else PREFILLS[-1:]:
                 case = f"{name}, prefill of {tokens}"
                 new = NewSlot(0, np.zeros(tokens, np.int32), tokens, 0, params)
                 slot, start, count, one = np.array([[0], [0], [tokens], [1]], np.int32)
                 plan = StepPlan(0, new=[new], slots=slot, num_computed=start, num_tokens=count, num_samples=one)
-                steps._apply_writes(steps._state_writes(plan))
-                token_ids, logits, *_ = steps._run(plan, filters=params.top_p < 1, penalties=True)
-                steps.sampler.resample(logits, token_ids, slot, count, steps.tokens, steps.params)
+                steps.sampler.add(new)
+                upload, slots, shape = steps.transfers.upload, steps.slots, MixedShape.of(plan)
+                slots.apply(slots.writes(plan, steps.sampler.rows), upload)
+                packed = upload(shape.pack(plan, 256))
+                *_, after, sampled, positions = shape.split(packed)
+                logits = decoder.logits(steps.kernels.forward(shape, packed, False).index_select(0, after))
+                token_ids = steps.kernels.sample(logits, sampled, positions, params.top_p < 1, True)
+                steps.sampler.resample(logits, token_ids, slot, count, slots.tokens, slots.params)
             case = f"{name}, grammars"
             sizes = ((1,), (1, -(-spec.vocab_size // 32)), (4, 8), (256, 4), (256,), (1 << 20,))
             at, words, *automata = (torch.empty(size, dtype=torch.int32, device=META) for size in sizes)

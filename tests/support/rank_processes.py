@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from runtime.assembly.runner import build_runner
 from runtime.core.plan import StepPlan, StepResult
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.sharding import Shard
@@ -98,7 +99,7 @@ def _live(connection: Connection) -> None:
         method, arguments = connection.recv()
         try:
             if method == "join":
-                runner = ModelRunner(*arguments)
+                runner = build_runner(*arguments)
                 connection.send(runner.handle)
             elif method == "attribute":
                 connection.send(attrgetter(".".join(arguments))(runner))

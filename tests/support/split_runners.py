@@ -10,8 +10,6 @@ import torch
 from runtime.core.plan import StepPlan, StepResult
 from runtime.features.grammar_state import GrammarState
 from runtime.spec.sharding import Shard
-from runtime.worker.gpu.device_sampler import DeviceSampler
-from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.ranks.split_logits import SplitLogits
 from runtime.worker.runner import ModelRunner
 from tests.support.lockstep_ranks import LockstepGroup, LockstepRank
@@ -20,12 +18,13 @@ from tests.support.lockstep_ranks import LockstepGroup, LockstepRank
 def split(runner: ModelRunner, rank: LockstepRank) -> ModelRunner:
     """The runner as one rank of its group."""
     steps, vocab_size = runner.steps, runner.decoder.spec.vocab_size
-    steps.split = parts = SplitLogits(vocab_size, rank)
+    steps.sampler.split = parts = SplitLogits(vocab_size, rank)
+    for extra in steps.extras:
+        if hasattr(extra, "split"):
+            extra.split = parts
     if rank.rank:
         shard = Shard(rank.rank, rank.size)
-        runner.grammar_state = steps.grammar_state = GrammarState(vocab_size, shard=shard)
-    if isinstance(steps, GpuSteps):
-        steps.sampler = DeviceSampler(steps.num_slots, vocab_size, steps.eos_token_ids, steps.transfers, parts)
+        runner.masks = steps.masks = GrammarState(vocab_size, shard=shard)
     compute = runner.decoder.logits
 
     def own_logits(hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
