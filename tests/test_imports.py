@@ -126,7 +126,7 @@ def test_all_functions_of_kernels_but_those_in_tritons_language_have_types():
         pytest.param(["serve_app.app", "actors.engine.supervisor"], ["torch", "triton"], marks=pytest.mark.long),
         (["runtime.core.scheduler", "runtime.core.engine"], ["torch", "ray", "tokenizers"]),
         (["runtime.text.tokenizer", "runtime.text.chat", "runtime.text.stream"], ["torch", "ray"]),
-        (["runtime.structured.engines", "runtime.structured.compiler"], ["torch", "ray", "tokenizers"]),
+        (["runtime.structured.matching.factory", "runtime.structured.compiler"], ["torch", "ray", "tokenizers"]),
         (["runtime.llm"], ["torch", "ray"]),
         (["runtime.inspection"], ["torch", "ray"]),
         (["runtime.loading.resolve"], ["torch", "ray", "huggingface_hub"]),

@@ -21,12 +21,12 @@ from runtime.features.grammar_output import GrammarOutput, made_engines
 from runtime.kernels.sampling.automata import AT, FIRST, GUESSES, NUM_GUESSES, SLOT
 from runtime.spec.sharding import ALONE, Shard
 from runtime.spec.types import CallboardError
-from runtime.structured.automaton import EagerMatcher
-from runtime.structured.automaton_policy import AutomatonPolicy
-from runtime.structured.engines import Engines
-from runtime.structured.lazy import LazyMatcher
-from runtime.structured.thinking import ThinkingMatcher
-from runtime.structured.vocabulary import Vocabulary
+from runtime.structured.matching.automaton import EagerMatcher
+from runtime.structured.matching.automaton_policy import AutomatonPolicy
+from runtime.structured.matching.factory import Engines
+from runtime.structured.matching.lazy import LazyMatcher
+from runtime.structured.matching.thinking import ThinkingMatcher
+from runtime.structured.matching.vocabulary import Vocabulary
 
 _MAKING_S = 0.002  # a step waits for the matchers of new outputs, in all: a small grammar's takes half of it
 _IDLE_S = 0.01  # a step whose rows all wait for their matchers
