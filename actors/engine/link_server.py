@@ -45,6 +45,17 @@ _MAX_BACKLOG = 64 << 20  # bytes that a front may leave unread
 _serials = itertools.count()
 
 
+class Connected:
+    """A front has connected: the first message of its connection."""
+
+
+class Disconnected:
+    """The connection has ended: its last message."""
+
+
+FromLink = FromFront | Connected | Disconnected
+
+
 class Stream:
     """One live request of one connection: the `owner` that the scheduler carries."""
 
@@ -63,7 +74,7 @@ class Stream:
         self.last_at = 0.0  # when that was
         self.num_draft_tokens = self.num_accepted = 0  # verified, as far as its front was told
 
-    def tell_verified(self, num_draft_tokens: int, num_accepted: int) -> None:
+    def add_verified(self, num_draft_tokens: int, num_accepted: int) -> None:
         """So many draft tokens have been verified by now, and so many were right; what is new goes into the frame."""
         if num_draft_tokens > self.num_draft_tokens:
             new = self.number, num_draft_tokens - self.num_draft_tokens, num_accepted - self.num_accepted
@@ -147,13 +158,13 @@ class Connection:
 class LinkServer:
     """Lets fronts connect, from this node and others.
 
-    `deliver(connection, message)` is called from the reader threads, in order for each connection: a new one with
-    None, then its messages, then None again when it is gone. `report(figures)` is, too, and its answer sent.
+    `deliver(connection, message)` is called from the reader threads, in order for each connection: Connected, then its
+    messages, then Disconnected. `report(figures)` is, too, and its answer sent.
     """
 
     def __init__(
         self,
-        deliver: Callable[[Connection, FromFront | None], None],
+        deliver: Callable[[Connection, FromLink], None],
         report: Callable[[MetricValues], Snapshot],
     ) -> None:
         self._deliver, self._report = deliver, report
@@ -176,7 +187,7 @@ class LinkServer:
     def _read(self, front: FrameSocket) -> None:
         with front.sock:
             connection = Connection(front.sock)
-            self._deliver(connection, None)
+            self._deliver(connection, Connected())
             try:
                 while frames := front.receive():
                     connection.last_heard = time.monotonic()
@@ -199,7 +210,7 @@ class LinkServer:
             except Exception:
                 logger.exception("a link's reader failed; its connection ends")
             finally:
-                self._deliver(connection, None)
+                self._deliver(connection, Disconnected())
 
     def close(self) -> None:
         """Let no more fronts in; connections end with their sockets."""

@@ -38,17 +38,21 @@ class EngineSleep:
         """`finish` sends what the steps in flight sample, `rebuild` gets fresh runners, which are awake, and `settled`
         tells the fronts that this is over. `adapters` loads nothing while the runners sleep."""
         self.level = 0
-        self.asked: deque[tuple[Connection, Sleep]] = deque()
+        self.requests: deque[tuple[Connection, Sleep]] = deque()
         self._core, self._set_level = core, set_level
         self._finish, self._rebuild, self._settled, self._adapters = finish, rebuild, settled, adapters
+
+    def request(self, connection: Connection, message: Sleep) -> None:
+        """Follow a front's request after the current step."""
+        self.requests.append((connection, message))
 
     def follow(self) -> bool:
         """Come to the levels that were asked for, between two steps; True while the engine is asleep. Raises
         RunnersLost if a load of an adapter has found that they are lost."""
         if self._adapters.loss:
             raise RunnersLost(self._adapters.loss)
-        while self.asked:
-            connection, message = self.asked.popleft()
+        while self.requests:
+            connection, message = self.requests.popleft()
             error = ""
             try:
                 self._go_to(message.level)

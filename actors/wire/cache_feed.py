@@ -74,7 +74,7 @@ class Followers:
         if not self._followers:
             self._feed.stop()
 
-    def tell(self) -> float | None:
+    def send_changes(self) -> float | None:
         """Tell them what has changed, if that may be now; else returns in how many seconds it may."""
         if not self.are_behind or not self._followers:
             return None

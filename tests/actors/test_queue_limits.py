@@ -1,7 +1,6 @@
 """The limits of an engine's queue."""
 
-from actors.engine.held_requests import HeldRequests
-from actors.engine.queue_limits import QueueLimits
+from actors.engine.queue_limits import HeldRequests, QueueLimits
 from actors.wire.messages import Submit
 from runtime.core.scheduler import Scheduler
 from runtime.spec.types import Request, SamplingParams
