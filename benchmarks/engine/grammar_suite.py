@@ -28,9 +28,9 @@ import numpy as np
 from runtime.child import Child, Overrun
 from runtime.spec.types import CallboardError, GrammarSpec
 from runtime.structured.grammar import compiled
-from runtime.structured.lazy import LazyEngine
+from runtime.structured.matching.lazy import LazyEngine
+from runtime.structured.matching.vocabulary import BYTES
 from runtime.structured.pattern import GrammarError
-from runtime.structured.vocabulary import BYTES
 
 _DEADLINE_S, _MEMORY = 5.0, 2 << 30
 

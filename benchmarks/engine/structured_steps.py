@@ -23,9 +23,9 @@ from runtime.assembly.runner import build_runner
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.spec.types import Grammar, GrammarSpec, Request, SamplingParams
-from runtime.structured.automaton_policy import AutomatonPolicy
 from runtime.structured.grammar import compiled
-from runtime.structured.vocabulary import Vocabulary
+from runtime.structured.matching.automaton_policy import AutomatonPolicy
+from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource

@@ -10,7 +10,7 @@ from runtime.assembly.runner import build_runner
 from runtime.kernels.sampling import automata, bitmask, sample
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import FinishReason, Grammar
-from runtime.structured.automaton_policy import AutomatonPolicy
+from runtime.structured.matching.automaton_policy import AutomatonPolicy
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.grammar.test_structured_steps import PERSON, PERSONS, check_fits, schemas_with_grammars

@@ -9,7 +9,7 @@ from runtime.core.plan import EMPTY, EMPTY_TABLE, NewSlot, StepPlan
 from runtime.features.grammar_state import GrammarState
 from runtime.spec.sharding import Shard
 from runtime.spec.types import FinishReason, Grammar, SamplingParams
-from runtime.structured.vocabulary import Vocabulary
+from runtime.structured.matching.vocabulary import Vocabulary
 from tests.grammar.test_structured_walks import SMALL
 from tests.support.split_runners import SplitRunner
 from tests.support.structured_cases import regex

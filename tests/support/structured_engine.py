@@ -10,7 +10,7 @@ from runtime.core.executor import InProcess
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import FinishReason, Grammar, Request, SamplingParams, TokenLogprobs
 from runtime.speculation.choose_k import Drafter, Speculation
-from runtime.structured.vocabulary import Vocabulary
+from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.worker.gpu.step_rows import MixedShape
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource

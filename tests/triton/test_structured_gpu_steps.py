@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from runtime.spec.types import FinishReason, Grammar, SamplingParams
-from runtime.structured.automaton_policy import AutomatonPolicy
+from runtime.structured.matching.automaton_policy import AutomatonPolicy
 from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.gpu.step_rows import MixedShape
 from runtime.worker.runner import ModelRunner
