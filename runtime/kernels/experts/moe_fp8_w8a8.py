@@ -19,11 +19,11 @@ from runtime.kernels.experts.moe_w16a16 import (
     choices_of_tile,
     stacked,
 )
-from runtime.kernels.linear.batch_invariant_linear import MAX_SPLIT_TILES, _counters
 from runtime.kernels.linear.linear_torch import Linear
+from runtime.kernels.linear.split_k import MAX_SPLIT_TILES, split_counters
 from runtime.kernels.magnitudes import larger, largest_magnitude, to_e4m3, within
 from runtime.kernels.norm.gated_activation import Activation, activated
-from runtime.kernels.quantized.fp8_activations import Fp8Activations, quantize_normed_fp8
+from runtime.kernels.quantized.activations import Fp8Activations, quantize_normed_fp8
 from runtime.kernels.quantized.fp8_w8a8_gemm import has_fp8_gemm
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
 from runtime.kernels.triton_language import TensorDescriptor, jit, next_power_of_2, tl, use_pdl
@@ -122,7 +122,7 @@ class Fp8Experts(GroupedExperts):
         deterministic: bool,
     ) -> None:
         self.spec, self.router, self.activation, self.deterministic = spec, router, activation, deterministic
-        tensors = ([(w.codes, w.scales[:, : w.shape[0] // w.scale_rows].t()) for w in pair] for pair in weights)
+        tensors = ([(w.values, w.scales[:, : w.shape[0] // w.scale_rows].t()) for w in pair] for pair in weights)
         (self.gate_up, self.gate_up_scales), (self.down, self.down_scales) = stacked(tensors, spec.num_experts)
 
     def add_to(
@@ -155,7 +155,7 @@ class Fp8Experts(GroupedExperts):
     def _fp8_product(
         self,
         x: Fp8Activations,  # [num_tokens, K], or [num_choices, K] sorted by expert
-        codes: torch.Tensor,  # [num_experts, N, K]
+        values: torch.Tensor,  # [num_experts, N, K]
         scales: torch.Tensor,  # [num_experts, N, 1], or of blocks
         out: torch.Tensor,
         out_scales: torch.Tensor,
@@ -167,18 +167,18 @@ class Fp8Experts(GroupedExperts):
         tile: Tile,
         activation: Activation | None,
     ) -> None:
-        (num_experts, _, size_in), (num_choices, size_out), pdl = codes.shape, out.shape, use_pdl(codes)
+        (num_experts, _, size_in), (num_choices, size_out), pdl = values.shape, out.shape, use_pdl(values)
         num_tiles = num_choices
         if not is_single:
             num_tiles = (num_choices + min(num_experts, num_choices) * (tile.block_m - 1)) // tile.block_m
-        flat = codes.view(-1, size_in)
+        flat = values.view(-1, size_in)
         descriptor = TensorDescriptor(flat, list(flat.shape), [size_in, 1], [tile.block_n, tile.block_k])
         _moe_fp8_w8a8_kernel[(num_tiles, -(-size_out // tile.block_n))](
-            x.codes, x.scales, descriptor, scales, out, out_scales, starts, order, weights, residual,
-            _counters(codes.device), num_experts, size_out, K=size_in, TOP_K=self.spec.top_k, ACTIVATION=activation,
-            BLOCK_SCALES=scales.shape[1] < codes.shape[1], SINGLE=is_single, EXPERTS=next_power_of_2(num_experts),
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.num_stages, PDL=pdl,
-            num_warps=tile.num_warps, launch_pdl=pdl,
+            x.values, x.scales, descriptor, scales, out, out_scales, starts, order, weights, residual,
+            split_counters(values.device), num_experts, size_out, K=size_in, TOP_K=self.spec.top_k,
+            ACTIVATION=activation, BLOCK_SCALES=scales.shape[1] < values.shape[1], SINGLE=is_single,
+            EXPERTS=next_power_of_2(num_experts), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+            STAGES=tile.num_stages, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
         )  # fmt: skip
 
 
@@ -190,5 +190,5 @@ def moe_fp8_tile(num_choices: int, num_experts: int, deterministic: bool) -> Til
 
 
 def has_fp8_moe(pair: tuple[QuantizedWeight, QuantizedWeight]) -> bool:
-    """True if rows of codes can be multiplied with experts whose weights are like these, gate_up and down."""
+    """True if rows of values can be multiplied with experts whose weights are like these, gate_up and down."""
     return all(has_fp8_gemm(weight) and not any(size % 128 for size in weight.shape) for weight in pair)

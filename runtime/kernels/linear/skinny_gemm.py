@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels.linear.lora import RowAdapters, add_adapters_torch
+from runtime.kernels.linear.skinny_blocks import add_chunks, store_block, weight_rows_of_block
 from runtime.kernels.linear.skinny_gemm_configs import SKINNY_GEMM_CONFIGS, SkinnyGemmConfig
 from runtime.kernels.linear.small_results import await_results, make_result
 from runtime.kernels.linear.sum_order import sum_order
-from runtime.kernels.norm.gated_activation import Activation, activated
+from runtime.kernels.linear.tiles import output_of
+from runtime.kernels.norm.gated_activation import Activation
 from runtime.kernels.norm.rms_norm import rms_norm_triton
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
@@ -50,50 +52,6 @@ def skinny_gemm_torch(
     if residual is not None:
         return residual.add_(y)
     return y.to(out_dtype or x.dtype) if out is None else out.copy_(y)
-
-
-@jit
-def _weight_rows(block, N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The rows of the weight [BLOCK_N] of a block: with an activation, rows of gate and of up in turn."""
-    rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    if ACTIVATION is not None:
-        rows = rows // 2 + rows % 2 * (N // 2)
-    return rows
-
-
-@jit
-def _finish(
-    y,  # [BLOCK_N, NUM_TOKENS] fp32: the block's rows of the weight times x.T
-    block,
-    tokens,  # [NUM_TOKENS]
-    rows,  # [BLOCK_N]
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    num_rows,
-    N,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    NUM_TOKENS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Bias, activation, residual; stores."""
-    if BIAS:
-        y += tl.load(bias_ptr + tl.minimum(rows, N - 1)).to(tl.float32)[:, None]
-    width = N
-    cols = rows
-    if ACTIVATION is not None:
-        y = y.to(out_ptr.dtype.element_ty).to(tl.float32)  # as where the activation is a kernel of its own
-        gate, up = tl.split(tl.trans(tl.reshape(y, (BLOCK_N // 2, 2, NUM_TOKENS)), 0, 2, 1))
-        y = activated(gate, ACTIVATION) * up
-        width = N // 2
-        cols = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-    at = tokens[None, :] * width + cols[:, None]
-    inside = (tokens < num_rows)[None, :] & (cols < width)[:, None]
-    if RESIDUAL:
-        y += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=ROW_ARRAYS)
@@ -138,7 +96,7 @@ def _vector_kernel(
             make_result(results + block, x_ptr + token * x_stride, a, norm_ptr, index > 0, eps, K, NORM, RESULT_K, PDL)
             return
         block -= NUM_RANKS
-    rows = _weight_rows(block, N, ACTIVATION, BLOCK_N)
+    rows = weight_rows_of_block(block, N, ACTIVATION, BLOCK_N)
     cols = tl.arange(0, BLOCK_K)[None, :]
     weights = weight_ptr + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K + cols
     w = tl.load(weights, mask=cols < K, other=0.0, eviction_policy="evict_first")
@@ -176,7 +134,7 @@ def _vector_kernel(
         y *= tl.rsqrt(tl.sum(squares) / K + eps)
     if RANK:
         y += tl.sum(b.to(tl.float32) * await_results(results + part[:, None] * RANK + ranks, has), 1)
-    _finish(
+    store_block(
         y[:, None], block, token + tl.arange(0, 1), rows, bias_ptr, residual_ptr, out_ptr, num_rows, N,
         BIAS, RESIDUAL, ACTIVATION, 1, BLOCK_N,
     )  # fmt: skip
@@ -206,7 +164,7 @@ def _tile_kernel(
     PDL: tl.constexpr,
 ):
     """Program i: rows i * BLOCK_N and on of the weight with all rows of x, padded to NUM_TOKENS."""
-    rows = _weight_rows(tl.program_id(0), N, ACTIVATION, BLOCK_N)
+    rows = weight_rows_of_block(tl.program_id(0), N, ACTIVATION, BLOCK_N)
     tokens = tl.arange(0, NUM_TOKENS)
     weight_rows = tl.minimum(rows, N - 1).to(tl.int64)
     if NUM_CHUNKS == 1:
@@ -239,15 +197,8 @@ def _tile_kernel(
     if AHEAD == 2:
         acc = _add_product(tail_w, tail_x, acc, NUM_CHUNKS)
     acc = _add_product(last_w, last_x, acc, NUM_CHUNKS)
-    if NUM_CHUNKS == 2:
-        first, second = tl.split(tl.permute(acc, (1, 2, 0)))
-        acc = first + second
-    elif NUM_CHUNKS == 4:
-        even, odd = tl.split(tl.permute(tl.reshape(acc, (2, 2, BLOCK_N, NUM_TOKENS)), (2, 3, 0, 1)))
-        first, third = tl.split(even)
-        second, fourth = tl.split(odd)
-        acc = ((first + second) + third) + fourth
-    _finish(
+    acc = add_chunks(acc, NUM_CHUNKS)
+    store_block(
         acc, tl.program_id(0), tokens, rows, bias_ptr, residual_ptr, out_ptr, num_rows, N, BIAS, RESIDUAL, ACTIVATION,
         NUM_TOKENS, BLOCK_N,
     )  # fmt: skip
@@ -289,11 +240,7 @@ def skinny_gemm_triton(
     """`skinny_gemm_torch` as one kernel with fp32 sums; x's rows may be strided."""
     (num_rows, size_in), size_out = x.shape, weight.shape[0]
     pdl = use_pdl(x)
-    if residual is not None:
-        out = residual
-    elif out is None:
-        width = size_out if activation is None else size_out // 2
-        out = torch.empty((num_rows, width), dtype=out_dtype or x.dtype, device=x.device)
+    out = output_of(x, size_out if activation is None else size_out // 2, out_dtype, out, residual)
     one_by_one = (num_rows == 1 and not fixed_order) or x.dtype == torch.float32  # tensor cores have no fp32
     config = skinny_gemm_config(size_out, size_in, 1 if one_by_one else max(num_rows, 2))
     grid_n = -(-size_out // config.block_n)

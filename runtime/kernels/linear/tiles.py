@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.kernels.linear.batch_invariant_linear import MAX_SPLIT_TILES, _counters
+from runtime.kernels.linear.split_k import MAX_SPLIT_TILES, split_counters
 from runtime.kernels.triton_language import INTERPRETED, TensorDescriptor, constexpr, jit, tl
 
 _ADDS = constexpr(not INTERPRETED)  # the copy engine does, in the residual's type
@@ -34,7 +34,20 @@ class Tiling(NamedTuple):
         if self.split == 1 or num_tiles > MAX_SPLIT_TILES:
             return 1, out, out
         size = num_tiles * self.split * self.block_m * self.block_n
-        return self.split, torch.empty(size, dtype=torch.float32, device=out.device), _counters(out.device)
+        return self.split, torch.empty(size, dtype=torch.float32, device=out.device), split_counters(out.device)
+
+
+def output_of(
+    x: torch.Tensor,
+    width: int,
+    out_dtype: torch.dtype | None,
+    out: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    """The tensor [num_rows, width] that a product writes: the residual, `out`, or a new one in x's dtype by default."""
+    if residual is not None:
+        return residual
+    return torch.empty((len(x), width), dtype=out_dtype or x.dtype, device=x.device) if out is None else out
 
 
 def multiplies_fp8(device: torch.device) -> bool:
@@ -67,7 +80,9 @@ def part_of(K, SPLIT: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @jit
 def keep_part(sums_ptr, counters_ptr, total, SPLIT: tl.constexpr):
-    """Keeps the sums of this program's part of a tile; the number of parts that were kept before."""
+    """Store this program's part of a tile and count its arrival; return how many parts arrived before it.
+
+    Unlike those of `store_part`, the parts of a tile lie one behind another, and need no mask."""
     size: tl.constexpr = total.shape[0] * total.shape[1]
     tl.store(_first_part(sums_ptr, total, SPLIT) + tl.program_id(1) * size, total)
     tl.debug_barrier()  # all of this program's stores come before its arrival
@@ -76,7 +91,7 @@ def keep_part(sums_ptr, counters_ptr, total, SPLIT: tl.constexpr):
 
 @jit
 def sum_parts(sums_ptr, counters_ptr, total, SPLIT: tl.constexpr):
-    """The sum of all parts, in their order; there will be none again."""
+    """The sum of all parts in ascending order. Clears the counter for the next launch."""
     size: tl.constexpr = total.shape[0] * total.shape[1]
     tl.store(counters_ptr + tl.program_id(0), 0)
     sums = _first_part(sums_ptr, total, SPLIT)
