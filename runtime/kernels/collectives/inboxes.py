@@ -10,8 +10,8 @@ previous inbox, which is used again two launches later.
   exchanges data with the programs i of other ranks only, and every operation launches it.
 - **Overlap.** While a launch waits for other ranks, later launches may start and wait, too. Two ranks on one device,
   which only tests have, need few programs, or launches that do not overlap.
-- **Limits.** A wait ends after a number of polls. It then stores the missing rank, plus one, in a word for the host, and
-  later launches do not wait.
+- **Limits.** A wait ends after a number of polls. It then stores the missing rank, plus one, in a word for the host,
+  and later launches do not wait.
 - **Agreement.** All threads of a program take the same branch at a wait: they decide by reduced values, and by state
   that only their own program writes."""
 
