@@ -3,9 +3,9 @@
     python -m benchmarks.kernels.tune_fp8 --models llama-3.1-8b --rows 64 256 2048
     TRITON_INTERPRET=1 python -m benchmarks.kernels.tune_fp8 --models tiny --rows 40  # on a CPU, without times
 
-Prints a JSON line for each product, its error against float64 and its time by each candidate; then one for each chain:
-norm, qkv, out, norm, gate_up, activation, down of some layers as one CUDA graph over different weights: with the best
-tiles, torch's row-wise product, the best of each, and in bfloat16.
+Prints a JSON line for each product, its error against float64 and its time by each candidate. Then it prints one for
+each chain: norm, qkv, out, norm, gate_up, activation, down of some layers, as one CUDA graph over different weights.
+Chains run with the best tiles, with torch's row-wise product, with the best of each, and in bfloat16.
 """
 
 from __future__ import annotations

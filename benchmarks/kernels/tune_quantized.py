@@ -3,10 +3,10 @@
     python -m benchmarks.kernels.tune_quantized --forms int4 fp8 --rows 1 8 64 --models llama-3.1-8b
     TRITON_INTERPRET=1 python -m benchmarks.kernels.tune_quantized --models tiny  # on a CPU, without times
 
-Compiles every candidate in processes side by side, checks each form's products against the torch reference and against
-themselves (the same bits for every number of rows), and then times chains as one CUDA graph over different weights:
-with each candidate for all products, and after that product by product with the best. One JSON line a measurement;
-`floor` is the share of the memory speed that the bf16 chain reaches.
+Compiles every candidate in processes side by side, and checks each format's products against the torch reference and
+against themselves (the same bits for every number of rows). Then it times chains as one CUDA graph over different
+weights: with each candidate for all products, and after that product by product with the best. One JSON line a
+measurement; `floor` is the share of the memory speed that the bf16 chain reaches.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ FORMS = {
     "mxfp4": Form("e2m1", 32),
     "nvfp4": Form("e2m1", 16),
 }
-Config = Wna16SkinnyConfig | Tiling | GemvConfig | None  # None: the rule's
+Config = Wna16SkinnyConfig | Tiling | GemvConfig | None  # None for the rule's
 
 
 def candidates(form: Form, rows: int, num_chunks: int) -> list[Config]:
-    """The configurations that are tried for a weight whose columns are summed in so many chunks."""
+    """The configurations to try for a weight with columns that are summed in `num_chunks` chunks."""
     if rows > MAX_ROWS:
-        t, split = Tiling, rows <= 64
+        t, split = Tiling, num_chunks if rows <= 64 else 1
         wide: list[Config] = [t(64, 128, 128, 8, 3, split), t(64, 64, 128, 4, 5, split), t(64, 64, 128, 4, 4, split)]
         if rows > 64:
             wide = [t(64, 128, 128, 8, 3), t(64, 64, 128, 4, 4)]
@@ -89,7 +89,7 @@ def candidates(form: Form, rows: int, num_chunks: int) -> list[Config]:
 
 
 def weight_of(form: Form, size_out: int, size_in: int, codes: torch.Tensor, scales: torch.Tensor) -> QuantizedWeight:
-    """A weight whose tensors are views of the start of two pools, bytes and float32."""
+    """A weight with tensors that are views of the start of two pools, bytes and float32."""
     row_bytes = size_in if form.code in ("fp8", "int8") else size_in // 2
     dtype = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(form.code, torch.uint8)
     groups = -(-size_in // form.group) if form.group else 1
@@ -156,7 +156,7 @@ def compile_one(job: tuple[Form, Product, int, Config]) -> str:
 def compile_all(jobs: list[tuple[Form, Product, int, Config]]) -> None:
     """Must run before this process uses the GPU: forked children cannot share it."""
     start = time.perf_counter()
-    random.shuffle(jobs)  # those of one product, some of which take seconds, are spread over the processes
+    random.shuffle(jobs)  # the kernels of one product may take seconds: spread them over the processes
     with ProcessPoolExecutor(min(os.cpu_count() or 1, 15), mp_context=get_context("fork")) as executor:
         errors = [error for error in executor.map(compile_one, jobs, chunksize=1) if error]
     for error in errors:

@@ -3,9 +3,10 @@
     python -m benchmarks.kernels.tune_tiles --forms int4 int8 --rows 16 64 128 256
     TRITON_INTERPRET=1 python -m benchmarks.kernels.tune_tiles --model tiny --rows 20  # on a CPU, without meaning
 
-Prints a JSON line for each product with its time by each tiling, in microseconds, and the error against float64: rows
-as digits (`integer_linear`), codes decoded in registers (`decoded_linear`), a dense copy made anew, bfloat16. Then one
-for all that a layer does but attention, as one CUDA graph over different weights, by the choices of the tree.
+Prints a JSON line for each product with its time by each tiling, in microseconds, and the error against float64. The
+ways are: rows as limbs (`integer_linear`), weights dequantized in registers (`decoded_linear`), a dense copy made anew,
+and bfloat16. Then one for all that a layer does but attention, as one CUDA graph over different weights, by the choices
+of the tree.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
-def test_rows_are_those_of_the_twin():
+def test_rows_equal_those_of_the_twin():
     norm = torch.rand(4096, device="cuda").bfloat16()
     for width, options in ((4096, {}), (4096, {"norm_weight": norm, "eps": 1e-5}), (28672, {"activation": "silu"})):
         x = torch.cat((randn(40, width), torch.zeros(1, width, device="cuda").bfloat16()))
@@ -54,7 +54,7 @@ def test_rows_are_those_of_the_twin():
 
 @pytest.mark.parametrize("block", [0, 128])
 @pytest.mark.parametrize(("size_out", "size_in"), SHAPES)
-def test_products_are_those_of_the_twin(size_out, size_in, block):
+def test_products_equal_those_of_the_twin(size_out, size_in, block):
     weight, bias = some_weight(size_out, size_in, block), randn(size_out)
     for num_rows in (2, 17, 64, 200, 700):
         rows = quantize_fp8_triton(randn(num_rows, size_in))
@@ -66,7 +66,7 @@ def test_products_are_those_of_the_twin(size_out, size_in, block):
 
 
 @pytest.mark.parametrize("block", [0, 128])
-def test_a_feed_forward_layer_is_near_its_dense_numbers_and_goes_row_by_row(block):
+def test_a_layer_is_near_dense_values_and_batch_invariant(block):
     hidden, ffn = 2048, 8192
     gate_up, down = some_weight(2 * ffn, hidden, block), some_weight(hidden, ffn, block)
     layers = [Fp8Linear(weight, None, "silu") for weight in (gate_up, down)]
@@ -86,7 +86,7 @@ def test_a_feed_forward_layer_is_near_its_dense_numbers_and_goes_row_by_row(bloc
 
 @pytest.mark.parametrize("block", [0, 128])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_mixtures_are_near_their_dense_numbers(deterministic, block):
+def test_experts_are_near_their_dense_values(deterministic, block):
     spec, hidden, ffn = ExpertsSpec(16, 4, True), 1024, 768
     pairs = [(some_weight(2 * ffn, hidden, block), some_weight(hidden, ffn, block)) for _ in range(16)]
     router, norm = randn(16, hidden), torch.rand(hidden, device="cuda").bfloat16()
@@ -103,7 +103,7 @@ def test_mixtures_are_near_their_dense_numbers(deterministic, block):
         got, want = x.clone(), x.float()
         mixture.add_to(got, norm, 1e-5)
         twin.add_to(want, norm.float(), 1e-5)
-        # A row whose experts are nearly as good as others may go to those.
+        # A row may go to other experts that are nearly as good.
         far = (got.float() - want).norm(dim=1) > 0.1 * (want - x.float()).norm(dim=1)
         assert far.float().mean() < 0.03, num_rows
         if alone is None:
@@ -113,7 +113,7 @@ def test_mixtures_are_near_their_dense_numbers(deterministic, block):
 
 
 @pytest.mark.parametrize("size_in", [4096, 14336, 1000])
-def test_a_weight_is_encoded_as_on_a_cpu(size_in):
+def test_a_weight_is_quantized_as_on_a_cpu(size_in):
     dense = (torch.randn(256, size_in, device="cpu") * torch.randn(256, 1, device="cpu").exp()).bfloat16()
     form = ENCODINGS["fp8"]
     for got, want in zip(form.encode(dense.cuda()), form.encode(dense), strict=True):

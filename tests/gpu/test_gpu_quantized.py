@@ -64,7 +64,7 @@ def test_blocks_of_gguf(name):
 
 
 @pytest.mark.parametrize("form", GROUPS)
-def test_plain_weights_become_the_same_codes(form):
+def test_plain_weights_are_quantized_as_on_a_cpu(form):
     dense, _ = random_weight((1000, 1024))
     layout = LAYOUTS["plain"](QuantizationScheme("plain", form, group_size=GROUPS[form]))
     source, location = Tensors({"weight": dense.bfloat16()}), Location("weight", (1000, 1024))
@@ -91,19 +91,19 @@ def test_a_load_needs_a_fused_map_beside_the_quantized_model(form):
     decoder = Decoder.load(source, spec, weight_map, numerics, 64)
     peak, size = torch.cuda.max_memory_allocated() - before, weight_bytes(decoder.spec, numerics)
     assert size < 0.6 * sum(2 * tensor.numel() for tensor in zeros.values())
-    pieces = 40 * (1 << 22)  # what is encoded at once, in float32 and as places in a table
+    pieces = 40 * (1 << 22)  # weights that are quantized at once, in float32 and as indices of a table
     assert peak < size + 2 * 2 * ffn * hidden + pieces
 
 
 @pytest.mark.parametrize("form", GROUPS)
-def test_logits_are_those_of_the_numbers_that_codes_stand_for(monkeypatch, form):
+def test_logits_equal_those_of_dequantized_weights(monkeypatch, form):
     monkeypatch.setattr(
         "runtime.quant.model_formats.products_of",
         lambda numerics: products_of(numerics) if numerics.backend == "triton" else PLAIN,
     )
     spec = replace(TINY, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=512)
     settings = {"device": "cuda", "dtype": "bfloat16", "quantization": form, "head_quantization": "int8"}
-    settings |= {"cuda_graphs": False}  # whose replays would not show their logits
+    settings |= {"cuda_graphs": False}  # their replays would not show logits
     plain, kernels = (tiny_runner(spec, kernel_backend=backend, **settings) for backend in ("torch", "triton"))
     assert plain.info.weight_formats == kernels.info.weight_formats
     want, got = (logits(runner).float().flatten()[: spec.vocab_size] for runner in (plain, kernels))

@@ -32,7 +32,7 @@ def on_the_device():
 
 
 @forms
-def test_every_code_is_decoded_exactly(form):
+def test_every_quantized_value_is_dequantized_exactly(form):
     """Each row of x picks out one column: a sum of one number is exact."""
     weight = some_weight(form, 512, 16)
     eye = torch.eye(16, weight.shape[1]).bfloat16()
@@ -68,7 +68,7 @@ def test_layers_against_float64(form, size_out, size_in):
 
 
 @cases
-def test_every_form_of_a_deterministic_layer_gives_a_row_the_same_bits(form, size_out, size_in):
+def test_deterministic_layers_are_batch_invariant(form, size_out, size_in):
     weight = some_weight(form, size_out, size_in)
     size_in = weight.shape[1]
     x = torch.randn(300, size_in) * torch.randint(-6, 7, (300, size_in)).float().exp2()

@@ -128,7 +128,7 @@ def test_a_model_has_the_bits_of_a_quantized_checkpoint(tmp_path, form, family):
     assert got.memory.weights == want.memory.weights < 0.8 * open_runner(plain, dtype="bfloat16").memory.weights
 
 
-def test_forms_are_in_the_fingerprint(tmp_path, monkeypatch):
+def test_quantization_is_in_the_fingerprint(tmp_path, monkeypatch):
     """Blocks of another form's keys and values are never taken for this one's."""
     plain, quantized = write_both(tmp_path, "fp8", LLAMA)
     monkeypatch.setattr("runtime.worker.runner.multiplies_fp8", lambda device: False)
@@ -143,7 +143,7 @@ def test_forms_are_in_the_fingerprint(tmp_path, monkeypatch):
     assert open_runner(plain, quantization="fp8").info.fingerprint not in prints
 
 
-def test_none_widens_what_a_checkpoint_has(tmp_path):
+def test_none_dequantizes_a_checkpoint(tmp_path):
     _, quantized = write_both(tmp_path, "int8", LLAMA)
     runner = open_runner(quantized, dtype="bfloat16", quantization="none")
     spec, _ = load_spec(LLAMA)
@@ -157,7 +157,7 @@ def test_none_widens_what_a_checkpoint_has(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_head_has_a_form_of_its_own(tmp_path, tied):
+def test_the_head_has_its_own_quantization(tmp_path, tied):
     config = LLAMA | {"tie_word_embeddings": tied}
     plain, _ = write_both(tmp_path, "fp8", config)
     runner = open_runner(plain, dtype="bfloat16", head_quantization="int8")
@@ -175,7 +175,7 @@ def test_the_head_has_a_form_of_its_own(tmp_path, tied):
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
-def test_on_a_cpu_such_maps_come_with_a_head_in_int8(form):
+def test_a_cpu_has_an_int8_head_beside_quantized_maps(form):
     def head(config, device="cpu", stored=None):
         return (quantized_at_load(replace(TINY, quantization=stored), config, device).quantization or {}).get("head")
 
@@ -186,8 +186,8 @@ def test_on_a_cpu_such_maps_come_with_a_head_in_int8(form):
     assert [head(asked, "cuda"), *map(head, plain)] == [None] * 4
 
 
-def test_ranks_have_parts_of_the_whole_ones_codes():
-    """Of row scales, those of whole rows; the columns of a rank are whole groups."""
+def test_ranks_have_parts_of_the_same_quantized_weights():
+    """Row scales are those of whole rows, and the columns of a rank are whole groups."""
     weight, _ = random_weight((64, 256))
     source, location = source_of({"weight": weight.bfloat16()}), Location("q_proj.weight", (64, 256))
     spec, _ = load_spec(LLAMA | {"hidden_size": 256})
@@ -241,7 +241,7 @@ def test_a_load_needs_a_fused_map_beside_the_quantized_model(monkeypatch, form):
     assert size < live.peak < size + fused + (1 << 17)
 
 
-def test_what_no_product_takes_stays_plain_and_is_named(tmp_path, monkeypatch, write_tiny_gguf):
+def test_weights_without_a_kernel_stay_plain_and_are_named(tmp_path, monkeypatch, write_tiny_gguf):
     plain, _ = write_both(tmp_path, "fp8", LLAMA)
     monkeypatch.setattr(type(PLAIN), "fits", lambda self, form, shape: shape != (64, 160))
     runner = open_runner(plain, dtype="bfloat16", quantization="fp8", deterministic=True)
@@ -255,7 +255,7 @@ def test_what_no_product_takes_stays_plain_and_is_named(tmp_path, monkeypatch, w
     assert f"\n               {end}\n" in report
 
 
-def test_random_weights_are_encoded_too():
+def test_random_weights_are_quantized():
     runner = tiny_runner(quantization="int4", dtype="bfloat16")
     assert runner.info.weight_formats == "int4 g32, int8 rows"
     assert runner.memory.weights < tiny_runner(dtype="bfloat16").memory.weights
@@ -263,7 +263,7 @@ def test_random_weights_are_encoded_too():
     assert other == TINY
 
 
-def test_a_checkpoint_of_another_form_is_refused(tmp_path, write_tiny_gguf):
+def test_a_checkpoint_of_another_format_is_refused(tmp_path, write_tiny_gguf):
     _, quantized = write_both(tmp_path, "int4", LLAMA | WIDE)
     wanted = (
         "quantization is fp8, but the checkpoint's weights are int4 already; use int4 to keep them, none to dequantize "
@@ -294,7 +294,7 @@ def test_a_checkpoint_of_another_form_is_refused(tmp_path, write_tiny_gguf):
         quantized_at_load(spec, config, is_draft=True)
 
 
-def test_a_form_that_nothing_multiplies_with_here_is_refused(monkeypatch):
+def test_a_format_without_a_kernel_here_is_refused(monkeypatch):
     for products, refusal in (
         (lambda numerics: None, "leave it at auto."),
         (
@@ -313,7 +313,7 @@ def test_a_form_that_nothing_multiplies_with_here_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(("form", "differs"), [("int4", False), ("fp8", True)])
-def test_a_device_that_rounds_rows_to_fp8_finds_no_blocks_of_one_that_does_not(monkeypatch, form, differs):
+def test_devices_with_and_without_fp8_rows_share_no_blocks(monkeypatch, form, differs):
     prints = set()
     for multiplies in (False, True):
         monkeypatch.setattr("runtime.worker.runner.multiplies_fp8", lambda device, multiplies=multiplies: multiplies)
@@ -321,14 +321,14 @@ def test_a_device_that_rounds_rows_to_fp8_finds_no_blocks_of_one_that_does_not(m
     assert len(prints) == 1 + differs
 
 
-def test_a_draft_has_a_form_of_its_own():
+def test_a_draft_has_its_own_quantization():
     config = EngineConfig(draft="other", quantization="int4", head_quantization="int8", draft_quantization="fp8")
     own = config.draft_config()
     assert (own.quantization, own.head_quantization) == ("fp8", "auto")
     assert EngineConfig(draft="other", quantization="int4").draft_config().quantization == "auto"
 
 
-def test_texts_with_a_quantized_draft_are_the_models_own(tmp_path, write_tiny_gguf, caplog):
+def test_a_quantized_draft_changes_no_text(tmp_path, write_tiny_gguf, caplog):
     caplog.set_level(logging.INFO)
     plain, _ = write_both(tmp_path, "fp8", LLAMA | {"vocab_size": 1000})
     Tokenizer.load(write_tiny_gguf())._backend.save(str(plain / "tokenizer.json"))

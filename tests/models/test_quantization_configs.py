@@ -1,4 +1,4 @@
-"""Configs of quantized weights: the scheme of each module, and what is refused, each in one sentence."""
+"""Configs of quantized weights: the scheme of each module, and refusals of one sentence each."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ def quantized_modules(config, *modules):
     ],
     ids=str,
 )
-def test_what_cannot_be_read_is_refused_by_its_key(config, message):
+def test_unsupported_configs_are_refused_by_key(config, message):
     with pytest.raises(CallboardError, match=message) as error:
         load_spec(LLAMA | {"quantization_config": config})
     assert "\n" not in str(error.value)
@@ -96,7 +96,7 @@ def test_modules_are_named_as_their_exporters_name_them():
     assert [rule(dynamic)("", name).encoding for name in (gate_proj, gate)] == ["int8", "int4"]
 
 
-def test_a_name_counts_before_a_pattern_and_a_pattern_before_the_class():
+def test_names_precede_patterns_and_patterns_classes():
     q = "model.layers.0.self_attn.q_proj"
     named = groups(
         FP8,
@@ -169,7 +169,7 @@ def test_tensors_that_disagree_with_the_config_are_named(fp8_model):
         open_runner(fp8_model)
 
 
-def test_scales_of_activations_and_of_keys_and_values_are_passed_over(fp8_model):
+def test_scales_of_activations_and_kv_are_ignored(fp8_model):
     layer = "model.layers.0.self_attn"
     one = torch.tensor(1.0)
     names = "k_proj.input_scale", "k_scale", "v_scale", "q_scale", "attn.k_scale", "k_proj.k_scale", "kv_scale"
@@ -205,7 +205,7 @@ def test_a_config_that_disagrees_with_the_tensors_is_refused(tmp_path, name, cha
     assert "\n" not in str(error.value)
 
 
-def test_a_bias_of_zeros_that_the_model_has_not_is_passed_over(tmp_path):
+def test_an_unused_bias_of_zeros_is_ignored(tmp_path):
     folder, _ = write(tmp_path, FORMATS["gptq"])
     name = "model.layers.0.self_attn.q_proj.bias"
     change(folder, **{name: torch.zeros(64)})
@@ -228,7 +228,7 @@ def test_zero_points_of_the_first_gptq_format_wrap(tmp_path):
     assert (got >= 0).all()
 
 
-def test_int8_of_bitsandbytes_is_the_library_s_but_for_the_last_bit():
+def test_int8_of_bitsandbytes_differs_in_the_last_bit_only():
     import bitsandbytes.functional
 
     form = FORMATS["bnb-int8"]

@@ -34,7 +34,7 @@ ALL = {
 
 @given(st.integers(1, 9), st.integers(1, 40), st.sampled_from([4, 8]), st.randoms())
 @settings(max_examples=60, deadline=None)
-def test_words_unpack_to_what_was_packed(rows, count, bits, random):
+def test_packed_words_unpack_to_the_same_values(rows, count, bits, random):
     codes = torch.tensor([[random.randrange(1 << bits) for _ in range(count)] for _ in range(rows)])
     per_word = 32 // bits
     padded = torch.nn.functional.pad(codes, (0, -count % per_word)).view(rows, -1, per_word)
@@ -60,7 +60,7 @@ def test_exponents_are_powers_of_two():
 
 @pytest.mark.parametrize("shape", [(64, 48), (3, 16), (33, 17), (1, 2)], ids=str)
 @pytest.mark.parametrize("name", ALL)
-def test_encoding_comes_near_and_survives_packing(name, shape):
+def test_quantized_values_are_near_and_survive_packing(name, shape):
     form = ALL[name]
     dense = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     dense[: shape[0] // 2, : shape[1] // 2] = 0.0  # whole groups, for some forms
@@ -81,7 +81,7 @@ def test_encoding_comes_near_and_survives_packing(name, shape):
 
 
 @pytest.mark.parametrize("form", [ENCODINGS["fp8"], replace(ENCODINGS["fp8"], group_size=16)], ids=["rows", "groups"])
-def test_scales_of_fp8_have_the_least_squared_error(form):
+def test_fp8_scales_have_the_least_squared_error(form):
     """No scale that makes the greatest number one of e4m3's codes has a smaller one."""
     dense = torch.randn(24, 64, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     codes, scale = form.encode(dense.float())
@@ -98,7 +98,7 @@ def test_scales_of_fp8_have_the_least_squared_error(form):
     assert (tried.argmin(0) > 0).float().mean() > 0.5  # the greatest code is seldom the best
 
 
-def test_widening_by_pieces_changes_nothing(monkeypatch):
+def test_dequantizing_in_pieces_changes_nothing(monkeypatch):
     form = replace(ENCODINGS["fp8"], scale_rows=32, group_size=16)
     weight = form.encode(torch.randn(100, 48, generator=torch.Generator().manual_seed(2)))
     whole = form.dequantize(weight, torch.bfloat16)
@@ -116,7 +116,7 @@ KEPT = ["fp8-tensor", "ct-int8-channel", "ct-w4a16", "awq", "gptq-asymmetric", "
 
 @pytest.mark.parametrize("config", [LLAMA, MIXTRAL], ids=lambda config: config["architectures"][0])
 @pytest.mark.parametrize("name", KEPT)
-def test_weights_of_a_form_with_a_kernel_stay_codes(tmp_path, kernels_for_all, name, config):
+def test_weights_with_a_kernel_stay_quantized(tmp_path, kernels_for_all, name, config):
     quantized, dense = write(tmp_path, FORMATS[name], config | {"intermediate_size": 192})
     runner = open_runner(quantized, dtype="bfloat16")
     torch.testing.assert_close(logits(runner), logits(open_runner(dense, dtype="bfloat16")), atol=0.05, rtol=0.02)
@@ -125,7 +125,7 @@ def test_weights_of_a_form_with_a_kernel_stay_codes(tmp_path, kernels_for_all, n
     assert runner.memory.weights < 0.8 * weight_bytes(replace(spec, quantization=None), runner.numerics)
 
 
-def test_parts_that_do_not_join_are_widened(tmp_path, kernels_for_all):
+def test_parts_that_do_not_join_are_dequantized(tmp_path, kernels_for_all):
     """q, k and v in two forms, rows that a block would cross, columns that were reordered."""
 
     def bytes_of(name: str, **change) -> dict[str, int]:
@@ -147,7 +147,7 @@ def test_parts_that_do_not_join_are_widened(tmp_path, kernels_for_all):
     assert bytes_of("gptq-desc-act").items() >= kept.items()
 
 
-def test_a_fused_map_may_have_parts_that_are_plain(tmp_path):
+def test_a_fused_map_may_have_plain_parts(tmp_path):
     form = FORMATS["ct-fp8-channel"]
     quantized, dense = write(tmp_path, form)
     config = json.loads((quantized / "config.json").read_text())

@@ -57,7 +57,7 @@ def random_blocks(name: str, rows: int, blocks: int, seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_numbers_are_those_of_the_package(name):
+def test_values_equal_those_of_the_gguf_package(name):
     kind, block = gguf.GGMLQuantizationType[name], TYPES[name]
     assert (block.columns, block.num_bytes) == gguf.GGML_QUANT_SIZES[kind]
     raw = random_blocks(name, 64, 3, 1)
@@ -95,7 +95,7 @@ METADATA = {"mixtral": {"llama.expert_count": 4, "llama.expert_used_count": 2}}
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0"])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_the_weights_that_the_package_widens(tmp_path, name, kind):
+def test_logits_equal_those_of_weights_from_the_gguf_package(tmp_path, name, kind):
     torch.manual_seed(0)
     arch = "gpt2" if name == "gpt2" else "llama"
     path = export(MODELS[name](), arch, tmp_path / "model.gguf", block_type=kind, **METADATA.get(name, {}))

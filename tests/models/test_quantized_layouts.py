@@ -73,7 +73,7 @@ def equal(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", FORMATS)
-def test_numbers_are_those_of_the_library(name, shape):
+def test_values_equal_those_of_the_library(name, shape):
     form = FORMATS[name]
     dense, generator = random_weight(shape)
     tensors = form.pack(dense, generator)
@@ -96,7 +96,7 @@ def test_numbers_are_those_of_the_library(name, shape):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_parts_are_those_of_the_whole(name):
+def test_parts_equal_slices_of_the_whole(name):
     form, shape = FORMATS[name], (256, 512)
     dense, generator = random_weight(shape)
     tensors = form.pack(dense, generator)
@@ -117,7 +117,7 @@ def test_parts_are_those_of_the_whole(name):
             read(Part(1, 0, 19))
 
 
-def test_all_codes_of_fp8_are_what_torch_says():
+def test_all_fp8_values_equal_those_of_torch():
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 16)
     tensors = {"weight": codes, "weight_scale_inv": torch.tensor(1.0)}
     layout = layout_of(FORMATS["fp8-tensor-inv"])

@@ -70,7 +70,7 @@ def test_logits_are_those_of_the_dense_model(tmp_path, name):
 
 @pytest.mark.parametrize("config", [MIXTRAL, PHI], ids=lambda config: config["architectures"][0])
 @pytest.mark.parametrize("name", ["ct-fp8-channel", "fp8-block"])
-def test_experts_and_fused_maps_are_read_too(tmp_path, name, config):
+def test_experts_and_fused_maps_are_read(tmp_path, name, config):
     quantized, dense = write(tmp_path, FORMATS[name], config)
     got, want = (logits(open_runner(folder, dtype="bfloat16")) for folder in (quantized, dense))
     assert torch.equal(got, want)
@@ -87,7 +87,7 @@ def test_texts_are_those_of_the_dense_model(tmp_path, write_tiny_gguf):
     assert answers[0] == answers[1]
 
 
-def test_inspect_and_the_runner_tell_what_becomes_of_weights(tmp_path, write_tiny_gguf):
+def test_inspect_and_the_runner_report_weight_formats(tmp_path, write_tiny_gguf):
     folder, _ = write(tmp_path, FORMATS["gptq"], LLAMA | {"num_hidden_layers": 3, "intermediate_size": 1 << 14})
     Tokenizer.load(write_tiny_gguf())._backend.save(str(folder / "tokenizer.json"))
     report = model_report(EngineConfig(model=str(folder), device="cpu", dtype="float32"))

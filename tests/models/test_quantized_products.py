@@ -36,7 +36,7 @@ FORMS_WITH_KERNELS = {
 
 
 @pytest.mark.parametrize("name", FORMS_WITH_KERNELS)
-def test_packed_weights_have_the_numbers_of_the_form(name):
+def test_packed_weights_have_the_values_of_their_format(name):
     form, products, shape = FORMS_WITH_KERNELS[name], TritonProducts(GPU), (192, 384)
     assert products.takes(form)
     assert products.fits(form, shape)
@@ -54,7 +54,7 @@ def test_packed_weights_have_the_numbers_of_the_form(name):
     )
 
 
-def test_forms_and_shapes_without_kernels_are_widened():
+def test_weights_without_a_kernel_are_dequantized():
     products, int4, fp8 = TritonProducts(GPU), ENCODINGS["int4"], ENCODINGS["fp8"]
     assert not any(products.takes(replace(int4, group_size=columns)) for columns in (8, 48, 192))
     assert not products.takes(replace(fp8, scale_rows=128))
@@ -65,14 +65,14 @@ def test_forms_and_shapes_without_kernels_are_widened():
 
 
 @mock.patch("runtime.quant.products.INTERPRETED", False)
-def test_nothing_keeps_codes_in_float32():
+def test_float32_keeps_no_quantized_weights():
     gpu, cpu = GPU.device, torch.device("cpu")
     assert isinstance(products_of(GPU), TritonProducts)
     assert products_of(Numerics(torch.float32, gpu, "triton", False, False)) is None
     assert products_of(Numerics(torch.float32, cpu, "torch", False, False)) is None
 
 
-def test_mixtures_take_fp8_rows_where_tiles_are_whole(monkeypatch):
+def test_experts_use_fp8_rows_if_tiles_are_whole(monkeypatch):
     monkeypatch.setattr("runtime.kernels.linear.tiles.multiplies_fp8", lambda device: True)
 
     def pair(form: str, hidden: int, ffn: int, **block: int) -> tuple[QuantizedWeight, QuantizedWeight]:
@@ -92,7 +92,7 @@ def test_mixtures_take_fp8_rows_where_tiles_are_whole(monkeypatch):
     assert not has_fp8_moe(pair("fp8", 256, 128))
 
 
-def test_memory_is_planned_for_the_largest_map_that_is_widened(monkeypatch):
+def test_memory_is_planned_for_the_largest_dequantized_map(monkeypatch):
     monkeypatch.setattr("runtime.kernels.linear.tiles.multiplies_fp8", lambda device: True)
     spec = DecoderSpec(
         num_layers=2, hidden_size=128, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=256, vocab_size=101,
@@ -128,7 +128,7 @@ def test_a_cpu_without_vector_code_refuses_the_set_field(form, monkeypatch):
     assert str(error.value) == "draft_quantization" + wanted
 
 
-def test_auto_is_float32_on_a_cpu_without_products(monkeypatch):
+def test_auto_is_float32_on_a_cpu_without_kernels(monkeypatch):
     monkeypatch.setattr("runtime.kernels.quantized.wna16_cpu.has_vector_code", lambda: False)
     numerics = choose_numerics(EngineConfig(device="cpu", quantization="int4"))
     assert numerics.dtype == torch.float32

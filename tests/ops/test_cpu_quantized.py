@@ -47,7 +47,7 @@ def every_code(form: Encoding, shape: tuple[int, int]) -> tuple[torch.Tensor, ..
     return codes.view(torch.uint8) if form.has_zero_points else codes, scale, *more
 
 
-def test_products_in_whole_numbers_are_as_exact_as_their_output(monkeypatch):
+def test_integer_products_are_as_exact_as_their_output(monkeypatch):
     if not wna16_cpu._has_whole_number_code():
         pytest.skip("this CPU has no VNNI")
     monkeypatch.setattr(wna16_cpu, "_MANY_CODES", 0)
@@ -69,7 +69,7 @@ def test_products_in_whole_numbers_are_as_exact_as_their_output(monkeypatch):
     [*((form, shape, wna16_cpu._MANY_CODES) for form, shape in CASES), (*CASES[0], 0), (*CASES[1], 0)],
     ids=lambda case: case.name if isinstance(case, Encoding) else str(case),
 )
-def test_products_are_those_with_the_numbers(form, shape, many_codes, monkeypatch):
+def test_products_equal_those_of_dequantized_weights(form, shape, many_codes, monkeypatch):
     monkeypatch.setattr(wna16_cpu, "_PIECE", 64 * shape[1])  # several pieces
     monkeypatch.setattr(wna16_cpu, "_MANY_CODES", many_codes)
     bias = torch.randn(shape[0]).bfloat16()
@@ -83,7 +83,7 @@ def test_products_are_those_with_the_numbers(form, shape, many_codes, monkeypatc
         assert products.fits(form, shape)
         packed = products.packed(form, weight)
         assert sum(tensor.nbytes for tensor in packed) == products.device_bytes(form, shape)
-        joined = tuple(torch.cat((tensor, tensor)) for tensor in packed)  # as those of a fused map are
+        joined = tuple(torch.cat((tensor, tensor)) for tensor in packed)  # like the tensors of a fused map
         product = products.linear(form, joined, torch.cat((bias, bias)), KERNELS).product
         want = (x.float() @ dense.T + bias).repeat(1, 2)
         results = [product(rows) for rows in (x[:1], x[:4], x[5:22], x)]
@@ -108,12 +108,12 @@ def test_products_are_those_with_the_numbers(form, shape, many_codes, monkeypatc
         (ENCODINGS["nf4"], (64, 64)),
     ],
 )
-def test_others_are_widened(form, shape):
+def test_other_formats_are_dequantized(form, shape):
     products = CpuProducts(deterministic=False)
     assert not (products.takes(form) and products.fits(form, shape))
 
 
-def test_codes_are_multiplied_in_bfloat16_alone():
+def test_quantized_products_need_bfloat16():
     assert products_of(choose_numerics(EngineConfig(device="cpu"))) is None
     for settings in ({"quantization": "int4"}, {"head_quantization": "int8"}, {"dtype": "bfloat16"}):
         assert isinstance(products_of(choose_numerics(EngineConfig(device="cpu", **settings))), CpuProducts)
@@ -122,7 +122,7 @@ def test_codes_are_multiplied_in_bfloat16_alone():
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "ct-int8-channel"])
-def test_a_checkpoints_codes_stay(tmp_path, name):
+def test_quantized_values_of_a_checkpoint_stay(tmp_path, name):
     config = LLAMA | {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 256}
     quantized, dense = write(tmp_path, FORMATS[name], config)
     runner = open_runner(quantized, dtype="bfloat16")
@@ -133,7 +133,7 @@ def test_a_checkpoints_codes_stay(tmp_path, name):
 
 
 @pytest.mark.parametrize(("quantization", "share"), [("int8", 0.55), ("int4", 0.35)])
-def test_weights_take_the_share_of_bfloat16_that_their_codes_have(quantization, share):
+def test_weights_take_the_memory_of_their_quantized_values(quantization, share):
     numerics = choose_numerics(EngineConfig(device="cpu", dtype="bfloat16", packed_weights=False))
     spec = replace(spec_of("smollm2-135m"), vocab_size=1)  # the embedding stays plain
     coded = quantized_at_load(spec, EngineConfig(quantization=quantization))

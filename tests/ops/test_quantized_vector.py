@@ -1,5 +1,5 @@
-"""The instructions by which one row meets whole numbers on a GPU, carried out one by one: tests without a GPU run the
-plain branch instead of them."""
+"""The instructions by which one row is multiplied with integers on a GPU, carried out one by one. Tests without a GPU
+run the plain branch instead of them."""
 
 import re
 

@@ -2,9 +2,9 @@
 
     python tests/support/hopper_kernels.py
 
-The steps of runtime.worker.gpu.gpu_steps run on meta tensors, which have shapes and no data; each launch becomes a
-compilation with the very arguments, hints and options of serving. Prints one JSON line a kernel. A process of its own,
-as it replaces Triton's driver.
+The steps of runtime.worker.gpu.gpu_steps run on meta tensors, which have shapes and no data. Each launch becomes a
+compilation with the same arguments, hints and options as in serving. Prints one JSON line a kernel. A process of its
+own, as it replaces Triton's driver.
 """
 
 import json
@@ -68,9 +68,9 @@ VOCAB_SIZE = 128_256  # of all models: kernels of logits differ in this constant
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 H200 = SimpleNamespace(multi_processor_count=132, name="NVIDIA H200", total_memory=139 << 30)
 
-# (model, what differs from its spec, dtype, deterministic, rows of decode steps): a model for each kind of kernel, as
-# those of other sizes differ in constants alone. SmolLM2's texts are compared in float32. No benchmarked model has the
-# last two head sizes; 80 stands for all sizes that are padded to 128.
+# (model, changes of its spec, dtype, deterministic, rows of decode steps): a model for each kind of kernel. Models of
+# other sizes differ in constants only. SmolLM2's texts are compared in float32. No benchmarked model has the last two
+# head sizes; 80 stands for all sizes that are padded to 128.
 SERVED: list[tuple[str, dict[str, Any], torch.dtype, bool, tuple[int, ...]]] = [
     ("llama-3.2-1b", {}, torch.bfloat16, False, (256,)),
     ("llama-3.1-8b", {}, torch.bfloat16, False, (1, 16, 256)),
@@ -130,7 +130,7 @@ def weight_of(name: str, size_out: int, size_in: int) -> QuantizedWeight:
 
 
 def quantized_layers() -> Iterator[tuple[str, QuantizedLinear, tuple[int, ...]]]:
-    """Layers of the forms whose decoding differs, with numbers of rows."""
+    """Layers of the formats that are dequantized differently, with numbers of rows."""
     for size_out, size_in, names, rows in (
         (28672, 4096, ["fp8", "int4", "int4-minimums", "nf4"], (1, 64, 256)),
         (4096, 14336, ["int8", "int4"], (8, 16, 128, 512)),

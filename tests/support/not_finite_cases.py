@@ -39,7 +39,7 @@ OTHERS = [0, 2]
 
 
 def check_alone(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, value: float) -> torch.Tensor:
-    """`compute` of x, whose row 1 gets the value; its row 1 of what comes out."""
+    """Compute x with the value in row 1, check that other rows are unchanged, and return row 1 of the result."""
     clean = compute(x)
     spoilt = x.clone()
     spoilt[1, 5] = value
@@ -79,7 +79,7 @@ def check_integer_product(x: torch.Tensor, value: float) -> None:
 
 
 def check_one_row_product(x: torch.Tensor, value: float) -> None:
-    """The products of one row make digits of it, those of few rows multiply it as it is."""
+    """Products of one row split it into limbs; products of few rows multiply it directly."""
     for weight in (_int4(x, 32), quantized_weight("int8", _int8(x, 32), torch.ones(32, 1, device=x.device))):
         for rows in (slice(1, 2), slice(0, 3)):
             spoilt = x.clone()
@@ -142,7 +142,7 @@ def check_norms(x: torch.Tensor, value: float) -> None:
 
 
 def check_stored_keys(x: torch.Tensor, value: float, kind: str) -> None:
-    """A head that is not finite stays so in the cache; the codes of fp8 alone have no infinity."""
+    """A head that is not finite stays so in the cache; only fp8 lacks an infinity."""
     kv_heads, dim = 2, 16
     x = x[:, : 4 * kv_heads * dim].contiguous()
     table, positions = rope_table(RopeSpec(), dim, 16, torch.float32).to(x.device), torch.arange(3, device=x.device)

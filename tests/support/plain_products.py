@@ -1,4 +1,4 @@
-"""Products with codes of every form, in torch: weights stay codes in tests where there is no kernel."""
+"""Products with quantized weights of every format, in torch: weights stay quantized in tests without a kernel."""
 
 import torch
 import torch.nn.functional as F

@@ -42,7 +42,7 @@ def some_weight(size_out: int, size_in: int, block: int = 0) -> QuantizedWeight:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_rows_are_those_of_the_twin(operation):
+def test_rows_equal_those_of_the_twin(operation):
     width, options = OPERATIONS[operation]
     x = torch.randn(ROWS, width + 8).half()[:, :width]
     x[3] = 0
@@ -55,7 +55,7 @@ def test_rows_are_those_of_the_twin(operation):
     assert torch.allclose(got.dequantize(torch.float32), want.dequantize(torch.float32), rtol=0.13, atol=1e-3)
 
 
-def test_a_weights_rows_are_encoded_as_by_its_form():
+def test_weight_rows_are_quantized_as_by_their_format():
     dense = torch.randn(24, 300) * torch.randn(24, 1).exp()
     dense[2], dense[3, 7], dense[4, 9] = 0, torch.inf, torch.nan
     dense[5, 0] = 400.0
@@ -69,7 +69,7 @@ def test_a_weights_rows_are_encoded_as_by_its_form():
     assert torch.equal(codes[finite].float(), want_codes[finite].float())
 
 
-def test_numbers_become_the_nearest_codes():
+def test_values_become_the_nearest_quantized_ones():
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     codes = codes[codes.isfinite()].sort().values
     between = (codes[1:] + codes[:-1]) / 2
@@ -87,7 +87,7 @@ def test_numbers_become_the_nearest_codes():
     ],
     ids=str,
 )
-def test_products_are_those_of_the_twin(tiling, block):
+def test_products_equal_those_of_the_twin(tiling, block):
     size_out, rows = 136, quantize_fp8_triton(torch.randn(ROWS, SIZE).half())
     weight, bias = some_weight(size_out, SIZE, block), torch.randn(size_out).half()
     want = fp8_w8a8_gemm_torch(rows, weight, bias, dtype=torch.float32)
@@ -99,7 +99,7 @@ def test_products_are_those_of_the_twin(tiling, block):
     assert (got.float() - want.float()).norm() < 3e-3 * want.float().norm()
 
 
-def test_a_layer_is_near_its_dense_numbers_and_goes_row_by_row():
+def test_a_layer_is_near_dense_values_and_batch_invariant():
     hidden, ffn = 128, 160
     gate_up, down = (some_weight(*shape) for shape in ((2 * ffn, hidden), (hidden, ffn)))
     layers = [Fp8Linear(weight, None, "silu") for weight in (gate_up, down)]
@@ -119,7 +119,7 @@ def test_a_layer_is_near_its_dense_numbers_and_goes_row_by_row():
     assert torch.equal(others[-1], got[-1])
 
 
-def test_few_choices_of_wide_rows_have_a_counter_each(monkeypatch):
+def test_few_rows_of_wide_experts_have_a_counter_each(monkeypatch):
     """Programs share the results of as many tiles as there are counters, and no more."""
     counters = torch.zeros(1024, dtype=torch.int32)
     asked: list[int] = []
@@ -139,7 +139,7 @@ def test_few_choices_of_wide_rows_have_a_counter_each(monkeypatch):
 
 
 @pytest.mark.parametrize("block", [0, 128])
-def test_mixtures_are_near_their_dense_numbers(block):
+def test_experts_are_near_their_dense_values(block):
     spec, hidden, ffn = ExpertsSpec(5, 2, True), 256, 128
     pairs = [(some_weight(2 * ffn, hidden, block), some_weight(hidden, ffn, block)) for _ in range(5)]
     router, norm = torch.randn(5, hidden).half(), torch.rand(hidden).half()

@@ -54,7 +54,7 @@ def within_one(got: Int16Activations, want: Int16Activations) -> bool:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_rows_are_those_of_the_twin(operation):
+def test_rows_equal_those_of_the_twin(operation):
     width, options = OPERATIONS[operation]
     x = torch.randn(ROWS, width + 8).half()[:, :width]
     x[3] = 0
@@ -69,7 +69,7 @@ def test_rows_are_those_of_the_twin(operation):
     assert torch.allclose(got.sums.double(), numbers.unflatten(1, (5, 64)).sum(2).t(), atol=0.5)
 
 
-def test_every_whole_number_becomes_its_digits():
+def test_every_integer_becomes_its_limbs():
     x = torch.arange(-32512, 32513).float()[None]  # the scale is 1
     rows = quantize_int16_triton(x)
     assert rows.scales.item() == 1
@@ -78,7 +78,7 @@ def test_every_whole_number_becomes_its_digits():
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_row_that_is_not_finite_stays_so_and_alone(value):
+def test_a_non_finite_row_stays_so_and_affects_no_other(value):
     x = torch.randn(3, 128)
     x[1, 5] = value
     weight = some_weight("int4", 128, False, 16, 128)
@@ -89,7 +89,7 @@ def test_a_row_that_is_not_finite_stays_so_and_alone(value):
 
 @pytest.mark.parametrize(("form", "group", "minimums"), FORMS)
 @pytest.mark.parametrize("tiling", [Tiling(16, 64, 64, 4, 2), Tiling(32, 64, 64, 4, 2, 2)])
-def test_products_are_those_of_the_twin(form, group, minimums, tiling):
+def test_products_equal_those_of_the_twin(form, group, minimums, tiling):
     size_out, size_in = 136, 272 if (form, group) == ("int8", 0) else 384
     weight = some_weight(form, group, minimums, size_out, size_in)
     rows = quantize_int16_triton(torch.randn(ROWS, size_in), group_size=group if minimums else 0)
@@ -114,7 +114,7 @@ def test_sums_of_whole_rows_are_exact():
 
 
 @pytest.mark.parametrize(("form", "group", "minimums"), [("int8", 0, False), ("uint4", 128, True)])
-def test_layers_do_what_those_of_dense_weights_do(form, group, minimums):
+def test_layers_equal_those_of_dense_weights(form, group, minimums):
     gate_up = some_weight(form, group, minimums, 2 * 256, 128)
     down = some_weight(form, group, minimums, 128, 256)
     layers = [Int16Linear(weight, None, "silu") for weight in (gate_up, down)]
@@ -130,7 +130,7 @@ def test_layers_do_what_those_of_dense_weights_do(form, group, minimums):
     assert torch.allclose(residual, x + want @ wide[1].t(), rtol=5e-3, atol=0.1)
 
 
-def test_what_has_a_product_and_its_tiles():
+def test_supported_products_and_their_tiles():
     takes = {
         (form, group): has_int_wna16_gemm(some_weight(form, group, minimums, 16, 256))
         for form, group, minimums in [*FORMS, ("int4", 32, False), ("int8", 64, False)]

@@ -1,5 +1,5 @@
-"""Mixtures of experts whose weights are codes against their torch twin: every form, one choice a program, few and many
-an expert; a row's bits in deterministic mode."""
+"""Mixtures of experts with quantized weights against their torch twin: every format, one row a program, few and many
+rows an expert, and a row's bits in deterministic mode."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_mixtures(form, hidden, ffn, rows):
         [tuple(dequantize_torch(w) for w in pair) for pair in pairs],
         lambda w: lambda x: F.linear(x, w), lambda y: gated_activation_torch(y, "silu"),
     )  # fmt: skip
-    x = torch.randn(ROWS[rows], hidden) * 1e-3  # small beside what is added
+    x = torch.randn(ROWS[rows], hidden) * 1e-3  # small beside the experts' output
     want = x.clone()
     twin.add_to(want, norm, 1e-5)
     for deterministic in (False, True)[: 1 + (rows == "many")]:

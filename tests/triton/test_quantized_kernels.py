@@ -114,7 +114,7 @@ def test_few_rows(form, shift):
     "form", [form for form in FORMS if form[0].split()[0] in GEMV_ENCODINGS], ids=lambda form: " ".join(map(str, form))
 )
 @pytest.mark.thorough
-def test_one_row_without_matrix_units(form):
+def test_one_row_without_tensor_cores(form):
     for size_out, size_in, config in ((34, 96, GemvConfig(4, 1, 3)), (18, 656, GemvConfig(8, 2, 1))):
         weight = some_weight(form, size_out, size_in)
         size_in = weight.shape[1]
@@ -167,7 +167,7 @@ def test_many_rows(form):
 @pytest.mark.parametrize(
     "form", [form for form in FORMS if form[0].split()[0] not in ("fp8", "int8") and form[1] >= 32], ids=str
 )
-def test_tiles_of_decoded_codes(form):
+def test_tiles_of_dequantized_weights(form):
     cases = (17, 40, 200, Tiling(16, 64, 0, 4, 2)), (40, 24, 600, Tiling(32, 64, 0, 4, 2, 2))
     for rows, size_out, size_in, tiling in cases:
         weight = some_weight(form, size_out, size_in)
@@ -181,7 +181,7 @@ def test_tiles_of_decoded_codes(form):
         check(w4a16_gemm_triton(x, weight, residual=residual, tiling=tiling), want, form)
 
 
-def test_every_code_is_decoded_exactly():
+def test_every_quantized_value_is_dequantized_exactly():
     """Each row of x picks out one column: a sum of one number is exact."""
     for form in FORMS:
         if form[1] in (0, 16, 32, 64) or "fp8" in form[0]:
@@ -192,7 +192,7 @@ def test_every_code_is_decoded_exactly():
 
 
 @forms
-def test_a_dense_copy_has_the_same_numbers(form):
+def test_a_dense_copy_has_the_same_values(form):
     for size_out, size_in in ((34, 200), (20, 600)):
         weight = some_weight(form, size_out, size_in)
         torch.testing.assert_close(

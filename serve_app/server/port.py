@@ -21,7 +21,7 @@ from typing import Any
 
 from actors.ray.haproxy import answer
 from runtime.spec.types import CallboardError
-from serve_app.tools.process_tree import News
+from serve_app.processes.process_tree import News
 
 _MAX_HEADERS_BYTES = 1 << 16
 _MAX_CLIENTS = 64  # answered at once; the others wait

@@ -20,7 +20,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from runtime.loading.resolve import cache_folder
-from serve_app.request_log.line import to_serve_log
+from serve_app.observability.request_line import to_serve_log
 
 VARIABLE = "CALLBOARD_REQUEST_PIPE"  # of the environment: the path of the pipe
 _PIPE_BYTES = 1 << 20  # some thousand lines, for the time in which the terminal takes none

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of each request, made at its end from times that are known anyway.
+"""OpenTelemetry spans of each request, made at its end from the times that metrics measure.
 
     llm_request              from arrival to the last token; child of the client's span, if it sent a traceparent
       queue, prefill, decode     one of each a choice, by the engine's own times
@@ -15,11 +15,11 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from serve_app.service.metrics import ChoiceStats, RequestContext
+from serve_app.observability.context import ChoiceStats, RequestContext
 
 
 class Tracing:
-    """A RequestLog that exports spans."""
+    """A RequestSink that exports spans."""
 
     def __init__(self, model: str, exporter: SpanExporter) -> None:
         self._model = model
@@ -30,7 +30,7 @@ class Tracing:
 
     @classmethod
     def to(cls, model: str, endpoint: str) -> Tracing:
-        """To an OTLP collector over HTTP, such as http://127.0.0.1:4318/v1/traces."""
+        """Return spans that go to an OTLP collector over HTTP, such as http://127.0.0.1:4318/v1/traces."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         return cls(model, OTLPSpanExporter(endpoint))
@@ -67,7 +67,7 @@ class Tracing:
         span.end(_ns(end))
 
     def close(self) -> None:
-        """Export what is still there."""
+        """Export the remaining spans."""
         self._provider.shutdown()
 
 

@@ -10,12 +10,9 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from runtime.output.fields import shortened
-
-if TYPE_CHECKING:
-    from serve_app.service.metrics import ChoiceStats, RequestContext
+from serve_app.observability.context import ChoiceStats, RequestContext
 
 logger = logging.getLogger("ray.serve")
 
@@ -64,7 +61,7 @@ class RequestLines:
         self, request_id: str, context: RequestContext, model: str, status: int, fields: dict[str, object]
     ) -> None:
         context.has_line = True
-        told = {
+        values = {
             "id": request_id,
             "method": context.method,
             "path": quoted(context.path, _MAX_PATH_CHARS),
@@ -73,7 +70,7 @@ class RequestLines:
             **fields,
             "total_s": f"{time.time() - context.arrived_at:.4f}",
         }
-        parts = [f"{name}={value}" for name, value in told.items() if value != ""]
+        parts = [f"{name}={value}" for name, value in values.items() if value != ""]
         if context.ignored_fields:
             names = [shortened(name, _MAX_NAME_CHARS) for name in context.ignored_fields[:_MAX_NAMES]]
             parts.append(f"ignored_fields={quoted(','.join(names), _MAX_NAMES * (_MAX_NAME_CHARS + 8))}")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 import threading
 from contextlib import suppress
 
 from runtime.spec.config import DEFAULT_MODEL, EngineConfig, names_of
 
+NETWORK_S = 3.0  # for an answer of a hub or a package index
 _NEXT = "The default model is small and often wrong. For better answers: callboard serve Qwen/Qwen3-0.6B"
 
 
@@ -37,11 +39,21 @@ class NextStep:
     def _ask_hub(self) -> None:
         from huggingface_hub.constants import ENDPOINT
 
-        from serve_app.tools.doctor import unreachable
-
         with suppress(Exception):  # of whatever kind: this is only advice
             self._hub_answers = unreachable(ENDPOINT) is None
 
     def line(self) -> str:
         """The advice; "" if the model is another one or the hub has not answered yet."""
         return _NEXT if self._hub_answers else ""
+
+
+def unreachable(url: str) -> str | None:
+    """Return the reason why a web address does not answer, or None if it answers."""
+    import httpx
+
+    try:
+        trusted = ssl.create_default_context(cafile=os.environ.get("PIP_CERT") or None)
+        status = httpx.head(url, timeout=NETWORK_S, verify=trusted).status_code
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as e:
+        return str(e) or type(e).__name__
+    return f"it answers {status}" if status >= 500 else None  # such as a proxy without a route

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from runtime.spec.types import CallboardError
+from serve_app.processes.process_tree import children_of_all
 from serve_app.settings import HttpSettings
-from serve_app.tools.process_tree import children_of_all
 
 ROLES = {  # of a process, and how Ray titles it
     "engine": "ray::EngineActor",
