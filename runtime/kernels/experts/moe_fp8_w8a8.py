@@ -1,7 +1,7 @@
-"""Mixtures of experts with fp8 weights: the products of `experts` with codes on both sides.
+"""Mixtures of experts with fp8 activations and fp8 weights (w8a8).
 
-A token's row is quantized once for all of its experts. What an expert passes from its first product to its second is
-quantized within the first one: a scale for each of a row's groups of columns, as many as a program has.
+A token's row is quantized once for all of its experts. The first product of an expert quantizes its own result, with a
+scale for each row and each group of columns of a program.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from runtime.spec.decoder_spec import ExpertsSpec
 
 @jit
 def _moe_fp8_w8a8_kernel(
-    x_ptr,  # codes [num_tokens, K], or without ACTIVATION [num_choices, K] sorted by expert
+    x_ptr,  # fp8 [num_tokens, K], or without ACTIVATION [num_choices, K] sorted by expert
     x_scales_ptr,  # [num_tokens], or without ACTIVATION [num_choices, K / BLOCK_K]
     weights,  # descriptor of [num_experts * N, K], with ACTIVATION [num_experts * 2 * N, K]: gate's rows, then up's
     scales_ptr,  # float32 [rows of weights], or [rows of weights / 128, K / 128]
-    out_ptr,  # [num_choices, N], with ACTIVATION codes sorted by expert
+    out_ptr,  # [num_choices, N], with ACTIVATION fp8 sorted by expert
     out_scales_ptr,  # with ACTIVATION [num_choices, N / BLOCK_N]
-    starts_ptr,  # [num_experts + 1], not if SINGLE
-    order_ptr,  # choices by expert; if SINGLE the expert of each choice
-    mixture_ptr,  # [num_choices] float32: the experts' weights, read if SINGLE and without ACTIVATION
-    residual_ptr,  # [num_tokens, N], added to if SINGLE and without ACTIVATION
-    counters_ptr,  # [num_tokens, tiles of N] int32 zeros, the same
+    starts_ptr,  # [num_experts + 1], unused with SINGLE
+    order_ptr,  # choices by expert; with SINGLE the expert of each choice
+    mixture_ptr,  # [num_choices] float32 weights of experts; these three are used with SINGLE and no ACTIVATION
+    residual_ptr,  # [num_tokens, N], added to
+    counters_ptr,  # [num_tokens, tiles of N] int32 zeros
     num_experts,
     N,
     K: tl.constexpr,
@@ -57,7 +57,7 @@ def _moe_fp8_w8a8_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (i, j): the i-th tile of an expert's choices, the experts one after another, and rows of tile j."""
+    """Program (i, j): tile i of the choices sorted by expert, and tile j of the weight rows."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -110,8 +110,9 @@ def _moe_fp8_w8a8_kernel(
 
 
 class Fp8Experts(GroupedExperts):
-    """`GroupedExperts` of fp8 weights. Few choices take four launches: routing, rows, and the two products, of which
-    the second adds a token's results."""
+    """`GroupedExperts` with fp8 weights and activations.
+
+    Few choices take four launches: routing, quantization and two products. The second adds a token's results."""
 
     def __init__(
         self,
@@ -183,12 +184,12 @@ class Fp8Experts(GroupedExperts):
 
 
 def moe_fp8_tile(num_choices: int, num_experts: int, deterministic: bool) -> Tile:
-    """Tall tiles where experts have many tokens. Deterministic: one tile for all."""
+    """Tall tiles where experts have many tokens. Deterministic mode has one tile."""
     if num_choices > 16 * num_experts or deterministic:
         return Tile(64, 128, 128, 8, 4)
     return Tile(16, 64, 128, 4, 4 if num_choices <= MOST_SINGLE else 3)
 
 
 def has_fp8_moe(pair: tuple[QuantizedWeight, QuantizedWeight]) -> bool:
-    """True if rows of values can be multiplied with experts whose weights are like these, gate_up and down."""
+    """True if this kernel takes experts with such gate_up and down weights."""
     return all(has_fp8_gemm(weight) and not any(size % 128 for size in weight.shape) for weight in pair)

@@ -34,8 +34,8 @@ from runtime.kernels.quantized.wna16_step import add_step, load_scales, load_val
 from runtime.kernels.triton_language import jit, next_power_of_2, tl, use_pdl
 from runtime.spec.decoder_spec import ExpertsSpec
 
-MOST_TOKENS = 16  # of an expert that a program of `_moe_wna16_few_kernel` takes at once
-_REGISTERS = 128  # of a thread: two programs share a multiprocessor, and one multiplies while the other one decodes
+MOST_TOKENS = 16  # of an expert, for one program of `_moe_wna16_few_kernel`
+_REGISTERS = 128  # of a thread: two programs share a multiprocessor, and one multiplies while the other one upcasts
 
 
 @jit
@@ -45,19 +45,19 @@ def _moe_wna16_few_kernel(
     scales_ptr,
     zero_points_ptr,
     out_ptr,  # [num_choices, N], or with ACTIVATION N // 2 columns, sorted by expert
-    starts_ptr,  # [num_experts + 1], not if SINGLE
-    order_ptr,  # choices by expert; if SINGLE the expert of each choice
-    mixture_ptr,  # [num_choices] float32: the experts' weights; this and the next two as `add_results` has them
+    starts_ptr,  # [num_experts + 1], unused with SINGLE
+    order_ptr,  # choices by expert; with SINGLE the expert of each choice
+    mixture_ptr,  # [num_choices] float32 weights of experts; this and the next two as in `add_results`
     residual_ptr,
     counters_ptr,
     num_experts,
-    N,  # rows of an expert's weight
+    N,  # weight rows of an expert
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
     SINGLE: tl.constexpr,
     EXPERTS: tl.constexpr,  # power of two, at least num_experts
-    SCALES: tl.constexpr,  # numbers from one expert's scales to the next one's
+    SCALES: tl.constexpr,  # elements from the scales of one expert to those of the next
     LAYOUT: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -67,8 +67,9 @@ def _moe_wna16_few_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (i, j): rows i * BLOCK_N and on of the weight with tile j of the experts' choices; chunks of K side by
-    side, as `_wna16_skinny_gemm_kernel` has them."""
+    """Program (i, j): weight rows from i * BLOCK_N with tile j of the choices sorted by expert.
+
+    Chunks of K run side by side, as in `_wna16_skinny_gemm_kernel`."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -151,7 +152,7 @@ def _moe_wna16_many_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (i, j): rows i * BLOCK_N and on of the weight with tile j of the experts' choices."""
+    """Program (i, j): weight rows from i * BLOCK_N with tile j of the choices sorted by expert."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -206,7 +207,7 @@ def _moe_wna16_many_kernel(
 
 @jit
 def _of_halves(cols, first, second):
-    """The values of the columns of a plane's two groups."""
+    """One number for each column of a plane: `first` for its first group, `second` for its second."""
     return tl.where(cols < cols.shape[1] // 2, first, second)
 
 
@@ -225,8 +226,9 @@ def _add_product(x, numbers, scale, zero_point, acc, LAYOUT: tl.constexpr):
 
 
 class QuantizedExperts(GroupedExperts):
-    """`GroupedExperts` of weights that are values. Few choices take five launches: norm, router, routing and the two
-    products, of which the second adds a token's results."""
+    """`GroupedExperts` with quantized weights and 16-bit activations.
+
+    Few choices take five launches: norm, router, routing and two products. The second adds a token's results."""
 
     def __init__(
         self,
@@ -237,7 +239,7 @@ class QuantizedExperts(GroupedExperts):
         deterministic: bool,
     ) -> None:
         self.spec, self.router, self.activation, self.deterministic = spec, router, activation, deterministic
-        pairs: list[tuple[QuantizedWeight, QuantizedWeight]] = []  # the last one that was read
+        pairs: list[tuple[QuantizedWeight, QuantizedWeight]] = []  # the last pair that was read
 
         def tensors() -> Iterator[list[list[torch.Tensor]]]:
             for pairs[:] in ([pair] for pair in weights):
@@ -303,7 +305,7 @@ class QuantizedExperts(GroupedExperts):
             )  # fmt: skip
             return
         num_chunks, chunk = wna16_sum_order(size_out, size_in)
-        options["STAGES"] = tile.num_stages * tile.block_k // options["BLOCK_K"]  # as many bytes on the way
+        options["STAGES"] = tile.num_stages * tile.block_k // options["BLOCK_K"]  # keeps as many bytes in flight
         _moe_wna16_few_kernel[grid](
             x, weight.values, weight.scales, weight.zero_points_or_scales, out, starts, order, mixture, residual,
             split_counters(x.device), num_experts, size_out, SINGLE=is_single, NUM_CHUNKS=num_chunks, CHUNK=chunk,
@@ -312,7 +314,7 @@ class QuantizedExperts(GroupedExperts):
 
 
 def moe_wna16_tile(num_choices: int, num_experts: int, deterministic: bool) -> Tile:
-    """Tall tiles where experts have many tokens. Deterministic: one tile for all, as others sum in another order."""
+    """Tall tiles where experts have many tokens. Deterministic mode has one tile, as others sum in another order."""
     if deterministic:
         return Tile(64, 64, 64, 4, 3)
     if num_choices <= 16 * num_experts:

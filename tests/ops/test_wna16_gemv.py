@@ -49,7 +49,7 @@ def signed(word: int) -> int:
 
 
 @given(st.lists(st.integers(-32768, 32767), min_size=4, max_size=4))
-def test_digits(numbers):
+def test_limbs(numbers):
     bits = np.array([n + MAGIC for n in numbers], np.float32).view(np.uint32).tolist()
     text = quantized_vector._DIGITS.value.replace(".reg .b32 a, b;", "")
     found = carry_out(text, {f"${2 + i}": bits[i] for i in range(4)})
