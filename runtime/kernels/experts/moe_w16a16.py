@@ -2,8 +2,8 @@
 
 `Experts` runs one expert after another on the tokens that chose it. On a GPU, a step can be a CUDA graph, so a launch
 must not depend on these numbers of tokens. `GroupedExperts` sorts tokens by expert on the device, and one product
-covers all experts with a grid for the worst case. Both add the results of a token's experts in the order of its preference, so
-a row's bits do not depend on the other rows.
+covers all experts with a grid for the worst case. Both add the results of a token's experts in the order of its
+preference, so a row's bits do not depend on the other rows.
 """
 
 from __future__ import annotations
