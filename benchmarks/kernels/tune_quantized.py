@@ -29,11 +29,12 @@ from benchmarks.kernels.tune_linear import MODELS, Product, graph_us, products
 from runtime.kernels.linear.skinny_gemm import MAX_ROWS
 from runtime.kernels.quantized.launch_configs import (
     GemvConfig,
+    Tiling,
     Wna16SkinnyConfig,
-    Wna16Tiling,
     wna16_sum_order,
 )
-from runtime.kernels.quantized.quantized_weight import E2M1, QuantizedWeight, dequantize
+from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize_torch
+from runtime.kernels.quantized.upcast import E2M1
 from runtime.kernels.quantized.wna16_gemm import wna16_gemm_triton
 from runtime.kernels.quantized.wna16_gemv import GEMV_ENCODINGS
 from runtime.kernels.quantized.wna16_skinny_gemm import wna16_skinny_gemm_triton
@@ -66,13 +67,13 @@ FORMS = {
     "mxfp4": Form("e2m1", 32),
     "nvfp4": Form("e2m1", 16),
 }
-Config = Wna16SkinnyConfig | Wna16Tiling | GemvConfig | None  # None for the rule's
+Config = Wna16SkinnyConfig | Tiling | GemvConfig | None  # None for the rule's
 
 
 def candidates(form: Form, rows: int, num_chunks: int) -> list[Config]:
     """The configurations to try for a weight with columns that are summed in `num_chunks` chunks."""
     if rows > MAX_ROWS:
-        t, split = Wna16Tiling, rows <= 64
+        t, split = Tiling, num_chunks if rows <= 64 else 1
         wide: list[Config] = [t(64, 128, 128, 8, 3, split), t(64, 64, 128, 4, 5, split), t(64, 64, 128, 4, 4, split)]
         if rows > 64:
             wide = [t(64, 128, 128, 8, 3), t(64, 64, 128, 4, 4)]
@@ -113,16 +114,16 @@ def weights_of(form: Form, shapes: list[Product], codes: torch.Tensor, scales: t
             (0 if scale_at + scale_size > scales.numel() else scale_at),
         )
         made.append(weight_of(form, size_out, size_in, codes[at:], scales[scale_at:]))
-        at, scale_at = at + -(-made[-1].codes.nbytes // 256) * 256, scale_at + -(-made[-1].scales.numel() // 64) * 64
+        at, scale_at = at + -(-made[-1].values.nbytes // 256) * 256, scale_at + -(-made[-1].scales.numel() // 64) * 64
     return made
 
 
 def run(p: Product, x: torch.Tensor, weight: QuantizedWeight, residual: torch.Tensor, config: Config) -> torch.Tensor:
     """As a decoder uses it: norm before, activation or residual after; of more rows the bare product."""
     if len(x) > MAX_ROWS:
-        tiling = config if isinstance(config, Wna16Tiling) else None
+        tiling = config if isinstance(config, Tiling) else None
         return wna16_gemm_triton(x, weight, tiling=tiling, residual=residual if p.form in ("out", "down") else None)
-    few = None if isinstance(config, Wna16Tiling) else config
+    few = None if isinstance(config, Tiling) else config
     options: dict[str, Any] = {"norm_weight": x[0], "eps": 1e-5}
     match p.form:
         case "out" | "down":
@@ -168,7 +169,7 @@ def check(name: str, form: Form, shapes: list[Product], rows: list[int], codes: 
     for p in dict.fromkeys(shapes):
         weight = weight_of(form, p.size_out, p.size_in, codes, scales)
         x = torch.randn(max(*rows, 17), p.size_in, device=DEVICE, dtype=dtype())
-        want, errors, same = x.float() @ dequantize(weight).t(), {}, {}
+        want, errors, same = x.float() @ dequantize_torch(weight).t(), {}, {}
         reference = wna16_skinny_gemm_triton(x[:16], weight, out_dtype=torch.float32, fixed_order=True)
         for n in sorted({*rows, 16, 17}):
             if n <= MAX_ROWS:

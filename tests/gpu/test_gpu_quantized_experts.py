@@ -11,7 +11,7 @@ from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch
-from runtime.kernels.quantized.quantized_weight import dequantize
+from runtime.kernels.quantized.quantized_weight import dequantize_torch
 from runtime.spec.decoder_spec import ExpertsSpec
 from tests.triton.test_quantized_kernels import some_weight
 
@@ -32,13 +32,13 @@ def test_experts_are_near_their_dense_values(form, hidden, ffn):
         pairs = [(some_weight(form, 2 * ffn, hidden), some_weight(form, hidden, ffn)) for _ in range(16)]
         router, norm = torch.randn(16, hidden).bfloat16(), torch.rand(hidden).bfloat16()
     for weight in (weight for pair in pairs for weight in pair):
-        size = dequantize(weight).std() * weight.shape[1] ** 0.5
-        for shared in (weight.scales, weight.minimums):
+        size = dequantize_torch(weight).std() * weight.shape[1] ** 0.5
+        for shared in (weight.scales, weight.zero_points):
             if shared is not None:
                 shared.div_(size)  # activations keep their size
     twin = Experts(
         spec, Linear(lambda x: F.linear(x, router.float()), rms_norm_torch, torch.abs),
-        [tuple(dequantize(w) for w in pair) for pair in pairs],
+        [tuple(dequantize_torch(w) for w in pair) for pair in pairs],
         lambda w: lambda x: F.linear(x, w), lambda y: gated_activation_torch(y, "silu"),
     )  # fmt: skip
     for deterministic in (False, True):
@@ -74,4 +74,4 @@ def test_every_expert_value_is_dequantized_exactly(form):
         starts, order = torch.tensor([0, size_in, size_in]).int(), torch.arange(size_in).int()
     tile = moe_wna16_tile(size_in, 2, deterministic=True)
     mixture._quantized_product(x, mixture.weights[1], out, starts, order, out, out, False, tile, None)
-    assert torch.equal(out, dequantize(weight).bfloat16().float().t())
+    assert torch.equal(out, dequantize_torch(weight).bfloat16().float().t())

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from runtime.kernels.quantized.int_wna16_gemm import Int16Linear, has_int_wna16_gemm
-from runtime.kernels.quantized.quantized_weight import dequantize
-from runtime.kernels.quantized.wna16_gemm import QuantizedLinear, dequantize_triton
+from runtime.kernels.quantized.int_wna16_gemm import has_int_wna16_gemm
+from runtime.kernels.quantized.quantized_linear import Int16Linear, QuantizedLinear
+from runtime.kernels.quantized.quantized_weight import dequantize_torch
+from runtime.kernels.quantized.weight_conversions import dequantize_triton
 from runtime.kernels.quantized.wna16_skinny_gemm import wna16_skinny_gemm_triton
 from tests.triton.test_quantized_kernels import FORMS, some_weight
 
@@ -36,14 +37,14 @@ def test_every_quantized_value_is_dequantized_exactly(form):
     weight = some_weight(form, 512, 16)
     eye = torch.eye(16, weight.shape[1]).bfloat16()
     got = wna16_skinny_gemm_triton(eye, weight, out_dtype=torch.float32, fixed_order=True)
-    torch.testing.assert_close(got, dequantize(weight)[:, :16].t(), rtol=3e-7, atol=1e-7)
+    torch.testing.assert_close(got, dequantize_torch(weight)[:, :16].t(), rtol=3e-7, atol=1e-7)
 
 
 @cases
 def test_layers_against_float64(form, size_out, size_in):
     weight = some_weight(form, size_out, size_in)
     size_in = weight.shape[1]
-    dense = dequantize(weight)
+    dense = dequantize_torch(weight)
     torch.testing.assert_close(dequantize_triton(weight, torch.float32), dense, rtol=1e-6, atol=1e-7)
     ones, dense = torch.ones(size_in).bfloat16(), dense.double()
     layers = [QuantizedLinear(weight, None, "silu", deterministic) for deterministic in (False, True)]

@@ -9,7 +9,7 @@ import torch
 
 from runtime.kernels.experts.moe_fp8_w8a8 import has_fp8_moe
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize, quantized_weight
+from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize_torch, quantized_weight
 from runtime.quant.at_load import PLAIN
 from runtime.quant.encodings import ENCODINGS
 from runtime.quant.model_formats import dequantized_copy_bytes
@@ -50,7 +50,7 @@ def test_packed_weights_have_the_values_of_their_format(name):
     want = torch.cat([form.dequantize(weight, torch.float32) for weight in weights])
     # Kernels have the numbers of a table in bfloat16.
     torch.testing.assert_close(
-        dequantize(made[0]), want, rtol=4e-3 if "nf4" in name or "bits" in name else 2e-6, atol=2e-6
+        dequantize_torch(made[0]), want, rtol=4e-3 if "nf4" in name or "bits" in name else 2e-6, atol=2e-6
     )
 
 
@@ -84,9 +84,9 @@ def test_experts_use_fp8_rows_if_tiles_are_whole(monkeypatch):
         return tuple(quantized_weight(form, torch.zeros(shape, dtype=dtype), s, **block) for shape, s in made)
 
     assert has_fp8_moe(pair("fp8", 256, 128))
-    assert has_fp8_moe(pair("fp8", 256, 128, group=128, scale_rows=128))
+    assert has_fp8_moe(pair("fp8", 256, 128, group_size=128, scale_rows=128))
     assert not has_fp8_moe(pair("fp8", 256, 192))
-    assert not has_fp8_moe(pair("fp8", 256, 128, group=128))
+    assert not has_fp8_moe(pair("fp8", 256, 128, group_size=128))
     assert not has_fp8_moe(pair("int8", 256, 128))
     monkeypatch.setattr("runtime.kernels.linear.tiles.multiplies_fp8", lambda device: False)
     assert not has_fp8_moe(pair("fp8", 256, 128))

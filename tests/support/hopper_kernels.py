@@ -42,12 +42,12 @@ from runtime.kernels.linear import tiles  # noqa: E402
 from runtime.kernels.linear.fused_linear import FusedLinear  # noqa: E402
 from runtime.kernels.linear.lora import RowAdapters, add_adapters_triton, make_adapters  # noqa: E402
 from runtime.kernels.numerics import Numerics  # noqa: E402
-from runtime.kernels.quantized.fp8_activations import quantize_fp8_triton  # noqa: E402
+from runtime.kernels.quantized.activations import quantize_fp8_triton  # noqa: E402
 from runtime.kernels.quantized.fp8_w8a8_gemm import fp8_w8a8_gemm_triton  # noqa: E402
-from runtime.kernels.quantized.fp8_weights import quantize_fp8_weight_triton  # noqa: E402
-from runtime.kernels.quantized.int_wna16_gemm import Int16Linear  # noqa: E402
-from runtime.kernels.quantized.quantized_weight import E2M1, QuantizedWeight, quantized_weight  # noqa: E402
-from runtime.kernels.quantized.wna16_gemm import QuantizedLinear  # noqa: E402
+from runtime.kernels.quantized.quantized_linear import Int16Linear, QuantizedLinear  # noqa: E402
+from runtime.kernels.quantized.quantized_weight import QuantizedWeight, quantized_weight  # noqa: E402
+from runtime.kernels.quantized.upcast import E2M1  # noqa: E402
+from runtime.kernels.quantized.weight_conversions import quantize_fp8_weight_triton  # noqa: E402
 from runtime.kernels.sampling.automata import advance_states_triton, mask_states_triton  # noqa: E402
 from runtime.kernels.sampling.bitmask import apply_bitmask_triton  # noqa: E402
 from runtime.kernels.sampling.sample import NUM_PARAMS  # noqa: E402
@@ -124,7 +124,7 @@ def weight_of(name: str, size_out: int, size_in: int) -> QuantizedWeight:
     groups = -(-size_in // form.group) if form.group else 1
     scales = torch.empty((-(-size_out // form.scale_rows), groups), device=META)
     return quantized_weight(
-        form.code, codes, scales, scales if form.minimums else None, group=form.group, scale_rows=form.scale_rows,
+        form.code, codes, scales, scales if form.minimums else None, group_size=form.group, scale_rows=form.scale_rows,
         table={"table": NF4, "e2m1": E2M1}.get(form.code, ()),
     )  # fmt: skip
 

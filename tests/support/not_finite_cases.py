@@ -20,12 +20,11 @@ from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch, gated_activation_triton
 from runtime.kernels.norm.layer_norm import layer_norm_torch, layer_norm_triton
 from runtime.kernels.norm.rms_norm import rms_norm_torch, rms_norm_triton
-from runtime.kernels.quantized.fp8_activations import quantize_fp8_torch, quantize_fp8_triton
+from runtime.kernels.quantized.activations import quantize_fp8_torch, quantize_fp8_triton, quantize_int16_triton
 from runtime.kernels.quantized.fp8_w8a8_gemm import fp8_w8a8_gemm_triton
-from runtime.kernels.quantized.fp8_weights import quantize_fp8_weight_triton
-from runtime.kernels.quantized.int16_activations import quantize_int16_triton
 from runtime.kernels.quantized.int_wna16_gemm import int_wna16_gemm_triton
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, pack_planes, plane_of, quantized_weight
+from runtime.kernels.quantized.weight_conversions import quantize_fp8_weight_triton
 from runtime.kernels.quantized.wna16_skinny_gemm import wna16_skinny_gemm_triton
 from runtime.kernels.sampling.sample import NUM_PARAMS, sample_tokens_triton
 from runtime.quant.encodings import _GREATEST, _SMALLEST
@@ -227,7 +226,7 @@ def _codes(x: torch.Tensor, size_out: int, size_in: int) -> torch.Tensor:
 def _int4(x: torch.Tensor, size_out: int) -> QuantizedWeight:
     codes = torch.randint(9, 16, (size_out, x.shape[1]), dtype=torch.uint8, device=x.device)
     scales = torch.ones(size_out, x.shape[1] // 128, device=x.device)
-    return quantized_weight("int4", pack_planes(codes, plane_of(128)), scales, group=128)
+    return quantized_weight("int4", pack_planes(codes, plane_of(128)), scales, group_size=128)
 
 
 CASES: dict[str, Callable[[torch.Tensor, float], None]] = {
