@@ -4,11 +4,11 @@
     python -m benchmarks.quality --model FOLDER --variants quantization=fp8 quantization=fp8,kv_cache_dtype=fp8
     python -m benchmarks.quality --variants kv_cache_dtype=fp8 --tokens 0 --needles 8192
 
-The reference is the model as `--reference` sets it. Everything is compared with it: perplexity of the text, the
-divergence (KL) of the distributions of the next token in nats, and how often the likeliest token is the same. The text
-is that of `pydoc_data.topics`, Python's own reference, or a file; it is scored in windows of `--window` tokens.
+The reference is the model as `--reference` sets it. Everything is compared with it: perplexity of the text, divergence
+(KL) of the next token's distribution in nats, and the share of equal likeliest tokens. The text is that of
+`pydoc_data.topics`, Python's own reference, or a file; it is scored in windows of `--window` tokens.
 
-A variant is a list of EngineConfig's fields. `--round` measures weight formats without kernels: each weight of a linear
+A variant is a list of EngineConfig's fields. `--round` measures weight formats without kernels. Each weight of a linear
 map except the head becomes the nearest value of the format, and is multiplied as a dense one. A form is a name of
 runtime.quant.forms, perhaps with the columns that share a scale, perhaps with `min` for minimums: int4:32:min.
 

@@ -1,7 +1,7 @@
 """Separate machines on this one: network namespaces on a bridge. Their cables can be pulled.
 
-The program that uses them runs in namespaces of its own (`alone`). With a user namespace it does not need root, with a
-process namespace all processes end with it, and the network namespace has the machines' bridge. A pulled cable (`pull`)
+The program that uses them runs in namespaces of its own (`alone`). A user namespace makes root unnecessary. A process
+namespace ends all processes with the program. The network namespace has the machines' bridge. A pulled cable (`pull`)
 acts like a dead switch: no connection is closed, and packets are lost without an answer.
 """
 

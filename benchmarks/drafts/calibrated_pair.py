@@ -3,7 +3,7 @@
     python -m benchmarks.drafts.calibrated_pair /tmp/pair --draft small --acceptance 0.8
 
 OUT/target has the shape of Llama-3.1-8B, OUT/draft one of DRAFTS. The target contains the draft. The first dimensions
-of its residual stream are the draft's, the corners of its first layers' matrices are the draft's layers, and the first
+of its residual stream are the draft's. The corners of its first layers' matrices are the draft's layers, and the first
 columns of its head are the draft's head. The rest is noise, and epsilon scales all outputs into the residual stream. At
 0 the two are one model (the norms of the wider stream compensate for the width). The larger epsilon is, the less they
 agree. Epsilon is found by bisection on samples of both (benchmarks.drafts.acceptance), half of them greedy, half at

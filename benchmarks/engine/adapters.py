@@ -6,8 +6,8 @@
 A cell is BATCHxINxOUT, as in benchmarks.engine.decode. Each is measured with every number of `--adapters`, which the
 requests use in turn. If 0 comes first, its share of the rate without adapters is given. All run on one engine with room
 for adapters, so that 0 is what others pay for it. `--loads` reads an adapter that often while `--streams` decode. It
-gives the time of a load, the longest time between two steps during it, and the same without loads over the same number
-of steps.
+gives the time of a load and the longest time between two steps during it. The same number of steps without loads is
+given, too.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ python -m benchmarks.engine.grammar_suite FOLDER ...          # each folder's *.
 python -m benchmarks.engine.grammar_suite --sample 500 FOLDER # 500 random ones of its schemas
 
 Files are read in the forms of the public suites: JSON-Schema-Test-Suite (a list of schemas with tests), MaskBench (a
-schema with tests) and plain schemas as in JSONSchemaBench. Lines of JSON with schema, valid and invalid, as in
-tests/data, are read too. Each schema is compiled as with `strict: true` by Callboard and by llguidance's own compiler,
-both in children that are killed after five seconds.
+schema with tests) and plain schemas (JSONSchemaBench). Lines of JSON with schema, valid and invalid, as in tests/data,
+are read too. Each schema is compiled as with `strict: true` by Callboard and by llguidance's own compiler, both in
+children that are killed after five seconds.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python -m benchmarks.kernels.tune_quantized --forms int4 fp8 --rows 1 8 64 --models llama-3.1-8b
     TRITON_INTERPRET=1 python -m benchmarks.kernels.tune_quantized --models tiny  # on a CPU, without times
 
-Compiles every candidate in processes side by side, and checks each format's products against the torch reference and
+Compiles every candidate in processes side by side. Checks each format's products against the torch reference and
 against themselves (the same bits for every number of rows). Then it times chains as one CUDA graph over different
-weights: with each candidate for all products, and after that product by product with the best. One JSON line a
-measurement; `floor` is the share of the memory speed that the bf16 chain reaches.
+weights: each candidate for all products, and after that product by product with the best. One JSON line a measurement;
+`floor` is the share of the memory speed that the bf16 chain reaches.
 """
 
 from __future__ import annotations

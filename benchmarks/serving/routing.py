@@ -4,9 +4,9 @@
 
 Choice: a prompt without known hashes, of new tokens after a prefix. Each engine holds another share of the prefix, so
 the walk ends where the longest share does. `--blocks` others are in each picture. Step: the engine core with a runner
-that answers at once, and decode rows. "alone" runs without code for followers, and "0 followers" is a single engine.
-The others report to fronts at their usual pace, or after each step: "eager". Alternating rounds, the median of their
-differences.
+that answers at once, and decode rows. Here "alone" runs without code for followers, and "0 followers" is a single
+engine. The others report to fronts at their usual pace, or after each step: "eager". Alternating rounds, the median of
+their differences.
 """
 
 from __future__ import annotations

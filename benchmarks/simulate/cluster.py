@@ -1,8 +1,8 @@
 """Engines, fronts and requests on one virtual clock.
 
-Everything that happens is an event in a heap: an engine's next step, a client's request, an engine that becomes ready,
-drains or dies, a decision of the scaling policy. Fronts choose engines by their reports, which are as late as the
-engines' frames. Each front knows its own choices at once, and other fronts' choices when the engine reports them.
+Every change is an event in a heap: an engine's next step, a client's request, an engine that becomes ready, drains or
+dies, a decision of scaling. Fronts choose engines by their reports, which are as late as the engines' frames. Each
+front knows its own choices at once, and other fronts' choices when the engine reports them.
 """
 
 from __future__ import annotations

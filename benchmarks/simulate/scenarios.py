@@ -21,7 +21,7 @@ MOST_TTFT_S = 1.0
 
 def play(cluster: Cluster, conversations: Iterable[Conversation], until: float = float("inf")) -> float:
     """Run a simulation; returns the seconds of CPU that it took. Millions of small objects that stay alive would cost
-    the garbage collector a third of the time, and there are no cycles."""
+    the garbage collector a third of the time, and cycles do not occur."""
     gc.collect()
     gc.disable()
     began = time.process_time()

@@ -24,8 +24,8 @@ _GRAPHS = ((64, 512), (128, 2048))  # (multiple, most tokens) to which steps wit
 class StepTimes:
     """Of one model on one kind of device. A step that only decodes takes `decode_us` by its rows and `position_us` for
     each position that they attend to. One with prompts takes `prompt_us` by its tokens and `row_us` more for each
-    decode row. Attention takes `pair_us` for each pair of a prompt's token and a position, and `context_us`, since few
-    tokens behind many positions leave most of the device idle."""
+    decode row. Attention takes `pair_us` for each pair of a prompt's token and a position. `context_us` is added, since
+    few tokens behind many positions leave most of the device idle."""
 
     decode_us: tuple[tuple[int, float], ...]
     position_us: float

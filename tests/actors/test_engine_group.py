@@ -249,7 +249,7 @@ async def test_streams_wait_for_a_new_kind_while_the_old_one_runs(monkeypatch):
 
 
 async def test_a_full_engine_is_skipped(monkeypatch):
-    """Others fill the first engine. This replica has no stream there and tries it first."""
+    """Others fill the first engine. This replica has not sent a stream there and tries it first."""
     engines = [Engine(delay_s=0.02, max_num_seqs=1, max_queued_requests=1) for _ in range(2)]
     async with Group(engines[0]) as others, link_closing(link_to(*engines)) as group:
         await group.start()

@@ -19,7 +19,7 @@ POISON = 28  # a prompt that begins with it is one
 
 
 class PoisonedRunner(FakeRunner):
-    """Dies of rows of requests whose prompts begin with POISON, when it computes them or as soon as it gets them. The
+    """Dies of rows of requests with prompts that begin with POISON, when it computes them or when it gets them. The
     rows are prompts, or decode rows at every `period`-th position."""
 
     def __init__(self, config, kills: str = "decode", period: int = 1, at_once: bool = False) -> None:

@@ -136,7 +136,7 @@ def kill(rank: Rank) -> None:
 
 
 def test_a_rank_that_never_reports_its_process_is_replaced(make, monkeypatch):
-    """The rank is stopped before it can report, so the group has no process to watch."""
+    """The rank is stopped before it can report, so the group lacks a process to watch."""
     monkeypatch.setattr(runner_group, "_BEGIN_S", 0.1)
     monkeypatch.setattr(runner_group.ray, "kill", lambda actor: actor.process.kill())
     group = make(location=lambda rank: threading.Event().wait())

@@ -1,4 +1,5 @@
-"""The supervisor's watch over an engine, without Ray: what it replaces, and what it reports if it cannot go on."""
+"""The supervisor's watch over an engine, without Ray: when it replaces the engine, and its error if it cannot
+continue."""
 
 import asyncio
 import threading

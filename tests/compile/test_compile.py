@@ -24,7 +24,7 @@ STACK_BUDGET = {
     "_decode_attention_kernel": 128, "_prefill_attention_kernel": 120, "_tile_kernel": 136, "_quantized_tile_kernel": 8,
     "_many_choices_kernel": 64, "_encode_rows_kernel": 120,
 }  # fmt: skip
-# Kernels whose `max.f32` may drop a NaN, because another operation keeps it: the weights of attention, the check of
+# Kernels in which `max.f32` may drop a NaN because another operation keeps it: the weights of attention, the check of
 # logits that samples -1, and the weights of experts. These are all NaN by then.
 DROPS_NAN = {
     "_decode_attention_kernel", "_prefill_attention_kernel", "_best_of_tile_kernel", "choose_kernel", "_route_kernel",

@@ -305,7 +305,7 @@ def test_a_draft_that_is_hardly_faster_catches_up():
     client = PausingClient(VOCAB, clock)
     core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, times, 0.0))
     wire = SlowWire(draft_core(max_len=400, blocks=200), clock, lambda behind: 0.001 * behind * (behind > 3))
-    client.attach(wire, times)  # a token takes it as long as it takes the target
+    client.attach(wire, times)  # a token takes the draft and the target equally long
     core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=300, ignore_eos=True), seed=0))
     while core.scheduler.stats.drafts < 4:
         core.step()

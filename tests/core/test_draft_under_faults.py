@@ -1,4 +1,4 @@
-"""The rate of an engine whose draft runs beside it and is sometimes late, slow, silent or deaf.
+"""The rate of an engine with a draft that runs beside it and is sometimes late, slow or silent, or stops reading.
 
 Time is simulated: a target with an 8B model's step times, and a draft in its own process. The
 draft is right in four of five tokens. Rates are relative to the target's tokens a second without a draft."""

@@ -353,7 +353,7 @@ def test_a_row_with_bad_logits_fails_alone():
 
 
 def step_with(session: Session, *tokens: int) -> list[FinishReason]:
-    """A step whose rows sample these tokens."""
+    """A step with rows that sample these tokens."""
     scheduler = session.core.scheduler
     plan = scheduler.schedule().plan
     output = scheduler.commit(StepResult(plan.step_id, np.array(tokens, np.int32)))

@@ -1,5 +1,5 @@
 """A runner releases its memory and takes it again at the same addresses. Its graphs still work, and its tokens equal
-those of a runner that never slept."""
+the tokens of a runner that never slept."""
 
 import os
 

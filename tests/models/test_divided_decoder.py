@@ -1,5 +1,4 @@
-"""Decoders of ranks, which are threads here: their logits equal those of one rank, and with rank_invariant bit by
-bit."""
+"""Decoders of ranks, which are threads here: their logits equal one rank's, and with rank_invariant bit by bit."""
 
 from collections.abc import Callable
 from dataclasses import replace

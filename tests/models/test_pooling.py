@@ -1,4 +1,4 @@
-"""Vectors of prompts equal those of transformers in fp32, however the engine computes them."""
+"""Vectors of prompts equal transformers' in fp32, however the engine computes them."""
 
 import asyncio
 import json

@@ -1,5 +1,5 @@
-"""Log-probabilities of prompts equal those of a plain forward pass of transformers, however the engine computes them,
-and arrive whole and once."""
+"""Log-probabilities of prompts equal a plain forward pass of transformers, however the engine computes them. They
+arrive whole and once."""
 
 import asyncio
 import math

@@ -187,7 +187,7 @@ def test_a_cpu_has_an_int8_head_beside_quantized_maps(form):
 
 
 def test_ranks_have_parts_of_the_same_quantized_weights():
-    """Row scales are those of whole rows, and the columns of a rank are whole groups."""
+    """Row scales belong to whole rows, and the columns of a rank are whole groups."""
     weight, _ = random_weight((64, 256))
     source, location = source_of({"weight": weight.bfloat16()}), Location("q_proj.weight", (64, 256))
     spec, _ = load_spec(LLAMA | {"hidden_size": 256})

@@ -112,7 +112,7 @@ async def served(client: httpx.AsyncClient) -> set[str]:
 
 
 async def settle(url: str, num_engines: int, seconds: float = 120, without: str = "") -> None:
-    """Wait until the front is ready, is linked to `num_engines` engines, and there are no others."""
+    """Wait until the front is ready and is linked to exactly `num_engines` engines."""
     end = time.monotonic() + seconds
     async with httpx.AsyncClient(base_url=url, timeout=10) as client:
         while True:

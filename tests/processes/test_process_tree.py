@@ -218,7 +218,7 @@ def test_a_child_without_a_parent_stops(program):
     while is_running(child):
         assert time.monotonic() < end
         time.sleep(0.02)
-    for path in Path("/proc").glob("[0-9]*/environ"):  # its orphan has no parent now
+    for path in Path("/proc").glob("[0-9]*/environ"):  # its orphan has lost its parent
         try:
             if started.mark.encode() in path.read_bytes():
                 os.kill(int(path.parent.name), signal.SIGKILL)

@@ -125,8 +125,7 @@ def replay_in_processes(ranks: PeerMemory, num_replays: int = 100, num_sums: int
 @patch.object(inboxes, "use_pdl", lambda tensor: False)
 def replay_on_streams(num_replays: int, num_sums: int) -> None:
     """Two ranks of this process. Without programmatic launch. With it, all launches of one rank's graph would wait on
-    the device at once, and work between the other rank's sums, such as a copy or a kernel of torch, could not pass
-    them."""
+    the device at once. Work between the other rank's sums, such as a copy or a kernel of torch, could not pass them."""
     pair = [make(rank, 2) for rank in range(2)]
     streams = [torch.cuda.Stream() for _ in pair]
     handles = [ranks.handle for ranks in pair]

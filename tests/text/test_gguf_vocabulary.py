@@ -1,4 +1,4 @@
-"""Vocabularies of GGUF files: the ids equal those of the `sentencepiece` package."""
+"""Vocabularies of GGUF files: the ids equal the ids of the `sentencepiece` package."""
 
 import io
 from collections.abc import Callable

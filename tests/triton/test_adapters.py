@@ -82,8 +82,8 @@ def test_one_row_within_the_product(index):
 
 @pytest.mark.thorough
 def test_steps_and_graphs(tmp_path, monkeypatch):
-    """Logits equal those of the torch path, for launched steps and for graphs. A step without adapters has graphs of
-    its own."""
+    """Logits equal the torch path's, for launched steps and for graphs. A step without adapters has graphs of its
+    own."""
     spec = replace(SHALLOW, hidden_size=64, num_heads=2, ffn_size=64)
     # Other tests cover products of few rows and the warm-up before the first step.
     monkeypatch.setattr("runtime.kernels.linear.fused_linear.MAX_ROWS", 0)

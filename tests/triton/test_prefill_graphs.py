@@ -227,7 +227,7 @@ POOLED = SamplingParams(max_tokens=1, temperature=0.0, pooled=True)
 @pytest.mark.parametrize("kind", ["last", "mean"])
 def test_vectors_of_prompts(runner, monkeypatch, kind):
     """Beside decode rows, in one step or in chunks (the last may have one token), and in one graph or in several. The
-    vectors equal those of the torch kernels. Means are launched."""
+    vectors equal the torch kernels' vectors. Means are launched."""
 
     def steps(driver: Driver) -> list[np.ndarray]:
         driver.open(0, prompt(9), PENALISED, seed=1)

@@ -1,5 +1,5 @@
-"""Mixtures of experts with quantized weights against their torch twin: every format, one row a program, few and many
-rows an expert, and a row's bits in deterministic mode."""
+"""Mixtures of experts with quantized weights against their torch twin, in every format, with one row a program, and
+with few and many rows an expert. In deterministic mode a row's bits are fixed."""
 
 import pytest
 import torch
