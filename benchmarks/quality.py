@@ -9,8 +9,8 @@ The reference is the model as `--reference` sets it. Everything is compared with
 `pydoc_data.topics`, Python's own reference, or a file; it is scored in windows of `--window` tokens.
 
 A variant is a list of EngineConfig's fields. `--round` measures weight formats without kernels. Each weight of a linear
-map except the head becomes the nearest value of the format, and is multiplied as a dense one. A form is a name of
-runtime.quant.forms, perhaps with the columns that share a scale, perhaps with `min` for minimums: int4:32:min.
+map except the head becomes the nearest value of the format, and is multiplied as a dense one. A format is a name of
+runtime.quant.encodings, perhaps with the columns that share a scale, perhaps with `min` for minimums: int4:32:min.
 
 `--needles N` hides a number in texts of N tokens, one at every eighth, and requests it at the end.
 """
@@ -36,8 +36,8 @@ from runtime.kernels.numerics import Numerics
 from runtime.loading.resolve import resolve
 from runtime.models.decoder import Decoder
 from runtime.models.weights import read_from
-from runtime.quant.format import Weight
-from runtime.quant.forms import FORMS, Form
+from runtime.quant.encodings import ENCODINGS, Encoding
+from runtime.quant.weight_format import Weight
 from runtime.spec.config import DEFAULT_MODEL, EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.types import Request, SamplingParams
@@ -58,7 +58,7 @@ _PLACES = (
 class RoundedSource(CheckpointSource):
     """A checkpoint that rounds the weights of linear maps to the nearest values of a format. They stay dense."""
 
-    def __init__(self, path: Path, form: Form) -> None:
+    def __init__(self, path: Path, form: Encoding) -> None:
         super().__init__(path)
         self.form = form
 
@@ -180,11 +180,11 @@ def needles(tokenizer: Tokenizer, text: list[int], length: int) -> list[tuple[li
     return cases
 
 
-def form_of(text: str) -> Form:
+def form_of(text: str) -> Encoding:
     """The form that `--round` names."""
     name, *more = text.split(":")
     columns = next((int(part) for part in more if part.isdigit()), 0)
-    return replace(FORMS[name], columns=columns, has_minimum="min" in more)
+    return replace(ENCODINGS[name], group_size=columns, has_zero_points="min" in more)
 
 
 def main() -> None:

@@ -28,10 +28,6 @@ CIRCLES_LEFT = {  # (importing folder, imported folder): arrows against the orde
     ("runtime.worker.ranks", "runtime.worker.gpu"),
     ("runtime.worker.steps", "runtime.features"),
     ("runtime.worker.steps", "runtime.worker.cpu"),
-    ("serve_app.http", "serve_app.service"),
-    ("serve_app.request_log", "serve_app.service"),
-    ("serve_app.service", "serve_app.apis.responses"),
-    ("serve_app.service", "serve_app.apis.table"),
 }
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.ray.environment import quiet_port, single_machine
-from serve_app.tools.process_tree import Parent, run
+from serve_app.processes.process_tree import Parent, run
 
 NAME, NUM_ENGINES, NUM_FRONTS = "callboard", 2, 2
 HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives to it
@@ -52,7 +52,7 @@ class Application:
         from ray.serve.context import _get_global_client
 
         from actors.ray.haproxy import _pids
-        from serve_app.tools.processes import processes_of
+        from serve_app.processes.application_processes import processes_of
 
         found = [(p.role, p.engine, p.pid) for p in processes_of(NAME, self.session)]
         client: Any = _get_global_client()
@@ -201,7 +201,7 @@ def start(folder: str, model: str, **args: Any) -> Application:
     """Ray, Serve and the application; returns when all is there."""
     from actors.ray import fork_server
     from benchmarks.faults.pace import HOOK
-    from serve_app.server import WORKERS_MODULES
+    from serve_app.server.ray_start import WORKERS_MODULES
 
     hook = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
     os.environ.update(single_machine(folder) | {hook: HOOK, "RAY_TMPDIR": folder, "TMPDIR": folder})

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from actors.ray import fork_server
-from serve_app.server import WORKERS_MODULES
+from serve_app.server.ray_start import WORKERS_MODULES
 
 pytestmark = pytest.mark.long
 

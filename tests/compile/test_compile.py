@@ -21,8 +21,8 @@ SHARED_BYTES = 232_448  # of one block on sm_90
 # with many rows, two programs share a multiprocessor's registers. Rows of 28,672 values are quantized whole while a
 # model is loaded.
 STACK_BUDGET = {
-    "_decode_attention_kernel": 128, "_prefill_attention_kernel": 120, "_tile_kernel": 136, "_quantized_tile_kernel": 8,
-    "_many_choices_kernel": 64, "_encode_rows_kernel": 120,
+    "_decode_attention_kernel": 128, "_prefill_attention_kernel": 120, "_tile_kernel": 136,
+    "_wna16_skinny_gemm_kernel": 8, "_moe_wna16_many_kernel": 64, "_quantize_fp8_weight_kernel": 120,
 }  # fmt: skip
 # Kernels in which `max.f32` may drop a NaN because another operation keeps it: the weights of attention, the check of
 # logits that samples -1, and the weights of experts. These are all NaN by then.
@@ -43,7 +43,7 @@ def compiled() -> list[dict]:
 
 
 def test_no_kernel_is_left_out(compiled):
-    sources = (path.read_text() for path in (ROOT / "runtime" / "kernels").glob("*.py"))
+    sources = (path.read_text() for path in (ROOT / "runtime" / "kernels").rglob("*.py"))
     defined = {name for source in sources for name in re.findall(r"^@jit(?:\(.*\))?\ndef (\w+_kernel)\(", source, re.M)}
     assert {kernel["kernel"] for kernel in compiled} == defined
 
@@ -65,16 +65,16 @@ def test_maxima_and_bounds_keep_nan(compiled):
     [
         ("_prefill_attention_kernel", ["wgmma"]),
         ("_product_kernel", ["wgmma"]),
-        ("_fp8_product_kernel", ["wgmma"]),
-        ("_fp8_experts_kernel", ["wgmma"]),
+        ("_fp8_w8a8_gemm_kernel", ["wgmma"]),
+        ("_moe_fp8_w8a8_kernel", ["wgmma"]),
         ("_decode_attention_kernel", ["mma", "wgmma"]),  # eight rows of eight heads a KV head fill a whole group
         ("_tile_kernel", ["mma", "wgmma"]),  # wgmma where a program has 64 rows of the weight
-        ("_quantized_tile_kernel", ["mma"]),
-        ("_quantized_product_kernel", ["wgmma"]),
-        ("_few_choices_kernel", ["mma"]),
+        ("_wna16_skinny_gemm_kernel", ["mma"]),
+        ("_wna16_gemm_kernel", ["wgmma"]),
+        ("_moe_wna16_few_kernel", ["mma"]),
         ("_shrink_tile_kernel", ["mma"]),
         ("_expand_tile_kernel", ["mma"]),
-        ("_many_choices_kernel", ["wgmma"]),
+        ("_moe_wna16_many_kernel", ["wgmma"]),
     ],
 )
 def test_products_of_16_bit_types_use_tensor_cores(compiled, kernel, instructions):

@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.experts.experts_torch import Experts
-from runtime.kernels.experts.quantized_experts import QuantizedExperts, quantized_expert_tile
+from runtime.kernels.experts.moe_w16a16 import Experts
+from runtime.kernels.experts.moe_wna16 import QuantizedExperts, moe_wna16_tile
 from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
@@ -72,6 +72,6 @@ def test_every_expert_value_is_dequantized_exactly(form):
         mixture = QuantizedExperts(spec, router, [(weight, weight)] * 2, "silu", deterministic=True)
         x, out = torch.eye(size_in).bfloat16(), torch.empty(size_in, size_out)
         starts, order = torch.tensor([0, size_in, size_in]).int(), torch.arange(size_in).int()
-    tile = quantized_expert_tile(size_in, 2, deterministic=True)
+    tile = moe_wna16_tile(size_in, 2, deterministic=True)
     mixture._quantized_product(x, mixture.weights[1], out, starts, order, out, out, False, tile, None)
     assert torch.equal(out, dequantize(weight).bfloat16().float().t())

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from runtime.kernels.quantized.integer_linear import IntegerLinear, has_integer_product
-from runtime.kernels.quantized.quantized_linear import QuantizedLinear, dequantize_triton
-from runtime.kernels.quantized.quantized_skinny_gemm import quantized_skinny_gemm_triton
+from runtime.kernels.quantized.int_wna16_gemm import Int16Linear, has_int_wna16_gemm
 from runtime.kernels.quantized.quantized_weight import dequantize
+from runtime.kernels.quantized.wna16_gemm import QuantizedLinear, dequantize_triton
+from runtime.kernels.quantized.wna16_skinny_gemm import wna16_skinny_gemm_triton
 from tests.triton.test_quantized_kernels import FORMS, some_weight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
@@ -35,7 +35,7 @@ def test_every_quantized_value_is_dequantized_exactly(form):
     """Each row of x picks out one column: a sum of one number is exact."""
     weight = some_weight(form, 512, 16)
     eye = torch.eye(16, weight.shape[1]).bfloat16()
-    got = quantized_skinny_gemm_triton(eye, weight, out_dtype=torch.float32, fixed_order=True)
+    got = wna16_skinny_gemm_triton(eye, weight, out_dtype=torch.float32, fixed_order=True)
     torch.testing.assert_close(got, dequantize(weight)[:, :16].t(), rtol=3e-7, atol=1e-7)
 
 
@@ -47,8 +47,8 @@ def test_layers_against_float64(form, size_out, size_in):
     torch.testing.assert_close(dequantize_triton(weight, torch.float32), dense, rtol=1e-6, atol=1e-7)
     ones, dense = torch.ones(size_in).bfloat16(), dense.double()
     layers = [QuantizedLinear(weight, None, "silu", deterministic) for deterministic in (False, True)]
-    if has_integer_product(weight):
-        layers.append(IntegerLinear(weight, None, "silu"))
+    if has_int_wna16_gemm(weight):
+        layers.append(Int16Linear(weight, None, "silu"))
     for layer in layers:
         kind = type(layer).__name__, layer.deterministic
         for rows in (1, 8, 9, 16, 32, 64, 100, 256, 300):

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.library.make_adapter import modules_of, save_adapter
-from runtime.kernels.quantized.cpu_quantized import has_vector_code
+from runtime.kernels.quantized.wna16_cpu import has_vector_code
 from runtime.loading.adapter_files import read_adapter
 from runtime.spec.types import CallboardError
 from tests.models.test_families import open_runner

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from runtime.models import load_spec
-from runtime.quant.formats import weight_bytes, weight_formats
-from runtime.quant.forms import FORMS, Float8, Integer4, Integer8, Table
-from runtime.quant.packing import exponents, unpack_nibbles, unpack_words
+from runtime.quant.checkpoint_layouts import exponents, unpack_nibbles, unpack_words
+from runtime.quant.encodings import ENCODINGS, Float8, Integer4, Integer8, Table
+from runtime.quant.model_formats import weight_bytes, weight_formats
 from tests.models.test_model import open_runner
 from tests.models.test_quantized_layouts import equal, numerics
 from tests.models.test_quantized_models import LLAMA, MIXTRAL, logits, write
@@ -20,15 +20,15 @@ from tests.support.plain_products import PLAIN, pack_nibbles
 from tests.support.quantized import FORMATS
 
 ALL = {
-    f"{name}{suffix}": replace(form, rows=rows, columns=columns, has_minimum=has_minimum)
-    for name, form in FORMS.items()
-    for suffix, rows, columns, has_minimum in (
+    f"{name}{suffix}": replace(form, scale_rows=rows, group_size=columns, has_zero_points=has_zero_points)
+    for name, form in ENCODINGS.items()
+    for suffix, rows, columns, has_zero_points in (
         ("-rows", 1, 0, False),
         ("-g16", 1, 16, False),
         ("-blocks", 32, 16, False),
         ("-minimums", 1, 16, True),
     )
-    if name.startswith("int") or not has_minimum
+    if name.startswith("int") or not has_zero_points
 }
 
 
@@ -67,7 +67,7 @@ def test_quantized_values_are_near_and_survive_packing(name, shape):
     weight = form.encode(dense)
     got = form.dequantize(weight, torch.float32)
     assert got.isfinite().all()
-    assert (got[: shape[0] // 2, : shape[1] // 2] == 0).all() or form.has_minimum
+    assert (got[: shape[0] // 2, : shape[1] // 2] == 0).all() or form.has_zero_points
     step = {Float8: 2**-4, Integer8: 2**-7, Integer4: 1 / 14, Table: 0.17}[type(form)]
     assert float((got - dense).abs().max()) <= step * float(dense.max() - dense.min()) + 1e-6
     if form.fits(shape):
@@ -80,12 +80,12 @@ def test_quantized_values_are_near_and_survive_packing(name, shape):
     assert torch.equal(zeros, torch.zeros(shape))
 
 
-@pytest.mark.parametrize("form", [FORMS["fp8"], replace(FORMS["fp8"], columns=16)], ids=["rows", "groups"])
+@pytest.mark.parametrize("form", [ENCODINGS["fp8"], replace(ENCODINGS["fp8"], group_size=16)], ids=["rows", "groups"])
 def test_fp8_scales_have_the_least_squared_error(form):
     """No scale that makes the greatest number one of e4m3's codes has a smaller one."""
     dense = torch.randn(24, 64, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     codes, scale = form.encode(dense.float())
-    blocks = dense.view(24, -1, form.columns or 64)
+    blocks = dense.view(24, -1, form.group_size or 64)
     assert torch.allclose(blocks.abs().amax(2) / scale, codes.float().view(blocks.shape).abs().amax(2).double())
 
     def errors(scale: torch.Tensor) -> torch.Tensor:
@@ -99,16 +99,16 @@ def test_fp8_scales_have_the_least_squared_error(form):
 
 
 def test_dequantizing_in_pieces_changes_nothing(monkeypatch):
-    form = replace(FORMS["fp8"], rows=32, columns=16)
+    form = replace(ENCODINGS["fp8"], scale_rows=32, group_size=16)
     weight = form.encode(torch.randn(100, 48, generator=torch.Generator().manual_seed(2)))
     whole = form.dequantize(weight, torch.bfloat16)
-    monkeypatch.setattr("runtime.quant.forms._AT_ONCE", 40 * 48)
+    monkeypatch.setattr("runtime.quant.encodings._AT_ONCE", 40 * 48)
     assert equal(form.dequantize(weight, torch.bfloat16), whole)
 
 
 @pytest.fixture
 def kernels_for_all(monkeypatch):
-    monkeypatch.setattr("runtime.quant.formats.products_of", lambda numerics: PLAIN)
+    monkeypatch.setattr("runtime.quant.model_formats.products_of", lambda numerics: PLAIN)
 
 
 KEPT = ["fp8-tensor", "ct-int8-channel", "ct-w4a16", "awq", "gptq-asymmetric", "bnb-nf4", "modelopt-nvfp4"]

@@ -13,11 +13,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.models.weights import locate_parameters
-from runtime.quant import gguf as parser
-from runtime.quant.format import Location
-from runtime.quant.formats import LAYOUTS, weight_formats
 from runtime.quant.gguf_blocks import TYPES
-from runtime.quant.quantized import Kept, Widened
+from runtime.quant.model_formats import LAYOUTS, weight_formats
+from runtime.quant.parsers import parse_gguf
+from runtime.quant.quantized_formats import DequantizedFormat, QuantizedFormat
+from runtime.quant.weight_format import Location
 from runtime.spec.sharding import Part
 from runtime.spec.types import CallboardError
 from tests.models.test_model import open_runner
@@ -62,14 +62,14 @@ def test_values_equal_those_of_the_gguf_package(name):
     assert (block.columns, block.num_bytes) == gguf.GGML_QUANT_SIZES[kind]
     raw = random_blocks(name, 64, 3, 1)
     want = torch.from_numpy(quants.dequantize(raw, kind))
-    layout = LAYOUTS[f"gguf {name}"](parser.parse({"types": {"a.weight": name}})("", "a"))
+    layout = LAYOUTS[f"gguf {name}"](parse_gguf({"types": {"a.weight": name}})("", "a"))
     shape = tuple(want.shape)
     form = layout.form(shape)
     assert form.name == FORMS[name]
 
     def read(*parts: Part) -> torch.Tensor:
         location = Location("a.weight", shape, False, parts)
-        return Widened(layout, form).read(Blocks(raw), location, numerics(torch.float32))[0]
+        return DequantizedFormat(layout, form).read(Blocks(raw), location, numerics(torch.float32))[0]
 
     assert equal(read(), want)
     assert equal(read(Part(0, 16, 64)), want[16:])
@@ -77,7 +77,7 @@ def test_values_equal_those_of_the_gguf_package(name):
     assert equal(read(Part(1, block.columns, 3 * block.columns)), want[:, block.columns :])
     with pytest.raises(CallboardError, match=f"begin or end within {block.columns} that are stored together"):
         read(Part(1, 0, 16))
-    kept = Kept(layout, form, PLAIN)
+    kept = QuantizedFormat(layout, form, PLAIN)
     weight = kept.read(Blocks(raw), Location("a.weight", shape), numerics(torch.float32))
     assert sum(tensor.nbytes for tensor in weight) == kept.device_bytes(shape, numerics(torch.float32))
     assert equal(form.dequantize(PLAIN.unpacked(form, weight), torch.float32), want)

@@ -12,19 +12,18 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from runtime.inspection import model_report
-from runtime.kernels import Kernels
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
+from runtime.kernels.table import Kernels
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.models.weights import draw, locate_parameters, random_parameter
 from runtime.quant import METHODS
-from runtime.quant.dense import DENSE
-from runtime.quant.format import Weight
-from runtime.quant.formats import LAYOUTS, check_products, weight_bytes, weight_formats
-from runtime.quant.forms import FORMS, Form, Integer8
-from runtime.quant.layouts import OneByOne
-from runtime.quant.scheme import Scheme
+from runtime.quant.checkpoint_layouts import OneByOne
+from runtime.quant.encodings import ENCODINGS, Encoding, Integer8
+from runtime.quant.model_formats import LAYOUTS, check_products, weight_bytes, weight_formats
+from runtime.quant.scheme import QuantizationScheme
+from runtime.quant.weight_format import DENSE, Weight
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.sharding import Shard, Sharding, parts_of, sharding_of
@@ -59,10 +58,10 @@ class Int8Rows(Integer8):
 class Int8Products(PlainProducts):
     """Products with those codes alone."""
 
-    def takes(self, form: Form) -> bool:
+    def takes(self, form: Encoding) -> bool:
         return isinstance(form, Int8Rows)
 
-    def linear(self, form: Form, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
+    def linear(self, form: Encoding, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
         codes, scale = weight
 
         def product(x: torch.Tensor) -> torch.Tensor:
@@ -75,7 +74,7 @@ class Int8Products(PlainProducts):
 
 
 INT8_ROWS = Int8Rows("made-up")
-SCHEME = Scheme("made-up", "made-up")
+SCHEME = QuantizationScheme("made-up", "made-up")
 QUANTIZATION = {"quant_method": "made-up", "keep": "head"}
 
 
@@ -86,8 +85,8 @@ def _made_up_method(monkeypatch):
 
     monkeypatch.setitem(METHODS, "made-up", parse)
     monkeypatch.setitem(LAYOUTS, "made-up", OneByOne)
-    monkeypatch.setitem(FORMS, "made-up", INT8_ROWS)
-    monkeypatch.setattr("runtime.quant.formats.products_of", lambda numerics: Int8Products())
+    monkeypatch.setitem(ENCODINGS, "made-up", INT8_ROWS)
+    monkeypatch.setattr("runtime.quant.model_formats.products_of", lambda numerics: Int8Products())
 
 
 def dense_weights(spec: DecoderSpec) -> dict[str, torch.Tensor]:

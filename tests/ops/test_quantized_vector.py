@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.kernels.quantized import quantized_vector
+from runtime.kernels.quantized import wna16_gemv as quantized_vector
 
 WORD = st.integers(0, 2**32 - 1)
 MAGIC = 12582912.0

@@ -12,7 +12,7 @@ import pytest
 
 from actors.ray import fork_server
 from actors.ray.environment import quiet_port, ray_token
-from serve_app.server import WORKERS_MODULES
+from serve_app.server.ray_start import WORKERS_MODULES
 from tests.conftest import RAY_FOLDER
 from tests.support.tiny_gguf import write_tiny_gguf
 

@@ -20,7 +20,7 @@ from openai import APIStatusError, OpenAI
 
 from actors.ray.environment import quiet_port, single_machine
 from actors.ray.haproxy import ANSWERS, answer, leave_fronts, stop, write_command
-from serve_app.server import _LAST_ANSWERS_S
+from serve_app.server.serve import _LAST_ANSWERS_S
 
 
 def serve_config(folder: Path, port: int, servers: list[int], fallback: int | None) -> str:

@@ -15,7 +15,7 @@ from openai import APIStatusError, OpenAI
 
 from actors.ray.environment import quiet_port
 from actors.ray.haproxy import write_command
-from serve_app.tools.port import port_of_its_own
+from serve_app.server.port import port_of_its_own
 from tests.processes.test_haproxy import Healthy, Running, serve_config
 
 

@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import os, signal, subprocess, sys, time
 from runtime.spec.types import CallboardError
-from serve_app.tools import process_tree
-from serve_app.tools.process_tree import run
+from serve_app.processes import process_tree
+from serve_app.processes.process_tree import run
 
 process_tree._INTERRUPT_S = float(os.environ["INTERRUPT_S"])
 

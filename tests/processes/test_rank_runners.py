@@ -9,7 +9,7 @@ import torch
 
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
-from runtime.quant.formats import weight_bytes
+from runtime.quant.model_formats import weight_bytes
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.types import CallboardError, Request, SamplingParams

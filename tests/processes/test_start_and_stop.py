@@ -33,7 +33,7 @@ STOP_S = 60
 
 
 def short_directory() -> Path:
-    """A new directory with a path of eight bytes: HAProxy's sockets lie below it (`serve_app/server.py`)."""
+    """A new directory with a path of eight bytes: HAProxy's sockets lie below it (`serve_app/server/serve.py`)."""
     while True:
         path = Path("/tmp", secrets.token_urlsafe(2))
         with contextlib.suppress(FileExistsError):  # one of 262,144 names; another run may have left it behind

@@ -153,7 +153,7 @@ async def test_a_stream_keeps_its_adapter_despite_deaths_and_unloads(tmp_path: P
 
 def test_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     asked = []
-    monkeypatch.setattr("serve_app.server.serve", asked.append)
+    monkeypatch.setattr("serve_app.server.serve.serve", asked.append)
     here = Path.cwd()
     assert cli.main(["serve", "m", "--lora", "a=x", "--lora", "b=/y", "--lora-folder", "z"]) == 0
     assert asked[0].config.adapters == {"a": f"{here}/x", "b": "/y"}  # actors have another working directory

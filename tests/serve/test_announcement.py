@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from runtime.spec.config import DEFAULT_MODEL, EngineConfig
-from serve_app.terminal.announcement import NextStep, announcement
+from serve_app.server.announcement import NextStep, announcement
 
 URL = "http://127.0.0.1:8000"
 
@@ -37,7 +37,7 @@ def test_the_draft_and_the_adapters_are_named():
 )
 def test_a_better_model_is_named_if_a_hub_answers(monkeypatch, model: str, reason: str | None, is_shown: bool):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr("serve_app.tools.doctor.unreachable", lambda url: reason)
+    monkeypatch.setattr("serve_app.server.announcement.unreachable", lambda url: reason)
     before = set(threading.enumerate())
     step = NextStep(model)
     for thread in set(threading.enumerate()) - before:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from serve_app.apis.batches.disk import replacing, try_lock
 from serve_app.apis.batches.lines import Place, Requests, append, finished
 from serve_app.apis.batches.routes import CreateBatchRequest, _created
 from serve_app.apis.batches.store import BatchStore, Record
-from serve_app.http.disk import replacing, try_lock
 from serve_app.protocol.errors import ApiError
 from serve_app.settings import HttpSettings
 

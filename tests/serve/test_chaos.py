@@ -17,8 +17,9 @@ import pytest
 
 from runtime.spec.types import CallboardError
 from serve_app import cli
-from serve_app.tools import chaos, processes
-from serve_app.tools.processes import Process, Raylet, listeners, local_port, raylet_behind
+from serve_app.processes import application_processes as processes
+from serve_app.processes.application_processes import Process, Raylet, listeners, local_port, raylet_behind
+from serve_app.tools import chaos
 from serve_app.tools.token_client import Reading, Server
 
 

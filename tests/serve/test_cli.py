@@ -20,8 +20,8 @@ from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
 from serve_app import cli
 from serve_app.command_line.flags import engine_config, http_settings
+from serve_app.server.port import port_of_its_own
 from serve_app.settings import HttpSettings, ScalingSettings
-from serve_app.tools.port import port_of_its_own
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,13 +119,13 @@ def test_the_number_of_replicas_is_fixed_or_has_bounds():
 
 def test_a_start_waits_for_an_engine_that_loads_its_model(monkeypatch):
     """Serve reports an application as running although it does not need an engine."""
-    from serve_app import server
+    from serve_app.server import readiness
 
     front = SimpleNamespace(replica_states={"RUNNING": 2})
-    status = SimpleNamespace(applications={server.APP_NAME: SimpleNamespace(deployments={"Front": front})})
+    status = SimpleNamespace(applications={readiness.APP_NAME: SimpleNamespace(deployments={"Front": front})})
     engine = SimpleNamespace(stats=SimpleNamespace(remote=lambda: None))
     monkeypatch.setattr("ray.serve.status", lambda: status)
-    monkeypatch.setattr(server, "_engines", lambda: [engine])
+    monkeypatch.setattr(readiness, "_engines", lambda: [engine])
     settings = SimpleNamespace(scaling=ScalingSettings(min_replicas=0))
     for num_connections, is_connected in ((None, False), (1, False), (2, True)):
 
@@ -135,7 +135,7 @@ def test_a_start_waits_for_an_engine_that_loads_its_model(monkeypatch):
             return [{"connections": num_connections}]
 
         monkeypatch.setattr("ray.get", get)
-        assert server._fronts_are_connected(settings) == is_connected
+        assert readiness._fronts_are_connected(settings) == is_connected
 
 
 def failed_application(**messages: str) -> SimpleNamespace:
@@ -148,12 +148,14 @@ def failed_application(**messages: str) -> SimpleNamespace:
 
 
 def test_a_front_that_cannot_start_shows_its_last_line(capfd):
-    from serve_app import server
+    from serve_app.server import readiness
 
     told = 'Error:\nTraceback (most recent call last):\n  File "x.py"\nImportError: No module named y\n'
-    assert server._why(failed_application(Engine="", Front=told)) == "Front failed with ImportError: No module named y"
+    assert (
+        readiness._why(failed_application(Engine="", Front=told)) == "Front failed with ImportError: No module named y"
+    )
     assert capfd.readouterr().err == f"{told}\n", "the log has all of it"
-    assert server._why(failed_application(Front="")) == "Failed to update the deployments ['Front']"
+    assert readiness._why(failed_application(Front="")) == "Failed to update the deployments ['Front']"
 
 
 def test_a_front_that_fails_later_shows_its_error_and_log(tmp_path: Path):

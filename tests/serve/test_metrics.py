@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from actors.wire.metrics import METRICS, Histogram, MetricValues, Snapshot, all_at_zero
 from runtime.spec.types import Request, SamplingParams
 from serve_app.application import build_http_app
-from serve_app.service import ray_metrics as ray_metrics_module
-from serve_app.service.metrics import ChoiceStats
-from serve_app.service.ray_metrics import RayMetrics
+from serve_app.observability import ray_metrics as ray_metrics_module
+from serve_app.observability.context import ChoiceStats
+from serve_app.observability.ray_metrics import RayMetrics
 from serve_app.service.service import Service
 from tests.actors import test_link
 from tests.actors.test_link import Engine, eventually, link_to
@@ -407,7 +407,7 @@ async def test_removed_engines_cost_nothing(ray_figures):
 
 
 async def test_reports_go_on_after_one_failed(monkeypatch, caplog, fronts, ray_figures):
-    monkeypatch.setattr("serve_app.service.metrics._REPORT_PERIOD_S", 0.01)
+    monkeypatch.setattr("serve_app.observability.metrics._REPORT_PERIOD_S", 0.01)
     metrics, results = fronts.services[0].metrics, []
 
     def publishes_engines():

@@ -14,9 +14,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.wire.metrics import METRICS
-from serve_app import server
 from serve_app.application import build_http_app
-from serve_app.http.tracing import Tracing
+from serve_app.observability.tracing import Tracing
+from serve_app.server import ray_start
 from serve_app.service.service import Service
 from serve_app.tools import doctor
 from tests.support.fake_engine import FakeEngine, byte_tokenizer, client_of
@@ -173,7 +173,7 @@ def test_the_doctor_on_a_port_in_use():
 
 def test_the_doctor_goes_on_without_a_network(monkeypatch):
     """One place refuses connections, the other one's name is never resolved."""
-    monkeypatch.setattr(doctor, "_NETWORK_S", 0.2)
+    monkeypatch.setattr(doctor, "NETWORK_S", 0.2)
     monkeypatch.setenv("PIP_INDEX_URL", "http://index.invalid")
     never = threading.Event()
     why = {"https://huggingface.co": "refused"}
@@ -232,9 +232,9 @@ def test_ray_has_time_to_register_its_node(monkeypatch):
             raise answer
         return answer
 
-    monkeypatch.setattr("serve_app.server.time.sleep", lambda seconds: None)
-    assert server._patient(get_node)("address") == "node"
+    monkeypatch.setattr("serve_app.server.ray_start.time.sleep", lambda seconds: None)
+    assert ray_start._patient(get_node)("address") == "node"
     answers = iter([RuntimeError("never")])
-    monkeypatch.setattr("serve_app.server._RAYLET_START_S", -1.0)
+    monkeypatch.setattr("serve_app.server.ray_start._RAYLET_START_S", -1.0)
     with pytest.raises(RuntimeError, match="never"):
-        server._patient(get_node)("address")
+        ray_start._patient(get_node)("address")

@@ -9,10 +9,10 @@ import pytest
 from runtime.spec.types import CallboardError
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.application import build_http_app
+from serve_app.processes import application_processes as processes
+from serve_app.processes.application_processes import Process, kill_any
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
-from serve_app.tools import processes
-from serve_app.tools.processes import Process, kill_any
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
 
 

@@ -7,9 +7,9 @@ import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve._private.common import DeploymentID, ReplicaID
 
+from serve_app.apis.responses import ray_fronts
+from serve_app.apis.responses.ray_fronts import RayFronts
 from serve_app.protocol.errors import ApiError
-from serve_app.service import ray_fronts
-from serve_app.service.ray_fronts import RayFronts
 
 
 class FakeRay:

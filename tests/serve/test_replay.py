@@ -136,7 +136,7 @@ def test_recorded_requests_hold_what_they_count(running: bool):
     messages = [{"role": "user", "content": "a"}] * 200
     bodies = [json.dumps({"messages": messages, "n": 4, "user": f"{i}"}).encode() for i in range(60)]
     service.prepare(CHAT, CHAT.read(bodies[0]))
-    recorded, going = RecordedRequests(most), []
+    recorded, going = RecordedRequests(most, []), []
     gc.collect()
     tracemalloc.start()
     for i in range(len(bodies)):

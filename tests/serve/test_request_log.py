@@ -9,8 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.application import build_http_app
-from serve_app.request_log.line import quoted
-from serve_app.request_log.pipe import PipeWriter, RequestPipe, opened_pipe
+from serve_app.observability.line_pipe import PipeWriter, RequestPipe, opened_pipe
+from serve_app.observability.request_line import quoted
 from serve_app.service.service import Service
 from tests.support.fake_engine import FakeEngine, byte_tokenizer
 
@@ -129,7 +129,7 @@ def test_words_are_logged_without_quotes():
 @pytest.fixture
 def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CALLBOARD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("serve_app.request_log.pipe._LAST_S", 60.0)
+    monkeypatch.setattr("serve_app.observability.line_pipe._LAST_S", 60.0)
     return RequestPipe(str(tmp_path), "127.0.0.1", 8000)
 
 
