@@ -10,7 +10,7 @@ The reference is the model as `--reference` sets it. Everything is compared with
 
 A variant is a list of EngineConfig's fields. `--round` measures weight formats without kernels. Each weight of a linear
 map except the head becomes the nearest value of the format, and is multiplied as a dense one. A format is a name of
-runtime.quant.encodings, perhaps with the columns that share a scale, perhaps with `min` for minimums: int4:32:min.
+runtime.quant.encodings, perhaps with the columns that share a scale, perhaps with `min` for zero points: int4:32:min.
 
 `--needles N` hides a number in texts of N tokens, one at every eighth, and requests it at the end.
 """
