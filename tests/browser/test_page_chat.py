@@ -1,5 +1,4 @@
 """The page's chat: sending, stopping, editing, and the state that survives a reload."""
-# ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
 
 import json
 import re
@@ -7,19 +6,7 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.page_browser import (  # noqa: F401
-    ANSWER,
-    ask,
-    browser,
-    in_browser,
-    is_answered,
-    open_settings,
-    served,
-    server,
-    visit,
-)
-
-pytestmark = in_browser
+from tests.support.page_browser import ANSWER, ask, is_answered, open_settings
 
 
 def test_several_turns_with_settings(visit, server):

@@ -1,12 +1,8 @@
 """A model's text on the page: Markdown and formulas as elements, everything else as text."""
-# ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
 
 import pytest
 
-from tests.support.page_browser import ask, browser, in_browser, is_answered, served, server, visit  # noqa: F401
-
-pytestmark = in_browser
-
+from tests.support.page_browser import ask, is_answered
 
 MARKDOWN = r"""## Title
 Some *italics*, **bold** and ~~old~~, a [link](https://example.org/a?b=1) and https://example.com/bare

@@ -1,5 +1,4 @@
 """The page's requests: copied as a command or a program, bound to a form, and sent again."""
-# ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
 
 import json
 import os
@@ -9,19 +8,8 @@ import sys
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.page_browser import (  # noqa: F401
-    ANSWER,
-    ask,
-    browser,
-    in_browser,
-    is_answered,
-    open_settings,
-    served,
-    server,
-    visit,
-)
+from tests.support.page_browser import ANSWER, ask, is_answered, open_settings
 
-pytestmark = in_browser
 CLIPBOARD = {"permissions": ["clipboard-read", "clipboard-write"]}
 HARD_TEXT = "It's \"hard\": $HOME `id` \\n \\ 日本 😀\n'''JSON\nJSON\n--"
 

@@ -1,5 +1,4 @@
 """The page and its server's state: the dot, what the server recommends, killing a process; and chats as files."""
-# ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
 
 import json
 
@@ -8,19 +7,7 @@ from playwright.sync_api import expect
 
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.settings import HttpSettings
-from tests.support.page_browser import (  # noqa: F401
-    ANSWER,
-    Server,
-    ask,
-    browser,
-    in_browser,
-    is_answered,
-    open_settings,
-    server,
-    visit,
-)
-
-pytestmark = in_browser
+from tests.support.page_browser import ANSWER, Server, ask, is_answered, open_settings
 
 
 @pytest.fixture(scope="module")
