@@ -1,4 +1,4 @@
-"""The ranks of one engine: they are started together, and lost together."""
+"""The ranks of one engine start together, and are lost together."""
 
 import signal
 import subprocess
@@ -286,7 +286,7 @@ def test_ranks_sleep_and_wake_together(make):
     assert [rank.process.wait(5) for rank in ranks] == [-signal.SIGKILL] * 2
     with pytest.raises(RunnersLost):
         group.set_sleep(0)
-    group.start()  # as is asked for to wake them
+    group.start()  # as the call that wakes them expects
     assert len(group.starts) == 2
 
 

@@ -105,7 +105,7 @@ def rate(
     num_rows=1, seconds=4.0, wrong=0.2, step_us=300.0, token_us=3.0, stalls=0.0, stall_s=0.02,
     slower=lambda now: 1.0, hangs=lambda now: False, loss=0.0, told_us=None, draft=True,
 ):  # fmt: skip
-    """Tokens a second. The draft is thought to take `told_us` a step; one that hangs is replaced."""
+    """Tokens a second. The draft is expected to take `told_us` a step; a draft that hangs is replaced."""
     rng, clock = random.Random(0), Clock()
     config = EngineConfig(block_size=16, max_num_seqs=max(2, num_rows), max_num_batched_tokens=2048)
     info = ModelInfo("f", VOCAB, CONTEXT, (EOS,), 1 + config.max_num_seqs * (CONTEXT // 16 + 1), 16, "none", "none")
