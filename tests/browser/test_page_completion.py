@@ -1,4 +1,4 @@
-"""The page's playground: completions, probabilities of tokens, and what a draft had guessed."""
+"""The page's playground: completions, probabilities of tokens, and the draft's guesses."""
 
 import math
 

@@ -91,7 +91,7 @@ HOSTILE = [
 
 
 def test_model_output_cannot_run_code(visit, server):
-    """`visit` itself sees to it that no other host is asked, and that no rule of the page's policy is broken."""
+    """`visit` itself checks that no other host gets a request, and that no rule of the page's policy is broken."""
     page = visit()
     server.engine.group = 64
     allowed = (
@@ -121,7 +121,7 @@ def test_only_the_sanitiser_creates_markup(browser, server):
         "trustedTypes.createPolicy('mine', {createHTML: x => x})",
         "trustedTypes.createPolicy('dompurify', {createHTML: x => x})",
     ):
-        # Asked for in the page's own world, where its policy holds.
+        # Evaluated in the page's own world, where its policy applies.
         error = f"() => {{ try {{ {sink}; return 'done'; }} catch (error) {{ return error.name; }} }}"
         assert page.evaluate(error) == "TypeError", sink
     page.close()

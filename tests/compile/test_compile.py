@@ -1,5 +1,5 @@
 """Every Triton kernel in the forms that serving launches, compiled for sm_90a. It fits the card's limits, does not
-spill, and uses tensor cores where it should. In a process of its own, and without a GPU."""
+spill, and uses tensor cores where it should. It runs in a separate process, without a GPU."""
 
 import json
 import os

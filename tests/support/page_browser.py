@@ -32,7 +32,7 @@ vllm:time_to_first_token_seconds_bucket{{engine="0",le="+Inf"}} {count}
 
 
 class Server:
-    """The HTTP front over a scripted engine, on a thread of its own, with a /metrics of the test's making."""
+    """The HTTP front over a scripted engine, on a thread of its own, with a /metrics that the test sets."""
 
     def __init__(self, settings: HttpSettings | None = None) -> None:
         self.engine = FakeEngine(ANSWER, group=3, delay_s=0.002, max_model_len=4096)
@@ -62,7 +62,7 @@ class Server:
         self.engine.script, self.engine.delay_s = [*text.encode(), 256], delay_s
 
     def prompt(self) -> str:
-        """What the engine was last asked to go on with."""
+        """The prompt that the engine got last."""
         return bytes(self.engine.requests[-1].token_ids).decode()
 
     def until(self, condition) -> None:

@@ -3,7 +3,7 @@ that share the memory of its arguments. Their tokens must equal the tokens of on
 
     TRITON_INTERPRET=1 OMP_NUM_THREADS=1 python tests/support/row_programs.py
 
-A process of its own, as it changes the interpreter, and is forked before it has threads.
+It runs in a separate process, because it changes the interpreter, and forks before it has threads.
 """
 
 import builtins
@@ -64,7 +64,7 @@ class RowPrograms:
 
 
 def main() -> None:
-    interpreter.GridExecutor._restore_args_dev = lambda *args: None  # they are the arguments already
+    interpreter.GridExecutor._restore_args_dev = lambda *args: None  # they are arguments already
     rng, kernel = np.random.default_rng(0), sample.choose_kernel
     torch.manual_seed(0)
     for vocab, spread in CASES:

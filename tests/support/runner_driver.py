@@ -67,7 +67,7 @@ class Driver:
         )
 
     def free(self, slot: int) -> None:
-        """The request leaves; its blocks are the next ones handed out."""
+        """The request leaves; its blocks are the next ones to be allocated."""
         self.plan.freed = np.append(self.plan.freed, np.int32(slot))
         self.free_blocks += self.tables.pop(slot)[::-1]
 
@@ -78,7 +78,7 @@ class Driver:
         result, steps = self.runner.execute(plan), self.runner.steps
         if isinstance(steps, GpuSteps) and (graphs := steps.graphs_for(plan)):  # they do not pass `keep`
             places = graphs[0][0].bucket.sample_places(plan)
-            # Of several graphs only the last one's are still there, which are not all.
+            # Of several graphs, only the last one's logits remain, which are not all.
             self.logits = steps.graph_logits[torch.from_numpy(places)].clone() if len(graphs) == 1 else torch.zeros(0)
         return result
 

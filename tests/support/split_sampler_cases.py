@@ -65,4 +65,4 @@ def check_split_sampler(
         for got, its_state in LockstepGroup(size).run(lambda rank: device_steps(rank, device, seed, vocab, 4)):  # noqa: B023
             assert torch.equal(its_state, state)
             for a, b in zip(got, want, strict=True):
-                assert torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))  # a row that fails has such log-probabilities
+                assert torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))  # a failed row has such log-probabilities
