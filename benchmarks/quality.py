@@ -160,7 +160,7 @@ def score(
 
 
 def divergence(p: torch.Tensor, q: torch.Tensor) -> float:
-    """The summed KL of rows of log-probabilities of the same tokens, in each row with all other tokens as one."""
+    """The summed KL of rows of log-probabilities of the same tokens; in each row all other tokens count as one."""
     p_others, q_others = ((1 - logprobs.exp().sum(-1)).clamp_min(_SMALLEST) for logprobs in (p, q))
     return float((p.exp() * (p - q)).sum(dtype=torch.float64) + (p_others * (p_others / q_others).log()).sum())
 

@@ -24,7 +24,7 @@ def alone(*arguments: str) -> list[str]:
 
 
 def refusal() -> str | None:
-    """One sentence on why there can be no machines here; None if there can."""
+    """One sentence on why machines are impossible here, or None."""
     try:
         check = subprocess.run(
             [*_ALONE, "ip", "link", "add", "bridge0", "type", "bridge"], capture_output=True, text=True
@@ -42,8 +42,8 @@ def make_bridge() -> None:
 
 
 class Machine:
-    """One machine. What runs there sees this program's files and processes, but a network of its own, and other files
-    than the other machines in `folder`."""
+    """One machine. Its processes see this program's files and processes, but have a network of their own, and their own
+    files in `folder`."""
 
     def __init__(self, number: int, folder: Path) -> None:
         self.address = f"10.77.0.{number}"

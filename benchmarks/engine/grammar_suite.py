@@ -43,7 +43,7 @@ class Case:
 
 
 def main() -> None:
-    from benchmarks.library.measure import Results, new_parser  # with torch, which the children need not load
+    from benchmarks.library.measure import Results, new_parser  # with torch, which the children do not load
 
     parser = new_parser(__doc__, model=False)
     parser.add_argument("folders", type=Path, nargs="+")
@@ -146,6 +146,6 @@ def _fits(grammar: str, value: Any) -> bool:
 
 
 if __name__ == "__main__":
-    from benchmarks.engine import grammar_suite  # a child finds functions by their module, and this one is __main__
+    from benchmarks.engine import grammar_suite  # a child finds functions by their module, and this module is __main__
 
     grammar_suite.main()

@@ -34,7 +34,7 @@ _GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
 
 
 class Steps:
-    """Plans of one shape for a runner: slot 0 has prompts, the slots behind it decode."""
+    """Plans of one shape for a runner: slot 0 has prompts, and the later slots decode."""
 
     def __init__(self, runner: ModelRunner, rows: int, row_context: int) -> None:
         self.runner, self.rows, self.row_context = runner, rows, row_context

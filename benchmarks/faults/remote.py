@@ -1,4 +1,4 @@
-"""An application in processes of its own, on a small disk of its own, as the faults' side sees it."""
+"""An application in separate processes, on a small separate disk, as seen by the process that causes faults."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def near_capacity(
 
 
 def capacity(workload: str, policy: Policy, seconds: float, low: float, high: float, num_tries: int) -> dict[str, Any]:
-    """The most that is served with at most one request in ten late, by halving the span of rates."""
+    """The highest rate with at most one request in ten late, by halving the span of rates."""
     best: dict[str, Any] = {}
     for _ in range(num_tries):
         rate = (low * high) ** 0.5
