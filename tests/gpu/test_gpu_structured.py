@@ -1,4 +1,4 @@
-"""Grammars in the steps of a GPU: whatever the batch, the guesses and the engine of a grammar, answers fit."""
+"""Grammars in the steps of a GPU: answers fit for any batch, guesses and engine of a grammar."""
 
 import time
 from dataclasses import replace
