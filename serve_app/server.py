@@ -20,7 +20,7 @@ from typing import Any
 
 from actors.ray import fork_server, haproxy
 from actors.ray.environment import quiet_port, single_machine
-from actors.ray.process import keep_bytecode, told_fault
+from actors.ray.process import keep_bytecode, reported_fault
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
 from serve_app.request_log.pipe import VARIABLE, RequestPipe, opened_pipe
@@ -250,7 +250,7 @@ def _wait_until_up(settings: ServerSettings, console: Console, parent: Parent, l
             front = application.deployments.get("Front")
             if front is not None and front.status == "HEALTHY":
                 parent.tell(port=True)
-            fault = told_fault(logs)
+            fault = reported_fault(logs)
             if fault or application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise CallboardError(fault or f"The application did not start: {_why(application)}; see {logs / _LOG}.")
             if application.status == "RUNNING" and _fronts_are_connected(settings) and _answers(settings):

@@ -164,7 +164,7 @@ async def test_who_lets_prefixes_be_forgotten_hears_when_they_are(monkeypatch):
         may_go_on.clear()
         monkeypatch.setattr("actors.front.link._ANSWER_S", 0.05)
         engines[0].loop._call(may_go_on.wait)
-        with pytest.raises(CallboardError, match=r"Engine 0 has not said within 0\.05 s .* is empty; ask again\.$"):
+        with pytest.raises(CallboardError, match=r"Engine 0 has not confirmed within .* is empty; try again\.$"):
             await group.reset_prefix_cache()
         may_go_on.set()
         await group.reset_prefix_cache()  # its answer, and not the one before, which came too late

@@ -13,8 +13,8 @@ GATE = "CALLBOARD_TEST_GATE"  # names a file: while it is there, models are load
 
 def install() -> None:
     """Let the runner that this worker may become wait at the gate, and do what Callboard does in each worker."""
-    from actors.engine.runner import ModelRunnerActor
     from actors.ray.process import listen_on_loopback
+    from actors.runners.runner import ModelRunnerActor
 
     listen_on_loopback()
     load, gate = ModelRunnerActor.load, Path(os.environ[GATE])
