@@ -31,8 +31,8 @@ HAProxy 2.8; pyproject.toml allows 2.60 only. After an upgrade, check each row, 
     process.reported_fault                  the names of worker logs, worker-*.err
     names.living_actors                     Serve's names of replica actors, which end in the replica's id
     placement                               that Ray sets CUDA_VISIBLE_DEVICES; Serve's placement group of a replica
-    serve_app/server.py                     ray._private.parameter, .node and .services; the modules of
+    serve_app/server/ray_start.py           ray._private.parameter, .node and .services; the modules of
                                             ray.serve._private that workers import
     serve_app/app.py                        ray._private.state.available_resources_per_node
-    serve_app/tools/processes.py            ray._private.worker._global_node, and titles of Ray's processes
+    serve_app/processes                     ray._private.worker._global_node, and titles of Ray's processes
 """

@@ -29,7 +29,7 @@ _WORKER = "/ray/_private/workers/default_worker.py"
 _MAX_MESSAGE_BYTES = 1 << 20
 # Ray's library copies these into its configuration when it is loaded, here before Ray runs. A cluster's first job has
 # this number. A worker ends with the process RAY_RAYLET_PID. Here that is the driver, which itself ends with the raylet
-# (`Parent.end_with` in serve_app/tools/process_tree.py).
+# (`Parent.end_with` in serve_app/processes/process_tree.py).
 _FIRST_JOB, _NO_JOB = "01000000", "ffffffff"
 
 

@@ -189,7 +189,7 @@ def main(binary: str, private: str, bind: str, *arguments: str) -> None:
             config = with_known_servers(config, last.read_text() if last.exists() else "")
             last.write_text(config)
         path.write_text(adapted(config, path.parent, private == "private", bind))
-    if bind:  # while the server starts, another socket shares the port (serve_app/tools/port.py)
+    if bind:  # while the server starts, another socket shares the port (serve_app/server/port.py)
         arguments = tuple(argument for argument in arguments if argument != "-dR")
     # Without -dS, HAProxy 2.8 moves data by splice(), and stops reading from a client that sends its body in its own
     # packet, as from OpenAI's client. If such a client leaves, its request would continue.
