@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
-from actors.engine.runner_group import LocalProcess
+from actors.runners.runner_group import LocalProcess
 from benchmarks.faults.matrix import ENGINE_ROLES, Fault
 from benchmarks.faults.tcp_proxy import TcpProxy
 from runtime.llm import LLM

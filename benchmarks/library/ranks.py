@@ -7,7 +7,7 @@ import os
 from multiprocessing.connection import Connection
 from typing import Any
 
-from actors.engine.step_channel import SocketExecutor, serve_steps
+from actors.runners.step_channel import SocketExecutor, serve_steps
 from actors.wire.transport import connect
 from benchmarks.library.models import spec_of
 from runtime.assembly.runner import build_runner

@@ -20,7 +20,7 @@ import numpy as np
 import uvloop
 from starlette.types import ASGIApp, Message
 
-from actors.wire.engine_client import OnEngine, nobody
+from actors.wire.engine_client import OnEngine, ignore_engine
 from runtime.loading.resolve import resolve
 from runtime.spec.config import DEFAULT_MODEL, ModelInfo
 from runtime.spec.types import FinishReason, Request, RequestOutput
@@ -45,7 +45,9 @@ class InstantEngine:
     def health(self) -> None:
         """It takes requests."""
 
-    async def generate(self, request: Request, on_engine: OnEngine = nobody) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, request: Request, on_engine: OnEngine = ignore_engine
+    ) -> AsyncGenerator[RequestOutput, None]:
         on_engine("toy/engine/0")
         for reason in (FinishReason.NONE, FinishReason.LENGTH):
             await asyncio.sleep(0)

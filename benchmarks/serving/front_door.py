@@ -36,10 +36,10 @@ import ray  # noqa: E402
 from ray import serve  # noqa: E402
 
 from actors.engine.loop import EngineLoop  # noqa: E402
-from actors.engine.step_channel import SocketExecutor, serve_steps  # noqa: E402
 from actors.front.engine_group import EngineGroup  # noqa: E402
 from actors.ray.directory import RayDirectory  # noqa: E402
 from actors.ray.names import NAMESPACE, engines_of, new_name  # noqa: E402
+from actors.runners.step_channel import SocketExecutor, serve_steps  # noqa: E402
 from actors.wire.transport import Address, connect  # noqa: E402
 from runtime.core.executor import Executor  # noqa: E402
 from runtime.core.plan import StepPlan, StepResult  # noqa: E402

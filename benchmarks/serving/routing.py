@@ -19,9 +19,9 @@ from itertools import chain, count
 
 import numpy as np
 
+from actors.engine.cache_feed import CacheFeed, Followers
 from actors.front.router import Prompt, Router
-from actors.wire.cache_feed import CacheFeed, Followers
-from actors.wire.messages import CacheUpdate, encode
+from actors.wire.link_messages import CacheUpdate, encode
 from actors.wire.transport import framed
 from benchmarks.serving.step_channel import EchoRunner
 from runtime.core.engine import EngineCore
@@ -62,7 +62,7 @@ def time_choice(num_engines: int, num_tokens: int, num_blocks: int, rounds: int)
     def choose() -> None:
         prompt = Prompt(list(tokens))
         engine, num_cached = router.choose(prompt, names)
-        router.placed(engine, next(streams), num_tokens - num_cached)
+        router.note_sent(engine, next(streams), num_tokens - num_cached)
 
     names = [str(i) for i in range(num_engines)]
     prompt = Prompt(tokens)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from actors.engine.step_channel import SocketExecutor, serve_steps
+from actors.runners.step_channel import SocketExecutor, serve_steps
 from actors.wire.transport import Address, connect
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor, InProcess

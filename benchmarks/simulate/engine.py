@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from actors.engine.cache_feed import CacheFeed
 from actors.front.router import Prompt
-from actors.wire.cache_feed import CacheFeed
 from benchmarks.simulate.step_times import StepTimes
 from benchmarks.simulate.traces import Job
 from runtime.core.block_pool import NULL_BLOCK

@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from actors.engine.adapter_machine import AdapterMachine, End, Hold, Load, Read, Rebuild, Restore
 from actors.wire.adapter_entry import FORGET_AFTER_S, AdapterEntry
-from actors.wire.adapter_machine import AdapterMachine, End, Hold, Load, Read, Rebuild, Restore
 from runtime.features.adapter_table import AdapterTable
 from runtime.spec.types import CallboardError
 
@@ -67,7 +67,7 @@ class World(RuleBasedStateMachine):
         entry = AdapterEntry(name, path, 1 if is_late else self.version)
         if name not in self.entries or entry.version > self.entries[name].version:
             self.entries[name] = entry
-        self.run(self.machine.said([entry], self.now))
+        self.run(self.machine.received([entry], self.now))
 
     @rule(front=st.sampled_from(FRONTS), paths=st.sets(st.sampled_from(PATHS), max_size=2))
     def need(self, front, paths):
@@ -95,8 +95,8 @@ class World(RuleBasedStateMachine):
 
     @rule(data=st.data())
     @precondition(lambda self: self.holds)
-    def hold_over(self, data):
-        self.run(self.machine.hold_over(self.holds.pop(data.draw(st.integers(0, len(self.holds) - 1)))))
+    def hold_ended(self, data):
+        self.run(self.machine.hold_ended(self.holds.pop(data.draw(st.integers(0, len(self.holds) - 1)))))
 
     @rule(path=st.sampled_from(PATHS), text=st.sampled_from(("digest of p", "digest of q", "changed", "")))
     def change_files(self, path, text):
@@ -225,13 +225,13 @@ class World(RuleBasedStateMachine):
         for front in FRONTS:
             self.run(self.machine.needed(front, {}))
         while self.holds:
-            self.run(self.machine.hold_over(self.holds.pop()))
+            self.run(self.machine.hold_ended(self.holds.pop()))
         for name in NAMES:
             self.version += 1
-            self.run(self.machine.said([AdapterEntry(name, "", self.version)], self.now))
+            self.run(self.machine.received([AdapterEntry(name, "", self.version)], self.now))
         assert not self.table.loaded, "a place is lost for good"
         late = self.now + (FORGET_AFTER_S + 1) * 10**9
-        self.run(self.machine.said([], late))
+        self.run(self.machine.received([], late))
         assert self.machine.states.keys() == {"x"}, "only settings are kept for ever"
 
 
@@ -241,7 +241,7 @@ TestWorld = World.TestCase
 
 def test_loads_that_never_began_are_no_losses():
     machine = AdapterMachine(AdapterTable(1), lambda index: False)
-    (read,) = (job for job in machine.said([AdapterEntry("a", "p", 1)], 1) if isinstance(job, Read))
+    (read,) = (job for job in machine.received([AdapterEntry("a", "p", 1)], 1) if isinstance(job, Read))
     actions = machine.read(read, "digest")
     for _ in range(5):
         (load,) = (job for job in actions if isinstance(job, Load))

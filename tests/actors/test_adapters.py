@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.engine.step_channel import RunnersLost
+from actors.runners.step_channel import RunnersLost
 from benchmarks.library.make_adapter import save_adapter
 from runtime.spec.types import CallboardError
 from tests.actors.test_engine_group import Group, healthy, live

@@ -55,7 +55,7 @@ def test_engines_needed_within_the_delay_stay():
 
 def test_no_engine_is_removed_while_another_is_lost():
     policy = ScalingPolicy(0, 4, 2, 10, 20)
-    assert {policy.decide([IDLE] * 2, 3, float(second), num_away=1) for second in range(60)} == {3}
+    assert {policy.decide([IDLE] * 2, 3, float(second), num_restarting=1) for second in range(60)} == {3}
     assert policy.decide([replace(IDLE, idle_s=1.0)] * 3, 3, 60.0) == 3  # the delay begins when it is back
     assert policy.decide([replace(IDLE, idle_s=1.0)] * 3, 3, 70.0) == 1
 

@@ -5,8 +5,8 @@ import queue
 
 import pytest
 
-from actors.engine import runner_group
-from actors.engine.runner_group import DraftKeeper
+from actors.runners import runner_group
+from actors.runners.runner_group import DraftKeeper
 from actors.wire.transport import connect
 from runtime.spec.config import EngineConfig
 from tests.actors.test_runner_group import Call
@@ -36,7 +36,7 @@ class Draft:
 
 @pytest.fixture
 def draft(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(runner_group, "_reach", lambda node, pid: ("", None))
+    monkeypatch.setattr(runner_group, "_host_and_process", lambda node, pid: ("", None))
     keeper, attached = DraftKeeper(EngineConfig(draft="x"), None, False, "app"), queue.Queue()
     keeper.draft, keeper._step_us = Draft(), ()
     keeper.keep(lambda wire, step_us: attached.put(wire))

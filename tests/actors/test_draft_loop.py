@@ -7,7 +7,7 @@ import threading
 import msgspec
 import pytest
 
-from actors.engine.draft import DraftLoop, SocketDraft
+from actors.runners.draft import DraftLoop, SocketDraft
 from actors.wire.transport import FrameSocket
 from runtime.speculation.draft import Chain, Told
 

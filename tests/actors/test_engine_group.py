@@ -11,7 +11,7 @@ import uvloop
 
 from actors.front import link as link_module
 from actors.wire.engine_client import EngineRefusal, Refusal
-from actors.wire.messages import HEARTBEAT_S, LOST_AFTER_BEATS, Heartbeat
+from actors.wire.link_messages import HEARTBEAT_S, LOST_AFTER_BEATS, Heartbeat
 from actors.wire.transport import Address
 from runtime.spec.types import FinishReason, Request, SamplingParams
 from tests.actors.test_link import INFO, Engine, eventually, hurry, link_to, read, request
@@ -326,7 +326,7 @@ async def test_a_stream_that_kills_engines_is_given_up():
         await eventually(lambda: running(engine) == 1)
         innocent = asyncio.create_task(read(group, request(1)))
         for _ in range(3):
-            await eventually(lambda: any(s.waits for link in group._links.values() for s in link.streams))
+            await eventually(lambda: any(s.in_queue for link in group._links.values() for s in link.streams))
             engine.die()
             await eventually(lambda: not group.engines())
             await eventually(lambda: not group._links)  # the directory reports it dead

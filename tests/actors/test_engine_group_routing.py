@@ -164,7 +164,7 @@ async def test_a_reset_of_prefixes_returns_when_it_is_done(monkeypatch):
         may_go_on.clear()
         monkeypatch.setattr("actors.front.link._ANSWER_S", 0.05)
         engines[0].loop._call(may_go_on.wait)
-        with pytest.raises(CallboardError, match=r"Engine 0 has not said within 0\.05 s .* is empty; ask again\.$"):
+        with pytest.raises(CallboardError, match=r"Engine 0 has not confirmed within .* is empty; try again\.$"):
             await group.reset_prefix_cache()
         may_go_on.set()
         await group.reset_prefix_cache()  # its own answer, not the earlier one, which was late

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from actors.engine.actor import EngineActor
-from actors.front.engine_group import EngineGroup, FromZero
+from actors.front.engine_group import EngineGroup, ScaleFromZero
 from actors.wire.engine_client import EngineRefusal, Refusal
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
@@ -22,7 +22,7 @@ class Zero:
         self.may_start.set()
         self.error = None
         self.engine.die()
-        self.group = EngineGroup(Engines(self.engine), FromZero(self.wake, max_requests, max_tokens, timeout_s))
+        self.group = EngineGroup(Engines(self.engine), ScaleFromZero(self.wake, max_requests, max_tokens, timeout_s))
 
     async def wake(self):
         self.num_asked += 1

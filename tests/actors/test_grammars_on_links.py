@@ -8,7 +8,7 @@ import pytest
 from actors.engine.queue_limits import HeldRequests, QueueLimits
 from actors.front.link import EngineLink
 from actors.wire.engine_client import EngineRefusal, Refusal
-from actors.wire.messages import Submit, encode
+from actors.wire.link_messages import Submit, encode
 from runtime.core.scheduler import Scheduler
 from runtime.features.grammar_store import GrammarUpdate
 from runtime.spec.config import EngineConfig

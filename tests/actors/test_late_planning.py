@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from actors.engine.loop import EngineLoop
-from actors.wire.messages import Submit
+from actors.wire.link_messages import Submit
 from runtime.core.plan import StepPlan
 from runtime.spec.config import EngineConfig
 from tests.actors.test_link import INFO, Engine, SlowRunner, eventually, link_to, read, request

@@ -10,8 +10,8 @@ import uvloop
 
 from actors.engine.link_server import Connection
 from actors.engine.loop import EngineLoop
-from actors.engine.step_channel import RunnersLost
 from actors.front.engine_group import EngineGroup
+from actors.runners.step_channel import RunnersLost
 from actors.wire.engine_client import EngineRefusal, Refusal
 from runtime.loading.adapter_files import read_adapter
 from runtime.policy.isolation import MAX_LOSSES

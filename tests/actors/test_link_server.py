@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from actors.wire import transport
-from actors.wire.messages import AbortById, Heartbeat, Report, Submit, decode_from_engine, encode
+from actors.wire.link_messages import AbortById, Heartbeat, Report, Submit, decode_from_engine, encode
 from actors.wire.metrics import MetricValues
 from runtime.core.requests import requests_of
 from runtime.spec.types import FinishReason, SamplingParams

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from ray.exceptions import RayTaskError
 
-from actors.engine import runner_group
-from actors.engine.runner_group import RunnerGroup
-from actors.engine.step_channel import RunnersLost, serve_steps
+from actors.runners import runner_group
+from actors.runners.runner_group import RunnerGroup
+from actors.runners.step_channel import RunnersLost, serve_steps
 from actors.wire.transport import connect
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import CallboardError
@@ -111,7 +111,7 @@ def make(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner_group.ray, "kill", lambda actor: None)
     monkeypatch.setattr(
         runner_group,
-        "_reach",
+        "_host_and_process",
         lambda node, pid: ("", runner_group.LocalProcess(pid)) if node == "here" else ("h", None),
     )
     made: list[Group] = []

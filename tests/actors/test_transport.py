@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.engine.step_channel import RunnersLost, SocketExecutor, serve_steps
+from actors.runners.step_channel import RunnersLost, SocketExecutor, serve_steps
 from actors.wire import transport
 from actors.wire.transport import Address, connect
 from tests.support.executor_group import (

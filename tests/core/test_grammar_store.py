@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.wire.plan_wire import PlanReader, PlanWriter
+from actors.runners.plan_wire import PlanReader, PlanWriter
 from runtime.core.engine import EngineCore
 from runtime.core.plan import MAX_NEW_BYTES
 from runtime.core.request_state import RequestState

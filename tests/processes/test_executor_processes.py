@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from actors.engine.step_channel import RunnersLost, SocketExecutor, serve_steps
+from actors.runners.step_channel import RunnersLost, SocketExecutor, serve_steps
 from actors.wire.transport import connect
 from tests.support.executor_group import HOSTS, Runner, expected, failing, plan_of, processes, same
 

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from ray.exceptions import RayError
 
-from actors.ray.process import told_fault
+from actors.ray.process import reported_fault
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
 from serve_app import cli
@@ -160,19 +160,19 @@ def test_a_front_that_cannot_start_shows_its_last_line(capfd):
 
 def test_a_front_that_fails_later_shows_its_error_and_log(tmp_path: Path):
     code = """
-from actors.ray.process import telling_faults
+from actors.ray.process import report_faults
 from runtime.spec.types import CallboardError
-with telling_faults("A front"):
+with report_faults("A front"):
     raise CallboardError("The tokenizer cannot be read; send another.")
 """
-    assert told_fault(tmp_path) == ""
+    assert reported_fault(tmp_path) == ""
     (tmp_path / "worker-1.err").write_text(":job_id:01000000\n")
     with (log := tmp_path / "worker-2.err").open("w") as stderr:
         subprocess.run([sys.executable, "-c", code], stderr=stderr, cwd=ROOT)
     sentence = "A front cannot start: The tokenizer cannot be read; send another"
-    assert told_fault(tmp_path) == f"{sentence}; see {log}."
+    assert reported_fault(tmp_path) == f"{sentence}; see {log}."
     log.write_text("callboard: cannot start: A front\nTraceback (most recent call last):\n  File")  # half written
-    assert told_fault(tmp_path) == ""
+    assert reported_fault(tmp_path) == ""
 
 
 def test_spans_without_opentelemetry_are_refused_before_ray(monkeypatch, capsys):

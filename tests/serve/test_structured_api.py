@@ -7,7 +7,7 @@ import re
 import httpx
 import pytest
 
-from actors.wire.messages import Submit, decode_from_front, encode
+from actors.wire.link_messages import Submit, decode_from_front, encode
 from runtime.spec.types import Grammar
 from runtime.structured.compiler import GrammarCompiler
 from serve_app.application import build_http_app

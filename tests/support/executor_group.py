@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.engine.step_channel import SocketExecutor, serve_steps
+from actors.runners.step_channel import SocketExecutor, serve_steps
 from actors.wire.transport import Address, connect
 from runtime.core.plan import NewSlot, StepPlan, StepResult, encode_plan, encode_result
 from runtime.spec.types import SamplingParams

@@ -11,7 +11,7 @@ from zlib import crc32
 
 import numpy as np
 
-from actors.wire.plan_wire import PlanReader, PlanWriter
+from actors.runners.plan_wire import PlanReader, PlanWriter
 from runtime.core.engine import EngineCore
 from runtime.core.plan import StepResult, decode_result, encode_result
 from runtime.policy.output_length import OutputLengthEstimator

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.output.message_parser import MessageFormat, MessageParser
-from runtime.text.reasoning import CLOSE, MAX_SPACES, OPEN, ReasoningSplitter
+from runtime.text.reasoning import CLOSE, OPEN, ReasoningSplitter
+from runtime.text.tool_calls.parser import MAX_SPACES
 from tests.support.cpu_time import reference_s
 
 

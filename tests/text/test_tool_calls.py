@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.text.reasoning import MAX_SPACES
 from runtime.text.tool_calls import FORMATS, HERMES, LLAMA3, ForcedCall, ToolCallParser, ToolFormat
+from runtime.text.tool_calls.parser import MAX_SPACES
 from tests.support.cpu_time import reference_s
 
 NAMES = {"f": {}, "get_weather": {}}
