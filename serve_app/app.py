@@ -37,20 +37,20 @@ from runtime.text.chat import load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.apis.batches.worker import Batches
 from serve_app.apis.chat.endpoint import message_delta
+from serve_app.apis.responses.ray_fronts import AskedStore, RayFronts
 from serve_app.apis.responses.store import ResponseStore, StoredResponses
 from serve_app.apis.table import CHAT, COMPLETIONS
 from serve_app.application import build_http_app
 from serve_app.http.lanes import run_preparation
+from serve_app.observability.line_pipe import line_writer
+from serve_app.observability.ray_metrics import RayMetrics
+from serve_app.observability.request_line import RequestLines
+from serve_app.processes.application_processes import kill_any
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.prepared_request import PreparedRequest
-from serve_app.request_log.line import RequestLines
-from serve_app.request_log.pipe import line_writer
 from serve_app.service.endpoint import Endpoint
-from serve_app.service.ray_fronts import AskedStore, RayFronts
-from serve_app.service.ray_metrics import RayMetrics
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings, ScalingSettings
-from serve_app.tools.processes import kill_any
 
 logger = logging.getLogger("ray.serve")
 
@@ -182,7 +182,7 @@ class Front:
         metrics.lines = RequestLines(self._service.model, line_writer()) if settings.request_log else None
         settings.check_extras()
         if settings.otlp_traces_endpoint is not None:
-            from serve_app.http.tracing import Tracing
+            from serve_app.observability.tracing import Tracing
 
             metrics.add_sink(Tracing.to(self._service.model, settings.otlp_traces_endpoint))
         fronts = RayFronts()

@@ -28,7 +28,7 @@ _WORKER = "/ray/_private/workers/default_worker.py"
 _MAX_MESSAGE_BYTES = 1 << 20
 # Ray's library copies these into its configuration when it is loaded, here before Ray runs. A cluster's first job has
 # this number. A worker ends when the process with RAY_RAYLET_PID does; the driver, which is named instead of the
-# raylet, ends with it (`Parent.end_with` in serve_app/tools/process_tree.py).
+# raylet, ends with it (`Parent.end_with` in serve_app/processes/process_tree.py).
 _FIRST_JOB, _NO_JOB = "01000000", "ffffffff"
 
 

@@ -180,7 +180,7 @@ def main(binary: str, private: str, bind: str, *arguments: str) -> None:
             config = with_known_servers(config, last.read_text() if last.exists() else "")
             last.write_text(config)
         path.write_text(adapted(config, path.parent, private == "private", bind))
-    if bind:  # while the server starts, another socket has the port, too (serve_app/tools/port.py)
+    if bind:  # while the server starts, another socket has the port, too (serve_app/server/port.py)
         arguments = tuple(argument for argument in arguments if argument != "-dR")
     # Without -dS, HAProxy 2.8 moves data by splice() and no longer reads from a client whose body came in a packet of
     # its own, as OpenAI's client sends it: if that client leaves, nobody learns of it and its request is computed on.

@@ -16,7 +16,7 @@ def test_figures_reach_rays_own_exporter(ray_session):
     class Publisher:
         async def publish(self):
             from actors.wire.metrics import MetricValues, Snapshot, all_at_zero
-            from serve_app.service.ray_metrics import RayMetrics
+            from serve_app.observability.ray_metrics import RayMetrics
 
             metrics, engine = RayMetrics("m", "r1"), all_at_zero()
             await metrics.publish_engine("a", Snapshot(all_at_zero(), {"block_size": "16"}))

@@ -129,7 +129,7 @@ def test_a_wrong_word_takes_three_lines_at_most(argv: str, says: str, capsys):
 )
 def test_several_names_leave_the_model_its_place(argv: str, model: str | None, names: list[str], monkeypatch):
     served = []
-    monkeypatch.setattr("serve_app.server.serve", served.append)
+    monkeypatch.setattr("serve_app.server.serve.serve", served.append)
     assert cli.main(["serve", *argv.split()]) == 0
     assert served[0].config == (EngineConfig() if model is None else EngineConfig(model))
     assert served[0].served_model_names == tuple(names)
@@ -187,7 +187,7 @@ def test_keys_come_from_the_environment_unless_they_are_given(monkeypatch):
         assert client_key(cli.parser().parse_args([*command, "--api-key", "three"])) == "three"
 
 
-def test_chat_sends_the_key_and_says_if_it_is_refused(monkeypatch, capsys):
+def test_chat_sends_the_key_and_reports_a_refusal(monkeypatch, capsys):
     import httpx
 
     sent = []
