@@ -66,11 +66,12 @@ them. The table lists the fields of OpenAI, Anthropic, vLLM, SGLang and Callboar
 | word | meaning |
 | --- | --- |
 | **works** | as its owner documents it |
-| refused | a 400 that names the field: it would change the answer and is not supported. The last column has the replacement. Null, and the values in brackets, are accepted: they change nothing |
+| refused | a 400 that names the field: it would change the answer and is not supported |
 | ignored | it changes nothing here; the header `x-callboard-ignored-fields` names it |
 
-Fields outside this table are ignored, too, unless [other servers' fields](../serve_app/protocol/other_servers.py) refuses
-them. That table also has the fields of TGI, llama.cpp and Ollama.
+The last column has the replacement of a refused field. Null, and the values in brackets, are accepted: they change
+nothing. Fields outside this table are ignored unless `serve_app/protocol/other_servers.py` refuses them, which also
+covers TGI, llama.cpp and Ollama.
 
 | field | of | completions | chat | responses | messages | what to send instead, or why |
 | --- | --- | --- | --- | --- | --- | --- |
