@@ -125,7 +125,7 @@ async def _read_again(cell: Cell) -> None:
 
 
 _NO_DRAFT = dict.fromkeys(("idle", "prefill", "decode", "drain", "start"), DRAFT_ONLY)
-_NO_STREAMS = {"idle": "nobody streams"}
+_NO_STREAMS = {"idle": "no streams"}
 _TWO_RANKS: dict[str, Any] = {"hits_engine": True, "num_ranks": 2, "none_when": {"verify": "no draft with ranks"}}
 _NO_LINKS = {"start": "the engine that starts has no link yet"}
 FAULTS = [
@@ -141,9 +141,9 @@ FAULTS = [
     _kill("engines", "SIGKILL to both at once: streams wait for one that has loaded its model", hits_engine=False),
     _kill("supervisor", "SIGKILL to the Serve replica that one engine belongs to", hits_engine=True),
     _stop("supervisor", "SIGSTOP to it for 10 s", 10.0, hits_engine=True),
-    _kill("front", "SIGKILL to one of two fronts: its clients lose their connections and ask again", hits_cut=True),
+    _kill("front", "SIGKILL to one of two fronts: its clients lose their connections and send again", hits_cut=True),
     _stop("front", "SIGSTOP to it for 10 s", 10.0),
-    _kill("haproxy", "SIGKILL to HAProxy: all clients lose their connections and ask again", hits_cut=True),
+    _kill("haproxy", "SIGKILL to HAProxy: all clients lose their connections and send again", hits_cut=True),
     _stop("haproxy", "SIGSTOP to it for 5 s", 5.0),
     Fault("raylet killed", "SIGKILL to Ray's daemon of one engine's node; a second later another node joins",
           _kill_raylet, hits_engine=True),
@@ -152,7 +152,7 @@ FAULTS = [
     _stop("controller", "SIGSTOP to it for 10 s", 10.0),
     _stop("gcs", "SIGSTOP to Ray's global control service for 60 s", 60.0,
           none_when={"start": "Ray starts no process without it", "drain": "the order to drain is a Ray call"}),
-    Fault("gcs killed", "SIGKILL to it, and what goes on for 20 s; Ray then needs to be started anew",
+    Fault("gcs killed", "SIGKILL to it, observed for 20 s; Ray then needs a new start",
           _signal("gcs", signal.SIGKILL), _nothing, 20.0, is_final=True,
           none_when={"start": "Ray starts no process without it", "drain": "the order to drain is a Ray call"}),
     Fault("link half-open", "both links of one engine swallow all bytes for 20 s", _swallow, _carry_again, 20.0,
@@ -160,8 +160,8 @@ FAULTS = [
     Fault("link slow", "both links of one engine take 200 ms more each way for 5 s", _slow, _carry_again, 5.0,
           hits_engine=True, through_proxy=True, none_when=_NO_LINKS),
     Fault("full disk", "the disk of Ray's and HAProxy's files is full for 10 s", _fill_disk, _empty_disk, 10.0),
-    Fault("clock jump", "`time.time` of one engine's process jumps by an hour, and back after 5 s (of Python alone: no "
-          "namespace has a clock of its own, and the system's is everybody's)", _shift_clock, _shift_back, 5.0,
+    Fault("clock jump", "`time.time` of one engine's process jumps by an hour, and back after 5 s (in Python alone: "
+          "namespaces share the system's clock)", _shift_clock, _shift_back, 5.0,
           hits_engine=True, none_when={"start": "the process is not there yet"}),
     Fault("silent readers", "every tenth client reads nothing for 5 s", _stop_reading, _read_again, 5.0,
           none_when=_NO_STREAMS),
@@ -170,5 +170,5 @@ BY_NAME = {fault.name: fault for fault in FAULTS}
 # Faults that no cell shows, with the reason.
 ABSENT = {
     "head node": "the fronts of an application on one machine are on its head node; with fronts elsewhere it is the "
-    "row of the GCS, which is what the head node alone has",
+    "row of the GCS, the head node's only own process",
 }

@@ -15,7 +15,7 @@ from sentencepiece import sentencepiece_model_pb2
 from runtime.spec.types import CallboardError
 from runtime.text.tokenizer import Tokenizer
 
-CORPUS = (Path(__file__).parents[1] / "data" / "text_corpus.md").read_text("utf-8").splitlines()
+CORPUS = (Path(__file__).parents[1] / "data" / "text_corpus.txt").read_text("utf-8").splitlines()
 SYMBOLS = {"control_symbols": ["<turn>"], "user_defined_symbols": ["\n", "<b>"]}
 
 
