@@ -117,7 +117,7 @@ def test_kernel_functions_outside_triton_have_types():
         pytest.param(["serve_app.app", "actors.engine.supervisor"], ["torch", "triton"], marks=pytest.mark.long),
         (["runtime.core.scheduler", "runtime.core.engine"], ["torch", "ray", "tokenizers"]),
         (["runtime.text.tokenizer", "runtime.text.chat", "runtime.text.stream"], ["torch", "ray"]),
-        (["runtime.structured.engines", "runtime.structured.compiler"], ["torch", "ray", "tokenizers"]),
+        (["runtime.structured.matching.factory", "runtime.structured.compiler"], ["torch", "ray", "tokenizers"]),
         (["runtime.llm"], ["torch", "ray"]),
         (["runtime.inspection"], ["torch", "ray"]),
         (["runtime.loading.resolve"], ["torch", "ray", "huggingface_hub"]),

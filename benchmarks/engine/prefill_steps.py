@@ -2,10 +2,10 @@
 
     python -m benchmarks.engine.prefill_steps --model llama-3.2-3b --prompts 64 256 1024 2048 --rows 0 48
 
-A step is one prompt of `--prompts` new tokens behind `--context` cached tokens, beside a number of decode rows, each
-with a context of its own. Plans are made by hand and go directly to a runner with random weights of a published shape.
-Both ways are measured in turn in one process. `launch_ms` and `cpu_ms` are the host's time until `launch` returns, by
-the clock and by the thread's own; `step_ms` is the time until the result. `behind_ms` is a step among eight that are
+A step is one prompt of `--prompts` new tokens behind `--context` cached tokens. Beside it are decode rows, each with a
+context of its own. Plans are made by hand and go directly to a runner with random weights of a published shape. Both
+ways are measured in turn in one process. `launch_ms` and `cpu_ms` are the host's time until `launch` returns, by the
+clock and by the thread's own; `step_ms` is the time until the result. `behind_ms` is a step among eight that are
 launched one behind another, as in an engine that plans ahead. Medians. The first line shows the time and memory of the
 graphs at the start.
 """
@@ -35,7 +35,7 @@ _GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
 
 
 class Steps:
-    """Plans of one shape for a runner: slot 0 has prompts, the slots behind it decode."""
+    """Plans of one shape for a runner: slot 0 has prompts, and the later slots decode."""
 
     def __init__(self, runner: ModelRunner, rows: int, row_context: int) -> None:
         self.runner, self.rows, self.row_context = runner, rows, row_context

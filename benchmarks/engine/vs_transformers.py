@@ -66,7 +66,7 @@ def callboard(config: EngineConfig) -> Callable[[np.ndarray], Timing]:
 
 
 def transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Callable[[np.ndarray], Timing]:
-    """The same through transformers' generate with SDPA attention; prefill is a generate of one token."""
+    """The same with transformers' generate with SDPA attention; prefill is a generate of one token."""
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**checkpoint.config, attn_implementation="sdpa"))
     model.to_empty(device="cpu")

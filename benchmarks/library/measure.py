@@ -1,4 +1,5 @@
-"""What the benchmarks share: an engine in this process on random weights, timed batches, and one JSON line a result."""
+"""The shared parts of benchmarks: an engine in this process on random weights, timed batches, and one JSON line a
+result."""
 
 from __future__ import annotations
 
@@ -141,7 +142,8 @@ class Results:
         }
 
     def add(self, config: EngineConfig | None = None, **values: Any) -> None:
-        """`values` name the measurement and its figures; of `config`, what differs from the defaults is noted."""
+        """`values` name the measurement and its figures; fields of `config` that differ from the defaults are
+        recorded."""
         changed = {} if config is None else _changed(config)
         line = json.dumps(self._common | {"config": changed} | _rounded(values))
         print(line, flush=True)

@@ -23,12 +23,12 @@ from runtime.kernels.sampling.automata import AT, FIRST, GUESSES, NUM_GUESSES, S
 from runtime.spec.config import ModelInfo
 from runtime.spec.sharding import ALONE, Shard
 from runtime.spec.types import CallboardError
-from runtime.structured.automaton import EagerMatcher
-from runtime.structured.automaton_policy import AutomatonPolicy
-from runtime.structured.engines import Engines
-from runtime.structured.lazy import LazyMatcher
-from runtime.structured.thinking import ThinkingMatcher
-from runtime.structured.vocabulary import Vocabulary
+from runtime.structured.matching.automaton import EagerMatcher
+from runtime.structured.matching.automaton_policy import AutomatonPolicy
+from runtime.structured.matching.factory import Engines
+from runtime.structured.matching.lazy import LazyMatcher
+from runtime.structured.matching.thinking import ThinkingMatcher
+from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.worker.extras import RunnerParts, TokenMasks
 from runtime.worker.sources import ModelSource
 

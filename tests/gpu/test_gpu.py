@@ -187,7 +187,7 @@ def test_rope_store_kv_against_float64(tokens, heads, kv_heads, dim, dtype, qk_n
         x = torch.cat((*normed, parts[2]), 1)
     cos, sin = table.index_select(1, positions).double().unsqueeze(2).unbind(0)
     turned = x * cos + torch.cat((x[..., half:], x[..., :half]), -1) * sin
-    torch.cuda.synchronize()  # the kernel may start before the one right before it has ended
+    torch.cuda.synchronize()  # the kernel may start before the previous one has ended
     for rows, rope_store in ((rope_rows_torch, rope_store_kv_torch), (rope_rows_triton, rope_store_kv_triton)):
         kv = torch.full((2, kv_heads, tokens + 16, 1, dim), torch.nan, device="cuda", dtype=dtype)
         q = rope_store(qkv.clone(), rows(table, positions), kv, index, *weights, eps=1e-6)

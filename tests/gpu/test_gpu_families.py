@@ -52,7 +52,7 @@ def test_bf16_logits_are_as_near_to_fp32_as_in_torch(case):
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen3 moe", "gemma2", "gemma3", "olmo3", "gpt2"])
 def test_bits_do_not_depend_on_batch_mates(case):
-    """Deterministic: a row decoded beside three others, in a graph or not, has the bits of the row alone."""
+    """Deterministic: a row that is decoded beside three others, in a graph or not, has the same bits as alone."""
     runner = build_runner(
         EngineConfig(device="cuda", num_kv_blocks=64, max_num_seqs=4, max_model_len=128, deterministic=True),
         DummySource(spec_of(case)),

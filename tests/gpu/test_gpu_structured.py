@@ -1,4 +1,4 @@
-"""Grammars in the steps of a GPU: whatever the batch, the guesses and the engine of a grammar, answers fit."""
+"""Grammars in the steps of a GPU: answers fit for any batch, guesses and engine of a grammar."""
 
 import time
 from dataclasses import replace
@@ -10,7 +10,7 @@ from runtime.assembly.runner import build_runner
 from runtime.kernels.sampling import automata, bitmask, sample
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import FinishReason, Grammar
-from runtime.structured.automaton_policy import AutomatonPolicy
+from runtime.structured.matching.automaton_policy import AutomatonPolicy
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.grammar.test_structured_steps import PERSON, PERSONS, check_fits, schemas_with_grammars

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from runtime.structured.automaton_policy import MOST_STEP_US, AutomatonPolicy
+from runtime.structured.matching.automaton_policy import MOST_STEP_US, AutomatonPolicy
 from tests.support.structured_cases import regex
 from tests.support.structured_engine import answers, hot, runner_of
 

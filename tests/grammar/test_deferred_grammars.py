@@ -8,9 +8,9 @@ from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.features import grammar_state
 from runtime.spec.types import FinishReason, Grammar
-from runtime.structured.engines import Engines
-from runtime.structured.lazy import LazyEngine
-from runtime.structured.vocabulary import BYTES
+from runtime.structured.matching.factory import Engines
+from runtime.structured.matching.lazy import LazyEngine
+from runtime.structured.matching.vocabulary import BYTES
 from runtime.worker.runner import ModelRunner
 from tests.support.structured_cases import regex
 from tests.support.structured_engine import Answers, answers, hot, recorded, runner_of

@@ -87,7 +87,7 @@ def runner_of(folder, kind: str) -> ModelRunner:
 
 @pytest.mark.parametrize(("scheme", "dtype"), [("float", torch.float8_e4m3fn), ("int", torch.float32)])
 def test_auto_follows_the_checkpoint(tmp_path, scheme, dtype):
-    """A kv_cache_scheme as compressed-tensors writes it, and one that no cache here has."""
+    """A kv_cache_scheme as compressed-tensors writes it, and one that no cache here supports."""
     form = FORMATS["ct-fp8-channel"]
     described = {"num_bits": 8, "type": scheme, "strategy": "tensor", "dynamic": False, "symmetric": True}
     folder, _ = write(tmp_path, replace(form, config=form.config | {"kv_cache_scheme": described}))

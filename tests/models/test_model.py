@@ -1,4 +1,4 @@
-"""Our decoder against transformers, on tiny random checkpoints; and what bad checkpoints get."""
+"""Our decoder against transformers, on tiny random checkpoints; and the errors of bad checkpoints."""
 
 import json
 import shutil

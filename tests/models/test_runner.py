@@ -99,7 +99,7 @@ def test_a_plan_may_reuse_a_slot_and_its_blocks_at_once(runner):
     assert set(driver.tables[0]) <= set(blocks)
     result = driver.step((0, 0, 40, 1))
     torch.testing.assert_close(driver.logits[0], want, atol=1e-5, rtol=1e-5)
-    assert result.token_ids[0] == want.argmax()  # none of the earlier parameters is left
+    assert result.token_ids[0] == want.argmax()  # the earlier parameters are forgotten
 
 
 def test_rows_may_share_a_prefix_computed_in_their_step(runner):

@@ -1,4 +1,4 @@
-"""The rows of a step as one array: what a graph of any size gets for a plan, and which sizes there are."""
+"""The rows of a step as one array: the input that a graph of any size gets for a plan, and the sizes that exist."""
 
 from itertools import pairwise
 
@@ -106,7 +106,7 @@ def test_large_steps_have_little_padding():
 
 @pytest.mark.parametrize("sizes", [(1, 11), (4, 4, 4), (7, 5), (2, 1, 1, 1, 7), (12,)])
 def test_pieces_compute_and_sample_what_the_plan_does(sizes):
-    """In its order: a row that is cut goes on in the next piece, and samples where it did."""
+    """The order is the plan's: a row that is cut continues in the next piece, and samples where it did."""
     pieces = cut(PLAN, sizes)
     assert [int(piece.num_tokens.sum()) for piece in pieces] == list(sizes)
     tokens, samples = [], []

@@ -1,4 +1,4 @@
-"""Ranks that have the logits of parts of the vocabulary answer as one rank with all logits does, to the bit."""
+"""Ranks with the logits of parts of the vocabulary answer as one rank with all logits, to the bit."""
 
 import math
 

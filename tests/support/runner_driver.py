@@ -68,7 +68,7 @@ class Driver:
         )
 
     def free(self, slot: int) -> None:
-        """The request leaves; its blocks are the next ones handed out."""
+        """The request leaves; its blocks are the next ones to be allocated."""
         self.plan.freed = np.append(self.plan.freed, np.int32(slot))
         self.free_blocks += self.tables.pop(slot)[::-1]
 

@@ -37,8 +37,8 @@ def split(runner: ModelRunner, rank: LockstepRank) -> ModelRunner:
 
 
 class SplitRunner:
-    """A `Runner` of all ranks. At each step all must have sampled the tokens of one rank, and rank 0 must answer all
-    that this one answers."""
+    """A `Runner` of all ranks. At each step all must have sampled the tokens of one rank, and rank 0's result must
+    equal that rank's."""
 
     def __init__(
         self, size: int, make: Callable[[], ModelRunner], prepare: Callable[[ModelRunner], None] = lambda runner: None
@@ -63,5 +63,5 @@ class SplitRunner:
         for name in ("logprob_rows", "ranks", "logprobs", "top_ids", "top_logprobs"):
             assert np.array_equal(getattr(results[0], name), getattr(want, name)), name
         assert results[0].failures == want.failures
-        assert sum(results[0].begun) == sum(want.begun)  # by which engine depends on time
+        assert sum(results[0].begun) == sum(want.begun)  # the engine used depends on time
         return results[0]

@@ -10,7 +10,7 @@ from runtime.core.executor import InProcess
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import FinishReason, Grammar, Request, SamplingParams, TokenLogprobs
 from runtime.speculation.choose_k import Drafter, Speculation
-from runtime.structured.vocabulary import Vocabulary
+from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.worker.gpu.step_rows import MixedShape
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
@@ -20,7 +20,7 @@ from tests.support.fake_runner import Recorded
 from tests.support.runner_driver import TINY
 
 SPEC = replace(TINY, vocab_size=len(SMALL.tokens))
-# What closes something is likely, or random answers would never end.
+# Closing characters are likely, because random answers would otherwise never end.
 CLOSING = tuple(
     (i, 2.0 + 2.0 * (i in SMALL.eos_ids))
     for i, token in enumerate(SMALL.tokens)
@@ -101,7 +101,7 @@ def answers(
 
 
 def recorded(found: Answers, share_right: float) -> Recorded:
-    """A drafter of what was answered."""
+    """A drafter that repeats recorded answers."""
     return Recorded({name: tokens for name, (tokens, _, _) in found.items()}, share_right, SPEC.vocab_size)
 
 

@@ -48,7 +48,7 @@ PARAMS = [
         presence_penalty=0.5,
         ignore_eos=True,
     ),
-    SamplingParams(  # a second pass, which has the penalties
+    SamplingParams(  # a second pass, with the penalties
         max_tokens=6,
         temperature=0.0,
         repetition_penalty=1.3,
@@ -159,7 +159,7 @@ def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, repeats
 
 
 def check_tokens(guesses, **config):
-    """With the prefix cache, log-probabilities and guesses of `run`, both backends answer alike."""
+    """With the prefix cache, log-probabilities and guesses of `run`, both backends give the same results."""
     *want, want_values = run("torch", **config)
     *got, values = run("triton", answers=want[0], guesses=guesses, **config)
     assert got == want, (want, got)
@@ -169,7 +169,7 @@ def check_tokens(guesses, **config):
 
 
 def chains(backend):
-    """What a draft answers as commits of right and wrong tokens come in, on graphs in the Triton path."""
+    """A draft's replies to commits of right and wrong tokens, on graphs in the Triton path."""
     settings = {"device": "cpu", "kernel_backend": backend, "num_kv_blocks": 24, "max_num_seqs": 4, "num_threads": 1}
     config = EngineConfig(**settings, max_model_len=96, dtype="float32")
     with mock.patch.object(ModelRunner, "_time_steps"):  # minutes under the interpreter

@@ -1,4 +1,4 @@
-"""Steps with prompts as graphs: what a replay computes is what the same plan computes launched, in every bucket."""
+"""Steps with prompts as graphs: a replay computes the same as the launched plan, in every bucket."""
 
 from dataclasses import replace
 from unittest import mock
@@ -27,7 +27,7 @@ SIZES = (16, 24, 40)
 def runner():
     config = {"kernel_backend": "triton", "dtype": "float32", "num_kv_blocks": 64, "max_num_seqs": 4}
     with pytest.MonkeyPatch.context() as patch:
-        # Products of few rows are other tests' matter, and take minutes under the interpreter.
+        # Other tests cover products of few rows, which take minutes under the interpreter.
         patch.setattr("runtime.kernels.linear.fused_linear.MAX_ROWS", 0)
         patch.setattr("runtime.worker.gpu.graph_runner.prefill_sizes", lambda most: [n for n in SIZES if n <= most])
         # Memory that is allocated and not written is NaN, or the largest integer.
@@ -77,7 +77,7 @@ def mixed_step(driver: Driver, num_tokens: int, num_decoding: int) -> tuple[torc
     return tuple(kept)
 
 
-# Each graph, with two of its four short rows or without; and one with one of them.
+# Each graph, with two of its four short rows or without them; and one with one of them.
 @pytest.mark.parametrize(("tokens", "num_decoding"), [*((size, n) for size in SIZES for n in (0, 2)), (24, 1)])
 @pytest.mark.thorough
 def test_every_bucket_at_its_edges(runner, tokens, num_decoding):
@@ -100,8 +100,8 @@ def test_every_bucket_at_its_edges(runner, tokens, num_decoding):
 @pytest.mark.thorough
 def test_a_step_above_the_largest_graph_is_split(runner, monkeypatch, params):
     """Each row continues where the last piece left it, and all samples come in the plan's order. The rows are guesses,
-    decode rows, and a request that shares blocks which an earlier piece of the same step computes. Samples may be
-    looked at again, with the logits of their own piece."""
+    decode rows, and a request that shares blocks which an earlier piece of the same step computes. Samples may be read
+    again, with the logits of their own piece."""
 
     def step(driver: Driver) -> list[torch.Tensor]:
         first = prompt(50)
@@ -228,7 +228,7 @@ POOLED = SamplingParams(max_tokens=1, temperature=0.0, pooled=True)
 @pytest.mark.parametrize("kind", ["last", "mean"])
 def test_vectors_of_prompts(runner, monkeypatch, kind):
     """Beside decode rows, in one step or in chunks (the last may have one token), and in one graph or in several. The
-    vectors equal those of the torch kernels. Means are launched."""
+    vectors equal the torch kernels' vectors. Means are launched."""
 
     def steps(driver: Driver) -> list[np.ndarray]:
         driver.open(0, prompt(9), PENALISED, seed=1)

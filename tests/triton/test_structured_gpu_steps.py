@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from runtime.spec.types import FinishReason, Grammar, SamplingParams
-from runtime.structured.automaton_policy import AutomatonPolicy
+from runtime.structured.matching.automaton_policy import AutomatonPolicy
 from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.gpu.step_rows import MixedShape
 from runtime.worker.runner import ModelRunner
@@ -45,7 +45,7 @@ def test_triton_gives_the_same_tokens_as_torch(monkeypatch):
     graphs = [g for graphs in runner.steps.graph_runner.graphs.values() for g in graphs]
     assert all(g.graph.count for g in graphs if g.shape.num_rows == 4)
 
-    # Once more with automata, which take their outputs from the host after the first token.
+    # Again with automata, which take their outputs from the host after the first token.
     engines = runner.masks._engines.result()
     engines.policy = AutomatonPolicy(0.0, 0)  # at once
     for grammar in (params[0].grammar, params[2].grammar, params[5].grammar):
