@@ -30,7 +30,7 @@ from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.sharding import ALONE, Shard
 from runtime.spec.types import CallboardError
 from runtime.worker.cpu.cpu_steps import CpuSteps
-from runtime.worker.extras import NO_EXTRAS, RunnerExtras, RunnerParts
+from runtime.worker.extras import NO_EXTRAS, RunnerExtras, RunnerParts, SleepMemory, StepExtra
 from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.memory import MemoryPlan, available_memory, plan_memory, resize_kv
@@ -69,8 +69,9 @@ class ModelRunner:
         self._large_step_us = math.inf  # of a decode step of many rows, if it was measured
         self.spec = quantized_at_load(source.spec, config, numerics.device.type, is_draft).of_rank(self.shard)
         check_products(self.spec, numerics, config, is_draft)
-        may_sleep = config.sleep_mode and numerics.device.type == "cuda" and extras.sleep_memory is not None
-        self._sleep_memory = extras.sleep_memory(numerics.device) if may_sleep and extras.sleep_memory else None
+        self._sleep_memory: SleepMemory | None = None
+        if config.sleep_mode and numerics.device.type == "cuda" and extras.sleep_memory is not None:
+            self._sleep_memory = extras.sleep_memory(numerics.device)
         self._group = RankGroup(config, self.spec, numerics)
         self.handle = self._group.handle
         if shard is None:
@@ -118,12 +119,9 @@ class ModelRunner:
         return self.info
 
     def _make_extras(self) -> None:
-        plugged = self._plugged
-        num_slots = self.memory.max_num_seqs
-        parts = RunnerParts(
-            self.config, self._source, self.decoder, self.numerics, num_slots, self.shard, self.is_draft
-        )
-        self.extras = [make(parts) for make in plugged.outputs]
+        plugged, model = self._plugged, (self._source, self.decoder, self.numerics)
+        parts = RunnerParts(self.config, *model, self.memory.max_num_seqs, self.shard, self.is_draft)
+        self.extras: list[StepExtra] = [make(parts) for make in plugged.outputs]
         self.masks = None if plugged.masks is None else plugged.masks(parts)
         self.adapters = None if plugged.adapters is None else plugged.adapters(parts)
 
