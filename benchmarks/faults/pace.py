@@ -18,8 +18,7 @@ STEP_MS = "CALLBOARD_FAULTS_STEP_MS"
 
 def install() -> None:
     """Slow the runner of this worker down, and do Callboard's own setup of a worker."""
-    import actors.engine.runner
-
+    import actors.runners.runner
     from actors.ray.process import listen_on_loopback
 
     listen_on_loopback()
