@@ -35,9 +35,9 @@ class Fault:
     hold_s: float = 0.0  # how long until it is undone
     hits_engine: bool = False  # the streams of one engine are hit; the others should notice nothing
     hits_cut: bool = False  # the clients hit are those with lost connections
-    is_final: bool = False  # the application cannot recover: another one is made
+    is_final: bool = False  # the application cannot recover, and another one is started
     through_proxy: bool = False
-    none_when: dict[str, str] | None = None  # columns that make no sense, and why
+    none_when: dict[str, str] | None = None  # columns that make no sense, with the reason
     num_ranks: int = 1  # of each engine of the application
 
     def why_not(self, when: str, has_disk: bool = True) -> str:
@@ -48,7 +48,8 @@ class Fault:
 
 
 def _signal(role: str, number: signal.Signals) -> Callable[[Cell], Awaitable[None]]:
-    """To the process of the victim engine, or to the first one of that role (HAProxy and all engines: to all)."""
+    """Send it to the process of the victim engine, or to the first one of that role (HAProxy and all engines: to
+    all)."""
 
     async def send(cell: Cell) -> None:
         cell.send(role, number)
@@ -111,7 +112,7 @@ async def _shift_clock(cell: Cell) -> None:
 
 
 async def _shift_back(cell: Cell) -> None:
-    with suppress(RuntimeError):  # the engine is gone, and its clock with it
+    with suppress(RuntimeError):  # the engine and its clock are gone
         await cell.application.ask("shift_clock", cell.victim, -3600.0)
 
 
@@ -166,7 +167,7 @@ FAULTS = [
           none_when=_NO_STREAMS),
 ]  # fmt: skip
 BY_NAME = {fault.name: fault for fault in FAULTS}
-# What no cell shows, and why.
+# Faults that no cell shows, with the reason.
 ABSENT = {
     "head node": "the fronts of an application on one machine are on its head node; with fronts elsewhere it is the "
     "row of the GCS, the head node's only own process",

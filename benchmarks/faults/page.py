@@ -52,7 +52,7 @@ def _matrix(told: list[dict[str, Any]]) -> list[str]:
 
 
 def _repeats(told: list[dict[str, Any]]) -> list[str]:
-    """How many repeats there are of each cell, and how many cells have how many."""
+    """The number of repeats of each cell, and how many cells have that number."""
     counts = Counter((line["fault"], line["when"]) for line in told)
     possible = [(fault.name, when) for fault in FAULTS for when in WHEN if not fault.why_not(when)]
     cells = Counter(counts[cell] for cell in possible)
