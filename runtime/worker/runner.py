@@ -97,7 +97,7 @@ class ModelRunner:
         self.kv_scales = None
         if spec.kv_cache_form(config.kv_cache_dtype) == "fp8" and (scales := self._source.kv_scales()) is not None:
             self.kv_scales = scales[:, :, spec.first_kv_head :][:, :, : spec.num_kv_heads]
-        group.least(0)  # all ranks have read their weights
+        group.barrier()  # all ranks have read their weights
         if numerics.backend == "triton" and numerics.device.type == "cuda":
             self._measure_memory()
         return self._describe(self._source.fingerprint)
@@ -111,7 +111,7 @@ class ModelRunner:
         )
         self.asynchronous = self.steps.asynchronous
         self.info = self._describe(self._source.fingerprint)
-        self._group.least(0)  # all ranks have their cache
+        self._group.barrier()  # all ranks have their cache
         self._warm_up()
         if self.masks is not None:
             self.masks.open(self.info, self.asynchronous, self._large_step_us)
@@ -174,7 +174,7 @@ class ModelRunner:
         warm_up.build_kernels(on_gpu)
         if isinstance(self.steps, GpuSteps) and self.config.cuda_graphs and on_gpu:
             self._capture_graphs(self.steps)
-            self._group.least(0)  # all ranks have captured their graphs
+            self._group.barrier()  # all ranks have captured their graphs
         self.reset()  # the timed steps must be plain
         if on_gpu and not self.is_draft and self.masks is not None:
             self._large_step_us = warm_up.large_step_us()

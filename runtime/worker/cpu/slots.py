@@ -28,7 +28,7 @@ class Slots:
         """writes: [3, n] slot, index in its table, block id."""
         self.tables[writes[0], writes[1]] = writes[2]
 
-    def write_given(self, plan: StepPlan) -> None:
+    def write_draft_tokens(self, plan: StepPlan) -> None:
         """Write the draft tokens of a plan at their positions."""
         rows, positions = last_tokens(plan, plan.draft_lens)
         at = plan.slots[rows].astype(np.int64) * self.max_model_len + positions

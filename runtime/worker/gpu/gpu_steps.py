@@ -55,7 +55,7 @@ class GpuSteps(Steps):
         self.transfers = Transfers(cache.device)
         self.sampler: DeviceSampler = DeviceSampler(num_slots, split.vocab_size, eos_token_ids, self.transfers, split)
         self.graph_runner = GraphRunner(self.slots.flat_state, num_slots, max_model_len, cache.block_size)
-        self.adapter_graphs = self.graph_runner.beside()  # of steps with adapters
+        self.adapter_graphs = self.graph_runner.sibling()  # of steps with adapters
         self.graph_io = self.graph_runner.graph_io
         self.kernels = StepKernels(decoder, cache, self.slots, self.sampler, self.graph_runner.max_rows)
         self.reset()

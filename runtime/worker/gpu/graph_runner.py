@@ -127,7 +127,7 @@ class GraphRunner:
         self.prefill_graphs: list[CapturedGraph] = []  # by rising numbers of tokens and of short rows
         self.pool: Any = None  # of the memory that all graphs share; None until the first capture makes one
 
-    def beside(self) -> GraphRunner:
+    def sibling(self) -> GraphRunner:
         """A runner for the graphs of another step, with the same input and output."""
         other = copy(self)
         other.graphs, other.prefill_graphs = {}, []

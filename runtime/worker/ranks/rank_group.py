@@ -22,7 +22,7 @@ class RankGroup:
     """The connections of one rank to the others.
 
     Steps use `communicator`. Ranks take different times to load, longer than its limits allow, so they first wait for
-    each other in `least`."""
+    each other in `barrier`."""
 
     def __init__(self, config: EngineConfig, spec: DecoderSpec, numerics: Numerics) -> None:
         """`config` is `sized_for` a device."""
@@ -52,6 +52,10 @@ class RankGroup:
     def open(self) -> None:
         """The first plan may arrive: ranks have built everything."""
         self.communicator.set_timeout(TIMEOUT_S)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.least(0)
 
     def least(self, value: int) -> int:
         """The smallest value of all ranks; waits for them."""
