@@ -23,11 +23,6 @@ CIRCLES_LEFT = {  # (importing folder, imported folder): arrows against the orde
     ("runtime.core", "runtime.features"),
     ("runtime.core", "runtime.policy"),
     ("runtime.core", "runtime.speculation"),
-    ("runtime.worker.cpu", "runtime.features"),
-    ("runtime.worker.gpu", "runtime.features"),
-    ("runtime.worker.ranks", "runtime.worker.gpu"),
-    ("runtime.worker.steps", "runtime.features"),
-    ("runtime.worker.steps", "runtime.worker.cpu"),
 }
 
 
@@ -117,12 +112,12 @@ def test_kernel_functions_outside_triton_have_types():
         (["serve_app.application", "serve_app.protocol.sse"], ["torch", "ray", "actors.wire.transport"]),
         (
             ["actors.wire.engine_client"],
-            ["ray", "actors.wire.transport", "actors.wire.link_messages"],
+            ["ray", "actors.wire.transport", "actors.wire.messages"],
         ),  # an interface, whatever is behind
         pytest.param(["serve_app.app", "actors.engine.supervisor"], ["torch", "triton"], marks=pytest.mark.long),
         (["runtime.core.scheduler", "runtime.core.engine"], ["torch", "ray", "tokenizers"]),
         (["runtime.text.tokenizer", "runtime.text.chat", "runtime.text.stream"], ["torch", "ray"]),
-        (["runtime.structured.engines", "runtime.structured.compiler"], ["torch", "ray", "tokenizers"]),
+        (["runtime.structured.matching.factory", "runtime.structured.compiler"], ["torch", "ray", "tokenizers"]),
         (["runtime.llm"], ["torch", "ray"]),
         (["runtime.inspection"], ["torch", "ray"]),
         (["runtime.loading.resolve"], ["torch", "ray", "huggingface_hub"]),

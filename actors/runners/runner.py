@@ -32,13 +32,13 @@ class ModelRunnerActor(ModelActor):
     def join(self, config: EngineConfig, rank: int) -> bytes:
         """Become `rank` of a group. Returns the handle by which other ranks reach this one."""
         self._rank = rank
-        with self._log.recording():
-            from runtime.worker.runner import ModelRunner
+        with self._log.heard():
+            from runtime.assembly.runner import build_runner
             from runtime.worker.sources import CheckpointSource
 
             self._log.note("libraries imported")
             path = resolve(config.model, config.revision, progress=False)
-            self._runner: ModelRunner = ModelRunner(
+            self._runner: ModelRunner = build_runner(
                 config, CheckpointSource(path), Shard(rank, config.tensor_parallel_size)
             )
         return self._runner.handle

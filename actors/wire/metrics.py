@@ -19,6 +19,12 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from actors.wire.adapter_entry import AdapterState
+from actors.wire.process_meter import CPU, MEMORY, ROLES, of_this_process
+from runtime.core.plan import MAX_DRAFT_TOKENS
+from runtime.core.request_state import RequestState
+from runtime.core.scheduler import Scheduler
+from runtime.spec.config import EngineConfig, ModelInfo
 from actors.wire.process_meter import CPU, MEMORY, ROLES
 from runtime.speculation.choose_k import MAX_DRAFT_TOKENS
 

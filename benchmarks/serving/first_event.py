@@ -1,9 +1,9 @@
-"""The time from a streamed request to its first event, of each kind of API, where the engine costs nothing.
+"""The time from a streamed request to its first event, for each kind of API, with an engine that costs nothing.
 
     python -m benchmarks.serving.first_event [--rounds 400]
 
-The same question is sent as a chat, a response and a message, one after another in each round, to the ASGI application
-in this process. Its engine answers at once. The bar is what an API adds to the time of the chat: at most 200 us.
+The same question is sent as a chat, a response and a message, in turn, to the ASGI application in this process. Its
+engine answers at once. The bar is the extra time of an API over a chat: at most 200 us.
 """
 
 from __future__ import annotations

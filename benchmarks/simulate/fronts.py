@@ -45,10 +45,10 @@ class Fronts:
             router.remove(engine.name)
 
     def tell(self, engine: SimulatedEngine, now: float) -> None:
-        """What has changed in an engine goes to all fronts."""
+        """An engine's changes go to all fronts."""
         self._frames.append((now + LAG_S, engine.name, engine.feed.update(), engine.last_streams[:]))
 
-    def choose(self, number: int, prompt: Prompt, now: float, refused: Collection[str]) -> Route:
+    def choose(self, number: int, prompt: Prompt, now: float, refused: Collection[str]) -> Choice:
         """An engine for a request that has come to this front, which counts it from now on."""
         frames, router = self._frames, self._routers[number]
         while frames and frames[0][0] <= now:
@@ -67,7 +67,7 @@ class Fronts:
         self._routers[number].note_sent(choice.engine, self._stream, len(prompt.token_ids) - choice.num_cached)
 
     def ended(self, state: RequestState) -> None:
-        """An answer is there."""
+        """An answer is complete."""
 
 
 class Oracle(Fronts):

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.quantized import fp8_weights as fp8_encode
+from runtime.kernels.quantized import weight_conversions as fp8_encode
 from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import Shape, Weight
 from runtime.spec.sharding import Part

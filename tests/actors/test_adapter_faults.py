@@ -41,7 +41,7 @@ def runner_adapters(engine):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_failed_rebuild_ends_the_step_thread(folders):
-    """Then the supervisor starts another engine; a thread that lived on would serve nothing for ever."""
+    """Then the supervisor starts another engine, because a surviving thread would serve nothing."""
     engine = Engine(max_loras=1)
     async with Group(engine) as group:
         start, engine.start = engine.start, lambda: fail("Out of memory.")

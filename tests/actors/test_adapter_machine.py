@@ -1,4 +1,4 @@
-"""The state machine of an engine's adapters, against a world in which runners are lost at any event."""
+"""The state machine of an engine's adapters, in a world that loses runners at any event."""
 
 from collections import Counter
 
@@ -24,7 +24,7 @@ class World(RuleBasedStateMachine):
         self.machine = AdapterMachine(self.table, lambda index: self.requests[index] > 0, {"x"})
         self.files = {path: f"digest of {path}" for path in PATHS}
         self.refused = set()  # digests that runners do not accept
-        self.runners = {}  # what the living ones have: digests by index
+        self.runners = {}  # digests by index of the live runners
         self.is_alive, self.is_asleep, self.rebuild_due = True, False, False
         self.jobs, self.answers, self.holds = [], [], []
         self.requests = Counter()  # running requests by index
@@ -46,7 +46,7 @@ class World(RuleBasedStateMachine):
 
     @initialize(is_used=st.booleans())
     def begin(self, is_used):
-        """Most of what matters happens to an adapter that is there."""
+        """Most events happen to an adapter that is loaded."""
         self.say("x", "p", False)
         for _ in range(2):
             self.work()
@@ -114,7 +114,7 @@ class World(RuleBasedStateMachine):
 
     @rule()
     def step(self):
-        """A step, or the loop's look at a loss: it finds dead runners if there is something to compute."""
+        """A step, or the loop's check for losses: it finds dead runners if there is work."""
         if not self.is_asleep and (self.rebuild_due or (not self.is_alive and +self.requests)):
             self.rebuild()
 
@@ -146,7 +146,7 @@ class World(RuleBasedStateMachine):
             self.rebuild()
 
     def load(self, index, path, digest):
-        """What the runners answer: they read the files again."""
+        """The answer of runners after they have read the files again."""
         if self.files[path] != digest or digest in self.refused:
             return f"{path} is refused."
         self.runners[index] = digest
@@ -202,7 +202,7 @@ class World(RuleBasedStateMachine):
         assert len(self.table.loaded) <= MAX_LORAS
 
     def teardown(self):
-        """All that was begun ends, whatever has happened."""
+        """Everything that was started ends, in every history."""
         if not hasattr(self, "table"):
             return
         for _ in range(200):

@@ -1,4 +1,4 @@
-"""A front's picture of an engine's cache is the engine's, whatever came, went or was lost on the way."""
+"""A front's copy of an engine's cache equals the cache, after any insert, eviction or loss."""
 
 import pytest
 from hypothesis import given, settings

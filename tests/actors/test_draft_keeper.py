@@ -1,4 +1,4 @@
-"""The draft of an engine: what shows its loss, and what an engine leaves open at it."""
+"""The draft of an engine: how its loss is noticed, and which calls stay open."""
 
 import os
 import queue
@@ -13,7 +13,7 @@ from tests.actors.test_runner_group import Call
 
 
 class Draft:
-    """A draft actor that lives whatever happens to its connections."""
+    """A draft actor that survives the loss of its connections."""
 
     def __init__(self) -> None:
         self.called, self.disturbances = [], {}
@@ -52,5 +52,5 @@ def test_a_draft_is_attached_again_after_its_connection(draft):
 
 
 def test_no_call_to_a_draft_stays_open(draft):
-    """A shared draft has few threads, and engines come and go."""
+    """A shared draft has few threads, and engines are added and removed."""
     assert [name for name, _ in draft.called] == ["location", "attach"]

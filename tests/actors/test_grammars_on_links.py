@@ -1,4 +1,4 @@
-"""Grammars from fronts to engines to runners, over real sockets: each text once, whatever happens to links."""
+"""Grammars from fronts to engines to runners, over real sockets: each text is sent once, even after links break."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The choice among engines: by what they hold and have to do, alike on all fronts, without herding."""
+"""The choice among engines: by their caches and loads, equal on all fronts, without herding."""
 
 import dataclasses
 import random
@@ -31,7 +31,7 @@ def packed(prompts, kind=KIND):
 
 
 def tell(router, engine, *prompts, queued=0, running=0, last_stream=0, kind=KIND):
-    """The engine holds these prompts' full blocks, and nothing else."""
+    """The engine holds only these prompts' full blocks."""
     load = EngineLoad(queued, running, 0, 50, 99)
     return router.apply(engine, CacheUpdate(0, packed(prompts, kind), b"", load, True, last_stream))
 
@@ -110,7 +110,7 @@ def test_a_leaving_engine_moves_only_its_own_prefixes():
 
 
 def test_a_common_prefix_does_not_overload_one_engine():
-    """All engines hold it; what comes behind it spreads them."""
+    """All engines hold it, and the tokens after it spread them."""
     router = router_of(*NAMES)
     for name in NAMES:
         tell(router, name, prompt(1))

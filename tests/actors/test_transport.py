@@ -139,7 +139,7 @@ def test_other_users_are_disconnected_before_their_first_byte():
     executor = SocketExecutor(1)
     address = executor.address(0)
     answer, told = os.pipe()
-    if (pid := os.fork()) == 0:  # a child, since a process is of one user
+    if (pid := os.fork()) == 0:  # a child, because a process belongs to one user
         with contextlib.suppress(OSError):  # it may be disconnected while it sends
             os.setuid(65534)
             sock = dial(address)

@@ -246,7 +246,7 @@ def test_a_second_server_on_a_port_fails_at_once():
     ],
 )
 def test_model_limits_are_reported_without_ray_and_torch(write_tiny_gguf, tmp_path: Path, flags, says):
-    for name in ("ray", "torch"):  # to import one of them would be an error
+    for name in ("ray", "torch"):  # their import would fail the test
         (tmp_path / f"{name}.py").write_text("raise AssertionError")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
@@ -259,7 +259,7 @@ def test_model_limits_are_reported_without_ray_and_torch(write_tiny_gguf, tmp_pa
 def test_a_port_in_use_is_reported_first():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        # A model that does not exist either: the port comes first.
+        # The model does not exist either: the port is checked first.
         done = callboard("serve", "/no/such/model", "--port", str(port), timeout=20)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [

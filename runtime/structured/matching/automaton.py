@@ -14,9 +14,9 @@ import numpy as np
 import outlines_core
 from numpy.typing import NDArray
 
-from runtime.structured.matcher import Matcher
+from runtime.structured.matching.matcher import Matcher
+from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.structured.pattern import NO_CHARACTER, GrammarError
-from runtime.structured.vocabulary import Vocabulary
 
 MAX_STATES = 4096
 MAX_BYTES = 64 << 20

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from runtime.structured.cuts import misleading
 from runtime.structured.pattern import (
     Alternation,
     Concatenation,
@@ -20,6 +19,7 @@ from runtime.structured.pattern import (
     plain,
     size,
 )
+from runtime.structured.readers.ambiguity import misleading
 from runtime.structured.rules import NOTHING, Choice, Name, Repeat, Rule, Sequence, Terminal, choice, optional, terminal
 
 _MAX_REGION = 2_000  # states of one terminal; what is larger stays in rules of its own

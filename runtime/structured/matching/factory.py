@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from runtime.child import ChildPool, Overrun
 from runtime.spec.types import CallboardError, Grammar, ThinkingBudget
-from runtime.structured.automaton import Automaton, EagerMatcher, build
-from runtime.structured.automaton_policy import AutomatonPolicy
-from runtime.structured.lazy import LazyEngine, LazyMatcher
-from runtime.structured.matcher import Matcher
+from runtime.structured.matching.automaton import Automaton, EagerMatcher, build
+from runtime.structured.matching.automaton_policy import AutomatonPolicy
+from runtime.structured.matching.lazy import LazyEngine, LazyMatcher
+from runtime.structured.matching.matcher import Matcher
+from runtime.structured.matching.thinking import ThinkingMatcher
+from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.structured.pattern import GrammarError
-from runtime.structured.thinking import ThinkingMatcher
-from runtime.structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 

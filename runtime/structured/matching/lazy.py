@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.spec.types import CallboardError
-from runtime.structured.matcher import Matcher
-from runtime.structured.vocabulary import Vocabulary
+from runtime.structured.matching.matcher import Matcher
+from runtime.structured.matching.vocabulary import Vocabulary
 
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000,  # 20 ms

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.spec.types import ThinkingBudget
-from runtime.structured.matcher import Matcher
-from runtime.structured.vocabulary import Vocabulary
+from runtime.structured.matching.matcher import Matcher
+from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.text import reasoning
 from runtime.text.tool_calls.parser import MAX_SPACES
 

@@ -24,7 +24,7 @@ from runtime.structured.pattern import (
     shown,
     whole,
 )
-from runtime.structured.schema import MAX_RULES
+from runtime.structured.rules import MAX_RULES
 
 COUNT = r"\{\s*\d*\s*(?:,\s*\d*\s*)?\}"
 STRING = r'"(?:\\.|[^"\\\n])*"'

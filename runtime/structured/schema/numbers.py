@@ -12,9 +12,9 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from runtime.structured.keywords import at
 from runtime.structured.pattern import shown
 from runtime.structured.rules import NEVER, JsonSchema, Rule, Terminal, terminal
+from runtime.structured.schema.keywords import at
 
 _MOST_DIGITS = 19
 _MOST_BOUND = Decimal(10) ** 17  # no number without an exponent is beyond it

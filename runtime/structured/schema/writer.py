@@ -20,9 +20,6 @@ from functools import reduce
 from itertools import groupby
 from typing import Any
 
-from runtime.structured import numbers
-from runtime.structured.flat import Flat, Flattener, Terms, both
-from runtime.structured.keywords import ABOUT, TYPES, Schema, at, dumped, key_of, parse
 from runtime.structured.pattern import (
     ALL,
     ANY_TEXT,
@@ -35,8 +32,8 @@ from runtime.structured.pattern import (
     quoted,
     search,
 )
-from runtime.structured.references import with_pointers
 from runtime.structured.rules import (
+    MAX_RULES,
     NEVER,
     NOTHING,
     Name,
@@ -48,8 +45,11 @@ from runtime.structured.rules import (
     sequence,
     terminal,
 )
+from runtime.structured.schema import numbers
+from runtime.structured.schema.keywords import ABOUT, TYPES, Schema, at, dumped, key_of, parse
+from runtime.structured.schema.normalize import Flat, Flattener, Terms, both
+from runtime.structured.schema.references import with_pointers
 
-MAX_RULES = 10_000
 _MAX_PERMUTED = 6  # values of an enum that an array with uniqueItems may have in any order
 
 _ANY_KEY = Terminal((quoted(ANY_TEXT),))

@@ -17,8 +17,10 @@ from functools import reduce
 from itertools import combinations
 from typing import Any, Protocol
 
-from runtime.structured.formats import FORMATS, RANGES
-from runtime.structured.keywords import (
+from runtime.structured.pattern import GrammarError, quoted, search, shown, whole, without_lookaheads
+from runtime.structured.rules import Terminal
+from runtime.structured.schema.formats import FORMATS, RANGES
+from runtime.structured.schema.keywords import (
     FLAT,
     TYPES,
     Schema,
@@ -27,9 +29,7 @@ from runtime.structured.keywords import (
     key_of,
     type_of,
 )
-from runtime.structured.pattern import GrammarError, quoted, search, shown, whole, without_lookaheads
-from runtime.structured.references import pointed
-from runtime.structured.rules import Terminal
+from runtime.structured.schema.references import pointed
 
 _MAX_ONE_OF = 128  # options
 _MAX_OPTIONS = 500  # of one anyOf, after allOf has multiplied it

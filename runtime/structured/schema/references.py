@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
-from runtime.structured.keywords import at, is_schema
 from runtime.structured.pattern import shown
+from runtime.structured.schema.keywords import at, is_schema
 
 _SCHEMAS = (
     *("items", "additionalItems", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames"),

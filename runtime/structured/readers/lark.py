@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from runtime.structured.grammar_text import COUNT, STRING, GrammarText, Reader, Token, text_of
 from runtime.structured.pattern import (
     Alternation,
     CharacterClass,
@@ -18,6 +17,7 @@ from runtime.structured.pattern import (
     ranges,
     shown,
 )
+from runtime.structured.readers.ebnf import COUNT, STRING, GrammarText, Reader, Token, text_of
 
 
 def read_lark(text: str) -> GrammarText:
