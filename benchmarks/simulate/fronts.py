@@ -48,7 +48,7 @@ class Fronts:
         """An engine's changes go to all fronts."""
         self._frames.append((now + LAG_S, engine.name, engine.feed.update(), engine.last_streams[:]))
 
-    def choose(self, number: int, prompt: Prompt, now: float, refused: Collection[str]) -> Choice:
+    def choose(self, number: int, prompt: Prompt, now: float, refused: Collection[str]) -> Route:
         """An engine for a request that has come to this front, which counts it from now on."""
         frames, router = self._frames, self._routers[number]
         while frames and frames[0][0] <= now:

@@ -13,7 +13,6 @@ GATE = "CALLBOARD_TEST_GATE"  # the name of a file: models are loaded while it e
 
 def install() -> None:
     """Let the runner that this worker may become wait at the gate, and do what Callboard does in each worker."""
-    from actors.engine.runner import ModelRunnerActor
     from actors.ray.process import listen_on_loopback
     from actors.runners.runner import ModelRunnerActor
 
