@@ -27,8 +27,8 @@ from tests.support.gguf_export import export
 from tests.support.plain_products import PLAIN
 
 FORMS = {
-    "Q8_0": "int8 g32", "Q4_0": "int4 g32", "Q4_1": "int4 g32 with minimums", "Q4_K": "int4 g32 with minimums",
-    "Q5_K": "int8 g32 with minimums", "Q6_K": "int8 g16",
+    "Q8_0": "int8 g32", "Q4_0": "int4 g32", "Q4_1": "int4 g32 with zero points", "Q4_K": "int4 g32 with zero points",
+    "Q5_K": "int8 g32 with zero points", "Q6_K": "int8 g16",
 }  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def test_values_equal_those_of_the_gguf_package(name):
     want = torch.from_numpy(quants.dequantize(raw, kind))
     layout = LAYOUTS[f"gguf {name}"](parse_gguf({"types": {"a.weight": name}})("", "a"))
     shape = tuple(want.shape)
-    form = layout.form(shape)
+    form = layout.encoding(shape)
     assert form.name == FORMS[name]
 
     def read(*parts: Part) -> torch.Tensor:

@@ -27,7 +27,7 @@ from runtime.kernels.quantized.quantized_weight import QuantizedWeight, pack_pla
 from runtime.kernels.quantized.weight_conversions import quantize_fp8_weight_triton
 from runtime.kernels.quantized.wna16_skinny_gemm import wna16_skinny_gemm_triton
 from runtime.kernels.sampling.sample import NUM_PARAMS, sample_tokens_triton
-from runtime.quant.encodings import _GREATEST, _SMALLEST
+from runtime.quant.encodings import LARGEST_E4M3, SMALLEST_SCALE
 from runtime.spec.decoder_spec import ExpertsSpec, RopeSpec
 from runtime.spec.types import SamplingParams
 from runtime.worker.gpu.device_sampler import DeviceSampler
@@ -68,7 +68,7 @@ def check_fp8_product(x: torch.Tensor, value: float) -> None:
 
 
 def check_fp8_weights(x: torch.Tensor, value: float) -> None:
-    row = check_alone(lambda x: quantize_fp8_weight_triton(x, _GREATEST, _SMALLEST)[1], x, value)
+    row = check_alone(lambda x: quantize_fp8_weight_triton(x, LARGEST_E4M3, SMALLEST_SCALE)[1], x, value)
     assert row.isnan().all()
 
 
