@@ -66,7 +66,7 @@ def draw(product: Product) -> QuantizedWeight:
 
 
 def scaled_mm(x: Fp8Activations, weight: QuantizedWeight, fast: bool, whole: bool = False) -> torch.Tensor:
-    """torch's product, with scales of rows, or of nothing if `whole`."""
+    """torch's product, with row-wise scales, or with one scale if `whole`."""
     if whole:
         one = x.scales[0]
         return torch._scaled_mm(x.values, weight.values.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
@@ -87,7 +87,7 @@ def timed(run: Callable[[], Any], warm_up: float = 0.02) -> float | str:
         return (time.perf_counter() - start) * 1e6
     try:
         return round(graph_us(run, warm_up, times=5, replays=3), 1)
-    except Exception as error:  # one that does not run leaves the others to measure
+    except Exception as error:  # a failing candidate does not stop the others
         torch.cuda.synchronize()
         return f"{type(error).__name__}: {error!s:.160}"
 
@@ -270,7 +270,7 @@ def check() -> None:
 
 
 def compile_one(job: tuple[bool]) -> None:
-    """Fills the compile cache from a process of its own."""
+    """Fill the compile cache from a process of its own."""
     tile, has_residual = job
     product = Product("", 1024, 512)
     residual = torch.zeros(tile.block_m, product.size_out, device=DEVICE).bfloat16() if has_residual else None

@@ -3,10 +3,10 @@
     python -m benchmarks.kernels.tune_quantized --forms int4 fp8 --rows 1 8 64 --models llama-3.1-8b
     TRITON_INTERPRET=1 python -m benchmarks.kernels.tune_quantized --models tiny  # on a CPU, without times
 
-Compiles every candidate in processes side by side, and checks each format's products against the torch reference and
+Compiles every candidate in processes side by side. Checks each format's products against the torch reference and
 against themselves (the same bits for every number of rows). Then it times chains as one CUDA graph over different
-weights: with each candidate for all products, and after that product by product with the best. One JSON line a
-measurement; `floor` is the share of the memory speed that the bf16 chain reaches.
+weights: each candidate for all products, and after that product by product with the best. One JSON line a measurement;
+`floor` is the share of the memory speed that the bf16 chain reaches.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def dtype() -> torch.dtype:
 
 
 def compile_one(job: tuple[Form, Product, int, Config]) -> str:
-    """Fills the compile cache from a process of its own."""
+    """Fill the compile cache from a process of its own."""
     form, p, rows, config = job
     row_bytes = p.size_in + 128
     codes = torch.empty(p.size_out * row_bytes, dtype=torch.uint8, device=DEVICE)
@@ -148,7 +148,7 @@ def compile_one(job: tuple[Form, Product, int, Config]) -> str:
     x, residual = (torch.zeros(rows, n, device=DEVICE, dtype=dtype()) for n in (p.size_in, p.size_out))
     try:
         run(p, x, weight_of(form, p.size_out, p.size_in, codes, scales), residual, config)
-    except Exception as error:  # one candidate that does not fit leaves the others to measure
+    except Exception as error:  # a candidate that does not fit does not stop the others
         return f"{form} {p} {rows} {config}: {error!r:.200}"
     return ""
 
@@ -180,7 +180,7 @@ def check(name: str, form: Form, shapes: list[Product], rows: list[int], codes: 
                 fixed = wna16_gemm_triton(x[:n], weight, out_dtype=torch.float32, fixed_order=True)
             errors[n] = round(((got - want[:n]).norm() / want[:n].norm()).item(), 7)
             same[n] = torch.equal(fixed[:16], reference[:n])
-        # fp8 has one row's shortest sums in float16, all else in float32.
+        # fp8 sums the shortest pieces of one row in float16; everything else is in float32.
         right = all(error < (1e-3 if form.code == "fp8" and n == 1 else 2e-5) for n, error in errors.items())
         report(op="check", form=name, product=p, right=right, errors=errors, same_bits=same)
 
@@ -207,7 +207,7 @@ def time_chain(
         return (time.perf_counter() - start) * 1e6
     try:
         return round(graph_us(step, warm_up), 1)
-    except Exception as error:  # one candidate that does not fit leaves the others to measure
+    except Exception as error:  # a candidate that does not fit does not stop the others
         report(op="failed", rows=rows, choices=[str(choice(p)) for p in dict.fromkeys(shapes)], error=f"{error!r:.300}")
         return math.inf
 
@@ -215,7 +215,7 @@ def time_chain(
 def measure(
     model: str, name: str, form: Form, rows: int, codes: torch.Tensor, scales: torch.Tensor, tune: bool
 ) -> None:
-    """Chains of one form and number of rows: candidates over a few layers, the best of them over all."""
+    """Chains of one format and number of rows: candidates over a few layers, the best of them over all."""
     shapes = products(model)
     weights = weights_of(form, shapes, codes, scales)
     few = [*range(min(len(shapes) - 1, 4 * LAYERS)), len(shapes) - 1]

@@ -5,8 +5,8 @@
 
 Prints a JSON line for each product with its time by each tiling, in microseconds, and the error against float64. The
 ways are: rows as limbs (`integer_linear`), weights dequantized in registers (`decoded_linear`), a dense copy made anew,
-and bfloat16. Then one for all that a layer does but attention, as one CUDA graph over different weights, by the choices
-of the tree.
+and bfloat16. Then it prints one for a whole layer except attention, as one CUDA graph over different weights, with the
+tree's choices.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def ways_of(weight: QuantizedWeight, x: torch.Tensor) -> dict[str, Callable[...,
 
 
 def compile_one(job: tuple[str, str, T, bool]) -> None:
-    """Fills the compile cache from a process of its own."""
+    """Fill the compile cache from a process of its own."""
     name, way, tiling, has_residual = job
     weight = draw(name, Product("", 1024, 1024))
     x = torch.randn(tiling.block_m, 1024, device=DEVICE).bfloat16()
@@ -115,7 +115,7 @@ def product_times(name: str, product: Product, weights: list[QuantizedWeight], r
             key = f"{way} {tuple(tiling)[:6]}"
             try:
                 y = run(weights[0], residual=None if added is None else added.zero_(), tiling=tiling)
-            except Exception as error:  # one that does not fit leaves the others to measure
+            except Exception as error:  # a candidate that does not fit does not stop the others
                 us[key] = f"{error!r:.100}"
                 continue
             errors.add(round(((y.double() - want).norm() / want.norm()).item(), 4))

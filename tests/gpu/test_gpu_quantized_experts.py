@@ -17,7 +17,7 @@ from tests.triton.test_quantized_kernels import some_weight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
-CASES = [  # sizes of eight chunks and of one, whole tiles and not
+CASES = [  # sizes of eight chunks and of one, with whole and partial tiles
     (("int4", 128, 1), 2048, 768), (("int4", 32, 1), 320, 192), (("uint4 minimums", 64, 1), 1024, 640),
     (("int8", 0, 1), 2048, 768), (("int8 minimums", 128, 1), 400, 272), (("table", 64, 1), 1024, 768),
     (("e2m1", 32, 1), 2880, 2880), (("e2m1", 16, 1), 2048, 768), (("fp8", 128, 1), 1040, 528),
@@ -45,7 +45,7 @@ def test_experts_are_near_their_dense_values(form, hidden, ffn):
         route = FusedLinear(router, None, "silu", deterministic)
         mixture = QuantizedExperts(spec, route, pairs, "silu", deterministic)
         alone = None
-        for num_rows in (1, 8, 9, 60, 70, 900):  # one choice a program up to 8, few an expert up to 64
+        for num_rows in (1, 8, 9, 60, 70, 900):  # one row a program up to 8, few an expert up to 64
             x = torch.randn(num_rows, hidden, device="cuda").bfloat16()
             if alone is not None:
                 x[-1:] = alone[0]
@@ -63,7 +63,7 @@ def test_experts_are_near_their_dense_values(form, hidden, ffn):
 
 @pytest.mark.parametrize("form", [("int4", 32, 1), ("e2m1", 16, 1), ("table", 64, 1), ("int8", 32, 1)], ids=str)
 def test_every_expert_value_is_dequantized_exactly(form):
-    """Each row of x picks out one column: a sum of one number is exact."""
+    """Each row of x selects one column, and a sum of one value is exact."""
     torch.manual_seed(0)
     spec, size_out, size_in = ExpertsSpec(2, 1, True), 256, 128
     with torch.device("cuda"):

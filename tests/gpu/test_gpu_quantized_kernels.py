@@ -1,4 +1,5 @@
-"""Products with codes on a GPU: against float64, exact for every code, and a row's bits whatever the number of rows."""
+"""Products with quantized weights on a GPU: against float64, exact for every value, and with a row's bits for any
+number of rows."""
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tests.triton.test_quantized_kernels import FORMS, some_weight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 forms = pytest.mark.parametrize("form", FORMS, ids=lambda form: " ".join(map(str, form)))
-CASES = [  # eight, four chunks and one; odd sizes; few forms and shapes, as each compiles a dozen kernels
+CASES = [  # eight chunks, four and one; odd sizes; few formats and shapes, because each compiles a dozen kernels
     (("fp8", 0, 1), 4096, 4096), (("int4", 128, 1), 6144, 2048), (("int8 minimums", 128, 1), 1002, 1168),
     (("table", 64, 1), 34, 128), (("uint4 minimums", 32, 1), 2048, 2048), (("uint4 minimums", 128, 1), 4096, 4096),
     (("int8", 0, 1), 4096, 14336), (("e2m1", 32, 1), 16384, 1024), (("table", 64, 1), 4096, 8192),
@@ -33,7 +34,7 @@ def on_the_device():
 
 @forms
 def test_every_quantized_value_is_dequantized_exactly(form):
-    """Each row of x picks out one column: a sum of one number is exact."""
+    """Each row of x selects one column, and a sum of one value is exact."""
     weight = some_weight(form, 512, 16)
     eye = torch.eye(16, weight.shape[1]).bfloat16()
     got = wna16_skinny_gemm_triton(eye, weight, out_dtype=torch.float32, fixed_order=True)

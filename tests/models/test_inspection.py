@@ -53,7 +53,7 @@ def test_inspect_describes_a_gguf_file(write_tiny_gguf, capsys):
 def test_a_folder_needs_no_weights(tmp_path: Path, write_tiny_gguf):
     from runtime.text.tokenizer import Tokenizer
 
-    folder = tmp_path / "folder"  # the GGUF file lies beside it
+    folder = tmp_path / "folder"  # the GGUF file is beside it
     folder.mkdir()
     Tokenizer.load(write_tiny_gguf())._backend.save(str(folder / "tokenizer.json"))
     _, _, config, _ = MODELS["mixtral"]

@@ -1,4 +1,4 @@
-"""GGUF's quantized types as forms: the numbers of the `gguf` package, and the models that they make."""
+"""GGUF's quantized types as formats: the values equal those from the `gguf` package, and models are made of them."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Weights as the GPU's products have them: which forms stay codes there, and that packing keeps their numbers."""
+"""Weights as the GPU's kernels hold them: the formats that stay quantized there, and packing that keeps their
+values."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -108,7 +109,7 @@ def test_memory_is_planned_for_the_largest_dequantized_map(monkeypatch):
     every = "q k v out gate up down"
     assert widened("int8", every) == 2 * 2 * 256 * 128
     assert widened("int8", "q k v out") == 2 * (128 + 2 * 64) * 128
-    assert widened("int8", "gate down") == 2 * 256 * 128  # gate is plain beside up
+    assert widened("int8", "gate down") == 2 * 256 * 128  # gate is plain beside a quantized up
     assert not widened("int8", every, replace(GPU, deterministic=True))
     assert not widened("fp8", every)
     assert widened("int8", "gate up down", experts=ExpertsSpec(4, 2, True)) == 0

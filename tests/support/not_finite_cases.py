@@ -114,13 +114,13 @@ def check_mixture(x: torch.Tensor, value: float, kind: str) -> None:
 
 
 def check_routing(x: torch.Tensor, value: float) -> None:
-    """One router logit that is not finite spoils its token's weights, and names experts that there are."""
+    """One router logit that is not finite spoils its token's weights, but names existing experts."""
     for normalized in (False, True):
         layer = GroupedExperts.__new__(GroupedExperts)
         layer.spec = ExpertsSpec(12, 3, normalized)
         logits = x[:, :12].float().contiguous()
         row = check_alone(lambda x: layer._route(x)[1].view(3, 3), logits, value)  # noqa: B023
-        assert not row.isfinite().any() or value == -torch.inf  # which is a weight of 0
+        assert not row.isfinite().any() or value == -torch.inf  # a weight of 0
         logits[1, 5] = value
         ids = layer._route(logits)[0]
         assert ((ids >= 0) & (ids < 12)).all()
@@ -156,7 +156,7 @@ def check_stored_keys(x: torch.Tensor, value: float, kind: str) -> None:
         if kind == "int8":
             scales = torch.ones(kv_heads, 3, 4, 2, dtype=torch.float16, device=x.device)
         rows = rope_rows_triton(table, positions.int())
-        # The last heads of a token are its values, which are not turned.
+        # The last heads of a token are its values, which are not rotated.
         qkv = x.flip(1).view(3, 4 * kv_heads, dim)
         rope_store_kv_triton(qkv.contiguous(), rows, kv, index, scales=scales)
         flat = kv.flatten(2, 3), scales.flatten(1, 2) if kind == "int8" else scales
@@ -197,7 +197,7 @@ def check_attention(x: torch.Tensor, value: float, kind: str) -> None:
 
 
 def check_samples(x: torch.Tensor, value: float) -> None:
-    """A row of logits fails with the token -1, whatever its parameters are."""
+    """A row of logits fails with the token -1, with any parameters."""
     device, vocab = x.device, 300
     logits = torch.randn(3, vocab, device=device)
     slots = torch.arange(3, dtype=torch.int32, device=device)

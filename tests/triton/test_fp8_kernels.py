@@ -120,7 +120,7 @@ def test_a_layer_is_near_dense_values_and_batch_invariant():
 
 
 def test_few_rows_of_wide_experts_have_a_counter_each(monkeypatch):
-    """Programs share the results of as many tiles as there are counters, and no more."""
+    """Programs share the results of as many tiles as there are counters."""
     counters = torch.zeros(1024, dtype=torch.int32)
     asked: list[int] = []
     monkeypatch.setattr("runtime.kernels.experts.moe_fp8_w8a8.split_counters", lambda device: counters)
@@ -153,7 +153,7 @@ def test_experts_are_near_their_dense_values(block):
     for deterministic in (False, True):
         mixture = Fp8Experts(spec, route, pairs, "silu", deterministic)
         firsts = []
-        for num_rows in (1, 20):  # of one choice a program, if not deterministic, and of sorted ones
+        for num_rows in (1, 20):  # of one row a program, if not deterministic, and of sorted rows
             got, want = x[:num_rows].clone(), x[:num_rows].float()
             mixture.add_to(got, norm, 1e-5)
             twin.add_to(want, norm.float(), 1e-5)

@@ -26,7 +26,7 @@ OPERATIONS = {
     "gated": (2 * SIZE, {"activation": "silu"}),
     "ungated": (SIZE, {"activation": "gelu_tanh", "gated": False}),
 }
-# codes, columns of a group, whether there are minimums
+# format, columns of a group, whether there are zero points
 FORMS = [("int8", 0, False), ("int8", 128, False), ("int4", 64, False), ("int4", 128, False), ("uint4", 64, True),
          ("uint4", 128, True)]  # fmt: skip
 
@@ -48,7 +48,7 @@ def some_weight(form: str, group: int, minimums: bool, size_out: int, size_in: i
 
 
 def within_one(got: Int16Activations, want: Int16Activations) -> bool:
-    """True if whole numbers differ by one at most, and seldom."""
+    """True if integers differ by one at most, and seldom."""
     differ = (got.dequantize(torch.float64) - want.dequantize(torch.float64)).abs() / want.scales[:, None].double()
     return bool(differ.max() < 1.01 and (differ > 0.5).double().mean() < 0.01)
 

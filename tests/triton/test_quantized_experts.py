@@ -1,5 +1,5 @@
-"""Mixtures of experts with quantized weights against their torch twin: every format, one row a program, few and many
-rows an expert, and a row's bits in deterministic mode."""
+"""Mixtures of experts with quantized weights against their torch twin, in every format, with one row a program, and
+with few and many rows an expert. In deterministic mode a row's bits are fixed."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_mixtures(form, hidden, ffn, rows):
     torch.manual_seed(0)
     pairs = [(some_weight(form, 2 * ffn, hidden), some_weight(form, hidden, ffn)) for _ in range(SPEC.num_experts)]
     for weight in (weight for pair in pairs for weight in pair):
-        weight.scales.add_(0.01 * (weight.scales.numel() < 128))  # one block of all would be zero
+        weight.scales.add_(0.01 * (weight.scales.numel() < 128))  # one common block would be zero
     router, norm = torch.randn(SPEC.num_experts, hidden), torch.rand(hidden)
     route = Linear(lambda x: torch.cat([F.linear(row, router) for row in x.split(1)]), rms_norm_triton, torch.abs)
     twin = Experts(

@@ -182,7 +182,7 @@ def test_tiles_of_dequantized_weights(form):
 
 
 def test_every_quantized_value_is_dequantized_exactly():
-    """Each row of x picks out one column: a sum of one number is exact."""
+    """Each row of x selects one column, and a sum of one value is exact."""
     for form in FORMS:
         if form[1] in (0, 16, 32, 64) or "fp8" in form[0]:
             weight = some_weight(form, 64, 16)

@@ -1,4 +1,4 @@
-"""Steps of a decoder with quantized weights: its logits equal those of products in torch with the same weights."""
+"""Steps of a decoder with quantized weights: its logits equal products in torch with the same weights."""
 
 from dataclasses import replace
 
