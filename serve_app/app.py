@@ -36,10 +36,10 @@ from runtime.spec.types import CallboardError
 from runtime.text.chat import load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.apis.batches.worker import Batches
-from serve_app.apis.chat.endpoint import message_delta
+from serve_app.apis.chat.endpoint import CHAT, message_delta
+from serve_app.apis.completions.endpoint import COMPLETIONS
 from serve_app.apis.responses.ray_fronts import AskedStore, RayFronts
 from serve_app.apis.responses.store import ResponseStore, StoredResponses
-from serve_app.apis.table import CHAT, COMPLETIONS
 from serve_app.application import build_http_app
 from serve_app.http.lanes import run_preparation
 from serve_app.observability.line_pipe import line_writer

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Generic
 
 from runtime.output.processor import Delta
 from serve_app.protocol.answers import ChoiceUsage, encode_json, prompt_logprobs
+from serve_app.protocol.operation import Operation
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.prepared_request import PreparedRequest, Prompts, R, ServedModel
 from serve_app.protocol.sse import EventStream, header
@@ -26,6 +27,7 @@ class Endpoint(ABC, Generic[R]):
 
     path: ClassVar[str]
     request_type: type[R]
+    operation: ClassVar[Operation]
     id_prefix: ClassVar[str]  # of answers
     default_max_tokens: ClassVar[int | None]  # of a request that does not say; None: all that fit
 

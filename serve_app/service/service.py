@@ -33,7 +33,7 @@ from serve_app.protocol.prepared_request import PreparedRequest, R, ServedModel
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.service.endpoint import Endpoint
 from serve_app.service.grammars import compiled, ignored_paths
-from serve_app.service.model_card import model_card
+from serve_app.service.model_card import ModelCard, model_card
 
 _RECOVERY_RETRY_S = 1.0
 _LOADING_RETRY_S = 5.0
@@ -135,14 +135,14 @@ class Service:
         facts = asdict(model.info) | {"model": self.model, "draft": self.draft, "version": version("callboard")}
         return facts | {"system_fingerprint": model.fingerprint, "sampling": self._defaults.values}
 
-    def model_card(self, name: str | None = None) -> dict[str, Any]:
+    def model_card(self, name: str | None = None) -> ModelCard:
         """OpenAI's model object, of the model, of another name for it or of an adapter; raises what `named` does."""
         model = self.named(name)
         adapter = self._client.adapters.served().get(model.name) if model.adapter else None
         card_id = name if name in self._aliases else model.name
         return model_card(card_id, self.model, model, None if adapter is None else adapter.entry, self._created)
 
-    def model_cards(self) -> list[dict[str, Any]]:
+    def model_cards(self) -> list[ModelCard]:
         """Of all that a request may ask for, the model itself first."""
         return [self.model_card(name) for name in (None, *self._aliases, *self._client.adapters.served())]
 

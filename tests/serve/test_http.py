@@ -4,11 +4,12 @@ import json
 import pickle
 
 import httpx
+import msgspec
 import pytest
 
 from actors.wire.engine_client import EngineRefusal, Refusal
 from runtime.core.requests import choice_seed
-from serve_app.apis.openapi import Health, Ready
+from serve_app.apis.management.answers import Health
 from serve_app.http.limits import is_long
 from serve_app.protocol.errors import ApiError
 from serve_app.settings import HttpSettings
@@ -168,7 +169,7 @@ async def test_a_server_without_engines_that_starts_one_when_asked_is_healthy():
             assert response.status_code == 200
             assert response.json()["status"] == status
             assert "scaled to zero" in response.json()["phase"]
-            (Health if path == "/health" else Ready).model_validate(response.json())
+            msgspec.convert(response.json(), Health)
 
 
 async def test_models_and_health():

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from runtime.output.processor import Delta
 from runtime.spec.types import CallboardError, Request
 from serve_app import cli
-from serve_app.apis.table import CHAT
+from serve_app.apis.chat.endpoint import CHAT
 from serve_app.application import build_http_app
 from serve_app.service.recorded import RecordedRequests
 from serve_app.service.service import Service

@@ -7,11 +7,13 @@ from typing import Any
 from pydantic_core import from_json
 
 from runtime.output.processor import Delta
+from serve_app.apis.anthropic.answers import AnsweredMessage, MessagesError
 from serve_app.apis.anthropic.request import MessagesRequest
 from serve_app.apis.chat.endpoint import ChatEndpoint
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.protocol.answers import ChoiceUsage, encode_json
 from serve_app.protocol.errors import ApiError, anthropic_body
+from serve_app.protocol.operation import GENERATION, Operation
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.protocol.sse import EventStream
@@ -21,6 +23,14 @@ class MessagesEndpoint(ChatEndpoint):
     """A chat of one choice, asked and answered in blocks of content."""
 
     path, id_prefix = "/v1/messages", "msg_"
+    operation = Operation(
+        "Answer a chat, in Anthropic's form",
+        AnsweredMessage,
+        (MessagesRequest,),
+        GENERATION,
+        streams=True,
+        error=MessagesError,
+    )
 
     def read(self, body: bytes) -> ChatRequest:
         return parse(MessagesRequest, body).as_chat()

@@ -21,14 +21,15 @@ from starlette.routing import Route
 from starlette.types import Message, Receive
 
 from runtime.output.fields import invalid, shortened
+from serve_app.apis.batches.answers import Batch, BatchList, DeletedFile, FileList, StoredFile
 from serve_app.apis.batches.store import BatchStore, Record
 from serve_app.apis.batches.worker import Batches
-from serve_app.apis.responses.routes import read_query
 from serve_app.http.auth import check_origin
+from serve_app.http.json_routes import json_response
 from serve_app.http.limits import read_json_body
-from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import ApiError
-from serve_app.protocol.parsing import parse
+from serve_app.protocol.operation import BODY, ApiRoute, Operation
+from serve_app.protocol.parsing import parse, read_query
 from serve_app.protocol.shapes import RequestModel, only
 from serve_app.settings import HttpSettings
 
@@ -82,19 +83,40 @@ class CreateBatchRequest(RequestModel):
 
 
 def batch_routes(settings: HttpSettings, batches: Batches) -> list[Route]:
-    """The routes of files and batches; without a folder each is a 404 that says how to get one."""
-    routes = _Routes(settings, batches)
+    """Return the routes of files and batches. Without a folder each answers 404 and names the flag to set."""
+    routes, disk = BatchRoutes(settings, batches), (404, 503)
     return [
-        Route("/v1/files", routes.files, methods=["GET", "POST"]),
-        Route("/v1/files/{file_id}", routes.file, methods=["GET", "DELETE"]),
-        Route("/v1/files/{file_id}/content", routes.content),
-        Route("/v1/batches", routes.batches, methods=["GET", "POST"]),
-        Route("/v1/batches/{batch_id}", routes.batch),
-        Route("/v1/batches/{batch_id}/cancel", routes.cancel, methods=["POST"]),
+        ApiRoute(
+            "/v1/files",
+            routes.files,
+            Operation("Upload a file", StoredFile, errors=(*BODY, 403, *disk, 429), method="POST", form=UploadForm),
+            Operation("Files", FileList, errors=(400, *disk), query=FilesQuery),
+        ),
+        ApiRoute(
+            "/v1/files/{file_id}",
+            routes.file,
+            Operation("A file, by its id", StoredFile, errors=disk),
+            Operation("Delete a file", DeletedFile, errors=disk, method="DELETE"),
+        ),
+        ApiRoute("/v1/files/{file_id}/content", routes.content, Operation("The bytes of a file", None, errors=disk)),
+        ApiRoute(
+            "/v1/batches",
+            routes.batches,
+            Operation("Answer the requests of a file", Batch, (CreateBatchRequest,), (*BODY, *disk, 429)),
+            Operation("Batches, the newest first", BatchList, errors=(400, *disk), query=BatchesQuery),
+        ),
+        ApiRoute("/v1/batches/{batch_id}", routes.batch, Operation("A batch, by its id", Batch, errors=disk)),
+        ApiRoute(
+            "/v1/batches/{batch_id}/cancel",
+            routes.cancel,
+            Operation("End a batch", Batch, errors=(400, *disk), method="POST"),
+        ),
     ]
 
 
-class _Routes:
+class BatchRoutes:
+    """Handlers of files and batches."""
+
     def __init__(self, settings: HttpSettings, batches: Batches) -> None:
         self._settings, self._batches = settings, batches
         self._uploads: Counter[str] = Counter()  # that are being received, by owner
@@ -136,7 +158,7 @@ class _Routes:
                 if (file.size or 0) > most:
                     raise _too_long(most)
                 name = (file.filename or "file")[:256]
-                return _json((await _on_disk(store.upload, file.file, owner, name)).object)
+                return json_response((await _on_disk(store.upload, file.file, owner, name)).object)
         return Response(status_code=400)  # the client has left
 
     @contextmanager
@@ -177,8 +199,8 @@ class _Routes:
         store, file_id, owner = self._store, request.path_params["file_id"], request.scope["owner"]
         if request.method == "DELETE":
             await _on_disk(store.delete_file, file_id, owner)
-            return _json({"id": file_id, "object": "file", "deleted": True})
-        return _json((await _on_disk(store.files.read, file_id, owner)).object)
+            return json_response(DeletedFile(file_id))
+        return json_response((await _on_disk(store.files.read, file_id, owner)).object)
 
     async def content(self, request: HttpRequest) -> Response:
         store, file_id = self._store, request.path_params["file_id"]
@@ -196,17 +218,17 @@ class _Routes:
             asked = parse(CreateBatchRequest, await read_json_body(request.scope, request.receive, settings) or b"")
             record = await _on_disk(_created, store, asked, owner)
             self._batches.look_now()
-            return _json(record.object)
+            return json_response(record.object)
         query = read_query(BatchesQuery, request)
         return _page(*await _on_disk(_batches_page, store, owner, query))
 
     async def batch(self, request: HttpRequest) -> Response:
         batch_id, owner = request.path_params["batch_id"], request.scope["owner"]
-        return _json((await _on_disk(self._store.batch, batch_id, owner)).object)
+        return json_response((await _on_disk(self._store.batch, batch_id, owner)).object)
 
     async def cancel(self, request: HttpRequest) -> Response:
         batch_id, owner = request.path_params["batch_id"], request.scope["owner"]
-        return _json((await _on_disk(self._store.cancel, batch_id, owner)).object)
+        return json_response((await _on_disk(self._store.cancel, batch_id, owner)).object)
 
 
 def _created(store: BatchStore, asked: CreateBatchRequest, owner: str) -> Record:
@@ -291,8 +313,4 @@ def _page(records: list[Record], has_more: bool) -> Response:
     ids = [record.object["id"] for record in records] or [""]
     data = [record.object for record in records]
     more = {"first_id": ids[0], "last_id": ids[-1], "has_more": has_more}
-    return _json({"object": "list", "data": data, **more})
-
-
-def _json(body: object) -> Response:
-    return Response(encode_json(body), media_type="application/json")
+    return json_response({"object": "list", "data": data, **more})

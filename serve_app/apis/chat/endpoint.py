@@ -10,10 +10,12 @@ from runtime.output.message_parser import MessageFormat
 from runtime.output.processor import Delta
 from runtime.spec.config import NGRAM
 from runtime.text.tool_calls import CallDelta
+from serve_app.apis.chat.answers import ChatCompletion
 from serve_app.apis.chat.messages import ROLES
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.protocol.answers import encode_json, listed, logprob_entry
 from serve_app.protocol.errors import ApiError
+from serve_app.protocol.operation import GENERATION, Operation
 from serve_app.protocol.prepared_request import PreparedRequest, Prompts, ServedModel
 from serve_app.protocol.prompt_ids import prompt_ids
 from serve_app.protocol.sse import ChoiceRenderer, ChunkStream, EventStream
@@ -24,6 +26,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
     """Messages in, a message out, with reasoning and tool calls."""
 
     path, request_type, id_prefix, default_max_tokens = "/v1/chat/completions", ChatRequest, "chatcmpl-", None
+    operation = Operation("Answer a chat", ChatCompletion, (ChatRequest,), GENERATION, streams=True)
     renders_chats = True
 
     def prompts(self, request: ChatRequest, model: ServedModel, where: str = "messages") -> Prompts:
@@ -60,6 +63,9 @@ class ChatEndpoint(Endpoint[ChatRequest]):
 
     def stream(self, prepared: PreparedRequest[ChatRequest], include_usage: bool) -> EventStream:
         return ChatStream(prepared, include_usage)
+
+
+CHAT = ChatEndpoint()
 
 
 class ChatRenderer(ChoiceRenderer):

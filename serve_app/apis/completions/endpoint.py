@@ -12,9 +12,11 @@ from runtime.output.processor import Delta
 from runtime.spec.types import TokenLogprobs
 from runtime.text.stream import TextStream
 from runtime.text.tokenizer import Tokenizer
+from serve_app.apis.completions.answers import Completion
 from serve_app.apis.completions.fill_in_middle import between
 from serve_app.apis.completions.request import CompletionRequest
 from serve_app.protocol.answers import finite, listed, token_id_text
+from serve_app.protocol.operation import GENERATION, Operation
 from serve_app.protocol.prepared_request import Echo, PreparedRequest, Prompts, ServedModel
 from serve_app.protocol.prompt_ids import prompt_ids
 from serve_app.protocol.sampling import MAX_CHOICES
@@ -28,6 +30,7 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
     """Texts or token ids in, text out."""
 
     path, request_type, id_prefix, default_max_tokens = "/v1/completions", CompletionRequest, "cmpl-", 16
+    operation = Operation("Complete texts", Completion, (CompletionRequest,), GENERATION, streams=True)
 
     def prompts(self, request: CompletionRequest, model: ServedModel) -> Prompts:
         given, n = request.prompts(), request.n or 1
@@ -58,6 +61,9 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
     def stream(self, prepared: PreparedRequest[CompletionRequest], include_usage: bool) -> EventStream:
         renderers = [CompletionRenderer(prepared, i) for i in range(len(prepared.requests))]
         return ChunkStream(prepared, _KIND, renderers, include_usage)
+
+
+COMPLETIONS = CompletionsEndpoint()
 
 
 class CompletionRenderer(ChoiceRenderer):

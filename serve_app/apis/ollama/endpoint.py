@@ -12,20 +12,22 @@ from typing import Any, ClassVar
 from runtime.output.processor import Delta
 from runtime.text.tool_calls import CallDelta
 from serve_app.apis.anthropic.endpoint import parsed_arguments
-from serve_app.apis.chat.endpoint import ChatEndpoint
+from serve_app.apis.chat.endpoint import CHAT
 from serve_app.apis.chat.request import ChatRequest
-from serve_app.apis.completions.endpoint import CompletionsEndpoint
+from serve_app.apis.completions.endpoint import COMPLETIONS
 from serve_app.apis.completions.request import CompletionRequest
+from serve_app.apis.ollama.answers import OllamaChatLine, OllamaError, OllamaText
 from serve_app.apis.ollama.request import LoadRequest, OllamaChatRequest, OllamaGenerateRequest, own_name, own_names
 from serve_app.protocol.answers import ChoiceUsage, encode_json, listed, logprob_entry
 from serve_app.protocol.errors import ApiError
+from serve_app.protocol.operation import GENERATION, Operation
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.prepared_request import PreparedRequest, Prompts, ServedModel
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.protocol.sse import EventStream
 from serve_app.service.endpoint import AnsweredAtOnce, Endpoint
 
-_CHAT, _COMPLETIONS = ChatEndpoint(), CompletionsEndpoint()
+_LINES = "application/x-ndjson"
 
 
 class OllamaEndpoint(Endpoint[SamplingFields]):
@@ -45,10 +47,10 @@ class OllamaEndpoint(Endpoint[SamplingFields]):
             raise AnsweredAtOnce(encode_json(self.line(model, "") | {"done": True, "done_reason": "load"}))
         with own_names(self.prompt_field):
             if isinstance(request, CompletionRequest):
-                prompts = _COMPLETIONS.prompts(request, model)
+                prompts = COMPLETIONS.prompts(request, model)
             else:
                 assert isinstance(request, ChatRequest), "`read` makes no others"
-                prompts = _CHAT.prompts(request, model, self.prompt_field)
+                prompts = CHAT.prompts(request, model, self.prompt_field)
         if (grammar := prompts.grammar) is not None:
             prompts = replace(prompts, grammar=replace(grammar, field=own_name(grammar.field)))
         return prompts
@@ -80,6 +82,15 @@ class OllamaChatEndpoint(OllamaEndpoint):
     """Messages in, a message out."""
 
     path, body_type, prompt_field = "/api/chat", OllamaChatRequest, "messages"
+    operation = Operation(
+        "Answer a chat, in Ollama's form",
+        OllamaChatLine,
+        (OllamaChatRequest,),
+        GENERATION,
+        streams=True,
+        media_type=_LINES,
+        error=OllamaError,
+    )
 
     def _said(self, text: str, thinking: dict[str, str], calls: Sequence[CallDelta]) -> dict[str, Any]:
         called = [
@@ -94,6 +105,12 @@ class OllamaGenerateEndpoint(OllamaEndpoint):
     """A prompt in, a text out."""
 
     path, body_type, prompt_field = "/api/generate", OllamaGenerateRequest, "prompt"
+    operation = replace(
+        OllamaChatEndpoint.operation,
+        summary="Answer a prompt, in Ollama's form",
+        answer=OllamaText,
+        requests=(OllamaGenerateRequest,),
+    )
 
     def _said(self, text: str, thinking: dict[str, str], calls: Sequence[CallDelta]) -> dict[str, Any]:
         return {"response": text, **thinking}
@@ -102,7 +119,7 @@ class OllamaGenerateEndpoint(OllamaEndpoint):
 class LineStream(EventStream):
     """The lines of one answer, each a JSON object. A call is in one line as soon as all of it is there."""
 
-    media_type = b"application/x-ndjson"
+    media_type = _LINES.encode()
 
     def __init__(self, prepared: PreparedRequest[SamplingFields], endpoint: OllamaEndpoint) -> None:
         self._prepared, self._endpoint = prepared, endpoint

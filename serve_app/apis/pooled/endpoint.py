@@ -16,9 +16,11 @@ from runtime.output.score_prompt import PairPrompter
 from runtime.output.vectors import check_dimensions, embedding, scores, texts_of
 from runtime.spec.pooling import Pooling
 from runtime.spec.types import Request
+from serve_app.apis.pooled.answers import Embeddings, Pooled, Ranking, Scores
 from serve_app.apis.pooled.request import EmbeddingRequest, PooledFields, PoolingRequest, RerankRequest, ScoreRequest
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import ApiError
+from serve_app.protocol.operation import GENERATION, Operation
 from serve_app.protocol.prepared_request import ServedModel
 from serve_app.protocol.prompt_ids import prompt_ids
 
@@ -53,9 +55,10 @@ class PreparedPooling(Generic[P]):
 
 
 class PooledEndpoint(ABC, Generic[P]):
-    """One kind of request. A new one is a class of its own, listed in POOLED_ENDPOINTS."""
+    """One kind of request, listed in POOLED_ENDPOINTS."""
 
-    paths: ClassVar[tuple[str, ...]]  # the first is the one that the OpenAPI page names
+    paths: ClassVar[tuple[str, ...]]  # the first is documented, the others are aliases
+    operation: ClassVar[Operation]
     request_type: type[P]
     id_prefix: ClassVar[str]
 
@@ -72,6 +75,7 @@ class PoolingEndpoint(PooledEndpoint[PoolingRequest]):
     """Vectors as the model makes them: embeddings, or the logits of a classifier's labels."""
 
     paths, request_type, id_prefix = ("/pooling",), PoolingRequest, "pool-"
+    operation = Operation("Vectors of texts as the model makes them", Pooled, (PoolingRequest,), GENERATION)
 
     def prompts(self, request: PoolingRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
         given = request.inputs()
@@ -89,6 +93,7 @@ class EmbeddingsEndpoint(PooledEndpoint[EmbeddingRequest]):
     """OpenAI's embeddings."""
 
     paths, request_type, id_prefix = ("/v1/embeddings",), EmbeddingRequest, "embd-"
+    operation = Operation("Vectors of texts", Embeddings, (EmbeddingRequest,), GENERATION)
 
     def prompts(self, request: EmbeddingRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
         if pooling.num_labels:
@@ -107,6 +112,7 @@ class ScoreEndpoint(PooledEndpoint[ScoreRequest]):
     """How well texts go together: a classifier's probability, or the cosine of embeddings."""
 
     paths, request_type, id_prefix = ("/v1/score", "/score"), ScoreRequest, "score-"
+    operation = Operation("How well texts match", Scores, (ScoreRequest,), GENERATION)
 
     def prompts(self, request: ScoreRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
         pairs = request.pairs()
@@ -125,6 +131,7 @@ class RerankEndpoint(PooledEndpoint[RerankRequest]):
     """Documents by how well they answer a query, the best first."""
 
     paths, request_type, id_prefix = ("/v1/rerank", "/rerank", "/v2/rerank"), RerankRequest, "rerank-"
+    operation = Operation("Documents in the order of a query", Ranking, (RerankRequest,), GENERATION)
 
     def prompts(self, request: RerankRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
         pairs = [(request.query, text) for text in request.texts()]

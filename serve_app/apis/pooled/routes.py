@@ -18,6 +18,7 @@ from serve_app.http.lanes import run_preparation, run_rendering
 from serve_app.http.limits import Deadline, check_priority, read_json_body
 from serve_app.observability.context import RequestContext
 from serve_app.protocol.errors import ApiError
+from serve_app.protocol.operation import ApiRoute
 from serve_app.protocol.parsing import parse
 from serve_app.service.generation import UntilClientLeaves
 from serve_app.service.service import MAX_PROMPT_TOKENS, Service, owned
@@ -27,17 +28,14 @@ _MANY_NUMBERS = 1 << 14  # whose JSON takes a while
 
 
 def pooled_routes(service: Service, settings: HttpSettings) -> list[Route]:
-    """Those of all endpoints."""
-    return [
-        Route(
-            path,
-            PooledRoute(service, endpoint, settings),
-            methods=["POST"],
-            include_in_schema=path == endpoint.paths[0],
-        )
-        for endpoint in POOLED_ENDPOINTS
-        for path in endpoint.paths
-    ]
+    """Return the routes of all endpoints; aliases are left out of the OpenAPI document."""
+    routes: list[Route] = []
+    for endpoint in POOLED_ENDPOINTS:
+        path, *aliases = endpoint.paths
+        handler = PooledRoute(service, endpoint, settings)
+        routes.append(ApiRoute(path, handler, endpoint.operation))
+        routes += [Route(alias, handler, methods=["POST"], include_in_schema=False) for alias in aliases]
+    return routes
 
 
 class PooledRoute:

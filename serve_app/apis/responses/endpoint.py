@@ -8,17 +8,17 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from runtime.output.processor import Delta
-from serve_app.apis.chat.endpoint import ChatEndpoint
+from serve_app.apis.chat.endpoint import CHAT
 from serve_app.apis.chat.messages import ChatMessage
+from serve_app.apis.responses.answers import ResponseObject
 from serve_app.apis.responses.builder import ResponseBuilder, ResponseStream
 from serve_app.apis.responses.request import INSTRUCTING, ResponsesRequest, own_name, own_names
 from serve_app.apis.responses.store import ResponseStore
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import ApiError
+from serve_app.protocol.operation import GENERATION, Operation
 from serve_app.protocol.prepared_request import PreparedRequest, Prompts, ServedModel
 from serve_app.service.endpoint import Endpoint
-
-_CHAT = ChatEndpoint()
 
 
 class ResponsesEndpoint(Endpoint[ResponsesRequest]):
@@ -26,6 +26,7 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
 
     path, request_type, id_prefix, default_max_tokens = "/v1/responses", ResponsesRequest, "resp_", None
     max_tokens_field, renders_chats = "max_output_tokens", True
+    operation = Operation("Answer a chat of items", ResponseObject, (ResponsesRequest,), GENERATION, streams=True)
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
@@ -37,7 +38,7 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
     def prompts(self, request: ResponsesRequest, model: ServedModel) -> Prompts:
         def prompts_of(messages: list[ChatMessage]) -> Prompts:
             with own_names():
-                return _CHAT.prompts(request.chat(messages), model, "input")
+                return CHAT.prompts(request.chat(messages), model, "input")
 
         messages = request.messages()
         if request.truncation == "auto":

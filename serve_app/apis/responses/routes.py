@@ -6,24 +6,28 @@ import asyncio
 import logging
 from contextlib import aclosing
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from runtime.output.fields import FieldError, fault_of, path_of
+from runtime.output.fields import FieldError
+from serve_app.apis.responses.answers import DeletedResponse, ItemList, ResponseObject
 from serve_app.apis.responses.builder import ResponseBuilder, ResponseStream, error_event
 from serve_app.apis.responses.endpoint import ResponsesEndpoint
 from serve_app.apis.responses.input_items import ITEMS, as_list, listed
 from serve_app.apis.responses.store import MAX_ITEMS, StoredResponses
+from serve_app.http.json_routes import json_response
 from serve_app.http.lanes import LONG_REQUESTS, run_preparation
 from serve_app.http.limits import Deadline
 from serve_app.observability.context import RequestContext
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import INTERNAL_ERROR, ApiError, api_error
+from serve_app.protocol.operation import ApiRoute, Operation
+from serve_app.protocol.parsing import read_query
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.protocol.shapes import RequestModel
 from serve_app.service.generation import EVENT_STREAM, Generation, UntilClientLeaves
@@ -54,13 +58,26 @@ class InputItemsQuery(RequestModel):
 def response_routes(
     service: Service, settings: HttpSettings, stored: StoredResponses, recorded: RecordedRequests
 ) -> list[Route]:
-    creation, routes = ResponseCreation(service, settings, stored, recorded), _Routes(settings, stored)
-    one = "/v1/responses/{response_id}"
+    creation, routes = ResponseCreation(service, settings, stored, recorded), StoredResponseRoutes(settings, stored)
+    one, errors = "/v1/responses/{response_id}", (400, 404, 503)
     return [
-        Route(ResponsesEndpoint.path, creation, methods=["POST"]),
-        Route(one, routes.one, methods=["GET", "DELETE"]),
-        Route(f"{one}/cancel", routes.cancel, methods=["POST"]),
-        Route(f"{one}/input_items", routes.input_items),
+        ApiRoute(ResponsesEndpoint.path, creation, ResponsesEndpoint.operation),
+        ApiRoute(
+            one,
+            routes.one,
+            Operation("A stored response", ResponseObject, errors=errors, streams=True, query=RetrieveQuery),
+            Operation("Delete a stored response", DeletedResponse, errors=errors, method="DELETE"),
+        ),
+        ApiRoute(
+            f"{one}/cancel",
+            routes.cancel,
+            Operation("End a response in the background", ResponseObject, errors=errors, method="POST"),
+        ),
+        ApiRoute(
+            f"{one}/input_items",
+            routes.input_items,
+            Operation("A response's input", ItemList, errors=errors, query=InputItemsQuery),
+        ),
     ]
 
 
@@ -115,9 +132,7 @@ class ResponseCreation(Generation):
         if prepared.request.stream:
             await follow(self._stored, self._settings, prepared.id, prepared.owner, 0, receive, send)
         else:
-            await Response(encode_json(builder.object()), headers=prepared.headers(), media_type="application/json")(
-                scope, receive, send
-            )
+            await json_response(builder.object(), headers=prepared.headers())(scope, receive, send)
 
     async def _run(self, prepared: PreparedRequest[Any], context: RequestContext, builder: ResponseBuilder) -> None:
         """Makes a response whether or not its client is there."""
@@ -147,8 +162,8 @@ class ResponseCreation(Generation):
             store.grow(prepared.id)
 
 
-class _Routes:
-    """What is done with a response that is stored, at whichever front."""
+class StoredResponseRoutes:
+    """Handlers for the stored responses of all fronts."""
 
     def __init__(self, settings: HttpSettings, stored: StoredResponses) -> None:
         self._settings, self._stored = settings, stored
@@ -171,8 +186,7 @@ class _Routes:
 
     async def delete(self, request: HttpRequest) -> Response:
         await self._ask("delete", request)
-        deleted = {"id": request.path_params["response_id"], "object": "response", "deleted": True}
-        return Response(encode_json(deleted), media_type="application/json")
+        return json_response(DeletedResponse(request.path_params["response_id"]))
 
     async def input_items(self, request: HttpRequest) -> Response:
         query = read_query(InputItemsQuery, request)
@@ -197,8 +211,8 @@ def _page(stored: list[bytes], name: str, query: InputItemsQuery) -> bytes:
         items = items[at + 1 :]
     page = items[: query.limit]
     ids = [item["id"] for item in page] or [""]
-    more = {"first_id": ids[0], "last_id": ids[-1], "has_more": len(items) > len(page)}
-    return encode_json({"object": "list", "data": page, **more})
+    has_more = len(items) > len(page)
+    return encode_json(ItemList(data=page, first_id=ids[0], last_id=ids[-1], has_more=has_more))
 
 
 class _Followed(Response):
@@ -242,15 +256,3 @@ async def follow(
             error = api_error(e) if isinstance(e, FieldError) else e
             await send({"type": "http.response.body", "body": error_event(error, start), "more_body": True})
         await send({"type": "http.response.body", "body": b""})
-
-
-_Q = TypeVar("_Q", bound=RequestModel)
-
-
-def read_query(kind: type[_Q], request: HttpRequest) -> _Q:
-    """The parameters of a URL; raises FieldError for the first one at fault."""
-    try:
-        return kind.model_validate(dict(request.query_params))
-    except ValidationError as e:
-        first = e.errors(include_url=False)[0]
-        raise fault_of(path_of(first), first) from None
