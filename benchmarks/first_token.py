@@ -5,7 +5,8 @@
 
 Requests of `--prompt-len` tokens come one after another over one connection. The client's clock gives the whole; the
 server's own histograms (`GET /metrics`, before and after) give the parts, as means. With `--shape` the step of such a
-prompt is timed in this process afterwards, on random weights of that shape: the runner's host and device alone.
+prompt is timed in this process afterwards, on random weights of that shape. This gives the runner's host and device
+alone.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ _PARTS = {  # what a histogram of the server adds up, by its name
     "queue": "vllm:request_queue_time_seconds",
     "step": "vllm:request_prefill_time_seconds",
     "server": "vllm:time_to_first_token_seconds",  # until the engine has it
-    "back": "callboard:delivery_lag_seconds",  # of the last token, whose way is that of the first
+    "back": "callboard:delivery_lag_seconds",  # of the last token, which takes the same way as the first
 }
 
 
 def histogram_sums(url: str) -> dict[str, tuple[float, float]]:
-    """(sum in seconds, count) of each of `_PARTS` over all fronts and engines. Every front tells the engine once a
-    second what it has counted, so that all of it is there after two."""
+    """(sum in seconds, count) of each of `_PARTS` over all fronts and engines. Every front reports its counts to the
+    engine once a second, so after two seconds all are there."""
     time.sleep(2)
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
         text = answer.read().decode()

@@ -9,7 +9,7 @@ from typing import Any
 
 # A process computes on one core, and pytest takes a process a core. Libraries read this when they are loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Where there is no GPU, kernels run under Triton's interpreter.
+# Without a GPU, kernels run under Triton's interpreter.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

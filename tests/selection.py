@@ -1,8 +1,8 @@
 """Which tests a session runs, in which order, and on which of its workers: a plugin of pytest.
 
-    pytest                 what a change needs: minutes on two cores; it says what it leaves out
+    pytest                 the tests that a change needs: minutes on two cores; it lists the tests left out
     pytest --all           every test, as CI runs it; CALLBOARD_TESTS=all gives property tests more examples
-    pytest FILE, -m MARK   what is named, whatever it costs
+    pytest FILE, -m MARK   the named tests, slow ones too
 
 All cores are used (pytest-xdist), unless a few files or tests are named. A file's tests share their
 fixtures, so they stay on one worker. So do all tests that start Ray or servers, which would take each other's cores.

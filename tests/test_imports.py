@@ -41,7 +41,7 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("folder", FORBIDDEN)
-def test_no_file_imports_what_its_folder_must_not(folder: str):
+def test_folders_import_only_what_they_may(folder: str):
     files = sorted((ROOT / folder).rglob("*.py"))
     assert files
     wrong = [
@@ -95,8 +95,8 @@ def test_imports_between_folders_have_no_circle():
     assert {folder: sorted(targets - {*order}) for folder, targets in arrows.items() if folder not in order} == {}
 
 
-def test_all_functions_of_kernels_but_those_in_tritons_language_have_types():
-    """mypy cannot tell them apart: its settings let functions without types pass in runtime/kernels."""
+def test_kernel_functions_outside_triton_have_types():
+    """mypy cannot distinguish them: its settings accept functions without types in runtime/kernels."""
     untyped = []
     for path in sorted((ROOT / "runtime" / "kernels").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -128,7 +128,7 @@ def test_all_functions_of_kernels_but_those_in_tritons_language_have_types():
         (["runtime.loading.resolve"], ["torch", "ray", "huggingface_hub"]),
     ],
 )
-def test_what_importing_really_loads(modules: list[str], unwanted: list[str]):
+def test_imports_load_only_what_they_may(modules: list[str], unwanted: list[str]):
     code = f"import sys, {', '.join(modules)}\nprint(*(m for m in {unwanted!r} if m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stderr

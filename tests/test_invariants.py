@@ -22,13 +22,13 @@ def cited() -> dict[str, list[str]]:
     return found
 
 
-def test_every_contract_that_is_cited_is_defined():
+def test_every_cited_contract_is_defined():
     assert {number: paths for number, paths in cited().items() if number not in CONTRACTS} == {}
     assert list(CONTRACTS) == [f"C{i}" for i in range(1, len(CONTRACTS) + 1)]
 
 
 @pytest.mark.parametrize("number", CONTRACTS)
-def test_what_it_names_exists(number: str):
+def test_names_in_a_contract_exist(number: str):
     text = CONTRACTS[number]
     why, upheld, held = (text.partition(f"**{part}")[2].partition("- **")[0] for part in ("Why", "Upheld", "Held"))
     assert why
@@ -45,7 +45,7 @@ def _text(path: str) -> str:
 
 
 @pytest.mark.parametrize("page", [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
-def test_files_that_pages_name_exist(page: Path):
+def test_files_named_in_pages_exist(page: Path):
     named = re.findall(r"`((?:runtime|actors|serve_app|tests|benchmarks|docs|\.ci)/[\w./-]*)`", page.read_text())
     assert [path for path in named if not (ROOT / path).exists()] == []
     modules = [name.replace(".", "/") for name in re.findall(r"python -m (benchmarks(?:\.\w+)+)", page.read_text())]

@@ -49,7 +49,7 @@ class Clients:
         self._answers: dict[int, str] = {}  # by seed
 
     async def wait_until_ready(self, num_engines: int, timeout_s: float = 180.0) -> None:
-        """Until the front is linked to so many engines."""
+        """Until the front is linked to `num_engines` engines."""
         end = time.monotonic() + timeout_s
         async with httpx.AsyncClient(base_url=self._url, timeout=5) as client:
             while True:

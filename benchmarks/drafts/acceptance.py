@@ -1,7 +1,7 @@
 """How often a draft samples what its target sampled, without an engine: both run as the steps of a runner alone.
 
-Both sample with the same noise at a position (C4), so a guess is right exactly if the draft, after the target's own
-tokens, samples the token that the target has there. One pass over a finished text therefore tells all of its guesses.
+Both sample with the same noise at a position (C4). So a guess is right exactly if the draft, after the target's own
+tokens, samples the target's next token. One pass over a finished text therefore decides all of its guesses.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Text:
 
 
 def extend(decoder: Decoder, prompts: Sequence[Text], num_tokens: int) -> tuple[list[Text], np.ndarray]:
-    """The texts with `num_tokens` more tokens, sampled in one batch with no regard to EOS, and the log-probabilities
-    of these, [num_texts, num_tokens] in nats before temperature."""
+    """The texts with `num_tokens` more tokens, sampled in one batch without regard to EOS. Also the log-probabilities
+    of these tokens, [num_texts, num_tokens] in nats before temperature."""
     steps = _steps(decoder, len(prompts), max(len(p.token_ids) for p in prompts) + num_tokens)
     news = [_new_slot(slot, prompt) for slot, prompt in enumerate(prompts)]
     lengths = np.array([len(p.token_ids) for p in prompts], np.int32)
@@ -101,7 +101,7 @@ def _steps(decoder: Decoder, num_slots: int, max_len: int) -> GpuSteps | CpuStep
 
 
 def _tables(steps: GpuSteps | CpuSteps, num_slots: int) -> Int32s:
-    """StepPlan.block_table_writes that give each slot its share of the blocks; block 0 is nobody's."""
+    """StepPlan.block_table_writes that give each slot its share of the blocks, without block 0."""
     num_blocks = -(-steps.max_model_len // _BLOCK_SIZE)
     slots, index = np.divmod(np.arange(num_slots * num_blocks, dtype=np.int32), np.int32(num_blocks))
     return np.stack((slots, index, slots * num_blocks + index + 1))

@@ -3,10 +3,11 @@
     python -m benchmarks.engine.adapters --model llama-3.2-1b --cells 1x128x512 64x128x256 --adapters 0 1 8
     python -m benchmarks.engine.adapters --model llama-3.1-8b --cells --loads 10 --streams 64
 
-A cell is BATCHxINxOUT, as in benchmarks.engine.decode; each is measured with every number of `--adapters`, which the
-requests have in turn, and its share of the rate without any is given if 0 comes first. All run on one engine with room
-for adapters, so that 0 is what others pay for it. `--loads` reads an adapter so often while `--streams` decode: the
-time of a load, and the longest time between two steps meanwhile, beside that of as many steps without a load.
+A cell is BATCHxINxOUT, as in benchmarks.engine.decode. Each is measured with every number of `--adapters`, which the
+requests use in turn. If 0 comes first, its share of the rate without adapters is given. All run on one engine with room
+for adapters, so that 0 is what others pay for it. `--loads` reads an adapter that often while `--streams` decode. It
+gives the time of a load, the longest time between two steps during it, and the same without loads over the same number
+of steps.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from runtime.loading.adapter_files import read_adapter
 
 
 def load_adapters(engine: Engine, folder: Path, count: int, rank: int) -> list[str]:
-    """Write and load `count` adapters, and one more that requests may not ask for; their digests."""
+    """Write and load `count` adapters, and one more that requests may not use; their digests."""
     modules, table, digests = modules_of(engine.runner.spec), engine.core.scheduler.adapters, []
     for seed in range(count + 1):
         path = folder / str(seed)

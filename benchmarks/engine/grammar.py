@@ -1,8 +1,8 @@
 """What grammars cost: compiling them, and a mask and an advance of each row of a step, over a corpus of schemas.
 
 python -m benchmarks.engine.grammar --tokenizer PATH ...            # the lazy engine, and the compiler's child
-python -m benchmarks.engine.grammar --tokenizer PATH --eager 40     # automata of so many schemas of the corpus
-python -m benchmarks.engine.grammar --tokenizer PATH --api 100      # and of so many types of OpenAI's API, drawn
+python -m benchmarks.engine.grammar --tokenizer PATH --eager 40     # automata of 40 schemas of the corpus
+python -m benchmarks.engine.grammar --tokenizer PATH --api 100      # and of 100 random types of OpenAI's API
 """
 
 import asyncio
@@ -111,8 +111,8 @@ def lazy(vocabulary: Vocabulary, grammars: list[Grammar], texts: list[list[list[
 
 
 def api_grammars(least: int, num: int) -> list[Grammar]:
-    """Of the openai package's types, as its client sends them for structured output: closed objects of `least` to 60
-    properties, those that may have an automaton."""
+    """Types of the openai package, as its client sends them for structured output: closed objects of `least` to 60
+    properties, which may have an automaton."""
     schemas: dict[str, str] = {}
     for found in pkgutil.walk_packages(openai.types.__path__, "openai.types."):
         for name, kind in inspect.getmembers(importlib.import_module(found.name), inspect.isclass):

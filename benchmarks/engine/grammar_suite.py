@@ -1,12 +1,12 @@
-"""How many of a folder's JSON Schemas are taken, how fast, and whether an invalid instance is.
+"""How many of a folder's JSON Schemas are accepted, how fast, and whether invalid instances are.
 
 python -m benchmarks.engine.grammar_suite FOLDER ...          # each folder's *.json and *.jsonl, with its subfolders
-python -m benchmarks.engine.grammar_suite --sample 500 FOLDER # so many of its schemas, drawn
+python -m benchmarks.engine.grammar_suite --sample 500 FOLDER # 500 random ones of its schemas
 
 Files are read in the forms of the public suites: JSON-Schema-Test-Suite (a list of schemas with tests), MaskBench (a
-schema with tests), plain schemas as in JSONSchemaBench, and lines of JSON with schema, valid and invalid as in
-tests/data. Each schema is compiled as with `strict: true` by Callboard and by llguidance's own compiler, both in
-children that are killed after five seconds.
+schema with tests) and plain schemas as in JSONSchemaBench. Lines of JSON with schema, valid and invalid, as in
+tests/data, are read too. Each schema is compiled as with `strict: true` by Callboard and by llguidance's own compiler,
+both in children that are killed after five seconds.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def run(cases: list[Case], compile_: Callable[[str], tuple[str, float]]) -> dict
 
 
 def _reason(message: str) -> str:
-    """A message without what is the schema's own."""
+    """A message without the schema's own text."""
     return re.sub(r'^at \S+ |"[^"]*"|\d+', "", message)[:60]
 
 

@@ -16,7 +16,7 @@ from benchmarks.library.measure import Engine, Results, engine_config, new_parse
 
 
 def step_ms(engine: Engine, batch: int, num_steps: int) -> float:
-    """The median time of a decode step of so many requests, in milliseconds; the first two are not counted."""
+    """The median time of a decode step of `batch` requests, in milliseconds; the first two are not counted."""
     engine.add(batch, 16, num_steps + 3)
     times = []
     while engine.core.has_work:

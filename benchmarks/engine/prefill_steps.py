@@ -2,12 +2,12 @@
 
     python -m benchmarks.engine.prefill_steps --model llama-3.2-3b --prompts 64 256 1024 2048 --rows 0 48
 
-A step is one prompt of so many new tokens, behind `--context` tokens that are in the cache, beside so many decoding
-rows, each with a context of its own. Plans are made by hand and go straight to a runner with random weights of a
-published shape; both ways are measured in turn in one process. `launch_ms` and `cpu_ms` are the host's until `launch`
-returns, by the clock and by the thread's own; `step_ms` is until the result is there; `behind_ms` is a step among
-eight that are launched one behind another, as in an engine that plans ahead. Medians. The first line tells what the
-graphs took at the start.
+A step is one prompt of `--prompts` new tokens behind `--context` cached tokens, beside a number of decode rows, each
+with a context of its own. Plans are made by hand and go directly to a runner with random weights of a published shape.
+Both ways are measured in turn in one process. `launch_ms` and `cpu_ms` are the host's time until `launch` returns, by
+the clock and by the thread's own; `step_ms` is the time until the result. `behind_ms` is a step among eight that are
+launched one behind another, as in an engine that plans ahead. Medians. The first line shows the time and memory of the
+graphs at the start.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Steps:
         return np.stack((np.repeat(np.array(slots), n), index % n, blocks)).astype(np.int32)
 
     def plan(self, prompt_len: int, context: int) -> StepPlan:
-        """A new request whose last `prompt_len` tokens are computed, and the decoding rows."""
+        """A new request, which computes its last `prompt_len` tokens, and the decode rows."""
         used = -(-(context + prompt_len) // self.runner.info.block_size)
         slots = np.arange(1 + self.rows, dtype=np.int32)
         starts = np.array([context] + [self.row_context] * self.rows, np.int32)

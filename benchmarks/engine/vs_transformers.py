@@ -71,7 +71,7 @@ def transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Callable[[np.nda
         model = LlamaForCausalLM(LlamaConfig(**checkpoint.config, attn_implementation="sdpa"))
     model.to_empty(device="cpu")
     model.load_state_dict({n: checkpoint.tensor(n, dtype) for n in checkpoint.names()}, strict=False, assign=True)
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its table is no part of a checkpoint
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its table is not in checkpoints
     model.tie_weights()
     model.eval()
 

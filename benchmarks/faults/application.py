@@ -3,8 +3,8 @@
     python -m benchmarks.faults.application FOLDER MODEL FIELD=VALUE...
 
 The process starts a Ray of its own, which has its files in FOLDER, and deploys the application on it. Then it answers
-one JSON line on stdin, [METHOD, ARGUMENTS...], with one on stdout: the methods are those of `Application`. Whoever does
-the faults is no part of that Ray, and so is not ended with it.
+one JSON line on stdin, [METHOD, ARGUMENTS...], with one on stdout. The methods are the methods of `Application`. The
+process that causes the faults is outside of that Ray, and so does not end with it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Application:
         return found + [("raylet", "", node.all_processes["raylet"][0].process.pid) for node in self._nodes[-1:]]
 
     def strength(self) -> str:
-        """Empty when all is there: engines, their links to all fronts, replicas; else what is missing."""
+        """The missing parts: engines, their links to all fronts, and replicas; empty if all are there."""
         import ray
         from ray import serve
 
@@ -108,14 +108,14 @@ class Application:
         ray.get(engines()[engine].drain.remote(DRAINING), timeout=_CALL_S)
 
     def shift_clock(self, engine: str, seconds: float) -> None:
-        """Let `time.time` of an engine's process jump: the clock of the system is everybody's."""
+        """Shift `time.time` of an engine's process; the system's clock is shared."""
         import ray
 
         ray.get(engines()[engine].__ray_call__.remote(_shift_clock, seconds), timeout=_CALL_S)
 
     def link_through(self, engine: str, port: int) -> int:
-        """Let an engine's links, of which there will be new ones, come through a port of this machine; returns the port
-        that the engine listens on itself."""
+        """Make an engine's new links pass through a port of this machine. Returns the port that the engine itself
+        listens on."""
         import ray
 
         return int(ray.get(engines()[engine].__ray_call__.remote(_link_through, port), timeout=_CALL_S))

@@ -34,7 +34,7 @@ class Asked(Protocol):
 
 
 class Answers:
-    """Prompts, and what the model says to them, computed in this process and disturbed by nobody."""
+    """Prompts, and the model's answers to them, computed undisturbed in this process."""
 
     def __init__(self, model: str, num_streams: int, prompt_len: int, rank_invariant: bool = False) -> None:
         self.prompts = [
@@ -49,7 +49,7 @@ class Answers:
 
 @dataclass(slots=True)
 class Client:
-    """One who asks again and again."""
+    """A client that sends one request after another."""
 
     number: int
     readings: list[Reading] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Cell:
             return [self._gcs]
         if role == "engines":
             return [pid for name, _, pid in self._processes if name == "engine"]
-        if role == "rank":  # runners are told in the order of their ranks
+        if role == "rank":  # runners are listed in the order of their ranks
             return [pid for name, engine, pid in self._processes if (name, engine) == ("runner", self.victim)][1:2]
         found = [pid for name, engine, pid in self._processes
                  if name == role and (role not in ENGINE_ROLES or engine == self.victim)]  # fmt: skip
@@ -189,7 +189,7 @@ class Cell:
                 await asyncio.sleep(_POLL_S)
 
     async def _hit(self) -> list[int]:
-        """The clients whose streams the victim engine has."""
+        """The clients with streams on the victim engine."""
         if not self.fault.hits_engine:
             return []
         ids = await self.application.ask("requests_of", self.victim)
@@ -198,7 +198,7 @@ class Cell:
     async def _pid_of_victim(self) -> int | None:
         async with asyncio.timeout(_WHOLE_S):
             while True:
-                with suppress(RuntimeError):  # the fault may be that of who tells
+                with suppress(RuntimeError):  # the fault may hit the process that answers
                     self._processes = await self.application.ask("processes")
                     break
                 await asyncio.sleep(_POLL_S)

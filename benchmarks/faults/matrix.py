@@ -1,4 +1,4 @@
-"""The rows and columns of the matrix: what is done to the application, and when."""
+"""The rows and columns of the matrix: the faults, and the moments at which they happen."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Fault:
     """One row."""
 
     name: str
-    text: str  # what is done
+    text: str  # the description of the fault
     do: Callable[[Cell], Awaitable[None]]
-    undo: Callable[[Cell], Awaitable[None]] | None = None  # None: the application must recover by itself
+    undo: Callable[[Cell], Awaitable[None]] | None = None  # None if the application must recover by itself
     hold_s: float = 0.0  # how long until it is undone
     hits_engine: bool = False  # the streams of one engine are hit; the others should notice nothing
-    hits_cut: bool = False  # those are hit whose connections are lost
+    hits_cut: bool = False  # the clients hit are those with lost connections
     is_final: bool = False  # the application cannot recover: another one is made
     through_proxy: bool = False
     none_when: dict[str, str] | None = None  # columns that make no sense, and why
@@ -62,7 +62,7 @@ def _kill(name: str, text: str, **fields: object) -> Fault:
 
 
 def _stop(name: str, text: str, hold_s: float = 0.0, **fields: object) -> Fault:
-    """Without `hold_s` the application itself must end what is stopped."""
+    """Without `hold_s` the application itself must end the stopped process."""
     undo = _signal(name, signal.SIGCONT) if hold_s else None
     return Fault(f"{name} stopped", text, _signal(name, signal.SIGSTOP), undo, hold_s, **fields)  # type: ignore[arg-type]
 

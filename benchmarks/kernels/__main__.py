@@ -3,9 +3,9 @@
     python -m benchmarks.kernels --model llama-3.2-1b --rows 1 8 64 256
     python -m benchmarks.kernels --only sampling --rows 1 16 48 64 256
 
-Products read each weight once (few rows) or are bound by arithmetic (many); everything else is bound by memory, and at
-few rows by the start of a kernel. Several launches over different data make one CUDA graph, medians of its replays;
-attention by itself is in kernels_attention.py, which also sets the ceilings.
+Products read each weight once (few rows) or are bound by arithmetic (many). Everything else is bound by memory, and at
+few rows by the start of a kernel. Several launches over different data form one CUDA graph; times are medians of its
+replays. Attention alone is in kernels_attention.py, which also sets the ceilings.
 """
 
 from __future__ import annotations

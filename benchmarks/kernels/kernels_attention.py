@@ -73,7 +73,7 @@ def decode_seconds(
     count: int = 1,
     kv_cache_dtype: str = "auto",
 ) -> float:
-    """Rows of `count` new tokens whose last one sees `length` positions."""
+    """Rows of `count` new tokens; the last one attends to `length` positions."""
     num_heads, _, head_dim = heads
     row_blocks = -(-length // block_size)
     spec = kv_spec(heads, kv_cache_dtype)
@@ -124,7 +124,7 @@ def sdpa_seconds(num_rows: int, num_tokens: int, length: int, heads: tuple[int, 
                 times.append(
                     graph_seconds(lambda _: F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **mask), 4)
                 )
-        except RuntimeError:  # this backend has no kernel for these shapes
+        except RuntimeError:  # this backend lacks a kernel for these shapes
             torch.cuda.synchronize()
     return min(times, default=None)
 

@@ -2,12 +2,12 @@
 
     python -m benchmarks.kernels.ranks --gpus 2 --out OUT.jsonl
     python -m benchmarks.kernels.ranks --gpus 2 --masked        # each process sees its own GPU alone
-    python -m benchmarks.kernels.ranks --gpus 2 --soak 10000    # and a million sums whose totals are checked
+    python -m benchmarks.kernels.ranks --gpus 2 --soak 10000    # and checks the totals of a million sums
     python -m benchmarks.kernels.ranks --streams --soak 10000
 
 Bfloat16 is added to a residual by graphs of several launches back to back; medians of the replays, the slowest rank's.
-Beside it NCCL in such a graph (--nccl). On two streams both ranks write into the one GPU's memory, by fewer programs:
-that is the time of the kernel and not of a link.
+Beside it NCCL in such a graph (--nccl). On two streams both ranks write into the one GPU's memory, with fewer programs.
+That is the time of the kernel without a link.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def run_rank(
         us = replay_us(graph, launches)
         ranks.check()
         pipe.send((us, nccl_us(num_bytes) if nccl else None))
-    os._exit(0)  # NCCL's threads need no farewell
+    os._exit(0)  # NCCL's threads need not be stopped
 
 
 def over_links(size: int, sizes: list[int], num_programs: int, masked: bool, nccl: bool, results: Results) -> None:
@@ -136,7 +136,7 @@ def on_streams(sizes: list[int], results: Results) -> None:
 def captured_pair(
     pair: list[PeerMemory], streams: list[torch.cuda.Stream], num_bytes: int, launches: int
 ) -> list[torch.cuda.CUDAGraph]:
-    """Graphs of two ranks of this process, both of which run once first."""
+    """Graphs of two ranks of this process; both run once first."""
     shape = num_bytes // 2 // _WIDTH, _WIDTH
     operands = [torch.randn(2, *shape, device="cuda").bfloat16() for _ in pair]
     torch.cuda.synchronize()

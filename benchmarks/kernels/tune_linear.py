@@ -3,7 +3,7 @@
     python -m benchmarks.kernels.tune_linear tune 1 8 16  # writes kernels/linear/skinny_gemm_configs.py
     python -m benchmarks.kernels.tune_linear chain 1 2 4  # whole models with the table as it is, against cuBLAS
 
-Everything is timed as one CUDA graph over different weights, so that none is still in the cache and each kernel's start
+Everything is timed as one CUDA graph over different weights. So none is still in the cache, and each kernel's start
 overlaps with its predecessor's end as in a step. One JSON line a measurement.
 """
 
@@ -178,7 +178,7 @@ def tune(model: str, rows: int, pool: torch.Tensor, layers: int = 8) -> None:
     """Tries one product's configurations after the other's within a row of layers, twice; leaves the best in
     SKINNY_GEMM_CONFIGS.
 
-    A kernel's best form depends on its neighbours, whose ends and starts it overlaps with."""
+    A kernel's best form depends on its neighbours, because its start and end overlap with theirs."""
     shapes = products(model)
     shapes = [*shapes[: 4 * layers], shapes[-1]]
     best = math.inf

@@ -3,10 +3,10 @@
     python -m benchmarks.kernels.tune_quantized --forms int4 fp8 --rows 1 8 64 --models llama-3.1-8b
     TRITON_INTERPRET=1 python -m benchmarks.kernels.tune_quantized --models tiny  # on a CPU, without times
 
-Compiles every candidate in processes side by side, checks each form's products against the torch reference and against
-themselves (the same bits for every number of rows), and then times chains as one CUDA graph over different weights:
-with each candidate for all products, and after that product by product with the best. One JSON line a measurement;
-`floor` is the share of the memory speed that the bf16 chain reaches.
+Compiles every candidate in processes side by side, and checks each format's products against the torch reference and
+against themselves (the same bits for every number of rows). Then it times chains as one CUDA graph over different
+weights: with each candidate for all products, and after that product by product with the best. One JSON line a
+measurement; `floor` is the share of the memory speed that the bf16 chain reaches.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.kernels.tune_linear import MODELS, Product, graph_us, products
-from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.linear.skinny_gemm import MAX_ROWS
-from runtime.kernels.quantized.quantized_configs import (
-    QuantizedConfig,
-    QuantizedTiling,
-    VectorConfig,
-    quantized_sum_order,
+from runtime.kernels.quantized.launch_configs import (
+    GemvConfig,
+    Wna16SkinnyConfig,
+    Wna16Tiling,
+    wna16_sum_order,
 )
-from runtime.kernels.quantized.quantized_linear import quantized_linear_triton
-from runtime.kernels.quantized.quantized_skinny_gemm import quantized_skinny_gemm_triton
-from runtime.kernels.quantized.quantized_vector import VECTOR_FORMS
 from runtime.kernels.quantized.quantized_weight import E2M1, QuantizedWeight, dequantize
+from runtime.kernels.quantized.wna16_gemm import wna16_gemm_triton
+from runtime.kernels.quantized.wna16_gemv import GEMV_ENCODINGS
+from runtime.kernels.quantized.wna16_skinny_gemm import wna16_skinny_gemm_triton
+from runtime.kernels.triton_language import INTERPRETED
 
 MEMORY_TBPS = 4.44
 LAYERS = 8  # that candidates are compared over
@@ -66,29 +66,29 @@ FORMS = {
     "mxfp4": Form("e2m1", 32),
     "nvfp4": Form("e2m1", 16),
 }
-Config = QuantizedConfig | QuantizedTiling | VectorConfig | None  # None: the rule's
+Config = Wna16SkinnyConfig | Wna16Tiling | GemvConfig | None  # None for the rule's
 
 
 def candidates(form: Form, rows: int, num_chunks: int) -> list[Config]:
-    """The configurations that are tried for a weight whose columns are summed in so many chunks."""
+    """The configurations to try for a weight with columns that are summed in `num_chunks` chunks."""
     if rows > MAX_ROWS:
-        t, split = QuantizedTiling, rows <= 64
+        t, split = Wna16Tiling, rows <= 64
         wide: list[Config] = [t(64, 128, 128, 8, 3, split), t(64, 64, 128, 4, 5, split), t(64, 64, 128, 4, 4, split)]
         if rows > 64:
             wide = [t(64, 128, 128, 8, 3), t(64, 64, 128, 4, 4)]
         return [None, *wide, t(32, 32, 128, 2, 5, split)]
-    c, found = QuantizedConfig, list[Config]()
+    c, found = Wna16SkinnyConfig, list[Config]()
     for block_n, warps in ((16, num_chunks // 2), (16, num_chunks), (32, num_chunks)):
         found += [c(block_n, 128, max(warps, 1), stages, ahead, unroll=unroll)
                   for stages, ahead, unroll in ((3, 1, 1), (5, 2, 1), (3, 2, 2))]  # fmt: skip
-    if rows == 1 and form.code in VECTOR_FORMS:
-        found += [VectorConfig(4, 4, 2), VectorConfig(4, 4, 4), VectorConfig(8, 4, 1), VectorConfig(8, 4, 4),
-                  VectorConfig(8, 2, 2), VectorConfig(4, 8, 2), VectorConfig(8, 8, 2)]  # fmt: skip
+    if rows == 1 and form.code in GEMV_ENCODINGS:
+        found += [GemvConfig(4, 4, 2), GemvConfig(4, 4, 4), GemvConfig(8, 4, 1), GemvConfig(8, 4, 4),
+                  GemvConfig(8, 2, 2), GemvConfig(4, 8, 2), GemvConfig(8, 8, 2)]  # fmt: skip
     return [None, *found]
 
 
 def weight_of(form: Form, size_out: int, size_in: int, codes: torch.Tensor, scales: torch.Tensor) -> QuantizedWeight:
-    """A weight whose tensors are views of the start of two pools, bytes and float32."""
+    """A weight with tensors that are views of the start of two pools, bytes and float32."""
     row_bytes = size_in if form.code in ("fp8", "int8") else size_in // 2
     dtype = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(form.code, torch.uint8)
     groups = -(-size_in // form.group) if form.group else 1
@@ -120,11 +120,9 @@ def weights_of(form: Form, shapes: list[Product], codes: torch.Tensor, scales: t
 def run(p: Product, x: torch.Tensor, weight: QuantizedWeight, residual: torch.Tensor, config: Config) -> torch.Tensor:
     """As a decoder uses it: norm before, activation or residual after; of more rows the bare product."""
     if len(x) > MAX_ROWS:
-        tiling = config if isinstance(config, QuantizedTiling) else None
-        return quantized_linear_triton(
-            x, weight, tiling=tiling, residual=residual if p.form in ("out", "down") else None
-        )
-    few = None if isinstance(config, QuantizedTiling) else config
+        tiling = config if isinstance(config, Wna16Tiling) else None
+        return wna16_gemm_triton(x, weight, tiling=tiling, residual=residual if p.form in ("out", "down") else None)
+    few = None if isinstance(config, Wna16Tiling) else config
     options: dict[str, Any] = {"norm_weight": x[0], "eps": 1e-5}
     match p.form:
         case "out" | "down":
@@ -133,7 +131,7 @@ def run(p: Product, x: torch.Tensor, weight: QuantizedWeight, residual: torch.Te
             options["activation"] = "silu"
         case "head":
             options["out_dtype"] = torch.float32
-    return quantized_skinny_gemm_triton(x, weight, config=few, **options)
+    return wna16_skinny_gemm_triton(x, weight, config=few, **options)
 
 
 def dtype() -> torch.dtype:
@@ -157,7 +155,7 @@ def compile_one(job: tuple[Form, Product, int, Config]) -> str:
 def compile_all(jobs: list[tuple[Form, Product, int, Config]]) -> None:
     """Must run before this process uses the GPU: forked children cannot share it."""
     start = time.perf_counter()
-    random.shuffle(jobs)  # those of one product, some of which take seconds, are spread over the processes
+    random.shuffle(jobs)  # the kernels of one product may take seconds: spread them over the processes
     with ProcessPoolExecutor(min(os.cpu_count() or 1, 15), mp_context=get_context("fork")) as executor:
         errors = [error for error in executor.map(compile_one, jobs, chunksize=1) if error]
     for error in errors:
@@ -171,14 +169,14 @@ def check(name: str, form: Form, shapes: list[Product], rows: list[int], codes: 
         weight = weight_of(form, p.size_out, p.size_in, codes, scales)
         x = torch.randn(max(*rows, 17), p.size_in, device=DEVICE, dtype=dtype())
         want, errors, same = x.float() @ dequantize(weight).t(), {}, {}
-        reference = quantized_skinny_gemm_triton(x[:16], weight, out_dtype=torch.float32, fixed_order=True)
+        reference = wna16_skinny_gemm_triton(x[:16], weight, out_dtype=torch.float32, fixed_order=True)
         for n in sorted({*rows, 16, 17}):
             if n <= MAX_ROWS:
-                got = quantized_skinny_gemm_triton(x[:n], weight, out_dtype=torch.float32)
-                fixed = quantized_skinny_gemm_triton(x[:n], weight, out_dtype=torch.float32, fixed_order=True)
+                got = wna16_skinny_gemm_triton(x[:n], weight, out_dtype=torch.float32)
+                fixed = wna16_skinny_gemm_triton(x[:n], weight, out_dtype=torch.float32, fixed_order=True)
             else:
-                got = quantized_linear_triton(x[:n], weight, out_dtype=torch.float32)
-                fixed = quantized_linear_triton(x[:n], weight, out_dtype=torch.float32, fixed_order=True)
+                got = wna16_gemm_triton(x[:n], weight, out_dtype=torch.float32)
+                fixed = wna16_gemm_triton(x[:n], weight, out_dtype=torch.float32, fixed_order=True)
             errors[n] = round(((got - want[:n]).norm() / want[:n].norm()).item(), 7)
             same[n] = torch.equal(fixed[:16], reference[:n])
         # fp8 has one row's shortest sums in float16, all else in float32.
@@ -257,7 +255,7 @@ def measure(
 
 
 def chunks_of(p: Product) -> int:
-    return quantized_sum_order(p.size_out, p.size_in).num_chunks
+    return wna16_sum_order(p.size_out, p.size_in).num_chunks
 
 
 def report(**fields: Any) -> None:

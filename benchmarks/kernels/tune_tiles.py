@@ -3,9 +3,10 @@
     python -m benchmarks.kernels.tune_tiles --forms int4 int8 --rows 16 64 128 256
     TRITON_INTERPRET=1 python -m benchmarks.kernels.tune_tiles --model tiny --rows 20  # on a CPU, without meaning
 
-Prints a JSON line for each product with its time by each tiling, in microseconds, and the error against float64: rows
-as digits (`integer_linear`), codes decoded in registers (`decoded_linear`), a dense copy made anew, bfloat16. Then one
-for all that a layer does but attention, as one CUDA graph over different weights, by the choices of the tree.
+Prints a JSON line for each product with its time by each tiling, in microseconds, and the error against float64. The
+ways are: rows as limbs (`integer_linear`), weights dequantized in registers (`decoded_linear`), a dense copy made anew,
+and bfloat16. Then one for all that a layer does but attention, as one CUDA graph over different weights, by the choices
+of the tree.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ import torch.nn.functional as F
 from benchmarks.kernels.tune_fp8 import DEVICE, timed
 from benchmarks.kernels.tune_linear import MODELS, Product, products
 from benchmarks.kernels.tune_quantized import FORMS, NF4
-from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.linear.tiles import Tiling as T
-from runtime.kernels.quantized.decoded_linear import decoded_linear_triton, has_decoded_product
-from runtime.kernels.quantized.integer_linear import IntegerLinear, has_integer_product, integer_linear_triton
-from runtime.kernels.quantized.integer_rows import integer_rows_triton
-from runtime.kernels.quantized.quantized_linear import QuantizedLinear, dequantize_triton
+from runtime.kernels.quantized.int16_activations import quantize_int16_triton
+from runtime.kernels.quantized.int_wna16_gemm import Int16Linear, has_int_wna16_gemm, int_wna16_gemm_triton
 from runtime.kernels.quantized.quantized_weight import E2M1, QuantizedWeight, dequantize, quantized_weight
+from runtime.kernels.quantized.w4a16_gemm import has_w4a16_gemm, w4a16_gemm_triton
+from runtime.kernels.quantized.wna16_gemm import QuantizedLinear, dequantize_triton
+from runtime.kernels.triton_language import INTERPRETED
 
 LAYERS = 4  # of a chain
 
@@ -77,11 +78,11 @@ def candidates(way: str, rows: int) -> list[T]:
 def ways_of(weight: QuantizedWeight, x: torch.Tensor) -> dict[str, Callable[..., torch.Tensor]]:
     """The kernels that multiply x with a weight of this form."""
     ways: dict[str, Callable[..., torch.Tensor]] = {}
-    if has_integer_product(weight):
-        digits = integer_rows_triton(x, group=0 if weight.minimums is None else weight.group)
-        ways["digits"] = lambda w, **options: integer_linear_triton(digits, w, **options)
-    if has_decoded_product(weight):
-        ways["decoded"] = lambda w, **options: decoded_linear_triton(x, w, **options)
+    if has_int_wna16_gemm(weight):
+        digits = quantize_int16_triton(x, group=0 if weight.minimums is None else weight.group)
+        ways["digits"] = lambda w, **options: int_wna16_gemm_triton(digits, w, **options)
+    if has_w4a16_gemm(weight):
+        ways["decoded"] = lambda w, **options: w4a16_gemm_triton(x, w, **options)
     return ways
 
 
@@ -129,7 +130,7 @@ def chain_times(name: str, weights: list[list[QuantizedWeight]], rows: int) -> N
     hidden, attended = weights[0][0].shape[1], weights[0][1].shape[1]
     norm, x = torch.ones(hidden, device=DEVICE).bfloat16(), torch.randn(rows, hidden, device=DEVICE).bfloat16()
     attention = torch.randn(rows, attended, device=DEVICE).bfloat16()
-    kind = IntegerLinear if has_integer_product(weights[0][0]) else lambda *args: QuantizedLinear(*args, False)
+    kind = Int16Linear if has_int_wna16_gemm(weights[0][0]) else lambda *args: QuantizedLinear(*args, False)
     makers: dict[str, Callable[[QuantizedWeight], Linear]] = {
         "codes": lambda w: kind(w, None, "silu"),
         "bf16": lambda w: FusedLinear(torch.randn(w.shape, device=DEVICE).bfloat16(), None, "silu", False),

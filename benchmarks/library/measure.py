@@ -76,8 +76,8 @@ class Run:
 
 
 class Engine:
-    """An engine core and a runner of random weights, or ranks in processes of their own; runs batches of fresh random
-    prompts, EOS off, and greedy where `sampling` says nothing else."""
+    """An engine core and a runner of random weights, or ranks in processes of their own. Runs batches of fresh random
+    prompts, with EOS off, and greedy unless `sampling` is set."""
 
     def __init__(self, model: str, config: EngineConfig, sampling: Mapping[str, float] | None = None) -> None:
         self.config = config

@@ -51,14 +51,14 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """One table: which lines it shows, and what tells one measurement from another."""
+    """One table: the lines that it shows, and the fields that identify a measurement."""
 
     title: str
     benchmarks: tuple[str, ...]
     keys: tuple[str, ...]
     head: str
     unit: str
-    row: Callable[[Line], Row | None]  # None: not of this table
+    row: Callable[[Line], Row | None]  # None for lines of other tables
 
 
 def number(value: float | None) -> str:
@@ -349,7 +349,7 @@ def main() -> None:
     for name, subject in SUBJECTS.items():
         of_subject = [line for line in lines if line["benchmark"] in subject.benchmarks]
         latest = {tuple(str(line.get(key)) for key in subject.keys): line for line in of_subject}
-        groups = list(dict.fromkeys(key[:2] for key in latest))  # what is alike stands together
+        groups = list(dict.fromkeys(key[:2] for key in latest))  # equal subjects are next to each other
         ordered = sorted(latest, key=lambda key: groups.index(key[:2]))
         shown = [(row, latest[key]) for key in ordered if (row := subject.row(latest[key])) is not None]
         if not shown:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.serving.first_event [--rounds 400]
 
-The same question as a chat, a response and a message, one after another in each round, to the ASGI application in this
-process; its engine answers at once. The bar is what an API adds to the time of the chat: at most 200 us.
+The same question is sent as a chat, a response and a message, one after another in each round, to the ASGI application
+in this process. Its engine answers at once. The bar is what an API adds to the time of the chat: at most 200 us.
 """
 
 from __future__ import annotations

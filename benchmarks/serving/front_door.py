@@ -3,10 +3,10 @@
     python -m benchmarks.serving.front_door [--streams 1 8 64 256] [--fronts 1] [--tick-ms 25]
 
 A runner process samples one token a live request every tick and notes when. The same requests are read twice: over HTTP
-and SSE through HAProxy and the front replicas, and straight off an engine link, which is the bare engine. Token latency
-is from the runner's note to the client's read; all processes share this machine. CPU is what a delivered token costs
-the front replicas, HAProxy and the engine while the streams are read over HTTP, prompts and ends included; a token
-that waits is coalesced with the next one, so that a loaded front writes fewer events than tokens.
+and SSE through HAProxy and the front replicas, and directly from an engine link, which is the bare engine. Token
+latency is from the runner's note to the client's read; all processes share this machine. CPU is the cost of a delivered
+token for the front replicas, HAProxy and the engine, while the streams are read over HTTP, prompts and ends included. A
+token that waits is coalesced with the next one, so a loaded front writes fewer events than tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ CONFIG = EngineConfig(max_num_seqs=1024, max_num_batched_tokens=8192)
 
 
 class ToyRunner:
-    """One token a live row at every tick; the token says which tick."""
+    """One token a live row at every tick; the token is the number of the tick."""
 
     asynchronous = True
 

@@ -2,11 +2,11 @@
 
     python -m benchmarks.serving.routing [--engines 64] [--prompt 8192] [--blocks 5000] [--rounds 200]
 
-Choice: a prompt that nobody has hashed yet, tokens that were never seen after a prefix that each engine holds another
-share of, so that the walk goes to the end of what the longest one holds; `--blocks` others are in each picture.
-Step: the engine core with a runner that answers at once, rows that decode. "alone" has no code for followers at all,
-"0 followers" is a single engine, the others tell fronts at their usual pace (or after each step: "eager"). Alternating
-rounds, the median of their differences.
+Choice: a prompt without known hashes, of new tokens after a prefix. Each engine holds another share of the prefix, so
+the walk ends where the longest share does. `--blocks` others are in each picture. Step: the engine core with a runner
+that answers at once, and decode rows. "alone" runs without code for followers, and "0 followers" is a single engine.
+The others report to fronts at their usual pace, or after each step: "eager". Alternating rounds, the median of their
+differences.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from actors.front.router import Prompt, Router
 from actors.wire.cache_feed import CacheFeed, Followers
 from actors.wire.messages import CacheUpdate, encode
 from actors.wire.transport import framed
-from benchmarks.engine.step_channel import EchoRunner
+from benchmarks.serving.step_channel import EchoRunner
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.policy.engine_load import EngineLoad
@@ -80,7 +80,7 @@ def time_choice(num_engines: int, num_tokens: int, num_blocks: int, rounds: int)
 
 
 class Front:
-    """A connection that encodes what it is sent."""
+    """A connection that encodes the messages it is sent."""
 
     last_stream = 1
 

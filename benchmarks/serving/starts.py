@@ -6,8 +6,8 @@
     python -m benchmarks.serving.starts --model /tmp/8b --count 3 --table      # compile cache of the one before
     python -m benchmarks.serving.starts --model /tmp/8b --compile-cache cold   # TRITON_CACHE_DIR is an empty folder
 
-A JSON line a start: `phases` are the seconds at which the console told of them, by the clock of the server; `ready_s`
-and `first_token_s` are from the command, by this program's clock; `cpu_s` is what all its processes took until they
+A JSON line a start. `phases` are the seconds at which the console reported them, by the clock of the server. `ready_s`
+and `first_token_s` run from the command, by this program's clock. `cpu_s` is the time of all its processes until they
 were ready. Files are read once before, so that the page cache is warm. `--set max-num-seqs=64` passes flags on.
 """
 

@@ -1,8 +1,8 @@
 """Engines, fronts and requests on one virtual clock.
 
 Everything that happens is an event in a heap: an engine's next step, a client's request, an engine that becomes ready,
-drains or dies, a look of the scaling policy. Fronts choose engines by what they have been told, which is as late as the
-engines' frames are; each knows of its own choices at once, and of other fronts' when the engine tells.
+drains or dies, a decision of the scaling policy. Fronts choose engines by their reports, which are as late as the
+engines' frames. Each front knows its own choices at once, and other fronts' choices when the engine reports them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOOK_S = 1.0  # between two decisions of the scaling policy
 
 @dataclass(frozen=True)
 class Shape:
-    """Settings of a simulation. `merge`: steps that nobody could tell apart are planned together (engine.py)."""
+    """Settings of a simulation. `merge`: steps that cannot be distinguished are planned together (engine.py)."""
 
     times: StepTimes
     num_engines: int
@@ -74,7 +74,7 @@ class Totals:
 
 
 class Cluster:
-    """One simulation. `engines` are those that live; `num_asked` of scaling is how many there should be."""
+    """One simulation. `engines` are the living ones; `num_asked` of scaling is how many there should be."""
 
     def __init__(self, shape: Shape, scaling: ScalingPolicy | None = None) -> None:
         self.shape, self.scaling = shape, scaling
@@ -235,7 +235,7 @@ class Cluster:
         self.at(self.now + delay_s, self._place, job, tokens)
 
     def _watch(self, engine: SimulatedEngine) -> None:
-        """Look at an engine again at its next step, and let it tell the fronts what has changed."""
+        """Look at an engine again at its next step, and send its changes to the fronts."""
         if engine.next_at < inf and engine.watched_at != engine.next_at:
             engine.watched_at = engine.next_at
             self.at(engine.next_at, self._advance, engine, engine.next_at)

@@ -1,8 +1,8 @@
 """Caches that know the future, as no real one can: they give up first what will be asked for last (Belady's rule).
 
-Known are the starts of all conversations to come, and of one whose answer is there when it goes on, if it does. So it
-is known for every block when a request will bring it next, though not to which engine. Nothing else is better than in
-a real engine: room, blocks, what has to be computed, and the router, which the fronts have as ever.
+The simulation knows the starts of all conversations to come. For a conversation with a finished answer it knows when
+the next turn starts, if there is one. So it is known for every block when a request will bring it next, though not to
+which engine. Everything else equals a real engine: room, blocks, work, and the router, which the fronts have as ever.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _MANY = 512  # blocks that are put in order at once
 
 
 class _WantedLast(EvictionQueue):
-    """The block that `next_use` says is wanted last goes first, and of equal ones the one that has been there for
-    longest, so that children go before their parents."""
+    """The block with the latest `next_use` goes first. Of equal ones the one that has been there for longest goes
+    first, so that children go before their parents."""
 
     def __init__(self, next_use: Callable[[int], float]) -> None:
         super().__init__()
@@ -66,7 +66,8 @@ class Foresight:
         kv_cache.pool._evictable = _WantedLast(lambda block: self._next_use(self._users.get(hash_of[block])))
 
     def answered(self, job: Job, block_hashes: list[bytes], num_shared: int, next_at: float | None) -> None:
-        """A job's answer is there; of its blocks so many are shared. `next_at`: when its conversation goes on."""
+        """A job's answer is there; its first `num_shared` blocks are shared. `next_at`: when its conversation goes
+        on."""
         conversation, key = job.conversation, job.conversation.shared_key
         self._users.update(dict.fromkeys(block_hashes[num_shared:], conversation))
         self._next[id(conversation)] = inf if next_at is None else next_at
@@ -76,7 +77,8 @@ class Foresight:
                 heappush(self._turns.setdefault(key, []), next_at)
 
     def _next_use(self, user: int | Conversation | None) -> float:
-        """When somebody will ask for a block with this user; None: it is in use, or was a moment ago."""
+        """When a request will use a block with this user. Now, if the user is None: the block is in use, or was a
+        moment ago."""
         now = self._clock()
         if user is None:
             return now

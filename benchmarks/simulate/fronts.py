@@ -1,4 +1,4 @@
-"""The fronts of a simulated cluster: a real router each, and what engines have told them so far.
+"""The fronts of a simulated cluster: a real router each, and the engines' reports so far.
 
 Or, in their place, an oracle that no router can beat.
 """
@@ -17,12 +17,12 @@ from runtime.policy.engine_load import EngineLoad
 from runtime.spec.config import ModelInfo
 
 Policy = RoutingPolicy | Literal["foresight", "oracle"]
-FRAME_S = 0.02  # an engine tells at most so often
+FRAME_S = 0.02  # between two reports of an engine
 LAG_S = 0.0005  # from an engine's frame to the picture that the front has of it
 
 
 class Fronts:
-    """All fronts, by number. What an engine tells arrives everywhere at once, LAG_S later."""
+    """All fronts, by number. An engine's report arrives everywhere at once, LAG_S later."""
 
     def __init__(self, num_fronts: int, policy: RoutingPolicy, info: ModelInfo) -> None:
         self._info, self._routers = info, [Router(policy) for _ in range(num_fronts)]
@@ -71,8 +71,8 @@ class Fronts:
 
 
 class Oracle(Fronts):
-    """Knows at once what every engine has to do, and sees to it that whichever engine a request goes to has all of its
-    prompt in the cache that any engine has ever computed. Its caches need no luck, no room and no copies: a bound."""
+    """Knows at once the work of every engine. The engine that it chooses gets all of the prompt into its cache that any
+    engine has ever computed. Its caches do not need luck, room or copies: a bound."""
 
     def __init__(self, engines: dict[str, SimulatedEngine]) -> None:
         self._all = engines

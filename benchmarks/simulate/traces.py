@@ -1,7 +1,8 @@
 """Requests for the simulator: the public traces of Mooncake and Azure, and generators with published statistics.
 
-A workload is a list of conversations in the order of their starts. What a person or a tool adds in a turn is a part: a
-key, which stands for its tokens, and a length; equal keys are equal texts. So prompts share prefixes where they would.
+A workload is a list of conversations in the order of their starts. The input of a person or a tool in a turn is a part:
+a key, which represents its tokens, and a length. Equal keys are equal texts. So prompts share prefixes where they
+would.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Part:
     length: int
 
     def tokens(self) -> array[int]:
-        """The same ones for the same key; those of two keys differ in their first two."""
+        """Equal keys give equal tokens; different keys differ in their first two tokens."""
         at = self.key * 7919 % (len(_TEXT) - _LONGEST_PART)
         tokens = _TEXT[at : at + self.length]
         head = array("i", (2 + self.key % 100_003, 2 + self.key // 100_003 % 100_003))
@@ -52,7 +53,7 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class Conversation:
-    """Turns that follow one another, each with all before it in its prompt. `salt` tells tenants apart."""
+    """Turns that follow one another, each with all before it in its prompt. `salt` separates tenants."""
 
     start: float
     turns: list[Turn]
@@ -63,7 +64,7 @@ class Conversation:
 
     @property
     def shared_key(self) -> int | None:
-        """The key of the part with which others begin, too; None: there is none."""
+        """The key of the part with which other conversations begin, too, or None."""
         parts = self.turns[0].parts if self.turns else []
         return parts[0].key if len(parts) > 1 else None
 
@@ -79,10 +80,10 @@ class Conversation:
         return Job(number, self, self.tokens[:], len(self.tokens), turn.output_len, max_tokens, self.salt, sent)
 
     def answered(self, job: Job, answer: array[int], block_hashes: list[bytes]) -> float | None:
-        """The job's answer is there, and the hashes of full blocks of prompt and answer; returns the pause until the
-        next turn, None if there is none."""
+        """Record the job's answer, and the hashes of full blocks of prompt and answer. Returns the pause until the next
+        turn, or None after the last one."""
         if self.num_sent == len(self.turns):
-            self.tokens, self.block_hashes = array("i"), []  # nobody needs them any more
+            self.tokens, self.block_hashes = array("i"), []  # no later turn needs them
             job.prompt = array("i")
             return None
         self.tokens += answer
@@ -176,7 +177,7 @@ class Sessions:
     turns: tuple[int, int] = (1, 1)
     pauses_s: tuple[float, float] = (0.0, 0.0)
     skew: float = 0.0
-    num_questions: int = 0  # of each prefix: all first turns take one of these; 0: everyone has an own one
+    num_questions: int = 0  # for each prefix; first turns take one of them. 0 gives each its own
 
     def generate(self, rates: Iterable[tuple[float, float]], seed: int = 0) -> Iterator[Conversation]:
         """Starts are Poisson with (seconds, conversations a second) one after another."""

@@ -14,7 +14,7 @@ from runtime.kernels.attention.attention_torch import MAX_GATHERED
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.sampling.penalties import NUM_TABLES
 from runtime.models.lora import adapter_bytes
-from runtime.quant.formats import weight_bytes, widened_bytes
+from runtime.quant.model_formats import dequantized_copy_bytes, weight_bytes
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.kv_cache_spec import KVCacheSpec
@@ -180,7 +180,7 @@ def _activation_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int) -> int
     if numerics.rank_invariant:  # results of all leaves
         choices = 1 if spec.experts is None else 1 + spec.experts.top_k
         rows += tokens * choices * NUM_LEAVES // spec.shard.size * spec.hidden_size * 4
-    return rows + widened_bytes(spec, numerics)
+    return rows + dequantized_copy_bytes(spec, numerics)
 
 
 def _gib(size: int) -> str:

@@ -19,13 +19,13 @@ import torch
 from runtime.core.plan import StepPlan, StepResult
 from runtime.features.adapter_weights import RunnerAdapters
 from runtime.features.grammar_state import GrammarState
-from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.linear.linear_torch import can_pack
 from runtime.kernels.linear.tiles import multiplies_fp8
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.quantized import cpu_quantized
+from runtime.kernels.quantized import wna16_cpu
+from runtime.kernels.triton_language import INTERPRETED
 from runtime.quant.at_load import quantized_at_load
-from runtime.quant.formats import check_products, format_names, forms_on_device
+from runtime.quant.model_formats import check_products, encodings_on_device, format_names
 from runtime.quant.report import weight_report
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.sharding import ALONE, Shard
@@ -89,7 +89,7 @@ class ModelRunner:
         self.memory: MemoryPlan = replace(
             memory, max_model_len=group.least(memory.max_model_len), block_size=group.least(memory.block_size)
         )
-        if forms_on_device(spec, numerics):
+        if encodings_on_device(spec, numerics):
             logger.info("quantization: %s", "; ".join(weight_report(spec, numerics)))
         with nullcontext() if self._room is None else self._room.weights.use():
             self.decoder = self._source.load(spec, numerics, self.memory.max_model_len, group.communicator)
@@ -123,7 +123,7 @@ class ModelRunner:
 
     def _describe(self, weights_fingerprint: str) -> ModelInfo:
         numerics, memory, spec = self.numerics, self.memory, self.spec
-        forms = forms_on_device(spec, numerics)
+        forms = encodings_on_device(spec, numerics)
         of_fp8 = any(form.startswith("fp8") for form in forms.values())
         has_fp8 = of_fp8 and multiplies_fp8(numerics.device)  # there rows of activations are rounded to fp8, too
         of_numerics = numerics.dtype_name, numerics.backend, numerics.deterministic, has_fp8
@@ -267,7 +267,7 @@ def choose_numerics(config: EngineConfig) -> Numerics:
     backend = "triton" if on_gpu and config.kernel_backend == "auto" else config.kernel_backend
     # A CPU's products with quantized weights take bfloat16, and the plain ones of such a model use it, too.
     asked = {config.quantization, config.head_quantization}
-    in_half = on_gpu or (not asked.isdisjoint(("int8", "int4")) and cpu_quantized.has_vector_code())
+    in_half = on_gpu or (not asked.isdisjoint(("int8", "int4")) and wna16_cpu.has_vector_code())
     dtype = getattr(torch, ("bfloat16" if in_half else "float32") if config.dtype == "auto" else config.dtype)
     deterministic = config.deterministic or config.rank_invariant
     return Numerics(

@@ -65,13 +65,13 @@ _FORMS_PROBE = """
 import json
 from runtime.spec.config import EngineConfig
 from runtime.quant.at_load import GROUPS
-from runtime.quant.formats import forms_at_load
-from runtime.quant.forms import Integer4
+from runtime.quant.model_formats import forms_at_load
+from runtime.quant.encodings import Integer4
 from runtime.quant.products import products_of
 from runtime.worker.runner import choose_numerics
 numerics = {form: choose_numerics(EngineConfig(quantization=form)) for form in GROUPS}
 own = {dtype: choose_numerics(EngineConfig(dtype=dtype)) for dtype in ("auto", "bfloat16")}
-four_bits = Integer4("int4", columns=32, has_minimum=True)
+four_bits = Integer4("int4", group_size=32, has_zero_points=True)
 stay = [dtype for dtype in own if (products := products_of(own[dtype])) and products.takes(four_bits)]
 print(json.dumps({"forms": [form for form in GROUPS if form in forms_at_load(numerics[form])], "stay": stay,
                   "dtype": own["auto"].dtype_name, "bits": 8 * own["auto"].dtype.itemsize}))

@@ -1,4 +1,4 @@
-"""Adapters whose engines and runners are lost, asleep or replaced; each test is one way to lose an answer."""
+"""Adapters survive engines and runners that are lost, asleep or replaced. Each test is one way to lose an answer."""
 
 import asyncio
 import shutil
@@ -56,7 +56,7 @@ async def test_failed_rebuild_ends_the_step_thread(folders):
         await check(asyncio.gather(read(group, req := with_adapter(group, "a"))), [req])
 
 
-async def test_progress_is_checked_whatever_the_reason_says():
+async def test_progress_is_checked_for_every_reason():
     engine = Engine(step_timeout_s=1.0)
     async with Group(engine) as group:
         engine.runners[-1].hang = True
@@ -144,7 +144,7 @@ async def test_streams_outlive_an_engine_and_the_name(way, folders):
         await eventually(lambda: req.adapter not in other.loop.core.scheduler.adapters.loaded)
 
 
-async def test_streams_stay_on_a_draining_engine_that_alone_has_it(folders):
+async def test_streams_stay_on_the_only_engine_with_their_adapter(folders):
     engines = [Engine(delay_s=0.1, max_loras=1) for _ in range(2)]
     async with Group(*engines) as group:
         await group.adapters.load("a", folders[0])

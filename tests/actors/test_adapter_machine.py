@@ -27,7 +27,7 @@ class World(RuleBasedStateMachine):
         self.runners = {}  # what the living ones have: digests by index
         self.is_alive, self.is_asleep, self.rebuild_due = True, False, False
         self.jobs, self.answers, self.holds = [], [], []
-        self.requests = Counter()  # by index: those that run
+        self.requests = Counter()  # running requests by index
         self.entries = {}  # by name: the newest
         self.version = self.now = 0
 
@@ -239,7 +239,7 @@ World.TestCase.settings = settings(max_examples=30, stateful_step_count=30, dead
 TestWorld = World.TestCase
 
 
-def test_loads_that_never_began_count_as_no_loss():
+def test_loads_that_never_began_are_no_losses():
     machine = AdapterMachine(AdapterTable(1), lambda index: False)
     (read,) = (job for job in machine.said([AdapterEntry("a", "p", 1)], 1) if isinstance(job, Read))
     actions = machine.read(read, "digest")

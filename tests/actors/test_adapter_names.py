@@ -39,7 +39,7 @@ class Clock:
         self.now_ns += seconds * 10**9
 
 
-async def test_names_that_are_gone_are_forgotten(folders, monkeypatch):
+async def test_unloaded_names_are_forgotten(folders, monkeypatch):
     clock = Clock(monkeypatch)
     engine = Engine(lora=(f"s={folders[2]}",), max_loras=2)
     async with Group(engine) as group:
@@ -64,7 +64,7 @@ async def test_names_that_are_gone_are_forgotten(folders, monkeypatch):
         other.close()
 
 
-async def test_names_that_never_load_are_forgotten_too(folders, monkeypatch):
+async def test_names_that_never_load_are_forgotten(folders, monkeypatch):
     """Their front may have ended before it could take the entry back."""
     clock = Clock(monkeypatch)
     async with Group(engine := Engine(max_loras=2)) as group:
@@ -92,7 +92,7 @@ async def test_the_number_of_names_is_limited(folders, monkeypatch):
         await group.adapters.unload("a")
 
 
-async def test_a_status_carries_what_has_changed(folders, monkeypatch):
+async def test_a_status_carries_only_changes(folders, monkeypatch):
     sent, send_status = [], EngineLoop._send_status
 
     def note_status(message):
@@ -118,7 +118,7 @@ async def test_a_status_carries_what_has_changed(folders, monkeypatch):
         assert group.adapters.served().keys() == {"s", "one more", *(f"n{i}" for i in range(20))}
 
 
-def test_fronts_send_entries_and_needs_only_where_they_are_new():
+def test_fronts_send_only_new_entries_and_needs():
     class Link:
         usable, adapters, digests, kept = True, {}, frozenset(), {"d": "/a"}
 
@@ -146,7 +146,7 @@ def test_fronts_send_entries_and_needs_only_where_they_are_new():
     assert first.told[1:] == [([], {})]
 
 
-def test_metrics_drop_names_that_are_gone():
+def test_metrics_drop_unloaded_names():
     config = EngineConfig(block_size=4)
     core, metrics = EngineCore(config, INFO, FakeRunner(config, INFO)), EngineMetrics(config, INFO, 0)
     figures = MetricValues()

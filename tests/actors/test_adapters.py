@@ -58,7 +58,7 @@ async def test_adapters_come_and_go_at_all_engines_and_fronts(folders):
             await group.adapters.load("c", c)
         with pytest.raises(CallboardError, match="/nowhere"):
             await group.adapters.load("d", "/nowhere")
-        await group.adapters.load("again", b)  # the same files need no room
+        await group.adapters.load("again", b)  # the same files use no more room
         await group.adapters.unload("b")
         assert group.adapters.served().keys() == {"a", "again"}
 
@@ -82,7 +82,7 @@ async def test_adapters_come_and_go_at_all_engines_and_fronts(folders):
         other.close()
 
 
-async def test_one_that_replaces_another_is_there_before_that_goes(folders, monkeypatch):
+async def test_a_replacement_is_ready_before_the_old_one_leaves(folders, monkeypatch):
     timers: list[threading.Timer] = []
     monkeypatch.setattr(threading.Timer, "start", lambda self: timers.append(self))
 
@@ -121,7 +121,7 @@ async def test_one_that_replaces_another_is_there_before_that_goes(folders, monk
         await replacing
         new = with_adapter(group, "x", 4, max_tokens=2)
         assert new.adapter != old.adapter
-        # A front that has not heard of it yet is not refused.
+        # A front accepts the name of an adapter that it has not received yet.
         asked = [new, replace(old, request_id="unaware", params=new.params)]
         await check(asyncio.gather(*(read(other, req) for req in asked)), asked)
         with pytest.raises(CallboardError, match="max_loras"):  # both are needed
@@ -153,7 +153,7 @@ async def test_one_that_replaces_another_is_there_before_that_goes(folders, monk
         late.close()
 
 
-async def test_no_death_takes_an_adapter_along(folders):
+async def test_adapters_survive_every_death(folders):
     a, b, _ = folders
     engines = [Engine(delay_s=0.1, lora=(f"a={a}",), max_loras=3) for _ in range(2)]
     async with Group(*engines) as group:
@@ -166,14 +166,14 @@ async def test_no_death_takes_an_adapter_along(folders):
         assert set(engines[0].runners[-1].adapters) == {0, 1, 2}
         engines[0].die()
         await eventually(lambda: live(engines[1]) == 4)
-        engines[1].die()  # now nobody has "b" but the front
+        engines[1].die()  # now only the front has "b"
         assert group.adapters.served().keys() == {"a", "b"}
         pace(engines[0], 0.0)
         engines[0].restart()
         await check(reading, asked)
 
 
-async def test_a_front_that_comes_late_and_an_engine_that_comes_late_know_all(folders):
+async def test_late_fronts_and_engines_learn_all_adapters(folders):
     a, b, c = folders
     engines = [Engine(lora=(f"a={a}",), max_loras=3), Engine(lora=(f"a={a}",), max_loras=3)]
     engines[1].die()
@@ -192,7 +192,7 @@ async def test_a_front_that_comes_late_and_an_engine_that_comes_late_know_all(fo
         late.close()
 
 
-async def test_runners_that_are_lost_while_they_load_one(folders):
+async def test_runners_lost_while_loading_an_adapter(folders):
     engine = Engine(max_loras=1)
     async with Group(engine) as group:
         first, begun = engine.load_adapter, threading.Event()
@@ -218,7 +218,7 @@ async def test_runners_that_are_lost_while_they_load_one(folders):
         assert (await read(group, request(0)))[:2] == sequential(request(0), 512)
 
 
-async def test_files_that_have_changed_end_their_requests_alone(folders):
+async def test_changed_files_end_only_their_own_requests(folders):
     engine = Engine(delay_s=0.1, max_loras=2)
     async with Group(engine) as group:
         await group.adapters.load("a", folders[0])

@@ -52,7 +52,7 @@ ops = st.one_of(
 
 @settings(max_examples=examples(120))
 @given(st.lists(ops, max_size=30))
-def test_the_picture_is_the_cache(todo):
+def test_the_feed_equals_the_cache(todo):
     served = Served()
     served.send(served.feed.snapshot())
     for op, *args in todo:
@@ -86,7 +86,7 @@ def test_the_picture_is_the_cache(todo):
     assert served.router.held("e") == served.keys()
 
 
-def test_hits_are_foreseen_as_the_engine_finds_them():
+def test_predicted_hits_equal_those_of_the_engine():
     """The same hashes on both sides, for any length of prompt; the last token is never a hit."""
     served = Served(max_loras=1)
     served.router.add("other", INFO)
@@ -113,7 +113,7 @@ def test_hits_are_foreseen_as_the_engine_finds_them():
         assert served.send(served.feed.update())
 
 
-def test_the_load_counts_what_is_still_to_be_computed():
+def test_the_load_counts_the_tokens_still_to_compute():
     served = Served(max_num_seqs=1)
     served.feed.snapshot()
     prompt = list(range(1, 18))
@@ -130,7 +130,7 @@ def test_the_load_counts_what_is_still_to_be_computed():
     assert served.feed.update().load[:3] == (0, 0, 0)
 
 
-def test_who_is_not_followed_notes_nothing():
+def test_a_cache_without_followers_records_nothing():
     served = Served()
     served.add([1, 2, 3, 4, 5])
     served.run()
@@ -142,7 +142,7 @@ def test_who_is_not_followed_notes_nothing():
 
 
 class Front:
-    """A connection that keeps what it is sent."""
+    """A connection that keeps the messages it is sent."""
 
     def __init__(self):
         self.last_stream, self.got = 0, []
@@ -151,7 +151,7 @@ class Front:
         self.got.append(decode_from_engine(encode(message)))
 
 
-def test_followers_are_told_of_every_change_but_not_more_often_than_they_may():
+def test_followers_get_every_change_at_a_limited_rate():
     now, served, fronts = [100.0], Served(), [Front(), Front()]
     followers = Followers(served.feed, lambda: now[0])
     followers.are_behind = True

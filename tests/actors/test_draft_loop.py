@@ -1,4 +1,5 @@
-"""A draft's loop over real sockets: engines that come while it waits are heard, and those that go are forgotten."""
+"""A draft's loop over real sockets: it reads engines that connect while it waits, and forgets those engines when they
+leave."""
 
 import socket
 import threading
@@ -52,7 +53,7 @@ def test_engines_come_and_go_while_it_waits():
     assert not core.outbox
 
 
-def test_frames_that_come_at_once_are_taken_at_once():
+def test_frames_that_arrive_together_are_read_together():
     ours, theirs = socket.socketpair()
     draft, encode = SocketDraft(FrameSocket(ours)), msgspec.msgpack.encode
     for i in range(3):

@@ -60,7 +60,7 @@ def updates(messages: list) -> list[list[str]]:
     return [[grammar.key for grammar in m.added] for m in messages if isinstance(m, GrammarUpdate)]
 
 
-async def test_one_text_travels_once_for_all_its_choices(sent):
+async def test_a_grammar_is_sent_once_for_all_choices(sent):
     engine = Engine(start=lambda: GrammarRunner(0.001))
     group = link_to(engine)
     await group.start()

@@ -1,6 +1,6 @@
-"""A step is planned shortly before the last one ends, in an engine loop over real sockets: who arrives is in it.
+"""The engine loop plans a step shortly before the last one ends, so that late requests are in it.
 
-No test reads a clock: the pacing says when the next step must be planned, and the runner when a step has ended."""
+No test reads a clock: the pacing sets when the next step must be planned, and the runner when a step has ended."""
 
 import asyncio
 import queue
@@ -21,7 +21,7 @@ LOOK_S = 0.004  # the loop looks four times as often whether the step in flight 
 
 
 class SteppedRunner(SlowRunner):
-    """A runner whose steps end when the test says so; it keeps their plans."""
+    """A runner that keeps its plans and ends its steps when the test requests it."""
 
     def __init__(self):
         super().__init__(EngineConfig(block_size=4, max_num_seqs=16), INFO)
@@ -81,7 +81,7 @@ async def serving(late: bool):
 
 @pytest.mark.parametrize("num_steps", [0, 3])
 @pytest.mark.parametrize(("late", "in_step"), [(True, 1), (False, 2)])
-async def test_who_arrives_during_a_step_is_in_the_next_one(late, in_step, num_steps):
+async def test_a_request_that_arrives_during_a_step_joins_the_next(late, in_step, num_steps):
     """The step is the first of an idle engine, or a later one."""
     async with serving(late) as (loop, runner, pacing, link, delivered):
         streams = [asyncio.create_task(read(link, request(0)))]
@@ -111,7 +111,7 @@ async def test_a_step_that_ends_early_is_followed_at_once():
 @pytest.mark.parametrize(
     ("delays", "waits"), [([0.0002, 0.0], [0.0002]), ([0.02, 0.003, 0.0], [0.005, 0.001]), ([-0.1], [])]
 )
-def test_a_look_whether_a_step_has_ended_makes_no_plan_late(delays, waits):
+def test_polling_for_the_end_of_a_step_delays_no_plan(delays, waits):
     found = []
 
     def get(timeout: float):

@@ -44,7 +44,7 @@ async def answer(engine, i):
 
 
 @pytest.mark.parametrize("what", ["files", "threads"])
-async def test_the_door_stays_open_though_files_or_threads_are_used_up(engine, monkeypatch, what):
+async def test_the_server_accepts_without_free_files_or_threads(engine, monkeypatch, what):
     failures = [3]
     accept, start = socket.socket.accept, threading.Thread.start
 
@@ -70,7 +70,7 @@ async def test_the_door_stays_open_though_files_or_threads_are_used_up(engine, m
     assert await answer(engine, 1) == sequential(request(1), 512)
 
 
-async def test_strangers_take_neither_all_threads_nor_the_place_of_a_replica(engine, monkeypatch):
+async def test_strangers_cannot_block_a_replica(engine, monkeypatch):
     monkeypatch.setattr(transport, "_MAX_HANDSHAKES", 8)
     before = num_readers()
     path = engine.loop.links.open(True, "").endpoint
@@ -78,7 +78,7 @@ async def test_strangers_take_neither_all_threads_nor_the_place_of_a_replica(eng
     try:
         for stranger in strangers:
             stranger.connect(path)
-        for stranger in strangers[:32]:  # the oldest are cut off, so that those that say nothing take few files
+        for stranger in strangers[:32]:  # the oldest are cut off, so that silent connections use few files
             stranger.settimeout(5)
             assert await asyncio.to_thread(stranger.recv, 1) == b""
         assert await answer(engine, 0) == sequential(request(0), 512)
@@ -108,7 +108,7 @@ async def test_a_reader_that_fails_ends_its_connection_and_no_other(engine, monk
     group.close()
 
 
-async def test_figures_of_a_front_add_up(engine):
+async def test_figures_of_all_fronts_add_up(engine):
     group = link_to(engine)
     await group.start()
     connection = only_link(group)._connection
@@ -138,7 +138,7 @@ async def test_a_heartbeat_is_answered_while_the_step_thread_is_busy(engine):
 
 
 @pytest.mark.parametrize("name", ["cmpl-my-own-id-0", "cmpl-my-own-id", "my-own-id"])
-async def test_an_abort_by_id_looks_at_no_other_stream(engine, monkeypatch, name):
+async def test_an_abort_by_id_reads_no_other_stream(engine, monkeypatch, name):
     group = link_to(engine)
     await group.start()
     engine.runners[-1].delay_s = 0.01

@@ -11,7 +11,7 @@ from benchmarks.simulate.traces import Turn as Planned
 from serve_app.bench.client import Turn
 
 
-def test_prompts_hold_what_was_before_and_only_the_counted_time_counts():
+def test_only_the_measured_time_counts():
     shared, asked = Part(1, 40), []
     conversations = [
         Conversation(0.0, [Planned([shared, Part(2, 5)], 3), Planned([Part(3, 5)], 3)]),

@@ -21,7 +21,7 @@ def test_every_route_is_shown_and_opens_to_its_fields(visit, server):
     assert page.locator("#routes > details:visible").count() == 1
 
 
-def test_a_key_is_asked_for_on_the_docs_page(visit, server):
+def test_the_docs_page_requests_the_key(visit, server):
     def guard(route):
         if route.request.headers.get("authorization") == "Bearer secret":
             route.fallback()

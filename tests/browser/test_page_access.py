@@ -18,7 +18,7 @@ from tests.support.page_browser import (  # noqa: F401
 pytestmark = in_browser
 
 
-def test_key_is_asked_for_and_sent(visit, server):
+def test_the_page_requests_and_sends_the_key(visit, server):
     def guard(route):
         if route.request.headers.get("authorization") == "Bearer secret":
             route.fallback()
@@ -44,7 +44,7 @@ def test_key_is_asked_for_and_sent(visit, server):
     assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
 
 
-def test_a_server_that_starts_is_waited_for(visit, server):
+def test_the_page_waits_for_a_starting_server(visit, server):
     page = visit()
     loading = {"error": {"message": "The model is loading."}}
     page.route("**/v1/models", lambda route: route.fulfill(status=503, json=loading), times=1)

@@ -1,4 +1,4 @@
-"""The page's chat: asking, stopping, changing what was said, and what survives a reload."""
+"""The page's chat: sending, stopping, editing, and the state that survives a reload."""
 # ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
 
 import json
@@ -178,7 +178,7 @@ def test_everything_is_forgotten_at_a_click(visit, server):
     assert page.is_visible("#welcome")
 
 
-def test_a_browser_that_keeps_nothing_or_something_else(visit, server):
+def test_broken_browser_storage_is_ignored(visit, server):
     page = visit()
     page.evaluate("localStorage.setItem('callboard-chats', 'no JSON')")
     page.add_init_script("Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }")
@@ -190,7 +190,7 @@ def test_a_browser_that_keeps_nothing_or_something_else(visit, server):
     is_answered(page, 2)
 
 
-def test_where_there_is_no_room_the_oldest_chats_go(visit, server):
+def test_full_storage_drops_the_oldest_chats(visit, server):
     page = visit()
     page.add_init_script("""
         const setItem = Storage.prototype.setItem;
@@ -223,7 +223,7 @@ def test_a_question_without_an_answer_is_not_kept(visit, server):
     assert page.is_visible("#welcome")
 
 
-def test_an_answer_that_a_reload_cut_off_is_kept_and_goes_on(visit, server):
+def test_an_answer_cut_by_a_reload_can_be_continued(visit, server):
     server.answers("word " * 700, delay_s=0.02)
     page = visit()
     ask(page, "Talk.")
@@ -244,7 +244,7 @@ def test_an_answer_that_a_reload_cut_off_is_kept_and_goes_on(visit, server):
     assert page.locator("button:text('Continue')").count() == 0  # it has ended by itself
 
 
-def test_an_answer_that_was_cut_at_the_limit_goes_on(visit, server):
+def test_an_answer_cut_at_the_limit_can_be_continued(visit, server):
     server.answers("abcdef")
     page = visit()
     open_settings(page)

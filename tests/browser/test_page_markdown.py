@@ -94,7 +94,7 @@ HOSTILE = [
 ]
 
 
-def test_what_a_model_writes_does_nothing(visit, server):
+def test_model_output_cannot_run_code(visit, server):
     """`visit` itself sees to it that no other host is asked, and that no rule of the page's policy is broken."""
     page = visit()
     server.engine.group = 64
@@ -114,7 +114,7 @@ def test_what_a_model_writes_does_nothing(visit, server):
         assert page.evaluate("window.hit") is None, text
 
 
-def test_nothing_but_the_sanitiser_makes_markup(browser, server):
+def test_only_the_sanitiser_creates_markup(browser, server):
     page = browser.new_page()
     page.goto(server.url)
     page.wait_for_selector("#server[data-state=ready]")

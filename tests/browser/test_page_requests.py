@@ -63,7 +63,7 @@ def test_a_copied_chat_sends_what_the_page_sends(visit, server, form: str, is_bo
     ask(page, "One?")
     is_answered(page, 1)
     page.fill("#message", HARD_TEXT)
-    text = copied(page, "chat", form)  # of what is not sent yet
+    text = copied(page, "chat", form)  # nothing is sent yet
     page.press("#message", "Enter")
     is_answered(page, 2)
     by_page = as_engine_saw(server.engine.requests[-1])
@@ -156,7 +156,7 @@ def test_a_schema_binds_the_answer(visit, server):
         ("grammar", 'start: "a', "structured_outputs.grammar"),
     ],
 )
-def test_a_faulty_form_is_told_and_nothing_is_sent(visit, server, kind: str, text: str, says: str):
+def test_a_faulty_form_is_reported_and_not_sent(visit, server, kind: str, text: str, says: str):
     page = visit()
     open_settings(page)
     page.select_option("#chat [name=structure]", kind)
@@ -238,7 +238,7 @@ def test_again_sends_the_same_request(visit, server):
     assert page.inner_text(".text pre >> nth=0") == "print('<b>42</b>')"  # the answer stays
 
 
-def test_again_compares_a_stopped_answer_as_far_as_it_came(visit, server):
+def test_again_compares_the_text_of_a_stopped_answer(visit, server):
     server.answers("word " * 700, delay_s=0.02)
     page = visit()
     ask(page, "Talk.")

@@ -60,7 +60,7 @@ def test_the_dot_follows_the_server(visit, server):
     assert len(set(colours.values())) == 3
 
 
-def test_what_the_server_recommends_is_the_placeholder(visit, server):
+def test_recommended_values_are_placeholders(visit, server):
     server.service._defaults = SamplingDefaults({"temperature": 0.2, "top_p": 0.9}, "a.json")
     try:
         page = visit()
@@ -113,7 +113,7 @@ def test_a_process_is_killed_at_a_click(visit, server):
     assert server.killed == ["engine", "runner"]
 
 
-def test_kill_is_hidden_where_it_is_not_allowed(visit, server):
+def test_kill_is_hidden_unless_allowed(visit, server):
     page = visit()
     assert page.is_visible("#chat .kill")
 
@@ -176,7 +176,7 @@ def test_chats_are_exported_and_imported(visit, server, tmp_path):
     assert len(kept()) == 3
 
 
-def test_lines_fill_their_width_over_one_base(visit, server):
+def test_charts_fill_their_width_from_one_base_line(visit, server):
     page = visit()
     page.click("#tab-engine")
     page.wait_for_selector("#generated dd:text('tokens a second')")

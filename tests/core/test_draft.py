@@ -86,7 +86,7 @@ class BadWire:
         return came or None
 
 
-def test_a_chain_continues_what_is_final():
+def test_draft_tokens_continue_confirmed_tokens():
     core = draft_core(ahead=2)
     request = Request("r", [1, 2, 3, 4, 5], 5, SamplingParams(max_tokens=40, ignore_eos=True), seed=0)
     right, _ = sequential(request, 64)
@@ -164,7 +164,7 @@ prompts = st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=24)
     kills=st.lists(st.integers(1, 60), max_size=3),
     seed=st.integers(0, 5),
 )
-def test_tokens_are_right_whatever_happens(
+def test_tokens_are_right_under_any_events(
     requests, share, loss, fixed, ahead, blocks, draft_blocks, depth, kills, seed
 ):
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16, pipeline_depth=depth)
@@ -239,14 +239,15 @@ def test_a_miss_costs_no_later_guess(ahead):
     assert rates == pytest.approx([0.7, 0.7, 0.7], abs=0.05)
 
 
-def test_a_draft_runs_ahead_as_far_as_there_is_time():
+def test_a_draft_runs_ahead_while_there_is_time():
     """A commit that finds it busy makes it stop earlier, and one that finds it idle later."""
     core, tokens = draft_core(ahead=8, max_len=4000, blocks=2000), [1, 2, 3]
     request = Request("", tokens, 3, SamplingParams(max_tokens=3000, ignore_eos=True), seed=0)
     core.take(None, Told(opened=[Open(1, request, 3)]))
 
     def guesses_after(num_pieces):
-        """And whether there was nothing left to do, when a commit comes after so many pieces of what is ahead."""
+        """The number of guesses, and whether no work was left, if a commit arrives after `num_pieces` pieces of
+        work."""
         while not (said := core.outbox.pop(None, None)):
             core.step()
         known = [*tokens, *said[-1].token_ids[:3], 5]
@@ -265,8 +266,8 @@ def test_a_draft_runs_ahead_as_far_as_there_is_time():
     assert [guesses_after(99)[0] for _ in range(100)][-1] == 3 + 8
 
 
-def test_nobody_waits_for_a_draft_that_is_far_behind():
-    """It catches up while requests go on plainly, and what that takes says nothing of other answers."""
+def test_no_step_waits_for_a_draft_that_is_far_behind():
+    """It catches up while requests decode without it, and the time that this takes does not count for other replies."""
     clock = Clock()
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     target = info(max_len=400, blocks=200)
@@ -296,7 +297,7 @@ def test_nobody_waits_for_a_draft_that_is_far_behind():
 
 
 def test_a_draft_that_is_hardly_faster_catches_up():
-    """While it works through what it lacks, as much comes again: that is waited for."""
+    """While it works through its backlog, new tokens arrive; the engine waits for those too."""
     clock = Clock()
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     target = info(max_len=400, blocks=200)
@@ -304,7 +305,7 @@ def test_a_draft_that_is_hardly_faster_catches_up():
     client = PausingClient(VOCAB, clock)
     core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, times, 0.0))
     wire = SlowWire(draft_core(max_len=400, blocks=200), clock, lambda behind: 0.001 * behind * (behind > 3))
-    client.attach(wire, times)  # a token takes it as long as the target
+    client.attach(wire, times)  # a token takes it as long as it takes the target
     core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=300, ignore_eos=True), seed=0))
     while core.scheduler.stats.drafts < 4:
         core.step()
@@ -316,7 +317,7 @@ def test_a_draft_that_is_hardly_faster_catches_up():
     assert core.scheduler.stats.accepted_draft_tokens > before + 100
 
 
-def test_a_draft_is_not_asked_again_before_it_has_answered():
+def test_a_draft_gets_no_request_before_its_reply():
     """Or one that takes longer than the time between two questions would begin again with each."""
     clock = Clock()
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
@@ -376,7 +377,7 @@ def test_a_silent_draft_costs_one_wait():
     assert not client.is_hung
 
 
-def test_a_draft_that_was_measured_on_a_busy_machine_is_not_waited_for_so_long():
+def test_draft_times_of_a_busy_machine_are_corrected():
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     clock, target = Clock(), info(max_len=4000, blocks=2000)
     client, times = DraftClient(VOCAB, clock), ((1, 500_000.0), (64, 500_000.0))
@@ -393,7 +394,7 @@ def test_a_draft_that_was_measured_on_a_busy_machine_is_not_waited_for_so_long()
     assert clock.now - before < 0.1
 
 
-def test_a_draft_is_busy_until_it_has_answered():
+def test_a_draft_is_busy_until_its_reply():
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     clock, target = Clock(), info(max_len=400, blocks=200)
     client, busy = DraftClient(VOCAB, clock), []
@@ -413,7 +414,7 @@ def test_a_draft_is_busy_until_it_has_answered():
     assert not client.is_busy(), "a request that is too long for the draft is never answered"
 
 
-def test_a_request_that_the_draft_has_lost_is_told_anew():
+def test_a_request_lost_by_the_draft_is_sent_again():
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     clock, target = Clock(), info(max_len=400, blocks=200)
     client, draft = DraftClient(VOCAB, clock), draft_core(max_len=400, blocks=200)
@@ -430,7 +431,7 @@ def test_a_request_that_the_draft_has_lost_is_told_anew():
     assert client.num_late == 0
 
 
-def test_a_draft_that_reads_no_more_is_hung():
+def test_a_draft_that_stops_reading_is_hung():
     class Full(LocalWire):
         def send(self, told):
             raise TimeoutError("it does not read")

@@ -10,7 +10,7 @@ from tests.core.test_draft import STEP_US, Clock, check_core, draft_core, info
 from tests.support.fake_runner import VOCAB, FakeRunner
 
 
-def test_mirror_ends_where_the_drafts_context_does():
+def test_the_mirror_ends_at_the_drafts_context():
     """Also one that waits for a slot, of an engine with a longer context."""
     core = draft_core(seqs=1, max_len=64)
     requests = [Request(str(i), [1, 2, i], 3, SamplingParams(max_tokens=200, ignore_eos=True), seed=0) for i in (1, 2)]

@@ -1,7 +1,7 @@
-"""The rate of an engine whose draft computes beside it and is late, slow, silent or deaf at times.
+"""The rate of an engine whose draft runs beside it and is sometimes late, slow, silent or deaf.
 
-Simulated time: a target of an 8B model's step times, and a draft in a process of its own, which is right in four of
-five tokens. Rates are in tokens a second over those of the target alone."""
+Time is simulated: a target with an 8B model's step times, and a draft in its own process. The
+draft is right in four of five tokens. Rates are relative to the target's tokens a second without a draft."""
 
 import random
 from collections import deque
@@ -30,7 +30,7 @@ class Clock:
 
 
 class Target(FakeRunner):
-    """Steps one after another, each of which takes its time."""
+    """Steps one after another; each takes its time."""
 
     def __init__(self, config, info, clock):
         super().__init__(config, info)
@@ -62,8 +62,8 @@ class DraftRunner(FakeRunner):
 
 
 class Wire(LocalWire):
-    """A draft that lives as far as the engine looks: its steps take `plan_s(now, tokens, steps)`, while `hangs(now)` it
-    does nothing, and a share of the frames is lost."""
+    """A draft that runs while the engine looks at it. Its steps take `plan_s(now, tokens, steps)`. While `hangs(now)`
+    it does nothing, and a share of the frames is lost."""
 
     def __init__(self, core, clock, plan_s, hangs, loss, rng):
         super().__init__(core)
@@ -170,6 +170,6 @@ def at_times(period, share):
         (0.99, {"step_us": 6000.0}),
     ],
 )
-def test_a_draft_with_faults_is_used_as_far_as_it_helps(least, scenario):
+def test_a_faulty_draft_is_used_while_it_helps(least, scenario):
     alone = rate(scenario.get("num_rows", 1), draft=False)
     assert rate(**scenario) > least * alone

@@ -46,7 +46,7 @@ class Hop:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.sampled_from(GRAMMARS), min_size=1, max_size=6) | st.just("restart"), max_size=60))
-def test_store_has_each_grammar_that_a_message_names(events):
+def test_the_store_has_every_grammar_of_a_message(events):
     """Through sends, evictions, links that reconnect, and engines or runners that start anew."""
     engines = [Hop(), Hop()]
     for number, event in enumerate(events):
@@ -149,7 +149,7 @@ def test_choices_share_the_text_of_their_grammar():
         assert len(reader.plans[0].new) == 128
 
 
-def test_reader_of_a_later_frame_alone_refuses_it():
+def test_a_reader_of_only_a_later_frame_refuses_it():
     config = EngineConfig(block_size=4)
     core, writer = EngineCore(config, INFO, FakeRunner(config, INFO)), PlanWriter()
     for name in "ab":

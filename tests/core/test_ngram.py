@@ -1,4 +1,4 @@
-"""Prompt lookup: its draft tokens are those of a plain definition, and its cost per step is bounded."""
+"""Prompt lookup: its draft tokens equal a plain definition, and its cost per step is bounded."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def test_any_history_gives_the_sequential_tokens():
     def run(config, history, share):
         session = Session(**config)
         if share is not None:
-            session.core.scheduler.admission.lengths = FixedShare(share)  # 0: it admits too many
+            session.core.scheduler.admission.lengths = FixedShare(share)  # at 0 it admits too many
         session.play(history)
         session.finish()
         seen["failures"] += sum(reason is FinishReason.ERROR for reason in session.reasons.values())
@@ -311,7 +311,7 @@ def test_shortest_job_first():
     assert list(session.reasons) == ["r1", "r2", "r0"]
 
 
-def test_a_shared_prefix_is_computed_once_even_within_one_step():
+def test_a_shared_prefix_is_computed_once_in_a_step():
     session = Session(block_size=4, max_num_batched_tokens=64)
     prompt = list(range(1, 12))
     for _ in range(3):
@@ -321,7 +321,7 @@ def test_a_shared_prefix_is_computed_once_even_within_one_step():
     assert tables[0] == tables[1] == tables[2]
 
 
-def test_a_hit_never_covers_the_last_prompt_token_and_salts_do_not_share():
+def test_a_hit_excludes_the_last_token_and_other_salts():
     session = Session(block_size=4, max_num_batched_tokens=64)
     prompt = list(range(1, 9))
     session.add(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
@@ -353,7 +353,7 @@ def test_a_row_with_bad_logits_fails_alone():
 
 
 def step_with(session: Session, *tokens: int) -> list[FinishReason]:
-    """A step whose rows sample these."""
+    """A step whose rows sample these tokens."""
     scheduler = session.core.scheduler
     plan = scheduler.schedule().plan
     output = scheduler.commit(StepResult(plan.step_id, np.array(tokens, np.int32)))
@@ -362,7 +362,8 @@ def step_with(session: Session, *tokens: int) -> list[FinishReason]:
 
 
 def test_blocks_of_a_failed_row_are_not_used_again():
-    """Neither those that it computed nor those that it found in the cache: whoever comes next computes its own."""
+    """Neither blocks that it computed nor blocks that it found in the cache are used: the next request computes its
+    own."""
     session, prompt, once = Session(block_size=4), list(range(1, 12)), SamplingParams(max_tokens=1, ignore_eos=True)
     session.add(prompt, once)
     assert step_with(session, 5) == [FinishReason.LENGTH]

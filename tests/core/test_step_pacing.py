@@ -13,7 +13,7 @@ from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import Request, SamplingParams
 from tests.support.fake_runner import FixedPacing
 
-# A 3B model on one H200: steps of so many tokens, as they were measured; what decoding rows and their contexts add.
+# Measured steps of a 3B model on one H200, by number of tokens, and the time that decode rows and their contexts add.
 STEP_TOKENS = [1, 16, 64, 128, 256, 512, 768, 1024, 1536, 2048, 4096, 8192]
 STEP_US = [1720, 1900, 2500, 2620, 3320, 5350, 8000, 10300, 15500, 21300, 43000, 86000]
 ROW_US, POSITION_US, LAUNCH_US = 5.0, 0.024, 350.0
@@ -108,7 +108,7 @@ def test_rows_that_decode_do_not_wait_for_whole_prompts():
 
 
 @pytest.mark.parametrize(("max_itl_ms", "slow"), [(4.0, 1.0), (8.0, 0.7), (12.0, 1.5)])
-def test_a_target_is_kept_whatever_the_host(max_itl_ms, slow):
+def test_a_target_is_kept_on_every_host(max_itl_ms, slow):
     served = Served(LONG[:100], max_itl_ms, slow=slow)
     assert np.percentile(served.gaps_ms, 98) < 1.15 * max_itl_ms
 
@@ -126,7 +126,7 @@ def test_a_burst_is_served_as_fast(count):
 
 @pytest.mark.parametrize("num_decoding", [1, 30, 64, 200])
 def test_steps_fill_their_graphs(num_decoding):
-    """The rows that decode count, too: a graph's places that nobody uses take as long as the others."""
+    """Decode rows count, too: unused rows of a graph take the same time."""
     now, totals = [0.0], set()
     pacing = StepPacing(None, lambda: now[0])
     for took_s, num_prompt_tokens in ((0.002, 0), (0.004, 200)):
@@ -146,7 +146,7 @@ def test_a_target_too_short_for_any_prompt_lets_prompts_go_on():
     assert all(times for times in served.times.values())
 
 
-def test_who_arrives_waits_for_the_step_that_runs_alone():
+def test_a_new_request_waits_only_for_the_running_step():
     steady = arrivals(100, 12, (64, 128), (64, 256))
     early, late = Served(steady, late=False), Served(steady)
     saved_ms = np.mean(early.first_token_ms) - np.mean(late.first_token_ms)
@@ -160,7 +160,7 @@ def test_short_steps_are_planned_at_once():
     assert served.scheduler.pacing.planning_delay_s(4, 0, served.now) <= 0.0
 
 
-def test_an_outlier_does_not_count_as_what_steps_take():
+def test_an_outlier_does_not_count_as_step_time():
     now = [0.0]
     pacing = StepPacing(None, lambda: now[0])
     for took_s in (0.002,) * 20 + (3.0,):
@@ -169,8 +169,8 @@ def test_an_outlier_does_not_count_as_what_steps_take():
     assert pacing.planning_delay_s(1, 0, now[0]) < 0.003
 
 
-def test_rows_that_only_just_finish_their_prompt_limit_no_other_prompt():
-    """A step that nobody decodes in takes what its budget holds."""
+def test_rows_that_finish_a_prompt_limit_no_other():
+    """A step without decode rows takes all that its budget holds."""
     info = ModelInfo("f", 2, 4096, (), 40000, 16, "none", "none")
     config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=64, prefix_cache=False)
     scheduler = Scheduler(config, info, None, FixedPacing(4))

@@ -1,4 +1,4 @@
-"""The queue of waiting requests: sorted, and without those that left."""
+"""The queue of waiting requests: sorted, and without the requests that left."""
 
 from array import array
 

@@ -68,8 +68,8 @@ def test_fp32_tokens_are_those_of_the_cpu():
                              zip(on_cpu, on_gpu, strict=True) if a != b]  # fmt: skip
 
 
-def test_garbage_that_holds_a_graph_is_not_freed_within_a_capture(monkeypatch):
-    """What a runner before left behind, say: to free a graph within a capture invalidates it."""
+def test_garbage_with_graphs_is_not_freed_during_a_capture(monkeypatch):
+    """An earlier runner may leave such garbage; a capture is invalid if a graph is freed within it."""
     graphs, decode = [], GpuSteps.decode
     for _ in range(3):
         graphs.append(torch.cuda.CUDAGraph())

@@ -27,7 +27,7 @@ def steps_on_gpu(case: str, backend: str, dtype: str, **config) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", sorted(CASES.keys() - LIKE_OTHERS))
-def test_fp32_logits_are_those_of_the_torch_path(case):
+def test_fp32_logits_equal_those_of_torch(case):
     want = steps_on_gpu(case, "torch", "float32")
     for config in ({"cuda_graphs": True}, {"cuda_graphs": False}, {"cuda_graphs": True, "deterministic": True}):
         got = steps_on_gpu(case, "triton", "float32", **config)
@@ -35,9 +35,9 @@ def test_fp32_logits_are_those_of_the_torch_path(case):
 
 
 @pytest.mark.parametrize("case", sorted(CASES.keys() - LIKE_OTHERS))
-def test_bf16_logits_are_as_near_to_fp32_as_those_of_the_torch_path(case):
-    """How much rounding costs depends on the family. Medians of rows alone count with experts: rounding may choose
-    between two that are nearly as good, and then another one than in fp32 is multiplied with."""
+def test_bf16_logits_are_as_near_to_fp32_as_in_torch(case):
+    """How much rounding costs depends on the family. With experts, only medians of rows count. Rounding may choose
+    between two experts that are nearly as good, and then the row uses another one than in fp32."""
     exact = steps_on_gpu(case, "torch", "float32")
 
     def errors(logits: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_vectors_are_those_of_the_cpu(pooling):
+def test_vectors_equal_those_of_the_cpu(pooling):
     want = vectors(pooling, device="cpu", dtype="float32", max_num_batched_tokens=2048)
     for config in (
         {"dtype": "float32"},

@@ -1,5 +1,5 @@
-"""Steps with prompts as CUDA graphs: the bits of deterministic mode around every bucket's edges, alone and beside
-decoding rows; without it, the same logits up to rounding."""
+"""Steps with prompts as CUDA graphs. In deterministic mode they have the same bits around every bucket's edges, alone
+and beside decode rows. Without it they have the same logits up to rounding."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -43,7 +43,8 @@ def prompt(length: int, salt: int = 0) -> list[int]:
 
 
 def with_and_without(runner: ModelRunner, run) -> list[torch.Tensor]:
-    """The results of `run` on a fresh driver: with graphs, whose input buffers are full of garbage, and without."""
+    """The results of `run` on a fresh driver: with graphs, after garbage was written into their input buffers, and
+    without."""
     graph_runner, results = runner.steps.graph_runner, []
     graphs = graph_runner.prefill_graphs
     assert graphs
@@ -64,7 +65,7 @@ def with_and_without(runner: ModelRunner, run) -> list[torch.Tensor]:
 
 
 def mixed(driver: Driver, num_tokens: int, num_decoding: int) -> torch.Tensor:
-    """The logits of a step of so many tokens: decoding rows, a chunk behind a cached prefix, and a new prompt."""
+    """The logits of a step of `num_tokens` tokens: decode rows, a chunk behind a cached prefix, and a new prompt."""
     rows = []
     for slot in range(num_decoding):
         length = 1 + 37 * slot % 600

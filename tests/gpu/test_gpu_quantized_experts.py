@@ -1,12 +1,12 @@
-"""Mixtures of experts whose weights are codes on a GPU: near their dense numbers, and a row's bits in deterministic
+"""Mixtures of experts with quantized weights on a GPU: near their dense values, and a row's bits in deterministic
 mode."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.experts.experts_torch import Experts
-from runtime.kernels.experts.quantized_experts import QuantizedExperts, quantized_expert_tile
+from runtime.kernels.experts.moe_w16a16 import Experts
+from runtime.kernels.experts.moe_wna16 import QuantizedExperts, moe_wna16_tile
 from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
@@ -25,7 +25,7 @@ CASES = [  # sizes of eight chunks and of one, whole tiles and not
 
 
 @pytest.mark.parametrize(("form", "hidden", "ffn"), CASES, ids=lambda part: str(part).replace("'", ""))
-def test_mixtures_are_near_their_dense_numbers(form, hidden, ffn):
+def test_experts_are_near_their_dense_values(form, hidden, ffn):
     torch.manual_seed(0)
     spec = ExpertsSpec(16, 4, True)
     with torch.device("cuda"):
@@ -52,7 +52,7 @@ def test_mixtures_are_near_their_dense_numbers(form, hidden, ffn):
             got, want = x.clone(), x.float()
             mixture.add_to(got, norm, 1e-5)
             twin.add_to(want, norm.float(), 1e-5)
-            # A row whose experts are nearly as good as others may go to those.
+            # A row may go to other experts that are nearly as good.
             far = (got.float() - want).norm(dim=1) > 0.03 * want.norm(dim=1)
             assert far.float().mean() < 0.03, (deterministic, num_rows)
             if alone is None:
@@ -62,7 +62,7 @@ def test_mixtures_are_near_their_dense_numbers(form, hidden, ffn):
 
 
 @pytest.mark.parametrize("form", [("int4", 32, 1), ("e2m1", 16, 1), ("table", 64, 1), ("int8", 32, 1)], ids=str)
-def test_every_code_of_many_choices_is_the_number_that_widening_gives(form):
+def test_every_expert_value_is_dequantized_exactly(form):
     """Each row of x picks out one column: a sum of one number is exact."""
     torch.manual_seed(0)
     spec, size_out, size_in = ExpertsSpec(2, 1, True), 256, 128
@@ -72,6 +72,6 @@ def test_every_code_of_many_choices_is_the_number_that_widening_gives(form):
         mixture = QuantizedExperts(spec, router, [(weight, weight)] * 2, "silu", deterministic=True)
         x, out = torch.eye(size_in).bfloat16(), torch.empty(size_in, size_out)
         starts, order = torch.tensor([0, size_in, size_in]).int(), torch.arange(size_in).int()
-    tile = quantized_expert_tile(size_in, 2, deterministic=True)
+    tile = moe_wna16_tile(size_in, 2, deterministic=True)
     mixture._quantized_product(x, mixture.weights[1], out, starts, order, out, out, False, tile, None)
     assert torch.equal(out, dequantize(weight).bfloat16().float().t())

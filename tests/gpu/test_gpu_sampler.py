@@ -41,7 +41,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch see
 GPU = torch.device("cuda")
 
 
-def test_the_twins_answers():
+def test_answers_equal_those_of_the_twin():
     check_scatter_writes(GPU)
     check_graph_io(GPU)
     check_masks(GPU)
@@ -49,11 +49,11 @@ def test_the_twins_answers():
     check_sample(GPU, (torch.float32, torch.float16, torch.bfloat16))
 
 
-def test_filters_by_their_definition():
+def test_filters_follow_their_definition():
     check_filters(GPU, (1, 100, 5000, 49152, 128256))
 
 
-def test_penalties_are_the_twins_bit_for_bit():
+def test_penalties_equal_the_twins_bit_for_bit():
     check_penalties(GPU, (1, 50, 5000, 128256), rounds=16)
 
 
@@ -132,7 +132,7 @@ def test_a_captured_step_end_follows_its_inputs():
 
 
 def test_captured_penalties_follow_what_is_sampled():
-    """Replays whose rows find the tokens of the replays before, against the sampler of a CPU."""
+    """Replays with rows that count the tokens of earlier replays, against the sampler of a CPU."""
     n, vocab, max_len = 12, 40, 64
     kinds = [
         SamplingParams(temperature=0, presence_penalty=2.0),

@@ -1,5 +1,5 @@
-"""A runner gives its memory back and takes it again at the same addresses: its graphs go on, and its tokens are those
-of one that never slept."""
+"""A runner releases its memory and takes it again at the same addresses. Its graphs still work, and its tokens equal
+those of a runner that never slept."""
 
 import os
 
@@ -54,7 +54,7 @@ def generate(core: EngineCore, sleep=None) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}, {"cuda_graphs": False}])
-def test_a_runner_that_has_slept_goes_on_with_the_same_tokens(settings):
+def test_a_runner_gives_the_same_tokens_after_sleep(settings):
     want = generate(start(**settings))
     core = start(sleep_mode=True, **settings)
     runner = core.executor._runner
@@ -78,7 +78,7 @@ def test_a_runner_that_has_slept_goes_on_with_the_same_tokens(settings):
     runner.sleep()  # leave nothing to the tests that follow
 
 
-def test_a_runner_sleeps_on_while_others_have_its_memory(monkeypatch):
+def test_a_runner_sleeps_on_while_its_memory_is_taken(monkeypatch):
     core = start(sleep_mode=True)
     runner, want = core.executor._runner, generate(core)
     core.lose()

@@ -69,7 +69,7 @@ def test_other_rows_go_on_while_a_matcher_is_made(depth: int, monkeypatch):
     assert [reason for _, reason, _ in plain.values()].count(FinishReason.STOP) >= 3
 
 
-def test_a_wait_is_over_when_its_matcher_is_there_although_nothing_else_runs(monkeypatch):
+def test_an_idle_engine_notices_a_finished_matcher(monkeypatch):
     """Only rows that wait: steps are few, since each waits for a matcher."""
     runner = runner_of()
     params = [hot(SLOW[0])]

@@ -143,7 +143,7 @@ def made_beside_the_steps(alone: list[bool]) -> Callable[..., Matcher]:
     return matcher
 
 
-def test_an_answer_that_fails_names_the_cause_and_its_batch_mates_go_on():
+def test_a_failed_answer_names_the_cause_and_stops_no_other():
     """In one batch, before and after."""
     runner = runner_of()
     push = {"max_tokens": 60, "temperature": 1.0}

@@ -169,7 +169,7 @@ def check_budgets(found) -> None:
 RUNNER = runner_of()
 
 
-def test_answers_keep_their_budgets_and_are_the_same_however_they_come_about():
+def test_answers_keep_their_budgets_in_every_mode():
     plain = answers(RUNNER, PARAMS)
     check_budgets(plain)
     assert answers(RUNNER, PARAMS, recorded(plain, 0.7)) == plain

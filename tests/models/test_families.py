@@ -132,7 +132,7 @@ def test_gpt2_without_a_prefix_and_with_masks_is_the_same_model(tmp_path):
     assert torch.equal(*logits)
 
 
-def test_tensors_of_other_layouts_are_named(tmp_path):
+def test_tensors_of_other_shapes_are_named(tmp_path):
     save_model(tmp_path, "mixtral")
     path, expert = tmp_path / "model.safetensors", "model.layers.1.block_sparse_moe.experts.{}.w2.weight"
     tensors = load_file(path)
@@ -266,8 +266,8 @@ def test_variants_that_are_not_supported_are_refused():
         ),
     ],
 )  # fmt: skip
-def test_configs_as_they_are_published(config, billions, expected):
-    """Written by transformers 4, which says less and calls it otherwise."""
+def test_published_configs_are_read(config, billions, expected):
+    """Written by transformers 4, with fewer fields and other names."""
     spec, _ = load_spec(config)
     assert sum(math.prod(shape) for shape in spec.shapes().values()) / 1e9 == pytest.approx(billions, rel=1e-3)
     assert {name: getattr(spec, name) for name in expected} == expected

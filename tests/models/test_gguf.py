@@ -134,7 +134,7 @@ def test_layers_have_plain_numbers(write_tiny_gguf, number):
         read_gguf_model(GgufFile(write_tiny_gguf({f"blk.{number}.attn_q.bias": np.ones(32, np.float32)})))
 
 
-def test_fingerprint_tells_weights_apart(write_tiny_gguf, tmp_path):
+def test_fingerprints_differ_by_weights(write_tiny_gguf, tmp_path):
     path = write_tiny_gguf()
     first = open_checkpoint(path).fingerprint
     copy = tmp_path / "elsewhere.gguf"

@@ -1,4 +1,5 @@
-"""Every GGUF architecture: what is read from a model's GGUF file is that model again, to `transformers` too."""
+"""Every GGUF architecture: a model that is read from its GGUF file equals the model it was made of, for `transformers`
+too."""
 
 import json
 from pathlib import Path
@@ -201,7 +202,7 @@ class TestSplitFiles:
         _export("qwen2", tmp_path, parts=3)
         return [tmp_path / f"model-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
 
-    def test_they_are_one_model(self, parts, tmp_path):
+    def test_parts_form_one_model(self, parts, tmp_path):
         whole = open_checkpoint(_export("qwen2", tmp_path)[1])
         split = open_checkpoint(parts[0])
         assert split.config == whole.config
@@ -209,7 +210,7 @@ class TestSplitFiles:
         for name in whole.names():
             assert torch.equal(split.tensor(name, torch.float32), whole.tensor(name, torch.float32))
 
-    def test_only_the_first_part_names_them(self, parts):
+    def test_only_the_name_of_the_first_part_is_accepted(self, parts):
         with pytest.raises(CallboardError, match=r"is part 2 of 3; name the first one, model-00001-of-00003\.gguf"):
             open_checkpoint(parts[1])
         renamed = parts[0].rename(parts[0].with_name("renamed.gguf"))
@@ -229,7 +230,7 @@ class TestSplitFiles:
 
 
 @pytest.mark.parametrize("block_type", ["Q8_0", "MXFP4"])
-def test_quantised_experts_are_cut_out_of_their_tensor(tmp_path, block_type):
+def test_quantized_experts_are_sliced_from_their_tensor(tmp_path, block_type):
     wide = {"hidden_size": 64, "moe_intermediate_size": 96}
     arch, kind, config, metadata = MODELS["qwen3moe"]
     metadata = metadata | {"qwen3moe.expert_feed_forward_length": 96}

@@ -28,7 +28,7 @@ def tokens_of(seed: int, count: int) -> list[int]:
 
 
 @KINDS
-def test_neither_batch_nor_chunks_nor_hits_show(kind):
+def test_batch_chunks_and_hits_do_not_show(kind):
     runner = tiny_runner(SPEC, kv_cache_dtype=kind, deterministic=True)
     tokens = tokens_of(0, 130)
     driver = Driver(runner)
@@ -70,7 +70,7 @@ def test_a_block_takes_fewer_bytes_and_is_zeroed_with_its_scales(kind):
 
 
 def test_blocks_of_another_dtype_are_not_found():
-    """A block's hash begins with the fingerprint, by which a restarted engine is told from its predecessor, too."""
+    """A block's hash begins with the fingerprint, which also distinguishes a restarted engine from its predecessor."""
     prints = [tiny_runner(kv_cache_dtype=kind).info.fingerprint for kind in ("auto", "fp8", "int8")]
     assert len({root_hash(fingerprint, "") for fingerprint in prints}) == 3
 
@@ -85,7 +85,7 @@ def runner_of(folder, kind: str) -> ModelRunner:
 
 
 @pytest.mark.parametrize(("scheme", "dtype"), [("float", torch.float8_e4m3fn), ("int", torch.float32)])
-def test_auto_is_what_the_checkpoint_asks_for(tmp_path, scheme, dtype):
+def test_auto_follows_the_checkpoint(tmp_path, scheme, dtype):
     """A kv_cache_scheme as compressed-tensors writes it, and one that no cache here has."""
     form = FORMATS["ct-fp8-channel"]
     described = {"num_bits": 8, "type": scheme, "strategy": "tensor", "dynamic": False, "symmetric": True}

@@ -1,4 +1,4 @@
-"""Models from a hub: a small one that listens on loopback and speaks its protocol, and the cache of all tools."""
+"""Models from a small hub that listens on loopback and implements the hub's protocol, and the cache of all tools."""
 
 import json
 import os
@@ -100,7 +100,7 @@ def test_what_the_hub_refuses(load):
 
 
 @pytest.mark.long
-def test_to_look_at_a_model_its_weights_are_not_fetched(load, hub):
+def test_inspecting_a_model_does_not_fetch_its_weights(load, hub):
     ((_, files),) = load(("org/model", None, False))
     assert files == ["config.json", "generation_config.json", "model.safetensors.index.json"]
     assert not any(name.endswith(".safetensors") for name in hub.asked)

@@ -80,7 +80,7 @@ print(peak() - before, size)
 
 @pytest.mark.long
 @pytest.mark.parametrize("write", [_write_safetensors, _write_gguf])
-def test_what_was_read_is_let_go(tmp_path, write):
+def test_read_tensors_are_released(tmp_path, write):
     command = [sys.executable, "-c", _READ, str(write(tmp_path))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -138,7 +138,7 @@ def test_a_load_needs_one_tensor_beside_the_model(tmp_path):
 
 
 @pytest.mark.long
-def test_widening_needs_no_more(tmp_path):
+def test_dequantizing_needs_no_more_memory(tmp_path):
     """Codes and float32 are a piece's, not a tensor's: beside the model there is a fused map in two parts."""
     hidden, ffn, layers = 512, 8192, 6
     config = {

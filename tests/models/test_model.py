@@ -165,7 +165,7 @@ def test_a_tied_head_may_be_stored_twice(tmp_path):
     open_runner(damaged(tmp_path / "good", tmp_path / "copy", copy))
 
 
-def test_the_fingerprint_tells_weights_and_numerics_apart(tmp_path):
+def test_fingerprints_differ_by_weights_and_numerics(tmp_path):
     save_model(tmp_path / "a")
     save_model(tmp_path / "b", rms_norm_eps=1e-4)
     settings = [("a", {}), ("b", {}), ("a", {"dtype": "bfloat16"}), ("a", {"deterministic": True})]

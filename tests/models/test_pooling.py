@@ -1,4 +1,4 @@
-"""Vectors of prompts: those of transformers in fp32, however the engine comes by them."""
+"""Vectors of prompts equal those of transformers in fp32, however the engine computes them."""
 
 import asyncio
 import json
@@ -54,7 +54,8 @@ def run(core, prompts=PROMPTS, params=POOLED, salt=""):
 
 
 def save_headless(folder, case, architecture, mode):
-    """As sentence-transformers saves: no head, no `model.` before names, and files that say how vectors are made."""
+    """As sentence-transformers saves: without a head and without `model.` before names, and with files that describe
+    how vectors are made."""
     model = save_model(folder, case)
     model.model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -152,7 +153,7 @@ def test_a_fault_stays_with_its_request(tmp_path):
     assert np.isfinite(np.frombuffer(fine, np.float32)).all()
 
 
-def test_what_is_not_supported_is_named(tmp_path):
+def test_unsupported_options_are_named(tmp_path):
     (tmp_path / "1").mkdir()
     for modules, config, named in (
         (["Transformer", "Pooling", "Dense"], {"pooling_mode_lasttoken": True}, "Dense"),
@@ -176,7 +177,7 @@ def test_what_is_not_supported_is_named(tmp_path):
 
 @pytest.fixture
 def load(tmp_path, write_tiny_gguf):
-    """A tiny model as an LLM, with a module after its own. Of the tokenizer's ids it has those of capital letters."""
+    """A tiny model as an LLM, with a module after its own. It has the ids of the tokenizer's capital letters."""
     Tokenizer.load(write_tiny_gguf())._backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tiny.gguf").unlink()
 
@@ -241,7 +242,7 @@ def test_scores_offline(load, tmp_path):
 # ---- the link --------------------------------------------------------------------------------------------------------
 
 
-async def test_vectors_arrive_though_engines_die():
+async def test_vectors_arrive_despite_deaths_of_engines():
     engine = Engine(info=replace(INFO, pooling=Pooling("last")), max_num_batched_tokens=3)
     link = link_to(engine)
     await link.start()

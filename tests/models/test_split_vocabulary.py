@@ -27,7 +27,7 @@ PARAMS = [
 
 
 @mock.patch("runtime.features.grammar_state._MAKING_S", 60.0)  # else rows wait for matchers in some steps of one alone
-def test_every_rank_samples_what_one_rank_does():
+def test_every_rank_samples_as_one_rank_does():
     """With grammars, log-probabilities of prompts and answers, and guesses to verify; SplitRunner compares."""
     runner = SplitRunner(3, runner_of)
     found = answers(runner, PARAMS)
@@ -40,7 +40,7 @@ def test_every_rank_samples_what_one_rank_does():
     assert runner.group.ranks[0].counts["all_gather"] == counts["all_gather"], "greedy rows want no logits"
 
 
-def test_no_rank_waits_in_a_step_until_grammars_can_be_served():
+def test_ranks_do_not_wait_in_a_step_for_grammars():
     states = [GrammarState(len(SMALL.tokens), shard=Shard(rank, 2)) for rank in range(2)]
     is_read = threading.Event()
 

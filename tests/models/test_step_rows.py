@@ -74,7 +74,7 @@ def test_a_graph_keeps_a_row_for_padding():
         assert not own._replace(**{"num_long": 4} | less).has_room(own), less
 
 
-def test_sizes_are_at_most_a_quarter_apart_and_an_eighth_above_1024():
+def test_graph_sizes_are_close_to_each_other():
     sizes = prefill_sizes(4096)
     assert sizes[:12] == [64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024] == prefill_sizes(1024)
     assert sizes[-2:] == [2048, 4096]
@@ -86,7 +86,7 @@ def test_sizes_are_at_most_a_quarter_apart_and_an_eighth_above_1024():
     assert prefill_sizes(0) == []
 
 
-def test_large_steps_are_a_few_full_pieces_and_one_with_little_padding():
+def test_large_steps_have_little_padding():
     sizes = prefill_sizes(4096)
     for num_tokens in range(1, 8193):
         *full, rest = pieces = piece_sizes(num_tokens, sizes)

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from benchmarks.library.models import spec_of
-from runtime.kernels.quantized import cpu_quantized
-from runtime.kernels.quantized.cpu_quantized import has_vector_code, int4_rows
+from runtime.kernels.quantized import wna16_cpu
+from runtime.kernels.quantized.wna16_cpu import has_vector_code, int4_rows
 from runtime.quant.at_load import quantized_at_load
-from runtime.quant.formats import weight_bytes
-from runtime.quant.forms import FORMS, Form
+from runtime.quant.encodings import ENCODINGS, Encoding
+from runtime.quant.model_formats import weight_bytes
 from runtime.quant.products import CpuProducts, products_of
 from runtime.spec.config import EngineConfig
 from runtime.worker.runner import choose_numerics
@@ -21,41 +21,41 @@ from tests.support.quantized import FORMATS
 
 pytestmark = pytest.mark.skipif(not has_vector_code(), reason="this CPU has neither AVX2 nor AVX-512")
 
-INT8, INT4 = FORMS["int8"], FORMS["int4"]
+INT8, INT4 = ENCODINGS["int8"], ENCODINGS["int4"]
 CASES = [  # a form, the shape of a weight
     (INT8, (37, 48)),
     (INT8, (1000, 16)),
-    (replace(INT4, columns=32), (64, 32)),
-    (replace(INT4, columns=32, has_minimum=True), (192, 160)),
-    (replace(INT4, columns=128), (64, 640)),
-    (replace(INT4, columns=256, has_minimum=True), (128, 512)),
-    (replace(INT4, columns=512), (64, 1024)),  # each scale becomes that of two groups
+    (replace(INT4, group_size=32), (64, 32)),
+    (replace(INT4, group_size=32, has_zero_points=True), (192, 160)),
+    (replace(INT4, group_size=128), (64, 640)),
+    (replace(INT4, group_size=256, has_zero_points=True), (128, 512)),
+    (replace(INT4, group_size=512), (64, 1024)),  # each scale becomes that of two groups
     (INT4, (320, 96)),  # and here one of three
-    (replace(INT4, columns=64), (3 * int4_rows(), 128)),  # blocks of the packed layout, an odd number
+    (replace(INT4, group_size=64), (3 * int4_rows(), 128)),  # blocks of the packed layout, an odd number
 ]
 KERNELS = SimpleNamespace(norm=None, activate=None)  # what surrounds a product in a decoder
 
 
-def every_code(form: Form, shape: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+def every_code(form: Encoding, shape: tuple[int, int]) -> tuple[torch.Tensor, ...]:
     """A weight with all codes of the form, a block of zeros, and scales and minimums of any size."""
     generator = torch.Generator().manual_seed(7)
-    low = 0 if form.has_minimum else -(1 << form.bits - 1)
+    low = 0 if form.has_zero_points else -(1 << form.bits - 1)
     codes = (torch.arange(shape[0] * shape[1]).view(shape) * 7 % (1 << form.bits) + low).to(torch.int8)
     scale = torch.rand(form.scale_shape(shape), generator=generator).add_(0.01)
     scale[0, 0] = 0
-    more = (torch.rand(scale.shape, generator=generator).mul_(8),) if form.has_minimum else ()
-    return codes.view(torch.uint8) if form.has_minimum else codes, scale, *more
+    more = (torch.rand(scale.shape, generator=generator).mul_(8),) if form.has_zero_points else ()
+    return codes.view(torch.uint8) if form.has_zero_points else codes, scale, *more
 
 
-def test_products_in_whole_numbers_are_as_exact_as_their_output(monkeypatch):
-    if not cpu_quantized._has_whole_number_code():
+def test_integer_products_are_as_exact_as_their_output(monkeypatch):
+    if not wna16_cpu._has_whole_number_code():
         pytest.skip("this CPU has no VNNI")
-    monkeypatch.setattr(cpu_quantized, "_MANY_CODES", 0)
+    monkeypatch.setattr(wna16_cpu, "_MANY_CODES", 0)
     codes, scale = every_code(INT8, (61, 304))
     x = torch.randn(300, 304).bfloat16() * torch.logspace(-12, 12, 300).bfloat16()[:, None]
     x[3], x[:, 7] = 0, 100 * x[:, 7]  # a row of zeros, and a column of outliers
     x[4, 5], x[5, 5] = torch.nan, torch.inf
-    got = cpu_quantized.int8_product(codes, scale.view(-1).bfloat16(), None, deterministic=False)(x)
+    got = wna16_cpu.int8_product(codes, scale.view(-1).bfloat16(), None, deterministic=False)(x)
     assert not got[4:6].isfinite().any()
     want = x.double() @ (codes * scale.bfloat16().double()).T
     errors = (got.double() - want).norm(dim=1) / want.norm(dim=1)
@@ -66,12 +66,12 @@ def test_products_in_whole_numbers_are_as_exact_as_their_output(monkeypatch):
 
 @pytest.mark.parametrize(
     ("form", "shape", "many_codes"),
-    [*((form, shape, cpu_quantized._MANY_CODES) for form, shape in CASES), (*CASES[0], 0), (*CASES[1], 0)],
-    ids=lambda case: case.name if isinstance(case, Form) else str(case),
+    [*((form, shape, wna16_cpu._MANY_CODES) for form, shape in CASES), (*CASES[0], 0), (*CASES[1], 0)],
+    ids=lambda case: case.name if isinstance(case, Encoding) else str(case),
 )
-def test_products_are_those_with_the_numbers(form, shape, many_codes, monkeypatch):
-    monkeypatch.setattr(cpu_quantized, "_PIECE", 64 * shape[1])  # several pieces
-    monkeypatch.setattr(cpu_quantized, "_MANY_CODES", many_codes)
+def test_products_equal_those_of_dequantized_weights(form, shape, many_codes, monkeypatch):
+    monkeypatch.setattr(wna16_cpu, "_PIECE", 64 * shape[1])  # several pieces
+    monkeypatch.setattr(wna16_cpu, "_MANY_CODES", many_codes)
     bias = torch.randn(shape[0]).bfloat16()
     weight = every_code(form, shape)
     dense = form.dequantize(weight, torch.float32)
@@ -83,7 +83,7 @@ def test_products_are_those_with_the_numbers(form, shape, many_codes, monkeypatc
         assert products.fits(form, shape)
         packed = products.packed(form, weight)
         assert sum(tensor.nbytes for tensor in packed) == products.device_bytes(form, shape)
-        joined = tuple(torch.cat((tensor, tensor)) for tensor in packed)  # as those of a fused map are
+        joined = tuple(torch.cat((tensor, tensor)) for tensor in packed)  # like the tensors of a fused map
         product = products.linear(form, joined, torch.cat((bias, bias)), KERNELS).product
         want = (x.float() @ dense.T + bias).repeat(1, 2)
         results = [product(rows) for rows in (x[:1], x[:4], x[5:22], x)]
@@ -99,21 +99,21 @@ def test_products_are_those_with_the_numbers(form, shape, many_codes, monkeypatc
     ("form", "shape"),
     [
         (INT8, (64, 24)),
-        (replace(INT8, columns=32), (64, 64)),
-        (replace(INT8, has_minimum=True), (64, 64)),
-        (replace(INT4, columns=32), (48, 64)),
-        (replace(INT4, columns=16), (64, 64)),
-        (replace(INT4, columns=128), (64, 192)),
-        (FORMS["fp8"], (64, 64)),
-        (FORMS["nf4"], (64, 64)),
+        (replace(INT8, group_size=32), (64, 64)),
+        (replace(INT8, has_zero_points=True), (64, 64)),
+        (replace(INT4, group_size=32), (48, 64)),
+        (replace(INT4, group_size=16), (64, 64)),
+        (replace(INT4, group_size=128), (64, 192)),
+        (ENCODINGS["fp8"], (64, 64)),
+        (ENCODINGS["nf4"], (64, 64)),
     ],
 )
-def test_others_are_widened(form, shape):
+def test_other_formats_are_dequantized(form, shape):
     products = CpuProducts(deterministic=False)
     assert not (products.takes(form) and products.fits(form, shape))
 
 
-def test_codes_are_multiplied_in_bfloat16_alone():
+def test_quantized_products_need_bfloat16():
     assert products_of(choose_numerics(EngineConfig(device="cpu"))) is None
     for settings in ({"quantization": "int4"}, {"head_quantization": "int8"}, {"dtype": "bfloat16"}):
         assert isinstance(products_of(choose_numerics(EngineConfig(device="cpu", **settings))), CpuProducts)
@@ -122,7 +122,7 @@ def test_codes_are_multiplied_in_bfloat16_alone():
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "ct-int8-channel"])
-def test_a_checkpoints_codes_stay(tmp_path, name):
+def test_quantized_values_of_a_checkpoint_stay(tmp_path, name):
     config = LLAMA | {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 256}
     quantized, dense = write(tmp_path, FORMATS[name], config)
     runner = open_runner(quantized, dtype="bfloat16")
@@ -133,7 +133,7 @@ def test_a_checkpoints_codes_stay(tmp_path, name):
 
 
 @pytest.mark.parametrize(("quantization", "share"), [("int8", 0.55), ("int4", 0.35)])
-def test_weights_take_the_share_of_bfloat16_that_their_codes_have(quantization, share):
+def test_weights_take_the_memory_of_their_quantized_values(quantization, share):
     numerics = choose_numerics(EngineConfig(device="cpu", dtype="bfloat16", packed_weights=False))
     spec = replace(spec_of("smollm2-135m"), vocab_size=1)  # the embedding stays plain
     coded = quantized_at_load(spec, EngineConfig(quantization=quantization))

@@ -1,5 +1,5 @@
-"""The instructions by which one row meets whole numbers on a GPU, carried out one by one: tests without a GPU run the
-plain branch instead of them."""
+"""The instructions by which one row is multiplied with integers on a GPU, carried out one by one. Tests without a GPU
+run the plain branch instead of them."""
 
 import re
 
@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.kernels.quantized import quantized_vector
+from runtime.kernels.quantized import wna16_gemv as quantized_vector
 
 WORD = st.integers(0, 2**32 - 1)
 MAGIC = 12582912.0

@@ -273,7 +273,7 @@ def test_min_tokens_holds_back_eos_and_stop_ids():
         assert sample(sampler, slots, logits.clone(), [0, 1], [2 + output_len] * 2)[0].tolist() == want
 
 
-def test_penalties_see_sampled_tokens_and_parameters_leave_with_their_slot():
+def test_penalties_count_tokens_and_end_with_their_slot():
     params = SamplingParams(temperature=0, presence_penalty=2.0)
     sampler, slots = open_slots(8, [([4, 4], 2, 0, params)])
     logits = torch.zeros(1, 8)

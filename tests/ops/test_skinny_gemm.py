@@ -9,7 +9,7 @@ from runtime.kernels.linear.skinny_gemm_configs import SKINNY_GEMM_CONFIGS
 from runtime.kernels.linear.sum_order import sum_order
 
 
-def test_folded_steps_are_the_plain_ones():
+def test_folded_steps_equal_plain_steps():
     x, weight, norm, residual = torch.randn(3, 24), torch.randn(20, 24), torch.randn(24), torch.randn(3, 20)
     bias = torch.randn(20)
     normed = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norm

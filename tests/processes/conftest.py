@@ -33,7 +33,7 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """One private Ray for the whole test session; it listens on loopback only and is stopped by what started it. Its
-    workers are forks of a process that has imported what they need, as those of `callboard serve` are."""
+    workers are forks of a process that has imported their modules, like the workers of `callboard serve`."""
     import ray
 
     sys.executable, own = fork_server.start(RAY_FOLDER, WORKERS_MODULES), sys.executable
@@ -54,7 +54,7 @@ def ray_session() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def serve_url(ray_session: None) -> str:
-    """Serve, which keeps its port for as long as it runs; applications come and go on it."""
+    """Serve, which keeps its port while it runs; applications come and go on it."""
     from ray import serve
 
     port = quiet_port()

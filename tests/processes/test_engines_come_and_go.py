@@ -100,7 +100,7 @@ def engines() -> list[str]:
 
 
 async def served(client: httpx.AsyncClient) -> set[str]:
-    """The engines that /metrics tells of, which is those that the front is linked to; none unless it is ready."""
+    """The engines in /metrics, which are the engines that the front is linked to; none unless it is ready."""
     try:
         if (await client.get("/ready")).status_code != 200:
             return set()
@@ -112,7 +112,7 @@ async def served(client: httpx.AsyncClient) -> set[str]:
 
 
 async def settle(url: str, num_engines: int, seconds: float = 120, without: str = "") -> None:
-    """Wait until the front is ready, and linked to so many engines, and there are no others."""
+    """Wait until the front is ready, is linked to `num_engines` engines, and there are no others."""
     end = time.monotonic() + seconds
     async with httpx.AsyncClient(base_url=url, timeout=10) as client:
         while True:
@@ -152,7 +152,7 @@ class Reading:
         await self._client.close()
 
     async def more(self, num_characters: int, seconds: float = 60) -> None:
-        """Wait until each stream has so much more, or has come to its end."""
+        """Wait until each stream has `num_characters` more, or has ended."""
         before, end = [len(text) for text in self.texts], time.monotonic() + seconds
         while not all(d or len(t) >= b + num_characters for d, t, b in zip(self.done, self.texts, before, strict=True)):
             for task in self._tasks:
@@ -205,7 +205,7 @@ async def test_a_frozen_engine_process(url, undisturbed):
 
 
 class Clients:
-    """Fifty clients, each of which asks again soon after it has an answer, on the same connection. Nothing is tried
+    """Fifty clients. Each sends the next request soon after an answer, on the same connection. Nothing is tried
     twice."""
 
     NUM, MAX_TOKENS, REST_S = 50, 150, 1.0  # the rest leaves cores for engines that start
@@ -243,7 +243,7 @@ class Clients:
         await asyncio.gather(*self._tasks)
 
     async def get(self, model: str, seconds: float = 60) -> None:
-        """Wait until each has had another answer, on average, and nobody another model's."""
+        """Wait until each has had another answer, on average, and none got another model's."""
         end, before = time.monotonic() + seconds, self.answered[model]
         while self.answered[model] < before + self.NUM:
             assert time.monotonic() < end, self.answered
@@ -274,9 +274,9 @@ def answers(tiny_path, other_path) -> dict[str, list[str]]:
 
 
 @pytest.mark.thorough
-async def test_updates_cut_and_lose_nothing(url, undisturbed, answers, tiny_path, other_path):
-    """In one life: fewer replicas, other settings, another model, more replicas. Where there is room, the new replicas
-    of an update are there before the old ones go, also those of the only front."""
+async def test_updates_interrupt_no_stream(url, undisturbed, answers, tiny_path, other_path):
+    """In one life: fewer replicas, other settings, another model, more replicas. Where there is room, new replicas of
+    an update start before the old ones stop, also for the only front."""
     async with Reading(url) as reading, Clients(url, answers) as clients:
         await clients.get("tiny")
         deploy(tiny_path, 1)
@@ -299,7 +299,7 @@ async def test_updates_cut_and_lose_nothing(url, undisturbed, answers, tiny_path
 
 
 @pytest.mark.thorough
-async def test_a_node_that_goes(url, answers, other_path, second_node):
+async def test_a_removed_node_interrupts_no_stream(url, answers, other_path, second_node):
     deploy(other_path, 3, max_num_seqs=60)
     await settle(url, 3)
     async with Clients(url, answers) as clients:

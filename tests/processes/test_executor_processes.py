@@ -15,7 +15,7 @@ from tests.support.executor_group import HOSTS, Runner, expected, failing, plan_
 
 @HOSTS
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_plans_arrive_whole_in_other_processes_and_a_kill_is_noticed(host, num_ranks):
+def test_plans_reach_other_processes_and_a_kill_is_noticed(host, num_ranks):
     with processes(num_ranks, host) as (executor, ranks):
         plans = [plan_of(i, num_rows=1 + 50 * i, num_ids=1000 * i) for i in range(6)]
         executor.submit(plans[0])

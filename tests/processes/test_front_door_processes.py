@@ -102,7 +102,7 @@ async def _start_storm_and_drain(process: subprocess.Popen, url: str, environmen
 
 
 async def _drain(process: subprocess.Popen, client: httpx.AsyncClient) -> None:
-    # SIGTERM: what runs is finished, what comes is told to come back.
+    # SIGTERM: running requests finish, and new ones get a time to retry.
     body = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     body["stream_options"] = {"include_usage": True}
     streams = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(4)]
@@ -115,7 +115,7 @@ async def _drain(process: subprocess.Popen, client: httpx.AsyncClient) -> None:
         assert not any(stream.done() for stream in streams), "the streams must outlive the signal"
         answer = await client.get("/health")
     refused = await client.post("/v1/completions", json={"prompt": "a"})
-    while refused.status_code == 200:  # the other front has not been told yet
+    while refused.status_code == 200:  # the other front does not know yet
         assert not any(stream.done() for stream in streams)
         refused = await client.post("/v1/completions", json={"prompt": "a"})
     assert refused.status_code == 503

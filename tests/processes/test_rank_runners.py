@@ -1,5 +1,5 @@
-"""Runners of groups of 2, 3 and 4 processes, through all phases of their start, beside one runner of the whole model:
-requests get the same tokens, and with rank_invariant the same log-probabilities to the bit."""
+"""Groups of 2, 3 and 4 runner processes, through all phases of their start, beside one runner of the whole model.
+Requests get the same tokens, and with rank_invariant the same log-probabilities to the bit."""
 
 import time
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
-from runtime.quant.formats import weight_bytes
+from runtime.quant.model_formats import weight_bytes
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.types import CallboardError, Request, SamplingParams
@@ -104,7 +104,7 @@ def test_groups_answer_as_one_rank_does(processes):
     check_against_one_rank(processes, EIGHTS, 2, rank_invariant=True, **TOGGLES)
 
 
-def test_ranks_agree_on_what_fits_and_a_size_that_does_not_is_told(processes):
+def test_ranks_agree_on_a_size_that_fits(processes):
     """A rank has its heads' part of each block, so that as much memory holds twice as many."""
     config = EngineConfig(**BASE | {"num_kv_blocks": None, "kv_cache_memory": 5e-5, "tensor_parallel_size": 2})
     with pytest.raises(CallboardError, match=r"tensor_parallel_size is 2, .* 9 heads, 3 of keys and values"):

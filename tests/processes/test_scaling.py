@@ -1,4 +1,4 @@
-"""An application whose engines come and go with its load: none, one, two, one, none, and one again for a request."""
+"""The engines of an application scale with its load: none, one, two, one, none, and one again for a request."""
 
 import asyncio
 import json
@@ -53,7 +53,7 @@ def engines() -> list[str]:
 
 
 async def is_ready(url: str, phase: str = "") -> bool:
-    """True if the front says that it is ready, and this."""
+    """True if the front reports that it is ready, in this phase."""
     async with httpx.AsyncClient(base_url=url, timeout=10) as client:
         try:
             ready = await client.get("/ready")

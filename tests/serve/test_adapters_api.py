@@ -68,7 +68,7 @@ async def test_an_adapter_is_a_model_on_every_route(tmp_path: Path):
     assert [card.id for card in (await client.models.list()).data] == [MODEL]
 
 
-async def test_what_cannot_be_loaded_or_unloaded(tmp_path: Path):
+async def test_loads_and_unloads_that_are_refused(tmp_path: Path):
     folder = tmp_path / "adapters"
     (folder / "inside").mkdir(parents=True)
     (folder / "outside").symlink_to(tmp_path)
@@ -104,8 +104,8 @@ async def test_what_cannot_be_loaded_or_unloaded(tmp_path: Path):
             assert_error(refused, 403, None, "--lora-folder", "adapters_not_allowed")
 
 
-async def test_a_stream_keeps_its_adapter_over_deaths_and_its_unloading(tmp_path: Path):
-    """The whole way over real sockets; only the runner is a fake one, whose tokens depend on the adapter."""
+async def test_a_stream_keeps_its_adapter_despite_deaths_and_unloads(tmp_path: Path):
+    """The whole way over real sockets. Only the runner is a fake, and its tokens depend on the adapter."""
     save_adapter(tmp_path / "sql", MODULES)
     async with serving(HttpSettings(lora_folder=str(tmp_path)), delay_s=0.1, max_loras=1) as (engine, url):
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)

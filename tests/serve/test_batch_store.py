@@ -84,7 +84,7 @@ def test_open_batches_are_limited(tmp_path: Path, name: str):
     create(store, file_id)
 
 
-def test_results_have_places_from_the_start(tmp_path: Path):
+def test_results_are_reserved_from_the_start(tmp_path: Path):
     store = store_of(tmp_path, files=3)
     record = create(store, upload(store))
     with pytest.raises(ApiError, match="3 files"):
@@ -141,7 +141,7 @@ def test_two_fronts_pass_no_limit_together(tmp_path: Path):
         assert sum(pool.map(attempt, range(24))) == 5
 
 
-def test_a_page_opens_no_record_of_another_key(tmp_path: Path, monkeypatch):
+def test_a_page_reads_no_record_of_another_key(tmp_path: Path, monkeypatch):
     store = store_of(tmp_path)
     own = [upload(store) for _ in range(3)]
     for _ in range(20):
@@ -238,7 +238,7 @@ def test_torn_lines_are_removed_from_results(tmp_path: Path, torn: bytes):
 # ---- what dead fronts leave ------------------------------------------------------------------------------------------
 
 
-def test_a_sweep_removes_what_has_no_record(tmp_path: Path):
+def test_a_sweep_removes_files_without_a_record(tmp_path: Path):
     store = store_of(tmp_path)
     record = create(store, upload(store))
     append(store.files.path(record.results[1]), [{"custom_id": "a"}])
@@ -274,7 +274,7 @@ def test_a_sweep_indexes_records_without_an_entry(tmp_path: Path):
     assert store.batches.page("one", None, 10, True, lambda record: True) == ([record], False)
 
 
-def test_an_input_that_is_deleted_meanwhile_is_not_found(tmp_path: Path, monkeypatch):
+def test_an_input_deleted_meanwhile_is_not_found(tmp_path: Path, monkeypatch):
     store = store_of(tmp_path)
     file_id = upload(store)
     new_id = store.batches.new_id

@@ -187,7 +187,7 @@ def test_keys_come_from_the_environment_unless_they_are_given(monkeypatch):
         assert client_key(cli.parser().parse_args([*command, "--api-key", "three"])) == "three"
 
 
-def test_chat_sends_the_key_and_says_if_it_is_refused(monkeypatch, capsys):
+def test_chat_sends_the_key_and_reports_a_refusal(monkeypatch, capsys):
     import httpx
 
     sent = []

@@ -1,4 +1,4 @@
-"""What each field of a request does to the answer, and what is refused, ignored or capped."""
+"""How each field of a request changes the answer, and which fields are refused, ignored or capped."""
 
 import hashlib
 
@@ -41,7 +41,7 @@ async def test_stop_reason(stream: bool, fields: dict, text: str, reason: tuple)
     assert all((c["finish_reason"], c["stop_reason"]) == (None, None) for c in choices[:-1])
 
 
-async def test_a_stop_string_may_end_in_a_character_that_never_became_whole():
+async def test_a_stop_string_may_end_in_a_broken_character():
     engine = FakeEngine()
     engine.script = [97, 0xC3, EOS]
     choice = (await post(engine, {"prompt": "a", "stop": "\ufffd"})).json()["choices"][0]
@@ -79,7 +79,7 @@ async def test_continuous_usage(path: str):
     assert all("usage" not in e for e in events_of(await post(FakeEngine(), {**body, "stream_options": only}, path)))
 
 
-async def test_cached_tokens_count_a_prompt_once_and_only_if_no_choice_computed_it():
+async def test_cached_tokens_count_a_prompt_once():
     class Cached(FakeEngine):
         def _outputs(self, request: Request):
             for output in super()._outputs(request):
@@ -97,7 +97,7 @@ async def test_cached_tokens_count_a_prompt_once_and_only_if_no_choice_computed_
         assert events_of(await post(engine, body))[-1]["usage"] == usage
 
 
-async def test_each_choice_is_reproducible_and_the_first_is_that_of_n_1():
+async def test_each_choice_is_reproducible():
     class Seeded(FakeEngine):
         def _outputs(self, request: Request):
             self.script = [*hashlib.sha256(b"%d" % request.seed).hexdigest()[:9].encode(), EOS]
@@ -209,7 +209,7 @@ async def test_unknown_fields_are_named_in_a_header(path: str, stream: bool):
         ({"prompt": [[1], [999]]}, "prompt.1", "999"),
     ],
 )
-async def test_caps_are_said(fields: dict, param: str, cap: str):
+async def test_caps_are_named(fields: dict, param: str, cap: str):
     engine = FakeEngine()
     assert_error(await post(engine, {"prompt": "a", **fields}), 400, param, cap)
     assert engine.requests == []

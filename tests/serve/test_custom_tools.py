@@ -1,4 +1,4 @@
-"""Custom tools, whose calls carry a text: over both of OpenAI's APIs, with its client's strict types."""
+"""Custom tools, which are called with a text, over both of OpenAI's APIs and with its client's strict types."""
 
 import json
 import re
@@ -202,7 +202,7 @@ async def test_forced_texts_follow_their_grammar(template: str, choice: Any):
     assert names <= ({"nest"} if choice is NAMED else {"sum", "word"} if choice is REQUIRED else FITS.keys())
 
 
-async def test_a_forced_grammar_is_followed_in_json_where_calls_have_tags():
+async def test_a_forced_grammar_holds_in_json_between_tags():
     for choice in ("required", NAMED):
         engine = GrammarEngine(1, most=60)
         client = client_with(engine, tokenizer_of("qwen3_coder", []))
@@ -251,7 +251,7 @@ async def test_what_is_refused(fields: Any, param: str, says: str):
     assert says in error["message"]
 
 
-async def test_what_responses_refuse():
+async def test_responses_refuse_unsupported_tools():
     async with client_of(FakeEngine("x", max_model_len=4096), byte_tokenizer(QWEN)) as http:
         for form, param in (
             ({"type": "grammar", "syntax": "lark"}, "tools.0.format"),

@@ -19,7 +19,7 @@ BYTES = byte_tokenizer()
 
 
 class Guessed(Scripted):
-    """Its outputs tell of the steps that they are made of: those tokens of each that were guessed."""
+    """Its outputs report the steps that they are made of: the number of guessed tokens of each."""
 
     def __init__(self, ids: list[int], cuts: list[int], steps: list[int], right: list[int]) -> None:
         super().__init__(ids, cuts)
@@ -66,7 +66,7 @@ def covered(spans: list[list[int]]) -> set[int]:
 
 @settings(max_examples=300, deadline=None)
 @given(cases())
-def test_spans_are_the_characters_that_guessed_tokens_complete(case):
+def test_spans_cover_the_characters_of_draft_tokens(case):
     text, request, engine = case
     service = Service(engine, BYTES, MODEL, "ngram")
     prepared = service.prepare(COMPLETIONS, request)
@@ -101,7 +101,7 @@ def test_spans_are_the_characters_that_guessed_tokens_complete(case):
     assert last["usage"] == plain["usage"]
 
 
-async def test_spans_come_only_when_asked_for_and_never_in_a_chat():
+async def test_spans_are_sent_only_if_requested_outside_chats():
     body = {"prompt": "p", "max_tokens": 5}
     plain = (await post(FakeEngine(), body)).json()
     assert "draft_spans" not in plain["choices"][0]

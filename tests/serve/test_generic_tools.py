@@ -39,7 +39,7 @@ async def test_without_tools_nothing_is_described_or_read():
     assert "get_weather" not in prompt_of(engine)
 
 
-async def test_one_call_where_calls_may_not_be_parallel():
+async def test_one_call_if_parallel_calls_are_off():
     message, _ = await answers(PLAIN, f"{CALL}\n{TIME_CALL}", tools=TOOLS, parallel_tool_calls=False)
     assert [name for name, _ in called(message)] == ["get_weather"]
 

@@ -1,4 +1,4 @@
-"""What those who run a server read: the doctor's report, spans, Grafana's board, and Ray's own dashboard."""
+"""The reports that operators read: the doctor's, spans, Grafana's board, and Ray's own dashboard."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def test_rays_shipped_dashboard_finds_its_metrics():
 # ---- spans ----------------------------------------------------------------------------------------------------------
 
 
-async def test_queue_prefill_and_decode_are_spans_under_the_clients_own():
+async def test_request_phases_are_spans_below_the_clients_span():
     exporter = InMemorySpanExporter()
     service = Service(FakeEngine(), byte_tokenizer(), "m")
     tracing = Tracing("m", exporter)
@@ -90,7 +90,7 @@ def test_nothing_of_opentelemetry_is_imported_when_it_is_off():
 
 
 @pytest.mark.long
-def test_the_doctor_tells_of_everything_and_what_to_fix():
+def test_the_doctor_reports_every_check_and_fix():
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     command = [sys.executable, "-m", "serve_app.cli", "doctor"]
@@ -187,7 +187,7 @@ def test_the_doctor_goes_on_without_a_network(monkeypatch):
     assert [found.level for found in doctor.network()] == ["ok", "ok"]
 
 
-def test_an_answer_of_a_server_says_that_it_is_reached():
+def test_any_http_answer_means_that_a_host_is_reached():
     def answer(status: int, listener: socket.socket) -> None:
         connection = listener.accept()[0]
         connection.recv(1 << 16)

@@ -102,7 +102,7 @@ def test_one_seed_for_each_prompt(server: TestClient):
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "seed")
 
 
-def test_what_cannot_be_replayed_is_told(server: TestClient, tmp_path: Path):
+def test_requests_that_cannot_be_replayed_are_reported(server: TestClient, tmp_path: Path):
     server.post("/v1/completions", json={"prompt": "a", "request_id": "mine"})
     for source, key, says in (("mine", "two", "no front"), ("mine", None, "API key"), ("other", "one", "no front")):
         server.headers.pop("authorization", None)

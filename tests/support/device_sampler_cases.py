@@ -217,8 +217,8 @@ def check_sample(device: torch.device = CPU, dtypes: tuple[torch.dtype, ...] = (
 
 
 def survivors(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """[vocab] bool: tokens that survive by definition, in float64, and those that may, where fp32 can't tell a sum of
-    probabilities, or min_p's logarithm, from its limit."""
+    """Two [vocab] bool masks in float64: tokens that survive by definition, and tokens that may. The latter are at a
+    limit that fp32 cannot decide for a sum of probabilities, or for min_p's logarithm."""
     logits = logits.double()
     certain, possible = (torch.ones_like(logits, dtype=torch.bool) for _ in range(2))
     if top_k:
@@ -292,8 +292,8 @@ def check_filters(device: torch.device = CPU, vocabs: tuple[int, ...] = (1, 100,
 
 
 def check_penalties(device: torch.device = CPU, vocabs: tuple[int, ...] = (1, 50, 5000), rounds: int = 6) -> None:
-    """Rows with and without penalties, more of them than tables, of few and of many tokens, some of which come often,
-    in the prompt, in the output, or in both: the twin's logits, bit for bit, and tables that are empty again."""
+    """Rows with and without penalties, more rows than tables. Their few or many tokens may repeat in the prompt, in the
+    output, or in both. Logits equal the twin's bit by bit, and the tables are empty again."""
     num_slots, max_len = NUM_TABLES + 5, 4200
     state = torch.zeros((num_slots + 1, max_len + NUM_PARAMS), dtype=torch.int32)
     tokens, params = state[:, :max_len], state[:, max_len:]

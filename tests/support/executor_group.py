@@ -74,7 +74,7 @@ def same(a: StepResult, b: StepResult) -> bool:
 
 
 class Group:
-    """A socket executor whose ranks are threads of this process."""
+    """A socket executor with threads of this process as ranks."""
 
     def __init__(self, num_ranks: int = 1, host: str = "", num_out: int = 1, asynchronous: bool = True) -> None:
         self.executor = SocketExecutor(num_ranks)

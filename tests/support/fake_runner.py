@@ -1,8 +1,8 @@
 """A runner that checks every block it reads, and the sequence that it must produce.
 
-It keeps paged memory: at each position it stores a hash of what it *reads* one position earlier and the token there,
-and samples from the last hash. A wrong block, a stale table, a lost or repeated token changes every later token, and
-the log-probabilities of every later token of a prompt.
+It keeps paged memory. At each position it stores a hash of two inputs: the hash that it *reads* one position earlier,
+and the token there. It samples from the last hash. A wrong block, a stale table, a lost or repeated token changes every
+later token, and the log-probabilities of every later token of a prompt.
 """
 
 from collections import Counter
@@ -150,7 +150,7 @@ def check_integrity(core: EngineCore) -> None:
 
 
 class CheckedCore(EngineCore):
-    """An EngineCore whose blocks and slots are checked after every commit."""
+    """An EngineCore that checks its blocks and slots after every commit."""
 
     def collect(self) -> StepOutput | None:
         output = super().collect()
@@ -159,7 +159,7 @@ class CheckedCore(EngineCore):
 
 
 class FixedPacing(StepPacing):
-    """So many prompt tokens beside rows that decode; None: as many as there are."""
+    """A fixed number of prompt tokens beside decode rows; unlimited if None."""
 
     def __init__(self, most: int | None) -> None:
         super().__init__(None, lambda: 0.0)
@@ -191,7 +191,7 @@ class FakeRunner:
         self.fails: int | None = None  # a sample of the next step that is not finite
 
     def forget(self) -> None:
-        """What a runner has lost that has slept: its requests and what it kept of them."""
+        """Lose the state that sleep discards: requests and their memory."""
         self.memory[:] = -1
         for of_slots in (self.tokens, self.tables, self.prompts, self.pooled, self.adapter_of):
             of_slots.clear()

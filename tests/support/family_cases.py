@@ -54,7 +54,7 @@ def _rope(kind: str, theta: float = 1000.0, **parameters: Any) -> dict[str, Any]
 
 
 def yarn(original: int = CONTEXT, **parameters: Any) -> dict[str, Any]:
-    """The part of a config that asks for this rope type."""
+    """The part of a config that sets this rope type."""
     return _rope("yarn", factor=4.0, original_max_position_embeddings=original, **parameters)
 
 
@@ -62,7 +62,7 @@ def _longrope(original: int, **config: Any) -> dict[str, Any]:
     return _rope("longrope", **_LONG) | {"original_max_position_embeddings": original} | config
 
 
-# Name -> (configuration class, what it differs in)
+# name -> (configuration class, fields that differ)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama, all heads, biases": (
@@ -160,7 +160,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, narrow": ("GPT2Config", {"n_inner": 50, "n_head": 3, "layer_norm_epsilon": 1e-3}),
 }
 
-LIKE_OTHERS = {  # cases that differ from another in what is read, not in what is computed
+LIKE_OTHERS = {  # cases that differ from another in their files, not in their computation
     "mistral, some windows", "mistral, with a vision tower", "ministral3, with a vision tower", "olmo2",
     "smollm3, window", "granite 4", "seed", "glm",
 }  # fmt: skip

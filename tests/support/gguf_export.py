@@ -1,7 +1,7 @@
 """Writes a `transformers` model as a GGUF file, the way llama.cpp's convert_hf_to_gguf.py does.
 
-Names come from the `gguf` package's own table; what the converter does to weights and the metadata that it writes are
-spelled out here, a few lines for each architecture."""
+Names come from the `gguf` package's own table. The converter's changes to weights and its metadata are spelled out
+here, in a few lines for each architecture."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-INTERLEAVED = {"llama", "granite", "mistral3", "smollm3"}  # whose converter is a LlamaModel, which permutes q and k
+INTERLEAVED = {"llama", "granite", "mistral3", "smollm3"}  # converted as a LlamaModel, which permutes q and k
 _ARCH = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 
 

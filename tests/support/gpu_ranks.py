@@ -56,8 +56,8 @@ def equal(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 class Replays:
-    """A graph of sums of small integers, each with another operand, whose total is exact: what a slot held before, or
-    holds twice, shows in it. Sums of several lengths follow each other."""
+    """A graph of sums of small integers. Each sum has another operand, and the total is exact, so a stale or duplicated
+    slot shows in it. Sums of several lengths follow each other."""
 
     def __init__(self, ranks: PeerMemory, num_sums: int) -> None:
         self.ranks, self.num_replays = ranks, 0
@@ -124,8 +124,9 @@ def replay_in_processes(ranks: PeerMemory, num_replays: int = 100, num_sums: int
 
 @patch.object(inboxes, "use_pdl", lambda tensor: False)
 def replay_on_streams(num_replays: int, num_sums: int) -> None:
-    """Two ranks of this process. Without programmatic launch: all launches of one rank's graph would wait on the device
-    at once, and what comes between the other one's sums, a copy or torch's kernel, would not get past them."""
+    """Two ranks of this process. Without programmatic launch. With it, all launches of one rank's graph would wait on
+    the device at once, and work between the other rank's sums, such as a copy or a kernel of torch, could not pass
+    them."""
     pair = [make(rank, 2) for rank in range(2)]
     streams = [torch.cuda.Stream() for _ in pair]
     handles = [ranks.handle for ranks in pair]

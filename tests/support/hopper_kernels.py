@@ -2,9 +2,9 @@
 
     python tests/support/hopper_kernels.py
 
-The steps of runtime.worker.gpu.gpu_steps run on meta tensors, which have shapes and no data; each launch becomes a
-compilation with the very arguments, hints and options of serving. Prints one JSON line a kernel. A process of its own,
-as it replaces Triton's driver.
+The steps of runtime.worker.gpu.gpu_steps run on meta tensors, which have shapes and no data. Each launch becomes a
+compilation with the same arguments, hints and options as in serving. Prints one JSON line a kernel. A process of its
+own, as it replaces Triton's driver.
 """
 
 import json
@@ -33,22 +33,22 @@ from benchmarks.kernels.tune_quantized import FORMS, NF4  # noqa: E402
 from benchmarks.library.models import spec_of  # noqa: E402
 from runtime.core.plan import NewSlot, StepPlan  # noqa: E402
 from runtime.features.grammar_state import GrammarState  # noqa: E402
-from runtime.kernels import _triton  # noqa: E402
+from runtime.kernels import triton_language  # noqa: E402
 from runtime.kernels.collectives.all_gather import all_gather_triton  # noqa: E402
 from runtime.kernels.collectives.all_reduce import all_reduce_triton  # noqa: E402
 from runtime.kernels.collectives.inboxes import NUM_PROGRAMS, STATE_WORDS, Inboxes  # noqa: E402
-from runtime.kernels.experts.fp8_experts import Fp8Experts, has_fp8_experts  # noqa: E402
-from runtime.kernels.experts.quantized_experts import QuantizedExperts  # noqa: E402
+from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts, has_fp8_moe  # noqa: E402
+from runtime.kernels.experts.moe_wna16 import QuantizedExperts  # noqa: E402
 from runtime.kernels.linear import tiles  # noqa: E402
 from runtime.kernels.linear.fused_linear import FusedLinear  # noqa: E402
 from runtime.kernels.linear.lora import RowAdapters, add_adapters_triton, make_adapters  # noqa: E402
 from runtime.kernels.numerics import Numerics  # noqa: E402
-from runtime.kernels.quantized.fp8_encode import encode_fp8_rows_triton  # noqa: E402
-from runtime.kernels.quantized.fp8_linear import fp8_linear_triton  # noqa: E402
-from runtime.kernels.quantized.fp8_rows import fp8_rows_triton  # noqa: E402
-from runtime.kernels.quantized.integer_linear import IntegerLinear  # noqa: E402
-from runtime.kernels.quantized.quantized_linear import QuantizedLinear  # noqa: E402
+from runtime.kernels.quantized.fp8_activations import quantize_fp8_triton  # noqa: E402
+from runtime.kernels.quantized.fp8_w8a8_gemm import fp8_w8a8_gemm_triton  # noqa: E402
+from runtime.kernels.quantized.fp8_weights import quantize_fp8_weight_triton  # noqa: E402
+from runtime.kernels.quantized.int_wna16_gemm import Int16Linear  # noqa: E402
 from runtime.kernels.quantized.quantized_weight import E2M1, QuantizedWeight, quantized_weight  # noqa: E402
+from runtime.kernels.quantized.wna16_gemm import QuantizedLinear  # noqa: E402
 from runtime.kernels.sampling.automata import advance_states_triton, mask_states_triton  # noqa: E402
 from runtime.kernels.sampling.bitmask import apply_bitmask_triton  # noqa: E402
 from runtime.kernels.sampling.sample import NUM_PARAMS  # noqa: E402
@@ -68,9 +68,9 @@ VOCAB_SIZE = 128_256  # of all models: kernels of logits differ in this constant
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 H200 = SimpleNamespace(multi_processor_count=132, name="NVIDIA H200", total_memory=139 << 30)
 
-# (model, what differs from its spec, dtype, deterministic, rows of decode steps): a model for each kind of kernel, as
-# those of other sizes differ in constants alone. SmolLM2's texts are compared in float32. No benchmarked model has the
-# last two head sizes; 80 stands for all sizes that are padded to 128.
+# (model, changes of its spec, dtype, deterministic, rows of decode steps): a model for each kind of kernel. Models of
+# other sizes differ in constants only. SmolLM2's texts are compared in float32. No benchmarked model has the last two
+# head sizes; 80 stands for all sizes that are padded to 128.
 SERVED: list[tuple[str, dict[str, Any], torch.dtype, bool, tuple[int, ...]]] = [
     ("llama-3.2-1b", {}, torch.bfloat16, False, (256,)),
     ("llama-3.1-8b", {}, torch.bfloat16, False, (1, 16, 256)),
@@ -130,7 +130,7 @@ def weight_of(name: str, size_out: int, size_in: int) -> QuantizedWeight:
 
 
 def quantized_layers() -> Iterator[tuple[str, QuantizedLinear, tuple[int, ...]]]:
-    """Layers of the forms whose decoding differs, with numbers of rows."""
+    """Layers of the formats that are dequantized differently, with numbers of rows."""
     for size_out, size_in, names, rows in (
         (28672, 4096, ["fp8", "int4", "int4-minimums", "nf4"], (1, 64, 256)),
         (4096, 14336, ["int8", "int4"], (8, 16, 128, 512)),
@@ -148,14 +148,14 @@ def fp8_products() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Products of rows that are codes: few and many rows of the weight, scales of rows and of blocks; and how a weight
     becomes codes."""
     for size_in in (4096, 28672):
-        encode = partial(encode_fp8_rows_triton, inputs(64, size_in), (448.0, 416.0), 2.0**-100)
+        encode = partial(quantize_fp8_weight_triton, inputs(64, size_in), (448.0, 416.0), 2.0**-100)
         yield f"fp8 of 64x{size_in} torch.bfloat16", encode
     for size_out, size_in, block in ((4096, 14336, 0), (4096, 4096, 128)):
         whole = weight_of("fp8-block" if block else "fp8", size_out, size_in)
         for rows in (16, 32, 64, 256, 512):
-            x, residual = fp8_rows_triton(inputs(rows, size_in)), inputs(rows, size_out)
+            x, residual = quantize_fp8_triton(inputs(rows, size_in)), inputs(rows, size_out)
             name = f"fp8 rows, {size_out}x{size_in} block {block} torch.bfloat16, {rows} rows"
-            yield name, partial(fp8_linear_triton, x, whole, residual=residual)
+            yield name, partial(fp8_w8a8_gemm_triton, x, whole, residual=residual)
 
 
 def integer_products() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -163,7 +163,7 @@ def integer_products() -> Iterator[tuple[str, Callable[[], Any]]]:
     numbers_of = {"int8": (16, 64, 128, 256), "int8-g128": (64, 256), "int4": (16, 64), "int4-minimums": (32, 64)}
     for name, numbers in numbers_of.items():
         for size_out, size_in in ((28672, 4096), (4096, 14336)):
-            layer = IntegerLinear(weight_of(name, size_out, size_in), None, "silu")
+            layer = Int16Linear(weight_of(name, size_out, size_in), None, "silu")
             for rows in numbers:
                 run = partial(layer.add_to, inputs(rows, size_out), inputs(rows, size_in))
                 yield f"{name} by digits, {size_out}x{size_in} torch.bfloat16, {rows} rows", run
@@ -178,7 +178,7 @@ def mixtures() -> Iterator[tuple[str, Callable[[], Any]]]:
         ("mxfp4", False, (1,)), ("nvfp4", False, (16,)), ("nf4", False, (256,)), ("int4", True, (1,)),
     ):  # fmt: skip
         pair = weight_of(form, 2 * ffn, hidden), weight_of(form, hidden, ffn)
-        kind = Fp8Experts if has_fp8_experts(pair) else QuantizedExperts
+        kind = Fp8Experts if has_fp8_moe(pair) else QuantizedExperts
         mixture = kind(spec, router, [pair] * 16, "silu", deterministic)
         for rows in numbers:
             name = f"{form} mixture{' deterministic' * deterministic} torch.bfloat16, {rows} rows"
@@ -259,7 +259,7 @@ def main() -> None:
 
     JITFunction.run = compile_only
     driver.set_active(Hopper())
-    _triton._has_pdl = lambda device: True
+    triton_language._has_pdl = lambda device: True
     torch.cuda.get_device_properties = lambda device=None: H200
     tiles.multiplies_fp8 = lambda device: True
 

@@ -1,5 +1,5 @@
-"""A group of ranks in one process, whose threads run one at a time and take turns where they exchange something: under
-Triton's interpreter, too, which knows no threads, and on one device, whose stream they share."""
+"""A group of ranks in one process. Its threads run one at a time and take turns where they exchange data. This works
+under Triton's interpreter, which lacks threads, and on one device, where ranks share the stream."""
 
 import threading
 from collections import Counter

@@ -14,21 +14,21 @@ from runtime.kernels.attention.paged_attention import paged_attention_torch
 from runtime.kernels.attention.prefill_attention import prefill_attention
 from runtime.kernels.attention.rope import rope_rows_triton, rope_store_kv_triton, rope_table
 from runtime.kernels.attention.stored_kv import restore_kv
-from runtime.kernels.experts.experts_torch import GroupedExperts
-from runtime.kernels.experts.fp8_experts import Fp8Experts
+from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts
+from runtime.kernels.experts.moe_w16a16 import GroupedExperts
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch, gated_activation_triton
 from runtime.kernels.norm.layer_norm import layer_norm_torch, layer_norm_triton
 from runtime.kernels.norm.rms_norm import rms_norm_torch, rms_norm_triton
-from runtime.kernels.quantized.fp8_encode import encode_fp8_rows_triton
-from runtime.kernels.quantized.fp8_linear import fp8_linear_triton
-from runtime.kernels.quantized.fp8_rows import fp8_rows_torch, fp8_rows_triton
-from runtime.kernels.quantized.integer_linear import integer_linear_triton
-from runtime.kernels.quantized.integer_rows import integer_rows_triton
-from runtime.kernels.quantized.quantized_skinny_gemm import quantized_skinny_gemm_triton
+from runtime.kernels.quantized.fp8_activations import quantize_fp8_torch, quantize_fp8_triton
+from runtime.kernels.quantized.fp8_w8a8_gemm import fp8_w8a8_gemm_triton
+from runtime.kernels.quantized.fp8_weights import quantize_fp8_weight_triton
+from runtime.kernels.quantized.int16_activations import quantize_int16_triton
+from runtime.kernels.quantized.int_wna16_gemm import int_wna16_gemm_triton
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, pack_planes, plane_of, quantized_weight
+from runtime.kernels.quantized.wna16_skinny_gemm import wna16_skinny_gemm_triton
 from runtime.kernels.sampling.sample import NUM_PARAMS, sample_tokens_triton
-from runtime.quant.forms import _GREATEST, _SMALLEST
+from runtime.quant.encodings import _GREATEST, _SMALLEST
 from runtime.spec.decoder_spec import ExpertsSpec, RopeSpec
 from runtime.spec.types import SamplingParams
 from runtime.worker.gpu.device_sampler import DeviceSampler
@@ -40,7 +40,7 @@ OTHERS = [0, 2]
 
 
 def check_alone(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, value: float) -> torch.Tensor:
-    """`compute` of x, whose row 1 gets the value; its row 1 of what comes out."""
+    """Compute x with the value in row 1, check that other rows are unchanged, and return row 1 of the result."""
     clean = compute(x)
     spoilt = x.clone()
     spoilt[1, 5] = value
@@ -54,38 +54,38 @@ def check_fp8_rows(x: torch.Tensor, value: float) -> None:
     ones = torch.ones_like(x[0])
     for options in ({}, {"norm_weight": ones, "eps": 1e-5}, {"activation": "silu"}):
         wide = torch.cat((x, x), 1) if "activation" in options else x
-        row = check_alone(lambda x: fp8_rows_triton(x, **options).dequantize(torch.float32), wide, value)  # noqa: B023
+        row = check_alone(lambda x: quantize_fp8_triton(x, **options).dequantize(torch.float32), wide, value)  # noqa: B023
         spoilt = wide.clone()
         spoilt[1, 5] = value
-        want = fp8_rows_torch(spoilt, **options).dequantize(torch.float32)[1]
+        want = quantize_fp8_torch(spoilt, **options).dequantize(torch.float32)[1]
         assert not want.isfinite().any()
         assert not row.isfinite().any(), options
 
 
 def check_fp8_product(x: torch.Tensor, value: float) -> None:
     weight = quantized_weight("fp8", _codes(x, 32, x.shape[1]), torch.ones(32, 1, device=x.device))
-    row = check_alone(lambda x: fp8_linear_triton(fp8_rows_triton(x), weight, dtype=torch.float32), x, value)
+    row = check_alone(lambda x: fp8_w8a8_gemm_triton(quantize_fp8_triton(x), weight, dtype=torch.float32), x, value)
     assert not row.isfinite().any()
 
 
 def check_fp8_weights(x: torch.Tensor, value: float) -> None:
-    row = check_alone(lambda x: encode_fp8_rows_triton(x, _GREATEST, _SMALLEST)[1], x, value)
+    row = check_alone(lambda x: quantize_fp8_weight_triton(x, _GREATEST, _SMALLEST)[1], x, value)
     assert row.isnan().all()
 
 
 def check_integer_product(x: torch.Tensor, value: float) -> None:
     weight = _int4(x, 32)
-    row = check_alone(lambda x: integer_linear_triton(integer_rows_triton(x), weight, dtype=torch.float32), x, value)
+    row = check_alone(lambda x: int_wna16_gemm_triton(quantize_int16_triton(x), weight, dtype=torch.float32), x, value)
     assert not row.isfinite().any()
 
 
 def check_one_row_product(x: torch.Tensor, value: float) -> None:
-    """The products of one row make digits of it, those of few rows multiply it as it is."""
+    """Products of one row split it into limbs; products of few rows multiply it directly."""
     for weight in (_int4(x, 32), quantized_weight("int8", _int8(x, 32), torch.ones(32, 1, device=x.device))):
         for rows in (slice(1, 2), slice(0, 3)):
             spoilt = x.clone()
             spoilt[1, 5] = value
-            got = quantized_skinny_gemm_triton(spoilt[rows], weight, out_dtype=torch.float32)
+            got = wna16_skinny_gemm_triton(spoilt[rows], weight, out_dtype=torch.float32)
             assert not got[got.shape[0] // 2].isfinite().any()
 
 
@@ -143,7 +143,7 @@ def check_norms(x: torch.Tensor, value: float) -> None:
 
 
 def check_stored_keys(x: torch.Tensor, value: float, kind: str) -> None:
-    """A head that is not finite stays so in the cache; the codes of fp8 alone have no infinity."""
+    """A head that is not finite stays so in the cache; only fp8 lacks an infinity."""
     kv_heads, dim = 2, 16
     x = x[:, : 4 * kv_heads * dim].contiguous()
     table, positions = rope_table(RopeSpec(), dim, 16, torch.float32).to(x.device), torch.arange(3, device=x.device)

@@ -117,7 +117,7 @@ def visit(browser, server):
     contexts, requests, faults = [], [], []
 
     def note(message):
-        by_browser = message.text.startswith("Failed to load resource")  # what it says of each status of 400 and above
+        by_browser = message.text.startswith("Failed to load resource")  # its message for each status of 400 and above
         if message.type in ("error", "warning") and (not by_browser or "/page/" in message.location["url"]):
             faults.append(message.text)
 

@@ -223,7 +223,7 @@ def bitsandbytes4(kind: str, nested: bool) -> Format:
         return {"weight": codes} | {f"weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
 
     def dequantize(tensors: Tensors, shape: tuple[int, ...]) -> torch.Tensor:
-        # Its formula for all devices: what it has for CPUs is another one where rows are no multiple of 64.
+        # Its formula for all devices. Its formula for CPUs differs if rows are not multiples of 64.
         from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
 
         state = {name.removeprefix("weight."): tensor for name, tensor in tensors.items() if name != "weight"}

@@ -21,7 +21,7 @@ _ANSWER_S = 90  # at most; also until a process has imported torch
 
 
 class RankProcesses:
-    """Processes each of which can be a rank of one group after another."""
+    """Processes that can be ranks of one group after another."""
 
     def __init__(self, connections: list[Connection]) -> None:
         self.connections = connections
@@ -92,7 +92,7 @@ def rank_processes(size: int) -> Iterator[RankProcesses]:
 
 
 def _live(connection: Connection) -> None:
-    """A rank's process: a runner at a time, whose methods are called by name."""
+    """A rank's process: it has one runner at a time and calls its methods by name."""
     runner: ModelRunner | None = None
     while True:
         method, arguments = connection.recv()

@@ -1,5 +1,5 @@
-"""Runners in lockstep, as ranks whose logits are of parts of the vocabulary: each has the whole model, so that one rank
-must have the same logits to the bit, and answers the same."""
+"""Runners in lockstep, as ranks with the logits of parts of the vocabulary. Each has the whole model, so one rank must
+have the same logits to the bit, and the same answers."""
 
 from collections.abc import Callable
 from functools import partial

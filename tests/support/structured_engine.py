@@ -39,7 +39,7 @@ def runner_of(vocabulary: Vocabulary | None = SMALL, is_draft: bool = False, **c
 
 
 def small_runner(backend: str, graphs: tuple[int, ...] = ()) -> ModelRunner:
-    """Of a backend, Triton's under its interpreter, with graphs for rows of so many tokens (triton_engine.py)."""
+    """With a backend, Triton's under its interpreter, and graphs for rows of `graphs` tokens (triton_engine.py)."""
     spec = replace(triton_engine.SHALLOW, vocab_size=len(SMALL.tokens))
     config = EngineConfig(
         device="cpu",

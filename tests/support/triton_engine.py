@@ -33,7 +33,7 @@ SPEC = DecoderSpec(
     norm_eps=1e-5,
     qk_norm=True,
 )
-SHALLOW = replace(SPEC, num_layers=1)  # for what is about plans, not about models
+SHALLOW = replace(SPEC, num_layers=1)  # for tests of plans, not of models
 PARAMS = [
     SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=3),
     SamplingParams(max_tokens=4, temperature=0.8, ignore_eos=True),
@@ -64,7 +64,7 @@ GARBAGE = 1 << 30  # as an index it faults
 
 
 class Replay:
-    """In a CUDA graph's place: computes what it would have captured, on what is in the buffers now."""
+    """In a CUDA graph's place: computes the captured work on the current values of the buffers."""
 
     def __init__(self, steps, bucket, has_adapters):
         self.steps, self.bucket, self.step = steps, bucket, partial(steps.step, has_adapters=has_adapters)
@@ -78,7 +78,8 @@ class Replay:
 
 def replayed_graphs(steps, *buckets, has_adapters=False):
     """Graphs of these buckets (tokens of a row and number of rows, or the shape of a step with prompts); their replays,
-    which count. What an earlier replay left in their buffers is garbage, as what it leaves between must not matter."""
+    which count. Garbage is written into their buffers before and between replays, because old values must not
+    matter."""
     shapes = [bucket if isinstance(bucket, StepShape) else Bucket(*bucket) for bucket in buckets]
     replays = [Replay(steps, shape, has_adapters) for shape in shapes]
     most = max(shape.num_samples for shape in shapes)
@@ -106,8 +107,8 @@ def replayed_graphs(steps, *buckets, has_adapters=False):
 
 def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, repeats=0, **config):
     """Tokens, ranks and rounded alternatives by request, and the prompt tokens that came from the cache. Rows verify up
-    to `guesses` tokens of `answers`, of which a share is right. With `repeats` a plan decodes up to so many tokens, and
-    no request has log-probabilities."""
+    to `guesses` tokens of `answers`; `share_right` of them are right. With `repeats` a plan decodes up to `repeats`
+    tokens, and requests are without log-probabilities."""
     settings = {
         "device": "cpu",
         "kernel_backend": backend,
@@ -201,7 +202,7 @@ def chains(backend):
 
 
 def logits_after_chunks(backend):
-    """Of a prompt of 12 tokens whose chunks fit into the graphs that the Triton path has; the last is sampled."""
+    """Logits of a prompt of 12 tokens in chunks that fit the Triton path's graphs; the last chunk is sampled."""
     config = {"kernel_backend": backend, "num_kv_blocks": 24, "max_num_seqs": 4, "max_model_len": 96}
     runner = tiny_runner(SHALLOW, dtype="float32", **config)
     replays = []

@@ -1,4 +1,4 @@
-"""Vocabularies of GGUF files: the ids are those of the `sentencepiece` package."""
+"""Vocabularies of GGUF files: the ids equal those of the `sentencepiece` package."""
 
 import io
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def _metadata(model: sentencepiece.SentencePieceProcessor, kind: str) -> dict[st
 
 
 _FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-# Words of the corpus, what has no piece, and white space of all sorts.
+# Words of the corpus, text without a piece, and white space of all sorts.
 _TEXTS = st.lists(
     st.one_of(
         st.sampled_from(["the", " engine", "Callboard", "▁", "  ", "<turn>", "</s>", "<unk>", "<0x41>", "aaaa"]),
@@ -142,7 +142,7 @@ def test_phi3_sees_no_space_after_a_special_token(write_tiny_gguf):
     assert llama.encode("<|user|> \nthe") != llama.encode("<|user|>the")
 
 
-def test_padding_of_a_vocabulary_stands_for_nothing(write_tiny_gguf):
+def test_vocabulary_padding_decodes_to_nothing(write_tiny_gguf):
     tokens = ["<|end|>", "<|start|>", "a", "b", "ab", "[PAD5]", "[PAD6]"]
     tokenizer = Tokenizer.load(
         write_tiny_gguf(
@@ -159,7 +159,7 @@ def test_padding_of_a_vocabulary_stands_for_nothing(write_tiny_gguf):
 
 def test_ends_of_turns_end_a_text(write_tiny_gguf):
     tokens = ["<|end|>", "aa", "a", "<end_of_turn>", "<|eot_id|>", "<|im_end|>"]
-    types = [3, 1, 1, 3, 1, 3]  # one that is no special token is a text like any other
+    types = [3, 1, 1, 3, 1, 3]  # a plain token is a text like any other
     lists = {"tokens": tokens, "token_type": types, "merges": ["a a"]}
     metadata = {f"tokenizer__ggml__{name}": values for name, values in lists.items()}
     path = write_tiny_gguf(**metadata, tokenizer__ggml__eos_token_id=2, tokenizer__ggml__eot_token_id=5)

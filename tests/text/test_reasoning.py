@@ -73,7 +73,7 @@ PIECES = st.sampled_from([OPEN, CLOSE, "<", "<think", "</think", "</", ">", "\n"
 
 @settings(max_examples=250, deadline=None)
 @given(st.lists(st.tuples(PIECES, st.booleans()), max_size=12), st.booleans(), st.lists(st.integers(0, 99), max_size=9))
-def test_any_cut_gives_the_same(pieces: list, inside: bool, at: list[int]):
+def test_any_cut_gives_the_same_result(pieces: list, inside: bool, at: list[int]):
     text = "".join(piece for piece, _ in pieces)
     ends = sorted(i % (len(text) + 1) for i in at)
     parts = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
@@ -93,7 +93,7 @@ def test_text_that_cannot_be_a_mark_is_not_held_back():
 @pytest.mark.parametrize(
     ("begin", "space"), [("", " "), (OPEN, "\n"), (f"{OPEN}Hm.", "\n"), (f"{OPEN}Hm.{CLOSE}", "\n")]
 )
-def test_white_space_without_end_takes_linear_time(begin: str, space: str):
+def test_endless_white_space_takes_linear_time(begin: str, space: str):
     splitter = ReasoningSplitter(False)
     splitter.push(begin)
     started = time.thread_time()

@@ -1,4 +1,4 @@
-"""The formats of tool calls as models write them, whole and cut anywhere, and which one a template tells."""
+"""The formats of tool calls as models write them, whole and cut anywhere, and the format that a template determines."""
 
 import json
 from itertools import pairwise
@@ -219,7 +219,7 @@ def read(name: str, parts: list[str], forced: ForcedCall | None = None) -> tuple
 
 
 @pytest.mark.parametrize(("name", "text", "content", "arguments"), CASES)
-def test_what_models_write(name: str, text: str, content: str, arguments: list[dict]):
+def test_formats_that_models_write(name: str, text: str, content: str, arguments: list[dict]):
     whole = read(name, [text])
     assert whole[0] == content
     assert whole[1] == ("Hm." if "Hm." in text else "")
@@ -239,7 +239,7 @@ def test_what_models_write(name: str, text: str, content: str, arguments: list[d
     st.lists(st.integers(0, 10_000), max_size=8),
     st.lists(st.integers(0, 10_000), max_size=8),
 )
-def test_any_cut_of_any_text_gives_the_same(one: tuple, other: tuple, kept: list[int], cuts: list[int]):
+def test_any_cut_of_any_text_gives_the_same_result(one: tuple, other: tuple, kept: list[int], cuts: list[int]):
     """Pieces of what models write, put together wrongly."""
     text = one[1] + other[1]
     bounds = sorted({0, *(i % (len(text) + 1) for i in kept), len(text)})
@@ -250,7 +250,7 @@ def test_any_cut_of_any_text_gives_the_same(one: tuple, other: tuple, kept: list
     assert read(one[0], list(text)) == whole
 
 
-def test_arguments_come_as_they_are_written():
+def test_arguments_arrive_as_they_are_written():
     def pieces(name: str, *parts: str) -> list[str]:
         parser = FORMATS[name].parser(FORMATS[name], FUNCTIONS)
         return ["".join(piece.arguments for piece in parser.push(part)[1]) for part in parts]
@@ -266,7 +266,7 @@ def test_arguments_come_as_they_are_written():
     ]
 
 
-def test_what_is_cut_off_is_as_long_as_it_got():
+def test_a_truncated_call_keeps_its_text():
     assert read("qwen3_coder", ["<tool_call><function=get_weather><parameter=city>\nDal"])[2] == [
         ("get_weather", '{"city": "Dal')
     ]
@@ -320,7 +320,7 @@ def template_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_a_template_tells_its_format(name: str):
+def test_a_template_determines_its_format(name: str):
     template = ChatTemplate(template_of(name), {})
     assert template.tool_format is FORMATS[name]
     assert template.has_channels is (name == "harmony")
@@ -335,7 +335,7 @@ def test_a_template_tells_its_format(name: str):
         assert json.dumps(DALLAS) in text
 
 
-def test_a_setting_tells_the_format():
+def test_a_setting_determines_the_format():
     names = get_args(get_type_hints(EngineConfig)["tool_call_parser"])
     assert names == ("auto", *FORMATS)
     with pytest.raises(CallboardError, match="tool_call_parser is 'x'; it must be one of auto, hermes, "):

@@ -1,4 +1,4 @@
-"""Tool calls in text: what is a call, what is not, and the same result however the text comes."""
+"""Tool calls in text: which texts are calls, and the same result however the text is cut."""
 
 import json
 import time
@@ -183,7 +183,7 @@ def cut(text: str, at: list[int]) -> list[str]:
         ]
     ),
 )
-def test_any_cut_gives_the_same(form: ToolFormat, text: str, at: list[int], options: dict):
+def test_any_cut_gives_the_same_result(form: ToolFormat, text: str, at: list[int], options: dict):
     whole = read(form, [text], **options)
     assert read(form, cut(text, at), **options) == whole
     assert read(form, list(text), **options) == whole
@@ -210,7 +210,7 @@ def test_any_calls_are_read_back(form: ToolFormat, calls: list, at: list[int]):
 
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA3])
-def test_arguments_grow_as_they_come(form: ToolFormat):
+def test_arguments_stream_as_they_arrive(form: ToolFormat):
     parser = parser_of(form, NAMES)
     parser.push(form.opening("f"))
     (begin, first) = parser.push(' {"city"')[1]
@@ -236,17 +236,17 @@ def test_text_that_cannot_be_a_mark_is_not_held_back():
         (HERMES, "", ""),
     ],
 )
-def test_a_call_that_the_prompt_has_begun(form: ToolFormat, text: str, arguments: str):
+def test_a_call_started_in_the_prompt(form: ToolFormat, text: str, arguments: str):
     assert read(form, list(text), forced=ForcedCall("f"), functions=None, most=1) == ("", [("f", arguments)])
 
 
-def test_a_call_that_the_prompt_has_begun_without_a_name():
+def test_a_call_started_in_the_prompt_without_a_name():
     text = 'any", "arguments": {"a": 1}}</tool_call>'
     assert read(HERMES, list(text), forced=ForcedCall(None), functions=None) == ("", [("any", '{"a": 1}')])
     assert read(HERMES, ["any"], forced=ForcedCall(None), functions=None) == ('<tool_call>\n{"name": "any', [])
 
 
-def test_after_the_last_call_allowed_nothing_is_read():
+def test_nothing_is_read_after_the_last_allowed_call():
     parser = parser_of(HERMES, NAMES, most=1)
     parser.push(f"<tool_call>{CALL[:-1]}")
     assert not parser.done
@@ -266,7 +266,7 @@ def test_after_the_last_call_allowed_nothing_is_read():
         (LLAMA3, f"{LLAMA_CALL};"),
     ],
 )
-def test_white_space_without_end_takes_linear_time(form: ToolFormat, begin: str):
+def test_endless_white_space_takes_linear_time(form: ToolFormat, begin: str):
     parser = parser_of(form, NAMES)
     parser.push(begin)
     started = time.thread_time()
@@ -276,7 +276,7 @@ def test_white_space_without_end_takes_linear_time(form: ToolFormat, begin: str)
 
 
 @pytest.mark.parametrize("cut", [lambda text: [text], list])
-def test_so_much_white_space_may_stand_around_a_mark(cut):
+def test_white_space_around_a_mark_is_bounded(cut):
     spaces = " " * MAX_SPACES
     assert read(HERMES, cut(f"Sure.{spaces}<tool_call>{spaces}{CALL}")) == ("Sure.", [("f", ARGUMENTS)])
     assert read(HERMES, cut(f"Sure. {spaces}<tool_call>{CALL}")) == ("Sure. ", [("f", ARGUMENTS)])
@@ -299,6 +299,6 @@ def test_number_without_a_value_in_a_call(name: str, before: str, after: str, nu
 
 
 @pytest.mark.parametrize("none", ["null", '""', "[]", "0", "false", "{}"])
-def test_arguments_that_are_none(none: str):
+def test_calls_without_arguments(none: str):
     text = f'<tool_call>{{"arguments": {none}, "name": "f"}}</tool_call>'
     assert read(HERMES, [text]) == ("", [("f", "{}")])

@@ -1,4 +1,4 @@
-"""Steps of the families whose kernels differ: their logits are the torch path's."""
+"""Steps of the families with kernels of their own: their logits equal the torch path's."""
 
 from functools import partial
 from unittest import mock
@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.experts.experts_torch import Experts, GroupedExperts
+from runtime.kernels.experts.moe_w16a16 import Experts, GroupedExperts
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch
@@ -22,7 +22,7 @@ from tests.support.triton_engine import replayed_graphs
 
 pytestmark = pytest.mark.usefixtures("wide_products")
 
-KERNEL_CASES = {  # those whose kernels differ -> what makes them shorter
+KERNEL_CASES = {  # families with kernels of their own -> settings that make them shorter
     "mixtral": {"num_hidden_layers": 1},
     "gemma2": {"num_hidden_layers": 1, "sliding_window": 7},
     "gemma3": {"num_hidden_layers": 2, "sliding_window": 7},

@@ -46,8 +46,8 @@ def without_graphs(runner) -> Driver:
 
 
 def mixed_step(driver: Driver, num_tokens: int, num_decoding: int) -> tuple[torch.Tensor, ...]:
-    """Token ids, logits, and what is in the state after a step of so many tokens: decoding rows, a chunk behind
-    another's prefix, and a new prompt."""
+    """Token ids, logits and state after a step of `num_tokens` tokens: decode rows, a chunk behind another's prefix,
+    and a new prompt."""
     shared = prompt(17)
     rows = []
     driver.open(0, shared)
@@ -89,7 +89,7 @@ def test_every_bucket_at_its_edges(runner, tokens, num_decoding):
         best = next((size for size in SIZES if size >= num_tokens), None)
         used = [r.count for r in replays if r.bucket[:2] == (best, 4 * bool(num_decoding))]
         assert used == ([] if best is None else [1]) or used == [2], "the graph of the steps before may be the same"
-        if best is None:  # it is several graphs, whose logits are not kept
+        if best is None:  # it is several graphs, which do not keep logits
             want, got = (want[0], *want[2:]), (got[0], *got[2:])
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
@@ -97,9 +97,9 @@ def test_every_bucket_at_its_edges(runner, tokens, num_decoding):
 
 @pytest.mark.parametrize("params", [HOT, replace(PENALISED, logit_bias=((3, 30.0),))])
 @pytest.mark.thorough
-def test_a_step_above_the_largest_graph_is_several(runner, monkeypatch, params):
-    """Each row goes on where the piece before left it, and all samples come in the plan's order: of guesses, of rows
-    that decode, and of a request that shares blocks which an earlier piece of the same step computes. Samples may be
+def test_a_step_above_the_largest_graph_is_split(runner, monkeypatch, params):
+    """Each row continues where the last piece left it, and all samples come in the plan's order. The rows are guesses,
+    decode rows, and a request that shares blocks which an earlier piece of the same step computes. Samples may be
     looked at again, with the logits of their own piece."""
 
     def step(driver: Driver) -> list[torch.Tensor]:
@@ -175,7 +175,7 @@ def test_rows_of_guesses_beside_a_prompt(runner):
         assert torch.equal(a, b)
 
 
-def test_what_has_no_room_is_launched(runner, monkeypatch):
+def test_steps_without_a_fitting_graph_are_launched(runner, monkeypatch):
     """Rule by rule: tokens for too many pieces, short rows, long rows, samples; a prompt that is scored; a plan of
     several steps."""
     monkeypatch.setattr("runtime.worker.gpu.graph_runner.MAX_PIECES", 1)
@@ -205,7 +205,7 @@ def test_what_has_no_room_is_launched(runner, monkeypatch):
     assert replay.count == 3, "a prompt that is scored is in no piece, either"
 
 
-def test_a_prompt_longer_than_a_graphs_input_enters_before_it(runner, monkeypatch):
+def test_a_prompt_longer_than_graph_inputs_is_sent_before(runner, monkeypatch):
     """Only its first tokens are computed by the step."""
     monkeypatch.setattr("runtime.worker.gpu.graph_runner.MAX_PIECES", 1)
     results = []
@@ -226,8 +226,8 @@ POOLED = SamplingParams(max_tokens=1, temperature=0.0, pooled=True)
 
 @pytest.mark.parametrize("kind", ["last", "mean"])
 def test_vectors_of_prompts(runner, monkeypatch, kind):
-    """Beside rows that decode, in one step or in chunks, of which the last may have one token; in one graph or in
-    several, as by the torch kernels. Means are launched."""
+    """Beside decode rows, in one step or in chunks (the last may have one token), and in one graph or in several. The
+    vectors equal those of the torch kernels. Means are launched."""
 
     def steps(driver: Driver) -> list[np.ndarray]:
         driver.open(0, prompt(9), PENALISED, seed=1)

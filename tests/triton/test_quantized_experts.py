@@ -1,12 +1,12 @@
-"""Mixtures of experts whose weights are codes against their torch twin: every form, one choice a program, few and many
-an expert; a row's bits in deterministic mode."""
+"""Mixtures of experts with quantized weights against their torch twin: every format, one row a program, few and many
+rows an expert, and a row's bits in deterministic mode."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.experts.experts_torch import Experts
-from runtime.kernels.experts.quantized_experts import QuantizedExperts
+from runtime.kernels.experts.moe_w16a16 import Experts
+from runtime.kernels.experts.moe_wna16 import QuantizedExperts
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch, rms_norm_triton
@@ -46,7 +46,7 @@ def test_mixtures(form, hidden, ffn, rows):
         [tuple(dequantize(w) for w in pair) for pair in pairs],
         lambda w: lambda x: F.linear(x, w), lambda y: gated_activation_torch(y, "silu"),
     )  # fmt: skip
-    x = torch.randn(ROWS[rows], hidden) * 1e-3  # small beside what is added
+    x = torch.randn(ROWS[rows], hidden) * 1e-3  # small beside the experts' output
     want = x.clone()
     twin.add_to(want, norm, 1e-5)
     for deterministic in (False, True)[: 1 + (rows == "many")]:

@@ -1,5 +1,5 @@
 """Kernels that sum, gather and compare over ranks, under Triton's interpreter: each rank is a process, and the memory
-into which all write is shared. Bits are those of the definition."""
+into which all write is shared. Bits equal the definition."""
 
 import random
 import time
@@ -84,6 +84,6 @@ def test_all_operations(size: int, tree: bool):
         assert [answer_of(rank) for rank in ranks] == ["equal"] * size
 
 
-def test_a_rank_that_does_not_come_is_named():
+def test_a_missing_rank_is_named():
     with communicator_processes(2, make, last_rank_leaves, timeout_s=0.1) as ranks:
         assert answer_of(ranks[0]) == "Rank 1 did not come within 0.1 s; all ranks must restart."

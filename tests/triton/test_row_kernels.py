@@ -63,7 +63,7 @@ def test_rope_and_the_store_of_keys_and_values(dtype):
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_codes_of_keys_and_values(kind):
+def test_quantized_keys_and_values(kind):
     """A code may differ by one where the kernel's number, which is not rounded before, lies on the other side."""
     heads, kv_heads, dim = 3, 2, 80
     qkv = torch.randn(5, heads + 2 * kv_heads, dim) * torch.tensor([1e-6, 0.01, 1.0, 20.0, 900.0])[:, None, None]

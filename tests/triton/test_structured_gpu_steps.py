@@ -24,7 +24,7 @@ def tokens_and_reasons(found: Answers) -> dict[str, tuple[list[int], FinishReaso
 
 
 @pytest.mark.thorough
-def test_the_triton_path_gives_the_tokens_of_the_torch_path(monkeypatch):
+def test_triton_gives_the_same_tokens_as_torch(monkeypatch):
     pair = regex('[{]"age": ?[0-9]{1,2}[}]')
     params = [
         hot(pair, max_tokens=12, logprobs=0),
@@ -65,7 +65,7 @@ def test_the_triton_path_gives_the_tokens_of_the_torch_path(monkeypatch):
 
 
 @pytest.mark.thorough
-def test_ranks_with_parts_of_the_vocabulary_sample_what_one_does():
+def test_ranks_with_parts_of_the_vocabulary_sample_as_one():
     """Plain and filtered rows within graphs; masks, penalties and log-probabilities beside them."""
     params = [
         hot(regex("(?:ab|c){2,4}"), max_tokens=2, logprobs=1, presence_penalty=1.0),
@@ -82,6 +82,6 @@ def test_ranks_with_parts_of_the_vocabulary_sample_what_one_does():
 
 @pytest.mark.thorough
 def test_a_row_waits_for_its_matcher_and_others_go_on(monkeypatch):
-    """Within captured steps of two rows, of which one is not sampled."""
+    """Within captured steps of two rows; one of them is not sampled."""
     params = [hot(SLOW[0], max_tokens=3), hot(None, max_tokens=5)]
     both(small_runner("triton", (1,)), monkeypatch, params, {"1"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from runtime.kernels._triton import jit, tl
 from runtime.kernels.collectives.inboxes import (
     EMPTY_OF,
     SMALL_BYTES,
@@ -18,6 +17,7 @@ from runtime.kernels.collectives.inboxes import (
     push,
     sendable,
 )
+from runtime.kernels.triton_language import jit, tl
 
 _MOST_ROWS = 256  # that are gathered at once
 

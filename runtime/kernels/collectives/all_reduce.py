@@ -11,7 +11,6 @@ from typing import Literal
 
 import torch
 
-from runtime.kernels._triton import jit, tl
 from runtime.kernels.collectives.inboxes import (
     EMPTY_OF,
     SMALL_BYTES,
@@ -26,6 +25,7 @@ from runtime.kernels.collectives.inboxes import (
     push,
     sendable,
 )
+from runtime.kernels.triton_language import jit, tl
 
 _BITS = {2: tl.int16, 4: tl.int32, 8: tl.int64} if tl is not None else {}
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from runtime.kernels._triton import INTERPRETED, constexpr, jit, tl, use_pdl
+from runtime.kernels.triton_language import INTERPRETED, constexpr, jit, tl, use_pdl
 
 NUM_PROGRAMS = 132  # as many as an H100 or H200 has multiprocessors, which 64 MB take; all ranks need the same number
 NUM_INBOXES = 3

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels._triton import TensorDescriptor, jit, tl, use_pdl
 from runtime.kernels.linear.sum_order import SumOrder, sum_order
+from runtime.kernels.triton_language import TensorDescriptor, jit, tl, use_pdl
 
 _NUM_SMS = 132  # of an H100 or H200; on other cards the same tiling works, only slower
 _GROUP = 8  # tiles of x that neighbouring programs share a tile of the weight with

@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels._triton import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.linear.small_results import EMPTY_WORD
+from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
 MAX_SINGLE_ROWS = 256
 _FEW_ROWS = 8  # whose programs of shrink are so few that each has one rank and, up to _MOST_COLUMNS, all columns

@@ -13,13 +13,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels._triton import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.linear.lora import RowAdapters, add_adapters_torch
 from runtime.kernels.linear.skinny_gemm_configs import SKINNY_GEMM_CONFIGS, SkinnyGemmConfig
 from runtime.kernels.linear.small_results import await_results, make_result
 from runtime.kernels.linear.sum_order import sum_order
 from runtime.kernels.norm.gated_activation import Activation, activated
 from runtime.kernels.norm.rms_norm import rms_norm_triton
+from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
 MAX_ROWS = 16
 _RESULT_COLUMNS = 1024  # of A at once, for each warp of a program that makes a small result

@@ -8,7 +8,7 @@ room that those that await them have.
 
 from __future__ import annotations
 
-from runtime.kernels._triton import constexpr, jit, tl
+from runtime.kernels.triton_language import constexpr, jit, tl
 
 EMPTY_WORD = -0x7FFF8000  # 0x80008000, a denormal number; a result that has its bits is kept as zero
 _EMPTY = constexpr(EMPTY_WORD)

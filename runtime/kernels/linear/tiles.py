@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.kernels._triton import INTERPRETED, TensorDescriptor, constexpr, jit, tl
 from runtime.kernels.linear.batch_invariant_linear import MAX_SPLIT_TILES, _counters
+from runtime.kernels.triton_language import INTERPRETED, TensorDescriptor, constexpr, jit, tl
 
 _ADDS = constexpr(not INTERPRETED)  # the copy engine does, in the residual's type
 _GROUP = constexpr(8)  # tiles of x that neighbouring programs share a tile of the weight with

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels._triton import INTERPRETED, constexpr, jit, tl
+from runtime.kernels.triton_language import INTERPRETED, constexpr, jit, tl
 
 MAX_GROUP = 128  # columns that share a scale; of wider groups the scale is repeated
 _ROW_BYTES = 512  # of a row of scales no multiple: the rows of a step's groups would share memory channels
@@ -199,7 +199,7 @@ def _table_instructions(table: tuple[float, ...]) -> str:
 
 
 def instructions(weight: QuantizedWeight) -> str | None:
-    """The instructions of `decode` and `decode_planes` on a GPU; None where kernels are interpreted."""
+    """The instructions of `decode` and `upcast_nibbles` on a GPU; None where kernels are interpreted."""
     if INTERPRETED:
         return None
     match weight.form:
@@ -233,15 +233,15 @@ def decode(codes, ASM: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @jit
-def decode_planes(packed, FORM: tl.constexpr, TABLE: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr):
+def upcast_nibbles(packed, FORM: tl.constexpr, TABLE: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr):
     """The low and the high nibbles of bytes as numbers of the type, as `decode` has it."""
     if ASM is not None:
         low, high = tl.inline_asm_elementwise(
             ASM, TWO_OUTPUTS, [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
     else:
-        low = _decode_nibbles(packed & 15, FORM, TABLE).to(DTYPE)
-        high = _decode_nibbles(packed >> 4, FORM, TABLE).to(DTYPE)
+        low = _upcast_nibbles_plainly(packed & 15, FORM, TABLE).to(DTYPE)
+        high = _upcast_nibbles_plainly(packed >> 4, FORM, TABLE).to(DTYPE)
     return low, high
 
 
@@ -258,7 +258,7 @@ def negative_offset(numbers, FORM: tl.constexpr, ASM: tl.constexpr):
 
 
 @jit
-def _decode_nibbles(nibbles, FORM: tl.constexpr, TABLE: tl.constexpr):
+def _upcast_nibbles_plainly(nibbles, FORM: tl.constexpr, TABLE: tl.constexpr):
     if FORM == "uint4" or FORM == "int4":
         values = nibbles.to(tl.float32) + 128
     else:

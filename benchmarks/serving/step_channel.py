@@ -1,14 +1,14 @@
 """The step channel's round trip, and what a step costs the engine's thread.
 
-    python -m benchmarks.engine.step_channel [--steps 2000] [--ranks 1] [--device-us 0]
+    python -m benchmarks.serving.step_channel [--steps 2000] [--ranks 1] [--device-us 0]
 
 A step of batch B is B decode rows: one token a row, sampled, and a table write for every 16th row. The runner answers
 at once, so a round trip is encode, send, wake the runner, decode, encode, send, wake the engine, decode. Engine CPU is
-the time of its thread alone; "engine core" adds the scheduler: schedule, submit, collect, commit of a whole batch.
-With --device-us the runner has a device that computes one step after another, each in that time: what a step takes
-longer is time in which the device had no plan.
-At depth 2 a new step is submitted before the oldest is collected: the time between results says more than a round trip,
-and both are shown. The runner is another process, except for "in process".
+the time of its thread alone; "engine core" adds the scheduler: schedule, submit, collect, commit of a whole batch. With
+--device-us the runner has a device that computes one step after another, each in that time. Any longer time of a step
+is time in which the device lacked a plan. At depth 2 a new step is submitted before the oldest is collected. The time
+between results is then more relevant than a round trip, and both are shown. The runner is another process, except for
+"in process".
 """
 
 from __future__ import annotations

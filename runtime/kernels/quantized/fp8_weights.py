@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from runtime.kernels._triton import jit, next_power_of_2, tl
 from runtime.kernels.magnitudes import larger, largest_magnitude, to_e4m3
+from runtime.kernels.triton_language import jit, next_power_of_2, tl
 
 MAX_COLUMNS = 32768  # a program has a whole row in its registers
 
 
 @jit
-def _encode_rows_kernel(
+def _quantize_fp8_weight_kernel(
     dense_ptr,  # [num_rows, K], rows stride apart
     codes_ptr,  # [num_rows, K] contiguous
     scales_ptr,  # [num_rows]
@@ -39,7 +39,7 @@ def _encode_rows_kernel(
     tl.store(codes_ptr + row * K + cols, to_e4m3(tl.div_rn(x, tl.broadcast_to(best, x.shape))), mask=inside)
 
 
-def encode_fp8_rows_triton(
+def quantize_fp8_weight_triton(
     dense: torch.Tensor,  # [num_rows, K], K up to MAX_COLUMNS
     greatest: tuple[float, ...],
     smallest: float,
@@ -51,7 +51,7 @@ def encode_fp8_rows_triton(
     scales = torch.empty((num_rows, 1), dtype=torch.float32, device=dense.device)
     if num_rows:
         block = next_power_of_2(size)
-        _encode_rows_kernel[(num_rows,)](
+        _quantize_fp8_weight_kernel[(num_rows,)](
             dense, codes, scales, dense.stride(0), size, SMALLEST=smallest, GREATEST=greatest, BLOCK=block,
             num_warps=min(max(block // 512, 1), 16 if block <= 16384 else 32),
         )  # fmt: skip

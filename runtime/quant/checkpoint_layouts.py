@@ -14,11 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.quant.dense import DENSE, read_plain
-from runtime.quant.format import Location, Shape, StoredTensor, TensorSource, Weight
-from runtime.quant.forms import Form, Table, form_of
-from runtime.quant.packing import exponents, unpack_nibbles, unpack_words
-from runtime.quant.scheme import Scheme
+from runtime.quant.encodings import Encoding, Table, encoding_of
+from runtime.quant.scheme import QuantizationScheme
+from runtime.quant.weight_format import DENSE, Location, Shape, StoredTensor, TensorSource, Weight, read_plain
 from runtime.spec.sharding import Part
 from runtime.spec.types import CallboardError
 
@@ -27,7 +25,7 @@ _SCALES = (torch.bfloat16, torch.float16, torch.float32)
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 
 
-class Grid(NamedTuple):
+class BlockTensor(NamedTuple):
     """A tensor that has one number for each block of a weight [out, in]."""
 
     dtypes: tuple[torch.dtype, ...]
@@ -75,17 +73,17 @@ class Grid(NamedTuple):
         return Part(part.dim, part.start // per, -(-part.stop // per))
 
 
-class Layout(ABC):
+class CheckpointLayout(ABC):
     """The tensors of the weights of one scheme."""
 
-    def __init__(self, scheme: Scheme) -> None:
-        self.scheme, self._form = scheme, form_of(scheme)
+    def __init__(self, scheme: QuantizationScheme) -> None:
+        self.scheme, self._form = scheme, encoding_of(scheme)
 
-    def form(self, shape: Shape) -> Form:
+    def form(self, shape: Shape) -> Encoding:
         """The form that a weight of this shape is read into."""
         return self._form
 
-    def grids(self) -> dict[str, Grid]:
+    def block_tensors(self) -> dict[str, BlockTensor]:
         """The tensors by the names that they have in their module, for layouts that leave `stored` and `read` as they
         are here."""
         return {}
@@ -97,7 +95,7 @@ class Layout(ABC):
         Raises CallboardError if they disagree with the config."""
 
     def stored(self, location: Location) -> dict[str, StoredTensor]:
-        return {_own_name(location, name): grid.stored(location.shape) for name, grid in self.grids().items()}
+        return {_own_name(location, name): grid.stored(location.shape) for name, grid in self.block_tensors().items()}
 
     def read(self, source: TensorSource, location: Location, device: torch.device) -> Weight:
         """The weight, or the parts of it that the location names, in the form."""
@@ -106,7 +104,7 @@ class Layout(ABC):
             shape = location.shape if part is None else _shape_of(part, location.shape)
             tensors = {
                 name: grid.read(source, own_name, location.shape, part, device)
-                for name, grid in self.grids().items()
+                for name, grid in self.block_tensors().items()
                 if (own_name := _own_name(location, name)) in source
             }
             try:
@@ -115,12 +113,12 @@ class Layout(ABC):
                 raise CallboardError(f"{location.name}: {e}") from e
         return weights[0] if len(weights) == 1 else self._form.join(weights)
 
-    def _scale(self, *dtypes: torch.dtype) -> Grid:
-        return Grid(dtypes or _SCALES, self.scheme.rows, self.scheme.columns)
+    def _scale(self, *dtypes: torch.dtype) -> BlockTensor:
+        return BlockTensor(dtypes or _SCALES, self.scheme.scale_rows, self.scheme.group_size)
 
     def _per_row(self, scale: torch.Tensor, shape: Shape) -> torch.Tensor:
         """Scales in float32; one of a whole tensor as that of each row."""
-        return scale.float() if self.scheme.rows else scale.float().expand(shape[0], 1).contiguous()
+        return scale.float() if self.scheme.scale_rows else scale.float().expand(shape[0], 1).contiguous()
 
     def _grouped(self, codes: torch.Tensor, groups: torch.Tensor | None, *shared: torch.Tensor) -> Weight:
         """A weight whose columns are brought together by their groups, if the scheme says that they are apart."""
@@ -130,7 +128,7 @@ class Layout(ABC):
             return codes, *shared
         groups, order = (groups - groups.min()).flatten().sort(stable=True)  # of a part, from its first group on
         columns = torch.arange(len(groups), device=groups.device)
-        if not torch.equal(groups, columns // (self.scheme.columns or len(groups))):
+        if not torch.equal(groups, columns // (self.scheme.group_size or len(groups))):
             raise CallboardError("the groups of its columns (g_idx) are not all of group_size columns.")
         if self.scheme.reordered:
             return codes[:, order], *shared, order
@@ -139,14 +137,14 @@ class Layout(ABC):
         return codes, *shared
 
 
-class Plain(Layout):
+class Plain(CheckpointLayout):
     """Numbers that are encoded on the device as they are read: what a file with plain weights is quantized by."""
 
     def stored(self, location: Location) -> dict[str, StoredTensor]:
         return DENSE.stored(location)
 
     def read(self, source: TensorSource, location: Location, device: torch.device) -> Weight:
-        if location.parts and location.parts[0].dim == 1 and not self._form.columns:
+        if location.parts and location.parts[0].dim == 1 and not self._form.group_size:
             (part,) = location.parts  # a row has the scale of all its columns on each rank
             codes, scale = self._form.part(self.read(source, location._replace(parts=()), device), part)
             return codes.contiguous(), scale
@@ -158,25 +156,27 @@ class Plain(Layout):
         return self._form.encode(tensors["weight"])
 
 
-class OneByOne(Layout):
+class OneByOne(CheckpointLayout):
     """Codes of a byte in the order of the weight, and scales beside them."""
 
-    def __init__(self, scheme: Scheme, scales: Sequence[str] = ("weight_scale",), factor: float = 1.0) -> None:
+    def __init__(
+        self, scheme: QuantizationScheme, scales: Sequence[str] = ("weight_scale",), factor: float = 1.0
+    ) -> None:
         super().__init__(scheme)
         self._names, self._factor = scales, factor  # exporters name the scales differently
 
-    def grids(self) -> dict[str, Grid]:
+    def block_tensors(self) -> dict[str, BlockTensor]:
         scheme = self.scheme
-        shared = scheme.rows, scheme.columns
+        shared = scheme.scale_rows, scheme.group_size
         of_activations = dict.fromkeys(
             ("input_scale", "input_zero_point", "activation_scale", "weight_format"),
-            Grid((*_SCALES, *_INT8, *_UINT8, *_FP8), 0, 0, optional=True),
+            BlockTensor((*_SCALES, *_INT8, *_UINT8, *_FP8), 0, 0, optional=True),
         )
         return {
-            "weight": Grid(_FP8 if scheme.values == "fp8" else _INT8),
-            **dict.fromkeys(self._names, Grid((*_SCALES, *_EXPONENTS), *shared, optional=len(self._names) > 1)),
-            "weight_zero_point": Grid((*_INT8, *_FP8), *shared, optional=scheme.symmetric),
-            "weight_g_idx": Grid(_INT32, 0, 1, optional=not scheme.reordered),
+            "weight": BlockTensor(_FP8 if scheme.encoding == "fp8" else _INT8),
+            **dict.fromkeys(self._names, BlockTensor((*_SCALES, *_EXPONENTS), *shared, optional=len(self._names) > 1)),
+            "weight_zero_point": BlockTensor((*_INT8, *_FP8), *shared, optional=scheme.symmetric),
+            "weight_g_idx": BlockTensor(_INT32, 0, 1, optional=not scheme.reordered),
             **of_activations,
         }
 
@@ -194,18 +194,18 @@ class OneByOne(Layout):
         return self._grouped(codes.view(torch.uint8) ^ 128, groups, scale, zeros * scale)
 
 
-class PackedWords(Layout):
+class PackedWords(CheckpointLayout):
     """compressed-tensors' pack-quantized: codes along rows in words of 32 bits, zero points down the rows."""
 
-    def grids(self) -> dict[str, Grid]:
+    def block_tensors(self) -> dict[str, BlockTensor]:
         scheme, per_word = self.scheme, 32 // self._form.bits
         return {
-            "weight_packed": Grid(_INT32, 1, per_word),
+            "weight_packed": BlockTensor(_INT32, 1, per_word),
             "weight_scale": self._scale(),
-            "weight_zero_point": Grid(
-                _INT32, per_word if scheme.rows else 0, scheme.columns, optional=scheme.symmetric
+            "weight_zero_point": BlockTensor(
+                _INT32, per_word if scheme.scale_rows else 0, scheme.group_size, optional=scheme.symmetric
             ),
-            "weight_g_idx": Grid(_INT32, 0, 1, optional=not scheme.reordered),
+            "weight_g_idx": BlockTensor(_INT32, 0, 1, optional=not scheme.reordered),
         }
 
     def stored(self, location: Location) -> dict[str, StoredTensor]:
@@ -228,17 +228,17 @@ class PackedWords(Layout):
         return self._grouped(codes, groups, scale, zeros * scale)
 
 
-class Awq(Layout):
+class Awq(CheckpointLayout):
     """Words of eight codes along the outputs of a transposed weight."""
 
     _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble i of a word is output [0, 2, 4, 6, 1, 3, 5, 7][i]
 
-    def grids(self) -> dict[str, Grid]:
-        columns = self.scheme.columns
+    def block_tensors(self) -> dict[str, BlockTensor]:
+        columns = self.scheme.group_size
         return {
-            "qweight": Grid(_INT32, 8, 1, transposed=True),
-            "qzeros": Grid(_INT32, 8, columns, transposed=True),
-            "scales": Grid(_SCALES, 1, columns, transposed=True),
+            "qweight": BlockTensor(_INT32, 8, 1, transposed=True),
+            "qzeros": BlockTensor(_INT32, 8, columns, transposed=True),
+            "scales": BlockTensor(_SCALES, 1, columns, transposed=True),
         }
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
@@ -250,20 +250,20 @@ class Awq(Layout):
         return codes.contiguous(), scale, zeros * scale
 
 
-class Gptq(Layout):
+class Gptq(CheckpointLayout):
     """Words of codes down the inputs of a transposed weight; words of zero points along the outputs."""
 
-    def __init__(self, scheme: Scheme, less: int) -> None:
+    def __init__(self, scheme: QuantizationScheme, less: int) -> None:
         super().__init__(scheme)
         self._less = less  # what stored zero points are less than meant
 
-    def grids(self) -> dict[str, Grid]:
-        columns, per_word = self.scheme.columns, 32 // self._form.bits
+    def block_tensors(self) -> dict[str, BlockTensor]:
+        columns, per_word = self.scheme.group_size, 32 // self._form.bits
         return {
-            "qweight": Grid(_INT32, 1, per_word, transposed=True),
-            "qzeros": Grid(_INT32, per_word, columns, transposed=True),
-            "scales": Grid(_SCALES, 1, columns, transposed=True),
-            "g_idx": Grid(_INT32, 0, 1, optional=not self.scheme.reordered),
+            "qweight": BlockTensor(_INT32, 1, per_word, transposed=True),
+            "qzeros": BlockTensor(_INT32, per_word, columns, transposed=True),
+            "scales": BlockTensor(_SCALES, 1, columns, transposed=True),
+            "g_idx": BlockTensor(_INT32, 0, 1, optional=not self.scheme.reordered),
         }
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
@@ -279,12 +279,12 @@ class Gptq(Layout):
         return self._grouped(_centred(codes, bits), tensors.get("g_idx"), scale)
 
 
-class Nibbles(Layout):
+class Nibbles(CheckpointLayout):
     """Places in the table of fp4, the low nibble first; scales of groups, and perhaps one of the tensor."""
 
     def __init__(
         self,
-        scheme: Scheme,
+        scheme: QuantizationScheme,
         codes: str,
         scale: str,
         of_tensor: str = "",
@@ -293,16 +293,16 @@ class Nibbles(Layout):
     ) -> None:
         super().__init__(scheme)
         self._codes, self._name, self._of_tensor, self._divides = codes, scale, of_tensor, divides
-        self._grid = Grid(_UINT8, 1, 2 * size or 2, size=size)
+        self._grid = BlockTensor(_UINT8, 1, 2 * size or 2, size=size)
 
-    def grids(self) -> dict[str, Grid]:
-        grids = {
+    def block_tensors(self) -> dict[str, BlockTensor]:
+        block_tensors = {
             self._codes: self._grid,
             self._name: self._scale(*(_FP8 if self._of_tensor else _EXPONENTS)),
-            "input_scale": Grid(_SCALES, 0, 0, optional=True),
-            "input_global_scale": Grid(_SCALES, 0, 0, optional=True),
+            "input_scale": BlockTensor(_SCALES, 0, 0, optional=True),
+            "input_global_scale": BlockTensor(_SCALES, 0, 0, optional=True),
         }
-        return grids | ({self._of_tensor: Grid(_SCALES, 0, 0)} if self._of_tensor else {})
+        return block_tensors | ({self._of_tensor: BlockTensor(_SCALES, 0, 0)} if self._of_tensor else {})
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
         codes = unpack_nibbles(tensors[self._codes].flatten(1))[:, : shape[1]]
@@ -312,22 +312,22 @@ class Nibbles(Layout):
         return codes, scale / of_tensor if self._divides else scale * of_tensor
 
 
-class BitsAndBytes4(Layout):
+class BitsAndBytes4(CheckpointLayout):
     """Places in a table, the high nibble first; each 64 numbers of the flattened weight have a scale.
 
     Nested scales are bytes, places in a table that have a scale of their own for each 256, less an offset."""
 
-    def __init__(self, scheme: Scheme, nested: bool) -> None:
+    def __init__(self, scheme: QuantizationScheme, nested: bool) -> None:
         super().__init__(scheme)
         assert isinstance(self._form, Table)
         self._table, self._nested = self._form.table, nested
-        self._state = "weight.quant_state.bitsandbytes__" + scheme.values.split()[-1]
+        self._state = "weight.quant_state.bitsandbytes__" + scheme.encoding.split()[-1]
 
-    def form(self, shape: Shape) -> Form:
-        return replace(self._form, columns=gcd(self.scheme.columns, shape[1]))  # scales may end within a row
+    def form(self, shape: Shape) -> Encoding:
+        return replace(self._form, group_size=gcd(self.scheme.group_size, shape[1]))  # scales may end within a row
 
     def stored(self, location: Location) -> dict[str, StoredTensor]:
-        blocks = -(-prod(location.shape) // self.scheme.columns)
+        blocks = -(-prod(location.shape) // self.scheme.group_size)
         tensors = {
             "weight": StoredTensor((-(-prod(location.shape) // 2), 1), _UINT8),
             "weight.absmax": StoredTensor((blocks,), _UINT8 if self._nested else _SCALES),
@@ -347,27 +347,27 @@ class BitsAndBytes4(Layout):
         codes, scale = self.unpack(tensors, location.shape)
         form = self.form(location.shape)
         for part in location.parts:
-            Grid((), 1, form.columns).part(part, location.shape, location.name)
+            BlockTensor((), 1, form.group_size).part(part, location.shape, location.name)
         weights = [form.part((codes, scale), part) for part in location.parts]
         return form.join(weights) if weights else (codes, scale)
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
         state = json.loads(bytes(tensors[self._state].tolist()))
         said = tuple(state.get("shape", ())), state.get("blocksize"), state.get("nested_blocksize", 256)
-        if said != (shape, self.scheme.columns, 256):
+        if said != (shape, self.scheme.group_size, 256):
             raise CallboardError(
-                f"its quant_state says shape, blocksize and nested_blocksize {said}; {shape}, {self.scheme.columns} "
+                f"its quant_state says shape, blocksize and nested_blocksize {said}; {shape}, {self.scheme.group_size} "
                 "and 256 are expected."
             )
         if tensors["weight.quant_map"].tolist() != torch.tensor(self._table).tolist():
-            raise CallboardError(f"its quant_map is not that of {self.scheme.values}.")
+            raise CallboardError(f"its quant_map is not that of {self.scheme.encoding}.")
         scale = tensors["weight.absmax"]
         if self._nested:
             of_blocks = tensors["weight.nested_absmax"].repeat_interleave(256)[: len(scale)]
             scale = tensors["weight.nested_quant_map"][scale.int()] * of_blocks + state["nested_offset"]
         codes = unpack_nibbles(tensors["weight"].flatten(), high_first=True)[: prod(shape)].view(shape)
-        columns = self.form(shape).columns
-        scale = scale.float().repeat_interleave(self.scheme.columns // columns)[: prod(shape) // columns]
+        group_size = self.form(shape).group_size
+        scale = scale.float().repeat_interleave(self.scheme.group_size // group_size)[: prod(shape) // group_size]
         return codes, scale.view(shape[0], -1)
 
 
@@ -384,3 +384,22 @@ def _own_name(location: Location, name: str) -> str:
 def _centred(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes from 0 on as those around 0."""
     return codes.view(torch.int8) - 8 if bits == 4 else (codes ^ 128).view(torch.int8)
+
+
+def unpack_nibbles(data: torch.Tensor, high_first: bool = False) -> torch.Tensor:
+    """uint8 [..., n] -> its nibbles, uint8 [..., 2 * n]; of a byte the low one first, or the high one."""
+    nibbles = data & 15, data >> 4
+    return torch.stack(nibbles[::-1] if high_first else nibbles, -1).flatten(-2)
+
+
+def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """int32 [n, m] -> the first `count` codes of 4 or 8 bits of each row, uint8 [n, count], from the lowest bits on."""
+    if words.stride(-1) != 1:
+        words = words.clone(memory_format=torch.contiguous_format)
+    data = words.view(torch.uint8)
+    return (unpack_nibbles(data) if bits == 4 else data)[:, :count]
+
+
+def exponents(codes: torch.Tensor) -> torch.Tensor:
+    """The float32 powers of two of e8m0 codes, which files also store as uint8; 255 is NaN."""
+    return codes.view(torch.float8_e8m0fnu).float()

@@ -1,4 +1,4 @@
-"""`quantized_skinny_gemm` for one row, on units that are no matrix units: codes of 8 bits, and whole numbers of 4.
+"""`wna16_skinny_gemm` for one row, on units that are no matrix units: codes of 8 bits, and whole numbers of 4.
 
 A program has blocks of a few whole rows of the weight. It requests those of its first block before it waits for the
 kernel before it, and those of a next block before it multiplies one; x is put once into a form that multiplies codes as
@@ -18,11 +18,11 @@ loaded and joined so that a thread has those, and codes get the layout of x.
 
 from __future__ import annotations
 
-from runtime.kernels._triton import INTERPRETED, constexpr, jit, tl
 from runtime.kernels.linear.skinny_gemm import _finish, _weight_rows
 from runtime.kernels.magnitudes import larger
+from runtime.kernels.triton_language import INTERPRETED, constexpr, jit, tl
 
-VECTOR_FORMS = ("fp8", "int8", "int4", "uint4")
+GEMV_ENCODINGS = ("fp8", "int8", "int4", "uint4")
 _MAGIC = constexpr(12582912.0)  # 1.5 * 2 ** 23: what is added to it is rounded, to the low bits of the sum
 _DIGITS = constexpr("""{
 .reg .b32 a, b;
@@ -249,7 +249,7 @@ def _load_block(
 
 
 @jit
-def quantized_vector_kernel(
+def wna16_gemv_kernel(
     x_ptr,  # [1, K]
     codes_ptr,  # of `QuantizedWeight`, as are the next two; minimums are read if MINIMUMS
     scales_ptr,

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import torch
 
-from runtime.kernels._triton import constexpr, jit, tl, use_pdl
 from runtime.kernels.linear import tiles
 from runtime.kernels.linear.tiles import Tiling, blocks_of, keep_part, part_of, store_tile, sum_parts, tile_place
-from runtime.kernels.quantized.quantized_weight import QuantizedWeight, decode_planes, kernel_options
+from runtime.kernels.quantized.quantized_weight import QuantizedWeight, kernel_options, upcast_nibbles
+from runtime.kernels.triton_language import constexpr, jit, tl, use_pdl
 
-FEWEST_DECODED_ROWS = 9  # fewer go to the kernels of few rows, whose norms are folded in
-MAX_DECODED_ROWS = 256  # above, a dense copy of the weight costs less time
+FEWEST_W4A16_ROWS = 9  # fewer go to the kernels of few rows, whose norms are folded in
+MAX_W4A16_ROWS = 256  # above, a dense copy of the weight costs less time
 _SCALE = constexpr("mul.rn.bf16x2 $0, $1, $2;")
 _SCALE_AND_ADD = constexpr("fma.rn.bf16x2 $0, $1, $2, $3;")
-# What `decode_planes` adds to nibbles is exactly taken off before.
+# What `upcast_nibbles` adds to nibbles is exactly taken off before.
 _SHIFT_AND_SCALE = constexpr(
     "{\n.reg .b32 a;\nmov.b32 a, 0xC308C308;\nadd.rn.bf16x2 a, a, $1;\nmul.rn.bf16x2 $0, a, $2;\n}"
 )
@@ -54,7 +54,7 @@ def _scaled(
 
 
 @jit(do_not_specialize=["num_rows"])
-def _decoded_product_kernel(
+def _w4a16_gemm_kernel(
     xs,  # descriptor of x [num_rows, K] with blocks [BLOCK_M, PLANE]
     weights,  # descriptor of the weight's codes [N, K / 2] with blocks [BLOCK_N, PLANE]
     scales_ptr,  # [K / GROUP, SCALE_STRIDE]
@@ -93,7 +93,7 @@ def _decoded_product_kernel(
     first, last = part_of(K, SPLIT, 2 * PLANE)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in tl.range(first, last, 2 * PLANE, num_stages=STAGES):
-        low, high = decode_planes(weights.load([row, start // 2]), FORM, TABLE, ASM, xs.dtype)
+        low, high = upcast_nibbles(weights.load([row, start // 2]), FORM, TABLE, ASM, xs.dtype)
         low = _scaled(low, scales, minimums, start // GROUP * SCALE_STRIDE, FORM, MINIMUMS, ASM)
         acc = tl.dot(low, xs.load([token, start]).T, acc, input_precision="ieee")
         at = (start + PLANE) // GROUP * SCALE_STRIDE
@@ -108,7 +108,7 @@ def _decoded_product_kernel(
     store_tile(outs, acc.to(outs.dtype).T, token, row, RESIDUAL)
 
 
-def decoded_linear_triton(
+def w4a16_gemm_triton(
     x: torch.Tensor,  # [num_rows, K]
     weight: QuantizedWeight,
     bias: torch.Tensor | None = None,
@@ -117,7 +117,7 @@ def decoded_linear_triton(
     residual: torch.Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> torch.Tensor:
-    """`quantized_linear_torch` of a weight that `has_decoded_product`, with fp32 sums."""
+    """`wna16_gemm_torch` of a weight that `has_w4a16_gemm`, with fp32 sums."""
     num_rows, (size_out, size_in) = len(x), weight.shape
     if residual is not None:
         out = residual
@@ -125,11 +125,11 @@ def decoded_linear_triton(
         out = torch.empty((num_rows, size_out), dtype=out_dtype or x.dtype, device=x.device)
     if not num_rows:
         return out
-    tiling, pdl = tiling or decoded_tiling(weight, num_rows), use_pdl(x)
+    tiling, pdl = tiling or w4a16_tiling(weight, num_rows), use_pdl(x)
     split, sums, counters = tiling.parts(num_rows, size_out, out)
     xs, weights = blocks_of(x, tiling.block_m, weight.plane), blocks_of(weight.codes, tiling.block_n, weight.plane)
     outs = blocks_of(out, tiling.block_m, tiling.block_n)
-    _decoded_product_kernel[(tiling.num_tiles(num_rows, size_out), split)](
+    _w4a16_gemm_kernel[(tiling.num_tiles(num_rows, size_out), split)](
         xs, weights, weight.scales, weight.scales if weight.minimums is None else weight.minimums,
         out if bias is None else bias, outs, sums, counters, num_rows, size_out, size_in, BIAS=bias is not None,
         RESIDUAL=residual is not None, SPLIT=split, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
@@ -138,7 +138,7 @@ def decoded_linear_triton(
     return out
 
 
-def decoded_tiling(weight: QuantizedWeight, num_rows: int) -> Tiling:
+def w4a16_tiling(weight: QuantizedWeight, num_rows: int) -> Tiling:
     """The best tiles measured on an H200: a weight is decoded once for up to 256 rows where it has rows enough."""
     size_out, size_in = weight.shape
     is_wide = size_out >= 16384
@@ -152,7 +152,7 @@ def decoded_tiling(weight: QuantizedWeight, num_rows: int) -> Tiling:
     return Tiling(128, 64, 128, 4, 3, 2 if -(-num_rows // 128) * size_out <= 8192 else 1)
 
 
-def has_decoded_product(weight: QuantizedWeight) -> bool:
+def has_w4a16_gemm(weight: QuantizedWeight) -> bool:
     """True if the weight can be multiplied with in tiles on its device."""
     size_out, size_in = weight.shape
     is_aligned = size_in % (2 * weight.plane or 1) == 0 and size_out % 8 == 0  # the copy engine's rows: 16 bytes

@@ -1,6 +1,6 @@
 """Mixtures of experts whose weights are codes of any form: the products of `experts`, decoding what they read.
 
-Few choices of an expert are bound by its bytes: as in `quantized_skinny_gemm`, a program has a few rows of a weight,
+Few choices of an expert are bound by its bytes: as in `wna16_skinny_gemm`, a program has a few rows of a weight,
 decodes them in registers, and scales the sums of groups. Where an expert has many choices, and in deterministic mode
 always, a program decodes and scales a tile of weights into shared memory, and the matrix units find there what they
 would find of the weight in bfloat16: a number is rounded once, as where a weight is widened when it is read.
@@ -14,8 +14,7 @@ from functools import partial
 
 import torch
 
-from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
-from runtime.kernels.experts.experts_torch import (
+from runtime.kernels.experts.moe_w16a16 import (
     MOST_SINGLE,
     GroupedExperts,
     Tile,
@@ -27,23 +26,24 @@ from runtime.kernels.linear.batch_invariant_linear import MAX_SPLIT_TILES, _coun
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.linear.skinny_gemm import _weight_rows
 from runtime.kernels.norm.gated_activation import Activation, activated
-from runtime.kernels.quantized.quantized_configs import quantized_sum_order, step_columns
-from runtime.kernels.quantized.quantized_skinny_gemm import (
+from runtime.kernels.quantized.launch_configs import step_columns, wna16_sum_order
+from runtime.kernels.quantized.quantized_weight import QuantizedWeight, decode, kernel_options, upcast_nibbles
+from runtime.kernels.quantized.wna16_skinny_gemm import (
     _add_step,
     _load_codes,
     _load_scales,
     _load_x,
     _sum_chunks,
 )
-from runtime.kernels.quantized.quantized_weight import QuantizedWeight, decode, decode_planes, kernel_options
+from runtime.kernels.triton_language import jit, next_power_of_2, tl, use_pdl
 from runtime.spec.decoder_spec import ExpertsSpec
 
-MOST_TOKENS = 16  # of an expert that a program of `_few_choices_kernel` takes at once
+MOST_TOKENS = 16  # of an expert that a program of `_moe_wna16_few_kernel` takes at once
 _REGISTERS = 128  # of a thread: two programs share a multiprocessor, and one multiplies while the other one decodes
 
 
 @jit
-def _few_choices_kernel(
+def _moe_wna16_few_kernel(
     x_ptr,  # [num_tokens, K], or without ACTIVATION [num_choices, K] sorted by expert
     codes_ptr,  # of `QuantizedWeight`, one expert's after another's, as are the next two; minimums are read if MINIMUMS
     scales_ptr,
@@ -79,7 +79,7 @@ def _few_choices_kernel(
     PDL: tl.constexpr,
 ):
     """Program (i, j): rows i * BLOCK_N and on of the weight with tile j of the experts' choices; chunks of K side by
-    side, as `_quantized_tile_kernel` has them."""
+    side, as `_wna16_skinny_gemm_kernel` has them."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -140,7 +140,7 @@ def _few_choices_kernel(
 
 
 @jit
-def _many_choices_kernel(
+def _moe_wna16_many_kernel(
     x_ptr,  # the same arguments as above
     codes_ptr,
     scales_ptr,
@@ -201,7 +201,7 @@ def _many_choices_kernel(
             high_scale = _of_halves(cols, high_scale, step_scales[6])
             high_minimum = _of_halves(cols, high_minimum, step_scales[7])
         if PLANE:
-            low, high = decode_planes(w, FORM, TABLE, ASM, x.dtype)
+            low, high = upcast_nibbles(w, FORM, TABLE, ASM, x.dtype)
             acc = _add_product(x, low, scale, minimum, acc, FORM, GROUP, MINIMUMS)
             acc = _add_product(high_x, high, high_scale, high_minimum, acc, FORM, GROUP, MINIMUMS)
         else:
@@ -273,7 +273,7 @@ class QuantizedExperts(GroupedExperts):
         x = self.router.norm(residual, norm_weight, eps)
         (num_tokens, hidden), num_choices = x.shape, len(x) * self.spec.top_k
         gate_up, down = self.weights
-        tile = quantized_expert_tile(num_choices, self.spec.num_experts, self.deterministic)
+        tile = moe_wna16_tile(num_choices, self.spec.num_experts, self.deterministic)
         num_counters = num_tokens * -(-hidden // tile.block_n)
         is_single = num_choices <= MOST_SINGLE and num_counters <= MAX_SPLIT_TILES and not self.deterministic
         ids, weights = self._route(self.router.product(x))
@@ -314,21 +314,21 @@ class QuantizedExperts(GroupedExperts):
             "BLOCK_K": step_columns(weight, tile.block_k), "STAGES": tile.num_stages, "PDL": pdl, "launch_pdl": pdl,
         }  # fmt: skip
         if tile.block_m > MOST_TOKENS:
-            _many_choices_kernel[grid](
+            _moe_wna16_many_kernel[grid](
                 x, weight.codes, weight.scales, minimums, out, starts, order, num_experts, size_out,
                 num_warps=tile.num_warps, maxnreg=_REGISTERS, **options,
             )  # fmt: skip
             return
-        num_chunks, chunk = quantized_sum_order(size_out, size_in)
+        num_chunks, chunk = wna16_sum_order(size_out, size_in)
         options["STAGES"] = tile.num_stages * tile.block_k // options["BLOCK_K"]  # as many bytes on the way
-        _few_choices_kernel[grid](
+        _moe_wna16_few_kernel[grid](
             x, weight.codes, weight.scales, minimums, out, starts, order, mixture, residual, _counters(x.device),
             num_experts, size_out, SINGLE=is_single, NUM_CHUNKS=num_chunks, CHUNK=chunk,
             num_warps=max(num_chunks, tile.num_warps), **options,
         )  # fmt: skip
 
 
-def quantized_expert_tile(num_choices: int, num_experts: int, deterministic: bool) -> Tile:
+def moe_wna16_tile(num_choices: int, num_experts: int, deterministic: bool) -> Tile:
     """Tall tiles where experts have many tokens. Deterministic: one tile for all, as others sum in another order."""
     if deterministic:
         return Tile(64, 64, 64, 4, 3)

@@ -14,10 +14,10 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.linear.linear_torch import Activate, Linear, Product
 from runtime.kernels.magnitudes import larger
 from runtime.kernels.norm.gated_activation import Activation, activated
+from runtime.kernels.triton_language import jit, next_power_of_2, tl, use_pdl
 from runtime.spec.decoder_spec import ExpertsSpec
 
 W = TypeVar("W")
@@ -115,7 +115,7 @@ class GroupedExperts:
         starts, order = self._sort(ids)
         inner = x.new_empty(num_choices, self.down.shape[2])
         results = x.new_empty(num_choices, hidden)
-        tile = choose_tile(num_choices, self.spec.num_experts, x.dtype, self.deterministic)
+        tile = moe_w16a16_tile(num_choices, self.spec.num_experts, x.dtype, self.deterministic)
         self._product(x, self.gate_up, inner, starts, order, tile, self.activation)
         self._product(inner, self.down, results, starts, order, tile, None)
         self._combine(results, weights, residual if out is None else out)
@@ -160,7 +160,7 @@ class GroupedExperts:
         (num_experts, _, size_in), pdl = weight.shape, use_pdl(x)
         num_choices, size_out = out.shape
         most_tiles = (num_choices + min(num_experts, num_choices) * (tile.block_m - 1)) // tile.block_m
-        _grouped_product_kernel[(most_tiles, -(-size_out // tile.block_n))](
+        _moe_w16a16_kernel[(most_tiles, -(-size_out // tile.block_n))](
             x, weight, out, starts, order, num_experts, size_out,
             K=size_in, TOP_K=self.spec.top_k, ACTIVATION=activation, EXPERTS=next_power_of_2(num_experts),
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
@@ -179,7 +179,7 @@ def stacked(experts: Iterable[Sequence[Sequence[torch.Tensor]]], num_experts: in
     return stacks
 
 
-def choose_tile(num_choices: int, num_experts: int, dtype: torch.dtype, deterministic: bool) -> Tile:
+def moe_w16a16_tile(num_choices: int, num_experts: int, dtype: torch.dtype, deterministic: bool) -> Tile:
     """Tall tiles where experts have many tokens. Deterministic: one tile for all, as others sum in another order.
 
     Two and no more: prompts of 32 and of 1,100 tokens at the start have compiled both (runtime/worker/warmup.py)."""
@@ -284,7 +284,7 @@ def choices_of_tile(
 
 
 @jit
-def _grouped_product_kernel(
+def _moe_w16a16_kernel(
     x_ptr,  # [num_tokens, K], or without ACTIVATION [num_choices, K] sorted by expert
     weight_ptr,  # [num_experts, N, K], with ACTIVATION [num_experts, 2 * N, K]: rows of gate, then of up
     out_ptr,  # [num_choices, N], with ACTIVATION sorted by expert

@@ -11,19 +11,19 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels._triton import INTERPRETED, jit, tl, use_pdl
 from runtime.kernels.linear import tiles
 from runtime.kernels.linear.tiles import Tiling, blocks_of, keep_part, part_of, store_tile, sum_parts, tile_place
 from runtime.kernels.norm.gated_activation import Activation
-from runtime.kernels.quantized.fp8_rows import Fp8Rows, fp8_rows_triton
+from runtime.kernels.quantized.fp8_activations import Fp8Activations, quantize_fp8_triton
+from runtime.kernels.quantized.quantized_linear import QuantizedActivationLinear
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize
-from runtime.kernels.quantized.row_codes_linear import RowCodesLinear
+from runtime.kernels.triton_language import INTERPRETED, jit, tl, use_pdl
 
 _LIBRARY_TILES = 80  # of 128 x 128; the library's product, which has no parts of K, is faster with as many
 
 
-def fp8_linear_torch(
-    x: Fp8Rows,
+def fp8_w8a8_gemm_torch(
+    x: Fp8Activations,
     weight: QuantizedWeight,  # fp8, with scales of rows or of blocks of 128 x 128
     bias: torch.Tensor | None = None,  # [N]
     residual: torch.Tensor | None = None,  # [num_rows, N] contiguous: added to in place and returned
@@ -36,7 +36,7 @@ def fp8_linear_torch(
 
 
 @jit(do_not_specialize=["num_rows"])
-def _fp8_product_kernel(
+def _fp8_w8a8_gemm_kernel(
     xs,  # descriptor of x's codes [num_rows, K] with blocks [BLOCK_M, BLOCK_K]
     weights,  # descriptor of the weight's [N, K] with blocks [BLOCK_N, BLOCK_K]
     x_scales_ptr,  # [num_rows]
@@ -95,15 +95,15 @@ def _fp8_product_kernel(
     store_tile(outs, y.T if SWAP else y, token, row, RESIDUAL)
 
 
-def fp8_linear_triton(
-    x: Fp8Rows,
+def fp8_w8a8_gemm_triton(
+    x: Fp8Activations,
     weight: QuantizedWeight,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     tiling: Tiling | None = None,
 ) -> torch.Tensor:
-    """`fp8_linear_torch` as one kernel, for weights that `has_fp8_product`."""
+    """`fp8_w8a8_gemm_torch` as one kernel, for weights that `has_fp8_gemm`."""
     num_rows, (size_out, size_in) = len(x.codes), weight.shape
     device = weight.codes.device
     out = torch.empty((num_rows, size_out), dtype=dtype, device=device) if residual is None else residual
@@ -115,7 +115,7 @@ def fp8_linear_triton(
     split, sums, counters = tiling.parts(num_rows, size_out, out)
     xs, weights = blocks_of(x.codes, tiling.block_m, block_k), blocks_of(weight.codes, tiling.block_n, block_k)
     outs = blocks_of(out, tiling.block_m, tiling.block_n)
-    _fp8_product_kernel[(tiling.num_tiles(num_rows, size_out), split)](
+    _fp8_w8a8_gemm_kernel[(tiling.num_tiles(num_rows, size_out), split)](
         xs, weights, x.scales, weight.scales, out if bias is None else bias, outs, sums, counters, num_rows, size_out,
         size_in, weight.scales.shape[1], BLOCK_SCALES=weight.group > 0, BIAS=bias is not None,
         RESIDUAL=residual is not None, SPLIT=split, BLOCK_M=tiling.block_m,
@@ -141,42 +141,43 @@ def fp8_tiling(weight: QuantizedWeight, num_rows: int) -> Tiling:
     return Tiling(128, 128, 128, 8, 4)
 
 
-def has_fp8_product(weight: QuantizedWeight) -> bool:
+def has_fp8_gemm(weight: QuantizedWeight) -> bool:
     """True if rows of codes can be multiplied with the weight on its device."""
-    return is_fp8_product(weight.form, weight.shape, weight.group, weight.scale_rows, weight.codes.device)
+    return fits_fp8_gemm(weight.form, weight.shape, weight.group, weight.scale_rows, weight.codes.device)
 
 
-def is_fp8_product(form: str, shape: tuple[int, ...], group: int, scale_rows: int, device: torch.device) -> bool:
-    """`has_fp8_product` of a weight that `QuantizedWeight` describes by these."""
+def fits_fp8_gemm(form: str, shape: tuple[int, ...], group: int, scale_rows: int, device: torch.device) -> bool:
+    """`has_fp8_gemm` of a weight that `QuantizedWeight` describes by these."""
     size_out, size_in = shape
     is_shared = (group, scale_rows) in ((0, 1), (128, 128))
     is_aligned = size_in % 16 == 0 and size_out % 8 == 0  # the copy engine's rows are multiples of 16 bytes
     return form == "fp8" and is_shared and is_aligned and tiles.multiplies_fp8(device)
 
 
-class Fp8Linear(RowCodesLinear[Fp8Rows]):
-    """`RowCodesLinear` of a weight that `has_fp8_product`, of all rows but one. Not for deterministic mode, as the
-    library's sums depend on the number of rows."""
+class Fp8Linear(QuantizedActivationLinear[Fp8Activations]):
+    """The layer of a weight that `has_fp8_gemm`: activations become fp8 in every step of more than one row.
 
-    def takes_codes(self, num_rows: int) -> bool:
+    Deterministic mode cannot use it, because the library's sums depend on the number of rows."""
+
+    def quantizes_rows(self, num_rows: int) -> bool:
         return num_rows != 1
 
-    def row_codes(
+    def quantize_rows(
         self,
         x: torch.Tensor,
         norm_weight: torch.Tensor | None = None,
         eps: float = 0.0,
         activation: Activation | None = None,
         gated: bool = True,
-    ) -> Fp8Rows:
-        return fp8_rows_triton(x, norm_weight, eps, activation, gated)
+    ) -> Fp8Activations:
+        return quantize_fp8_triton(x, norm_weight, eps, activation, gated)
 
-    def multiply(self, x: Fp8Rows, dtype: torch.dtype, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def multiply(self, x: Fp8Activations, dtype: torch.dtype, residual: torch.Tensor | None = None) -> torch.Tensor:
         weight, num_rows = self.quantized, len(x.codes)
         size_out = weight.shape[0]
         many = num_rows > 64 and -(-num_rows // 128) * -(-size_out // 128) >= _LIBRARY_TILES
         if not many or weight.group or size_out % 16 or dtype != torch.bfloat16 or INTERPRETED:
-            return fp8_linear_triton(x, weight, self.bias, residual, dtype)
+            return fp8_w8a8_gemm_triton(x, weight, self.bias, residual, dtype)
         scales = x.scales[:, None], weight.scales[:, :size_out]
         y = torch._scaled_mm(x.codes, weight.codes.t(), *scales, out_dtype=dtype, use_fast_accum=True)
         if self.bias is not None:

@@ -10,17 +10,17 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.kernels._triton import constexpr, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.linear.linear_torch import Norm
 from runtime.kernels.magnitudes import larger, largest_magnitude, to_e4m3, within
 from runtime.kernels.norm.gated_activation import Activation, activated, gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch, rms_norm_triton
+from runtime.kernels.triton_language import constexpr, jit, next_power_of_2, tl, use_pdl
 
 _LARGEST = constexpr(448.0)  # code of e4m3
 _SMALLEST = constexpr(2.0**-100)  # magnitude that a row is taken to have, so that zeros have a scale
 
 
-class Fp8Rows(NamedTuple):
+class Fp8Activations(NamedTuple):
     """Numbers [num_rows, K] as code * scale of the row."""
 
     codes: torch.Tensor  # [num_rows, K] float8_e4m3fn, contiguous
@@ -30,17 +30,19 @@ class Fp8Rows(NamedTuple):
         return (self.codes.float() * self.scales[:, None]).to(dtype)
 
 
-def fp8_rows_torch(
+def quantize_fp8_torch(
     x: torch.Tensor,  # [num_rows, K]; with a gated activation [num_rows, 2 * K]
     norm_weight: torch.Tensor | None = None,  # of an RMS norm, which comes first
     eps: float = 0.0,
     activation: Activation | None = None,
     gated: bool = True,
-) -> Fp8Rows:
+) -> Fp8Activations:
     """x, its norm or its gated activation, rounded from float32 to codes."""
     wide = wide_rows(x, norm_weight, eps, activation, gated)
     largest = wide.abs().amax(1, keepdim=True).clamp_min(2.0**-100)
-    return Fp8Rows((wide * (448.0 / largest)).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), largest[:, 0] / 448.0)
+    return Fp8Activations(
+        (wide * (448.0 / largest)).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), largest[:, 0] / 448.0
+    )
 
 
 def wide_rows(
@@ -78,7 +80,7 @@ def load_row(
 
 
 @jit
-def _fp8_rows_kernel(
+def _quantize_fp8_kernel(
     x_ptr,  # [num_rows, K], or [num_rows, 2 * K] if GATED; rows x_stride apart
     norm_ptr,  # [K], read if NORM
     codes_ptr,  # [num_rows, K] contiguous
@@ -103,29 +105,29 @@ def _fp8_rows_kernel(
     tl.store(scales_ptr + row, largest / _LARGEST)
 
 
-def fp8_rows_triton(
+def quantize_fp8_triton(
     x: torch.Tensor,
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     activation: Activation | None = None,
     gated: bool = True,
-) -> Fp8Rows:
-    """`fp8_rows_torch` as one kernel; x's rows may be strided."""
+) -> Fp8Activations:
+    """`quantize_fp8_torch` as one kernel; x's rows may be strided."""
     num_rows, size = x.shape[0], x.shape[1] // (2 if activation is not None and gated else 1)
     codes = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     if num_rows:
         block, pdl = next_power_of_2(size), use_pdl(x)
-        _fp8_rows_kernel[(num_rows,)](
+        _quantize_fp8_kernel[(num_rows,)](
             x, x if norm_weight is None else norm_weight, codes, scales, x.stride(0), size, eps,
             NORM=norm_weight is not None, ACTIVATION=activation, GATED=gated, BLOCK=block, PDL=pdl,
             num_warps=min(max(block // 512, 1), 16), launch_pdl=pdl,
         )  # fmt: skip
-    return Fp8Rows(codes, scales)
+    return Fp8Activations(codes, scales)
 
 
-def normed_fp8_rows(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, norm: Norm) -> Fp8Rows:
+def quantize_normed_fp8(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, norm: Norm) -> Fp8Activations:
     """norm(x) as codes; an RMS norm's in the same kernel."""
     if norm is rms_norm_triton:
-        return fp8_rows_triton(x, norm_weight, eps)
-    return fp8_rows_triton(norm(x, norm_weight, eps))
+        return quantize_fp8_triton(x, norm_weight, eps)
+    return quantize_fp8_triton(norm(x, norm_weight, eps))

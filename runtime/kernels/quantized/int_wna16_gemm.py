@@ -10,17 +10,17 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels._triton import INTERPRETED, constexpr, jit, tl, use_pdl
 from runtime.kernels.linear import tiles
 from runtime.kernels.linear.tiles import Tiling, blocks_of, keep_part, part_of, store_tile, sum_parts, tile_place
 from runtime.kernels.norm.gated_activation import Activation
-from runtime.kernels.quantized.integer_rows import IntegerRows, integer_rows_triton
+from runtime.kernels.quantized.int16_activations import Int16Activations, quantize_int16_triton
+from runtime.kernels.quantized.quantized_linear import QuantizedActivationLinear
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize
-from runtime.kernels.quantized.row_codes_linear import RowCodesLinear
+from runtime.kernels.triton_language import INTERPRETED, constexpr, jit, tl, use_pdl
 
 _PLAIN = constexpr(INTERPRETED)
-FEWEST_DIGIT_ROWS = 9  # fewer go to the kernels of few rows, whose norms are folded in
-MAX_DIGIT_ROWS = 256, 64  # of codes of 8 and of 4 bits; above, others cost less time
+FEWEST_INT16_ROWS = 9  # fewer go to the kernels of few rows, whose norms are folded in
+MAX_INT16_ROWS = 256, 64  # of codes of 8 and of 4 bits; above, others cost less time
 # Of four bytes of two codes n each, 16 * (n - 8) of the low ones, and of the high ones.
 _UNPACK = constexpr("""{
 .reg .b32 a;
@@ -31,8 +31,8 @@ lop3.b32 $1, $2, 0xF0F0F0F0, 0x80808080, 0x6A;
 _TWO_OUTPUTS = constexpr("=r,=r,r")
 
 
-def integer_linear_torch(
-    x: IntegerRows,
+def int_wna16_gemm_torch(
+    x: Int16Activations,
     weight: QuantizedWeight,  # int8, int4 or uint4
     bias: torch.Tensor | None = None,  # [N]
     residual: torch.Tensor | None = None,  # [num_rows, N] contiguous: added to in place and returned
@@ -72,7 +72,7 @@ def _add_group(
 
 
 @jit(do_not_specialize=["num_rows"])
-def _integer_product_kernel(
+def _int_wna16_gemm_kernel(
     xs,  # descriptor of x's digits [2 * num_rows, K] with blocks [2 * BLOCK_M, WIDTH]
     weights,  # descriptor of the weight's codes [N, K or K / 2] with blocks [BLOCK_N, WIDTH]
     x_scales_ptr,  # [num_rows]
@@ -152,8 +152,8 @@ def _integer_product_kernel(
     store_tile(outs, total.to(outs.dtype).T, token, row, RESIDUAL)
 
 
-def integer_linear_triton(
-    x: IntegerRows,
+def int_wna16_gemm_triton(
+    x: Int16Activations,
     weight: QuantizedWeight,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
@@ -161,7 +161,7 @@ def integer_linear_triton(
     out: torch.Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> torch.Tensor:
-    """`integer_linear_torch` as one kernel, for weights that `has_integer_product`."""
+    """`int_wna16_gemm_torch` as one kernel, for weights that `has_int_wna16_gemm`."""
     num_rows, (size_out, size_in) = len(x.scales), weight.shape
     device = weight.codes.device
     if residual is not None:
@@ -170,13 +170,13 @@ def integer_linear_triton(
         out = torch.empty((num_rows, size_out), dtype=dtype, device=device)
     if not num_rows:
         return out
-    tiling, pdl = tiling or integer_tiling(weight, num_rows), use_pdl(x.digits)
+    tiling, pdl = tiling or int_wna16_tiling(weight, num_rows), use_pdl(x.digits)
     block_k = 2 * weight.plane or weight.group or tiling.block_k
     width = weight.plane or block_k
     split, sums, counters = tiling.parts(num_rows, size_out, out)
     xs, weights = blocks_of(x.digits, 2 * tiling.block_m, width), blocks_of(weight.codes, tiling.block_n, width)
     outs = blocks_of(out, tiling.block_m, tiling.block_n)
-    _integer_product_kernel[(tiling.num_tiles(num_rows, size_out), split)](
+    _int_wna16_gemm_kernel[(tiling.num_tiles(num_rows, size_out), split)](
         xs, weights, x.scales, x.scales if x.sums is None else x.sums, weight.scales,
         weight.scales if weight.minimums is None else weight.minimums, out if bias is None else bias, outs, sums,
         counters, num_rows, size_out, size_in, weight.scales.shape[1], PLANE=weight.plane, GROUP=weight.group,
@@ -187,7 +187,7 @@ def integer_linear_triton(
     return out
 
 
-def integer_tiling(weight: QuantizedWeight, num_rows: int) -> Tiling:
+def int_wna16_tiling(weight: QuantizedWeight, num_rows: int) -> Tiling:
     """The best tiles measured on an H200: of few rows, parts of K where too few programs would read the weight."""
     size_out, size_in = weight.shape
     block_m = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
@@ -201,7 +201,7 @@ def integer_tiling(weight: QuantizedWeight, num_rows: int) -> Tiling:
     return Tiling(block_m, 128, 128, 8, 4, 2 if size_in >= 8192 else 1)
 
 
-def has_integer_product(weight: QuantizedWeight) -> bool:
+def has_int_wna16_gemm(weight: QuantizedWeight) -> bool:
     """True if rows of digits can be multiplied with the weight on its device: groups are too wide for their sums to
     cost more than the products."""
     size_out, size_in = weight.shape
@@ -211,32 +211,32 @@ def has_integer_product(weight: QuantizedWeight) -> bool:
     return is_number and is_shared and is_aligned and tiles.multiplies_fp8(weight.codes.device)
 
 
-class IntegerLinear(RowCodesLinear[IntegerRows]):
-    """`RowCodesLinear` of a weight that `has_integer_product`."""
+class Int16Linear(QuantizedActivationLinear[Int16Activations]):
+    """`QuantizedActivationLinear` of a weight that `has_int_wna16_gemm`."""
 
-    max_skinny = FEWEST_DIGIT_ROWS - 1
+    max_skinny = FEWEST_INT16_ROWS - 1
 
-    def takes_codes(self, num_rows: int) -> bool:
-        return FEWEST_DIGIT_ROWS <= num_rows <= MAX_DIGIT_ROWS[self.quantized.plane > 0]
+    def quantizes_rows(self, num_rows: int) -> bool:
+        return FEWEST_INT16_ROWS <= num_rows <= MAX_INT16_ROWS[self.quantized.plane > 0]
 
-    def row_codes(
+    def quantize_rows(
         self,
         x: torch.Tensor,
         norm_weight: torch.Tensor | None = None,
         eps: float = 0.0,
         activation: Activation | None = None,
         gated: bool = True,
-    ) -> IntegerRows:
+    ) -> Int16Activations:
         group = 0 if self.quantized.minimums is None else self.quantized.group
-        return integer_rows_triton(x, norm_weight, eps, activation, gated, group)
+        return quantize_int16_triton(x, norm_weight, eps, activation, gated, group)
 
-    def multiply(self, x: IntegerRows, dtype: torch.dtype, residual: torch.Tensor | None = None) -> torch.Tensor:
-        return integer_linear_triton(x, self.quantized, self.bias, residual, dtype)
+    def multiply(self, x: Int16Activations, dtype: torch.dtype, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return int_wna16_gemm_triton(x, self.quantized, self.bias, residual, dtype)
 
     def logits(
         self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if not self.takes_codes(len(x)):
+        if not self.quantizes_rows(len(x)):
             return super().logits(x, norm_weight, eps, out)
-        codes = self._normed_codes(x, norm_weight, eps)
-        return integer_linear_triton(codes, self.quantized, self.bias, dtype=torch.float32, out=out)
+        codes = self._quantize_normed(x, norm_weight, eps)
+        return int_wna16_gemm_triton(codes, self.quantized, self.bias, dtype=torch.float32, out=out)

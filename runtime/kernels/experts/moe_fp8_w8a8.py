@@ -11,8 +11,7 @@ from functools import partial
 
 import torch
 
-from runtime.kernels._triton import TensorDescriptor, jit, next_power_of_2, tl, use_pdl
-from runtime.kernels.experts.experts_torch import (
+from runtime.kernels.experts.moe_w16a16 import (
     MOST_SINGLE,
     GroupedExperts,
     Tile,
@@ -24,14 +23,15 @@ from runtime.kernels.linear.batch_invariant_linear import MAX_SPLIT_TILES, _coun
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.magnitudes import larger, largest_magnitude, to_e4m3, within
 from runtime.kernels.norm.gated_activation import Activation, activated
-from runtime.kernels.quantized.fp8_linear import has_fp8_product
-from runtime.kernels.quantized.fp8_rows import Fp8Rows, normed_fp8_rows
+from runtime.kernels.quantized.fp8_activations import Fp8Activations, quantize_normed_fp8
+from runtime.kernels.quantized.fp8_w8a8_gemm import has_fp8_gemm
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
+from runtime.kernels.triton_language import TensorDescriptor, jit, next_power_of_2, tl, use_pdl
 from runtime.spec.decoder_spec import ExpertsSpec
 
 
 @jit
-def _fp8_experts_kernel(
+def _moe_fp8_w8a8_kernel(
     x_ptr,  # codes [num_tokens, K], or without ACTIVATION [num_choices, K] sorted by expert
     x_scales_ptr,  # [num_tokens], or without ACTIVATION [num_choices, K / BLOCK_K]
     weights,  # descriptor of [num_experts * N, K], with ACTIVATION [num_experts * 2 * N, K]: gate's rows, then up's
@@ -117,7 +117,7 @@ class Fp8Experts(GroupedExperts):
         self,
         spec: ExpertsSpec,
         router: Linear,
-        weights: Iterable[tuple[QuantizedWeight, QuantizedWeight]],  # that `has_fp8_experts`
+        weights: Iterable[tuple[QuantizedWeight, QuantizedWeight]],  # that `has_fp8_moe`
         activation: Activation,
         deterministic: bool,
     ) -> None:
@@ -131,13 +131,13 @@ class Fp8Experts(GroupedExperts):
         out = residual if out is None else out
         (num_tokens, hidden), ffn = residual.shape, self.down.shape[2]
         num_choices = num_tokens * self.spec.top_k
-        tile = fp8_tile(num_choices, self.spec.num_experts, self.deterministic)
+        tile = moe_fp8_tile(num_choices, self.spec.num_experts, self.deterministic)
         num_counters = num_tokens * -(-hidden // tile.block_n)
         is_single = num_choices <= MOST_SINGLE and num_counters <= MAX_SPLIT_TILES and not self.deterministic
         ids, weights = self._route(self.router.normed(residual, norm_weight, eps))
         starts, order = (ids, ids) if is_single else self._sort(ids)
-        rows = normed_fp8_rows(residual, norm_weight, eps, self.router.norm)
-        inner = Fp8Rows(
+        rows = quantize_normed_fp8(residual, norm_weight, eps, self.router.norm)
+        inner = Fp8Activations(
             torch.empty((num_choices, ffn), dtype=torch.float8_e4m3fn, device=residual.device),
             torch.empty((num_choices, ffn // tile.block_n), dtype=torch.float32, device=residual.device),
         )
@@ -154,7 +154,7 @@ class Fp8Experts(GroupedExperts):
 
     def _fp8_product(
         self,
-        x: Fp8Rows,  # [num_tokens, K], or [num_choices, K] sorted by expert
+        x: Fp8Activations,  # [num_tokens, K], or [num_choices, K] sorted by expert
         codes: torch.Tensor,  # [num_experts, N, K]
         scales: torch.Tensor,  # [num_experts, N, 1], or of blocks
         out: torch.Tensor,
@@ -173,7 +173,7 @@ class Fp8Experts(GroupedExperts):
             num_tiles = (num_choices + min(num_experts, num_choices) * (tile.block_m - 1)) // tile.block_m
         flat = codes.view(-1, size_in)
         descriptor = TensorDescriptor(flat, list(flat.shape), [size_in, 1], [tile.block_n, tile.block_k])
-        _fp8_experts_kernel[(num_tiles, -(-size_out // tile.block_n))](
+        _moe_fp8_w8a8_kernel[(num_tiles, -(-size_out // tile.block_n))](
             x.codes, x.scales, descriptor, scales, out, out_scales, starts, order, weights, residual,
             _counters(codes.device), num_experts, size_out, K=size_in, TOP_K=self.spec.top_k, ACTIVATION=activation,
             BLOCK_SCALES=scales.shape[1] < codes.shape[1], SINGLE=is_single, EXPERTS=next_power_of_2(num_experts),
@@ -182,13 +182,13 @@ class Fp8Experts(GroupedExperts):
         )  # fmt: skip
 
 
-def fp8_tile(num_choices: int, num_experts: int, deterministic: bool) -> Tile:
+def moe_fp8_tile(num_choices: int, num_experts: int, deterministic: bool) -> Tile:
     """Tall tiles where experts have many tokens. Deterministic: one tile for all."""
     if num_choices > 16 * num_experts or deterministic:
         return Tile(64, 128, 128, 8, 4)
     return Tile(16, 64, 128, 4, 4 if num_choices <= MOST_SINGLE else 3)
 
 
-def has_fp8_experts(pair: tuple[QuantizedWeight, QuantizedWeight]) -> bool:
+def has_fp8_moe(pair: tuple[QuantizedWeight, QuantizedWeight]) -> bool:
     """True if rows of codes can be multiplied with experts whose weights are like these, gate_up and down."""
-    return all(has_fp8_product(weight) and not any(size % 128 for size in weight.shape) for weight in pair)
+    return all(has_fp8_gemm(weight) and not any(size % 128 for size in weight.shape) for weight in pair)

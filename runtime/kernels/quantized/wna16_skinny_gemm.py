@@ -12,31 +12,31 @@ from typing import Any
 
 import torch
 
-from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.linear.skinny_gemm import _finish, _weight_rows, skinny_gemm_torch
 from runtime.kernels.norm.gated_activation import Activation
 from runtime.kernels.norm.rms_norm import rms_norm_triton
-from runtime.kernels.quantized.quantized_configs import (
-    QuantizedConfig,
-    VectorConfig,
-    quantized_config,
-    quantized_sum_order,
+from runtime.kernels.quantized.launch_configs import (
+    GemvConfig,
+    Wna16SkinnyConfig,
+    gemv_config,
     row_words,
     step_columns,
-    vector_config,
+    wna16_skinny_config,
+    wna16_sum_order,
 )
-from runtime.kernels.quantized.quantized_vector import VECTOR_FORMS, quantized_vector_kernel
 from runtime.kernels.quantized.quantized_weight import (
     QuantizedWeight,
     decode,
-    decode_planes,
     dequantize,
     kernel_options,
     negative_offset,
+    upcast_nibbles,
 )
+from runtime.kernels.quantized.wna16_gemv import GEMV_ENCODINGS, wna16_gemv_kernel
+from runtime.kernels.triton_language import jit, next_power_of_2, tl, use_pdl
 
 
-def quantized_skinny_gemm_torch(
+def wna16_skinny_gemm_torch(
     x: torch.Tensor,  # [num_rows, K]
     weight: QuantizedWeight,
     bias: torch.Tensor | None = None,
@@ -47,7 +47,7 @@ def quantized_skinny_gemm_torch(
 
 
 @jit(do_not_specialize=["num_rows"])
-def _quantized_tile_kernel(
+def _wna16_skinny_gemm_kernel(
     x_ptr,  # [num_rows, K], rows x_stride apart
     codes_ptr,  # of `QuantizedWeight`, as are the next two; minimums are read if MINIMUMS
     scales_ptr,
@@ -263,7 +263,7 @@ def _add_step(
 ):  # fmt: skip
     """acc plus the product of a step's codes with x, of `_load_x`, scaled by what `_load_scales` gives."""
     if 2 * GROUP == PLANE and GROUP:  # the columns of a plane's two groups in turn, with zeros for the others
-        low, high = decode_planes(w, FORM, TABLE, ASM, x[0].dtype)
+        low, high = upcast_nibbles(w, FORM, TABLE, ASM, x[0].dtype)
         low_x, second_x = _halves(x[0], NUM_CHUNKS)
         high_x, last_x = _halves(x[1], NUM_CHUNKS)
         acc = _add_plane(low, low_x, scales[0], scales[1], acc, FORM, ASM, GROUP, MINIMUMS, NUM_CHUNKS)
@@ -271,7 +271,7 @@ def _add_step(
         acc = _add_plane(high, high_x, scales[2], scales[3], acc, FORM, ASM, GROUP, MINIMUMS, NUM_CHUNKS)
         acc = _add_plane(high, last_x, scales[6], scales[7], acc, FORM, ASM, GROUP, MINIMUMS, NUM_CHUNKS)
     elif PLANE:  # planes of one group are scaled each, too: two short sums take less time than one long one
-        low, high = decode_planes(w, FORM, TABLE, ASM, x[0].dtype)
+        low, high = upcast_nibbles(w, FORM, TABLE, ASM, x[0].dtype)
         acc = _add_plane(low, x[0], scales[0], scales[1], acc, FORM, ASM, GROUP, MINIMUMS, NUM_CHUNKS)
         acc = _add_plane(high, x[1], scales[2], scales[3], acc, FORM, ASM, GROUP, MINIMUMS, NUM_CHUNKS)
     else:
@@ -314,7 +314,7 @@ def _product(w, x, acc, NUM_CHUNKS: tl.constexpr):
     return tl.dot(w, x.T if NUM_CHUNKS == 1 else tl.trans(x, 0, 2, 1), acc)
 
 
-def quantized_skinny_gemm_triton(
+def wna16_skinny_gemm_triton(
     x: torch.Tensor,
     weight: QuantizedWeight,
     bias: torch.Tensor | None = None,
@@ -326,14 +326,14 @@ def quantized_skinny_gemm_triton(
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     fixed_order: bool = False,  # one row, too, has the bits that it has among others
-    config: QuantizedConfig | VectorConfig | None = None,
+    config: Wna16SkinnyConfig | GemvConfig | None = None,
 ) -> torch.Tensor:
-    """`quantized_skinny_gemm_torch` as one kernel with fp32 sums; x is bfloat16, its rows may be strided."""
+    """`wna16_skinny_gemm_torch` as one kernel with fp32 sums; x is bfloat16, its rows may be strided."""
     num_rows, (size_out, size_in) = len(x), weight.shape
     pdl, one_row = use_pdl(x), num_rows == 1 and not fixed_order  # else as one of several
     if config is None:
-        vector = one_row and weight.form in VECTOR_FORMS
-        config = vector_config(weight) if vector else quantized_config(weight, 1 if one_row else max(num_rows, 2))
+        vector = one_row and weight.form in GEMV_ENCODINGS
+        config = gemv_config(weight) if vector else wna16_skinny_config(weight, 1 if one_row else max(num_rows, 2))
     if residual is not None:
         out = residual
     elif out is None:
@@ -347,9 +347,9 @@ def quantized_skinny_gemm_triton(
         "BLOCK_N": config.block_n, "PDL": pdl, "num_warps": config.num_warps, "launch_pdl": pdl,
     }  # fmt: skip
     num_blocks = -(-size_out // config.block_n)
-    if isinstance(config, VectorConfig):
+    if isinstance(config, GemvConfig):
         del constants["TABLE"], constants["ASM"]
-        quantized_vector_kernel[(-(-num_blocks // config.blocks),)](
+        wna16_gemv_kernel[(-(-num_blocks // config.blocks),)](
             x, weight.codes, weight.scales, minimums, bias_of, x if norm_weight is None else norm_weight, out, out,
             size_out, eps, NORM=norm_weight is not None, BLOCKS=config.blocks, WORDS=row_words(weight),
             **constants, **options,
@@ -357,9 +357,9 @@ def quantized_skinny_gemm_triton(
         return out
     if norm_weight is not None and not one_row:
         x, norm_weight = rms_norm_triton(x, norm_weight, eps), None
-    num_chunks, chunk = quantized_sum_order(size_out, size_in)
+    num_chunks, chunk = wna16_sum_order(size_out, size_in)
     block_k = step_columns(weight, config.block_k)
-    _quantized_tile_kernel[(num_blocks,)](
+    _wna16_skinny_gemm_kernel[(num_blocks,)](
         x, weight.codes, weight.scales, minimums, bias_of, x if norm_weight is None else norm_weight, out, out,
         x.stride(0), num_rows, size_out, eps, NORM=norm_weight is not None, NUM_CHUNKS=num_chunks, CHUNK=chunk,
         BLOCK_K=block_k, NUM_TOKENS=8 if num_rows <= 8 else 16,

@@ -11,21 +11,29 @@ from functools import cache, partial
 import torch
 
 from runtime.kernels.numerics import Numerics
-from runtime.quant.at_load import GROUPS, PLAIN, forms_asked
-from runtime.quant.dense import DENSE
-from runtime.quant.format import Shape, WeightFormat
-from runtime.quant.forms import Form, form_of
+from runtime.quant.at_load import GROUPS, PLAIN, requested_encodings
+from runtime.quant.checkpoint_layouts import (
+    Awq,
+    BitsAndBytes4,
+    CheckpointLayout,
+    Gptq,
+    Nibbles,
+    OneByOne,
+    PackedWords,
+    Plain,
+)
+from runtime.quant.encodings import Encoding, encoding_of
 from runtime.quant.gguf_blocks import TYPES, GgufBlocks
-from runtime.quant.layouts import Awq, BitsAndBytes4, Gptq, Layout, Nibbles, OneByOne, PackedWords, Plain
 from runtime.quant.products import lacks_vector_code, products_of
-from runtime.quant.quantized import Kept, Widened
-from runtime.quant.scheme import Scheme
+from runtime.quant.quantized_formats import DequantizedFormat, QuantizedFormat
+from runtime.quant.scheme import QuantizationScheme
+from runtime.quant.weight_format import DENSE, Shape, WeightFormat
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.sharding import Shard, leaves_of
 from runtime.spec.types import CallboardError
 
-LAYOUTS: dict[str, Callable[[Scheme], Layout]] = {  # by the scheme's
+LAYOUTS: dict[str, Callable[[QuantizationScheme], CheckpointLayout]] = {  # by the scheme's
     "compressed-tensors": OneByOne,
     "compressed-tensors packed": PackedWords,
     "compressed-tensors nvfp4": partial(
@@ -66,22 +74,27 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         if experts:
             of_experts[layer].append(name)
 
-    def own_form(parameter: str) -> Form | None:
+    def own_form(parameter: str) -> Encoding | None:
         scheme = schemes.get(parameter)
-        return layout_of(scheme).form(whole_shapes[parameter]) if scheme and not scheme.widened else None
+        return layout_of(scheme).form(whole_shapes[parameter]) if scheme and not scheme.dequantized else None
 
-    def fits(form: Form, parameter: str) -> bool:
+    def fits(form: Encoding, parameter: str) -> bool:
         if products is None or numerics is None:
             return False
         own, whole = shapes[parameter], whole_shapes[parameter]
         pieces = _pieces(spec, parameter, own, whole, numerics.rank_invariant)
-        has_whole_groups = all(n == whole[1] or n % (form.columns or 1) == 0 for _, n in pieces)
+        has_whole_groups = all(n == whole[1] or n % (form.group_size or 1) == 0 for _, n in pieces)
         return has_whole_groups and all(form.fits(shape) and products.fits(form, shape) for shape in pieces)
 
     @cache
     def agree(names: tuple[str, ...]) -> bool:
         form = own_form(names[0])
-        if form is None or products is None or not products.takes(form) or (form.rows > 1 and spec.rope.reorders_heads):
+        if (
+            form is None
+            or products is None
+            or not products.takes(form)
+            or (form.scale_rows > 1 and spec.rope.reorders_heads)
+        ):
             return False
         return all(own_form(name) == form and fits(form, name) for name in names)
 
@@ -96,10 +109,10 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         return agree(tuple(f"{prefix}.{part}.weight" for part in parts) if parts else (parameter,))
 
     @cache
-    def of_kind(scheme: Scheme, shape: Shape, stay: bool) -> WeightFormat:
+    def of_kind(scheme: QuantizationScheme, shape: Shape, stay: bool) -> WeightFormat:
         layout = layout_of(scheme)
         form = layout.form(shape)
-        return Kept(layout, form, products) if stay and products else Widened(layout, form)
+        return QuantizedFormat(layout, form, products) if stay and products else DequantizedFormat(layout, form)
 
     @cache
     def format_of(parameter: str) -> WeightFormat:
@@ -146,7 +159,7 @@ def weight_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
     return size
 
 
-def widened_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
+def dequantized_copy_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
     """The bytes, in the compute dtype, of the largest linear map of which a GPU's product of many rows makes a dense
     copy: those of experts and of the head do not."""
     format_of, shapes = weight_formats(spec, numerics), spec.shapes()
@@ -154,26 +167,26 @@ def widened_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
     for layer in range(spec.num_layers):
         for parts, _ in spec.linears().values():
             names = [f"layers.{layer}.{part}.weight" for part in parts]
-            if all(name in shapes and _widens(format_of(name), shapes[name]) for name in names):
+            if all(name in shapes and _dequantizes(format_of(name), shapes[name]) for name in names):
                 sizes.append(sum(math.prod(shapes[name]) for name in names))
     return max(sizes) * numerics.dtype.itemsize
 
 
-def _widens(weight_format: WeightFormat, shape: Shape) -> bool:
-    return isinstance(weight_format, Kept) and weight_format.widens(shape)
+def _dequantizes(weight_format: WeightFormat, shape: Shape) -> bool:
+    return isinstance(weight_format, QuantizedFormat) and weight_format.dequantizes(shape)
 
 
-def forms_on_device(spec: DecoderSpec, numerics: Numerics) -> dict[str, str]:
+def encodings_on_device(spec: DecoderSpec, numerics: Numerics) -> dict[str, str]:
     """The forms of the parameters that are codes on the device."""
     format_of = weight_formats(spec, numerics)
     formats = {name: format_of(name) for name in spec.quantization or ()}
-    return {name: each.name for name, each in formats.items() if isinstance(each, Kept)}
+    return {name: each.name for name, each in formats.items() if isinstance(each, QuantizedFormat)}
 
 
-def forms_at_load(numerics: Numerics) -> list[str]:
+def encodings_at_load(numerics: Numerics) -> list[str]:
     """The forms that plain weights can become as they are read, as something multiplies with them on this device."""
     products = products_of(numerics)
-    forms = {name: form_of(Scheme(PLAIN, name, columns=group)) for name, group in GROUPS.items()}
+    forms = {name: encoding_of(QuantizationScheme(PLAIN, name, group_size=group)) for name, group in GROUPS.items()}
     return [name for name, form in forms.items() if products is not None and products.takes(form)]
 
 
@@ -185,11 +198,11 @@ def check_products(spec: DecoderSpec, numerics: Numerics, config: EngineConfig, 
             "rank_invariant is on, for which mixtures of experts have no kernels on a GPU; leave it off, or use "
             "kernel_backend=torch."
         )
-    encoded = {scheme.values for scheme in (spec.quantization or {}).values() if scheme.layout == PLAIN}
-    can = forms_at_load(numerics)
-    for field, form in forms_asked(config, is_draft).items():
+    encoded = {scheme.encoding for scheme in (spec.quantization or {}).values() if scheme.layout == PLAIN}
+    can = encodings_at_load(numerics)
+    for field, form in requested_encodings(config, is_draft).items():
         if form in encoded and form not in can:
-            in_half = forms_at_load(replace(numerics, dtype=torch.bfloat16))
+            in_half = encodings_at_load(replace(numerics, dtype=torch.bfloat16))
             advice = f"use {' or '.join(can or in_half)}{'' if can else ' with dtype=bfloat16'}"
             where = f"in {numerics.dtype_name} on {numerics.device.type} ({numerics.backend} kernels)"
             if lacks_vector_code(numerics):
@@ -200,8 +213,8 @@ def check_products(spec: DecoderSpec, numerics: Numerics, config: EngineConfig, 
             )
     if (size := spec.shard.size) == 1:
         return
-    of_rank = forms_on_device(spec, numerics)
-    for name, form in forms_on_device(spec.whole, numerics).items():
+    of_rank = encodings_on_device(spec, numerics)
+    for name, form in encodings_on_device(spec.whole, numerics).items():
         if name not in of_rank:
             raise CallboardError(
                 f"tensor_parallel_size is {size}, but a rank's {list(_shapes(spec)[name])} of {name} cannot be {form} "

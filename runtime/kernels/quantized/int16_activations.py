@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels._triton import constexpr, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.magnitudes import larger, largest_magnitude
 from runtime.kernels.norm.gated_activation import Activation
-from runtime.kernels.quantized.fp8_rows import load_row, wide_rows
+from runtime.kernels.quantized.fp8_activations import load_row, wide_rows
+from runtime.kernels.triton_language import constexpr, jit, next_power_of_2, tl, use_pdl
 
 _LARGEST = constexpr(32512.0)  # 127 * 256
 _SMALLEST = constexpr(2.0**-100)  # magnitude that a row is taken to have, so that zeros have a scale
@@ -23,7 +23,7 @@ _MAGIC = constexpr(12582912.0)  # 1.5 * 2 ** 23: what is added to it is rounded,
 _MAGIC_BITS = constexpr(0x4B400000)
 
 
-class IntegerRows(NamedTuple):
+class Int16Activations(NamedTuple):
     """Numbers [num_rows, K] as (256 * high + low) * scale of the row."""
 
     digits: torch.Tensor  # [2 * num_rows, K] int8: the high digits of a row, then its low ones
@@ -35,14 +35,14 @@ class IntegerRows(NamedTuple):
         return ((256 * high + low) * self.scales[:, None]).to(dtype)
 
 
-def integer_rows_torch(
+def quantize_int16_torch(
     x: torch.Tensor,  # [num_rows, K]; with a gated activation [num_rows, 2 * K]
     norm_weight: torch.Tensor | None = None,  # of an RMS norm, which comes first
     eps: float = 0.0,
     activation: Activation | None = None,
     gated: bool = True,
     group: int = 0,  # columns of a sum; 0: no sums
-) -> IntegerRows:
+) -> Int16Activations:
     """x, its norm or its gated activation, rounded from float32 to whole numbers."""
     wide = wide_rows(x, norm_weight, eps, activation, gated)
     largest = wide.abs().amax(1, keepdim=True).clamp_min(2.0**-100)
@@ -52,11 +52,11 @@ def integer_rows_torch(
     sums = None
     if group:
         sums = F.pad(numbers, (0, -numbers.shape[1] % group)).unflatten(1, (-1, group)).sum(2).t().contiguous()
-    return IntegerRows(digits, largest[:, 0] / 32512.0, sums)
+    return Int16Activations(digits, largest[:, 0] / 32512.0, sums)
 
 
 @jit
-def _integer_rows_kernel(
+def _quantize_int16_kernel(
     x_ptr,  # [num_rows, K], or [num_rows, 2 * K] if GATED; rows x_stride apart
     norm_ptr,  # [K], read if NORM
     digits_ptr,  # [num_rows, 2, K] contiguous
@@ -91,24 +91,24 @@ def _integer_rows_kernel(
         tl.store(sums_ptr + groups * num_rows + row, sums, mask=groups < tl.cdiv(K, GROUP))
 
 
-def integer_rows_triton(
+def quantize_int16_triton(
     x: torch.Tensor,
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     activation: Activation | None = None,
     gated: bool = True,
     group: int = 0,
-) -> IntegerRows:
-    """`integer_rows_torch` as one kernel; x's rows may be strided."""
+) -> Int16Activations:
+    """`quantize_int16_torch` as one kernel; x's rows may be strided."""
     num_rows, size = x.shape[0], x.shape[1] // (2 if activation is not None and gated else 1)
     digits = torch.empty((2 * num_rows, size), dtype=torch.int8, device=x.device)
     scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     sums = torch.empty((-(-size // group), num_rows), dtype=torch.float32, device=x.device) if group else None
     if num_rows:
         block, pdl = max(next_power_of_2(size), group), use_pdl(x)
-        _integer_rows_kernel[(num_rows,)](
+        _quantize_int16_kernel[(num_rows,)](
             x, x if norm_weight is None else norm_weight, digits, scales, scales if sums is None else sums, num_rows,
             x.stride(0), size, eps, NORM=norm_weight is not None, ACTIVATION=activation, GATED=gated, GROUP=group,
             BLOCK=block, PDL=pdl, num_warps=min(max(block // 512, 1), 16), launch_pdl=pdl,
         )  # fmt: skip
-    return IntegerRows(digits, scales, sums)
+    return Int16Activations(digits, scales, sums)

@@ -14,9 +14,9 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.quantized import fp8_encode
-from runtime.quant.format import Shape, Weight
-from runtime.quant.scheme import Scheme
+from runtime.kernels.quantized import fp8_weights as fp8_encode
+from runtime.quant.scheme import QuantizationScheme
+from runtime.quant.weight_format import Shape, Weight
 from runtime.spec.sharding import Part
 
 # Numbers that are widened or encoded at once: what is in float32 meanwhile is small beside the weight.
@@ -26,25 +26,31 @@ _SMALLEST = 2.0**-100  # of scales that `encode` divides by, for blocks of zeros
 
 
 @dataclass(frozen=True, slots=True)
-class Form(ABC):
-    """Numbers as code * scale - minimum, each computed in float32.
+class Encoding(ABC):
+    """Numbers as code * scale - zero_points, each computed in float32.
 
     A weight is a tuple of tensors: codes [out, in], one a byte; scales, float32 [ceil(out / rows), ceil(in / columns)];
     minimums of the same shape if there are any; the order of the columns if they were reordered, int64 [in], which has
     for each column of codes the column of the weight that it is."""
 
     label: str  # "int4", say
-    rows: int = 1  # rows of the weight that share a scale
-    columns: int = 0  # columns that do; 0: all of them
-    has_minimum: bool = False
+    scale_rows: int = 1  # rows of the weight that share a scale
+    group_size: int = 0  # columns that do; 0: all of them
+    has_zero_points: bool = False
     reordered: bool = False
 
     bits: ClassVar[int] = 8
 
     @property
     def name(self) -> str:
-        block = f" {self.rows}x{self.columns}" if self.rows > 1 else f" g{self.columns}" if self.columns else " rows"
-        return self.label + block + (" with minimums" if self.has_minimum else "")
+        block = (
+            f" {self.scale_rows}x{self.group_size}"
+            if self.scale_rows > 1
+            else f" g{self.group_size}"
+            if self.group_size
+            else " rows"
+        )
+        return self.label + block + (" with minimums" if self.has_zero_points else "")
 
     @abstractmethod
     def values(self, codes: torch.Tensor) -> torch.Tensor:
@@ -60,14 +66,14 @@ class Form(ABC):
 
     def encode(self, dense: torch.Tensor) -> Weight:
         """Round to nearest: the weight whose numbers are those of `dense`, as near as the form gets."""
-        scale, *minimum = self._shared(dense)
+        scale, *zero_points = self._shared(dense)
         codes = torch.empty(dense.shape, dtype=self._nearest(scale[:0]).dtype, device=dense.device)
         for rows, shared in self._pieces(dense):
             numbers = dense[rows]
-            if minimum:
-                numbers = numbers + self._spread(minimum[0][shared], numbers.shape)
+            if zero_points:
+                numbers = numbers + self._spread(zero_points[0][shared], numbers.shape)
             codes[rows] = self._nearest(numbers / self._spread(scale[shared], numbers.shape))
-        return codes, scale, *minimum
+        return codes, scale, *zero_points
 
     def _extremes(self, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The least and the greatest number of each block, in float32."""
@@ -83,13 +89,13 @@ class Form(ABC):
     def part(self, weight: Weight, part: Part) -> Weight:
         """Some rows or columns of a weight whose columns are in their order; they begin and end with a block."""
         codes, *shared = weight
-        if per := (self.rows, self.columns)[part.dim]:
+        if per := (self.scale_rows, self.group_size)[part.dim]:
             start = part.start // per
             shared = [tensor.narrow(part.dim, start, -(-part.stop // per) - start) for tensor in shared]
         return codes.narrow(part.dim, part.start, part.stop - part.start), *shared
 
     def scale_shape(self, shape: Shape) -> Shape:
-        return -(-shape[0] // self.rows), -(-shape[1] // self.columns) if self.columns else 1
+        return -(-shape[0] // self.scale_rows), -(-shape[1] // self.group_size) if self.group_size else 1
 
     def dequantize(self, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
         """The numbers [out, in], each rounded once to `dtype`."""
@@ -98,7 +104,7 @@ class Form(ABC):
         for rows, shared in self._pieces(codes):
             part = codes[rows]
             numbers = self.values(part).mul_(self._spread(scale[shared], part.shape))
-            if self.has_minimum:
+            if self.has_zero_points:
                 numbers.sub_(self._spread(more[0][shared], part.shape))
             if self.reordered:
                 dense[rows].index_copy_(1, more[-1], numbers.to(dtype))
@@ -109,46 +115,46 @@ class Form(ABC):
     def _pieces(self, weight: torch.Tensor) -> Iterator[tuple[slice, slice]]:
         """A weight [out, in] in pieces of whole blocks: rows of it, and of what these blocks share."""
         at_once = _AT_ONCE_ON_GPU if weight.device.type == "cuda" else _AT_ONCE
-        step = max(1, at_once // (weight.shape[1] * self.rows)) * self.rows
+        step = max(1, at_once // (weight.shape[1] * self.scale_rows)) * self.scale_rows
         for start in range(0, len(weight), step):
-            yield slice(start, start + step), slice(start // self.rows, (start + step) // self.rows)
+            yield slice(start, start + step), slice(start // self.scale_rows, (start + step) // self.scale_rows)
 
     def _spread(self, shared: torch.Tensor, shape: Shape) -> torch.Tensor:
         """One number for each code, of one for each block; a column of them where whole rows share."""
-        if self.rows > 1:
-            shared = shared.repeat_interleave(self.rows, 0)[: shape[0]]
-        return shared.repeat_interleave(self.columns, 1)[:, : shape[1]] if self.columns else shared
+        if self.scale_rows > 1:
+            shared = shared.repeat_interleave(self.scale_rows, 0)[: shape[0]]
+        return shared.repeat_interleave(self.group_size, 1)[:, : shape[1]] if self.group_size else shared
 
     def _blocks(self, dense: torch.Tensor) -> torch.Tensor:
         """[blocks of rows, rows, blocks of columns, columns], filled up with zeros."""
-        columns = self.columns or dense.shape[1]
-        missing = 0, -dense.shape[1] % columns, 0, -dense.shape[0] % self.rows
+        columns = self.group_size or dense.shape[1]
+        missing = 0, -dense.shape[1] % columns, 0, -dense.shape[0] % self.scale_rows
         padded = F.pad(dense, missing) if any(missing) else dense
-        return padded.reshape(-1, self.rows, padded.shape[1] // columns, columns)
+        return padded.reshape(-1, self.scale_rows, padded.shape[1] // columns, columns)
 
     def fits(self, shape: Shape) -> bool:
         """True if weights of this shape can stay codes, beside others in one fused map."""
-        return not self.reordered and shape[0] % self.rows == 0 and shape[1] * self.bits % 8 == 0
+        return not self.reordered and shape[0] % self.scale_rows == 0 and shape[1] * self.bits % 8 == 0
 
     def device_bytes(self, shape: Shape) -> int:
         """The bytes of a weight that stays codes, packed as densely as they can be."""
-        return math.prod(shape) * self.bits // 8 + 4 * math.prod(self.scale_shape(shape)) * (1 + self.has_minimum)
+        return math.prod(shape) * self.bits // 8 + 4 * math.prod(self.scale_shape(shape)) * (1 + self.has_zero_points)
 
 
 _GREATEST = (448.0, 416.0, 384.0, 352.0, 320.0, 288.0, 256.0, 240.0)  # e4m3 codes of an octave, the greatest first
 
 
 @dataclass(frozen=True, slots=True)
-class Float8(Form):
+class Float8(Encoding):
     """e4m3 codes, 448 at most; no minimums."""
 
     def values(self, codes: torch.Tensor) -> torch.Tensor:
         return codes.float()
 
     def encode(self, dense: torch.Tensor) -> Weight:
-        if self.rows == 1 and not self.columns and dense.is_cuda and dense.shape[1] <= fp8_encode.MAX_COLUMNS:
-            return fp8_encode.encode_fp8_rows_triton(dense, _GREATEST, _SMALLEST)
-        return Form.encode(self, dense)  # super() finds no class that slots have replaced
+        if self.scale_rows == 1 and not self.group_size and dense.is_cuda and dense.shape[1] <= fp8_encode.MAX_COLUMNS:
+            return fp8_encode.quantize_fp8_weight_triton(dense, _GREATEST, _SMALLEST)
+        return Encoding.encode(self, dense)  # super() finds no class that slots have replaced
 
     def _shared(self, dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Of the scales with which a block's greatest number is one of the codes of `_GREATEST`, that with the least
@@ -174,7 +180,7 @@ class Float8(Form):
 
 
 @dataclass(frozen=True, slots=True)
-class Integer8(Form):
+class Integer8(Encoding):
     """Whole numbers: int8, or with minimums uint8."""
 
     def values(self, codes: torch.Tensor) -> torch.Tensor:
@@ -182,13 +188,13 @@ class Integer8(Form):
 
     def _shared(self, dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
         low, high = self._extremes(dense)
-        if not self.has_minimum:
+        if not self.has_zero_points:
             return (_scale(low, high, (1 << self.bits - 1) - 1),)
         low, high = low.clamp_max(0), high.clamp_min(0)
         return _divided(high - low, (1 << self.bits) - 1).clamp_min(_SMALLEST), -low
 
     def _nearest(self, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers.round_().to(torch.uint8 if self.has_minimum else torch.int8)
+        return numbers.round_().to(torch.uint8 if self.has_zero_points else torch.int8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +205,7 @@ class Integer4(Integer8):
 
 
 @dataclass(frozen=True, slots=True)
-class Table(Form):
+class Table(Encoding):
     """Places in a table of 16 numbers; no minimums."""
 
     table: tuple[float, ...] = ()
@@ -242,7 +248,7 @@ def _divided(numbers: torch.Tensor, by: float) -> torch.Tensor:
 
 
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-FORMS: dict[str, Form] = {
+ENCODINGS: dict[str, Encoding] = {
     "fp8": Float8("fp8"),
     "int8": Integer8("int8"),
     "int4": Integer4("int4"),
@@ -263,12 +269,12 @@ FORMS: dict[str, Form] = {
 }  # fmt: skip
 
 
-def form_of(scheme: Scheme) -> Form:
+def encoding_of(scheme: QuantizationScheme) -> Encoding:
     """The form that weights of a scheme are read into; a scale of a whole tensor becomes one of each row."""
     return replace(
-        FORMS[scheme.values],
-        rows=scheme.rows or 1,
-        columns=scheme.columns,
-        has_minimum=not scheme.symmetric,
+        ENCODINGS[scheme.encoding],
+        scale_rows=scheme.scale_rows or 1,
+        group_size=scheme.group_size,
+        has_zero_points=not scheme.symmetric,
         reordered=scheme.reordered,
     )
