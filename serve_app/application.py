@@ -27,7 +27,7 @@ from serve_app.observability.middleware import ObserveRequests
 from serve_app.page import ROUTES as PAGE_ROUTES
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import INTERNAL_ERROR, ApiError, api_error, error_body, error_response
-from serve_app.protocol.operation import ApiRoute, Operation
+from serve_app.protocol.operation import route
 from serve_app.service.endpoint import AnsweredAtOnce
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
@@ -85,7 +85,7 @@ def _openapi_route(routes: list[Route], settings: HttpSettings) -> Route:
         content = await run_rendering(True, request.scope["owner"], render)  # the first one takes a while
         return Response(content, media_type="application/json")
 
-    return ApiRoute("/openapi.json", openapi, Operation("This document", Document))
+    return route("/openapi.json", openapi, "This document", Document)
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------

@@ -56,3 +56,16 @@ class ApiRoute(Route):
     def __init__(self, path: str, endpoint: Any, *operations: Operation) -> None:
         super().__init__(path, endpoint, methods=[operation.http_method for operation in operations])
         self.operations = operations
+
+
+def route(
+    path: str,
+    endpoint: Any,
+    summary: str,
+    answer: Answer | None,
+    requests: tuple[type[BaseModel], ...] = (),
+    errors: tuple[int, ...] = (),
+    **more: Any,
+) -> ApiRoute:
+    """Return a route of one operation; `more` are its other fields."""
+    return ApiRoute(path, endpoint, Operation(summary, answer, requests, errors, **more))

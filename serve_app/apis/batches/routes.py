@@ -28,7 +28,7 @@ from serve_app.http.auth import check_origin
 from serve_app.http.json_routes import json_response
 from serve_app.http.limits import read_json_body
 from serve_app.protocol.errors import ApiError
-from serve_app.protocol.operation import BODY, ApiRoute, Operation
+from serve_app.protocol.operation import BODY, ApiRoute, Operation, route
 from serve_app.protocol.parsing import parse, read_query
 from serve_app.protocol.shapes import RequestModel, only
 from serve_app.settings import HttpSettings
@@ -98,19 +98,15 @@ def batch_routes(settings: HttpSettings, batches: Batches) -> list[Route]:
             Operation("A file, by its id", StoredFile, errors=disk),
             Operation("Delete a file", DeletedFile, errors=disk, method="DELETE"),
         ),
-        ApiRoute("/v1/files/{file_id}/content", routes.content, Operation("The bytes of a file", None, errors=disk)),
+        route("/v1/files/{file_id}/content", routes.content, "The bytes of a file", None, errors=disk),
         ApiRoute(
             "/v1/batches",
             routes.batches,
             Operation("Answer the requests of a file", Batch, (CreateBatchRequest,), (*BODY, *disk, 429)),
             Operation("Batches, the newest first", BatchList, errors=(400, *disk), query=BatchesQuery),
         ),
-        ApiRoute("/v1/batches/{batch_id}", routes.batch, Operation("A batch, by its id", Batch, errors=disk)),
-        ApiRoute(
-            "/v1/batches/{batch_id}/cancel",
-            routes.cancel,
-            Operation("End a batch", Batch, errors=(400, *disk), method="POST"),
-        ),
+        route("/v1/batches/{batch_id}", routes.batch, "A batch, by its id", Batch, errors=disk),
+        route("/v1/batches/{batch_id}/cancel", routes.cancel, "End a batch", Batch, errors=(400, *disk), method="POST"),
     ]
 
 

@@ -17,7 +17,7 @@ from runtime.output.fields import invalid, shortened
 from runtime.spec.config import MAX_NAME_CHARS
 from serve_app.http.limits import Deadline, read_json_body
 from serve_app.protocol.errors import ApiError
-from serve_app.protocol.operation import BODY, ENGINES, ApiRoute, Operation
+from serve_app.protocol.operation import BODY, ENGINES, route
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.shapes import RequestModel
 from serve_app.service.service import Service
@@ -43,15 +43,9 @@ class UnloadAdapterRequest(RequestModel):
 def adapter_routes(service: Service, settings: HttpSettings) -> list[Route]:
     routes, errors = AdapterRoutes(service, settings), (*BODY, *ENGINES)
     return [
-        ApiRoute(
-            "/v1/load_lora_adapter",
-            routes.load,
-            Operation("Load an adapter", None, (LoadAdapterRequest,), (*errors, 429)),
-        ),
-        ApiRoute(
-            "/v1/unload_lora_adapter",
-            routes.unload,
-            Operation("Unload an adapter", None, (UnloadAdapterRequest,), (*errors, 404)),
+        route("/v1/load_lora_adapter", routes.load, "Load an adapter", None, (LoadAdapterRequest,), (*errors, 429)),
+        route(
+            "/v1/unload_lora_adapter", routes.unload, "Unload an adapter", None, (UnloadAdapterRequest,), (*errors, 404)
         ),
     ]
 

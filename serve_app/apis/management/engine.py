@@ -19,7 +19,7 @@ from serve_app.http.auth import check_origin
 from serve_app.http.json_routes import json_response
 from serve_app.http.limits import Deadline
 from serve_app.protocol.errors import ApiError
-from serve_app.protocol.operation import ENGINES, ApiRoute, Operation
+from serve_app.protocol.operation import ENGINES, route
 from serve_app.protocol.parsing import read_query
 from serve_app.protocol.shapes import RequestModel
 from serve_app.service.service import Service
@@ -46,22 +46,25 @@ def engine_routes(service: Service, settings: HttpSettings, kill: Kill | None) -
     """Return the routes. Without `kill`, /chaos is not allowed."""
     routes = EngineRoutes(service, settings, kill)
     return [
-        ApiRoute(
+        route(
             "/reset_prefix_cache",
             routes.reset_prefix_cache,
-            Operation("Evict the prefixes without a live request", None, errors=ENGINES, method="POST"),
+            "Evict the prefixes without a live request",
+            None,
+            errors=ENGINES,
+            method="POST",
         ),
-        ApiRoute(
-            "/sleep",
-            routes.sleep,
-            Operation("Release memory", None, errors=(400, *ENGINES), method="POST", query=SleepQuery),
-        ),
-        ApiRoute("/wake_up", routes.wake_up, Operation("Compute again", None, errors=(400, *ENGINES), method="POST")),
-        ApiRoute("/is_sleeping", routes.is_sleeping, Operation("Whether an engine sleeps", Sleeping, errors=(503,))),
-        ApiRoute(
+        route("/sleep", routes.sleep, "Release memory", None, errors=(400, *ENGINES), method="POST", query=SleepQuery),
+        route("/wake_up", routes.wake_up, "Compute again", None, errors=(400, *ENGINES), method="POST"),
+        route("/is_sleeping", routes.is_sleeping, "Whether an engine sleeps", Sleeping, errors=(503,)),
+        route(
             "/chaos",
             routes.chaos,
-            Operation("Kill an engine or runner", Killed, errors=(400, *ENGINES), method="POST", query=ChaosQuery),
+            "Kill an engine or runner",
+            Killed,
+            errors=(400, *ENGINES),
+            method="POST",
+            query=ChaosQuery,
         ),
     ]
 

@@ -15,7 +15,7 @@ from serve_app.apis.management.answers import Aborted, CheckedGrammar, RecordedR
 from serve_app.http.json_routes import json_response
 from serve_app.http.lanes import run_rendering
 from serve_app.http.limits import read_json_body
-from serve_app.protocol.operation import BODY, ApiRoute, Operation
+from serve_app.protocol.operation import BODY, route
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.shapes import RequestModel
 from serve_app.service.grammars import compiled, ignored_paths
@@ -41,16 +41,21 @@ class GrammarRequest(RequestModel, OutputOptions):
 def request_routes(service: Service, settings: HttpSettings, recorded: RecordedRequests) -> list[Route]:
     routes = SingleRequestRoutes(service, settings, recorded)
     return [
-        ApiRoute("/v1/abort", routes.abort, Operation("End a request", Aborted, (AbortRequest,), BODY)),
-        ApiRoute(
+        route("/v1/abort", routes.abort, "End a request", Aborted, (AbortRequest,), BODY),
+        route(
             "/v1/requests/{request_id}",
             routes.recorded,
-            Operation("A request among a front's latest", RecordedRequest, errors=(404,)),
+            "A request among a front's latest",
+            RecordedRequest,
+            errors=(404,),
         ),
-        ApiRoute(
+        route(
             "/check_grammar",
             routes.check_grammar,
-            Operation("Compile the grammar of a request", CheckedGrammar, (GrammarRequest,), (*BODY, 429)),
+            "Compile the grammar of a request",
+            CheckedGrammar,
+            (GrammarRequest,),
+            (*BODY, 429),
         ),
     ]
 

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from serve_app.apis.management.answers import Health, Load, ModelList, NotReady, ServerInfo, Unhealthy, Version
 from serve_app.http.json_routes import get_json, json_response
 from serve_app.protocol.errors import ApiError, error_response, redacted
-from serve_app.protocol.operation import ApiRoute, Operation
+from serve_app.protocol.operation import ApiRoute, Operation, route
 from serve_app.service.model_card import ModelCard
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
@@ -29,37 +29,34 @@ def status_routes(service: Service, settings: HttpSettings) -> list[Route]:
         return service.description() | {"allow_chaos": settings.allow_chaos}
 
     return [
-        ApiRoute(
+        route(
             "/v1/models",
             get_json(lambda: ModelList(data=service.model_cards())),
-            Operation("The served model and its adapters", ModelList, errors=(503,)),
+            "The served model and its adapters",
+            ModelList,
+            errors=(503,),
         ),
-        ApiRoute(
+        route(
             "/v1/models/{model:path}",
             routes.model,
-            Operation("The model or an adapter, by its name", ModelCard, errors=(404, 503)),
+            "The model or an adapter, by its name",
+            ModelCard,
+            errors=(404, 503),
         ),
-        ApiRoute(
-            "/health",
-            routes.health,
-            Operation("Whether the server can serve requests now", Health, unready=Unhealthy, open=True),
+        route(
+            "/health", routes.health, "Whether the server can serve requests now", Health, unready=Unhealthy, open=True
         ),
-        ApiRoute(
-            "/ready", routes.ready, Operation("Whether the start is complete", Health, unready=NotReady, open=True)
-        ),
+        route("/ready", routes.ready, "Whether the start is complete", Health, unready=NotReady, open=True),
         ApiRoute("/ping", routes.health, _PING, replace(_PING, method="POST")),
-        ApiRoute(
+        route(
             "/load",
             get_json(lambda: Load(service.num_live)),
-            Operation("The number of requests that this front answers now", Load),
+            "The number of requests that this front answers now",
+            Load,
         ),
-        ApiRoute(
-            "/server_info", get_json(server_info), Operation("The model and its numerics", ServerInfo, errors=(503,))
-        ),
-        ApiRoute("/metrics", routes.metrics, Operation("All metrics of the application, for Prometheus", None)),
-        ApiRoute(
-            "/version", get_json(lambda: Version(version("callboard"))), Operation("The version of Callboard", Version)
-        ),
+        route("/server_info", get_json(server_info), "The model and its numerics", ServerInfo, errors=(503,)),
+        route("/metrics", routes.metrics, "All metrics of the application, for Prometheus", None),
+        route("/version", get_json(lambda: Version(version("callboard"))), "The version of Callboard", Version),
     ]
 
 

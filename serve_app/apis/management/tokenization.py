@@ -13,7 +13,7 @@ from serve_app.apis.chat.endpoint import CHAT
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.management.answers import Detokenized, Tokenized, TokenizerInfo
 from serve_app.http.json_routes import get_json, post_json
-from serve_app.protocol.operation import BODY, ApiRoute, Operation
+from serve_app.protocol.operation import BODY, route
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.prompt_ids import prompt_ids
 from serve_app.protocol.shapes import RequestModel, TokenId
@@ -57,20 +57,28 @@ def tokenization_routes(service: Service, settings: HttpSettings) -> list[Route]
     errors = (*BODY, 404, 503)
     kinds = (TokenizeTextRequest, TokenizeChatRequest)
     return [
-        ApiRoute(
+        route(
             "/tokenize",
             post_json(partial(tokenize, service), settings, may_render=True),
-            Operation("The token ids of a text or of a chat's prompt", Tokenized, kinds, errors),
+            "The token ids of a text or of a chat's prompt",
+            Tokenized,
+            kinds,
+            errors,
         ),
-        ApiRoute(
+        route(
             "/detokenize",
             post_json(partial(detokenize, service), settings),
-            Operation("The text of token ids", Detokenized, (DetokenizeRequest,), errors),
+            "The text of token ids",
+            Detokenized,
+            (DetokenizeRequest,),
+            errors,
         ),
-        ApiRoute(
+        route(
             "/tokenizer_info",
             get_json(partial(tokenizer_info, service)),
-            Operation("The tokenizer's settings", TokenizerInfo, errors=(503,)),
+            "The tokenizer's settings",
+            TokenizerInfo,
+            errors=(503,),
         ),
     ]
 

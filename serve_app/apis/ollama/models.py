@@ -11,7 +11,7 @@ from starlette.routing import Route
 from runtime.output.fields import invalid
 from serve_app.apis.ollama.answers import OllamaError, OllamaModel, OllamaModels, OllamaVersion
 from serve_app.http.json_routes import get_json, post_json
-from serve_app.protocol.operation import BODY, ApiRoute, Operation
+from serve_app.protocol.operation import BODY, route
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.shapes import RequestModel
 from serve_app.service.model_card import ModelCard
@@ -38,25 +38,37 @@ class ShowRequest(RequestModel):
 def ollama_model_routes(service: Service, settings: HttpSettings) -> list[Route]:
     errors = (*BODY, 404, 503)
     return [
-        ApiRoute(
+        route(
             "/api/tags",
             get_json(partial(tags, service)),
-            Operation("The models, for Ollama's clients", OllamaModels, errors=(503,), error=OllamaError),
+            "The models, for Ollama's clients",
+            OllamaModels,
+            errors=(503,),
+            error=OllamaError,
         ),
-        ApiRoute(
+        route(
             "/api/ps",
             get_json(partial(running, service)),
-            Operation("The same models", OllamaModels, errors=(503,), error=OllamaError),
+            "The same models",
+            OllamaModels,
+            errors=(503,),
+            error=OllamaError,
         ),
-        ApiRoute(
+        route(
             "/api/show",
             post_json(partial(show, service), settings, may_render=True),
-            Operation("A model, for Ollama's clients", OllamaModel, (ShowRequest,), errors, error=OllamaError),
+            "A model, for Ollama's clients",
+            OllamaModel,
+            (ShowRequest,),
+            errors,
+            error=OllamaError,
         ),
-        ApiRoute(
+        route(
             "/api/version",
             get_json(lambda: OllamaVersion(VERSION)),
-            Operation("The version of Ollama's API", OllamaVersion, error=OllamaError),
+            "The version of Ollama's API",
+            OllamaVersion,
+            error=OllamaError,
         ),
     ]
 

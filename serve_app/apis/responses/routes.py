@@ -26,7 +26,7 @@ from serve_app.http.limits import Deadline
 from serve_app.observability.context import RequestContext
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import INTERNAL_ERROR, ApiError, api_error
-from serve_app.protocol.operation import ApiRoute, Operation
+from serve_app.protocol.operation import ApiRoute, Operation, route
 from serve_app.protocol.parsing import read_query
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.protocol.shapes import RequestModel
@@ -68,15 +68,21 @@ def response_routes(
             Operation("A stored response", ResponseObject, errors=errors, streams=True, query=RetrieveQuery),
             Operation("Delete a stored response", DeletedResponse, errors=errors, method="DELETE"),
         ),
-        ApiRoute(
+        route(
             f"{one}/cancel",
             routes.cancel,
-            Operation("End a response in the background", ResponseObject, errors=errors, method="POST"),
+            "End a response in the background",
+            ResponseObject,
+            errors=errors,
+            method="POST",
         ),
-        ApiRoute(
+        route(
             f"{one}/input_items",
             routes.input_items,
-            Operation("A response's input", ItemList, errors=errors, query=InputItemsQuery),
+            "A response's input",
+            ItemList,
+            errors=errors,
+            query=InputItemsQuery,
         ),
     ]
 

@@ -1,4 +1,4 @@
-"""`python -m serve_app.apis.api_page`: writes docs/api.md, the fields of all requests and what becomes of each.
+"""`python -m tests.support.api_page`: writes docs/api.md, the fields of all requests and what becomes of each.
 
 What becomes of a field follows from the models that check requests. The names are those models' and those that OpenAI,
 Anthropic, vLLM, SGLang and Ollama document; the first two are read off the packages of their clients.
@@ -59,7 +59,7 @@ OLLAMA_OPTIONS = """
 _HEAD = """\
 # Fields of requests
 
-Written by `python -m serve_app.apis.api_page` from the models that check requests; [http.md](http.md) explains them.
+Written by `python -m tests.support.api_page` from the models that check requests; [http.md](http.md) explains them.
 All fields of OpenAI's, Anthropic's, vLLM's and SGLang's requests, and Callboard's own, for `/v1/completions`,
 `/v1/chat/completions`, `/v1/responses` and `/v1/messages`:
 
