@@ -44,11 +44,8 @@ def build_http_app(
 ) -> Starlette:
     """Return the application with all routes; each reports errors in the shape of its API.
 
-    Args:
-        stored: the responses of all fronts; default: those of this application alone.
-        batches: runs batches through the routes of this application; default: it only stores them.
-        kill: ends a process for /chaos.
-        echo_request_ids: false under Serve, which adds X-Request-Id itself.
+    By default `stored` holds responses of this application alone, and batches do not run. `kill` ends a process for
+    /chaos. `echo_request_ids` is false under Serve, which adds X-Request-Id itself.
 
     Raises CallboardError if the file of API keys cannot be read."""
     settings = settings or HttpSettings()
@@ -104,11 +101,11 @@ def _answer_at_once(request: HttpRequest, answer: Exception) -> Response:
 
 
 def _http_error(request: HttpRequest, error: Exception) -> Response:
-    """Starlette's own refusals: no such route, or not with this method."""
+    """Report an unknown route, or a route with other methods."""
     assert isinstance(error, HTTPException)
     what = f"{request.method} {shortened(request.url.path)}"
     message = {
-        404: f"There is no {what} here; GET /docs shows what there is (/openapi.json for programs).",
+        404: f"There is no {what} here; GET /docs lists all routes (/openapi.json for programs).",
         405: f"{what} is not allowed; use {(error.headers or {}).get('Allow', 'another method')}.",
     }.get(error.status_code, f"{what}: {error.detail}.")
     RequestContext.of(request.scope).error = message

@@ -1,4 +1,4 @@
-"""Handlers of routes whose answers are one JSON value."""
+"""Handlers for answers of one JSON value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def json_response(body: object, status: int = 200, headers: Mapping[str, str] | 
 
 
 def get_json(answer: Callable[[], object]) -> Handler:
-    """Return the handler of a GET whose answer does not depend on the request."""
+    """Return a GET handler; `answer` does not depend on the request."""
 
     async def get(request: HttpRequest) -> Response:
         return json_response(answer())
@@ -29,7 +29,7 @@ def get_json(answer: Callable[[], object]) -> Handler:
 
 
 def post_json(answer: Callable[[bytes], object], settings: HttpSettings, may_render: bool = False) -> Handler:
-    """Return the handler of a POST whose answer is made of the body. `may_render` is true if it renders a chat."""
+    """Return a POST handler; `answer` maps the body to a value. `may_render` is true if it renders a chat."""
 
     async def post(request: HttpRequest) -> Response:
         body = await read_json_body(request.scope, request.receive, settings) or b""  # empty if the client left

@@ -35,11 +35,11 @@ class Operation:
     summary: str
     answer: Answer | None  # None for plain text
     requests: tuple[type[BaseModel], ...] = ()  # kinds of JSON bodies
-    errors: tuple[int, ...] = ()  # statuses beside those that every route has
+    errors: tuple[int, ...] = ()  # statuses beside the common ones
     streams: bool = False  # with "stream": true
     media_type: str = "text/event-stream"  # of streams
     unready: Answer | None = None  # the 503 of a probe, which is not an error
-    open: bool = False  # true if it needs no API key
+    open: bool = False  # true if clients without an API key may use it
     error: Answer = Error
     method: str = ""  # default: POST with a body, GET without
     query: type[BaseModel] | None = None

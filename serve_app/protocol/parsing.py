@@ -61,7 +61,7 @@ def _without_token_ids(name: str, body: bytes) -> tuple[bytes, dict[str, list[in
     """Return `body` with a short list as field `name`, and the field's long list of token ids or of such lists.
 
     Any other body is returned as it is, with no fields. Faults of its JSON are reported by the parser of the rest."""
-    if body.count(b":") > MAX_VALUES:  # a body with so many fields, or a long text, is not one of long ids
+    if body.count(b":") > MAX_VALUES:  # a body with so many colons does not consist of long lists of ids
         return body, {}
     try:
         fields = _fields_decoder.decode(body)

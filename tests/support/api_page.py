@@ -17,7 +17,7 @@ from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.completions.request import CompletionRequest
 from serve_app.apis.ollama.request import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
 from serve_app.apis.responses.request import ResponsesRequest
-from serve_app.protocol.other_servers import IGNORED_FIELDS, UNSUPPORTED_FIELDS, Refused
+from serve_app.protocol.other_servers import IGNORED_FIELDS, UNSUPPORTED_FIELDS, UnsupportedField
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.protocol.shapes import RequestModel
 
@@ -109,7 +109,7 @@ def fate(kind: type[RequestModel], name: str) -> Fate:
     return _fate_elsewhere(kind.refused, name)
 
 
-def _fate_elsewhere(refused_fields: Mapping[str, Refused], name: str) -> Fate:
+def _fate_elsewhere(refused_fields: Mapping[str, UnsupportedField], name: str) -> Fate:
     """What becomes of a field that a request does not have."""
     if (refused := refused_fields.get(name)) is not None:
         harmless = ", ".join(f"`{value!r}`" for value in refused.harmless if value is not None)

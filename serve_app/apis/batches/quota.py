@@ -1,7 +1,7 @@
-"""The files and batches of each API key: an index in folders, and the limits that it is counted against.
+"""The index of each API key's files and batches, and their limits.
 
-Each key has a folder with an empty entry for each of its files and batches. An entry's name holds the id and the bytes
-that count for it, so that listing and counting open no record.
+Each key has a folder with an empty entry for each of its files and batches. An entry's name holds the id and its bytes,
+so listing and counting do not open any record.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class KeyIndex:
         return {record_id: int(name.partition(".")[2] or 0) for record_id, name in self._entries(owner).items()}
 
     def set(self, owner: str, record_id: str, num_bytes: int) -> None:
-        """Add an entry, or change the bytes of the one that is there."""
+        """Add an entry, or change the bytes of an existing one."""
         folder = self._of(owner)
         new = folder / f"{record_id}.{num_bytes}"
         if (old := self._entries(owner).get(record_id)) is None:
@@ -65,7 +65,7 @@ class KeyIndex:
 
 @dataclass(slots=True)
 class Usage:
-    """What a key has, or asks for: its batches that have not ended, its files and their bytes."""
+    """The usage of a key, present or requested: open batches, files and their bytes."""
 
     open: int = 0
     files: int = 0

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/files and /v1/batches, where the operator has named a folder for them."""
+"""OpenAI's /v1/files and /v1/batches, for servers with --batch-folder."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 _DAY_S = 86_400
 _FORM_BYTES = 16 << 10  # of an upload, beside its file
-_CREATE_BYTES = 64 << 10  # of a request for a batch, whose metadata may have 9 KiB
-_PIECE_BYTES = 1 << 20  # of an upload, which must come within body_timeout_s
+_CREATE_BYTES = 64 << 10  # of POST /v1/batches; metadata may take 9 KiB
+_PIECE_BYTES = 1 << 20  # part of an upload that must arrive within body_timeout_s
 _DISK_RETRY_S = 30.0
 _T = TypeVar("_T")
 _Limit = Annotated[int, Field(ge=1, le=10_000, strict=False)]
@@ -47,7 +47,7 @@ _Limit = Annotated[int, Field(ge=1, le=10_000, strict=False)]
 class FilesQuery(RequestModel):
     """GET /v1/files."""
 
-    after: str | None = None  # the id of the last one known
+    after: str | None = None  # id of the last known file
     limit: _Limit = 10_000
     order: Literal["asc", "desc"] = "desc"
     purpose: str | None = None
@@ -115,12 +115,12 @@ class BatchRoutes:
 
     def __init__(self, settings: HttpSettings, batches: Batches) -> None:
         self._settings, self._batches = settings, batches
-        self._uploads: Counter[str] = Counter()  # that are being received, by owner
+        self._uploads: Counter[str] = Counter()  # running uploads by owner
 
     @property
     def _store(self) -> BatchStore:
         if self._batches.store is None:
-            text = "This server keeps no files and runs no batches; its operator can start it with --batch-folder DIR."
+            text = "This server does not store files or run batches; its operator can start it with --batch-folder DIR."
             raise ApiError(404, text, code="batches_off")
         return self._batches.store
 
@@ -150,7 +150,7 @@ class BatchRoutes:
                 if not isinstance(file, UploadFile):
                     raise invalid("file", "is missing; send the file as a part of that name")
                 if purpose != "batch":
-                    raise invalid("purpose", "must be batch, which is all that files are for here")
+                    raise invalid("purpose", "must be batch, the only purpose of files here")
                 if (file.size or 0) > most:
                     raise _too_long(most)
                 name = (file.filename or "file")[:256]
@@ -159,7 +159,7 @@ class BatchRoutes:
 
     @contextmanager
     def _receiving(self, owner: str) -> Iterator[None]:
-        """Counts an upload while this front receives it. Raises the 429 of a limit."""
+        """Count an upload within the block. Raises the 429 of a limit."""
         for count, what, limit in (
             (self._uploads[owner], "Your API key sends", "batch_max_uploads_per_key"),
             (self._uploads.total(), "All API keys send", "batch_max_uploads"),
@@ -182,7 +182,7 @@ class BatchRoutes:
         if kind != b"multipart/form-data":
             text = "Send the file as multipart/form-data, with the parts file and purpose."
             raise ApiError(415, text, code="unsupported_media_type")
-        # The parts are decoded on the event loop, and some of Python's codecs take quadratic time.
+        # The event loop decodes the parts, and some of Python's codecs take quadratic time.
         if (charset := parameters.get(b"charset", b"utf-8").decode("latin-1")).lower() != "utf-8":
             text = f"The form has the charset {shortened(charset)!r}; send it in UTF-8, and leave charset out."
             raise ApiError(415, text, code="unsupported_media_type")
@@ -201,7 +201,7 @@ class BatchRoutes:
     async def content(self, request: HttpRequest) -> Response:
         store, file_id = self._store, request.path_params["file_id"]
         path, stat = await _on_disk(store.content, file_id, request.scope["owner"])
-        headers = {"x-content-type-options": "nosniff"}  # a browser shows any upload as text
+        headers = {"x-content-type-options": "nosniff"}  # browsers show any upload as text
         return FileResponse(path, headers=headers, media_type="text/plain", stat_result=stat)
 
     # ---- batches -----------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class BatchRoutes:
     async def batches(self, request: HttpRequest) -> Response:
         store, owner = self._store, request.scope["owner"]
         if request.method == "POST":
-            # Short enough to be read on the loop.
+            # The body is short enough to be parsed on the event loop.
             settings = replace(self._settings, max_body_bytes=min(self._settings.max_body_bytes, _CREATE_BYTES))
             asked = parse(CreateBatchRequest, await read_json_body(request.scope, request.receive, settings) or b"")
             record = await _on_disk(_created, store, asked, owner)
@@ -228,7 +228,7 @@ class BatchRoutes:
 
 
 def _created(store: BatchStore, asked: CreateBatchRequest, owner: str) -> Record:
-    """A new batch, on the disk."""
+    """Store a new batch."""
     if store.files.read(asked.input_file_id, owner).object["purpose"] != "batch":
         raise invalid("input_file_id", "is not the id of a file that was uploaded for a batch")
     now = int(time.time())
@@ -260,14 +260,14 @@ def _batches_page(store: BatchStore, owner: str, query: BatchesQuery) -> tuple[l
 
 
 async def _on_disk(work: Callable[..., _T], *args: Any) -> _T:
-    """The result of `work` in a thread."""
+    """Return the result of `work`, which runs in a thread."""
     with _disk_errors():
         return await asyncio.to_thread(work, *args)
 
 
 @contextmanager
 def _disk_errors() -> Iterator[None]:
-    """An error of the disk is a 503."""
+    """Raise the 503 for an error of the disk."""
     try:
         yield
     except OSError as e:
@@ -277,7 +277,7 @@ def _disk_errors() -> Iterator[None]:
 
 
 def _bounded(receive: Receive, most: int, timeout_s: float) -> Receive:
-    """`receive` of a body of up to `most` bytes. Each piece of it must come within `timeout_s`."""
+    """Return a `receive` for a body of up to `most` bytes. Each piece must arrive within `timeout_s`."""
     left, rest_of_piece, loop = most, _PIECE_BYTES, asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
 

@@ -78,7 +78,7 @@ class StatusRoutes:
         return json_response(Health(status="ready", phase=self._phase()))
 
     def _phase(self) -> str | None:
-        """Return the phase of a healthy server whose engines do not compute; None if they do."""
+        """Return the phase of a healthy server if its engines do not compute; None if they do."""
         if not self._service.engines():
             return "scaled to zero; the next request starts an engine"
         return "asleep; requests wait for POST /wake_up" if self._service.is_asleep else None

@@ -33,7 +33,7 @@ class TokenizeTextRequest(RequestModel):
 
 
 class TokenizeChatRequest(ChatRequest):
-    """POST /tokenize of a chat, whose sampling fields are ignored."""
+    """POST /tokenize of a chat. Sampling fields are ignored."""
 
     return_token_strs: bool | None = None
 

@@ -37,7 +37,7 @@ class OllamaEndpoint(Endpoint[SamplingFields]):
     renders_chats = True
 
     body_type: ClassVar[type[OllamaChatRequest] | type[OllamaGenerateRequest]]
-    prompt_field: ClassVar[str]  # what the prompt is made of
+    prompt_field: ClassVar[str]  # field with the prompt
 
     def read(self, body: bytes) -> SamplingFields:
         return parse(self.body_type, body).as_request()
@@ -70,11 +70,11 @@ class OllamaEndpoint(Endpoint[SamplingFields]):
     def line(
         self, model: ServedModel, text: str, reasoning: str = "", calls: Sequence[CallDelta] = ()
     ) -> dict[str, Any]:
-        """The fields of an answer, or of a line of a stream, but for its end."""
+        """Return the fields of an answer, or of a line of a stream, without the fields of its end."""
         head = {"model": model.name, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
-        return head | self._said(text, {"thinking": reasoning} if reasoning else {}, calls)
+        return head | self._content(text, {"thinking": reasoning} if reasoning else {}, calls)
 
-    def _said(self, text: str, thinking: dict[str, str], calls: Sequence[CallDelta]) -> dict[str, Any]:
+    def _content(self, text: str, thinking: dict[str, str], calls: Sequence[CallDelta]) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -92,7 +92,7 @@ class OllamaChatEndpoint(OllamaEndpoint):
         error=OllamaError,
     )
 
-    def _said(self, text: str, thinking: dict[str, str], calls: Sequence[CallDelta]) -> dict[str, Any]:
+    def _content(self, text: str, thinking: dict[str, str], calls: Sequence[CallDelta]) -> dict[str, Any]:
         called = [
             {"id": call.id, "function": {"name": call.name, "arguments": parsed_arguments(call.arguments)}}
             for call in calls
@@ -112,12 +112,12 @@ class OllamaGenerateEndpoint(OllamaEndpoint):
         requests=(OllamaGenerateRequest,),
     )
 
-    def _said(self, text: str, thinking: dict[str, str], calls: Sequence[CallDelta]) -> dict[str, Any]:
+    def _content(self, text: str, thinking: dict[str, str], calls: Sequence[CallDelta]) -> dict[str, Any]:
         return {"response": text, **thinking}
 
 
 class LineStream(EventStream):
-    """The lines of one answer, each a JSON object. A call is in one line as soon as all of it is there."""
+    """The lines of one answer, each a JSON object. A complete call is one line."""
 
     media_type = _LINES.encode()
 
@@ -125,8 +125,8 @@ class LineStream(EventStream):
         self._prepared, self._endpoint = prepared, endpoint
         self._usage, self._times = ChoiceUsage(), _Times()
         self._last = Delta(0)
-        self._call: CallDelta | None = None  # that is being written
-        self.keep_alive = self._line("")  # a text of nothing: clients parse every line
+        self._call: CallDelta | None = None  # not yet complete
+        self.keep_alive = self._line("")  # with an empty text, since clients parse every line
 
     def events(self, deltas: list[Delta]) -> bytes:
         lines = []
@@ -153,7 +153,7 @@ class LineStream(EventStream):
         return encode_json({"error": error.message()}) + b"\n"
 
     def _whole_call(self) -> bytes:
-        """The line of the call before, if there is one."""
+        """Return the line of the last call; empty without one."""
         call, self._call = self._call, None
         return b"" if call is None else self._line("", calls=[call])
 
@@ -163,13 +163,13 @@ class LineStream(EventStream):
 
 
 class _Times:
-    """When a request began, and when its first token came, in nanoseconds."""
+    """The times of a request's start and of its first token, in nanoseconds."""
 
     def __init__(self) -> None:
         self._start, self._first = time.monotonic_ns(), 0
 
     def note(self) -> None:
-        """Some tokens are here."""
+        """Record the arrival of tokens."""
         self._first = self._first or time.monotonic_ns()
 
     def fields(self) -> dict[str, int]:
@@ -177,7 +177,7 @@ class _Times:
         first = self._first or now
         return {
             "total_duration": now - self._start,
-            "load_duration": 0,  # it is loaded before there is a request
+            "load_duration": 0,  # the model is loaded before any request
             "prompt_eval_duration": first - self._start,
             "eval_duration": now - first,
         }
@@ -197,7 +197,7 @@ class _TimedChoice(Delta):
 
 
 def _end(prepared: PreparedRequest[SamplingFields], delta: Delta, usage: ChoiceUsage, times: _Times) -> dict[str, Any]:
-    """The fields of an answer's last line. The id and those after it are what `callboard replay` needs."""
+    """Return the fields of an answer's last line. `callboard replay` needs those from the id on."""
     return {
         "done": True,
         "done_reason": "length" if delta.finish_reason == "length" else "stop",
@@ -211,7 +211,7 @@ def _end(prepared: PreparedRequest[SamplingFields], delta: Delta, usage: ChoiceU
 
 
 def _scores(prepared: PreparedRequest[SamplingFields], delta: Delta) -> dict[str, Any]:
-    """The log-probabilities, if they are asked for."""
+    """Return the log-probabilities that the request wants."""
     if not delta.logprobs:
         return {}
     return {"logprobs": listed(delta.logprobs, partial(logprob_entry, prepared.model.tokenizer, None))}

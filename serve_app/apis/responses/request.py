@@ -1,4 +1,4 @@
-"""POST /v1/responses, translated to the chat that it asks for."""
+"""The request of POST /v1/responses, and its translation to a chat."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from serve_app.protocol.shapes import RequestModel, only, or_default, text_or_li
 LOGPROBS = "message.output_text.logprobs"
 INSTRUCTING = ("system", "developer")  # roles of messages that instruct the model
 
-# Fields of other requests than this one, and those of this one that are not supported.
+# Unsupported fields of this request, and fields of other requests.
 _INSTEAD = {
     "send input": "messages previous_input_messages=[]",
     "send max_output_tokens": "max_tokens max_completion_tokens",
@@ -53,7 +53,7 @@ _INSTEAD = {
 
 
 class FunctionTool(Options):
-    """A function, whose fields are not nested as they are in a chat."""
+    """A function; a chat nests these fields under `function`."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -69,7 +69,7 @@ class FunctionTool(Options):
 
 
 class CustomFormat(Options):
-    """The format of a custom tool's input, in which a grammar's fields are not nested."""
+    """The format of a custom tool's input; a chat nests a grammar's fields."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -91,7 +91,7 @@ class CustomFormat(Options):
 
 
 class FlatCustomTool(Options):
-    """A custom tool, whose fields are not nested as they are in a chat."""
+    """A custom tool; a chat nests these fields under `custom`."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -149,7 +149,7 @@ _ToolChoice = Annotated[
 
 
 class TextFormat(Options):
-    """`text.format`: a JSON Schema stands in it, where a chat's stands in `json_schema`."""
+    """`text.format`; a chat nests the JSON Schema under `json_schema`."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -174,7 +174,7 @@ class TextOptions(Options):
 
 class ReasoningOptions(RequestModel):
     effort: Effort | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None  # ignored: reasoning comes whole
+    summary: Literal["auto", "concise", "detailed"] | None = None  # ignored, since answers have all reasoning
 
 
 _Input = Annotated[
@@ -223,7 +223,7 @@ class ResponsesRequest(SamplingFields):
     include_reasoning: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
 
-    # What the shared fields have and a response has no place for.
+    # Shared fields that a response does not support.
     n: Annotated[int | None, only(None, 1, says="a response has one answer; send several requests")] = None
     response_format: Annotated[Any, only(None, says="send text.format")] = None
     prompt_logprobs: Annotated[Any, only(None, says="send it to /v1/completions")] = None
@@ -248,7 +248,7 @@ class ResponsesRequest(SamplingFields):
         if self.background and self.store is False:
             raise invalid("background", "is only allowed when the response is stored; leave out store")
         with own_names():
-            self.chat([]).check()  # items have no rules of their own
+            self.chat([]).check()  # without items, which do not need checks
 
     def items(self) -> list[InputItem]:
         """The input as items."""
@@ -260,12 +260,13 @@ class ResponsesRequest(SamplingFields):
         return encoded(self.items())
 
     def after(self, items: Sequence[InputItem]) -> Self:
-        """The same request, with a conversation before its input."""
+        """Return the request with a conversation before its input."""
         return self.model_copy(update={"input": [*items, *self.items()]})
 
     def messages(self) -> list[ChatMessage]:
-        """The conversation of a chat. The instructions are one message with what the input begins with of their kind:
-        many templates take one such message and no more."""
+        """Return the conversation of a chat.
+
+        Instructions form one message with the input's leading instructions, since many templates accept only one."""
         messages = as_messages(self.items())
         if self.instructions is None:
             return messages
@@ -275,7 +276,7 @@ class ResponsesRequest(SamplingFields):
         return [ChatMessage(role="system", content="\n\n".join(texts)), *messages]
 
     def chat(self, messages: list[ChatMessage]) -> ChatRequest:
-        """The request of a chat with these messages that is answered in the same way."""
+        """Return the equivalent request of a chat with these messages."""
         shared = {name: getattr(self, name) for name in _SHARED & self.model_fields_set}
         tools, choice = self._offered_tools()
         own = {
@@ -290,7 +291,7 @@ class ResponsesRequest(SamplingFields):
         return _BLANK_CHAT.model_copy(update=shared | own)
 
     def _offered_tools(self) -> tuple[list[AnyTool], Any]:
-        """The tools that may be called, and a chat's `tool_choice`."""
+        """Return the allowed tools and a chat's `tool_choice`."""
         tools: list[AnyTool] = [tool.as_chat() for tool in self.tools or ()]
         choice = self.tool_choice
         match choice:
@@ -306,10 +307,10 @@ class ResponsesRequest(SamplingFields):
         return tools, choice if tools or choice == "required" else None
 
 
-# To copy it takes a tenth of the time of `model_construct`, which asks each field for its default.
+# A copy takes a tenth of the time of `model_construct`, which evaluates the default of each field.
 _BLANK_CHAT = ChatRequest.model_construct()
 
-# A chat's fields of the same name and meaning.
+# Fields with the same name and meaning in a chat.
 _SHARED = {"parallel_tool_calls", "include_reasoning"} | (
     SamplingFields.model_fields.keys()
     - {
@@ -323,7 +324,7 @@ _SHARED = {"parallel_tool_calls", "include_reasoning"} | (
     }
 )
 
-# Fields of a chat, and what they are called in a response's request.
+# Fields of a chat at the start of an error, and their names in a response's request.
 _NAMES = [
     (re.compile(r"^messages\b"), "input"),
     (re.compile(r"^reasoning_effort\b(?=.* is |$)"), "reasoning.effort"),
@@ -333,7 +334,7 @@ _NAMES = [
 
 
 def own_name(text: str) -> str:
-    """The path of a chat's field, or a sentence that begins with it, with the name that clients of responses know."""
+    """Return the path of a chat's field, or a sentence that starts with it, with the response's name."""
     for pattern, name in _NAMES:
         text = pattern.sub(name, text)
     return text
@@ -341,7 +342,7 @@ def own_name(text: str) -> str:
 
 @contextmanager
 def own_names() -> Iterator[None]:
-    """Names the fields of responses where fields of the chat are at fault."""
+    """Replace names of a chat's fields in errors by names of responses."""
     try:
         yield
     except FieldError as e:
