@@ -48,7 +48,7 @@ _QUESTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ChaosPlan:
     """The processes to kill, and the times. Without `kills`, keys of the terminal choose them."""
 
     kills: tuple[str, ...]
@@ -139,7 +139,7 @@ class _Conversation:
             self._figures.errors.append(reading.error)
 
 
-def chaos(url: str, plan: Plan) -> int:
+def chaos(url: str, plan: ChaosPlan) -> int:
     """Run until the plan's kills are done, or until q or Ctrl-C; return 1 if a token or answer was lost.
 
     Raises CallboardError unless the URL belongs to an application of this user."""
@@ -159,7 +159,7 @@ def chaos(url: str, plan: Plan) -> int:
 class _Chaos:
     """One run."""
 
-    def __init__(self, url: str, plan: Plan, application: str, find: Callable[[], list[Process]]) -> None:
+    def __init__(self, url: str, plan: ChaosPlan, application: str, find: Callable[[], list[Process]]) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         self._host, self._port = parts.hostname or "", parts.port or 80
         self._plan, self._application, self._find = plan, application, find

@@ -64,18 +64,18 @@ class KeyIndex:
 
 
 @dataclass(slots=True)
-class Usage:
+class StorageUsage:
     """The usage of a key, present or requested: open batches, files and their bytes."""
 
     open: int = 0
     files: int = 0
     bytes: int = 0
 
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: StorageUsage) -> StorageUsage:
+        return StorageUsage(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
-# The fields of Usage: what they count, the status and code of the error, and what the client can do.
+# The fields of StorageUsage: what they count, the status and code of the error, and what the client can do.
 _LIMITS = {
     "open": ("batches that have not ended", 429, "too_many_batches", "wait until one ends, or cancel one"),
     "files": ("files", 429, "too_many_files", "delete some"),
@@ -83,7 +83,9 @@ _LIMITS = {
 }
 
 
-def excess(settings: HttpSettings, own: Usage, everything: Usage, wanted: Usage) -> Iterator[ApiError]:
+def excess(
+    settings: HttpSettings, own: StorageUsage, everything: StorageUsage, wanted: StorageUsage
+) -> Iterator[ApiError]:
     """Yield an error for each limit of one key and of all keys that `wanted` would pass."""
     for used, what, suffix in ((own, "Your API key has", "_per_key"), (everything, "All API keys have", "")):
         for name, (noun, status, code, remedy) in _LIMITS.items():

@@ -30,7 +30,7 @@ import msgspec
 from runtime.output.fields import shortened
 from runtime.spec.types import CallboardError
 from serve_app.apis.batches.disk import holding, part_of, replacing, try_lock
-from serve_app.apis.batches.quota import KeyIndex, Usage, excess
+from serve_app.apis.batches.quota import KeyIndex, StorageUsage, excess
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import ApiError
 from serve_app.settings import HttpSettings
@@ -150,7 +150,7 @@ class BatchStore:
         source.seek(0)
         try:
             with self._alone():
-                self._check_room(owner, Usage(files=1, bytes=size))
+                self._check_room(owner, StorageUsage(files=1, bytes=size))
                 self.index.set(owner, file_id, size)
                 file = open(self.files.path(file_id), "wb")  # noqa: SIM115  # closed below, which releases its lock
                 try_lock(file)
@@ -204,7 +204,7 @@ class BatchStore:
         input was just deleted. An OSError leaves nothing."""
         batch_id, owner, input_id = record.object["id"], record.owner, record.object["input_file_id"]
         with self._alone():
-            self._check_room(owner, Usage(open=1, files=len(record.results), bytes=1))
+            self._check_room(owner, StorageUsage(open=1, files=len(record.results), bytes=1))
             self._drop_oldest(owner)
             try:
                 for entry in (batch_id, *record.results):
@@ -263,7 +263,7 @@ class BatchStore:
         with self._alone():
             for file_id in record.results:
                 self.index.set(record.owner, file_id, self.num_bytes(file_id))
-            return next(excess(self._settings, *self._usage(record.owner), Usage(bytes=1)), None)
+            return next(excess(self._settings, *self._usage(record.owner), StorageUsage(bytes=1)), None)
 
     def num_bytes(self, file_id: str) -> int:
         """Return the length of a file's content; 0 without a file."""
@@ -298,18 +298,18 @@ class BatchStore:
         """Hold the lock for the creation and removal of files and batches."""
         return holding(self._root / "store.lock")
 
-    def _check_room(self, owner: str, wanted: Usage) -> None:
+    def _check_room(self, owner: str, wanted: StorageUsage) -> None:
         for error in excess(self._settings, *self._usage(owner), wanted):
             raise error
 
-    def _usage(self, owner: str) -> tuple[Usage, Usage]:
+    def _usage(self, owner: str) -> tuple[StorageUsage, StorageUsage]:
         """Return the usage of an owner, and of all owners."""
-        own, everything, open_ids = Usage(), Usage(), set(self.batches.with_suffix(".lock"))
+        own, everything, open_ids = StorageUsage(), StorageUsage(), set(self.batches.with_suffix(".lock"))
         for each in self.index.owners():
             sizes = self.index.sizes(each)
             files = [num_bytes for record_id, num_bytes in sizes.items() if record_id.startswith(self.files.prefix)]
             inputs = [self._input_bytes(batch_id) for batch_id in sizes.keys() & open_ids]
-            usage = Usage(len(inputs), len(files), sum(files) + sum(inputs))
+            usage = StorageUsage(len(inputs), len(files), sum(files) + sum(inputs))
             everything += usage
             if each == owner:
                 own = usage

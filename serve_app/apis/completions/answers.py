@@ -40,6 +40,6 @@ class CompletionChoice(ChoiceFields):
     text: str
 
 
-class Completion(AnswerFields):
+class TextCompletion(AnswerFields):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]

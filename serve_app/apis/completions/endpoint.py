@@ -12,7 +12,7 @@ from runtime.output.processor import Delta
 from runtime.spec.types import TokenLogprobs
 from runtime.text.stream import TextStream
 from runtime.text.tokenizer import Tokenizer
-from serve_app.apis.completions.answers import Completion
+from serve_app.apis.completions.answers import TextCompletion
 from serve_app.apis.completions.fill_in_middle import between
 from serve_app.apis.completions.request import CompletionRequest
 from serve_app.protocol.answers import finite, listed, token_id_text
@@ -30,7 +30,7 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
     """Texts or token ids in, text out."""
 
     path, request_type, id_prefix, default_max_tokens = "/v1/completions", CompletionRequest, "cmpl-", 16
-    operation = Operation("Complete texts", Completion, (CompletionRequest,), GENERATION, streams=True)
+    operation = Operation("Complete texts", TextCompletion, (CompletionRequest,), GENERATION, streams=True)
 
     def prompts(self, request: CompletionRequest, model: ServedModel) -> Prompts:
         given, n = request.prompts(), request.n or 1

@@ -65,7 +65,7 @@ class Sleeping(Struct):
     is_sleeping: bool
 
 
-class Load(Struct):
+class FrontLoad(Struct):
     server_load: int
 
 

@@ -11,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from serve_app.apis.management.answers import Health, Load, ModelList, NotReady, ServerInfo, Unhealthy, Version
+from serve_app.apis.management.answers import FrontLoad, Health, ModelList, NotReady, ServerInfo, Unhealthy, Version
 from serve_app.http.json_routes import get_json, json_response
 from serve_app.protocol.errors import ApiError, error_response, redacted
 from serve_app.protocol.operation import ApiRoute, Operation, route
@@ -50,9 +50,9 @@ def status_routes(service: Service, settings: HttpSettings) -> list[Route]:
         ApiRoute("/ping", routes.health, _PING, replace(_PING, method="POST")),
         route(
             "/load",
-            get_json(lambda: Load(service.num_live)),
+            get_json(lambda: FrontLoad(service.num_live)),
             "The number of requests that this front answers now",
-            Load,
+            FrontLoad,
         ),
         route("/server_info", get_json(server_info), "The model and its numerics", ServerInfo, errors=(503,)),
         route("/metrics", routes.metrics, "All metrics of the application, for Prometheus", None),

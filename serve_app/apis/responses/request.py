@@ -120,7 +120,7 @@ class NamedTool(RequestModel):
     name: str
 
 
-class AllowedTools(RequestModel):
+class FlatAllowedTools(RequestModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1, fail_fast=True)]
@@ -138,7 +138,7 @@ def _kind_of_choice(value: Any) -> str | None:
 _ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<text>")]
     | Annotated[NamedTool, Tag("<tool>")]
-    | Annotated[AllowedTools, Tag("<allowed_tools>")],
+    | Annotated[FlatAllowedTools, Tag("<allowed_tools>")],
     Discriminator(
         _kind_of_choice,
         custom_error_type="tool_choice_shape",
@@ -299,7 +299,7 @@ class ResponsesRequest(SamplingFields):
                 return tools, ChosenTool(type="function", function=ChosenFunction(name=choice.name))
             case NamedTool():
                 return tools, ChosenCustomTool(type="custom", custom=ChosenFunction(name=choice.name))
-            case AllowedTools():
+            case FlatAllowedTools():
                 allowed = {(tool.type, tool.name) for tool in choice.tools}
                 if unknown := allowed - {(tool.type, tool.function.name) for tool in tools}:
                     raise invalid("tool_choice.tools", f"has {min(unknown)[1]!r}, which no tool has")

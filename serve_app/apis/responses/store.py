@@ -62,7 +62,7 @@ def gone(front: str) -> ApiError:
 
 
 @dataclass(slots=True, eq=False)
-class _Item:
+class _SharedItem:
     """An item that conversations of one owner share."""
 
     text: bytes  # JSON
@@ -76,7 +76,7 @@ class StoredResponse:
     owner: str
     is_background: bool
     num_input: int  # of `items`
-    items: list[_Item]  # the conversation with its answer
+    items: list[_SharedItem]  # the conversation with its answer
     body: bytes = b""  # JSON after its end
     expires_at: float = 0.0  # of the monotonic clock
     events: list[bytes] | None = None  # all events of a background stream; None without a stream
@@ -91,7 +91,7 @@ class _Shelf:
     """The responses of one owner and their shared items."""
 
     ended: dict[str, StoredResponse] = field(default_factory=dict)  # oldest first
-    items: dict[bytes, _Item] = field(default_factory=dict)
+    items: dict[bytes, _SharedItem] = field(default_factory=dict)
     num_bytes: int = 0  # of running responses too
     num_running: int = 0
 
@@ -196,7 +196,7 @@ class ResponseStore:
         shelf = self._shelves[stored.owner]
         for text in texts:
             if (item := shelf.items.get(text)) is None:
-                item = shelf.items[text] = _Item(text)
+                item = shelf.items[text] = _SharedItem(text)
                 self._count(shelf, _ITEM_BYTES + len(text))
             item.num_uses += 1
             stored.items.append(item)
