@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from runtime.output.fields import FieldError, shortened
 from runtime.spec.types import CallboardError
+from serve_app.protocol.field_names import FieldNames
 
 _MAX_MESSAGE_CHARS = 1000
 _TYPES = {429: "rate_limit_error", 499: "request_aborted"}  # others follow from the first digit
@@ -24,14 +25,13 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-# Fields of a chat at the start of an error, and their names in Anthropic's requests.
-_ANTHROPIC_NAMES = [
-    (re.compile(r"^(tools\.\d+)\.function\.parameters\b"), r"\1.input_schema"),
-    (re.compile(r"^(tools\.\d+)\.function\."), r"\1."),
-    (re.compile(r"^tool_choice\.function\."), "tool_choice."),
-    (re.compile(r"^response_format(\.json_schema\.schema)?\b"), "output_config.format.schema"),
-    (re.compile(r"^stop\b"), "stop_sequences"),
-]
+_ANTHROPIC_NAMES = FieldNames(
+    (r"^(tools\.\d+)\.function\.parameters\b", r"\1.input_schema"),
+    (r"^(tools\.\d+)\.function\.", r"\1."),
+    (r"^tool_choice\.function\.", "tool_choice."),
+    (r"^response_format(\.json_schema\.schema)?\b", "output_config.format.schema"),
+    (r"^stop\b", "stop_sequences"),
+)
 # Details of internal errors that clients must not see: absolute paths, and IPv4 or bracketed IPv6 addresses.
 _PATH = re.compile(r"(?<![\w.:/])~?(?:/[\w.+@#%~=-]+){2,}/?")
 _ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|\[[0-9a-fA-F:]*:[0-9a-fA-F:.]*\](?::\d+)?")
@@ -68,6 +68,10 @@ class ApiError(CallboardError):
         return {"error": {"message": self.message(), "type": kind, "param": self.param, "code": self.code}}
 
 
+def unavailable(reason: str, retry_after_s: float = 1.0) -> ApiError:
+    return ApiError(503, reason, code="engine_unavailable", retry_after_s=retry_after_s)
+
+
 INTERNAL_ERROR = ApiError(500, "The server met an internal error; its log has the details.", code="internal_error")
 
 
@@ -84,10 +88,7 @@ def redacted(text: str) -> str:
 def anthropic_body(error: ApiError) -> dict[str, Any]:
     """Return Anthropic's error object. Its message names the field at fault by Anthropic's name."""
     kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    message = error.message()
-    if error.param is not None:
-        for pattern, name in _ANTHROPIC_NAMES:
-            message = pattern.sub(name, message)
+    message = error.message() if error.param is None else _ANTHROPIC_NAMES.of(error.message())
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 

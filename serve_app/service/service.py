@@ -28,18 +28,17 @@ from runtime.text.stream import StopStrings
 from runtime.text.tokenizer import Tokenizer
 from serve_app.observability.context import RequestContext
 from serve_app.observability.metrics import RequestRecord, ServiceMetrics
-from serve_app.protocol.errors import ApiError, redacted
+from serve_app.protocol.errors import ApiError, redacted, unavailable
 from serve_app.protocol.prepared_request import PreparedRequest, R, ServedModel
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.service.endpoint import Endpoint
 from serve_app.service.grammars import compiled, ignored_paths
 from serve_app.service.model_card import ModelCard, model_card
 
-_RECOVERY_RETRY_S = 1.0
 _LOADING_RETRY_S = 5.0
 _REFUSALS: dict[Refusal, tuple[int, str | None, float | None]] = {  # status, code, retry-after
     Refusal.BUSY: (429, "engine_busy", None),
-    Refusal.DRAINING: (503, "engine_unavailable", _RECOVERY_RETRY_S),
+    Refusal.DRAINING: (503, "engine_unavailable", 1.0),
     Refusal.LATE: (504, "queue_timeout", None),
     Refusal.NEVER: (400, None, None),
 }
@@ -95,7 +94,7 @@ class Service:
         name = self.model if name is None or name in self._aliases else name
         adapter = None if name == self.model else self._client.adapters.served().get(name)
         if self._tokenizer is None:
-            raise _unavailable(self.health() or "", _LOADING_RETRY_S)
+            raise unavailable(self.health() or "", _LOADING_RETRY_S)
         if adapter is None and name != self.model:
             raise self._unknown(name, "model")
         digest = "" if adapter is None else adapter.digest
@@ -126,7 +125,7 @@ class Service:
     def engine_client(self) -> EngineClient:
         """Return the client of the engines; raises the 503 while they refuse requests."""
         if reason := self.health():
-            raise _unavailable(reason, _RECOVERY_RETRY_S)
+            raise unavailable(reason)
         return self._client
 
     def description(self) -> dict[str, Any]:
@@ -221,7 +220,7 @@ class Service:
         context.model, context.ignored_fields = prepared.model.name, prepared.ignored_fields
         with self._counted(), self.metrics.request(prepared.id, context, prepared.num_choices) as record:
             if reason := self._client.health():
-                raise _unavailable(reason, _RECOVERY_RETRY_S)
+                raise unavailable(reason)
             if (grammar := prepared.prompts.grammar) is not None:
                 prepared = replace(prepared, requests=await self._bound_requests(prepared, grammar))
             with _as_answers():
@@ -238,7 +237,7 @@ class Service:
         """Return the pooled result of each request. Raises ApiError as `run` does; its cancellation aborts them."""
         with self._counted(), self.metrics.request(answer_id, context, 1) as record:
             if reason := self._client.health():
-                raise _unavailable(reason, _RECOVERY_RETRY_S)
+                raise unavailable(reason)
             with _as_answers():
                 if len(requests) == 1:
                     return [await self._pooled(requests[0], record)]
@@ -414,7 +413,7 @@ def _as_answers() -> Iterator[None]:
     except ApiError:
         raise
     except ServerStopped as e:
-        raise _unavailable(str(e), _RECOVERY_RETRY_S) from e
+        raise unavailable(str(e)) from e
     except CallboardError as e:
         raise ApiError(500, str(e), code="engine_error") from e
 
@@ -431,7 +430,3 @@ def _failure(output: RequestOutput, grammar: RequestedGrammar | None) -> ApiErro
 def _refused(refusal: EngineRefusal) -> ApiError:
     status, code, retry_after_s = _REFUSALS[refusal.reason]
     return ApiError(status, str(refusal), code=code, retry_after_s=refusal.retry_after_s or retry_after_s)
-
-
-def _unavailable(reason: str, retry_after_s: float) -> ApiError:
-    return ApiError(503, reason, code="engine_unavailable", retry_after_s=retry_after_s)

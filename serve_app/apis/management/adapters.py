@@ -16,7 +16,7 @@ from starlette.routing import Route
 from runtime.output.fields import invalid, shortened
 from runtime.spec.config import MAX_NAME_CHARS
 from serve_app.http.limits import Deadline, read_json_body
-from serve_app.protocol.errors import ApiError
+from serve_app.protocol.errors import ApiError, unavailable
 from serve_app.protocol.operation import BODY, ENGINES, route
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.shapes import RequestModel
@@ -81,7 +81,7 @@ class AdapterRoutes:
             text = "This server does not load adapters while it runs; start it with --lora-folder to allow it."
             raise ApiError(403, text, code="adapters_not_allowed")
         if reason := self._service.health():
-            raise ApiError(503, reason, code="engine_unavailable", retry_after_s=1.0)
+            raise unavailable(reason)
         return await read_json_body(request.scope, request.receive, self._settings) or b"", folder
 
 

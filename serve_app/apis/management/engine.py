@@ -18,7 +18,7 @@ from serve_app.apis.management.answers import Killed, Sleeping
 from serve_app.http.auth import check_origin
 from serve_app.http.json_routes import json_response
 from serve_app.http.limits import Deadline
-from serve_app.protocol.errors import ApiError
+from serve_app.protocol.errors import ApiError, unavailable
 from serve_app.protocol.operation import ENGINES, route
 from serve_app.protocol.parsing import read_query
 from serve_app.protocol.shapes import RequestModel
@@ -122,5 +122,5 @@ class EngineRoutes:
         except ApiError:
             raise
         except CallboardError as e:
-            raise ApiError(503, str(e), code="engine_unavailable", retry_after_s=1.0) from e
+            raise unavailable(str(e)) from e
         return PlainTextResponse("")

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from serve_app.apis.management.answers import FrontLoad, Health, ModelList, NotReady, ServerInfo, Unhealthy, Version
 from serve_app.http.json_routes import get_json, json_response
-from serve_app.protocol.errors import ApiError, error_response, redacted
+from serve_app.protocol.errors import error_response, redacted, unavailable
 from serve_app.protocol.operation import ApiRoute, Operation, route
 from serve_app.service.model_card import ModelCard
 from serve_app.service.service import Service
@@ -68,13 +68,13 @@ class StatusRoutes:
 
     async def health(self, request: HttpRequest) -> Response:
         if reason := self._service.health():
-            return _unavailable(reason, status="unavailable", reason=redacted(reason))
+            return error_response(unavailable(reason), status="unavailable", reason=redacted(reason))
         return json_response(Health(status="ok", phase=self._phase()))
 
     async def ready(self, request: HttpRequest) -> Response:
         if reason := self._service.health():
             status = "loading" if self._service.loading else "unavailable"
-            return _unavailable(reason, status=status, phase=redacted(reason))
+            return error_response(unavailable(reason), status=status, phase=redacted(reason))
         return json_response(Health(status="ready", phase=self._phase()))
 
     def _phase(self) -> str | None:
@@ -88,8 +88,3 @@ class StatusRoutes:
 
     async def model(self, request: HttpRequest) -> Response:
         return json_response(self._service.model_card(request.path_params["model"]))
-
-
-def _unavailable(why: str, **fields: str) -> Response:
-    """Return a 503 of OpenAI's shape with more fields for probes."""
-    return error_response(ApiError(503, why, code="engine_unavailable", retry_after_s=1.0), **fields)

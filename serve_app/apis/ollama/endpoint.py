@@ -17,7 +17,7 @@ from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.completions.endpoint import COMPLETIONS
 from serve_app.apis.completions.request import CompletionRequest
 from serve_app.apis.ollama.answers import OllamaChatLine, OllamaError, OllamaText
-from serve_app.apis.ollama.request import LoadRequest, OllamaChatRequest, OllamaGenerateRequest, own_name, own_names
+from serve_app.apis.ollama.request import NAMES, NAMES_BY_PROMPT, LoadRequest, OllamaChatRequest, OllamaGenerateRequest
 from serve_app.protocol.answers import ChoiceUsage, encode_json, listed, logprob_entry
 from serve_app.protocol.errors import ApiError
 from serve_app.protocol.operation import GENERATION, Operation
@@ -45,14 +45,14 @@ class OllamaEndpoint(Endpoint[SamplingFields]):
     def prompts(self, request: SamplingFields, model: ServedModel) -> Prompts:
         if isinstance(request, LoadRequest):
             raise AnsweredAtOnce(encode_json(self.line(model, "") | {"done": True, "done_reason": "load"}))
-        with own_names(self.prompt_field):
+        with NAMES_BY_PROMPT[self.prompt_field].in_errors():
             if isinstance(request, CompletionRequest):
                 prompts = COMPLETIONS.prompts(request, model)
             else:
                 assert isinstance(request, ChatRequest), "`read` makes no others"
                 prompts = CHAT.prompts(request, model, self.prompt_field)
         if (grammar := prompts.grammar) is not None:
-            prompts = replace(prompts, grammar=replace(grammar, field=own_name(grammar.field)))
+            prompts = replace(prompts, grammar=replace(grammar, field=NAMES.of(grammar.field)))
         return prompts
 
     def choices(self, prepared: PreparedRequest[SamplingFields]) -> list[Delta]:

@@ -1,15 +1,12 @@
 """The requests of POST /api/chat and /api/generate, and their translation to chats and completions.
 
-The chat's model checks the values. `own_names` gives its errors the names of Ollama's fields.
+The chat's model checks the values. `NAMES` gives its errors the names of Ollama's fields.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
@@ -18,6 +15,7 @@ from runtime.output.fields import FieldError, invalid, read_options, shown
 from serve_app.apis.anthropic.request import FIELDS_OF_CHATS
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.completions.request import CompletionRequest
+from serve_app.protocol.field_names import FieldNames
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.protocol.shapes import RequestModel, only
@@ -173,7 +171,7 @@ class OllamaChatRequest(OllamaRequest):
         if not self.messages:
             return LoadRequest(model=self.model)
         last = self.messages[-1]
-        with own_names():
+        with NAMES.in_errors():
             return self._chat(_chat_messages(self.messages), last.role == "assistant" and not last.tool_calls)
 
 
@@ -200,7 +198,7 @@ class OllamaGenerateRequest(OllamaRequest):
     def as_request(self) -> SamplingFields:
         if not self.prompt and not self.suffix:
             return LoadRequest(model=self.model)
-        with own_names("prompt"):
+        with NAMES_BY_PROMPT["prompt"].in_errors():
             if not self.raw and not self.suffix:
                 system = [{"role": "system", "content": self.system}] if self.system else []
                 return self._chat([*system, {"role": "user", "content": self.prompt}])
@@ -256,32 +254,15 @@ class _PendingCalls:
         return ids.popleft()
 
 
-# ---- names -----------------------------------------------------------------------------------------------------------
-
-# Fields of chats at the start of an error, and their names in Ollama's requests.
-_NAMES = [
-    (re.compile(r"^(temperature|top_p|top_k|min_p|seed|stop|presence_penalty|frequency_penalty)\b"), r"options.\1"),
-    (re.compile(r"^max_tokens\b"), "options.num_predict"),
-    (re.compile(r"^repetition_penalty\b"), "options.repeat_penalty"),
-    (re.compile(r"^response_format(\.json_schema\.schema)?\b"), "format"),
-    (re.compile(r"^reasoning_effort\b"), "think"),
-    (re.compile(r"^(messages\.\d+)\.reasoning_content\b"), r"\1.thinking"),
-]
-
-
-def own_name(text: str, prompt: str | None = None) -> str:
-    """Return the path of a chat's field, or a sentence that starts with it, with Ollama's name.
-
-    `prompt` is the field from which the messages were made, or None."""
-    for pattern, name in _NAMES:
-        text = pattern.sub(name, text)
-    return text if prompt is None else re.sub(r"^messages(\.\d+(\.content)?)?", prompt, text)
-
-
-@contextmanager
-def own_names(prompt: str | None = None) -> Iterator[None]:
-    """Replace names of a chat's fields in errors by Ollama's names."""
-    try:
-        yield
-    except FieldError as e:
-        raise FieldError(own_name(e.field, prompt), own_name(str(e), prompt)) from e
+_NAMES = (
+    (r"^(temperature|top_p|top_k|min_p|seed|stop|presence_penalty|frequency_penalty)\b", r"options.\1"),
+    (r"^max_tokens\b", "options.num_predict"),
+    (r"^repetition_penalty\b", "options.repeat_penalty"),
+    (r"^response_format(\.json_schema\.schema)?\b", "format"),
+    (r"^reasoning_effort\b", "think"),
+    (r"^(messages\.\d+)\.reasoning_content\b", r"\1.thinking"),
+)
+NAMES = FieldNames(*_NAMES)
+NAMES_BY_PROMPT = {  # field with the prompt -> names for errors about the whole prompt
+    field: FieldNames(*_NAMES, (r"^messages(\.\d+(\.content)?)?", field)) for field in ("messages", "prompt")
+}

@@ -12,7 +12,7 @@ from serve_app.apis.chat.endpoint import CHAT
 from serve_app.apis.chat.messages import ChatMessage
 from serve_app.apis.responses.answers import ResponseObject
 from serve_app.apis.responses.builder import ResponseBuilder, ResponseStream
-from serve_app.apis.responses.request import INSTRUCTING, ResponsesRequest, own_name, own_names
+from serve_app.apis.responses.request import INSTRUCTING, NAMES, ResponsesRequest
 from serve_app.apis.responses.store import ResponseStore
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import ApiError
@@ -37,7 +37,7 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
 
     def prompts(self, request: ResponsesRequest, model: ServedModel) -> Prompts:
         def prompts_of(messages: list[ChatMessage]) -> Prompts:
-            with own_names():
+            with NAMES.in_errors():
                 return CHAT.prompts(request.chat(messages), model, "input")
 
         messages = request.messages()
@@ -47,7 +47,7 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
         else:
             prompts = prompts_of(messages)
         if (grammar := prompts.grammar) is not None:
-            prompts = replace(prompts, grammar=replace(grammar, field=own_name(grammar.field)))
+            prompts = replace(prompts, grammar=replace(grammar, field=NAMES.of(grammar.field)))
         return prompts
 
     def choices(self, prepared: PreparedRequest[ResponsesRequest]) -> list[Delta]:

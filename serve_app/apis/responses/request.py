@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
-from runtime.output.fields import FieldError, Options, invalid
+from runtime.output.fields import Options, invalid
 from runtime.output.options import Effort
 from runtime.output.response_format import JsonSchema, ResponseFormat
 from runtime.output.tools import (
@@ -30,6 +28,7 @@ from runtime.output.tools import (
 from serve_app.apis.chat.messages import ChatMessage
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.responses.input_items import InputItem, InputMessage, as_messages, encoded
+from serve_app.protocol.field_names import FieldNames
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS, refused_fields
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.protocol.shapes import RequestModel, only, or_default, text_or_list
@@ -247,7 +246,7 @@ class ResponsesRequest(SamplingFields):
             raise invalid("top_logprobs", f"is only allowed when include has {LOGPROBS}")
         if self.background and self.store is False:
             raise invalid("background", "is only allowed when the response is stored; leave out store")
-        with own_names():
+        with NAMES.in_errors():
             self.chat([]).check()  # without items, which do not need checks
 
     def items(self) -> list[InputItem]:
@@ -324,26 +323,9 @@ _SHARED = {"parallel_tool_calls", "include_reasoning"} | (
     }
 )
 
-# Fields of a chat at the start of an error, and their names in a response's request.
-_NAMES = [
-    (re.compile(r"^messages\b"), "input"),
-    (re.compile(r"^reasoning_effort\b(?=.* is |$)"), "reasoning.effort"),
-    (re.compile(r"^response_format(\.json_schema)?\b"), "text.format"),
-    (re.compile(r"^(tools\.\d+|tool_choice)\.(?:function|custom)\b"), r"\1"),
-]
-
-
-def own_name(text: str) -> str:
-    """Return the path of a chat's field, or a sentence that starts with it, with the response's name."""
-    for pattern, name in _NAMES:
-        text = pattern.sub(name, text)
-    return text
-
-
-@contextmanager
-def own_names() -> Iterator[None]:
-    """Replace names of a chat's fields in errors by names of responses."""
-    try:
-        yield
-    except FieldError as e:
-        raise FieldError(own_name(e.field), own_name(str(e))) from e
+NAMES = FieldNames(
+    (r"^messages\b", "input"),
+    (r"^reasoning_effort\b(?=.* is |$)", "reasoning.effort"),
+    (r"^response_format(\.json_schema)?\b", "text.format"),
+    (r"^(tools\.\d+|tool_choice)\.(?:function|custom)\b", r"\1"),
+)
