@@ -117,7 +117,7 @@ def test_requests_that_cannot_be_replayed_are_reported(server: TestClient, tmp_p
     file = tmp_path / "x.json"
     for text in ("no JSON", json.dumps({"request": {}}), json.dumps({"request": {}, "answer": {"object": "x"}})):
         file.write_text(text)
-        with pytest.raises(CallboardError, match="must have both"):
+        with pytest.raises(CallboardError, match="must hold a JSON object with a request and its answer"):
             replay(str(file), URL, "one", None)
 
 
