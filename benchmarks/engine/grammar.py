@@ -1,4 +1,4 @@
-"""What grammars cost: compiling them, and a mask and an advance of each row of a step, over a corpus of schemas.
+"""The cost of grammars: compiling them, and a mask and an advance of each row of a step, over a corpus of schemas.
 
 python -m benchmarks.engine.grammar --tokenizer PATH ...            # the lazy engine, and the compiler's child
 python -m benchmarks.engine.grammar --tokenizer PATH --eager 40     # automata of 40 schemas of the corpus
@@ -24,11 +24,11 @@ from runtime.child import Child, Overrun
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import Grammar, GrammarSpec
 from runtime.structured.compiler import GrammarCompiler
-from runtime.structured.engines import build_loaded, load
 from runtime.structured.grammar import compiled
-from runtime.structured.lazy import LazyEngine
+from runtime.structured.matching.factory import build_loaded, load
+from runtime.structured.matching.lazy import LazyEngine
+from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.structured.pattern import GrammarError
-from runtime.structured.vocabulary import Vocabulary
 from runtime.text.tokenizer import Tokenizer
 
 CORPUS = Path(__file__).parents[2] / "tests" / "data" / "structured_corpus.jsonl"

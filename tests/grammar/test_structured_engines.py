@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 
 from runtime.child import Child, ChildPool, Overrun
 from runtime.spec.types import CallboardError, GrammarSpec
-from runtime.structured import numbers
-from runtime.structured.automaton import EagerMatcher, build
-from runtime.structured.automaton_policy import AutomatonPolicy
 from runtime.structured.compiler import GrammarCompiler
-from runtime.structured.engines import Engines
 from runtime.structured.grammar import compiled
-from runtime.structured.matcher import Matcher
+from runtime.structured.matching.automaton import EagerMatcher, build
+from runtime.structured.matching.automaton_policy import AutomatonPolicy
+from runtime.structured.matching.factory import Engines
+from runtime.structured.matching.matcher import Matcher
+from runtime.structured.matching.vocabulary import BYTES
 from runtime.structured.pattern import GrammarError
-from runtime.structured.vocabulary import BYTES
+from runtime.structured.schema.writer import numbers
 from tests.support.structured_cases import BYTE_ENGINE, fits, regex
 
 EOS = BYTES.eos_ids[0]

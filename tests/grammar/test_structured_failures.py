@@ -9,10 +9,10 @@ import pytest
 
 from runtime.core.engine import EngineCore
 from runtime.spec.types import CallboardError, FinishReason
-from runtime.structured import lazy
-from runtime.structured.engines import Engines
-from runtime.structured.matcher import Matcher
-from runtime.structured.vocabulary import BYTES
+from runtime.structured.matching import lazy
+from runtime.structured.matching.factory import Engines
+from runtime.structured.matching.matcher import Matcher
+from runtime.structured.matching.vocabulary import BYTES
 from tests.support.fake_engine import FakeEngine, byte_tokenizer, chat, client_of, events_of
 from tests.support.structured_cases import regex
 from tests.support.structured_engine import answers, hot, runner_of

@@ -18,9 +18,9 @@ from runtime.spec.types import FinishReason, Grammar, GrammarSpec
 from runtime.speculation.draft import DraftCore, LocalWire
 from runtime.speculation.draft_client import DraftClient
 from runtime.speculation.ngram import Ngram
-from runtime.structured.automaton import EagerMatcher, build
 from runtime.structured.grammar import compiled
-from runtime.structured.lazy import LazyEngine
+from runtime.structured.matching.automaton import EagerMatcher, build
+from runtime.structured.matching.lazy import LazyEngine
 from runtime.structured.pattern import GrammarError
 from tests.grammar.test_structured_walks import CHECKER, SCHEMAS, SMALL
 from tests.support.fake_runner import FixedShare

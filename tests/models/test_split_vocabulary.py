@@ -1,4 +1,4 @@
-"""Runners that have parts of the vocabulary, step by step beside one that has all of it."""
+"""Runners with parts of the vocabulary, step by step beside one with all of it."""
 
 import threading
 from unittest import mock
@@ -9,7 +9,7 @@ from runtime.core.plan import EMPTY, EMPTY_TABLE, NewSlot, StepPlan
 from runtime.features.grammar_state import GrammarState
 from runtime.spec.sharding import Shard
 from runtime.spec.types import FinishReason, Grammar, SamplingParams
-from runtime.structured.vocabulary import Vocabulary
+from runtime.structured.matching.vocabulary import Vocabulary
 from tests.grammar.test_structured_walks import SMALL
 from tests.support.split_runners import SplitRunner
 from tests.support.structured_cases import regex
@@ -26,7 +26,8 @@ PARAMS = [
 ]
 
 
-@mock.patch("runtime.features.grammar_state._MAKING_S", 60.0)  # else rows wait for matchers in some steps of one alone
+# otherwise rows of one runner wait for matchers in some steps
+@mock.patch("runtime.features.grammar_state._MAKING_S", 60.0)
 def test_every_rank_samples_as_one_rank_does():
     """With grammars, log-probabilities of prompts and answers, and guesses to verify; SplitRunner compares."""
     runner = SplitRunner(3, runner_of)

@@ -1,4 +1,4 @@
-"""Calls that a request insists on, by an engine that writes whatever their grammar allows: none of them is lost."""
+"""Calls that a request requires, from an engine that writes any text of their grammar: every call arrives."""
 
 import json
 import random
@@ -11,7 +11,7 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from runtime.spec.types import Request
-from runtime.structured.vocabulary import BYTES
+from runtime.structured.matching.vocabulary import BYTES
 from tests.serve.test_chat_api import LLAMA, PLAIN, QWEN, prompt_of
 from tests.support.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, client_of
 from tests.support.structured_cases import BYTE_ENGINE
