@@ -62,6 +62,11 @@ def only(*harmless: Any, says: LiteralString = "this field is not supported yet;
 LEGACY = only(None, [], says="this field is OpenAI's old one; use tools, tool_choice and tool_calls instead")
 
 
+def type_of(value: Any, default: str | None = None) -> Any:
+    """Return the `type` of an object, which may be a dict or a checked model."""
+    return value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
+
+
 def text_or_list(value: Any) -> str | None:
     """Return the union tag of a text or a list. Tags start with "<" and are left out of field paths."""
     return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None

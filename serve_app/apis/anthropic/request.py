@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from runtime.output.fields import FieldError, invalid, read_options
 from serve_app.apis.chat.request import ChatRequest
-from serve_app.protocol.shapes import RequestModel, only, text_or_list
+from serve_app.protocol.shapes import RequestModel, only, text_or_list, type_of
 
 # ---- content ---------------------------------------------------------------------------------------------------------
 
@@ -43,7 +43,7 @@ class ToolUseBlock(RequestModel):
 
 
 def _tag_of(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    kind = type_of(value)
     return f"<{kind}>" if isinstance(kind, str) else None
 
 

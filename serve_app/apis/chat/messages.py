@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError, from_json
 
 from runtime.output.fields import invalid
 from runtime.output.tools import kind_of_tool
-from serve_app.protocol.shapes import LEGACY, MAX_VALUES, RequestModel, has_too_many_values, only, text_or_list
+from serve_app.protocol.shapes import LEGACY, MAX_VALUES, RequestModel, has_too_many_values, only, text_or_list, type_of
 
 
 class TextPart(RequestModel):
@@ -32,8 +32,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")  # of OpenAI's chat
 
 
 def _kind_of_part(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "<refusal>" if kind == "refusal" else "<text>"
+    return "<refusal>" if type_of(value) == "refusal" else "<text>"
 
 
 Part = Annotated[

@@ -5,7 +5,7 @@ POST /chaos kills one of their processes."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
@@ -45,27 +45,14 @@ Kill = Callable[[str], Awaitable[dict[str, object]]]  # kills a process of a rol
 def engine_routes(service: Service, settings: HttpSettings, kill: Kill | None) -> list[Route]:
     """Return the routes. Without `kill`, /chaos is not allowed."""
     routes = EngineRoutes(service, settings, kill)
+    post: dict[str, Any] = {"errors": (400, *ENGINES), "method": "POST"}
+    reset: dict[str, Any] = {"errors": ENGINES, "method": "POST"}
     return [
-        route(
-            "/reset_prefix_cache",
-            routes.reset_prefix_cache,
-            "Evict the prefixes without a live request",
-            None,
-            errors=ENGINES,
-            method="POST",
-        ),
-        route("/sleep", routes.sleep, "Release memory", None, errors=(400, *ENGINES), method="POST", query=SleepQuery),
-        route("/wake_up", routes.wake_up, "Compute again", None, errors=(400, *ENGINES), method="POST"),
+        route("/reset_prefix_cache", routes.reset_prefix_cache, "Evict prefixes without live requests", None, **reset),
+        route("/sleep", routes.sleep, "Release memory", None, query=SleepQuery, **post),
+        route("/wake_up", routes.wake_up, "Compute again", None, **post),
         route("/is_sleeping", routes.is_sleeping, "Whether an engine sleeps", Sleeping, errors=(503,)),
-        route(
-            "/chaos",
-            routes.chaos,
-            "Kill an engine or runner",
-            Killed,
-            errors=(400, *ENGINES),
-            method="POST",
-            query=ChaosQuery,
-        ),
+        route("/chaos", routes.chaos, "Kill an engine or runner", Killed, query=ChaosQuery, **post),
     ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.requests import Request as HttpRequest
@@ -24,39 +23,20 @@ _PING = Operation("The same, for SageMaker", Health, unready=Unhealthy, open=Tru
 
 def status_routes(service: Service, settings: HttpSettings) -> list[Route]:
     routes = StatusRoutes(service)
-
-    def server_info() -> dict[str, Any]:
-        return service.description() | {"allow_chaos": settings.allow_chaos}
-
+    models = get_json(lambda: ModelList(data=service.model_cards()))
+    load = get_json(lambda: FrontLoad(service.num_live))
+    server_info = get_json(lambda: service.description() | {"allow_chaos": settings.allow_chaos})
+    own_version = get_json(lambda: Version(version("callboard")))
     return [
-        route(
-            "/v1/models",
-            get_json(lambda: ModelList(data=service.model_cards())),
-            "The served model and its adapters",
-            ModelList,
-            errors=(503,),
-        ),
-        route(
-            "/v1/models/{model:path}",
-            routes.model,
-            "The model or an adapter, by its name",
-            ModelCard,
-            errors=(404, 503),
-        ),
-        route(
-            "/health", routes.health, "Whether the server can serve requests now", Health, unready=Unhealthy, open=True
-        ),
+        route("/v1/models", models, "The served model and its adapters", ModelList, errors=(503,)),
+        route("/v1/models/{model:path}", routes.model, "A model or adapter, by its name", ModelCard, errors=(404, 503)),
+        route("/health", routes.health, "Whether the server can serve now", Health, unready=Unhealthy, open=True),
         route("/ready", routes.ready, "Whether the start is complete", Health, unready=NotReady, open=True),
         ApiRoute("/ping", routes.health, _PING, replace(_PING, method="POST")),
-        route(
-            "/load",
-            get_json(lambda: FrontLoad(service.num_live)),
-            "The number of requests that this front answers now",
-            FrontLoad,
-        ),
-        route("/server_info", get_json(server_info), "The model and its numerics", ServerInfo, errors=(503,)),
+        route("/load", load, "The number of running requests of this front", FrontLoad),
+        route("/server_info", server_info, "The model and its numerics", ServerInfo, errors=(503,)),
         route("/metrics", routes.metrics, "All metrics of the application, for Prometheus", None),
-        route("/version", get_json(lambda: Version(version("callboard"))), "The version of Callboard", Version),
+        route("/version", own_version, "The version of Callboard", Version),
     ]
 
 

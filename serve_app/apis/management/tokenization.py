@@ -54,32 +54,14 @@ class _Kind(RequestModel):
 
 
 def tokenization_routes(service: Service, settings: HttpSettings) -> list[Route]:
-    errors = (*BODY, 404, 503)
-    kinds = (TokenizeTextRequest, TokenizeChatRequest)
+    to_ids = post_json(partial(tokenize, service), settings, may_render=True)
+    to_text = post_json(partial(detokenize, service), settings)
+    info = get_json(partial(tokenizer_info, service))
+    kinds, errors = (TokenizeTextRequest, TokenizeChatRequest), (*BODY, 404, 503)
     return [
-        route(
-            "/tokenize",
-            post_json(partial(tokenize, service), settings, may_render=True),
-            "The token ids of a text or of a chat's prompt",
-            Tokenized,
-            kinds,
-            errors,
-        ),
-        route(
-            "/detokenize",
-            post_json(partial(detokenize, service), settings),
-            "The text of token ids",
-            Detokenized,
-            (DetokenizeRequest,),
-            errors,
-        ),
-        route(
-            "/tokenizer_info",
-            get_json(partial(tokenizer_info, service)),
-            "The tokenizer's settings",
-            TokenizerInfo,
-            errors=(503,),
-        ),
+        route("/tokenize", to_ids, "The token ids of a text or of a chat's prompt", Tokenized, kinds, errors),
+        route("/detokenize", to_text, "The text of token ids", Detokenized, (DetokenizeRequest,), errors),
+        route("/tokenizer_info", info, "The tokenizer's settings", TokenizerInfo, errors=(503,)),
     ]
 
 

@@ -36,40 +36,15 @@ class ShowRequest(RequestModel):
 
 
 def ollama_model_routes(service: Service, settings: HttpSettings) -> list[Route]:
-    errors = (*BODY, 404, 503)
+    lists: dict[str, Any] = {"errors": (503,), "error": OllamaError}
+    one: dict[str, Any] = {"errors": (*BODY, 404, 503), "error": OllamaError}
+    description = post_json(partial(show, service), settings, may_render=True)
+    version = get_json(lambda: OllamaVersion(VERSION))
     return [
-        route(
-            "/api/tags",
-            get_json(partial(tags, service)),
-            "The models, for Ollama's clients",
-            OllamaModels,
-            errors=(503,),
-            error=OllamaError,
-        ),
-        route(
-            "/api/ps",
-            get_json(partial(running, service)),
-            "The same models",
-            OllamaModels,
-            errors=(503,),
-            error=OllamaError,
-        ),
-        route(
-            "/api/show",
-            post_json(partial(show, service), settings, may_render=True),
-            "A model, for Ollama's clients",
-            OllamaModel,
-            (ShowRequest,),
-            errors,
-            error=OllamaError,
-        ),
-        route(
-            "/api/version",
-            get_json(lambda: OllamaVersion(VERSION)),
-            "The version of Ollama's API",
-            OllamaVersion,
-            error=OllamaError,
-        ),
+        route("/api/tags", get_json(partial(tags, service)), "The models, in Ollama's form", OllamaModels, **lists),
+        route("/api/ps", get_json(partial(running, service)), "The same models", OllamaModels, **lists),
+        route("/api/show", description, "A model, in Ollama's form", OllamaModel, (ShowRequest,), **one),
+        route("/api/version", version, "The version of Ollama's API", OllamaVersion, error=OllamaError),
     ]
 
 

@@ -17,7 +17,7 @@ from serve_app.apis.chat.messages import (
     TextPart,
     ToolCall,
 )
-from serve_app.protocol.shapes import RequestModel, text_or_list
+from serve_app.protocol.shapes import RequestModel, text_or_list, type_of
 
 _KINDS = (
     "message",
@@ -27,10 +27,6 @@ _KINDS = (
     "custom_tool_call_output",
     "reasoning",
 )
-
-
-def _type_of(value: Any, default: str | None = None) -> Any:
-    return value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
 
 
 _Text = Annotated[
@@ -97,7 +93,7 @@ class Reasoning(_Item):
 
 
 def _kind_of_item(value: Any) -> str | None:
-    kind = _type_of(value, "message")
+    kind = type_of(value, "message")
     return f"<{kind}>" if kind in _KINDS else None
 
 

@@ -31,7 +31,7 @@ from serve_app.apis.responses.input_items import InputItem, InputMessage, as_mes
 from serve_app.protocol.field_names import FieldNames
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS, refused_fields
 from serve_app.protocol.sampling import SamplingFields
-from serve_app.protocol.shapes import RequestModel, only, or_default, text_or_list
+from serve_app.protocol.shapes import RequestModel, only, or_default, text_or_list, type_of
 
 LOGPROBS = "message.output_text.logprobs"
 INSTRUCTING = ("system", "developer")  # roles of messages that instruct the model
@@ -128,7 +128,7 @@ class FlatAllowedTools(RequestModel):
 def _kind_of_choice(value: Any) -> str | None:
     if isinstance(value, str):
         return "<text>"
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    kind = type_of(value)
     if kind in ("function", "custom"):
         return "<tool>"
     return "<allowed_tools>" if kind == "allowed_tools" else None
