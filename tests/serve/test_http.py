@@ -247,7 +247,7 @@ def assert_error(response: httpx.Response, status: int, param: str | None, says:
         ({"stop": [""]}, "stop.0", "at least 1"),
         ({"stop": 3}, "stop", "list of texts"),
         ({"stop": ["x"] * 17}, "stop", "16"),
-        ({"logit_bias": {"x": 1}}, "logit_bias.x", "no token id"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x", "not a token id"),
         ({"logit_bias": {"1": 101}}, "logit_bias.1", "100"),
         ({"logit_bias": {"999": 1}}, "logit_bias", "999"),
         ({"stop_token_ids": [999]}, "stop_token_ids", "999"),
