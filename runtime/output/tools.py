@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from runtime.output.fields import FieldError, Options, invalid
 from runtime.output.response_format import RequestedGrammar
 from runtime.spec.types import GrammarSpec
-from runtime.structured.grammar import Calls
+from runtime.structured.calls import Calls
 from runtime.structured.pattern import literal_text
 from runtime.text import reasoning
 from runtime.text.tool_calls import ForcedCall, ToolFormat
