@@ -4,12 +4,12 @@
     python -m benchmarks.quality --model FOLDER --variants quantization=fp8 quantization=fp8,kv_cache_dtype=fp8
     python -m benchmarks.quality --variants kv_cache_dtype=fp8 --tokens 0 --needles 8192
 
-The reference is the model as `--reference` sets it. Everything is compared with it: perplexity of the text, the
-divergence (KL) of the distributions of the next token in nats, and how often the likeliest token is the same. The text
-is that of `pydoc_data.topics`, Python's own reference, or a file; it is scored in windows of `--window` tokens.
+The reference is the model as `--reference` sets it. Everything is compared with it: perplexity of the text, divergence
+(KL) of the next token's distribution in nats, and the share of equal likeliest tokens. The text is that of
+`pydoc_data.topics`, Python's own reference, or a file; it is scored in windows of `--window` tokens.
 
-A variant is a list of EngineConfig's fields. `--round` measures weight formats without kernels: each weight of a linear
-map except the head becomes the nearest value of the format, and is multiplied as a dense one. A form is a name of
+A variant is a list of EngineConfig's fields. `--round` measures weight formats without kernels. Each weight of a linear
+map except the head becomes the nearest value of the format, and is multiplied as a dense one. A format is a name of
 runtime.quant.encodings, perhaps with the columns that share a scale, perhaps with `min` for zero points: int4:32:min.
 
 `--needles N` hides a number in texts of N tokens, one at every eighth, and requests it at the end.
@@ -29,6 +29,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.library.measure import Results, engine_config, new_parser
+from runtime.assembly.runner import build_runner
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.kernels.collectives.communicator import Communicator
@@ -42,7 +43,6 @@ from runtime.spec.config import DEFAULT_MODEL, EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.types import Request, SamplingParams
 from runtime.text.tokenizer import Tokenizer
-from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
 
 _KEPT = 256  # of the reference's distributions, the likeliest tokens, with the others together: KL is a bit too small
@@ -78,7 +78,7 @@ class Model:
     """An engine in this process that shows its logits as they are computed."""
 
     def __init__(self, config: EngineConfig, source: CheckpointSource) -> None:
-        self.runner = ModelRunner(config, source)
+        self.runner = build_runner(config, source)
         self.core = EngineCore(config, self.runner.info, InProcess(self.runner))
         self.take: Callable[[torch.Tensor], None] = lambda logits: None
         compute, self._num_requests = self.runner.decoder.logits, 0
@@ -160,7 +160,7 @@ def score(
 
 
 def divergence(p: torch.Tensor, q: torch.Tensor) -> float:
-    """The summed KL of rows of log-probabilities of the same tokens, in each row with all other tokens as one."""
+    """The summed KL of rows of log-probabilities of the same tokens; in each row all other tokens count as one."""
     p_others, q_others = ((1 - logprobs.exp().sum(-1)).clamp_min(_SMALLEST) for logprobs in (p, q))
     return float((p.exp() * (p - q)).sum(dtype=torch.float64) + (p_others * (p_others / q_others).log()).sum())
 

@@ -23,12 +23,12 @@ from starlette.applications import Starlette
 
 from actors.engine.autoscaling import ServePolicy, report_of
 from actors.engine.supervisor import Supervisor
-from actors.front.engine_group import EngineGroup, FromZero
+from actors.front.engine_group import EngineGroup, ScaleFromZero
 from actors.ray.directory import RayDirectory, has_healthy_engine
 from actors.ray.environment import FAST_SERVE
 from actors.ray.names import engines_of
 from actors.ray.placement import FRONT_CPUS, SUPERVISOR_CPUS, bundles, default_fronts, has_room, uses_gpu
-from actors.ray.process import freeze_garbage, lose_what_no_log_takes, telling_faults
+from actors.ray.process import freeze_garbage, ignore_logging_errors, report_faults
 from runtime.inspection import check_model
 from runtime.loading.resolve import resolve
 from runtime.spec.config import EngineConfig, names_of
@@ -118,7 +118,7 @@ class EngineHost:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: EngineConfig, gpu: bool, drain_timeout_s: float
     ) -> None:
-        lose_what_no_log_takes()
+        ignore_logging_errors()
         self._drain_timeout_s = drain_timeout_s
         context = serve.get_replica_context()
         group = ray.util.get_current_placement_group()
@@ -162,14 +162,14 @@ class Front:
 
         `engines` is the deployment that this one needs. It is reached over sockets; only where there `may_be_none`, a
         call through its handle has Serve start one."""
-        lose_what_no_log_takes()
+        ignore_logging_errors()
         missing = [f"{name}={value}" for name, value in FAST_SERVE.items() if os.environ.get(name) != value]
         if missing:
             logger.warning("For full speed set %s before Ray starts, as `callboard serve` does.", " ".join(missing))
         app_name = serve.get_replica_context().app_name
         self._engines = EngineGroup(
             RayDirectory(engines_of(app_name, config)),
-            FromZero(
+            ScaleFromZero(
                 lambda: _wake(engines), config.max_queued_requests, config.max_queued_tokens, config.queue_timeout_s
             )
             if may_be_none
@@ -203,7 +203,7 @@ class Front:
             await self._start
 
     async def _connect(self, config: EngineConfig) -> None:
-        with telling_faults("A front"):
+        with report_faults("A front"):
             await self._load(config)
 
     async def _load(self, config: EngineConfig) -> None:

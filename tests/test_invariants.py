@@ -22,13 +22,13 @@ def cited() -> dict[str, list[str]]:
     return found
 
 
-def test_every_contract_that_is_cited_is_defined():
+def test_every_cited_contract_is_defined():
     assert {number: paths for number, paths in cited().items() if number not in CONTRACTS} == {}
     assert list(CONTRACTS) == [f"C{i}" for i in range(1, len(CONTRACTS) + 1)]
 
 
 @pytest.mark.parametrize("number", CONTRACTS)
-def test_what_it_names_exists(number: str):
+def test_names_in_a_contract_exist(number: str):
     text = CONTRACTS[number]
     why, upheld, held = (text.partition(f"**{part}")[2].partition("- **")[0] for part in ("Why", "Upheld", "Held"))
     assert why
@@ -52,7 +52,7 @@ PAGES = [
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_of_pages_lead_somewhere(page: Path):
+def test_links_of_pages_resolve(page: Path):
     """To files, and to headings of pages as GitHub names them."""
     text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
     lost = []
@@ -70,7 +70,7 @@ def _headings(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_files_that_pages_name_exist(page: Path):
+def test_files_named_in_pages_exist(page: Path):
     named = re.findall(r"`((?:runtime|actors|serve_app|tests|benchmarks|docs|\.ci)/[\w./-]*)`", page.read_text())
     assert [path for path in named if not (ROOT / path).exists()] == []
     modules = [name.replace(".", "/") for name in re.findall(r"python -m (benchmarks(?:\.\w+)+)", page.read_text())]
@@ -78,7 +78,7 @@ def test_files_that_pages_name_exist(page: Path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_names_that_pages_place_in_files_are_there(page: Path):
+def test_names_that_pages_place_in_files_exist(page: Path):
     """As in `name` of `path/file.py`."""
     text = " ".join(page.read_text("utf-8").split())
     found = re.findall(r"((?:`\w+`, )*`\w+`) of `((?:runtime|actors|serve_app|benchmarks|tests)/[\w./]+)`", text)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from actors.engine.adapter_loading import EngineAdapters
-from actors.engine.link_server import Connection, Stream
+from actors.engine.engine_adapters import EngineAdapters
+from actors.engine.link_server import Connection, EngineStream
+from actors.engine.metrics import EngineMetrics
 from actors.engine.queue_limits import HeldRequests, QueueLimits
 from actors.engine.step_frames import StepFrames
 from actors.wire.engine_client import Refusal
-from actors.wire.messages import Abort, AbortById, Ended, Refused, Submit
-from actors.wire.metrics import EngineMetrics
+from actors.wire.link_messages import Abort, AbortById, Ended, Refused, Submit
 from runtime.core.engine import EngineCore
 from runtime.core.request_state import RequestState
 from runtime.spec.config import EngineConfig
@@ -22,7 +22,7 @@ class LiveRequests:
 
     def __init__(self, config: EngineConfig, core: EngineCore, adapters: EngineAdapters, meter: EngineMetrics) -> None:
         self._config, self._core, self._adapters, self._meter = config, core, adapters, meter
-        self._by_id: dict[str, dict[Stream, None]] = {}  # by the id that the client gave
+        self._by_id: dict[str, dict[EngineStream, None]] = {}  # by the id that the client gave
         self.held = HeldRequests(config.queue_timeout_s)
         self.limits = QueueLimits(config, core.scheduler, self.held)
         self.frames = StepFrames(core, meter, self._finished)
@@ -35,12 +35,12 @@ class LiveRequests:
             if refusal is not None:
                 connection.send(refusal)
                 return
-        stream = Stream(connection, message.stream, message.request.request_id)
+        stream = EngineStream(connection, message.stream, message.request.request_id)
         connection.streams[message.stream] = stream
         self._by_id.setdefault(stream.client_id, {})[stream] = None
         self._add(stream, replace(message.request, request_id=stream.key), message.resumed)
 
-    def _add(self, stream: Stream, request: Request, resumed: bool) -> None:
+    def _add(self, stream: EngineStream, request: Request, resumed: bool) -> None:
         """Queue a request, or hold it until its adapter is loaded."""
         if self._adapters.is_awaited(request.adapter):
             self.held.add(stream, request, resumed)
@@ -57,7 +57,7 @@ class LiveRequests:
             self.limits.queued(state, stream.arrived_at)
 
     def queue_held(self) -> None:
-        """Queue the held requests whose adapters are loaded."""
+        """Queue the held requests, or hold them again."""
         for stream, request, resumed in self.held.take():
             self._add(stream, request, resumed)
 
@@ -92,7 +92,7 @@ class LiveRequests:
         for state in [s for s in self._core.scheduler.requests.values() if s.request.adapter == adapter]:
             self.end_at_once(state.owner, FinishReason.ERROR, error)
 
-    def end_at_once(self, stream: Stream, reason: FinishReason, error: str = "") -> None:
+    def end_at_once(self, stream: EngineStream, reason: FinishReason, error: str = "") -> None:
         """End a request between two steps."""
         self._core.abort(stream.key)
         self._end(stream, reason, None, error)
@@ -108,16 +108,16 @@ class LiveRequests:
             error = NOT_FINITE
         self._end(state.owner, reason, stop_id, error)
 
-    def _end(self, stream: Stream, reason: FinishReason, stop_id: int | None, error: str) -> None:
+    def _end(self, stream: EngineStream, reason: FinishReason, stop_id: int | None, error: str) -> None:
         stream.connection.frame.ended.append(Ended(stream.number, int(reason), stop_id, error))
         self._forget(stream)
 
-    def _drop(self, stream: Stream) -> None:
+    def _drop(self, stream: EngineStream) -> None:
         """End a stream without a message to its front."""
         self._core.abort(stream.key)
         self._forget(stream)
 
-    def _forget(self, stream: Stream) -> None:
+    def _forget(self, stream: EngineStream) -> None:
         stream.connection.streams.pop(stream.number, None)
         self.held.remove(stream)
         of_id = self._by_id.get(stream.client_id, {})

@@ -15,14 +15,15 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from actors.engine.adapter_loading import EngineAdapters, LoadAdapter
 from actors.engine.autoscaling import EngineFigures
+from actors.engine.cache_feed import CacheFeed, Followers
+from actors.engine.engine_adapters import EngineAdapters, LoadAdapter
 from actors.engine.link_server import Connected, Connection, Disconnected, FromLink, LinkServer
 from actors.engine.live_requests import LiveRequests
+from actors.engine.metrics import EngineMetrics
 from actors.engine.sleep import EngineSleep, SetSleep
-from actors.wire.cache_feed import CacheFeed, Followers
-from actors.wire.messages import Abort, AbortById, Adapters, Follow, Forget, Sleep, Status, Submit
-from actors.wire.metrics import EngineMetrics, MetricValues, Snapshot
+from actors.wire.link_messages import Abort, AbortById, Adapters, Follow, ResetPrefixCache, Sleep, Status, Submit
+from actors.wire.metrics import MetricValues, Snapshot
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor
 from runtime.policy.engine_load import EngineLoad
@@ -91,7 +92,7 @@ class EngineLoop:
             Abort: self.requests.abort,
             AbortById: self.requests.abort_by_id,
             Follow: self._follow,
-            Forget: self._evict_unheld,
+            ResetPrefixCache: self._reset_prefix_cache,
             Sleep: self._sleep.request,
             Adapters: self._adapters.apply,
         }
@@ -188,7 +189,7 @@ class EngineLoop:
             if self._closed:
                 return
             try:
-                if self._sleep.follow():
+                if self._sleep.apply_requests():
                     continue
                 waits = self.config.late_planning and self._wait_to_plan()
                 meter.before_submit(self.core.scheduler.num_in_flight, self._frames.pending is not None)
@@ -293,7 +294,7 @@ class EngineLoop:
     def _follow(self, connection: Connection, message: Follow) -> None:
         self._followers.follow(connection, message.wanted)
 
-    def _evict_unheld(self, connection: Connection, message: Forget) -> None:
+    def _reset_prefix_cache(self, connection: Connection, message: ResetPrefixCache) -> None:
         self.core.scheduler.pool.evict_unheld()
         connection.answer(message.number)
 

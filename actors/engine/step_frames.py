@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from actors.engine.link_server import Connection, Stream
-from actors.wire.metrics import EngineMetrics
+from actors.engine.link_server import Connection, EngineStream
+from actors.engine.metrics import EngineMetrics
 from runtime.core.engine import EngineCore
 from runtime.core.request_state import RequestState
 from runtime.spec.types import FinishReason, StepOutput
@@ -19,10 +19,10 @@ class StepFrames:
     ) -> None:
         """`finished` ends the stream of each request that the step completed."""
         self._core, self._meter, self._finished = core, meter, finished
-        self._notified: set[Connection] = set()  # fronts whose frames hold an accepted request
+        self._notified: set[Connection] = set()  # fronts with an accepted request in their frames
         self.pending: StepOutput | None = None  # committed, not sent yet
 
-    def accept(self, stream: Stream, has_slot: bool) -> None:
+    def accept(self, stream: EngineStream, has_slot: bool) -> None:
         """Report to the front that a request is queued or, with `has_slot`, running. The next frame carries it."""
         stream.connection.frame.accepted.append((stream.number, has_slot))
         self._notified.add(stream.connection)
@@ -60,7 +60,7 @@ class StepFrames:
         meter, logprobs, step = self._meter, output.logprobs, self._core.steps_done
         sampled_at, num_others, num_prompt = meter.sampled_at, 0, 0
         for i, (state, token) in enumerate(zip(output.states, output.token_ids, strict=True)):
-            stream: Stream = state.owner
+            stream: EngineStream = state.owner
             connection = stream.connection
             if stream.last_step != step - 1:
                 num_others += 1
@@ -78,7 +78,7 @@ class StepFrames:
         return num_others, num_prompt
 
     def _add_start(self, state: RequestState) -> None:
-        stream: Stream = state.owner
+        stream: EngineStream = state.owner
         assert state.num_cached is not None, "it was admitted"
         times = stream.admitted_at - stream.arrived_at, self._meter.sampled_at - stream.admitted_at
         stream.connection.frame.started.append((stream.number, state.num_cached, *times))

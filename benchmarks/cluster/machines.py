@@ -1,4 +1,4 @@
-"""Ray, Serve and Callboard on two or three machines of one's own."""
+"""Ray, Serve and Callboard on two or three private machines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _get_global_client().deploy_apps(ServeDeploySchema(**config))
 
 
 class Cluster:
-    """The machines, and the processes on them: a front with an engine, another engine, and the head, apart or with the
+    """The machines, and the processes on them: a front with an engine, another engine, and the head, alone or with the
     front."""
 
     def __init__(self, folder: str, settings: dict[str, str], *, has_head_apart: bool, has_redis: bool) -> None:
@@ -48,7 +48,7 @@ class Cluster:
         places = {"RAY_TMPDIR": str(own), "HOME": str(own), **haproxy_files(str(own))}
         command = {COMMAND: write_command(folder)}
         self._environment = {**inherited, **CLUSTER, **_QUICK, **places, **command, **ray_token(), **settings}
-        if has_redis:  # in which the GCS keeps its state
+        if has_redis:  # in which the GCS stores its state
             self._environment["RAY_REDIS_ADDRESS"] = f"{HOST}:{_REDIS_PORT}"
             redis = ["redis-server", "--bind", HOST, "--port", str(_REDIS_PORT), "--protected-mode", "no", "--save", ""]
             subprocess.Popen(redis, stdout=subprocess.DEVNULL)

@@ -1,7 +1,7 @@
 """Separate machines on this one: network namespaces on a bridge. Their cables can be pulled.
 
-The program that uses them runs in namespaces of its own (`alone`). With a user namespace it does not need root, with a
-process namespace all processes end with it, and the network namespace has the machines' bridge. A pulled cable (`pull`)
+The program that uses them runs in namespaces of its own (`alone`). A user namespace makes root unnecessary. A process
+namespace ends all processes with the program. The network namespace has the machines' bridge. A pulled cable (`pull`)
 acts like a dead switch: no connection is closed, and packets are lost without an answer.
 """
 
@@ -24,7 +24,7 @@ def alone(*arguments: str) -> list[str]:
 
 
 def refusal() -> str | None:
-    """One sentence on why there can be no machines here; None if there can."""
+    """One sentence on why machines are impossible here, or None."""
     try:
         check = subprocess.run(
             [*_ALONE, "ip", "link", "add", "bridge0", "type", "bridge"], capture_output=True, text=True
@@ -42,8 +42,8 @@ def make_bridge() -> None:
 
 
 class Machine:
-    """One machine. What runs there sees this program's files and processes, but a network of its own, and other files
-    than the other machines in `folder`."""
+    """One machine. Its processes see this program's files and processes, but have a network of their own, and their own
+    files in `folder`."""
 
     def __init__(self, number: int, folder: Path) -> None:
         self.address = f"10.77.0.{number}"

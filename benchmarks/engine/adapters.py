@@ -5,9 +5,9 @@
 
 A cell is BATCHxINxOUT, as in benchmarks.engine.decode. Each is measured with every number of `--adapters`, which the
 requests use in turn. If 0 comes first, its share of the rate without adapters is given. All run on one engine with room
-for adapters, so that 0 is what others pay for it. `--loads` reads an adapter that often while `--streams` decode. It
-gives the time of a load, the longest time between two steps during it, and the same without loads over the same number
-of steps.
+for adapters, so 0 shows the cost for requests without one. `--loads` reads an adapter that often while `--streams`
+decode. It gives the time of a load and the longest time between two steps during it. The same number of steps without
+loads is given, too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def load_adapters(engine: Engine, folder: Path, count: int, rank: int) -> list[s
 
 
 def measure_load(engine: Engine, index: int, path: Path, streams: int) -> tuple[float, float, float]:
-    """Seconds of one load while `streams` decode; of the longest step meanwhile; and of the longest among as many."""
+    """Seconds of one load while `streams` decode, of the longest step during it, and of the longest among as many steps
+    without it."""
     loads: list[float] = []
 
     def load() -> None:
@@ -51,7 +52,7 @@ def measure_load(engine: Engine, index: int, path: Path, streams: int) -> tuple[
     engine.add(streams, 32, 4000)
     ends, gaps = [], {}
     for name in ("usual", "loading"):
-        for _ in range(100):  # past the prompts, and what the last load left behind
+        for _ in range(100):  # past the prompts, and the after-effects of the last load
             engine.core.step()
         thread = threading.Thread(target=load)
         ends = [time.perf_counter()]

@@ -1,4 +1,4 @@
-"""Whether settings that should change nothing but speed change the tokens: the same prompts, against the default.
+"""Whether settings that should only change speed change tokens: the same prompts, against the default.
 
     python -m benchmarks.engine.agreement --model llama-3.2-1b --variants graphs-off overlap-off torch-kernels
 

@@ -1,4 +1,4 @@
-"""What grammars cost: compiling them, and a mask and an advance of each row of a step, over a corpus of schemas.
+"""The cost of grammars: compiling them, and a mask and an advance of each row of a step, over a corpus of schemas.
 
 python -m benchmarks.engine.grammar --tokenizer PATH ...            # the lazy engine, and the compiler's child
 python -m benchmarks.engine.grammar --tokenizer PATH --eager 40     # automata of 40 schemas of the corpus

@@ -4,9 +4,9 @@ python -m benchmarks.engine.grammar_suite FOLDER ...          # each folder's *.
 python -m benchmarks.engine.grammar_suite --sample 500 FOLDER # 500 random ones of its schemas
 
 Files are read in the forms of the public suites: JSON-Schema-Test-Suite (a list of schemas with tests), MaskBench (a
-schema with tests) and plain schemas as in JSONSchemaBench. Lines of JSON with schema, valid and invalid, as in
-tests/data, are read too. Each schema is compiled as with `strict: true` by Callboard and by llguidance's own compiler,
-both in children that are killed after five seconds.
+schema with tests) and plain schemas (JSONSchemaBench). Lines of JSON with schema, valid and invalid, as in tests/data,
+are read too. Each schema is compiled as with `strict: true` by Callboard and by llguidance's own compiler, both in
+children that are killed after five seconds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Case:
 
 
 def main() -> None:
-    from benchmarks.library.measure import Results, new_parser  # with torch, which the children need not load
+    from benchmarks.library.measure import Results, new_parser  # with torch, which the children do not load
 
     parser = new_parser(__doc__, model=False)
     parser.add_argument("folders", type=Path, nargs="+")
@@ -146,6 +146,6 @@ def _fits(grammar: str, value: Any) -> bool:
 
 
 if __name__ == "__main__":
-    from benchmarks.engine import grammar_suite  # a child finds functions by their module, and this one is __main__
+    from benchmarks.engine import grammar_suite  # a child finds functions by their module, and this module is __main__
 
     grammar_suite.main()

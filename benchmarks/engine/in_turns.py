@@ -1,10 +1,10 @@
-"""Decode steps of one model with several settings, in one process and in turns, where a machine is not steady.
+"""Decode steps of one model with several settings, in one process and in turns, for machines with unsteady speed.
 
     python -m benchmarks.engine.in_turns --model llama-3.2-1b --variants quantization=none quantization=int8 \\
         quantization=int8,head_quantization=none --set device=cpu dtype=bfloat16 max_model_len=512 kv_cache_memory=0.3
 
-All engines are in memory at once. A round decodes with each of them; the first variant is what the others are compared
-with. Times are medians of a round's steps, and of the rounds.
+All engines are in memory at once. A round decodes with each of them; the others are compared with the first variant.
+Times are medians of a round's steps, and of the rounds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes: a Chrome trace of steady decoding, the GPU's busy share, the longest kernels.
+"""The time of a decode step by kernel: a Chrome trace of steady decoding, the GPU's busy share, the longest kernels.
 
     python -m benchmarks.engine.profile_step --model llama-3.2-1b --batch 1 64 --trace trace.json.gz
 
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def profile_batch(engine: Engine, batch: int, args: argparse.Namespace, results: Results) -> None:
-    """Prints and adds to the results where the time of decode steps of `batch` rows goes."""
+    """Print the time of decode steps of `batch` rows by kernel, and add it to the results."""
 
     def steps(count: int, what: str) -> float:
         """Milliseconds a step."""

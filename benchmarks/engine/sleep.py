@@ -3,8 +3,8 @@ random weights.
 
     python -m benchmarks.engine.sleep --model llama-3.1-8b
 
-The first sleep allocates the host's pinned memory and copies the weights there; later ones find them there.
-`same_tokens` is true if a greedy batch gets the tokens that it got before the first sleep.
+The first sleep allocates the host's pinned memory and copies the weights there; later ones reuse them. `same_tokens` is
+true if a greedy batch gets the tokens that it got before the first sleep.
 """
 
 from __future__ import annotations

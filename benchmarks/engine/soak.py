@@ -1,4 +1,4 @@
-"""Whether an engine keeps its memory: random requests for some minutes, and what torch holds of the GPU meanwhile.
+"""Whether an engine leaks memory: random requests for some minutes, and the GPU memory that torch holds.
 
     python -m benchmarks.engine.soak --model llama-3.2-1b --minutes 10
 

@@ -113,7 +113,7 @@ async def _run(cells: list[tuple[Fault, str]], args: argparse.Namespace) -> int:
 async def _with_application(
     model: Path, fields: dict[str, Any], todo: list[tuple[Fault, str]], results: Results, args: argparse.Namespace
 ) -> int:
-    """Runs cells on one application until all are done or it cannot go on; returns how many cells failed."""
+    """Run cells on one application until all are done or it cannot continue; returns how many cells failed."""
     from benchmarks.faults.cell import NUM_TOKENS, PROMPT_LENS, Answers, Cell
     from benchmarks.faults.remote import Remote
     from serve_app.tools.token_client import first_model

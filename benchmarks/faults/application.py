@@ -1,9 +1,9 @@
-"""An application that faults are done to: two engines on two nodes of one Ray, and two fronts behind one HAProxy.
+"""An application for faults: two engines on two nodes of one Ray, and two fronts behind one HAProxy.
 
     python -m benchmarks.faults.application FOLDER MODEL FIELD=VALUE...
 
-The process starts a Ray of its own, which has its files in FOLDER, and deploys the application on it. Then it answers
-one JSON line on stdin, [METHOD, ARGUMENTS...], with one on stdout. The methods are the methods of `Application`. The
+The process starts a Ray of its own, with its files in FOLDER, and deploys the application on it. Then it answers one
+JSON line on stdin, [METHOD, ARGUMENTS...], with one on stdout. The methods are the methods of `Application`. The
 process that causes the faults is outside of that Ray, and so does not end with it.
 """
 
@@ -83,7 +83,7 @@ class Application:
         return "" if is_whole else f"{num_linked} of {len(found)} engines are linked and healthy; {states}"
 
     def victim(self) -> str:
-        """The id of the engine on the other node than the fronts', if there is one."""
+        """The id of the engine on the node without fronts, if there is one."""
         import ray
 
         own, found = ray.get_runtime_context().get_node_id(), engines()
@@ -121,7 +121,7 @@ class Application:
         return int(ray.get(engines()[engine].__ray_call__.remote(_link_through, port), timeout=_CALL_S))
 
     def add_node(self) -> None:
-        """Another node, with room for one engine."""
+        """Add a node with room for one engine."""
         import ray
         from ray._private.node import Node
         from ray._private.parameter import RayParams
@@ -178,7 +178,7 @@ def _link_through(actor: Any, port: int) -> int:
 
 
 def deploy(model: str, **args: Any) -> None:
-    """The application, as `serve deploy` does; fronts are on the head node, which lives."""
+    """Deploy the application, as `serve deploy` does; fronts are on the head node, which survives."""
     from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema
 
@@ -198,7 +198,7 @@ def deploy(model: str, **args: Any) -> None:
 
 
 def start(folder: str, model: str, **args: Any) -> Application:
-    """Ray, Serve and the application; returns when all is there."""
+    """Start Ray, Serve and the application; returns when all are ready."""
     from actors.ray import fork_server
     from benchmarks.faults.pace import HOOK
     from serve_app.server.ray_start import WORKERS_MODULES
@@ -209,7 +209,7 @@ def start(folder: str, model: str, **args: Any) -> Application:
     import ray
     from ray import serve
 
-    cpus = 1 + args.get("tensor_parallel_size", 1)  # of one engine; the head node has the fronts, too
+    cpus = 1 + args.get("tensor_parallel_size", 1)  # room for one engine; the head node also has the fronts
     context: Any = ray.init(
         "local", num_cpus=cpus + 1, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20
     )
@@ -230,7 +230,7 @@ def start(folder: str, model: str, **args: Any) -> Application:
 
 def main() -> None:
     with suppress(KeyboardInterrupt):
-        run(_live)  # whatever ends this, nothing of that Ray is left
+        run(_live)  # all processes of that Ray end, however this one ends
 
 
 def _live(_: Parent) -> None:

@@ -17,18 +17,18 @@ STEP_MS = "CALLBOARD_FAULTS_STEP_MS"
 
 
 def install() -> None:
-    """Slow the runner that this worker may become, and do what Callboard does in each worker."""
-    import actors.engine.runner
+    """Slow the runner of this worker down, and do Callboard's own setup of a worker."""
+    import actors.runners.runner
     from actors.ray.process import listen_on_loopback
 
     listen_on_loopback()
-    serve_steps = actors.engine.runner.serve_steps
+    serve_steps = actors.runners.runner.serve_steps
 
     def serve(engine: Any, runner: Any, rank: int) -> None:
         runner.launch = paced(runner.launch, float(os.environ.get(STEP_MS, "0")) / 1e3)
         serve_steps(engine, runner, rank)
 
-    actors.engine.runner.serve_steps = serve
+    actors.runners.runner.serve_steps = serve
 
 
 def paced(launch: Callable[[Any], Callable[[], Any]], seconds: float) -> Callable[[Any], Callable[[], Any]]:

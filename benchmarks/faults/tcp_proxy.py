@@ -35,8 +35,8 @@ class TcpProxy:
             task.add_done_callback(self._tasks.discard)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward bytes in order after the delay. Bytes that arrive while the line is cut are lost, and so are all
-        later ones, because a stream of bytes has no gaps."""
+        """Forward bytes in order after the delay. Bytes that arrive while the line is cut are lost. So are all later
+        bytes, because a stream of bytes cannot have gaps."""
         lines: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
         sending = asyncio.create_task(self._send(lines, writer))
         is_whole = True

@@ -46,7 +46,7 @@ _CONTEXT = 512  # positions that a row attends to
 
 
 class Case(NamedTuple):
-    """`launches` different launches of a kernel, and what each must do at least."""
+    """`launches` different launches of a kernel, and the least bytes or operations of each."""
 
     kernel: str
     launch: Callable[[int], object]
@@ -82,7 +82,7 @@ def _each(function: Callable, arguments: list[tuple[torch.Tensor, ...]]) -> Call
 
 
 def memory_bound(spec: DecoderSpec, rows: int) -> Iterator[Case]:
-    """What is between the products, with the bytes that each must move."""
+    """The kernels between the products, with the bytes that each must move."""
     hidden, ffn, dim = spec.hidden_size, spec.ffn_size, spec.head_dim
     weight, x = randn(hidden), randn(rows, hidden)
     yield Case("rms_norm", lambda i: rms_norm_triton(x, weight, 1e-5), 16, 2 * rows * hidden * 2)

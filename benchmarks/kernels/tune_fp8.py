@@ -31,10 +31,10 @@ from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.tiles import Tiling
 from runtime.kernels.norm.gated_activation import gated_activation_triton
 from runtime.kernels.norm.rms_norm import rms_norm_triton
-from runtime.kernels.quantized.fp8_activations import Fp8Activations, quantize_fp8_torch, quantize_fp8_triton
+from runtime.kernels.quantized.activations import Fp8Activations, quantize_fp8_torch, quantize_fp8_triton
 from runtime.kernels.quantized.fp8_w8a8_gemm import fp8_w8a8_gemm_torch, fp8_w8a8_gemm_triton
-from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize, quantized_weight
-from runtime.kernels.quantized.wna16_gemm import dequantize_triton
+from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize_torch, quantized_weight
+from runtime.kernels.quantized.weight_conversions import dequantize_triton
 from runtime.kernels.triton_language import INTERPRETED
 from runtime.spec.decoder_spec import ExpertsSpec
 
@@ -66,13 +66,13 @@ def draw(product: Product) -> QuantizedWeight:
 
 
 def scaled_mm(x: Fp8Activations, weight: QuantizedWeight, fast: bool, whole: bool = False) -> torch.Tensor:
-    """torch's product, with scales of rows, or of nothing if `whole`."""
+    """torch's product, with row-wise scales, or with one scale if `whole`."""
     if whole:
         one = x.scales[0]
-        return torch._scaled_mm(x.codes, weight.codes.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        return torch._scaled_mm(x.values, weight.values.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
     return torch._scaled_mm(
-        x.codes,
-        weight.codes.t(),
+        x.values,
+        weight.values.t(),
         x.scales[:, None],
         weight.scales[:, : weight.shape[0]],
         out_dtype=torch.bfloat16,
@@ -87,7 +87,7 @@ def timed(run: Callable[[], Any], warm_up: float = 0.02) -> float | str:
         return (time.perf_counter() - start) * 1e6
     try:
         return round(graph_us(run, warm_up, times=5, replays=3), 1)
-    except Exception as error:  # one that does not run leaves the others to measure
+    except Exception as error:  # a failing candidate does not stop the others
         torch.cuda.synchronize()
         return f"{type(error).__name__}: {error!s:.160}"
 
@@ -95,12 +95,12 @@ def timed(run: Callable[[], Any], warm_up: float = 0.02) -> float | str:
 def product_times(product: Product, rows: int, copies: int) -> dict[str, float]:
     """Microseconds of one product with several weights in turn, by candidate."""
     weights = [draw(product) for _ in range(copies)]
-    wide = [w.codes.bfloat16() for w in weights]
+    wide = [w.values.bfloat16() for w in weights]
     x = torch.randn(rows, product.size_in, device=DEVICE).bfloat16()
     quantized = quantize_fp8_triton(x)
     has_residual = product.form in ("out", "down")
     residual = torch.zeros(rows, product.size_out, device=DEVICE).bfloat16()
-    exact = quantized.dequantize(torch.float64) @ dequantize(weights[0]).double().T
+    exact = quantized.dequantize(torch.float64) @ dequantize_torch(weights[0]).double().T
 
     def error(y: torch.Tensor) -> float:
         return round(((y.double() - exact).norm() / exact.norm()).item(), 6)
@@ -150,7 +150,7 @@ def chain_times(model: str, rows: int, us_of: dict[str, dict[str, float]]) -> No
     layers = min(layers, MAX_LAYERS)
     shapes = products(model)[:4]
     weights = [[draw(p) for p in shapes] for _ in range(layers)]
-    wide = [[w.codes.bfloat16() for w in layer] for layer in weights]
+    wide = [[w.values.bfloat16() for w in layer] for layer in weights]
     norm = torch.ones(hidden, device=DEVICE).bfloat16()
     residual = torch.randn(rows, hidden, device=DEVICE).bfloat16()
     attended = torch.randn(rows, query, device=DEVICE).bfloat16()
@@ -219,8 +219,8 @@ def expert_times(rows: int, tiles: list[Tile | None]) -> None:
     routers = [torch.randn(num_experts, hidden, device=DEVICE).bfloat16() for _ in range(layers)]
     shapes = Product("", 2 * ffn, hidden), Product("", hidden, ffn)
     weights = [tuple(draw(p) for p in shapes) for _ in range(num_experts)]
-    fp8 = [(tuple((w.codes, w.scales[0, : len(w.codes), None]) for w in pair)) for pair in weights]
-    dense = [tuple(dequantize(w).bfloat16() for w in pair) for pair in weights]
+    fp8 = [(tuple((w.values, w.scales[0, : len(w.values), None]) for w in pair)) for pair in weights]
+    dense = [tuple(dequantize_torch(w).bfloat16() for w in pair) for pair in weights]
     del weights
     x = torch.randn(rows, hidden, device=DEVICE).bfloat16()
     residual, norm = torch.zeros_like(x), torch.ones(hidden, device=DEVICE).bfloat16()
@@ -254,14 +254,14 @@ def check() -> None:
         "plain": (x, {}), "norm": (x, {"norm_weight": norm, "eps": 1e-5}), "gated": (pairs, {"activation": "silu"}),
     }.items():  # fmt: skip
         got, want = quantize_fp8_triton(inputs, **options), quantize_fp8_torch(inputs, **options)
-        differ = (got.codes.float() != want.codes.float()).float().mean().item()
-        far = (got.dequantize(torch.float32) - want.dequantize(torch.float32)).norm() / want.codes.float().norm()
+        differ = (got.values.float() != want.values.float()).float().mean().item()
+        far = (got.dequantize(torch.float32) - want.dequantize(torch.float32)).norm() / want.values.float().norm()
         right[name] = [round(differ, 5), bool(torch.allclose(got.scales, want.scales, rtol=1e-5)), far.item()]
     rows = quantize_fp8_triton(x)
     codes = (torch.randn(200, 272, device=DEVICE) * 64).to(torch.float8_e4m3fn)
     bias = torch.randn(200, device=DEVICE).bfloat16()
     for name, scales, shared in (("rows", torch.rand(200, 1), (0, 1)), ("blocks", torch.rand(2, 3), (128, 128))):
-        weight = quantized_weight("fp8", codes, scales.to(DEVICE), group=shared[0], scale_rows=shared[1])
+        weight = quantized_weight("fp8", codes, scales.to(DEVICE), group_size=shared[0], scale_rows=shared[1])
         want = fp8_w8a8_gemm_torch(rows, weight, bias, dtype=torch.float32)
         for tile in (T(64, 128, 128, 8, 3, 2, swap=True), T(64, 128, 128, 8, 3, 1)):
             got = fp8_w8a8_gemm_triton(rows, weight, bias, dtype=torch.float32, tiling=tile)
@@ -270,7 +270,7 @@ def check() -> None:
 
 
 def compile_one(job: tuple[bool]) -> None:
-    """Fills the compile cache from a process of its own."""
+    """Fill the compile cache from a process of its own."""
     tile, has_residual = job
     product = Product("", 1024, 512)
     residual = torch.zeros(tile.block_m, product.size_out, device=DEVICE).bfloat16() if has_residual else None

@@ -5,8 +5,8 @@
 
 Prints a JSON line for each product with its time by each tiling, in microseconds, and the error against float64. The
 ways are: rows as limbs (`integer_linear`), weights dequantized in registers (`decoded_linear`), a dense copy made anew,
-and bfloat16. Then one for all that a layer does but attention, as one CUDA graph over different weights, by the choices
-of the tree.
+and bfloat16. Then it prints one for a whole layer except attention, as one CUDA graph over different weights, with the
+tree's choices.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from benchmarks.kernels.tune_quantized import FORMS, NF4
 from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.linear.tiles import Tiling as T
-from runtime.kernels.quantized.int16_activations import quantize_int16_triton
-from runtime.kernels.quantized.int_wna16_gemm import Int16Linear, has_int_wna16_gemm, int_wna16_gemm_triton
-from runtime.kernels.quantized.quantized_weight import E2M1, QuantizedWeight, dequantize, quantized_weight
+from runtime.kernels.quantized.activations import quantize_int16_triton
+from runtime.kernels.quantized.int_wna16_gemm import has_int_wna16_gemm, int_wna16_gemm_triton
+from runtime.kernels.quantized.quantized_linear import Int16Linear, QuantizedLinear
+from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize_torch, quantized_weight
+from runtime.kernels.quantized.upcast import E2M1
 from runtime.kernels.quantized.w4a16_gemm import has_w4a16_gemm, w4a16_gemm_triton
-from runtime.kernels.quantized.wna16_gemm import QuantizedLinear, dequantize_triton
+from runtime.kernels.quantized.weight_conversions import dequantize_triton
 from runtime.kernels.triton_language import INTERPRETED
 
 LAYERS = 4  # of a chain
@@ -48,7 +50,7 @@ def draw(name: str, product: Product) -> QuantizedWeight:
         codes = torch.randint(0, 256, (size_out, size_in // 2), dtype=torch.uint8, device=DEVICE)
     scales = torch.rand(size_out, size_in // form.group if form.group else 1, device=DEVICE) * 1e-3 + 1e-3
     minimums, table = scales * 8 if form.minimums else None, {"table": NF4, "e2m1": E2M1}.get(form.code, ())
-    return quantized_weight(form.code, codes, scales, minimums, group=form.group, table=table)
+    return quantized_weight(form.code, codes, scales, minimums, group_size=form.group, table=table)
 
 
 def candidates(way: str, rows: int) -> list[T]:
@@ -79,7 +81,7 @@ def ways_of(weight: QuantizedWeight, x: torch.Tensor) -> dict[str, Callable[...,
     """The kernels that multiply x with a weight of this form."""
     ways: dict[str, Callable[..., torch.Tensor]] = {}
     if has_int_wna16_gemm(weight):
-        digits = quantize_int16_triton(x, group=0 if weight.minimums is None else weight.group)
+        digits = quantize_int16_triton(x, group_size=0 if weight.zero_points is None else weight.group_size)
         ways["digits"] = lambda w, **options: int_wna16_gemm_triton(digits, w, **options)
     if has_w4a16_gemm(weight):
         ways["decoded"] = lambda w, **options: w4a16_gemm_triton(x, w, **options)
@@ -87,7 +89,7 @@ def ways_of(weight: QuantizedWeight, x: torch.Tensor) -> dict[str, Callable[...,
 
 
 def compile_one(job: tuple[str, str, T, bool]) -> None:
-    """Fills the compile cache from a process of its own."""
+    """Fill the compile cache from a process of its own."""
     name, way, tiling, has_residual = job
     weight = draw(name, Product("", 1024, 1024))
     x = torch.randn(tiling.block_m, 1024, device=DEVICE).bfloat16()
@@ -103,8 +105,8 @@ def product_times(name: str, product: Product, weights: list[QuantizedWeight], r
     x = torch.randn(rows, product.size_in, device=DEVICE).to(torch.float16 if INTERPRETED else torch.bfloat16)
     residual = torch.zeros(rows, product.size_out, device=DEVICE, dtype=x.dtype)
     added = residual if product.form in ("out", "down") else None
-    want = x.double() @ dequantize(weights[0]).double().T
-    dense = [dequantize(weight).to(x.dtype) for weight in weights[:2]]
+    want = x.double() @ dequantize_torch(weights[0]).double().T
+    dense = [dequantize_torch(weight).to(x.dtype) for weight in weights[:2]]
     us = {"bf16": timed(lambda: [F.linear(x, weight) for weight in dense])}
     us["dense copy"] = timed(lambda: [F.linear(x, dequantize_triton(weight, x.dtype)) for weight in weights])
     counts, errors = {"bf16": len(dense)}, set()
@@ -113,7 +115,7 @@ def product_times(name: str, product: Product, weights: list[QuantizedWeight], r
             key = f"{way} {tuple(tiling)[:6]}"
             try:
                 y = run(weights[0], residual=None if added is None else added.zero_(), tiling=tiling)
-            except Exception as error:  # one that does not fit leaves the others to measure
+            except Exception as error:  # a candidate that does not fit does not stop the others
                 us[key] = f"{error!r:.100}"
                 continue
             errors.add(round(((y.double() - want).norm() / want.norm()).item(), 4))

@@ -1,7 +1,6 @@
-"""Writes an adapter (LoRA) of random numbers for a published shape, as peft would: what a server loads, without its
-meaning.
+"""Writes an adapter (LoRA) of random values for a published shape, in the files that peft would write.
 
-    python -m benchmarks.library.make_adapter llama-3.2-1b /tmp/adapter --rank 16
+python -m benchmarks.library.make_adapter llama-3.2-1b /tmp/adapter --rank 16
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What the benchmarks share: an engine in this process on random weights, timed batches, and one JSON line a result."""
+"""The shared parts of benchmarks: an engine in this process on random weights, timed batches, and one JSON line a
+result."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ import torch
 
 from benchmarks.library.models import CONFIGS, spec_of
 from benchmarks.library.ranks import RankGroupProcesses
+from runtime.assembly.runner import build_runner
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor, InProcess
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import Request, SamplingParams
 from runtime.speculation.draft_client import speculation_of
-from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 
 
@@ -84,7 +85,7 @@ class Engine:
         self.sampling = {"temperature": 0.0} | dict(sampling or {})
         executor: Executor
         if config.tensor_parallel_size == 1:
-            self.runner = ModelRunner(config, DummySource(spec_of(model)))
+            self.runner = build_runner(config, DummySource(spec_of(model)))
             self.info, executor = self.runner.info, InProcess(self.runner)
         else:
             self._ranks = RankGroupProcesses(model, config)
@@ -141,7 +142,8 @@ class Results:
         }
 
     def add(self, config: EngineConfig | None = None, **values: Any) -> None:
-        """`values` name the measurement and its figures; of `config`, what differs from the defaults is noted."""
+        """`values` name the measurement and its figures; fields of `config` that differ from the defaults are
+        recorded."""
         changed = {} if config is None else _changed(config)
         line = json.dumps(self._common | {"config": changed} | _rounded(values))
         print(line, flush=True)

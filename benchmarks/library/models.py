@@ -1,4 +1,4 @@
-"""The shapes of the models that are measured: the published ones, and a tiny one."""
+"""The shapes of the measured models: published ones, and a tiny one."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ BENCHMARKS = Path(__file__).parents[1]
 
 
 def _peer(benchmark: str, keys: tuple[str, ...], values: tuple[str, ...]) -> dict[Any, tuple[Any, ...]]:
-    """Figures of the peer by key; None where a line has no such figure."""
+    """Figures of the peer by key; None if a line lacks the figure."""
     lines = map(json.loads, (BENCHMARKS / "results" / "peer.jsonl").read_text().splitlines())
     found = [line for line in lines if line["benchmark"] == f"peer {benchmark}"]
     return {tuple(line.get(key) for key in keys): tuple(line.get(name) for name in values) for line in found}
@@ -35,7 +35,7 @@ PREFILL = _peer("prefill", ("model", "quantization", "tokens"), ("ms",))
 SERVING = _peer("serving", ("model", "workload"), ("tok_s", "ttft_p50_ms", "itl_p50_ms", "itl_p99_ms"))
 RANKS = _peer("ranks", ("model", "gpus", "batch"), ("tok_s",))
 ALL_REDUCE = _peer("all-reduce", ("kernel", "gpus"), ("us",))
-_MOST_BARS = 64  # of a plot; longer tables have none
+_MOST_BARS = 64  # of a plot; longer tables lack one
 
 
 class Row(NamedTuple):

@@ -43,8 +43,8 @@ _IDS = (1000, 30000)  # in every measured model's vocabulary
 
 
 class Draw:
-    """Prompts, lengths and times; the same seed gives the same ones. Another `shift` gives prompts of the same lengths
-    that share nothing with those, so that a server's prefix cache knows none of them."""
+    """Prompts, lengths and times; equal seeds give equal ones. Another `shift` gives prompts of the same lengths
+    without common prefixes, so a server's prefix cache is cold for them."""
 
     def __init__(self, seed: int, shift: int = 0) -> None:
         self._rng, self._shift = np.random.default_rng(seed), shift
@@ -112,7 +112,7 @@ async def play_over_http(sessions: list[Session], client: Client) -> None:
 
 
 def play_on_engine(sessions: list[Session], engine: Engine, sampling: dict[str, float]) -> None:
-    """The same without HTTP, text and processes: what the engine alone does."""
+    """The same without HTTP, text and processes: the engine alone."""
     core, clock = engine.core, time.perf_counter
     begin = clock()
     due = [(begin + session.start, i, 0) for i, session in enumerate(sessions)]
@@ -148,7 +148,7 @@ def play_on_engine(sessions: list[Session], engine: Engine, sampling: dict[str, 
 
 
 def figures(sessions: list[Session]) -> dict[str, float]:
-    """What one run of a workload showed; raises RuntimeError if tokens are missing."""
+    """The figures of one run of a workload; raises RuntimeError if tokens are missing."""
     turns = [turn for session in sessions for turn in session.turns]
     for turn in turns:
         if turn.num_tokens != turn.max_tokens:

@@ -72,7 +72,7 @@ async def post_all(
     for i in itertools.count(first):
         if stop.is_set():
             return
-        # Another one each time, so that no cache answers.
+        # A different one each time, so that no cache can answer.
         bomb = json.loads(kinds[i % len(kinds)].replace("99}", f"{90 + i % 9}}}").replace("2000", f"{2000 + i}"))
         body = {"model": model, "messages": [{"role": "user", "content": f"{i}"}], "max_tokens": 4}
         start = time.perf_counter()

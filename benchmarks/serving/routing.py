@@ -1,12 +1,12 @@
-"""What the choice of an engine costs a front, and what telling of its cache costs an engine's step. CPU time, us.
+"""The cost of the choice of an engine for a front, and of cache reports for an engine's step. CPU time, us.
 
     python -m benchmarks.serving.routing [--engines 64] [--prompt 8192] [--blocks 5000] [--rounds 200]
 
 Choice: a prompt without known hashes, of new tokens after a prefix. Each engine holds another share of the prefix, so
 the walk ends where the longest share does. `--blocks` others are in each picture. Step: the engine core with a runner
-that answers at once, and decode rows. "alone" runs without code for followers, and "0 followers" is a single engine.
-The others report to fronts at their usual pace, or after each step: "eager". Alternating rounds, the median of their
-differences.
+that answers at once, and decode rows. Here "alone" runs without code for followers, and "0 followers" is a single
+engine. The others report to fronts at their usual pace, or after each step: "eager". Alternating rounds, the median of
+their differences.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from itertools import chain, count
 
 import numpy as np
 
+from actors.engine.cache_feed import CacheFeed, Followers
 from actors.front.router import Prompt, Router
-from actors.wire.cache_feed import CacheFeed, Followers
-from actors.wire.messages import CacheUpdate, encode
+from actors.wire.link_messages import CacheUpdate, encode
 from actors.wire.transport import framed
 from benchmarks.serving.step_channel import EchoRunner
 from runtime.core.engine import EngineCore
@@ -48,7 +48,7 @@ def told(number: int, keys: list[int], is_snapshot: bool = False) -> CacheUpdate
 
 
 def time_choice(num_engines: int, num_tokens: int, num_blocks: int, rounds: int) -> None:
-    """Prints what a choice takes, and what taking in an update of 64 blocks does."""
+    """Print the time of a choice, and of applying an update of 64 blocks."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, 32000, num_tokens).tolist()
     path = list(chain(*Prompt(tokens).keys(KIND)))
@@ -62,7 +62,7 @@ def time_choice(num_engines: int, num_tokens: int, num_blocks: int, rounds: int)
     def choose() -> None:
         prompt = Prompt(list(tokens))
         engine, num_cached = router.choose(prompt, names)
-        router.placed(engine, next(streams), num_tokens - num_cached)
+        router.note_sent(engine, next(streams), num_tokens - num_cached)
 
     names = [str(i) for i in range(num_engines)]
     prompt = Prompt(tokens)
@@ -122,7 +122,7 @@ class Engine:
 
 
 def time_steps(rounds: int) -> None:
-    """Prints a step's time alone, and what followers add."""
+    """Print a step's time alone, and the extra time of followers."""
     kinds = {
         "alone": Engine(None), "0 followers": Engine(0), "1 follower": Engine(1), "4 followers": Engine(4),
         "4 followers, eager": Engine(4, eager=True),

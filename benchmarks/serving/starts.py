@@ -1,4 +1,5 @@
-"""Starts of `callboard serve`, from the command to the first token: when each phase ends, and which process did what.
+"""Starts of `callboard serve`, from the command to the first token: the end of each phase, and the work of each
+process.
 
     python -m benchmarks.serving.starts --table                                # one start, by phase and by process
     python -m benchmarks.serving.starts --count 100 --side-by-side 2           # do all of them become ready?
@@ -135,7 +136,7 @@ def _processes(root: int) -> list[tuple[float, float, str]]:
             continue
         pid = int(path.parent.name)
         children.setdefault(int(fields[1]), []).append(pid)
-        cpu = sum(map(int, fields[11:15]))  # with that of its children that have ended
+        cpu = sum(map(int, fields[11:15]))  # with its ended children's
         stats[pid] = int(fields[19]) * _TICK_S, cpu * _TICK_S, command.strip()
     found, todo = [], [root]
     while todo:

@@ -1,4 +1,4 @@
-"""The step channel's round trip, and what a step costs the engine's thread.
+"""The step channel's round trip, and the cost of a step for the engine's thread.
 
     python -m benchmarks.serving.step_channel [--steps 2000] [--ranks 1] [--device-us 0]
 
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from actors.engine.step_channel import SocketExecutor, serve_steps
+from actors.runners.step_channel import SocketExecutor, serve_steps
 from actors.wire.transport import Address, connect
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor, InProcess
@@ -80,7 +80,7 @@ def sockets(num_ranks: int, host: str, device_s: float) -> Iterator[Executor]:
 
 
 def decode_step(step_id: int, batch: int) -> StepPlan:
-    """What the scheduler plans for `batch` requests that decode."""
+    """The scheduler's plan for `batch` requests that decode."""
     rows = np.arange(batch, dtype=np.int32)
     ones = np.ones(batch, np.int32)
     full = rows[step_id % BLOCK_SIZE :: BLOCK_SIZE]

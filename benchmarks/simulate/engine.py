@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from actors.engine.cache_feed import CacheFeed
 from actors.front.router import Prompt
-from actors.wire.cache_feed import CacheFeed
 from benchmarks.simulate.step_times import StepTimes
 from benchmarks.simulate.traces import Job
 from runtime.core.block_pool import NULL_BLOCK
@@ -34,7 +34,7 @@ from runtime.spec.types import FinishReason, Request, SamplingParams
 EOS, WORD = 0, 1  # an answer is words and ends with EOS
 VOCAB_SIZE = 1 << 17
 GAP_S = 1e-5  # resolution of the times between tokens
-_LEAST_STEPS = 3  # fewer are planned one by one
+_LEAST_STEPS = 3  # smaller numbers are planned one by one
 _WORDS = np.full(1 << 20, WORD, np.int32)
 
 
@@ -50,7 +50,7 @@ class Gaps:
     counts: Counter[int] = field(default_factory=Counter)
 
     def percentile(self, share: float) -> float:
-        """Seconds; 0.0 where there were none."""
+        """Seconds; 0.0 without any."""
         left = share * self.counts.total()
         for gap in sorted(self.counts):
             left -= self.counts[gap]
@@ -65,7 +65,7 @@ class Stretch:
 
     begin: float
     first_s: float  # time of the first step
-    more_s: float  # by which each step is longer than the one before
+    more_s: float  # the difference between each step and the one before
     num_rows: int
     num_steps: int
 
@@ -97,7 +97,7 @@ class SimulatedEngine:
         begin: float = 0.0,
         merge: bool = True,
     ) -> None:
-        """Without `merge` every step is planned by itself."""
+        """Without `merge` every step is planned alone."""
         self.name, self.times, self.now, self.next_at = name, times, begin, inf
         self.scheduler = Scheduler(config, info, None, StepPacing(config.max_itl_ms, lambda: self.now))
         self._on_end, self.gaps, self._merge = on_end, gaps, merge
@@ -105,10 +105,10 @@ class SimulatedEngine:
         self._in_flight: deque[tuple[float, StepPlan, float]] = deque()  # end, plan, time of one of its steps
         self._free_at = begin  # when the device has done all that is in flight
         self._stretch: Stretch | None = None
-        self._ends = [0] * self.scheduler.max_num_seqs  # of each slot, tokens with which its request ends
+        self._ends = [0] * self.scheduler.max_num_seqs  # by slot: the number of tokens with which its request ends
         self.num_steps = 0
         self.feed = CacheFeed(self.scheduler)
-        self.last_streams: list[int] = []  # of each front, the last one that came from it
+        self.last_streams: list[int] = []  # by front: the last stream from it
         self.told_at = -inf  # when the fronts got the cache and the load; inf if their next report is scheduled
         self.watched_at = -inf  # the last `next_at` that the simulation recorded
         self.busy_at = begin  # when an answer ended
@@ -127,8 +127,8 @@ class SimulatedEngine:
         self.advance(now)
         self._interrupt(now)
         if self._in_flight:
-            self._plan(merge=False)  # the step after the one that runs may be planned already: it comes too late for it
-        tokens: Any = token_ids  # an array in place of a list, as they are long
+            self._plan(merge=False)  # the step after the running one may be planned already, without this request
+        tokens: Any = token_ids  # an array in place of a list, because prompts are long
         request = Request(str(job.number), tokens, job.prompt_len, _params(job.max_tokens), cache_salt=job.salt)
         self.scheduler.add(request, job, block_hashes)
         self.advance(now)
@@ -155,7 +155,7 @@ class SimulatedEngine:
         return (len(hits) + len(blocks)) * size
 
     def take_all(self, now: float) -> list[tuple[Job, array[int]]]:
-        """The engine ends, or its streams leave it: all live requests, each with its known tokens."""
+        """The engine ends, or its streams leave it: return all live requests, each with its known tokens."""
         self.advance(now)
         self._interrupt(now, is_last=True)
         self.next_at = inf
@@ -202,7 +202,7 @@ class SimulatedEngine:
         )
 
     def _submit(self, begin: float) -> bool:
-        """Plan one step, which the device begins then; False if there is nothing to compute."""
+        """Plan one step, which the device begins then; False if there is no work."""
         if (step := self.scheduler.schedule()) is None:
             return False
         for new, state in zip(step.plan.new, step.admitted, strict=True):

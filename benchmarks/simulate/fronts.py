@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Collection
 from typing import Literal
 
-from actors.front.router import Choice, Prompt, Router, RoutingPolicy
-from actors.wire.messages import CacheUpdate
+from actors.front.router import Prompt, Route, Router, RoutingPolicy
+from actors.wire.link_messages import CacheUpdate
 from benchmarks.simulate.engine import SimulatedEngine
 from runtime.core.request_state import RequestState
 from runtime.policy.engine_load import EngineLoad
@@ -45,11 +45,11 @@ class Fronts:
             router.remove(engine.name)
 
     def tell(self, engine: SimulatedEngine, now: float) -> None:
-        """What has changed in an engine goes to all fronts."""
+        """An engine's changes go to all fronts."""
         self._frames.append((now + LAG_S, engine.name, engine.feed.update(), engine.last_streams[:]))
 
-    def choose(self, number: int, prompt: Prompt, now: float, refused: Collection[str]) -> Choice:
-        """An engine for a request that has come to this front, which counts it from now on."""
+    def choose(self, number: int, prompt: Prompt, now: float, refused: Collection[str]) -> Route:
+        """Choose an engine for a request at this front, which counts it from now on."""
         frames, router = self._frames, self._routers[number]
         while frames and frames[0][0] <= now:
             _, engine, update, last_streams = frames.popleft()
@@ -60,14 +60,14 @@ class Fronts:
                     raise RuntimeError("A frame was lost, and the simulation loses none.")
         return router.choose(prompt, self._engines - set(refused) if refused else None)
 
-    def placed(self, number: int, choice: Choice, engine: SimulatedEngine, prompt: Prompt) -> None:
+    def placed(self, number: int, choice: Route, engine: SimulatedEngine, prompt: Prompt) -> None:
         """The engine has taken it."""
         self._stream += 1
         engine.last_streams[number] = self._stream
-        self._routers[number].placed(choice.engine, self._stream, len(prompt.token_ids) - choice.num_cached)
+        self._routers[number].note_sent(choice.engine, self._stream, len(prompt.token_ids) - choice.num_cached)
 
     def ended(self, state: RequestState) -> None:
-        """An answer is there."""
+        """An answer is complete."""
 
 
 class Oracle(Fronts):
@@ -86,15 +86,15 @@ class Oracle(Fronts):
     def tell(self, engine: SimulatedEngine, now: float) -> None:
         pass
 
-    def choose(self, number: int, prompt: Prompt, now: float, refused: Collection[str]) -> Choice:
+    def choose(self, number: int, prompt: Prompt, now: float, refused: Collection[str]) -> Route:
         def load(engine: SimulatedEngine) -> tuple[int, int]:
             known = EngineLoad.of(engine.scheduler)
             return known.queued_tokens, known.num_running + known.num_waiting
 
         best = min((engine for name, engine in self._all.items() if name not in refused), key=load)
-        return Choice(best.name, best.warm(prompt, self._computed))
+        return Route(best.name, best.warm(prompt, self._computed))
 
-    def placed(self, number: int, choice: Choice, engine: SimulatedEngine, prompt: Prompt) -> None:
+    def placed(self, number: int, choice: Route, engine: SimulatedEngine, prompt: Prompt) -> None:
         pass
 
     def ended(self, state: RequestState) -> None:

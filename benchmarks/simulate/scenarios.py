@@ -21,7 +21,7 @@ MOST_TTFT_S = 1.0
 
 def play(cluster: Cluster, conversations: Iterable[Conversation], until: float = float("inf")) -> float:
     """Run a simulation; returns the seconds of CPU that it took. Millions of small objects that stay alive would cost
-    the garbage collector a third of the time, and there are no cycles."""
+    the garbage collector a third of the time, and cycles do not occur."""
     gc.collect()
     gc.disable()
     began = time.process_time()
@@ -73,7 +73,7 @@ def near_capacity(
 
 
 def capacity(workload: str, policy: Policy, seconds: float, low: float, high: float, num_tries: int) -> dict[str, Any]:
-    """The most that is served with at most one request in ten late, by halving the span of rates."""
+    """The highest rate with at most one request in ten late, by halving the span of rates."""
     best: dict[str, Any] = {}
     for _ in range(num_tries):
         rate = (low * high) ** 0.5

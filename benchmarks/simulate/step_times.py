@@ -1,5 +1,4 @@
-"""Times of an engine's steps by their rows, tokens and contexts, as measured on one H200, and the model's facts that go
-with them.
+"""Times of an engine's steps by their rows, tokens and contexts, as measured on one H200, and the facts of the model.
 
 Decode steps come from `benchmarks/results/decode.jsonl` (p50), less the time of their contexts. Steps with prompts come
 from `benchmarks/results/prefill.jsonl` and `python -m benchmarks.engine.prefill_steps` (benchmarks/NOTES.md), less the
@@ -22,10 +21,10 @@ _GRAPHS = ((64, 512), (128, 2048))  # (multiple, most tokens) to which steps wit
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Of one model on one kind of device. A step that only decodes takes `decode_us` by its rows and `position_us` for
-    each position that they attend to. One with prompts takes `prompt_us` by its tokens and `row_us` more for each
-    decode row. Attention takes `pair_us` for each pair of a prompt's token and a position, and `context_us`, since few
-    tokens behind many positions leave most of the device idle."""
+    """Step times of one model on one kind of device. A step that only decodes takes `decode_us` by its rows and
+    `position_us` for each position that they attend to. One with prompts takes `prompt_us` by its tokens and `row_us`
+    more for each decode row. Attention takes `pair_us` for each pair of a prompt's token and a position. `context_us`
+    is added, since few tokens behind many positions leave most of the device idle."""
 
     decode_us: tuple[tuple[int, float], ...]
     position_us: float
@@ -34,7 +33,7 @@ class StepTimes:
     pair_us: float
     context_us: float  # for each position before a prompt's chunk, of the prompt with most of them
     launch_us: float  # from a plan to the device's begin, where the device waits for it
-    front_us: tuple[float, float]  # from a client to the engine, and from there back to the client
+    front_us: tuple[float, float]  # from a client to the engine, and from the engine back to the client
     start_s: float  # of an engine, until it is ready
 
     @cached_property

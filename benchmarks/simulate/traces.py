@@ -23,12 +23,12 @@ import numpy as np
 
 _TEXT = array("i", np.random.default_rng(0).integers(2, 1 << 17, 1 << 19).astype(np.int32).tobytes())  # of all parts
 _LONGEST_PART = 1 << 18
-_MOST_TOKENS = 4096  # that a client lets an answer have; 0 and 1 are the tokens of answers (engine.py)
+_MOST_TOKENS = 4096  # limit of an answer in a request; 0 and 1 are the tokens of answers (engine.py)
 
 
 @dataclass(slots=True)
 class Part:
-    """Tokens of a prompt: `length` of the text that `key` stands for."""
+    """Tokens of a prompt: the first `length` of the text of `key`."""
 
     key: int
     length: int
@@ -44,7 +44,7 @@ class Part:
 
 @dataclass(slots=True)
 class Turn:
-    """What is new in a prompt, the length of its answer, and the seconds between the last answer and it."""
+    """The new parts of a prompt, the length of its answer, and the seconds between the last answer and it."""
 
     parts: list[Part]
     output_len: int
@@ -53,7 +53,7 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class Conversation:
-    """Turns that follow one another, each with all before it in its prompt. `salt` separates tenants."""
+    """Turns that follow one another; each prompt contains everything before it. `salt` separates tenants."""
 
     start: float
     turns: list[Turn]
@@ -94,7 +94,7 @@ class Conversation:
 
 @dataclass(slots=True)
 class Job:
-    """One request, and what became of it; times are seconds of the simulation."""
+    """One request and its outcome; times are seconds of the simulation."""
 
     number: int
     conversation: Conversation
@@ -104,7 +104,7 @@ class Job:
     max_tokens: int
     salt: str
     sent: float
-    first_at: float | None = None  # its first token left the engine
+    first_at: float | None = None  # when when its first token left the engine
     last_at: float = 0.0
     num_cached: int = 0
     num_expected: int = 0  # cached tokens that the router expected
@@ -129,7 +129,8 @@ def mooncake(path: Path) -> list[Conversation]:
 
 
 def azure(path: Path) -> list[Conversation]:
-    """Rows of TIMESTAMP, ContextTokens, GeneratedTokens; what prompts shared is not known, so they share nothing."""
+    """Rows of TIMESTAMP, ContextTokens, GeneratedTokens. Shared parts of prompts are unknown, so prompts share
+    nothing."""
     found: list[Conversation] = []
     with path.open(newline="") as file:
         for key, row in enumerate(csv.DictReader(file), start=1):
@@ -172,7 +173,7 @@ class Sessions:
 
     num_prefixes: int
     prefix_len: int
-    news: Lengths  # of what each turn adds
+    news: Lengths  # lengths of each turn's input
     answers: Lengths
     turns: tuple[int, int] = (1, 1)
     pauses_s: tuple[float, float] = (0.0, 0.0)

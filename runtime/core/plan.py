@@ -28,6 +28,7 @@ from runtime.spec.types import CallboardError, PromptLogprobs, SamplingParams, T
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
 
+MAX_DRAFT_TOKENS = 8  # of a row
 MAX_STEPS = 64  # steps of a plan: a chain is one plan, and what is guessed ahead of it another
 MAX_NEW_BYTES = 16 << 20  # of the new slots of a plan that has several: a frame stays far below its limit
 

@@ -37,10 +37,10 @@ from runtime.kernels.norm.rms_norm import (
     rms_norm_triton,
 )
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.quantized.fp8_w8a8_gemm import Fp8Linear, has_fp8_gemm
-from runtime.kernels.quantized.int_wna16_gemm import Int16Linear, has_int_wna16_gemm
+from runtime.kernels.quantized.fp8_w8a8_gemm import has_fp8_gemm
+from runtime.kernels.quantized.int_wna16_gemm import has_int_wna16_gemm
+from runtime.kernels.quantized.quantized_linear import Fp8Linear, Int16Linear, QuantizedLinear
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
-from runtime.kernels.quantized.wna16_gemm import QuantizedLinear
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 
 

@@ -30,7 +30,7 @@ from runtime.core.request_state import RequestState
 
 MAX_LOSSES = 3  # in a row that a request takes part in before it ends, if the last one was its alone
 _MAX_RETURNS = 3  # losses in a row just after a cleared request's return before it ends
-_PROGRESS = 4  # tokens without a loss that clear a request
+PROGRESS_TOKENS = 4  # tokens without a loss that clear a request
 
 
 class Isolation:
@@ -46,11 +46,11 @@ class Isolation:
         """The runners were lost with rows of these live requests in flight; returns the one at fault if it is known."""
         states = list(in_flight)
         for state in states:
-            has_come_on = len(state.tokens) - state.lost_at >= _PROGRESS
+            has_come_on = len(state.tokens) - state.lost_at >= PROGRESS_TOKENS
             state.num_losses = 1 if has_come_on else state.num_losses + 1
             state.lost_at = len(state.tokens)
             if state.num_losses >= MAX_LOSSES - 1 and state not in self._cleared:
-                self._goals[state] = state.lost_at + _PROGRESS
+                self._goals[state] = state.lost_at + PROGRESS_TOKENS
         # The last to arrive goes first: a request that has run for long was no danger until now.
         self._goals = dict(sorted(self._goals.items(), key=lambda item: item[0].sort_key[-1], reverse=True))
         if len(states) == 1 and states[0].num_losses >= MAX_LOSSES:
@@ -87,7 +87,7 @@ class Isolation:
         is_returning = any(len(state.tokens) < self._cleared[state] for state in running)
         if is_returning or (self._most is not None and len(running) >= self._most):
             return frozenset(waiting)
-        self._cleared[waiting[0]] = len(waiting[0].tokens) + _PROGRESS
+        self._cleared[waiting[0]] = len(waiting[0].tokens) + PROGRESS_TOKENS
         return frozenset(waiting[1:])
 
     def forget(self, state: RequestState) -> None:

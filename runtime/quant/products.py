@@ -13,13 +13,13 @@ from runtime.kernels.numerics import Numerics
 from runtime.kernels.quantized import wna16_cpu
 from runtime.kernels.quantized.fp8_w8a8_gemm import fits_fp8_gemm
 from runtime.kernels.quantized.quantized_weight import (
-    E2M1,
     MAX_GROUP,
     QuantizedWeight,
     pack_planes,
     plane_of,
     quantized_weight,
 )
+from runtime.kernels.quantized.upcast import E2M1
 from runtime.kernels.table import Kernels
 from runtime.kernels.triton_language import INTERPRETED
 from runtime.quant.encodings import Encoding, Float8, Integer4, Integer8, Table
@@ -175,7 +175,7 @@ def _quantized(form: Encoding, weight: Weight) -> QuantizedWeight:
         if minimums is not None and form.bits == 8:
             minimums = minimums - 128 * scales  # of codes that were made signed
     return quantized_weight(
-        name, codes, scales, minimums, group=form.group_size, scale_rows=form.scale_rows, table=table
+        name, codes, scales, minimums, group_size=form.group_size, scale_rows=form.scale_rows, table=table
     )
 
 

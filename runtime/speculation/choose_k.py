@@ -12,10 +12,10 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Protocol
 
+from runtime.core.plan import MAX_DRAFT_TOKENS
 from runtime.core.plan_builder import StepShape
 from runtime.core.request_state import RequestState
 
-MAX_DRAFT_TOKENS = 8  # of one row
 # The estimate chooses no more: with the known token these are eight rows, which few-row products take at once.
 _MAX_CHOSEN_TOKENS = 7
 _MAX_ACCEPTANCE = 0.975  # a higher estimate counts as this

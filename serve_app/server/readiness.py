@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from actors.ray.process import told_fault
+from actors.ray.process import reported_fault
 from runtime.spec.types import CallboardError
 from serve_app.processes.process_tree import Parent
 from serve_app.server.console import Console
@@ -41,7 +41,7 @@ def wait_until_up(settings: ServerSettings, console: Console, parent: Parent, lo
             front = application.deployments.get("Front")
             if front is not None and front.status == "HEALTHY":
                 parent.tell(port=True)
-            fault = told_fault(logs)
+            fault = reported_fault(logs)
             if fault or application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise CallboardError(
                     fault or f"The application did not start: {_why(application)}; see {logs / LOG_NAME}."

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from actors.engine.link_server import Connection
-from actors.engine.step_channel import RunnersLost
+from actors.runners.step_channel import RunnersLost
 from actors.wire.engine_client import EngineRefusal, Refusal
-from actors.wire.messages import Adapters
+from actors.wire.link_messages import Adapters
 from benchmarks.library.make_adapter import save_adapter
 from runtime.spec.types import CallboardError
 from tests.actors.test_adapters import MODULES, check, folders, pace, with_adapter  # noqa: F401
@@ -41,7 +41,7 @@ def runner_adapters(engine):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_failed_rebuild_ends_the_step_thread(folders):
-    """Then the supervisor starts another engine; a thread that lived on would serve nothing for ever."""
+    """Then the supervisor starts another engine, because a surviving thread would serve nothing."""
     engine = Engine(max_loras=1)
     async with Group(engine) as group:
         start, engine.start = engine.start, lambda: fail("Out of memory.")
@@ -161,7 +161,7 @@ async def test_streams_stay_on_the_only_engine_with_their_adapter(folders):
         await eventually(fresh)
         await asyncio.wrap_future(serving.loop.drain("It ends."))
         await eventually(lambda: any(link.draining for link in group._links.values()))
-        group._relieve()
+        group._move_off_draining()
         assert live(serving) == 1
         pace(serving, 0.0)
         await check(reading, [req])

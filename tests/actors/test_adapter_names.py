@@ -5,12 +5,13 @@ import time
 import pytest
 
 from actors.engine.loop import EngineLoop
-from actors.front import adapter_names as front_adapters
-from actors.front.adapter_names import FrontAdapters
+from actors.engine.metrics import EngineMetrics
+from actors.front import front_adapters as front_adapters
+from actors.front.front_adapters import FrontAdapters
 from actors.wire.adapter_entry import FORGET_AFTER_S, AdapterEntry, AdapterState
 from actors.wire.engine_client import EngineRefusal, Refusal
-from actors.wire.messages import Status
-from actors.wire.metrics import EngineMetrics, MetricValues
+from actors.wire.link_messages import Status
+from actors.wire.metrics import MetricValues
 from runtime.core.engine import EngineCore
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
@@ -69,7 +70,7 @@ async def test_names_that_never_load_are_forgotten(folders, monkeypatch):
     clock = Clock(monkeypatch)
     async with Group(engine := Engine(max_loras=2)) as group:
         group.adapters._set(entry := AdapterEntry("bad", "/nowhere", clock.now_ns))
-        group.adapters._tell(only_link(group))
+        group.adapters._send_newer(only_link(group))
         await eventually(lambda: getattr(only_link(group).adapters.get("bad"), "error", ""))
         clock.advance(LATER_S)
         await group.adapters.load("a", folders[0])
@@ -125,7 +126,7 @@ def test_fronts_send_only_new_entries_and_needs():
         def __init__(self):
             self.told = []
 
-        def tell_adapters(self, entries, needs):
+        def send_adapters(self, entries, needs):
             self.told.append(([entry.name for entry in entries], needs))
 
     first, second = links = [Link(), Link()]

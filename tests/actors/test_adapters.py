@@ -1,4 +1,5 @@
-"""Adapters behind an EngineGroup, over real sockets: they come and go, and outlive runners, engines and fronts."""
+"""Adapters behind an EngineGroup, over real sockets: they are loaded and unloaded, and survive the loss of runners,
+engines and fronts."""
 
 import asyncio
 import threading
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.engine.step_channel import RunnersLost
+from actors.runners.step_channel import RunnersLost
 from benchmarks.library.make_adapter import save_adapter
 from runtime.spec.types import CallboardError
 from tests.actors.test_engine_group import Group, healthy, live
@@ -31,7 +32,7 @@ def with_adapter(group, name, i=0, **params):
 
 
 def pace(engine, delay_s):
-    """Steps take so long from now on: long enough for what a test does to a stream, and then no time."""
+    """Set the time of steps: long enough for the test to disturb a stream, then zero."""
     engine.delay_s = engine.runners[-1].delay_s = delay_s
 
 
@@ -62,7 +63,7 @@ async def test_adapters_come_and_go_at_all_engines_and_fronts(folders):
         await group.adapters.unload("b")
         assert group.adapters.served().keys() == {"a", "again"}
 
-        # Its requests go on, new ones do not get it, and it is unloaded when they have ended.
+        # Its requests go on, new requests are refused, and it is unloaded when they have ended.
         asked = [with_adapter(group, "a", max_tokens=80)]
         for engine in engines:
             pace(engine, 0.1)
@@ -111,7 +112,7 @@ async def test_a_replacement_is_ready_before_the_old_one_leaves(folders, monkeyp
         await eventually(lambda: sum(map(live, engines)) == 1)
         replacing = asyncio.create_task(group.adapters.load("x", b))
         await eventually(lambda: all(link.adapters["x"].held for link in group._links.values()))
-        late = link_to(*engines)  # it comes while the name means something that is not there yet
+        late = link_to(*engines)  # it arrives while the name belongs to an adapter that is still loading
         await late.start()
         await eventually(lambda: len(healthy(late)) == 2)
         for i, front in enumerate((group, other, late), 1):
@@ -137,7 +138,7 @@ async def test_a_replacement_is_ready_before_the_old_one_leaves(folders, monkeyp
         free = lambda: all(len(e.loop.core.scheduler.adapters.loaded) == 1 for e in engines)  # noqa: E731
         await eventually(free)
 
-        for bad in ("/nowhere", b):  # the last one has other files by then
+        for bad in ("/nowhere", b):  # the last one has other files by now
             if bad == b:
                 save_adapter(Path(b), MODULES, 9, r=64)
             with pytest.raises(CallboardError):

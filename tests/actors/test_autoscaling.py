@@ -16,7 +16,7 @@ IDLE = EngineFigures(0, 1000.0, 0, 10, 0, 100, 1e9)
 
 
 def engines(count, **total):
-    """So many alike, which share `total`."""
+    """Figures of equal engines that share `total`."""
     return [replace(IDLE, idle_s=0.0, **{name: value / count for name, value in total.items()})] * count
 
 
@@ -55,7 +55,7 @@ def test_engines_needed_within_the_delay_stay():
 
 def test_no_engine_is_removed_while_another_is_lost():
     policy = ScalingPolicy(0, 4, 2, 10, 20)
-    assert {policy.decide([IDLE] * 2, 3, float(second), num_away=1) for second in range(60)} == {3}
+    assert {policy.decide([IDLE] * 2, 3, float(second), num_restarting=1) for second in range(60)} == {3}
     assert policy.decide([replace(IDLE, idle_s=1.0)] * 3, 3, 60.0) == 3  # the delay begins when it is back
     assert policy.decide([replace(IDLE, idle_s=1.0)] * 3, 3, 70.0) == 1
 
@@ -63,7 +63,7 @@ def test_no_engine_is_removed_while_another_is_lost():
 def test_missing_engines_do_not_hold_back_scale_in():
     policy = ScalingPolicy(0, 4, 2, 10, 20)
     assert targets(policy, 40, lambda second, n: [replace(IDLE, idle_s=float(second))], 4)[-1] == 0
-    assert set(targets(policy, 60, lambda second, n: [], 1)) == {1}  # the first one, which a request has asked for
+    assert set(targets(policy, 60, lambda second, n: [], 1)) == {1}  # the first one, which a request has requested
 
 
 def test_the_last_engine_is_removed_when_idle():
@@ -115,7 +115,7 @@ def test_constant_load_never_scales_in_both_directions(num_live, tokens, start):
 
 class Engines:
     """A fluid of requests, each with its share of prompt tokens and then some seconds in a row. Engines start slowly,
-    and report once a second what they have."""
+    and report their load once a second."""
 
     START_S, PREFILL_RATE, ROWS, PROMPT, DECODE_S, TICK_S = 6.0, 4000.0, 16.0, 500.0, 5.0, 0.25
 
@@ -189,7 +189,7 @@ def test_serves_policy_takes_the_last_reports():
 
 
 def test_serve_can_pickle_the_policy_by_value():
-    """Its controller has none of our packages."""
+    """The controller cannot import our packages."""
     cloudpickle.register_pickle_by_value(autoscaling)
     try:
         pickled = cloudpickle.dumps(ScalingPolicy)

@@ -1,12 +1,12 @@
-"""A front's picture of an engine's cache is the engine's, whatever came, went or was lost on the way."""
+"""A front's copy of an engine's cache equals the cache, after any insert, eviction or loss."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.engine.cache_feed import CacheFeed, Followers
 from actors.front.router import Prompt, Router
-from actors.wire.cache_feed import CacheFeed, Followers
-from actors.wire.messages import decode_from_engine, encode
+from actors.wire.link_messages import decode_from_engine, encode
 from runtime.core.engine import EngineCore
 from runtime.core.prefix_cache import KEY_BYTES
 from runtime.spec.config import EngineConfig, ModelInfo

@@ -1,4 +1,4 @@
-"""The directory: while Ray's head node does not answer, and asked for an engine that takes requests."""
+"""The directory: when Ray's head node does not answer, and when it is asked for a free engine."""
 
 import asyncio
 import threading
@@ -45,7 +45,7 @@ async def test_the_engine_that_accepts_requests_is_found(monkeypatch: pytest.Mon
 
 
 def test_an_engine_without_a_replica_is_not_listed(monkeypatch: pytest.MonkeyPatch):
-    """Ray may list it for ever, where the node died while the replica asked for another engine."""
+    """Ray may list it forever, if its node died while the replica requested another engine."""
     named = [
         ("callboard", "app/engine/m/ghost#5"),
         ("callboard", "app/engine/m/b#4"),

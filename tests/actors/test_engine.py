@@ -14,7 +14,7 @@ from tests.actors.test_link import eventually
 
 
 async def test_ending_a_hung_draft_does_not_stop_step_checks(monkeypatch: pytest.MonkeyPatch):
-    """Ray's head node may be away: to end an actor waits for it."""
+    """Ray's head node may be lost, and ending an actor waits for it."""
     interval, is_back = sys.getswitchinterval(), threading.Event()
     engine = EngineActor(EngineConfig(draft="x"), None, False, 0, "app", 1)
     sys.setswitchinterval(interval)

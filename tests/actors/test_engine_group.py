@@ -1,4 +1,4 @@
-"""Engines that die, freeze, drain, fill up, come and go behind one EngineGroup, over real sockets."""
+"""Engines that die, freeze, drain, fill up, start and stop behind one EngineGroup, over real sockets."""
 
 import asyncio
 import socket
@@ -11,7 +11,7 @@ import uvloop
 
 from actors.front import link as link_module
 from actors.wire.engine_client import EngineRefusal, Refusal
-from actors.wire.messages import HEARTBEAT_S, LOST_AFTER_BEATS, Heartbeat
+from actors.wire.link_messages import HEARTBEAT_S, LOST_AFTER_BEATS, Heartbeat
 from actors.wire.transport import Address
 from runtime.spec.types import FinishReason, Request, SamplingParams
 from tests.actors.test_link import INFO, Engine, eventually, hurry, link_to, read, request
@@ -25,7 +25,7 @@ def info_with(**changes):
 
 
 class Group:
-    """An EngineGroup over fresh engines, which are closed with it."""
+    """An EngineGroup over fresh engines, which it closes at its end."""
 
     def __init__(self, *engines):
         self.engines, self.group = engines, link_to(*engines)
@@ -233,7 +233,7 @@ async def test_streams_stay_when_all_engines_drain(monkeypatch):
 
 
 async def test_streams_wait_for_a_new_kind_while_the_old_one_runs(monkeypatch):
-    """Of a draining engine; what another dtype makes of the rest is another answer."""
+    """Streams of a draining engine: another dtype would change the rest of the answer."""
     monkeypatch.setattr("actors.front.engine_group._SETTLED_S", 0.02)
     engine, other = Engine(delay_s=0.005), Engine(info=info_with(fingerprint="other"))
     async with Group(engine) as group:
@@ -249,7 +249,7 @@ async def test_streams_wait_for_a_new_kind_while_the_old_one_runs(monkeypatch):
 
 
 async def test_a_full_engine_is_skipped(monkeypatch):
-    """Others fill the first engine. This replica has no stream there and tries it first."""
+    """Others fill the first engine. This replica has not sent a stream there and tries it first."""
     engines = [Engine(delay_s=0.02, max_num_seqs=1, max_queued_requests=1) for _ in range(2)]
     async with Group(engines[0]) as others, link_closing(link_to(*engines)) as group:
         await group.start()
@@ -278,7 +278,7 @@ class link_closing:
 
 
 async def fill(group, engine):
-    """One request that runs, one that waits."""
+    """One running request and one waiting request."""
     tasks = []
     for place in ("running", "waiting"):
         tasks.append(asyncio.create_task(read(group, request(0, max_tokens=400))))
@@ -326,7 +326,7 @@ async def test_a_stream_that_kills_engines_is_given_up():
         await eventually(lambda: running(engine) == 1)
         innocent = asyncio.create_task(read(group, request(1)))
         for _ in range(3):
-            await eventually(lambda: any(s.waits for link in group._links.values() for s in link.streams))
+            await eventually(lambda: any(s.in_queue for link in group._links.values() for s in link.streams))
             engine.die()
             await eventually(lambda: not group.engines())
             await eventually(lambda: not group._links)  # the directory reports it dead
@@ -377,7 +377,7 @@ async def test_an_abort_by_id_follows_a_moved_stream():
 
 @pytest.mark.usefixtures("fast_beats")
 async def test_an_engine_is_lost_after_missed_heartbeats():
-    """A partition is noticed within 1.5 s: at worst it comes just after an answer."""
+    """A partition is noticed within 1.5 s. In the worst case it begins just after an answer."""
     assert (LOST_AFTER_BEATS + 1) * HEARTBEAT_S <= 1.5
     engine, num_beats = Engine(), 0
     async with Group(engine) as group:
@@ -396,7 +396,7 @@ async def test_an_engine_is_lost_after_missed_heartbeats():
 
 
 async def test_an_engine_reports_that_it_is_ready():
-    """A front asks once, and is answered when the model is loaded."""
+    """A front sends one request, and the reply arrives when the model is loaded."""
     engine, ready, num_asked = Engine(), asyncio.Event(), 0
     open_link = engine.open_link
 

@@ -70,7 +70,7 @@ async def test_second_turns_go_to_the_engine_of_the_first():
     ("pooling", "num_shared"), [(Pooling("last", num_labels=1), 32), (Pooling("last", normalized=True), 0)]
 )
 async def test_documents_go_to_the_engine_of_their_query(pooling, num_shared):
-    """To rerankers. Of texts to be embedded engines keep nothing, so that none is expected to have their beginning."""
+    """To rerankers. Engines cache nothing of texts to embed, so no engine is expected to have their prefix."""
     engines = [Engine(info=info_with(pooling=pooling)) for _ in range(3)]
     async with Group(*engines) as group:
         await eventually(lambda: all(is_pictured(group, e) for e in engines))
@@ -164,10 +164,10 @@ async def test_a_reset_of_prefixes_returns_when_it_is_done(monkeypatch):
         may_go_on.clear()
         monkeypatch.setattr("actors.front.link._ANSWER_S", 0.05)
         engines[0].loop._call(may_go_on.wait)
-        with pytest.raises(CallboardError, match=r"Engine 0 has not said within 0\.05 s .* is empty; ask again\.$"):
+        with pytest.raises(CallboardError, match=r"Engine 0 has not confirmed within .* is empty; try again\.$"):
             await group.reset_prefix_cache()
         may_go_on.set()
-        await group.reset_prefix_cache()  # its answer, and not the one before, which came too late
+        await group.reset_prefix_cache()  # its own answer, not the earlier one, which was late
 
 
 async def test_an_unreachable_engine_resets_before_its_next_request():

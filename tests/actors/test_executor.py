@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from actors.engine.step_channel import RunnersLost, SocketExecutor
+from actors.runners.step_channel import RunnersLost, SocketExecutor
 from actors.wire import transport
 from runtime.core.executor import InProcess
 from runtime.core.plan import StepResult

@@ -1,4 +1,4 @@
-"""The command that Ray takes for its Python: workers are forks of one process, and behave as if they were not."""
+"""The command that Ray uses as its Python: workers are forks of one process, and behave like started ones."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def test_a_forked_worker_equals_a_started_one(python: Python, tmp_path: Path):
     assert python.run(MARK="other")[2] == "other"
     assert python.run()[6] != first_id, "Ray's ids are drawn by each fork itself"
     end = time.monotonic() + 20
-    while not python.run()[IS_PRELOADED]:  # the first may come before all is imported
+    while not python.run()[IS_PRELOADED]:  # the first may arrive before all modules are imported
         assert time.monotonic() < end
 
 
@@ -143,7 +143,7 @@ def test_command_and_fork_end_together(python: Python):
 
 def test_worker_modules_are_safe_to_fork():
     """Forks inherit no state that must not be used twice, such as Ray's random generator or a CUDA context, and no
-    threads. OpenBLAS and jemalloc start theirs anew in a fork."""
+    threads. OpenBLAS and jemalloc restart their threads in a fork."""
     code = f"""
 import importlib, os, socket
 from actors.ray import fork_server

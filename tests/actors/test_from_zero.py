@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from actors.engine.actor import EngineActor
-from actors.front.engine_group import EngineGroup, FromZero
+from actors.front.engine_group import EngineGroup, ScaleFromZero
 from actors.wire.engine_client import EngineRefusal, Refusal
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
@@ -15,14 +15,14 @@ from tests.support.fake_runner import sequential
 
 
 class Zero:
-    """An engine that is there when it was asked for, and the group that asks."""
+    """An engine that starts on request, and the group that requests it."""
 
     def __init__(self, max_requests=100, timeout_s=None, max_tokens=1000):
         self.engine, self.num_asked, self.may_start = Engine(delay_s=0.005), 0, asyncio.Event()
         self.may_start.set()
         self.error = None
         self.engine.die()
-        self.group = EngineGroup(Engines(self.engine), FromZero(self.wake, max_requests, max_tokens, timeout_s))
+        self.group = EngineGroup(Engines(self.engine), ScaleFromZero(self.wake, max_requests, max_tokens, timeout_s))
 
     async def wake(self):
         self.num_asked += 1
@@ -33,7 +33,7 @@ class Zero:
             self.engine.restart()
 
     async def leave(self):
-        """As in scale-in: what runs comes to its end, or moves."""
+        """As in scale-in: running streams end or move."""
         await asyncio.wrap_future(self.engine.loop.drain("the engine goes"))
         await eventually(lambda: all(link.draining for link in self.group._links.values()))
 
@@ -97,7 +97,7 @@ async def test_a_stream_of_a_stopped_engine_goes_on_with_the_next():
 
 
 async def test_a_stopping_server_refuses_only_unstarted_requests():
-    """Also where the engine for both is still to come."""
+    """This holds too before the engine for both has started."""
     async with Zero() as zero:
         begun = asyncio.create_task(read(zero.group, request(0, max_tokens=100)))
         await eventually(lambda: zero.engine.loop.core.steps_done > 10)

@@ -1,4 +1,4 @@
-"""Grammars from fronts to engines to runners, over real sockets: each text once, whatever happens to links."""
+"""Grammars from fronts to engines to runners, over real sockets: each text is sent once, even after links break."""
 
 import asyncio
 from dataclasses import replace
@@ -8,7 +8,7 @@ import pytest
 from actors.engine.queue_limits import HeldRequests, QueueLimits
 from actors.front.link import EngineLink
 from actors.wire.engine_client import EngineRefusal, Refusal
-from actors.wire.messages import Submit, encode
+from actors.wire.link_messages import Submit, encode
 from runtime.core.scheduler import Scheduler
 from runtime.features.grammar_store import GrammarUpdate
 from runtime.spec.config import EngineConfig

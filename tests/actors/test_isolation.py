@@ -1,4 +1,4 @@
-"""A request that kills its runners ends, and no other one does."""
+"""A request that kills its runners ends, and no other request does."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ POISON = 28  # a prompt that begins with it is one
 
 
 class PoisonedRunner(FakeRunner):
-    """Dies of rows of requests whose prompts begin with POISON, when it computes them or as soon as it gets them. The
+    """Dies of rows of requests with prompts that begin with POISON, when it computes them or when it gets them. The
     rows are prompts, or decode rows at every `period`-th position."""
 
     def __init__(self, config, kills: str = "decode", period: int = 1, at_once: bool = False) -> None:
@@ -118,7 +118,7 @@ def test_each_of_several_killer_requests_is_found():
 
 @pytest.mark.parametrize("period", [2, 3, 11, 20])
 def test_an_occasional_killer_is_found_or_finishes(period):
-    """Where it comes on between its losses it is a pause each time."""
+    """While it makes progress between its losses, each loss is only a pause."""
     engine = Engine(5, period=period)
     engine.finish()
     assert engine.culprits == ["r5"] * (period < 4)
@@ -138,7 +138,7 @@ def test_requests_beside_a_killer_are_not_blamed():
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_losses_without_a_killer_end_no_request(depth):
-    """Runners are lost again and again, but for the moments at which one runs alone."""
+    """Runners are lost again and again, except while one request runs alone."""
     engine = Engine(pipeline_depth=depth)
     for step in range(1000):
         if not engine.core.has_work:
@@ -190,7 +190,7 @@ class Crowd(Engine):
 
 @pytest.mark.parametrize("num_late", [0, 9])
 def test_requests_that_kill_together_return_one_by_one(num_late):
-    """They pass their trials, and would come back in one plan again and again: 2 losses for 4 tokens of each."""
+    """They pass their trials, and would return together in one plan again and again: 2 losses for 4 tokens of each."""
     engine = Crowd(10, num_late, most_new=6)
     engine.finish()
     assert engine.culprits == []
@@ -243,7 +243,7 @@ class PoisonedEngine(test_link.Engine):
 
 @pytest.mark.parametrize("num_engines", [1, 2])
 async def test_only_the_request_at_fault_gets_an_error(num_engines: int):
-    """With another engine the streams move once, the one at fault among them, and then stay where it is found."""
+    """With another engine the streams move once, including the one at fault, and then stay where it is found."""
     engines = [PoisonedEngine() for _ in range(num_engines)]
     link = link_to(*engines)
     await link.start()

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from actors.engine.loop import EngineLoop
-from actors.wire.messages import Submit
+from actors.wire.link_messages import Submit
 from runtime.core.plan import StepPlan
 from runtime.spec.config import EngineConfig
 from tests.actors.test_link import INFO, Engine, SlowRunner, eventually, link_to, read, request
@@ -47,7 +47,7 @@ class SteppedRunner(SlowRunner):
         self.may_end.release(count)
 
     def step_of(self, prompt_number: int) -> int:
-        """The step in which the prompt with this number, from 0, began."""
+        """The step in which prompt `number` began, counted from 0."""
         steps = [plan.step_id for plan in self.plans for _ in plan.new]
         return steps[prompt_number] if prompt_number < len(steps) else 0
 
@@ -90,7 +90,7 @@ async def test_a_request_that_arrives_during_a_step_joins_the_next(late, in_step
             runner.end_steps(1)
             await eventually(lambda step=step: loop.core.steps_done == step)
         await eventually(lambda: len(runner.plans) == num_steps + (1 if late else 2))
-        runs = runner.plans[num_steps].step_id  # no result of it has come
+        runs = runner.plans[num_steps].step_id  # its result has not arrived
         streams.append(asyncio.create_task(read(link, request(1))))
         await eventually(lambda: sum(isinstance(message, Submit) for message in delivered) == 2)
         await eventually(lambda: not late or len(loop.core.scheduler.requests) == 2)
@@ -102,7 +102,7 @@ async def test_a_request_that_arrives_during_a_step_joins_the_next(late, in_step
 
 
 async def test_a_step_that_ends_early_is_followed_at_once():
-    """It was expected to run on for ever: the loop must look whether it has ended."""
+    """It was expected to run for a long time, so the loop must check if it has ended."""
     async with serving(late=True) as (_, runner, _, link, _):
         runner.end_steps()
         assert (await read(link, request(0)))[:2] == sequential(request(0), 512)

@@ -10,8 +10,8 @@ import uvloop
 
 from actors.engine.link_server import Connection
 from actors.engine.loop import EngineLoop
-from actors.engine.step_channel import RunnersLost
 from actors.front.engine_group import EngineGroup
+from actors.runners.step_channel import RunnersLost
 from actors.wire.engine_client import EngineRefusal, Refusal
 from runtime.loading.adapter_files import read_adapter
 from runtime.policy.isolation import MAX_LOSSES
@@ -116,7 +116,7 @@ class Engines:
 
 
 def link_to(*engines):
-    """What a replica has of these engines."""
+    """A replica's links to these engines."""
     return EngineGroup(Engines(*engines))
 
 
@@ -194,7 +194,7 @@ def test_streams_work_on_the_event_loop_of_serve():
 
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_the_next_plan_is_submitted_before_tokens_are_sent(depth, monkeypatch):
-    """In every step, also those in which requests come and go: collect k, submit k+depth, send k, collect k+1."""
+    """In every step, also in steps with new and ended requests: collect k, submit k+depth, send k, collect k+1."""
     engine = Engine(pipeline_depth=depth, late_planning=False)  # which sends while it waits
     link = link_to(engine)
     await link.start()
@@ -228,7 +228,7 @@ async def test_the_next_plan_is_submitted_before_tokens_are_sent(depth, monkeypa
 
 
 async def test_nothing_comes_after_the_end(served):
-    """An abort finds the last step's tokens still unsent: they go first."""
+    """An abort finds the last step's tokens still unsent, so they are sent first."""
     engine, group = served
     link = only_link(group)
     ends, late, on_tokens = Counter(), [], link._on_tokens

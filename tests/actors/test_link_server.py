@@ -1,4 +1,4 @@
-"""The engine's door: what strangers, used-up files and broken frames may not do to the links of others."""
+"""The engine's socket: strangers, exhausted files and broken frames must not disturb the links of others."""
 
 import asyncio
 import errno
@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from actors.wire import transport
-from actors.wire.messages import AbortById, Heartbeat, Report, Submit, decode_from_engine, encode
+from actors.wire.link_messages import AbortById, Heartbeat, Report, Submit, decode_from_engine, encode
 from actors.wire.metrics import MetricValues
 from runtime.core.requests import requests_of
 from runtime.spec.types import FinishReason, SamplingParams
@@ -26,7 +26,7 @@ async def engine():
 
 
 def replica_of(engine):
-    """A connection as a replica makes it, to write any frame to."""
+    """A connection like a replica's, to write any frame to."""
     return transport.connect(engine.loop.links.open(True, ""))
 
 
@@ -35,7 +35,7 @@ def num_readers():
 
 
 async def answer(engine, i):
-    """Through a link of its own."""
+    """The answer over a link of its own."""
     group = link_to(engine)
     await asyncio.wait_for(group.start(), 5)
     tokens, reason, _ = await asyncio.wait_for(read(group, request(i)), 5)
@@ -125,7 +125,8 @@ async def test_figures_of_all_fronts_add_up(engine):
 
 
 async def test_a_heartbeat_is_answered_while_the_step_thread_is_busy(engine):
-    """The engine itself finds a step that hangs (step_timeout_s); its replicas must not leave it for a long one."""
+    """The engine itself finds a step that hangs (step_timeout_s), so its replicas must not leave it during a long
+    one."""
     engine.runners[-1].hang = True
     replica = replica_of(engine)
     with replica.sock:

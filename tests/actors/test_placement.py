@@ -1,4 +1,4 @@
-"""Where the actors go, as plain functions of what the cluster has."""
+"""The placement of actors, as plain functions of the cluster's resources."""
 
 import pytest
 from ray.util.placement_group import PlacementGroup

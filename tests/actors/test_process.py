@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.ray.process import lose_what_no_log_takes
+from actors.ray.process import ignore_logging_errors
 
 ROOT = Path(__file__).parents[2]
 CODE = """
@@ -71,7 +71,7 @@ def log_of_a_replica(tmp_path: Path, monkeypatch) -> logging.Logger:
 
 
 def test_a_full_disk_loses_log_lines_but_no_request(log_of_a_replica, monkeypatch):
-    lose_what_no_log_takes()
+    ignore_logging_errors()
     write, written = sys.stderr.write, []
 
     def write_once(text: str) -> None:

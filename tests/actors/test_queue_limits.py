@@ -1,7 +1,7 @@
 """The limits of an engine's queue."""
 
 from actors.engine.queue_limits import HeldRequests, QueueLimits
-from actors.wire.messages import Submit
+from actors.wire.link_messages import Submit
 from runtime.core.scheduler import Scheduler
 from runtime.spec.types import Request, SamplingParams
 from tests.core.test_scheduler import make

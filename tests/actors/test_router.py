@@ -1,4 +1,4 @@
-"""The choice among engines: by what they hold and have to do, alike on all fronts, without herding."""
+"""The choice among engines: by their caches and loads, equal on all fronts, without herding."""
 
 import dataclasses
 import random
@@ -8,7 +8,7 @@ from itertools import chain
 import pytest
 
 from actors.front.router import Prompt, Router
-from actors.wire.messages import CacheUpdate
+from actors.wire.link_messages import CacheUpdate
 from runtime.policy.engine_load import EngineLoad
 from runtime.spec.config import ModelInfo
 
@@ -31,7 +31,7 @@ def packed(prompts, kind=KIND):
 
 
 def tell(router, engine, *prompts, queued=0, running=0, last_stream=0, kind=KIND):
-    """The engine holds these prompts' full blocks, and nothing else."""
+    """The engine holds only these prompts' full blocks."""
     load = EngineLoad(queued, running, 0, 50, 99)
     return router.apply(engine, CacheUpdate(0, packed(prompts, kind), b"", load, True, last_stream))
 
@@ -110,7 +110,7 @@ def test_a_leaving_engine_moves_only_its_own_prefixes():
 
 
 def test_a_common_prefix_does_not_overload_one_engine():
-    """All engines hold it; what comes behind it spreads them."""
+    """All engines hold it, and the tokens after it spread them."""
     router = router_of(*NAMES)
     for name in NAMES:
         tell(router, name, prompt(1))
@@ -123,13 +123,13 @@ def test_own_choices_count_until_the_engine_reports_them():
     chosen = []
     for stream in range(1, 9):
         engine, num_cached = router.choose(prompt(stream))
-        router.placed(engine, stream, 41 - num_cached)
+        router.note_sent(engine, stream, 41 - num_cached)
         chosen.append(engine)
     assert set(Counter(chosen).values()) == {2}
     for name in NAMES[1:]:
         assert tell(router, name, last_stream=8, queued=400, running=2)
     tell(router, "a", last_stream=0)  # an update that was made before it got them
-    router.placed("a", 9, 1000)
+    router.note_sent("a", 9, 1000)
     assert router.choose(prompt(20)).engine != "a"
     tell(router, "a", last_stream=9)
     assert router.choose(prompt(20)).engine == "a"
@@ -178,7 +178,7 @@ def test_routing_scales_to_many_engines_and_long_prefixes(seed):
 
 def documents(count, length=9, **kw):
     """Prompts of a reranker: ten blocks and one token of a query, and a document."""
-    return [Prompt([*prompt(1).token_ids, *[200 + i] * length], gathers=True, **kw) for i in range(count)]
+    return [Prompt([*prompt(1).token_ids, *[200 + i] * length], colocate=True, **kw) for i in range(count)]
 
 
 def send(router, prompts):
@@ -186,7 +186,7 @@ def send(router, prompts):
     choices = []
     for stream, asked in enumerate(prompts, start=1):
         choices.append(router.choose(asked))
-        router.placed(choices[-1].engine, stream, len(asked.token_ids) - choices[-1].num_cached, asked)
+        router.note_sent(choices[-1].engine, stream, len(asked.token_ids) - choices[-1].num_cached, asked)
     return choices
 
 
@@ -222,7 +222,7 @@ def test_documents_follow_only_unreported_live_choices():
         assert other.engine not in names
         assert other.num_cached == 0
         tell(router, other.engine, last_stream=99)
-    assert router._gathering == {}
+    assert router._colocated == {}
 
 
 @pytest.mark.parametrize("policy", ["round-robin", "least-load"])
@@ -232,7 +232,7 @@ def test_policies_without_the_cache(policy):
     chosen = []
     for stream in range(1, 9):
         choice = router.choose(prompt(1))
-        router.placed(choice.engine, stream, 41)
+        router.note_sent(choice.engine, stream, 41)
         chosen.append(choice.engine)
         assert choice.num_cached == 0
     assert set(Counter(chosen).values()) == {2}

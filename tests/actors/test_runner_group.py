@@ -1,4 +1,4 @@
-"""The ranks of one engine: they are started together, and lost together."""
+"""The ranks of one engine start together, and are lost together."""
 
 import signal
 import subprocess
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from ray.exceptions import RayTaskError
 
-from actors.engine import runner_group
-from actors.engine.runner_group import RunnerGroup
-from actors.engine.step_channel import RunnersLost, serve_steps
+from actors.runners import runner_group
+from actors.runners.runner_group import RunnerGroup
+from actors.runners.step_channel import RunnersLost, serve_steps
 from actors.wire.transport import connect
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import CallboardError
@@ -111,7 +111,7 @@ def make(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner_group.ray, "kill", lambda actor: None)
     monkeypatch.setattr(
         runner_group,
-        "_reach",
+        "_host_and_process",
         lambda node, pid: ("", runner_group.LocalProcess(pid)) if node == "here" else ("h", None),
     )
     made: list[Group] = []
@@ -136,7 +136,7 @@ def kill(rank: Rank) -> None:
 
 
 def test_a_rank_that_never_reports_its_process_is_replaced(make, monkeypatch):
-    """The rank is stopped before it can report, so the group has no process to watch."""
+    """The rank is stopped before it can report, so the group lacks a process to watch."""
     monkeypatch.setattr(runner_group, "_BEGIN_S", 0.1)
     monkeypatch.setattr(runner_group.ray, "kill", lambda actor: actor.process.kill())
     group = make(location=lambda rank: threading.Event().wait())
@@ -286,7 +286,7 @@ def test_ranks_sleep_and_wake_together(make):
     assert [rank.process.wait(5) for rank in ranks] == [-signal.SIGKILL] * 2
     with pytest.raises(RunnersLost):
         group.set_sleep(0)
-    group.start()  # as is asked for to wake them
+    group.start()  # as the call that wakes them expects
     assert len(group.starts) == 2
 
 

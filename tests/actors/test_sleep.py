@@ -1,4 +1,4 @@
-"""Engines that sleep give their memory back; what they are asked waits, and no stream notices more than a pause."""
+"""Engines that sleep release their memory. Their requests wait, and streams notice only a pause."""
 
 import asyncio
 import threading

@@ -1,4 +1,5 @@
-"""The supervisor's watch over an engine, without Ray: what it replaces, and what it reports if it cannot go on."""
+"""The supervisor's watch over an engine, without Ray: when it replaces the engine, and its error if it cannot
+continue."""
 
 import asyncio
 import threading
@@ -77,7 +78,7 @@ async def test_a_frozen_engine_is_killed_and_replaced(watched):
 
 
 def as_started(monkeypatch, engine):
-    """What Ray makes of the next actors: `engine`."""
+    """The actor handles that Ray returns next: `engine`."""
     actor = Mock()
     actor.options.return_value.remote.return_value = engine
     monkeypatch.setattr(supervisor_module.ray, "remote", lambda **_: lambda _: actor)
@@ -109,7 +110,7 @@ async def test_an_engine_may_load_for_longer_than_it_may_freeze(monkeypatch):
 
 
 async def test_ray_ends_an_engine_outside_event_loops(watched, monkeypatch):
-    """Its head node may be away, and the replica answers Serve meanwhile."""
+    """Its head node may be lost, and the replica answers Serve meanwhile."""
     _, actors, _ = watched
     threads = []
     monkeypatch.setattr(supervisor_module.ray, "kill", lambda actor: threads.append(threading.current_thread()))
@@ -119,7 +120,7 @@ async def test_ray_ends_an_engine_outside_event_loops(watched, monkeypatch):
 
 
 async def test_a_lost_head_stops_only_the_start_of_engines(monkeypatch):
-    """Ray's call that makes an actor of a name blocks until the head answers; the replica answers Serve meanwhile."""
+    """Ray's call that creates a named actor blocks until the head answers; the replica answers Serve meanwhile."""
     is_back, engine = threading.Event(), FakeActor()
     engine.start, engine.pid = Method(AsyncMock()), Method(AsyncMock(return_value=12345))
     actor = as_started(monkeypatch, engine)
@@ -173,7 +174,8 @@ async def test_a_lost_engine_reports_no_figures(watched, monkeypatch, how):
 async def test_a_replaced_engine_serves_until_its_fronts_leave(
     watched, monkeypatch, leaves_for: str, fronts_leave: bool
 ):
-    """As far as they leave soon. Else it takes nothing new at once: fronts use another one, or wait for the next."""
+    """It serves if they leave soon. Otherwise it refuses new requests at once: fronts use another engine, or wait for
+    the next."""
     supervisor, (engine,), _ = watched
     supervisor._name = "app/engine/old/x"
     connections, drained = 2, []

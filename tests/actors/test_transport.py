@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.engine.step_channel import RunnersLost, SocketExecutor, serve_steps
+from actors.runners.step_channel import RunnersLost, SocketExecutor, serve_steps
 from actors.wire import transport
 from actors.wire.transport import Address, connect
 from tests.support.executor_group import (
@@ -139,7 +139,7 @@ def test_other_users_are_disconnected_before_their_first_byte():
     executor = SocketExecutor(1)
     address = executor.address(0)
     answer, told = os.pipe()
-    if (pid := os.fork()) == 0:  # a child, since a process is of one user
+    if (pid := os.fork()) == 0:  # a child, because a process belongs to one user
         with contextlib.suppress(OSError):  # it may be disconnected while it sends
             os.setuid(65534)
             sock = dial(address)

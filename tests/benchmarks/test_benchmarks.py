@@ -90,7 +90,7 @@ def test_a_random_model_is_a_model(tmp_path):
     assert set(checkpoint.names()) == {name for name in checkpoint.names() if checkpoint.shape(name)}
     assert tokenizer.vocab_size == CONFIGS["tiny"]["vocab_size"]
     words = {tokenizer.decode([i]) for i in range(1000, 30000)}
-    assert len(words) == 29000  # each id that the serving benchmark sends has a word of its own
+    assert len(words) == 29000  # each id of the serving benchmark has a word of its own
     assert tokenizer.decode(tokenizer.encode("Ärger, 日本\n")) == "Ärger, 日本\n"
 
 

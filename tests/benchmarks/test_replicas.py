@@ -1,4 +1,4 @@
-"""The conversations that engines behind one endpoint are measured with."""
+"""The conversations that measure several engines behind one endpoint."""
 
 import asyncio
 import time
@@ -34,7 +34,7 @@ def test_only_the_measured_time_counts():
     assert second.prompt[-5:] == ids_of(Part(3, 5))
     for turn, at in ((first, -0.2), (second, 0.2), (other, 0.02)):
         turn.sent, turn.events = begin + at, [begin + at + 0.05, begin + at + 0.06]
-    late = Turn([1], 3, sent=begin - 0.7)  # was asked for before, and never came
+    late = Turn([1], 3, sent=begin - 0.7)  # requested before, and never received
     found = figures(begin, 0.3, [*seen, late])
     assert found["requests"] == 1
     assert found["output_tok_s"] == found["output_tok_s_in_time"] == pytest.approx(3 / 0.2)

@@ -94,7 +94,7 @@ def test_a_stretch_has_its_steps():
 
 
 def test_public_traces_are_read(tmp_path):
-    """Mooncake's blocks that are equal give equal prefixes; Azure's prompts share nothing."""
+    """Equal blocks of Mooncake give equal prefixes; Azure's prompts share nothing."""
     lines = [
         {"timestamp": 2500, "input_length": 1100, "output_length": 7, "hash_ids": [0, 46, 47]},
         {"timestamp": 0, "input_length": 1030, "output_length": 0, "hash_ids": [0, 46, 99]},

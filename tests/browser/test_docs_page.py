@@ -1,9 +1,4 @@
 """GET /docs: the API as a page, from the server's own description of it."""
-# ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
-
-from tests.support.page_browser import browser, in_browser, served, server, visit  # noqa: F401
-
-pytestmark = in_browser
 
 
 def test_every_route_is_shown_and_opens_to_its_fields(visit, server):

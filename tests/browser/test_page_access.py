@@ -1,21 +1,8 @@
 """The page as a whole: keys, a server that starts, the keyboard alone, a phone, contrast."""
-# ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
 
 import pytest
 
-from tests.support.page_browser import (  # noqa: F401
-    ANSWER,
-    ask,
-    browser,
-    in_browser,
-    is_answered,
-    open_settings,
-    served,
-    server,
-    visit,
-)
-
-pytestmark = in_browser
+from tests.support.page_browser import ANSWER, ask, is_answered, open_settings
 
 
 def test_the_page_requests_and_sends_the_key(visit, server):

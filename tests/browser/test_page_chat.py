@@ -1,5 +1,4 @@
 """The page's chat: sending, stopping, editing, and the state that survives a reload."""
-# ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
 
 import json
 import re
@@ -7,19 +6,7 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.page_browser import (  # noqa: F401
-    ANSWER,
-    ask,
-    browser,
-    in_browser,
-    is_answered,
-    open_settings,
-    served,
-    server,
-    visit,
-)
-
-pytestmark = in_browser
+from tests.support.page_browser import ANSWER, ask, is_answered, open_settings
 
 
 def test_several_turns_with_settings(visit, server):
@@ -37,7 +24,7 @@ def test_several_turns_with_settings(visit, server):
     request = server.engine.requests[-1]
     params = request.params
     assert (params.temperature, params.top_p, params.max_tokens, request.seed) == (0.25, 0.5, 500, 7)
-    # Markup of the model's stays text; its code and bold words are shown as such.
+    # Markup of the model stays text; its code and bold words are formatted.
     assert page.inner_text(".text pre") == "print('<b>42</b>')"
     assert page.inner_text("figcaption span") == "python"
     assert page.inner_text(".text strong") == "bow"
@@ -101,7 +88,7 @@ def test_errors_are_shown_and_the_question_kept(visit, server):
     page.wait_for_selector("[role=alert]:text('no finite logits')")  # after the stream had begun
     assert page.inner_text(".text") == "A **bo"
     server.engine.fails_after = None
-    assert page.locator("[role=alert]").count() == 1  # one turn that failed makes room for the next
+    assert page.locator("[role=alert]").count() == 1  # a failed turn makes room for the next
     page.route("**/v1/chat/completions", lambda route: route.abort())
     ask(page, "Hello?")
     page.wait_for_selector("[role=alert]:text('cannot be reached')")
@@ -241,7 +228,7 @@ def test_an_answer_cut_by_a_reload_can_be_continued(visit, server):
     assert (body["continue_final_message"], body["add_generation_prompt"]) == (True, False)
     assert server.prompt() == f"<user>Talk.<assistant>{text.rstrip()}"
     is_answered(page, 1)
-    assert page.locator("button:text('Continue')").count() == 0  # it has ended by itself
+    assert page.locator("button:text('Continue')").count() == 0  # it ended by itself
 
 
 def test_an_answer_cut_at_the_limit_can_be_continued(visit, server):
@@ -277,7 +264,7 @@ def test_regenerate(visit, server):
     page.route("**/v1/chat/completions", lambda route: route.abort())
     page.click("button:text('Regenerate')")
     page.wait_for_selector("[role=alert]:text('cannot be reached')")
-    assert page.inner_text(".text >> nth=1") == "Better."  # the old one stays if no new one comes
+    assert page.inner_text(".text >> nth=1") == "Better."  # the old answer stays if no new one comes
 
 
 def test_edit(visit, server):

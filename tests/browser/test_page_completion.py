@@ -1,24 +1,11 @@
-"""The page's playground: completions, probabilities of tokens, and what a draft had guessed."""
-# ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
+"""The page's playground: completions, probabilities of tokens, and the draft's guesses."""
 
 import math
 
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.page_browser import (  # noqa: F401
-    MODEL,
-    ask,
-    browser,
-    in_browser,
-    is_answered,
-    open_settings,
-    served,
-    server,
-    visit,
-)
-
-pytestmark = in_browser
+from tests.support.page_browser import MODEL, ask, is_answered, open_settings
 
 
 def test_completion(visit, server):

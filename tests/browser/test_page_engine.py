@@ -1,9 +1,4 @@
 """The page's engine view: figures and their explanations."""
-# ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
-
-from tests.support.page_browser import browser, in_browser, served, server, visit  # noqa: F401
-
-pytestmark = in_browser
 
 
 def test_engine_panel(visit, server):

@@ -1,5 +1,5 @@
 """Every Triton kernel in the forms that serving launches, compiled for sm_90a. It fits the card's limits, does not
-spill, and uses tensor cores where it should. In a process of its own, and without a GPU."""
+spill, and uses tensor cores where it should. It runs in a separate process, without a GPU."""
 
 import json
 import os
@@ -24,7 +24,7 @@ STACK_BUDGET = {
     "_decode_attention_kernel": 128, "_prefill_attention_kernel": 120, "_tile_kernel": 136,
     "_wna16_skinny_gemm_kernel": 8, "_moe_wna16_many_kernel": 64, "_quantize_fp8_weight_kernel": 120,
 }  # fmt: skip
-# Kernels whose `max.f32` may drop a NaN, because another operation keeps it: the weights of attention, the check of
+# Kernels in which `max.f32` may drop a NaN because another operation keeps it: the weights of attention, the check of
 # logits that samples -1, and the weights of experts. These are all NaN by then.
 DROPS_NAN = {
     "_decode_attention_kernel", "_prefill_attention_kernel", "_best_of_tile_kernel", "choose_kernel", "_route_kernel",

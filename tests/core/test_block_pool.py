@@ -63,7 +63,7 @@ requests = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
 @settings(max_examples=examples(300))
 @given(st.integers(6, 24), st.lists(st.one_of(requests, st.integers(0, 5)), max_size=60))
 def test_a_held_block_holds_all_blocks_before_it(num_blocks, happenings):
-    """Routers rely on it, too: numbers are requests that end, paths such that begin."""
+    """Routers rely on it, too. Numbers are requests that end, and paths are requests that begin."""
     tree = Tree(num_blocks)
     for each in happenings:
         if isinstance(each, tuple):

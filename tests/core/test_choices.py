@@ -40,13 +40,13 @@ def test_choices_share_prompt_blocks_from_the_first_step(depth: int):
     pool = session.core.scheduler.pool
     assert [pool.refs(block) for block in tables[0]] == [4] * 5
     held = Counter(block for state in states for block in state.tables[0])
-    assert len(held) == 5 + 4  # alone, each would hold 6
+    assert len(held) == 5 + 4  # alone, each would need 6
     assert [state.num_cached for state in states] == [0, 20, 20, 20]
     assert prepared.usage([ChoiceUsage(6, state.num_cached) for state in states]) == {
         "prompt_tokens": 22,
         "completion_tokens": 24,
         "total_tokens": 46,
-        "prompt_tokens_details": {"cached_tokens": 0},  # one of them had to compute it
+        "prompt_tokens_details": {"cached_tokens": 0},  # one of them computed it
     }
     session.finish()  # checks the tokens of each choice against a run alone, and that no block leaks
     again = prepare(n=4)

@@ -52,7 +52,7 @@ class DeferringSession(Session):
         return super().add(prompt, params if params.pooled else replace(params, grammar=GRAMMAR), priority, salt)
 
     def step(self) -> None:
-        """What the row of the last known token reads is kept, whatever is planned already."""
+        """Keep the values that the row of the last known token reads, even if later steps are planned already."""
         super().step()
         for state in self.core.scheduler.running if self.info.kv_cache is not None else ():
             first = max(0, len(state.tokens) - self.info.kv_cache.groups[1].window)

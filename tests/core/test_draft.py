@@ -1,4 +1,5 @@
-"""A draft model's mirrors and its client: right guesses whatever is lost, late or repeated, and never a wrong token."""
+"""A draft model's mirrors and its client: guesses are right after losses, delays and repeats, and no token is ever
+wrong."""
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ STEP_US = ((1, 10.0), (64, 20.0))
 
 
 class WrongAtTimes(FakeRunner):
-    """A draft that samples something else in a share of its tokens, and goes on from there."""
+    """A draft that samples another token in a share of its positions, and continues from there."""
 
     share = 0.0
     rng = np.random.default_rng(0)
@@ -57,7 +58,7 @@ class PausingClient(DraftClient):
 
 
 class BadWire:
-    """Loses, repeats and delays frames in both directions; can die, and come back knowing nothing."""
+    """Loses, repeats and delays frames in both directions; can die, and restart with empty state."""
 
     def __init__(self, core, clock, seed, loss):
         self.core, self.clock, self.loss, self.dead, self.late = core, clock, loss, False, []
@@ -98,7 +99,7 @@ def test_draft_tokens_continue_confirmed_tokens():
     while core.step():
         pass
     assert core.outbox.pop("engine")[-1] == Chain(7, 9, right[4:9])
-    wrong = (right[5] + 1) % VOCAB  # as if the target had sampled something else
+    wrong = (right[5] + 1) % VOCAB  # as if the target had sampled another token
     core.take("engine", Told(committed=[Commit(7, 5, [*right[:5], wrong], 2)]))
     while core.step():
         pass
@@ -117,7 +118,7 @@ def test_draft_tokens_continue_confirmed_tokens():
 
 
 def test_only_final_tokens_are_hashed():
-    """A mirror's own guesses fill blocks that are rewritten later: no other mirror may find them."""
+    """A mirror's own guesses fill blocks that are rewritten later, so no other mirror may find them."""
     core = draft_core()
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     first = Request("a", [1, 2, 3, 4, 5], 5, params, seed=0)
@@ -240,7 +241,7 @@ def test_a_miss_costs_no_later_guess(ahead):
 
 
 def test_a_draft_runs_ahead_while_there_is_time():
-    """A commit that finds it busy makes it stop earlier, and one that finds it idle later."""
+    """A commit that finds it busy makes it stop earlier; a commit that finds it idle makes it stop later."""
     core, tokens = draft_core(ahead=8, max_len=4000, blocks=2000), [1, 2, 3]
     request = Request("", tokens, 3, SamplingParams(max_tokens=3000, ignore_eos=True), seed=0)
     core.take(None, Told(opened=[Open(1, request, 3)]))
@@ -305,7 +306,7 @@ def test_a_draft_that_is_hardly_faster_catches_up():
     client = PausingClient(VOCAB, clock)
     core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, times, 0.0))
     wire = SlowWire(draft_core(max_len=400, blocks=200), clock, lambda behind: 0.001 * behind * (behind > 3))
-    client.attach(wire, times)  # a token takes it as long as it takes the target
+    client.attach(wire, times)  # a token takes the draft and the target equally long
     core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=300, ignore_eos=True), seed=0))
     while core.scheduler.stats.drafts < 4:
         core.step()
@@ -318,7 +319,7 @@ def test_a_draft_that_is_hardly_faster_catches_up():
 
 
 def test_a_draft_gets_no_request_before_its_reply():
-    """Or one that takes longer than the time between two questions would begin again with each."""
+    """Otherwise a draft that is slower than the interval of requests would restart with each."""
     clock = Clock()
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     target = info(max_len=400, blocks=200)
@@ -334,7 +335,8 @@ def test_a_draft_gets_no_request_before_its_reply():
 
 
 def test_a_silent_draft_costs_one_wait():
-    """Hung: the first answer is waited for, then none, as the draft falls behind; at last it is given up."""
+    """Hung: the engine waits for the first reply, then for none, because the draft falls behind. At last it is given
+    up."""
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     clock, target = Clock(), info(max_len=60000, blocks=20000)
     client = DraftClient(VOCAB, clock)
@@ -363,7 +365,7 @@ def test_a_silent_draft_costs_one_wait():
     wire.loss = 0.0
     client.is_due()
     wire.loss, client.is_hung, client._silent_since = 1.1, False, None
-    for i in range(1, 60):  # none of them lives long enough to be waited for
+    for i in range(1, 60):  # no request lives long enough for a wait
         core.add(Request(str(i), [1, 2, 3], 3, SamplingParams(max_tokens=60, ignore_eos=True), seed=i))
         while core.has_work:
             core.step()

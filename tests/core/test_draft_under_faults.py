@@ -1,4 +1,4 @@
-"""The rate of an engine whose draft runs beside it and is sometimes late, slow, silent or deaf.
+"""The rate of an engine with a draft that runs beside it and is sometimes late, slow or silent, or stops reading.
 
 Time is simulated: a target with an 8B model's step times, and a draft in its own process. The
 draft is right in four of five tokens. Rates are relative to the target's tokens a second without a draft."""
@@ -105,7 +105,7 @@ def rate(
     num_rows=1, seconds=4.0, wrong=0.2, step_us=300.0, token_us=3.0, stalls=0.0, stall_s=0.02,
     slower=lambda now: 1.0, hangs=lambda now: False, loss=0.0, told_us=None, draft=True,
 ):  # fmt: skip
-    """Tokens a second. The draft is thought to take `told_us` a step; one that hangs is replaced."""
+    """Tokens a second. The draft is expected to take `told_us` a step; a draft that hangs is replaced."""
     rng, clock = random.Random(0), Clock()
     config = EngineConfig(block_size=16, max_num_seqs=max(2, num_rows), max_num_batched_tokens=2048)
     info = ModelInfo("f", VOCAB, CONTEXT, (EOS,), 1 + config.max_num_seqs * (CONTEXT // 16 + 1), 16, "none", "none")

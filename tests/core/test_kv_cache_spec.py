@@ -1,4 +1,4 @@
-"""The description of a KV cache: sizes follow from it, and with them what a window no longer needs."""
+"""The description of a KV cache determines its sizes, and the blocks that a window no longer needs."""
 
 import pytest
 

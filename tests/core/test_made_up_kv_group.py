@@ -1,4 +1,4 @@
-"""A group of the KV cache is added by describing it: here one with a window, beside one that keeps everything."""
+"""A new group of the KV cache needs only a description: here one with a window, beside one that keeps everything."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""How long answers are expected to get, and how well memory is used with that: against an oracle that knows."""
+"""Expected lengths of answers, and how well they use memory, against an oracle that knows the lengths."""
 
 import math
 import random
@@ -17,7 +17,7 @@ from runtime.spec.types import Request, SamplingParams
 from tests.core.test_scheduler import make
 from tests.support.policy_simulation import CONTEXT, Clients, Simulation
 
-CHAT = 4000  # max_tokens of a chat that names none
+CHAT = 4000  # max_tokens of a chat without the field
 
 
 def learned(lengths: list[int], max_tokens: int = CHAT) -> OutputLengthEstimator:

@@ -1,4 +1,4 @@
-"""Requests to reset the prefix cache: what it forgets, and what it must keep."""
+"""Requests to reset the prefix cache: the blocks it forgets, and the blocks it must keep."""
 
 from runtime.spec.types import SamplingParams
 from tests.core.test_scheduler import Session, first_plan

@@ -1,4 +1,4 @@
-"""A plan that is run several times gives what as many plans of one step give, to the last block."""
+"""A plan of several steps gives the same results as single steps, to the last block."""
 
 from itertools import pairwise
 

@@ -97,7 +97,7 @@ events = st.lists(
 
 
 class Session:
-    """Drives one engine through events and remembers what each request got."""
+    """Drives one engine through events and records each request's output."""
 
     runner_type = FakeRunner
 
@@ -200,7 +200,7 @@ def test_any_history_gives_the_sequential_tokens():
     """Thousands of steps of random arrivals, aborts, stops, preemptions, losses and sharing, at depth 1 and 2."""
     seen = Counter()
 
-    # The same histories each time: what they cover is asserted below, and must not depend on luck.
+    # The same histories each time, because their coverage is asserted below and must not depend on luck.
     @settings(max_examples=examples(600), suppress_health_check=list(HealthCheck), database=None, derandomize=True)
     @given(configs, events, st.sampled_from([None, 0.0, 0.0, 1.0]))
     def run(config, history, share):
@@ -353,7 +353,7 @@ def test_a_row_with_bad_logits_fails_alone():
 
 
 def step_with(session: Session, *tokens: int) -> list[FinishReason]:
-    """A step whose rows sample these tokens."""
+    """A step with rows that sample these tokens."""
     scheduler = session.core.scheduler
     plan = scheduler.schedule().plan
     output = scheduler.commit(StepResult(plan.step_id, np.array(tokens, np.int32)))
@@ -391,7 +391,7 @@ def test_a_result_of_another_step_is_refused():
 
 
 def test_resubmission_continues_the_same_sequence():
-    """C8: prompt and delivered tokens, sent to a fresh engine, go on where the first one stopped."""
+    """C8: prompt and delivered tokens, sent to a fresh engine, continue where the first engine stopped."""
     first = Session()
     first.add([3, 1, 4], SamplingParams(max_tokens=12, ignore_eos=True))
     first.finish()

@@ -1,4 +1,4 @@
-"""Prompts beside rows that decode, and planning late: the policy in simulated time, over the real scheduler."""
+"""Prompts beside decode rows, and late planning: the policy in simulated time, over the real scheduler."""
 
 import random
 from collections import deque
@@ -116,7 +116,7 @@ def test_a_target_is_kept_on_every_host(max_itl_ms, slow):
 @pytest.mark.parametrize("count", [48, 400])
 def test_a_burst_is_served_as_fast(count):
     """Where many prompts wait for few rows that decode, those rows wait."""
-    before = [(0.0, 300, 50), (0.5, 300, 50)]  # by these it knows what steps take
+    before = [(0.0, 300, 50), (0.5, 300, 50)]  # the pacing learns step times from them
     burst = before + [(1.0, *lengths) for _, *lengths in arrivals(count, 0, (128, 384), (128, 256))]
     plain, paced = Served(burst, paced=False), Served(burst)
     assert paced.now - 1.0 < 1.02 * (plain.now - 1.0)
@@ -155,7 +155,7 @@ def test_a_new_request_waits_only_for_the_running_step():
 
 
 def test_short_steps_are_planned_at_once():
-    """There a plan could come too late, and hardly anything would be gained."""
+    """There a plan could be late, and the gain would be small."""
     served = Served(arrivals(50, 20, (64, 128), (64, 256)), slow=0.25)
     assert served.scheduler.pacing.planning_delay_s(4, 0, served.now) <= 0.0
 

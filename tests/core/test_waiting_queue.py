@@ -13,7 +13,7 @@ from tests.core.test_scheduler import make
 
 
 def test_requests_that_leave_the_queue_are_forgotten():
-    """Something always waits before them, so that they never come to the head of the queue."""
+    """A request before them always waits, so they never reach the head of the queue."""
     scheduler = Scheduler(*make(max_num_seqs=1))
     scheduler.add(Request("first", [1], 1, SamplingParams()))
     gone = [scheduler.add(Request(f"{i}", [2] * 50, 50, SamplingParams(), priority=1)) for i in range(500)]

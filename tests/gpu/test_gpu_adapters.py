@@ -63,7 +63,8 @@ def test_one_row_within_the_product(sizes, size_in):
 
 @pytest.mark.parametrize("config", [{}, {"quantization": "int4"}, {"dtype": "float32"}], ids=str)
 def test_rows_of_many_adapters_equal_each_alone(config, tmp_path):
-    """Prompts and decoding rows, as graphs and launched; and a step that has none is that of a runner for none."""
+    """Prompts and decode rows, as graphs and launched. A step without adapters equals a step of a runner without
+    them."""
     settings = {
         "device": "cuda", "deterministic": True, "max_num_seqs": 64, "max_model_len": 700, "num_kv_blocks": 3000,
         "max_num_batched_tokens": 8192, "num_threads": None, **config,

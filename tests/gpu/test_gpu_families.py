@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from runtime.assembly.runner import build_runner
 from runtime.spec.config import EngineConfig
-from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.support.family_cases import CASES, LIKE_OTHERS, spec_of
 from tests.support.family_steps import logits_of
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch see
 
 
 def steps_on_gpu(case: str, backend: str, dtype: str, **config) -> torch.Tensor:
-    runner = ModelRunner(
+    runner = build_runner(
         EngineConfig(
             device="cuda", kernel_backend=backend, dtype=dtype, num_kv_blocks=64, max_num_seqs=4, max_model_len=128,
             **config,
@@ -52,8 +52,8 @@ def test_bf16_logits_are_as_near_to_fp32_as_in_torch(case):
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen3 moe", "gemma2", "gemma3", "olmo3", "gpt2"])
 def test_bits_do_not_depend_on_batch_mates(case):
-    """Deterministic: a row decoded beside three others, in a graph or not, has the bits of the row alone."""
-    runner = ModelRunner(
+    """Deterministic: a row that is decoded beside three others, in a graph or not, has the same bits as alone."""
+    runner = build_runner(
         EngineConfig(device="cuda", num_kv_blocks=64, max_num_seqs=4, max_model_len=128, deterministic=True),
         DummySource(spec_of(case)),
     )

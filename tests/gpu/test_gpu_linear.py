@@ -110,7 +110,7 @@ def test_deterministic_layers_are_batch_invariant(size_out, size_in, dtype, with
 
 @pytest.mark.parametrize("rows", [1, 5, MAX_ROWS])
 def test_a_graph_of_dependent_layers_equals_layers_one_by_one(rows):
-    """Programmatic dependent launch lets kernels overlap; what one writes the next must still see."""
+    """Programmatic dependent launch lets kernels overlap; each must still see the results of the one before."""
     generator = torch.Generator("cuda").manual_seed(rows)
     randn = lambda *shape: torch.randn(*shape, device="cuda", generator=generator)  # noqa: E731
     hidden, ffn = 1024, 2816

@@ -17,7 +17,7 @@ LENGTHS = (1, 2, 63, 64, 65, 511, 513, 1100, 1500, 17)
 
 
 def vectors(pooling: str, **config) -> list[np.ndarray]:
-    """Of prompts of these lengths beside one that decodes, in one batch."""
+    """Vectors of prompts of these lengths beside a decode row, in one batch."""
     runner = tiny_runner(SPECS["llama-3.2-1b"], pooling=pooling, max_model_len=2048, num_kv_blocks=4000, **config)
     core = EngineCore(runner.config, runner.info, InProcess(runner))
     rng, found = np.random.default_rng(1), {}

@@ -107,5 +107,5 @@ def test_logits_equal_those_of_dequantized_weights(monkeypatch, form):
     plain, kernels = (tiny_runner(spec, kernel_backend=backend, **settings) for backend in ("torch", "triton"))
     assert plain.info.weight_formats == kernels.info.weight_formats
     want, got = (logits(runner).float().flatten()[: spec.vocab_size] for runner in (plain, kernels))
-    share = 0.1 if form == "fp8" else 0.03  # rows are fp8 codes there, too
+    share = 0.1 if form == "fp8" else 0.03  # rows are fp8 there, too
     assert float((got - want).norm()) < share * float(want.norm())

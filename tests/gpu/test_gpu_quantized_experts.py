@@ -11,13 +11,13 @@ from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch
-from runtime.kernels.quantized.quantized_weight import dequantize
+from runtime.kernels.quantized.quantized_weight import dequantize_torch
 from runtime.spec.decoder_spec import ExpertsSpec
 from tests.triton.test_quantized_kernels import some_weight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
-CASES = [  # sizes of eight chunks and of one, whole tiles and not
+CASES = [  # sizes of eight chunks and of one, with whole and partial tiles
     (("int4", 128, 1), 2048, 768), (("int4", 32, 1), 320, 192), (("uint4 minimums", 64, 1), 1024, 640),
     (("int8", 0, 1), 2048, 768), (("int8 minimums", 128, 1), 400, 272), (("table", 64, 1), 1024, 768),
     (("e2m1", 32, 1), 2880, 2880), (("e2m1", 16, 1), 2048, 768), (("fp8", 128, 1), 1040, 528),
@@ -32,20 +32,20 @@ def test_experts_are_near_their_dense_values(form, hidden, ffn):
         pairs = [(some_weight(form, 2 * ffn, hidden), some_weight(form, hidden, ffn)) for _ in range(16)]
         router, norm = torch.randn(16, hidden).bfloat16(), torch.rand(hidden).bfloat16()
     for weight in (weight for pair in pairs for weight in pair):
-        size = dequantize(weight).std() * weight.shape[1] ** 0.5
-        for shared in (weight.scales, weight.minimums):
+        size = dequantize_torch(weight).std() * weight.shape[1] ** 0.5
+        for shared in (weight.scales, weight.zero_points):
             if shared is not None:
                 shared.div_(size)  # activations keep their size
     twin = Experts(
         spec, Linear(lambda x: F.linear(x, router.float()), rms_norm_torch, torch.abs),
-        [tuple(dequantize(w) for w in pair) for pair in pairs],
+        [tuple(dequantize_torch(w) for w in pair) for pair in pairs],
         lambda w: lambda x: F.linear(x, w), lambda y: gated_activation_torch(y, "silu"),
     )  # fmt: skip
     for deterministic in (False, True):
         route = FusedLinear(router, None, "silu", deterministic)
         mixture = QuantizedExperts(spec, route, pairs, "silu", deterministic)
         alone = None
-        for num_rows in (1, 8, 9, 60, 70, 900):  # one choice a program up to 8, few an expert up to 64
+        for num_rows in (1, 8, 9, 60, 70, 900):  # one row a program up to 8, few an expert up to 64
             x = torch.randn(num_rows, hidden, device="cuda").bfloat16()
             if alone is not None:
                 x[-1:] = alone[0]
@@ -63,7 +63,7 @@ def test_experts_are_near_their_dense_values(form, hidden, ffn):
 
 @pytest.mark.parametrize("form", [("int4", 32, 1), ("e2m1", 16, 1), ("table", 64, 1), ("int8", 32, 1)], ids=str)
 def test_every_expert_value_is_dequantized_exactly(form):
-    """Each row of x picks out one column: a sum of one number is exact."""
+    """Each row of x selects one column, and a sum of one value is exact."""
     torch.manual_seed(0)
     spec, size_out, size_in = ExpertsSpec(2, 1, True), 256, 128
     with torch.device("cuda"):
@@ -74,4 +74,4 @@ def test_every_expert_value_is_dequantized_exactly(form):
         starts, order = torch.tensor([0, size_in, size_in]).int(), torch.arange(size_in).int()
     tile = moe_wna16_tile(size_in, 2, deterministic=True)
     mixture._quantized_product(x, mixture.weights[1], out, starts, order, out, out, False, tile, None)
-    assert torch.equal(out, dequantize(weight).bfloat16().float().t())
+    assert torch.equal(out, dequantize_torch(weight).bfloat16().float().t())

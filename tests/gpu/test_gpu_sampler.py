@@ -20,9 +20,9 @@ from runtime.kernels.step.scatter_writes import scatter_writes
 from runtime.kernels.step.step_inputs import build_inputs
 from runtime.spec.types import SamplingParams
 from runtime.worker.cpu.sampler import Sampler
+from runtime.worker.cpu.slots import Slots
 from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.transfers import Transfers
-from runtime.worker.slots import Slots
 from tests.support.device_sampler_cases import (
     EOS,
     check_filters,
@@ -59,7 +59,7 @@ def test_penalties_equal_the_twins_bit_for_bit():
 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
 def test_filtered_rows_do_not_depend_on_their_number(spread):
-    """One row has as many programs as there are tiles, 256 rows have one or two each."""
+    """One row has one program a tile, and 256 rows have one or two each."""
     torch.manual_seed(1)
     n, vocab = 300, 128256
     tokens, params = make_state(n, [0.8, 1.0, 0.3], GPU)
@@ -170,7 +170,7 @@ def test_captured_penalties_follow_what_is_sampled():
 
 
 def test_no_step_waits_for_the_device():
-    """Every kind of request at once; torch raises at whatever would synchronise."""
+    """Every kind of request at once; torch raises at any synchronisation."""
     kinds = [
         SamplingParams(temperature=0),
         SamplingParams(top_k=5, top_p=0.9, min_p=0.01),

@@ -1,4 +1,4 @@
-"""The compiled kernels of ranks that have parts of the vocabulary; ranks are threads that share one device."""
+"""The compiled kernels of ranks with parts of the vocabulary. Ranks are threads that share one device."""
 
 from functools import partial
 
@@ -29,7 +29,7 @@ def test_ranks_answer_as_one():
 
 
 def test_runners_sample_as_one_does():
-    """With log-probabilities of prompts and answers, guesses, and grammars, which automata follow on rank 0 alone."""
+    """With log-probabilities of prompts and answers, guesses, and grammars, with automata on rank 0 only."""
     runner = SplitRunner(2, partial(gpu_runner, deterministic=True, cuda_graphs=False, draft=None))
     found = answers(runner, PARAMS)
     assert found["5"][1] is FinishReason.GRAMMAR

@@ -47,7 +47,7 @@ class SlowMatchers:
 
 def forget(runner: ModelRunner) -> None:
     """SLOW ones are new to the runner."""
-    entries = runner.grammar_state._made_engines()._entries
+    entries = runner.masks._made_engines()._entries
     for grammar in SLOW:
         entries.pop(grammar.key, None)
 
@@ -115,7 +115,7 @@ def test_requests_that_come_back_wait_for_their_long_outputs(monkeypatch):
 def test_a_request_that_leaves_gives_its_matcher_up(monkeypatch):
     runner = runner_of()
     answers(runner, [hot(None, max_tokens=1)])
-    runner.grammar_state._made_engines()
+    runner.masks._made_engines()
     slow = SlowMatchers(monkeypatch)
 
     def leave(core: EngineCore, step: int) -> None:
@@ -126,7 +126,7 @@ def test_a_request_that_leaves_gives_its_matcher_up(monkeypatch):
 
     found = answers(runner, [hot(SLOW[0]), hot(SLOW[1]), hot(None, max_tokens=9, ignore_eos=True)], between=leave)
     assert list(found) == ["2"]
-    assert not runner.grammar_state._outputs
+    assert not runner.masks._outputs
 
 
 def test_a_fault_of_the_maker_ends_its_request_alone(monkeypatch):

@@ -1,4 +1,4 @@
-"""Folders of adapters that are made to harm: nothing of them may take long, or much memory."""
+"""Malicious folders of adapters: none may take long, or much memory."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def test_sizes_of_files_are_bounded(folder):
         with pytest.raises(CallboardError, match=says):
             read_adapter(folder)
         path.unlink()
-        os.mkfifo(path)  # to open it would wait for ever
+        os.mkfifo(path)  # opening it would block forever
         with pytest.raises(CallboardError, match="is not a regular file"):
             read_adapter(folder)
         path.unlink()

@@ -1,4 +1,4 @@
-"""Adapters (LoRA): their files, what they add, and rows of many of them in one step."""
+"""Adapters (LoRA): their files, their effect, and rows of many of them in one step."""
 
 import json
 import math
@@ -19,8 +19,8 @@ from tests.support.runner_driver import TINY, Driver, tiny_runner
 
 
 def with_peft(model, matrices, scales):
-    """The transformers model computes W x + scale * B (A x), as peft does where nothing is merged; returns how to undo
-    it."""
+    """The transformers model computes W x + scale * B (A x), as peft does without merging; returns a function that
+    undoes it."""
     handles = []
     for name, (a, b) in matrices.items():
 
@@ -63,7 +63,7 @@ def test_rows_of_two_adapters_equal_unmerged_math(case, tmp_path):
     runner = open_runner(tmp_path / "model", max_loras=3, max_lora_rank=5)
     runner.load_adapter(3, str(tmp_path / "first"))
     runner.load_adapter(1, str(tmp_path / "second"))
-    driver, prompt = Driver(runner), [3 + 7 * i % 97 for i in range(40)]  # longer than any rope stretches short ones
+    driver, prompt = Driver(runner), [3 + 7 * i % 97 for i in range(40)]  # longer than any short rope
     for slot, adapter in enumerate((3, 0, 1)):
         driver.open(slot, prompt, adapter=adapter)
     driver.step(*((slot, 0, len(prompt), 1) for slot in range(3)))
@@ -120,7 +120,7 @@ def test_rows_of_many_adapters_equal_each_alone(config, adapters):
 
 
 def test_a_load_between_steps_replaces_an_adapter(adapters):
-    """What was computed with index 1 before is forgotten, parts that only the first one had among it."""
+    """All results of index 1 are forgotten, including parts that only the first adapter had."""
     runner, prompt = tiny_runner(max_loras=2, max_lora_rank=4), list(range(20))
 
     def logits() -> torch.Tensor:

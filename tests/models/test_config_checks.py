@@ -1,4 +1,5 @@
-"""Values in a model's files that no model has: one sentence each, at once, and never a model that gives garbage."""
+"""Values in a model's files that no model has: one error sentence each, at once, and never a model that gives
+garbage."""
 
 import json
 import struct
@@ -73,7 +74,7 @@ def test_impossible_names_are_refused(tmp_path):
     header = json.dumps({"a": {"dtype": "F32", "shape": [0, 1 << 62], "data_offsets": [0, 0]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.shape("a") == (0, 1 << 62)  # which is that of no parameter
+    assert checkpoint.shape("a") == (0, 1 << 62)  # no parameter has it
     assert checkpoint.tensor("a", torch.float32).numel() == 0
 
 

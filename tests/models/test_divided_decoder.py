@@ -1,5 +1,4 @@
-"""Decoders of ranks, which are threads here: their logits equal those of one rank, and with rank_invariant bit by
-bit."""
+"""Decoders of ranks, which are threads here: their logits equal one rank's, and with rank_invariant bit by bit."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -130,7 +129,7 @@ def test_rank_invariant_logits_are_equal_to_the_bit(family):
 
 
 def test_rank_invariant_logits_of_quantized_weights():
-    """Codes of a leaf are alike in all groups, and where nothing here multiplies with them, the plain numbers are."""
+    """All groups quantize a leaf alike; without a kernel its dequantized values are equal."""
     spec = replace(BASE, hidden_size=512, head_dim=64, ffn_size=512)
     settings = {"quantization": "int4", "head_quantization": "int8", "dtype": "bfloat16", "rank_invariant": True}
     assert torch.equal(all_logits(spec, 4, **settings), all_logits(spec, 1, **settings))

@@ -144,7 +144,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 def _model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), dtype=torch.float32)
-    for parameter in model.parameters():  # norms and biases begin as ones and zeros, which hide mistakes
+    for parameter in model.parameters():  # norms and biases are initialised as ones and zeros, which hide mistakes
         torch.nn.init.normal_(parameter, std=0.1)
     return model.eval()
 
@@ -173,7 +173,7 @@ def test_a_model_comes_back(tmp_path: Path, name: str):
     folder.mkdir()
     tensors = {n: checkpoint.tensor(n, torch.float32) for n in checkpoint.names()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    no_pad = {"pad_token_id": None}  # some families have one of their own by default, beyond these vocabularies
+    no_pad = {"pad_token_id": None}  # some families have a default one, beyond these vocabularies
     (folder / "config.json").write_text(json.dumps(checkpoint.config | no_pad))
     for tensor_name, tensor in tensors.items():
         assert checkpoint.shape(tensor_name) == tuple(tensor.shape)
@@ -189,7 +189,7 @@ def test_a_model_comes_back(tmp_path: Path, name: str):
     state = back.state_dict()
     for tensor_name, tensor in model.state_dict().items():
         torch.testing.assert_close(state[tensor_name], tensor, rtol=0, atol=2e-7)  # norms: (1 + w) - 1
-    for length in (12, 40):  # within and beyond what a window sees and what RoPE was made for
+    for length in (12, 40):  # within and beyond a window and the lengths that RoPE was made for
         ids = torch.arange(length).view(1, -1) * 7 % 61
         with torch.no_grad():
             ours, theirs = back(ids).logits, model(ids).logits

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from runtime.assembly.runner import build_runner
 from runtime.core.prefix_cache import root_hash
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
@@ -81,12 +82,12 @@ def test_a_draft_stores_keys_as_its_model_does():
 
 def runner_of(folder, kind: str) -> ModelRunner:
     config = EngineConfig(device="cpu", kv_cache_dtype=kind, num_kv_blocks=20, max_model_len=64, num_threads=1)
-    return ModelRunner(config, CheckpointSource(folder))
+    return build_runner(config, CheckpointSource(folder))
 
 
 @pytest.mark.parametrize(("scheme", "dtype"), [("float", torch.float8_e4m3fn), ("int", torch.float32)])
 def test_auto_follows_the_checkpoint(tmp_path, scheme, dtype):
-    """A kv_cache_scheme as compressed-tensors writes it, and one that no cache here has."""
+    """A kv_cache_scheme as compressed-tensors writes it, and one that no cache here supports."""
     form = FORMATS["ct-fp8-channel"]
     described = {"num_bits": 8, "type": scheme, "strategy": "tensor", "dynamic": False, "symmetric": True}
     folder, _ = write(tmp_path, replace(form, config=form.config | {"kv_cache_scheme": described}))

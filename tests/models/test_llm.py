@@ -39,7 +39,7 @@ def tokens(llm):
 
 
 def test_no_toggle_changes_a_token(load):
-    expected = tokens(load(max_num_seqs=1))  # each request alone, one after the other
+    expected = tokens(load(max_num_seqs=1))  # each request alone, in turn
     toggles = (
         {},
         {"pipeline_depth": 1},
@@ -77,7 +77,7 @@ def test_a_draft_model_changes_no_token(load, write_tiny_gguf):
 
 
 def test_only_adapters_change_tokens(load, write_tiny_gguf, tmp_path):
-    """Not the prefixes that another adapter's requests, or those without one, have left; and no draft."""
+    """Neither a draft does, nor prefixes of requests with another adapter, or without one."""
     plain = load(max_loras=2, max_num_seqs=1, prefix_cache=False)
     for seed in (1, 2, 3):
         save_adapter(tmp_path / str(seed), modules_of(plain.runner.spec), seed)
@@ -145,7 +145,7 @@ def test_closing_a_stream_ends_its_request(load):
 
 
 def test_interrupted_step_leaves_the_llm_usable(load):
-    """Also a stream that is half read goes on: its request is computed again."""
+    """A half-read stream goes on, too: its request is computed again."""
     llm, params = load(), SamplingParams(max_tokens=30, seed=7, ignore_eos=True)
     (expected,) = llm.generate("hell", params)
     half_read = llm.stream("hell", params)

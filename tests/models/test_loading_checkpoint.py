@@ -156,7 +156,7 @@ def _entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict
         _entry(shape=[True]),
         _entry(shape=None),
         _entry(dtype="F5"),
-        _entry() | {"v": _entry()["w"]},  # two at one place
+        _entry() | {"v": _entry()["w"]},  # two at one offset
         {},  # and bytes outside of all tensors
         [],
         b'{"w":1,"w":2}',

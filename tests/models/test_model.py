@@ -1,4 +1,4 @@
-"""Our decoder against transformers, on tiny random checkpoints; and what bad checkpoints get."""
+"""Our decoder against transformers, on tiny random checkpoints; and the errors of bad checkpoints."""
 
 import json
 import shutil
@@ -17,6 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from runtime.assembly.runner import build_runner
 from runtime.models import load_spec
 from runtime.models.families.llama import decoder_spec
 from runtime.spec.config import EngineConfig
@@ -76,7 +77,7 @@ def save_model(folder: Path, family: str = "llama", **overrides) -> PreTrainedMo
 
 
 def open_runner(folder: Path, **config) -> ModelRunner:
-    return ModelRunner(
+    return build_runner(
         EngineConfig(model="tiny", device="cpu", kv_cache_memory=0.05, num_threads=1, **config),
         CheckpointSource(folder),
     )

@@ -77,6 +77,6 @@ def test_a_failed_grammar_engine_fails_only_its_outputs():
     def unreadable():
         raise IndexError("tuple index out of range")
 
-    runner.grammar_state.serve(unreadable)
+    runner.masks.serve(unreadable)
     found = answers(runner, [hot(LETTERS), FREE, hot(LETTERS), FREE])
     assert [found[name][1] for name in "0123"] == [FinishReason.GRAMMAR, FinishReason.LENGTH] * 2

@@ -1,5 +1,5 @@
-"""Log-probabilities of prompts equal those of a plain forward pass of transformers, however the engine computes them,
-and arrive whole and once."""
+"""Log-probabilities of prompts equal a plain forward pass of transformers, however the engine computes them. They
+arrive whole and once."""
 
 import asyncio
 import math
@@ -88,7 +88,7 @@ def test_they_equal_those_of_a_plain_forward_pass(load, reference, budget):
 
 
 def test_no_toggle_changes_their_bits(load):
-    """Deterministic mode: chunks, caches, batches, depth and preemption leave no trace."""
+    """Deterministic mode: chunks, caches, batches, depth and preemption do not show."""
     llm = load(deterministic=True, max_num_seqs=1)
     want = [(c.prompt_logprobs, c.token_ids) for c in run(llm)]
     toggles = (
@@ -189,7 +189,7 @@ def test_a_request_that_only_scores_ends_with_its_last_chunk():
 
 
 async def read(link, req):
-    """Tokens, end and prompt log-probabilities, which come with the first output alone."""
+    """Tokens, end and prompt log-probabilities, which come only with the first output."""
     outputs = [output async for output in link.generate(req)]
     assert not any(output.prompt_logprobs for output in outputs[1:])
     return [t for o in outputs for t in o.token_ids], outputs[-1].finish_reason, list(outputs[0].prompt_logprobs)
@@ -241,7 +241,7 @@ async def test_scores_arrive_once_despite_deaths(served):
 
 
 async def test_a_stream_that_ended_is_not_resumed(served):
-    """Its reader has not taken the end yet when the engine dies: the next one must not go on with it."""
+    """Its reader has not taken the end yet when the engine dies, and the next engine must not continue it."""
     engine, link = served
     req = request(0, ignore_eos=False, stop_token_ids=(EOS,), max_tokens=300)
     stream = link.generate(req)

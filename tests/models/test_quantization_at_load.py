@@ -1,5 +1,5 @@
-"""`quantization` of plain checkpoints: the bits of a checkpoint that was quantized before, within the memory that is
-planned; and what cannot be asked for."""
+"""`quantization` of plain checkpoints gives the bits of a checkpoint that was quantized before, within the planned
+memory. Impossible settings are refused."""
 
 import json
 import logging
@@ -35,7 +35,7 @@ from tests.support.plain_products import PLAIN
 from tests.support.quantized import FORMATS
 from tests.support.runner_driver import TINY, tiny_runner
 
-WIDE = {"hidden_size": 96, "intermediate_size": 256}  # groups of 32, and of 128 in down but that of experts
+WIDE = {"hidden_size": 96, "intermediate_size": 256}  # groups of 32, and of 128 in down except for experts
 WHOLE = {"hidden_size": 128, "intermediate_size": 256}
 ROWS = {"strategy": "channel", "symmetric": True}
 GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
@@ -71,7 +71,7 @@ def plain_tensors(config: dict) -> dict[str, torch.Tensor]:
 
 
 def stored(form: str, parameter: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of a weight that is encoded as it is at a load, in a checkpoint of CONFIGS."""
+    """The tensors of a weight, quantized as at a load, in a checkpoint of CONFIGS."""
     rows = len(weight)
     group = {"int4": 128 if parameter.endswith("down.weight") and "experts" not in parameter else 32, "nf4": 64}.get(
         form, 0
@@ -101,7 +101,7 @@ def write(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> Path:
 
 
 def write_both(folder: Path, form: str, config: dict) -> tuple[Path, Path]:
-    """A plain checkpoint, and the one that it becomes."""
+    """A plain checkpoint, and the quantized one that it becomes."""
     names = load_spec(config)[1].names_of(load_spec(config)[0])
     plain, quantized = {}, {}
     for parameter, weight in plain_tensors(config).items():
@@ -129,7 +129,7 @@ def test_a_model_has_the_bits_of_a_quantized_checkpoint(tmp_path, form, family):
 
 
 def test_quantization_is_in_the_fingerprint(tmp_path, monkeypatch):
-    """Blocks of another form's keys and values are never taken for this one's."""
+    """Cached keys and values of another format are never used."""
     plain, quantized = write_both(tmp_path, "fp8", LLAMA)
     monkeypatch.setattr("runtime.worker.runner.multiplies_fp8", lambda device: False)
     asked = [{}, {"quantization": "fp8"}, {"quantization": "int8"}, {"head_quantization": "int8"}]
@@ -168,7 +168,7 @@ def test_the_head_has_its_own_quantization(tmp_path, tied):
     assert runner.memory.weights == weight_bytes(runner.decoder.spec, runner.numerics)
     dense = open_runner(plain, dtype="bfloat16")
     more = 101 * 64 + 4 * 101 - (0 if tied else 2 * 101 * 64)
-    if tied and dense.numerics.packed:  # which was a copy, too
+    if tied and dense.numerics.packed:  # a copy, too
         more -= 2 * 101 * 64
     assert runner.memory.weights - dense.memory.weights == more
     assert torch.equal(dense.decoder.embed, runner.decoder.embed)
@@ -187,7 +187,7 @@ def test_a_cpu_has_an_int8_head_beside_quantized_maps(form):
 
 
 def test_ranks_have_parts_of_the_same_quantized_weights():
-    """Row scales are those of whole rows, and the columns of a rank are whole groups."""
+    """Row scales belong to whole rows, and the columns of a rank are whole groups."""
     weight, _ = random_weight((64, 256))
     source, location = source_of({"weight": weight.bfloat16()}), Location("q_proj.weight", (64, 256))
     spec, _ = load_spec(LLAMA | {"hidden_size": 256})

@@ -216,7 +216,7 @@ def test_an_unused_bias_of_zeros_is_ignored(tmp_path):
 
 
 def test_zero_points_of_the_first_gptq_format_wrap(tmp_path):
-    """A stored 15 is 0 less one."""
+    """A stored 15 is 0 minus one."""
     form = FORMATS["gptq-asymmetric"]
     tensors = form.pack(torch.randn(8, 32), torch.Generator().manual_seed(1))
     tensors["qzeros"] = torch.full_like(tensors["qzeros"], -1)

@@ -1,4 +1,5 @@
-"""Forms and codes apart from any layout: packing undone, zero groups, odd sizes, encoding, products with codes."""
+"""Formats without any layout: packing and unpacking, zero groups, odd sizes, quantizing, and products with quantized
+weights."""
 
 import json
 from dataclasses import replace
@@ -82,7 +83,7 @@ def test_quantized_values_are_near_and_survive_packing(name, shape):
 
 @pytest.mark.parametrize("form", [ENCODINGS["fp8"], replace(ENCODINGS["fp8"], group_size=16)], ids=["rows", "groups"])
 def test_fp8_scales_have_the_least_squared_error(form):
-    """No scale that makes the greatest number one of e4m3's codes has a smaller one."""
+    """A scale that maps the greatest value to an e4m3 value never has a smaller error."""
     dense = torch.randn(24, 64, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     codes, scale = form.encode(dense.float())
     blocks = dense.view(24, -1, form.group_size or 64)

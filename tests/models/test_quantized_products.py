@@ -1,4 +1,5 @@
-"""Weights as the GPU's products have them: which forms stay codes there, and that packing keeps their numbers."""
+"""Weights as the GPU's kernels hold them: the formats that stay quantized there, and packing that keeps their
+values."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import torch
 
 from runtime.kernels.experts.moe_fp8_w8a8 import has_fp8_moe
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize, quantized_weight
+from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize_torch, quantized_weight
 from runtime.quant.at_load import PLAIN
 from runtime.quant.encodings import ENCODINGS
 from runtime.quant.model_formats import dequantized_copy_bytes
@@ -50,7 +51,7 @@ def test_packed_weights_have_the_values_of_their_format(name):
     want = torch.cat([form.dequantize(weight, torch.float32) for weight in weights])
     # Kernels have the numbers of a table in bfloat16.
     torch.testing.assert_close(
-        dequantize(made[0]), want, rtol=4e-3 if "nf4" in name or "bits" in name else 2e-6, atol=2e-6
+        dequantize_torch(made[0]), want, rtol=4e-3 if "nf4" in name or "bits" in name else 2e-6, atol=2e-6
     )
 
 
@@ -84,9 +85,9 @@ def test_experts_use_fp8_rows_if_tiles_are_whole(monkeypatch):
         return tuple(quantized_weight(form, torch.zeros(shape, dtype=dtype), s, **block) for shape, s in made)
 
     assert has_fp8_moe(pair("fp8", 256, 128))
-    assert has_fp8_moe(pair("fp8", 256, 128, group=128, scale_rows=128))
+    assert has_fp8_moe(pair("fp8", 256, 128, group_size=128, scale_rows=128))
     assert not has_fp8_moe(pair("fp8", 256, 192))
-    assert not has_fp8_moe(pair("fp8", 256, 128, group=128))
+    assert not has_fp8_moe(pair("fp8", 256, 128, group_size=128))
     assert not has_fp8_moe(pair("int8", 256, 128))
     monkeypatch.setattr("runtime.kernels.linear.tiles.multiplies_fp8", lambda device: False)
     assert not has_fp8_moe(pair("fp8", 256, 128))
@@ -108,7 +109,7 @@ def test_memory_is_planned_for_the_largest_dequantized_map(monkeypatch):
     every = "q k v out gate up down"
     assert widened("int8", every) == 2 * 2 * 256 * 128
     assert widened("int8", "q k v out") == 2 * (128 + 2 * 64) * 128
-    assert widened("int8", "gate down") == 2 * 256 * 128  # gate is plain beside up
+    assert widened("int8", "gate down") == 2 * 256 * 128  # gate is plain beside a quantized up
     assert not widened("int8", every, replace(GPU, deterministic=True))
     assert not widened("fp8", every)
     assert widened("int8", "gate up down", experts=ExpertsSpec(4, 2, True)) == 0

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.assembly.runner import build_runner
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.quant.at_load import quantized_at_load
@@ -98,7 +99,7 @@ def test_a_plan_may_reuse_a_slot_and_its_blocks_at_once(runner):
     assert set(driver.tables[0]) <= set(blocks)
     result = driver.step((0, 0, 40, 1))
     torch.testing.assert_close(driver.logits[0], want, atol=1e-5, rtol=1e-5)
-    assert result.token_ids[0] == want.argmax()  # none of the earlier parameters is left
+    assert result.token_ids[0] == want.argmax()  # the earlier parameters are forgotten
 
 
 def test_rows_may_share_a_prefix_computed_in_their_step(runner):
@@ -286,7 +287,7 @@ def test_smollm2_answers(dtype, deterministic, smollm2_path):
     )
     tokens = Tokenizer.load(smollm2_path).encode(text)
     config = EngineConfig(device="cpu", dtype=dtype, deterministic=deterministic, num_threads=1, max_model_len=256)
-    driver = Driver(ModelRunner(config, CheckpointSource(smollm2_path)))
+    driver = Driver(build_runner(config, CheckpointSource(smollm2_path)))
     for slot in range(3):
         driver.open(slot, tokens)
     rows = [(slot, 0, len(tokens), 1) for slot in range(3)]
@@ -307,7 +308,7 @@ def test_smollm2_logits_equal_transformers(smollm2_path):
     with torch.no_grad():
         want = theirs(torch.tensor([tokens])).logits[0, -1]
     driver = Driver(
-        ModelRunner(EngineConfig(device="cpu", num_threads=1, max_model_len=512), CheckpointSource(smollm2_path))
+        build_runner(EngineConfig(device="cpu", num_threads=1, max_model_len=512), CheckpointSource(smollm2_path))
     )
     driver.open(0, tokens)
     torch.testing.assert_close(driver.prefill(0, tokens, cuts=(200, 299)), want, atol=2e-3, rtol=1e-3)

@@ -88,7 +88,7 @@ MODELS = ((1, 0.0, 0), (2, 0.3, 1), (5, 2.0, 9), (6, 0.0, 1), (8, 0.3, 9), (None
 @pytest.mark.long
 @pytest.mark.parametrize("name", SAMPLING)
 def test_tokens_are_those_without_guesses(name):
-    """Half of the drafters with each way of sampling, by turns one prompt at a time or 32."""
+    """Half of the drafters with each way of sampling, alternately one prompt at a time or 32."""
     turn = list(SAMPLING).index(name) % 2
     batch, count = ((1, 3), (32, 24))[turn]
     params, config = SAMPLING[name], {"max_num_seqs": batch}
@@ -171,7 +171,7 @@ def test_the_distribution_is_that_of_the_target():
 
 
 class Constant(Drafter):
-    """A Drafter that always guesses the same, as if a draft had a favourite."""
+    """A Drafter that always guesses the same token, like a draft with a favourite."""
 
     def guess(self, state, most):
         return [11, 7, 11][:most]
@@ -220,7 +220,7 @@ def test_a_run_of_wrong_guesses_does_not_end_a_good_draft():
 
 
 def test_a_request_that_rests_alone_is_tried_again():
-    """Rounds go on for its batch, as a row more costs nothing here."""
+    """Rounds go on for its batch, because one more row is free here."""
     speculation = Speculation(Ngram(), None, ((1, 100.0), (64, 100.0)), 0.0)
     good, bad = (type("State", (), {"acceptance": a, "max_len": 1000, "num_total": 50})() for a in (0.9, 0.01))
     counts = []

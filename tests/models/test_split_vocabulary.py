@@ -1,4 +1,4 @@
-"""Runners that have parts of the vocabulary, step by step beside one that has all of it."""
+"""Runners with parts of the vocabulary, step by step beside one with all of it."""
 
 import threading
 from unittest import mock
@@ -26,7 +26,8 @@ PARAMS = [
 ]
 
 
-@mock.patch("runtime.features.grammar_state._MAKING_S", 60.0)  # else rows wait for matchers in some steps of one alone
+# otherwise rows of one runner wait for matchers in some steps
+@mock.patch("runtime.features.grammar_state._MAKING_S", 60.0)
 def test_every_rank_samples_as_one_rank_does():
     """With grammars, log-probabilities of prompts and answers, and guesses to verify; SplitRunner compares."""
     runner = SplitRunner(3, runner_of)

@@ -32,7 +32,7 @@ def run(hub, capsys):
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """Name -> size and the rest, of what `ls` prints."""
+    """name -> size and the rest, as `ls` prints them."""
     return {line.split("  ")[0]: line.split("  ")[1:] for line in text.splitlines()[1:-1]}
 
 

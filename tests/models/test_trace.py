@@ -1,4 +1,4 @@
-"""docs/trace.py, which docs/reading.md shows."""
+"""The output of docs/trace.py equals the trace in docs/reading.md."""
 
 import runpy
 from collections.abc import Callable

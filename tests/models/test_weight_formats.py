@@ -1,4 +1,4 @@
-"""Weight formats: one that is made up here runs like the formats of the tree, and ranks read their parts of a
+"""Weight formats: a format made up here runs like the formats of the tree, and ranks read their parts of a
 checkpoint."""
 
 import json
@@ -95,7 +95,7 @@ def dense_weights(spec: DecoderSpec) -> dict[str, torch.Tensor]:
 
 
 def write_checkpoints(folder: Path, config: dict[str, Any]) -> tuple[Path, Path]:
-    """A model in the made-up format, and the same numbers as a dense one."""
+    """A model in the made-up format, and the same values as a dense one."""
     spec, weight_map = load_spec(config | {"quantization_config": QUANTIZATION})
     quantized, dense, format_of = {}, {}, weight_formats(spec, FLOAT32)
     for parameter, name in weight_map.names_of(spec).items():
@@ -209,7 +209,7 @@ def test_every_parameter_has_a_sharding_rule():
 
 
 def test_ranks_have_every_head_token_and_its_keys():
-    """Also where there are fewer heads of keys and values than ranks, or a number of tokens that does not divide."""
+    """This holds for fewer KV heads than ranks, and for a number of tokens that does not divide."""
     spec = DecoderSpec(1, 96, 16, 4, 8, 64, 32000, 64, 1e-6, fused_qkv=True, fused_gate_up=True)
     for size, shares in ((2, {16000}), (4, {8000}), (8, {4000}), (16, {2000})):
         ranks = [spec.of_rank(Shard(rank, size)) for rank in range(size)]

@@ -68,7 +68,7 @@ def test_any_operands_give_all_ranks_the_same_bits(case: Case):
 
 
 def test_a_tree_has_the_same_sums_for_every_number_of_ranks():
-    """Eight partials on one rank, or two, four and eight ranks that each add up their share."""
+    """Eight partials on one rank, or on two, four and eight ranks that each add their share."""
     leaves = torch.randn(8, 1000) * torch.randint(-8, 8, (8, 1000)).exp2()
     whole = sum_partials_torch(list(leaves), tree=True)
     for size in (2, 4, 8):

@@ -1,6 +1,6 @@
-"""Deterministic mode's operations on a CPU: a row's bits depend neither on the rows around it nor on its place.
+"""Deterministic mode's operations on a CPU: a row's bits depend neither on the rows around it nor on its index.
 
-CI runs these tests with fewer instructions than its CPU has, too (.ci/run): which kernels a library takes depends on
+CI also runs these tests with fewer instructions than its CPU has (.ci/run), because libraries choose kernels by
 them."""
 
 from collections.abc import Callable

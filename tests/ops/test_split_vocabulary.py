@@ -1,4 +1,4 @@
-"""Ranks that have the logits of parts of the vocabulary answer as one rank with all logits does, to the bit."""
+"""Ranks with the logits of parts of the vocabulary answer as one rank with all logits, to the bit."""
 
 import math
 
@@ -12,8 +12,8 @@ from runtime.core.plan import NewSlot
 from runtime.kernels.collectives.communicator import Communicator
 from runtime.spec.types import Grammar, SamplingParams
 from runtime.worker.cpu.sampler import Sampler
+from runtime.worker.cpu.slots import Slots
 from runtime.worker.ranks.split_logits import SplitLogits
-from runtime.worker.slots import Slots
 from tests.ops.test_sampler import EOS, PARAMS
 from tests.support.lockstep_ranks import LockstepGroup
 

@@ -1,4 +1,4 @@
-"""Codes of keys and values: what the torch twins store, and that attention reads its numbers."""
+"""Quantized keys and values: the torch twins' stored values, which attention reads."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,8 @@ def test_int8_scales_are_per_token_and_head():
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_reads_dequantized_values(kind, dtype):
-    """The bits of a plain cache that holds them: one run of blocks, gathered ones, and several rows."""
+    """The bits equal a plain cache with the same values, for one run of blocks, for gathered blocks, and for several
+    rows."""
     generator = torch.Generator().manual_seed(0)
     kv, scales = encoded(kind, torch.randn(2, 2, 12, 8, 24, generator=generator))
     flat = restore_kv(kv.flatten(2, 3), scales if kind == "fp8" else scales.flatten(1, 2))
@@ -58,7 +59,7 @@ def test_attention_reads_dequantized_values(kind, dtype):
         for options in ({}, {"window": 9, "soft_cap": 2.0}):
             got = attention(q.clone(), kv, plan, scales, scale=0.2, **options)
             want = attention(q.clone(), plain, plan, scale=0.2, **options)
-            if exact and dtype != torch.float32:  # codes are not rounded to the compute dtype there
+            if exact and dtype != torch.float32:  # they are not rounded to the compute dtype there
                 torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
             else:
                 assert torch.equal(got, want)

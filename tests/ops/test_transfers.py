@@ -1,4 +1,4 @@
-"""Copies of steps, on a CPU, where they are done when they are asked for."""
+"""Copies of steps, on a CPU, where they finish at once."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -54,7 +54,7 @@ def test_a_buffer_is_reused_only_after_its_step():
         graph_io.release_after(lambda step=step: waited.append(step))
     outputs, taken, state = [], torch.zeros(6, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
     graph_io = GraphIO(input_size=20, output_size=6, device=CPU)
-    for step in range(40):  # with the device's end, which counts along
+    for step in range(40):  # with the device's end, which counts too
         writes = [np.array([1, step % 9, 1], np.int32), np.array([step], np.int32)] if step % 3 else no_writes
         output = graph_io.write_input(2, rows + 100 * step, writes)
         for repeat in range(2):

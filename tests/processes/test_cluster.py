@@ -1,4 +1,4 @@
-"""A cluster of two machines in network namespaces, as clients see it while Ray's GCS, or a machine, is away.
+"""A cluster of two machines in network namespaces, as clients see it while Ray's GCS, or a machine, is lost.
 
 One cluster serves all cases, in a program of its own: `python -m benchmarks.cluster`, which docs/cluster.md cites."""
 

@@ -1,8 +1,8 @@
-"""The whole application while its engines change: frozen, scaled in and out, redeployed with other settings and with
-another model, gone with their node.
+"""The whole application while its engines change: frozen, scaled, redeployed with other settings and with another
+model, or lost with their node.
 
-One Ray of two nodes and one application serve all cases, in this order. Of each disturbed stream as much is compared
-with the undisturbed answer as there is when everything has settled.
+One Ray of two nodes and one application serve all cases, in this order. Each disturbed stream is compared with the
+undisturbed answer, up to its length when the application has settled.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ def deploy(model: Path, num_replicas: int, **changed) -> None:
 
     args = {"model": str(model), "served_model_name": MODEL, "deterministic": True, "kv_cache_memory": 0.1}
     limits = {"num_threads": 1, "num_fronts": 1, "drain_timeout_s": 60, **changed}
-    # As on a cluster (30 s), a front that is replaced is still reachable while HAProxy learns of the new one.
+    # As on a cluster (30 s), a replaced front is still reachable while HAProxy learns of the new one.
     variables = {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5"}
     front = {"num_cpus": FRONT_CPUS, "resources": {HEAD_NODE: 0.001}, "runtime_env": {"env_vars": variables}}
     application = {
@@ -50,7 +50,7 @@ def deploy(model: Path, num_replicas: int, **changed) -> None:
         "args": args | limits,
         "deployments": [
             {"name": "Engine", "num_replicas": num_replicas},
-            # Streams end with the node of their front, so it stays on the one that no test kills.
+            # Streams end with the node of their front, so it stays on the node that no test kills.
             {"name": "Front", "ray_actor_options": front},
         ],
     }
@@ -59,7 +59,7 @@ def deploy(model: Path, num_replicas: int, **changed) -> None:
 
 @pytest.fixture(scope="module")
 def second_node(ray_session):
-    """A node for one engine more; the session's own has room for two and a front, or for one while it is redeployed."""
+    """A node for one more engine. The session's own has room for two and a front, or for one while it is redeployed."""
     import ray
     from ray._private.node import Node
     from ray._private.parameter import RayParams
@@ -105,14 +105,14 @@ async def served(client: httpx.AsyncClient) -> set[str]:
         if (await client.get("/ready")).status_code != 200:
             return set()
         text = (await client.get("/metrics")).text
-    except httpx.HTTPError:  # HAProxy knows no front for a moment
+    except httpx.HTTPError:  # HAProxy lacks a front for a moment
         return set()
     lines = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running{")]
     return {line.partition('engine="')[2].partition('"')[0] for line in lines}
 
 
 async def settle(url: str, num_engines: int, seconds: float = 120, without: str = "") -> None:
-    """Wait until the front is ready, is linked to `num_engines` engines, and there are no others."""
+    """Wait until the front is ready and is linked to exactly `num_engines` engines."""
     end = time.monotonic() + seconds
     async with httpx.AsyncClient(base_url=url, timeout=10) as client:
         while True:
@@ -238,7 +238,7 @@ class Clients:
         return self
 
     async def __aexit__(self, *_) -> None:
-        """What is under way comes to its end."""
+        """Running requests end."""
         self._stopping = True
         await asyncio.gather(*self._tasks)
 

@@ -91,7 +91,7 @@ def test_chaos_interrupts_no_stream(application):
 
 
 def has_ended(pid: int) -> bool:
-    """True if the process is gone, or waits for Ray to take note of its end."""
+    """True if the process is gone, or is a zombie of Ray's."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:

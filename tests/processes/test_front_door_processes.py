@@ -18,7 +18,7 @@ from actors.ray.environment import SINGLE_MACHINE, quiet_port
 ROOT = Path(__file__).parents[2]
 START_S = 200  # on a machine that does much else besides
 
-# Prints the engine's gauges when they are zero; they are asked for over Ray, beside the front door.
+# Prints the engine's gauges when they are zero. It reads them over Ray, beside the HTTP port.
 WAIT_FOR_ZERO = """
 import time
 import ray
@@ -127,7 +127,7 @@ async def _drain(process: subprocess.Popen, client: httpx.AsyncClient) -> None:
         assert done == "data: [DONE]"
         assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == 2000
 
-    # A second one: what still runs ends with an error.
+    # A second SIGTERM: running requests end with an error.
     await asyncio.sleep(0.6)  # within half a second it would be the same order
     process.send_signal(signal.SIGTERM)
     *_, last, done, _ = (await endless).text.split("\n\n")

@@ -90,7 +90,7 @@ class Running:
 
 @pytest.fixture
 def haproxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator:
-    monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH")  # that of this session's own Ray, which is adapted already
+    monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH")  # the one of this session's own Ray, which is adapted already
     started = []
 
     def start(
@@ -134,7 +134,7 @@ class Healthy(BaseHTTPRequestHandler):
 
 
 class Leaving(Healthy):
-    """A front that answers once on a connection, and has ended when it is asked there again."""
+    """A front that answers once on a connection, and ends at the next request there."""
 
     protocol_version = "HTTP/1.1"
     num_left = 0
@@ -214,7 +214,7 @@ def test_only_a_private_server_leaves_disconnects_to_fronts(haproxy, private):
     ("private", "path"), [(True, "/v1/completions"), (False, "/v1/completions"), (False, "/other/application")]
 )
 def test_a_front_that_ends_before_answering_is_retried(haproxy, private, path):
-    """On a connection that was used before, HAProxy closes that of the client, too, if it may not try again."""
+    """On a reused connection, HAProxy also closes the client's if it may not retry."""
     Leaving.num_left = 0
     with (
         ThreadingHTTPServer(("127.0.0.1", 0), Leaving) as leaving,
@@ -232,7 +232,7 @@ def test_a_front_that_ends_before_answering_is_retried(haproxy, private, path):
         ):
             for _ in range(8):
                 assert client.post(path, json={"prompt": "a"}).status_code == 200
-        running.process.kill()  # and with it the connections on which the fronts wait
+        running.process.kill()  # and with it the connections that the fronts wait on
         for front in (leaving, staying):
             front.shutdown()
     assert Leaving.num_left
@@ -262,7 +262,7 @@ def test_requests_to_a_gone_front_go_to_the_other(haproxy):
 
 @pytest.mark.parametrize("private", [True, False])
 def test_a_connection_survives_a_reload_during_a_stream(haproxy, private):
-    """It is with the last process of HAProxy, which knows none of the fronts that are there now."""
+    """It is with the last process of HAProxy, which knows none of the present fronts."""
     Streaming.may_end.clear()
     last, new = (ThreadingHTTPServer(("127.0.0.1", 0), handler) for handler in (Streaming, Healthy))
     for front in (last, new):
@@ -301,7 +301,7 @@ def test_without_an_application_every_route_is_a_503(haproxy, path):
 
 @pytest.mark.parametrize("private", [True, False])
 def test_the_openai_client_reads_that_no_replica_exists(haproxy, private):
-    """Neither a hang in Serve's own proxy, which would wait for a replica, nor a page of text."""
+    """It is neither a hang in Serve's own proxy, which would wait for a replica, nor a page of text."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         _, port = haproxy([quiet_port()], silent.getsockname()[1] if private else None, private)
         client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=10)
@@ -325,7 +325,7 @@ def test_the_last_front_ends_before_it_answers(haproxy):
 
 
 def test_fronts_serve_while_serve_rebuilds_an_application(haproxy):
-    """Serve's configuration has none then; when the application is gone, so are they."""
+    """Serve's configuration lacks fronts then; when the application is gone, the fronts are gone."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as front:
         threading.Thread(target=front.serve_forever, daemon=True).start()
         for servers, fallback, status in ([front.server_port], None, 200), ([], quiet_port(), 200), ([], None, 404):
@@ -338,7 +338,7 @@ def test_fronts_serve_while_serve_rebuilds_an_application(haproxy):
 
 @pytest.mark.parametrize("private", [True, False])
 def test_the_configuration_can_be_adapted_twice(haproxy, tmp_path: Path, private):
-    """The command runs the binary that the environment names, which may be such a command."""
+    """The command runs the binary that the environment names, and this may be such a command."""
     running, port = haproxy([quiet_port()], private=private)
     running.process.kill()
     again = Running(str(tmp_path / "haproxy"), str(tmp_path / "haproxy.cfg"))

@@ -20,7 +20,7 @@ from tests.processes.test_haproxy import Healthy, Running, serve_config
 
 
 class Clients:
-    """Clients that come all the time, with everything that they get."""
+    """Clients that connect all the time, and their answers."""
 
     def __init__(self, port: int, num_clients: int) -> None:
         self._url, self._is_over = f"http://127.0.0.1:{port}/ready", threading.Event()
@@ -99,7 +99,8 @@ def test_the_port_passes_to_haproxy_unnoticed(front, tmp_path: Path, monkeypatch
 
 
 def test_a_stop_at_ready_leaves_no_client_unanswered(front, tmp_path: Path, monkeypatch):
-    """Without HAProxy's socket the kernel would give all connections to the command's, which ends any moment."""
+    """Without HAProxy's socket the kernel would give all connections to the command's socket, which closes at any
+    moment."""
     monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH")
     number = quiet_port()
     with port_of_its_own("127.0.0.1", number) as port:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Its work, the body of `work`, is the test's; it has left its parent an orphan in a session of its own.
+# The test writes the body of `work`, which leaves its parent an orphan in a session of its own.
 PROGRAM = """
 import os, signal, subprocess, sys, time
 from runtime.spec.types import CallboardError
@@ -142,7 +142,8 @@ def test_a_signal_before_it_is_ready_interrupts(program, number):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_interrupts_a_background_start(program, number):
-    """`callboard serve &` in a script: shells let such a command ignore SIGINT, and Python then installs no handler."""
+    """`callboard serve &` in a script: shells make such a command ignore SIGINT, and Python then installs no
+    handler."""
     started = program(
         """
         try:
@@ -174,7 +175,7 @@ def test_a_child_that_ignores_signals_is_killed(program):
 
 
 def test_signals_stop_a_ready_child_gracefully(program):
-    """A second one at once is the same one, as `timeout` sends it; a later one is a second order."""
+    """A second signal at once is the same order, as `timeout` sends it; a later one is a second order."""
     started = program(
         """
         parent.tell(ready=True)
@@ -203,7 +204,7 @@ def test_a_third_signal_kills(program):
         assert time.monotonic() < end
         started.process.send_signal(signal.SIGTERM)
         num_sent += 1
-        time.sleep(0.55)  # apart enough to be two
+        time.sleep(0.55)  # far enough apart to be two
     assert num_sent >= 3
     assert started.rest() == "interrupted\n"
 
@@ -218,7 +219,7 @@ def test_a_child_without_a_parent_stops(program):
     while is_running(child):
         assert time.monotonic() < end
         time.sleep(0.02)
-    for path in Path("/proc").glob("[0-9]*/environ"):  # its orphan has no parent now
+    for path in Path("/proc").glob("[0-9]*/environ"):  # its orphan has lost its parent
         try:
             if started.mark.encode() in path.read_bytes():
                 os.kill(int(path.parent.name), signal.SIGKILL)

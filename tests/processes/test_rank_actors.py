@@ -1,4 +1,4 @@
-"""Two real ranks behind one engine: they answer as one does, and a rank that dies or is stopped is a pause."""
+"""Two real ranks behind one engine answer as one does, and a rank that dies or is stopped is a pause."""
 
 import asyncio
 import os
@@ -53,7 +53,7 @@ async def pid_of(rank) -> int:
 
 
 async def test_stopped_and_killed_ranks_change_no_token(divisible_path, undisturbed):
-    """In steps, while they are loaded anew, and while the engine drains; with grammars, guesses and a prefix cache."""
+    """In steps, while they are loaded again, and while the engine drains; with grammars, guesses and a prefix cache."""
     config = {"tensor_parallel_size": 2, "rank_invariant": True, "draft": "ngram", "num_draft_tokens": 3}
     async with Server("ranks", divisible_path, **config) as server:
         for rank, disturbance in ((1, signal.SIGSTOP), (0, signal.SIGKILL)):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from runtime.assembly.runner import build_runner
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.quant.model_formats import weight_bytes
@@ -38,7 +39,7 @@ BASE = {
     "device": "cpu", "num_threads": 1, "max_num_seqs": 4, "max_num_batched_tokens": 24, "block_size": 4,
     "num_kv_blocks": 80,
 }  # fmt: skip
-# What changes the way of a request through a runner.
+# Settings that change a request's path through a runner.
 TOGGLES = {
     "draft": "ngram", "num_draft_tokens": 3, "prefix_cache": False, "pipeline_depth": 1, "kv_cache_dtype": "int8",
     "packed_weights": False,
@@ -54,7 +55,7 @@ class ScaledSource(DummySource):
 
 
 def answers(runner: ModelRunner | RankedRunner, config: EngineConfig) -> dict[str, list[tuple[int, tuple[float, ...]]]]:
-    """Each request's tokens, with the log-probabilities that it asked for."""
+    """Each request's tokens, with its log-probabilities."""
     runner.reset()
     config = config.sized_for("cpu")
     core = EngineCore(config, runner.info, InProcess(runner), speculation_of(config, runner.info, time.monotonic))
@@ -74,7 +75,7 @@ def answers(runner: ModelRunner | RankedRunner, config: EngineConfig) -> dict[st
 def check_against_one_rank(processes: RankProcesses, spec: DecoderSpec, size: int, **settings) -> None:
     config = EngineConfig(**BASE | settings)
     source = ScaledSource(spec, eos_token_ids=SMALL.eos_ids, vocabulary=SMALL)
-    alone, ranks = ModelRunner(config, source), processes.open(replace(config, tensor_parallel_size=size), source)
+    alone, ranks = build_runner(config, source), processes.open(replace(config, tensor_parallel_size=size), source)
     want, got = answers(alone, config), answers(ranks, config)
     assert all(len(own) == params.max_tokens for own, params in zip(want.values(), PARAMS, strict=True))
     if config.rank_invariant:
@@ -105,7 +106,7 @@ def test_groups_answer_as_one_rank_does(processes):
 
 
 def test_ranks_agree_on_a_size_that_fits(processes):
-    """A rank has its heads' part of each block, so that as much memory holds twice as many."""
+    """A rank has its heads' part of each block, so the same memory holds twice the blocks."""
     config = EngineConfig(**BASE | {"num_kv_blocks": None, "kv_cache_memory": 5e-5, "tensor_parallel_size": 2})
     with pytest.raises(CallboardError, match=r"tensor_parallel_size is 2, .* 9 heads, 3 of keys and values"):
         processes.open(config, DummySource(THIRDS))

@@ -20,7 +20,7 @@ MAX_BYTES = 1 << 10
 
 
 def partial_of(rank: int, operation: int) -> torch.Tensor:
-    """What a rank adds, of one to several pieces."""
+    """A rank's summand, of one to several pieces."""
     generator = torch.Generator().manual_seed(rank << 32 | operation)
     return torch.randn(1 + operation % 3, 8 + operation * 7 % 300, generator=generator)
 

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 @pytest.mark.thorough
 def test_figures_reach_rays_own_exporter(ray_session):
-    """Under the names of Ray's dashboard. Ray itself makes a histogram's sum out of the middles of its buckets."""
+    """Under the names of Ray's dashboard. Ray derives a histogram's sum from the middles of its buckets."""
     import ray
 
     @ray.remote

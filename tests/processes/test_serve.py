@@ -1,4 +1,4 @@
-"""The whole server: Serve, HTTP, engine and runners as real processes. Kills are the matter of test_faults.py."""
+"""The whole server: Serve, HTTP, engine and runners as real processes. Kills are tested in test_faults.py."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_app.tools.replay import replay
 
 MODEL = "tiny"
-MAX_TOKENS = 500  # of a stream: long enough for all to be under way at once
+MAX_TOKENS = 500  # of a stream: long enough to have all in progress at once
 ROOT = Path(__file__).parents[2]
 PROMPTS = [
     "Once upon a time, in a small village by the sea,",
@@ -84,7 +84,7 @@ def test_metrics_cover_all_fronts_and_the_engine(url):
     with ThreadPoolExecutor(8) as pool:  # connections of their own: both fronts get some
         answers = list(pool.map(lambda _: httpx.post(f"{url}/v1/completions", json=body), range(16)))
     assert {answer.status_code for answer in answers} == {200}
-    time.sleep(1.2)  # the front that is not asked reports once a second
+    time.sleep(1.2)  # the other front reports once a second
     after = scrape()
     new = {name: after[name] - before.get(name, 0) for name in after}
     assert new["vllm:request_success_totallength"] == new["vllm:e2e_request_latency_seconds_count"] == 16
@@ -191,7 +191,7 @@ async def test_a_client_that_leaves_frees_the_engine(url):
 
 
 def test_a_replay_gets_the_same_tokens(url, capsys):
-    """Whichever front has made the answer, and whatever was computed beside it."""
+    """The replay is the same from any front, and with any other work beside it."""
     body = {"prompt": "Once", "n": 2, "max_tokens": 40, "ignore_eos": True}
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda _: httpx.post(f"{url}/v1/completions", json=body).json(), range(4)))

@@ -36,7 +36,7 @@ def short_directory() -> Path:
     """A new directory with a path of eight bytes: HAProxy's sockets lie below it (`serve_app/server/serve.py`)."""
     while True:
         path = Path("/tmp", secrets.token_urlsafe(2))
-        with contextlib.suppress(FileExistsError):  # one of 262,144 names; another run may have left it behind
+        with contextlib.suppress(FileExistsError):  # one of 262,144 names; an earlier run may have left it
             path.mkdir()
             return path
 
@@ -70,7 +70,7 @@ class Server:
             time.sleep(0.02)
 
     def wait(self, timeout_s: float) -> int:
-        """Its exit code, when it has ended and left nothing."""
+        """Its exit code, once it has ended and left no process."""
         code = self.process.wait(timeout_s)
         assert processes_with(self.mark) == []
         assert list(self.temporary.iterdir()) == []
@@ -102,7 +102,7 @@ def start(write_tiny_gguf, tmp_path: Path, private_ray) -> Iterator[Callable[...
         return started[-1]
 
     yield begin
-    with contextlib.ExitStack() as stack:  # all of it happens, whatever fails
+    with contextlib.ExitStack() as stack:  # all of it happens, even after a failure
         for server in started:
             stack.callback(shutil.rmtree, server.temporary)
             stack.callback(server.process.wait, STOP_S)
@@ -282,7 +282,8 @@ with ThreadPoolExecutor(8) as pool:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 @pytest.mark.thorough
 def test_other_users_of_the_machine_run_nothing(start, tmp_path: Path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:  # by chance, the port of Serve's own proxy: it finds another
+    # by chance the port of Serve's own proxy, which finds another
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         server = start(RAY_SERVE_FALLBACK_PROXY_HTTP_PORT=str(taken.getsockname()[1]))
         server.wait_for("curl -N")
     ports = sorted({str(port) for pid in server.pids() for _, port in listening_ports(pid)})

@@ -1,4 +1,4 @@
-"""Adapters over HTTP: models of their own, that come and go while the server runs."""
+"""Adapters over HTTP: separate models that are loaded and unloaded while the server runs."""
 
 import asyncio
 from pathlib import Path

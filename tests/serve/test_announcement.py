@@ -1,4 +1,4 @@
-"""What `callboard serve` prints when it is ready."""
+"""The announcement of `callboard serve` when it is ready."""
 
 import json
 import shlex

@@ -1,4 +1,5 @@
-"""The folder of files and batches: its limits, failures of the disk, two fronts at once, what dead fronts leave."""
+"""The folder of files and batches: its limits, failures of the disk, two fronts at once, and the files of dead
+fronts."""
 
 import errno
 import io

@@ -269,7 +269,7 @@ async def test_the_next_front_continues_a_batch(tmp_path: Path):
     async with front(tmp_path, CountingEngine(num_answers=6), batch_concurrency=2) as one:
         batch = await created(one.client(), lines(12))
         await answered(one.client(), batch.id, 6)
-        async with front(tmp_path) as beside:  # which has nothing to do, and shows how far the first one is
+        async with front(tmp_path) as beside:  # an idle front that shows the progress of the first
             seen = await answered(beside.client(), batch.id, 6)
             assert (seen.status, seen.request_counts.total, seen.output_file_id) == ("in_progress", 12, None)
             assert beside.engine.requests == []

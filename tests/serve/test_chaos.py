@@ -123,7 +123,7 @@ def test_an_actor_gets_the_signal(actor, tmp_path: Path, title: str, role: str):
     ("title", "log", "role"),
     [
         ("sleep", "logs/worker.out", "engine"),  # no actor
-        ("ray::EngineActor", "worker.out", "engine"),  # of no Ray, or of another one
+        ("ray::EngineActor", "worker.out", "engine"),  # of another Ray, or of none
         ("ray::EngineActorOfSomebody", "logs/worker.out", "engine"),
         ("ray::ServeReplica:app:Front", "logs/worker.out", "engine"),  # another role
         ("ray::ServeReplica:other:Front", "logs/worker.out", "front"),  # another application

@@ -27,7 +27,7 @@ THINKING = QWEN + (
     "{% if add_generation_prompt %}{{ '<think>\n' if thinking is not defined or thinking else '<think></think>' }}"
     "{% endif %}"
 )
-PLAIN = (  # which knows no tools
+PLAIN = (  # without tools
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
@@ -95,7 +95,7 @@ def without_ids(message: dict) -> dict:
 
 
 async def answers(template: str, text: str, **fields) -> tuple[dict, str]:
-    """Message and finish reason of a plain answer, which a streamed one equals however the tokens come."""
+    """Message and finish reason of a plain answer. A streamed answer equals it, however the tokens arrive."""
     body = (await send(engine_of(text), template, **fields)).json()
     choice = body["choices"][0]
     for group in (1, 3, 1000):

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from ray.exceptions import RayError
 
-from actors.ray.process import told_fault
+from actors.ray.process import reported_fault
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
 from serve_app import cli
@@ -160,19 +160,19 @@ def test_a_front_that_cannot_start_shows_its_last_line(capfd):
 
 def test_a_front_that_fails_later_shows_its_error_and_log(tmp_path: Path):
     code = """
-from actors.ray.process import telling_faults
+from actors.ray.process import report_faults
 from runtime.spec.types import CallboardError
-with telling_faults("A front"):
+with report_faults("A front"):
     raise CallboardError("The tokenizer cannot be read; send another.")
 """
-    assert told_fault(tmp_path) == ""
+    assert reported_fault(tmp_path) == ""
     (tmp_path / "worker-1.err").write_text(":job_id:01000000\n")
     with (log := tmp_path / "worker-2.err").open("w") as stderr:
         subprocess.run([sys.executable, "-c", code], stderr=stderr, cwd=ROOT)
     sentence = "A front cannot start: The tokenizer cannot be read; send another"
-    assert told_fault(tmp_path) == f"{sentence}; see {log}."
+    assert reported_fault(tmp_path) == f"{sentence}; see {log}."
     log.write_text("callboard: cannot start: A front\nTraceback (most recent call last):\n  File")  # half written
-    assert told_fault(tmp_path) == ""
+    assert reported_fault(tmp_path) == ""
 
 
 def test_spans_without_opentelemetry_are_refused_before_ray(monkeypatch, capsys):
@@ -246,7 +246,7 @@ def test_a_second_server_on_a_port_fails_at_once():
     ],
 )
 def test_model_limits_are_reported_without_ray_and_torch(write_tiny_gguf, tmp_path: Path, flags, says):
-    for name in ("ray", "torch"):  # to import one of them would be an error
+    for name in ("ray", "torch"):  # their import would fail the test
         (tmp_path / f"{name}.py").write_text("raise AssertionError")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
@@ -259,7 +259,7 @@ def test_model_limits_are_reported_without_ray_and_torch(write_tiny_gguf, tmp_pa
 def test_a_port_in_use_is_reported_first():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        # A model that does not exist either: the port comes first.
+        # The model does not exist either: the port is checked first.
         done = callboard("serve", "/no/such/model", "--port", str(port), timeout=20)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [

@@ -1,4 +1,4 @@
-"""The end of a request from outside: its client leaves, the server stops it, its time is over."""
+"""The end of a request from outside: its client leaves, the server stops it, or its deadline passes."""
 
 import asyncio
 

@@ -57,7 +57,7 @@ async def test_token_ids_of_a_stream(path: str, n: int):
     for choice in plain["choices"]:
         parts = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
         assert [i for c in parts for i in c.get("token_ids", [])] == choice["token_ids"] == list(b"Hello, w")
-    # Of a chat, which has one prompt, it belongs to the answer; of a completion, to each choice.
+    # A chat has one prompt, so it belongs to the answer; for a completion, to each choice.
     expected, holders = (plain, events) if "chat" in path else (plain["choices"][0], [e["choices"][0] for e in events])
     shown = [holder["prompt_token_ids"] for holder in holders if "prompt_token_ids" in holder]
     assert shown == [expected["prompt_token_ids"]] * n
@@ -75,7 +75,7 @@ async def test_continuous_usage(path: str):
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == 8
     assert last["usage"]["prompt_tokens"] == counts[0][0]["prompt_tokens"]
-    only = {"continuous_usage_stats": True}  # means nothing without include_usage, as with vLLM
+    only = {"continuous_usage_stats": True}  # does nothing without include_usage, as with vLLM
     assert all("usage" not in e for e in events_of(await post(FakeEngine(), {**body, "stream_options": only}, path)))
 
 
@@ -132,7 +132,8 @@ async def test_a_request_id_of_the_clients_choice(path: str):
         ({"truncate_prompt_tokens": 99}, b"0123456789"),
         ({"truncate_prompt_tokens": -1, "max_tokens": 4}, b"6789"),
         ({"truncate_prompt_tokens": -1, "max_tokens": 0}, b"23456789"),
-        ({"truncate_prompt_tokens": -1}, b"9"),  # 16 tokens of output are the default, but one of the prompt must stay
+        # 16 tokens of output are the default, but at least one token of the prompt must stay
+        ({"truncate_prompt_tokens": -1}, b"9"),
     ],
 )
 async def test_truncation_keeps_the_end(fields: dict, kept: bytes):

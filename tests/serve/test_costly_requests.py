@@ -1,4 +1,4 @@
-"""One client's costly request beside 50 other clients' streams: none of them may stand still for it.
+"""One client's costly request beside 50 other clients' streams: no stream may stall.
 
 A pause is measured in CPU time of this process. The rest of the machine does not count, and neither does work that
 releases Python's lock for a second core.
@@ -92,12 +92,12 @@ def of(**fields) -> bytes:
 
 
 def filled(before: bytes, unit: bytes, after: bytes, size: int = MAX_BODY) -> bytes:
-    """As many units, with commas between them, as a body may hold."""
+    """The most units, with commas between them, that fit a body."""
     return before + b",".join([unit] * ((size - len(before) - len(after)) // (len(unit) + 1))) + after
 
 
 def tools(number: int, depth: int) -> list[dict]:
-    """Templates write such with an indent for each level."""
+    """Templates write such lists with an indent for each level."""
     schema: dict = {"type": "string"}
     for _ in range(depth):
         schema = {"type": "object", "properties": {"a": schema}}
@@ -310,7 +310,7 @@ async def test_costly_requests_stop_no_stream(name: str, shared_compiler: Gramma
 
 
 def test_the_largest_logit_bias_costs_a_step_milliseconds():
-    """64 requests that come to one step: what the plan takes to travel, and the sampler to take it in."""
+    """64 requests that join one step: the time to send the plan, and the time of the sampler to read it."""
     params = SamplingParams(logit_bias=tuple((i, 1.0) for i in range(MAX_BIASES)))
     new = [NewSlot(i, np.zeros(3, np.int32), 3, 0, params) for i in range(64)]
     sampler = Sampler(64, 2 * MAX_BIASES, (0,), torch.device("cpu"))

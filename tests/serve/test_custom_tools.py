@@ -23,7 +23,7 @@ HI: Any = [{"role": "user", "content": "hi"}]
 
 
 class CustomDelta(ChoiceDeltaToolCall):
-    """A piece of a call, for which the client's own type names functions alone."""
+    """A piece of a call. The client's own type allows only functions."""
 
     type: Literal["function", "custom"] | None = None  # type: ignore[assignment]
     custom: dict[str, str] | None = None
@@ -121,7 +121,7 @@ async def test_the_text_of_a_call_arrives(name: str):
     ("arguments", "text"),
     [
         ('{"input": "a\\ud83d\\ude00\\u00e9\\"\\/"}', 'a😀é"/'),
-        ('{ "input" : "a\nb", "more": 1}', "a\nb"),  # models write what JSON does not allow
+        ('{ "input" : "a\nb", "more": 1}', "a\nb"),  # models write values that JSON forbids
         ('{"input": "\\ud83d, \\uzzzzzzzzzz"}', "?, \\uzzzzzzzzzz"),
         ('{"text": "a"}', '{"text": "a"}'),
         ('{"input": 1}', '{"input": 1}'),

@@ -27,6 +27,7 @@ import pytest
 
 from runtime.spec.pooling import Pooling
 from runtime.structured.compiler import GrammarCompiler
+from serve_app import cli
 from serve_app.apis.batches import worker as batches_worker
 from serve_app.apis.batches.worker import Batches
 from serve_app.application import build_http_app
@@ -212,3 +213,22 @@ def test_examples_of_a_page_run(front: Front, tmp_path: Path):
                 exec(code, names)
                 num_run += 1
     assert num_run > 0, "a page without an example"
+
+
+COMMANDS = re.compile(
+    r"callboard (serve|chat|generate|models|inspect|pull|ls|rm|doctor|replay|bench|chaos)\b([^\n`#|]*)"
+)
+
+
+def test_flags_on_pages_exist(capsys: pytest.CaptureFixture[str]):
+    known: dict[str, set[str]] = {}
+    lost = []
+    for page in [*DOCS.rglob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"]:
+        for command, rest in COMMANDS.findall(page.read_text("utf-8")):
+            if command not in known:
+                with pytest.raises(SystemExit):
+                    cli.main([command, "--help=all"])
+                known[command] = set(re.findall(r"--[a-z][a-z0-9-]*", capsys.readouterr().out)) | {"--help"}
+            flags = re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", rest)
+            lost += [(page.name, command, flag) for flag in flags if flag not in known[command]]
+    assert lost == []

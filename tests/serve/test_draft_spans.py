@@ -1,4 +1,4 @@
-"""`return_draft_spans`: which characters of a completion a draft had guessed, whatever waits, is cut or is echoed."""
+"""`return_draft_spans`: the characters of a completion that a draft had guessed, in cut, echoed and delayed outputs."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ class Guessed(Scripted):
         begin = 0
         async for output in super().generate(request):
             end = begin + len(output.token_ids)
-            for start, stop, right in self.rows:  # a row's end may be cut off by max_tokens, its begin is in one output
+            for start, stop, right in self.rows:  # a row's end may be cut by max_tokens, its start is in one output
                 if start >= begin and start < end:
                     output.verified = output.verified or []
                     output.verified.append(Verified(start - begin, 5, min(right, stop - start, end - start)))
@@ -108,7 +108,7 @@ async def test_spans_are_sent_only_if_requested_outside_chats():
     for chunk in events_of(await post(FakeEngine(), {**body, "stream": True})):
         assert "draft_spans" not in chunk["choices"][0]
     asked = (await post(FakeEngine(), {**body, "return_draft_spans": True})).json()
-    assert asked["choices"][0]["draft_spans"] == []  # nothing guesses there
+    assert asked["choices"][0]["draft_spans"] == []  # no draft guesses there
     chat = {"messages": [{"role": "user", "content": "hi"}], "return_draft_spans": True}
     answer = await post(FakeEngine(), chat, "/v1/chat/completions")
     assert answer.headers["x-callboard-ignored-fields"] == "return_draft_spans"

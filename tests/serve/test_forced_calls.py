@@ -1,4 +1,4 @@
-"""Calls that a request insists on, by an engine that writes whatever their grammar allows: none of them is lost."""
+"""Calls that a request requires, from an engine that writes any text of their grammar: every call arrives."""
 
 import json
 import random

@@ -18,7 +18,7 @@ from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat
 
-http = httpx.Client(timeout=10)  # one for all: a new one reads the certificates of the system
+http = httpx.Client(timeout=10)  # one for all, because a new one reads the certificates of the system
 
 
 @contextmanager

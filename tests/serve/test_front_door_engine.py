@@ -1,7 +1,7 @@
 """HTTP over real sockets, link and engine loop together, with clients that leave, come late, read slowly or are too
 many.
 
-Only the runner is a fake one (fake_runner.py), made as slow as a test needs it.
+Only the runner is a fake (fake_runner.py), as slow as a test needs it.
 """
 
 import asyncio
@@ -151,7 +151,7 @@ async def test_a_waiting_stream_is_kept_alive_and_fails_as_an_event():
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == "queue_timeout"
         assert (done, end) == ("data: [DONE]", "")
         await first
-        # A comment harms no reader, and what follows is the whole answer.
+        # A comment harms no reader, and the rest is the whole answer.
         again = asyncio.create_task(c.post(f"{url}/v1/completions", json=body(max_tokens=15), timeout=60))
         await eventually(lambda: state(engine) == "decode")
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0)
@@ -237,7 +237,7 @@ async def test_a_stalled_reader_blocks_nothing_and_uses_no_memory():
             got += await asyncio.wait_for(loop.sock_recv(stalled, 65536), 5)
         assert b"data: [DONE]" in got
         assert got.count(b'"finish_reason":"length"') == 4
-        assert got.count(b"data: {") < 4 * 480 / 2  # what waited came merged
+        assert got.count(b"data: {") < 4 * 480 / 2  # waiting tokens were merged
         stalled.close()
 
 

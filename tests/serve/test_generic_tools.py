@@ -1,4 +1,4 @@
-"""Tools over HTTP where the chat template knows none, by the clients of OpenAI and Anthropic."""
+"""Tools over HTTP with a chat template that lacks them, by the clients of OpenAI and Anthropic."""
 
 import json
 from typing import Any

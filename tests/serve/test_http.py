@@ -116,7 +116,7 @@ async def test_stop_string_ends_the_text_and_aborts(group: int):
     body = (await post(engine, {"prompt": "a", "max_tokens": 40, "stop": ["two", "zzz"]})).json()
     assert body["choices"][0]["text"] == "one, "
     assert body["choices"][0]["finish_reason"] == "stop"
-    assert body["usage"]["completion_tokens"] == len("one, two")  # what came after was never asked for
+    assert body["usage"]["completion_tokens"] == len("one, two")  # later tokens were never requested
     assert len(engine.aborted) == (0 if group == 50 else 1)
     assert engine.num_running == 0
     included = {"prompt": "a", "max_tokens": 40, "stop": "two", "include_stop_str_in_output": True}

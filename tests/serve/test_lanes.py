@@ -1,4 +1,4 @@
-"""Which thread does the work of a request, how much of it is done at once, and in which order."""
+"""The thread that does the work of a request, the amount of parallel work, and its order."""
 
 import asyncio
 import threading
@@ -176,7 +176,7 @@ async def test_work_that_fails_raises_its_error():
 
 
 async def test_request_of_a_client_that_left_is_not_prepared(preparation: Gate):
-    """It waits behind others as its client leaves."""
+    """Its client leaves while it waits behind others."""
     gate = threading.Event()
     before = [asyncio.create_task(LONG_REQUESTS.run("", gate.wait)) for _ in range(2)]
     app = build_http_app(Service(FakeEngine(), byte_tokenizer(), MODEL))

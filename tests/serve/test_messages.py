@@ -1,4 +1,4 @@
-"""The anthropic package as the client, with its strict validation on, and chats of the same requests beside it."""
+"""The anthropic package as the client, with strict validation, beside chats of the same requests."""
 
 import json
 from typing import Any
@@ -54,7 +54,7 @@ def prompt_of(engine: FakeEngine, at: int = -1) -> str:
 
 
 async def answered(text: str, template: str = QWEN, **fields: Any) -> tuple[FakeEngine, anthropic.types.Message]:
-    """The plain answer, which a streamed one equals however the tokens come."""
+    """The plain answer. A streamed answer equals it, however the tokens arrive."""
     engine = engine_of(text)
     plain = await client_of(engine, template).messages.create(**fields_of(**fields))
     for group in (1, 3, 1000):

@@ -100,7 +100,7 @@ async def test_every_metric_exists_from_the_start(fronts):
 
 
 async def test_a_known_load_gives_exact_counts(fronts):
-    """8 requests of 10 + 6 tokens, three of a common prompt, one with two choices, a stream, and one that is wrong."""
+    """8 requests of 10 + 6 tokens, three with a common prompt, one with two choices, a stream, and an invalid one."""
     client = fronts.clients[0]
     answers = await asyncio.gather(*(complete(client, [10 + i] * 10, 6) for i in range(8)))
     assert {answer.status_code for answer in answers} == {200}
@@ -159,7 +159,7 @@ async def test_a_late_reader_does_not_delay_the_first_token_time():
     try:
         first = asyncio.ensure_future(anext(outputs))
         await asyncio.sleep(0)  # the request is on its way
-        time.sleep(0.5)  # the event loop, and so the reader, stands still while tokens come
+        time.sleep(0.5)  # the event loop, and so the reader, stops while tokens arrive
         choice.note(await first)
         async for output in outputs:
             choice.note(output)
@@ -171,7 +171,7 @@ async def test_a_late_reader_does_not_delay_the_first_token_time():
 
 
 def sequence(answer: httpx.Response) -> list[int]:
-    """The token ids of an answer by a tokenizer that has one a byte."""
+    """The token ids of an answer by a tokenizer with one token a byte."""
     return list(answer.json()["choices"][0]["text"].encode())
 
 
@@ -210,7 +210,7 @@ async def test_a_preempted_request_waits_longer_between_two_tokens(monkeypatch):
     fronts = Fronts(engine)
     client = await fronts.add()
     try:
-        engine.loop.core.scheduler.admission.lengths = FixedShare(0.0)  # admits both at once, and is wrong
+        engine.loop.core.scheduler.admission.lengths = FixedShare(0.0)  # admits both at once, wrongly
         answers = [complete(client, [i] * 20, 100, ignore_eos=False) for i in (3, 4)]
         assert [a.json()["usage"]["completion_tokens"] for a in await asyncio.gather(*answers)] == [100, 100]
         samples = await fronts.scrape()
@@ -330,7 +330,7 @@ def test_histograms_of_all_observers_add_up(mine, others):
 
 
 async def test_expected_and_actual_hits_are_counted():
-    """Where there is one engine, nothing is expected."""
+    """With a single engine, no hits are expected."""
     fronts = Fronts(Engine(), Engine())
     client = await fronts.add()
     try:
@@ -347,7 +347,7 @@ async def test_expected_and_actual_hits_are_counted():
 
 
 async def test_a_stream_that_moved_is_counted_once():
-    """Its first engine is gone for good; what was counted for that one goes to the other."""
+    """Its first engine is lost for good, and its counts go to the other."""
     fronts = Fronts(Engine(delay_s=0.01), Engine(delay_s=0.01))
     client = await fronts.add()
     try:
@@ -365,7 +365,7 @@ async def test_a_stream_that_moved_is_counted_once():
         assert samples["vllm:request_generation_tokens_sum"] == 80
         assert samples["vllm:request_queue_time_seconds_count"] == 5
         moved = second.loop.report(MetricValues()).figures.numbers["vllm:prompt_tokens"][""]
-        assert moved == 8 * (second.loop.core.scheduler.stats.prompt_tokens // 8 - 1)  # without the one that came
+        assert moved == 8 * (second.loop.core.scheduler.stats.prompt_tokens // 8 - 1)  # without the newcomer
     finally:
         await fronts.close()
 
@@ -397,7 +397,7 @@ def ray_figures(monkeypatch):
 
 
 async def test_removed_engines_cost_nothing(ray_figures):
-    """Scaling from zero makes an engine with a new id each time."""
+    """Scaling from zero creates an engine with a new id each time."""
     for i in range(200):
         await ray_figures.publish_engine(str(i), Snapshot(all_at_zero(), {}))
         ray_figures.clear_gauges([str(i)])

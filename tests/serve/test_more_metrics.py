@@ -1,4 +1,4 @@
-"""Metrics by vLLM's older names, the state of engines, and what processes use."""
+"""Metrics by vLLM's older names, the state of engines, and the memory and CPU time of processes."""
 # ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
 
 import time

@@ -49,7 +49,8 @@ def test_rays_shipped_dashboard_finds_its_metrics():
 
     asked = set(re.findall(r"\bray_(vllm_\w+?)" + _SUFFIXES + r"\b", Path(shipped.__file__).read_text()))
     published = {name.replace(":", "_") for name in METRICS}
-    elsewhere = re.compile("vllm_(nixl|kv_offload|external)_|vllm_num_requests_swapped|vllm_e$")  # what we have not
+    # packages that we lack
+    elsewhere = re.compile("vllm_(nixl|kv_offload|external)_|vllm_num_requests_swapped|vllm_e$")
     missing = {name for name in asked if not elsewhere.match(name)} - published
     assert not missing
     assert len(asked & published) >= 15
@@ -172,7 +173,7 @@ def test_the_doctor_on_a_port_in_use():
 
 
 def test_the_doctor_goes_on_without_a_network(monkeypatch):
-    """One place refuses connections, the other one's name is never resolved."""
+    """One host refuses connections, and the other's name is never resolved."""
     monkeypatch.setattr(doctor, "NETWORK_S", 0.2)
     monkeypatch.setenv("PIP_INDEX_URL", "http://index.invalid")
     never = threading.Event()

@@ -1,4 +1,4 @@
-"""Every field that another server's requests may have is one of ours, refused by name, or ignored by name."""
+"""Every request field of another server is one of ours, refused by name, or ignored by name."""
 
 import re
 

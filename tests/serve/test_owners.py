@@ -1,4 +1,4 @@
-"""What one client may do to others' requests: nothing, but come after them."""
+"""A client cannot affect others' requests, except by requests of its own that are served first."""
 
 import asyncio
 

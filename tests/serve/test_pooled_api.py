@@ -133,7 +133,7 @@ QWEN_WORDS = (
 
 @pytest.fixture(scope="module")
 def qwen_words() -> tokenizers.Tokenizer:
-    """A tokenizer that joins whatever those words allow."""
+    """A tokenizer that joins all pairs that those words allow."""
     backend = tokenizers.Tokenizer(models.BPE())
     words = pre_tokenizers.Split(tokenizers.Regex(QWEN_WORDS), "isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence(

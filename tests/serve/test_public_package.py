@@ -1,4 +1,4 @@
-"""`from callboard import LLM`: what an install has, and what happens beside modules of Callboard's own names."""
+"""`from callboard import LLM`: the contents of an install, and its behaviour beside modules of the same names."""
 
 import os
 import shutil

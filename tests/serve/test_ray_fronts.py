@@ -1,4 +1,4 @@
-"""The fronts of an application as Ray lists them: what ids that a client makes up cost."""
+"""The fronts of an application as Ray lists them: the cost of made-up ids."""
 
 import asyncio
 from types import SimpleNamespace

@@ -28,7 +28,7 @@ from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
 
 
 class Front:
-    """One of several fronts over an engine; they ask each other by a dictionary."""
+    """One of several fronts over an engine; they find each other in a dictionary."""
 
     def __init__(self, engine: FakeEngine, settings: HttpSettings, own: str, fronts: "dict[str, Front]") -> None:
         self.own, self._fronts = own, fronts
@@ -125,7 +125,7 @@ async def test_the_store_has_a_size_limit():
         await front.create(input="z" * 1000, max_output_tokens=1)
         before = front.store._num_bytes
         last = (await front.create(input="y" * 1000, store=True))["id"]
-        for _ in range(3):  # a conversation is kept once, however often it goes on
+        for _ in range(3):  # a conversation is stored once, however long it is
             last = (await front.create(input="so?", previous_response_id=last))["id"]
         assert front.store._num_bytes < before + 1000 + 4 * 2500
         for name in list(front.store._ended):

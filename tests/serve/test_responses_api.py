@@ -44,7 +44,7 @@ async def events_of(client: openai.AsyncOpenAI, **fields: Any) -> list[Any]:
 
 
 def without_names(response: Any) -> dict[str, Any]:
-    """A response without what no two have in common."""
+    """A response without fields that differ in every response."""
     fields = response.model_dump(exclude={"id", "created_at", "completed_at", "seed"})
     for item in fields["output"]:
         item.pop("id")

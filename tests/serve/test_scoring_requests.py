@@ -59,7 +59,7 @@ async def test_max_tokens_0_scores_and_generates_nothing(stream: bool, prompt: s
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("logprobs", [None, 2])
 async def test_max_tokens_0_without_scores(echo: bool, logprobs: int | None):
-    """OpenAI allows it: the prompt is computed, which fills the prefix cache, and the answer is empty."""
+    """OpenAI allows it. The prompt is computed, which fills the prefix cache, and the answer is empty."""
     engine = FakeEngine()
     fields = {"max_tokens": 0, "echo": echo, "seed": 1} | ({} if logprobs is None else {"logprobs": logprobs})
     body = (await post(engine, {"prompt": "ab", **fields})).json()

@@ -1,4 +1,4 @@
-"""Requests that the end of the server cuts off: each client reads an error, never what looks like an end."""
+"""Requests that the end of the server cuts off: each client reads an error, never a normal end."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""However the engine's tokens come in, a stream adds up to the plain answer, and both are what the tokens spell."""
+"""However the engine's tokens arrive, a stream adds up to the plain answer, and both are the text of the tokens."""
 
 import asyncio
 import json

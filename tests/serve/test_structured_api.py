@@ -1,4 +1,4 @@
-"""Structured output at the front door: every form becomes one grammar, and what cannot be enforced is a 400."""
+"""Structured output in the HTTP API: every form becomes one grammar, and an unenforceable one is a 400."""
 
 import asyncio
 import json
@@ -7,7 +7,7 @@ import re
 import httpx
 import pytest
 
-from actors.wire.messages import Submit, decode_from_front, encode
+from actors.wire.link_messages import Submit, decode_from_front, encode
 from runtime.spec.types import Grammar
 from runtime.structured.compiler import GrammarCompiler
 from serve_app.application import build_http_app
@@ -91,7 +91,7 @@ async def test_type_text_is_free_and_grammars_reach_the_engine():
 
 
 NESTED = {"type": "json_schema", "json_schema": {"name": "x"}}
-# Each of its values stands in its grammar 33 times, for all orders that they may have.
+# Each of its values is 33 times in its grammar, once for each possible order.
 PERMUTED = {"type": "array", "uniqueItems": True, "items": {"enum": [f"{i}" * 2000 for i in range(6)]}}
 
 
@@ -187,7 +187,7 @@ async def test_unenforced_keywords_are_named_or_refused(stream: bool):
     response = await ask(schema)
     assert response.status_code == 400
     assert "#/properties/city" in response.json()["error"]["message"]
-    del schema["properties"]["city"]["not"]  # a set's items come twice at worst, which is a set still
+    del schema["properties"]["city"]["not"]  # a set's items may repeat, and it is still a set
     response = await ask(schema)
     assert response.headers["x-callboard-ignored-fields"] == f"{path}/tags/uniqueItems"
     response = await ask(schema, strict=True)

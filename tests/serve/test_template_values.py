@@ -1,4 +1,4 @@
-"""What a request may hand to a chat template."""
+"""The values that a request may pass to a chat template."""
 
 import json
 import re

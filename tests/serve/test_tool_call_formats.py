@@ -38,7 +38,7 @@ def tokenizer_of(name: str, special: list[str]) -> Tokenizer:
     ("name", "special", "choice", "opening", "may_be_many"),
     [
         ("mistral", MISTRAL_MARKS[:1], "required", '[TOOL_CALLS] [{"name": "', True),
-        ("mistral_v11", MISTRAL_MARKS, "required", '[TOOL_CALLS] [{"name": "', True),  # [ARGS] is nothing to write
+        ("mistral_v11", MISTRAL_MARKS, "required", '[TOOL_CALLS] [{"name": "', True),  # [ARGS] alone writes nothing
         ("mistral_v11", MISTRAL_MARKS, NAMED, "[TOOL_CALLS]add[ARGS]", False),
         ("deepseek_v3", [], "required", f"{DEEPSEEK}function<｜tool▁sep｜>", True),
         ("deepseek_v31", [], NAMED, f"{DEEPSEEK}add<｜tool▁sep｜>", False),
@@ -318,7 +318,7 @@ async def test_strict_functions_bind_optional_calls(name: str):
 
 
 async def test_a_missing_mark_does_not_free_a_strict_call():
-    """Qwen3-Coder often forgets the first one."""
+    """Qwen3-Coder often omits the first mark."""
     tools = with_strict(POINT | {"additionalProperties": False}, POINT)
     call = WRITTEN["qwen3_coder"].format("add", 2).removeprefix("<tool_call>\n")
     engine = FakeEngine(f"Now. {call}", group=5, max_model_len=4096)
@@ -330,7 +330,7 @@ async def test_a_missing_mark_does_not_free_a_strict_call():
     assert grammar is not None
     assert fits(grammar, call)
     assert not fits(grammar, call.replace("2", "99"))
-    assert fits(grammar, "<tool_call>\nadd>")  # which is read as text
+    assert fits(grammar, "<tool_call>\nadd>")  # read as text
 
 
 async def test_strict_functions_bind_calls_in_python():

@@ -35,7 +35,7 @@ def client_of(engine, draft: str | None = "ngram") -> openai.AsyncOpenAI:
 
 
 async def usages(client: openai.AsyncOpenAI, chat: bool, **fields) -> list[Any]:
-    """Of a plain answer, and of each chunk of a stream that has one."""
+    """The usage of a plain answer, and of each chunk of a stream that has one."""
     ask: Any = client.chat.completions.create if chat else client.completions.create
     fields |= {"model": MODEL, **({"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": "hi"})}
     options = {"include_usage": True, "continuous_usage_stats": True}
@@ -86,7 +86,7 @@ async def test_an_idle_draft_has_zeros_and_no_draft_no_details(chat: bool):
 
 
 async def test_a_reader_that_lags_gets_the_sum(served_link):
-    """Several steps' tokens merged into one output keep each step's guesses apart."""
+    """Several steps' tokens merged into one output keep each step's guesses separate."""
     engine, link, oracle = served_link
     outputs = link.generate(request(0, max_tokens=60))
     first = await anext(outputs)
@@ -176,7 +176,7 @@ async def test_a_preempted_request_keeps_its_counts():
     speculate(engine, oracle)
     scheduler = engine.loop.core.scheduler
     scheduler.pool.allocate(scheduler.pool.num_available - 20)
-    scheduler.admission.lengths = FixedShare(0.1)  # so it admits more than there is room for
+    scheduler.admission.lengths = FixedShare(0.1)  # so it admits more than fit
     link = link_to(engine)
     await link.start()
     asked = [request(i, max_tokens=60, ignore_eos=False) for i in range(12)]
@@ -208,13 +208,14 @@ async def test_a_lost_engine_loses_no_more_than_its_last_steps(served_link):
 
 
 async def test_an_abandoned_request_counts_what_it_saw(served_link):
-    """A stop string ends a request from here: the guesses of what came are known, and nothing else is counted."""
+    """A stop string ends a request in the front. The guesses of delivered tokens are known, and nothing else is
+    counted."""
     engine, link, oracle = served_link
     engine.runners[-1].delay_s = 0.005
     client = client_of(link)
     asked = request(0, max_tokens=80)
     tokens, _ = sequential(asked, INFO.max_model_len)
-    num_used = max(tokens.index(token) for token in tokens) + 1  # up to the first of the token that comes last
+    num_used = max(tokens.index(token) for token in tokens) + 1  # up to the first character of the last token
     fields: Any = {"prompt": asked.token_ids, "max_tokens": 80, "extra_body": {"ignore_eos": True}}
     answer = await client.completions.create(model=MODEL, stop=chr(tokens[num_used - 1]), **fields)
     await eventually(lambda: not engine.loop.core.has_work)

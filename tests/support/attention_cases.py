@@ -16,7 +16,7 @@ def paged_case(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     seed: int = 0,
-    padding_rows: int = 0,  # behind the others, as in a graph: one token, position 0, the null block
+    padding_rows: int = 0,  # after the others, as in a graph: one token, position 0, the null block
 ) -> tuple[torch.Tensor, torch.Tensor, PagedRows]:
     """(q, kv, rows): blocks in random order, NaN at every position that no row has, q and tables strided."""
     rng, generator = np.random.default_rng(seed), torch.Generator(device).manual_seed(seed)

@@ -42,7 +42,7 @@ def byte_tokenizer(chat_template: str | None = TEMPLATE) -> Tokenizer:
 
 
 def vector_of(token_ids: list[int], pooling: Pooling) -> np.ndarray:
-    """What the engine pools of a prompt: how often it has each byte from a to d; or its length, as logits."""
+    """The vector of a prompt: the number of each byte from a to d; or its length, as logits."""
     if pooling.num_labels:
         return np.full(pooling.num_labels, len(token_ids) / 100, np.float32)
     return np.array([token_ids.count(byte) for byte in b"abcd"], np.float32)
@@ -108,7 +108,7 @@ class FakeEngine:
         return ["0"]
 
     async def report(self, figures: dict[str, MetricValues]) -> dict[str, Snapshot]:
-        """As one engine that has counted nothing itself."""
+        """The report of one engine without counts of its own."""
         for new in figures.values():
             self.reported.add(new)
         return {"0": Snapshot(self.reported, {"block_size": "9"})}

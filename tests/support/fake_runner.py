@@ -11,7 +11,7 @@ from zlib import crc32
 
 import numpy as np
 
-from actors.wire.plan_wire import PlanReader, PlanWriter
+from actors.runners.plan_wire import PlanReader, PlanWriter
 from runtime.core.engine import EngineCore
 from runtime.core.plan import StepResult, decode_result, encode_result
 from runtime.policy.output_length import OutputLengthEstimator
@@ -34,12 +34,12 @@ def sample(state: int) -> int:
 
 
 def before_all(adapter: str) -> int:
-    """What stands before the first token of a request with the adapter of this digest."""
+    """The hash before the first token of a request with the adapter of this digest."""
     return crc32(adapter.encode())
 
 
 def sequential(request: Request, max_len: int) -> tuple[list[int], FinishReason]:
-    """What the request must produce, computed alone and in order."""
+    """The tokens that the request must produce, computed alone and in order."""
     state, out, params = before_all(request.adapter), [], request.params
     for token in request.token_ids:
         state = mix(state, token)
@@ -93,8 +93,8 @@ class Recorded(Drafter):
 
 
 class FixedShare(OutputLengthEstimator):
-    """Expects that all answers get the same share of their max_tokens, whatever it sees. With less than they get, an
-    engine admits too many requests and has to preempt some."""
+    """Expects that all answers get the same share of their max_tokens. With a share that is too small, an engine admits
+    too many requests and preempts some."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -131,13 +131,13 @@ def score(state: int, num_top: int) -> tuple[float, int, tuple[tuple[int, float]
 
 
 def check_integrity(core: EngineCore) -> None:
-    """C1: no block leaked, reference counts match, a slot is in at most one live request."""
+    """C1: every block is owned, reference counts match, and a slot is in at most one live request."""
     s = core.scheduler
     assert s.find_faults() == []
     held = Counter(b for state in s.running for table in state.tables for b in table)
     if all(group.window is None for group in (s.info.kv_cache or KVCacheSpec(())).groups):
         assert 0 not in held
-    del held[0]  # stands where a window has freed a block
+    del held[0]  # in place of a block that a window has freed
     for block in range(1, s.pool.num_blocks):
         assert s.pool.refs(block) == held[block]
     assert s.pool.num_available == s.pool.num_blocks - 1 - len(held)
@@ -209,7 +209,7 @@ class FakeRunner:
         return sample(state)
 
     def attend(self, slot: int, position: int) -> None:
-        """What other groups of the KV cache store and read at a position."""
+        """The stores and reads of other groups of the KV cache at a position."""
 
     def collect(self) -> StepResult:
         plan = self.reader.decode(self.queue.pop(0))

@@ -1,4 +1,4 @@
-"""A tiny random checkpoint of every family and of what its published variants differ in, saved by transformers."""
+"""A tiny random checkpoint of every family and of its published variants, saved by transformers."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def spec_of(case: str, **changes: Any) -> DecoderSpec:
 
 
 def save_model(folder: Path, case: str) -> PreTrainedModel:
-    """The checkpoint, with norms and biases that are not the neutral ones that transformers begins with."""
+    """The checkpoint, with norms and biases unlike the neutral ones that transformers initialises."""
     import transformers  # a machine with a GPU may not have it
 
     kind, changes = CASES[case]
@@ -189,7 +189,7 @@ def save_model(folder: Path, case: str) -> PreTrainedModel:
     else:
         config = config_class(**(_GPT2 if kind == "GPT2Config" else _BASE) | changes, initializer_range=0.15)
         model_class = transformers.AutoModelForCausalLM._model_mapping[config_class]
-    config._attn_implementation = "eager"  # the one with soft caps, and of the plainest sums
+    config._attn_implementation = "eager"  # the one with soft caps, and one with the plainest sums
     config._experts_implementation = "eager"  # the others want aligned sizes of bf16
     torch.manual_seed(1)
     model = model_class(config).eval()

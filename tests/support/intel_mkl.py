@@ -1,6 +1,6 @@
 """A pytest plugin (`-p tests.support.intel_mkl`): MKL takes this CPU for one of Intel's.
 
-On other CPUs MKL has only its oldest kernels, and MKL_ENABLE_INSTRUCTIONS has no effect. Tests on such a CPU would miss
+On other CPUs MKL has only its oldest kernels, and MKL_ENABLE_INSTRUCTIONS does nothing. Tests on such a CPU would miss
 the behaviour of MKL on most others. To be loaded before torch multiplies anything."""
 
 import ctypes

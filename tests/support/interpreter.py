@@ -28,7 +28,7 @@ def _languages(fn: Callable) -> list[ModuleType]:
 
 
 def _patch_language_once(fn: Callable) -> interpreter._LangPatchScope:
-    """Triton patches its language anew whenever a kernel calls a function."""
+    """Triton patches its language again whenever a kernel calls a function."""
     is_patched = all(module.load is not _plain_load for module in _languages(fn))
     return interpreter._LangPatchScope() if is_patched else _patch_language(fn)
 

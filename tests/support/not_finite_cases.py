@@ -20,12 +20,11 @@ from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch, gated_activation_triton
 from runtime.kernels.norm.layer_norm import layer_norm_torch, layer_norm_triton
 from runtime.kernels.norm.rms_norm import rms_norm_torch, rms_norm_triton
-from runtime.kernels.quantized.fp8_activations import quantize_fp8_torch, quantize_fp8_triton
+from runtime.kernels.quantized.activations import quantize_fp8_torch, quantize_fp8_triton, quantize_int16_triton
 from runtime.kernels.quantized.fp8_w8a8_gemm import fp8_w8a8_gemm_triton
-from runtime.kernels.quantized.fp8_weights import quantize_fp8_weight_triton
-from runtime.kernels.quantized.int16_activations import quantize_int16_triton
 from runtime.kernels.quantized.int_wna16_gemm import int_wna16_gemm_triton
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, pack_planes, plane_of, quantized_weight
+from runtime.kernels.quantized.weight_conversions import quantize_fp8_weight_triton
 from runtime.kernels.quantized.wna16_skinny_gemm import wna16_skinny_gemm_triton
 from runtime.kernels.sampling.sample import NUM_PARAMS, sample_tokens_triton
 from runtime.quant.encodings import _GREATEST, _SMALLEST
@@ -115,13 +114,13 @@ def check_mixture(x: torch.Tensor, value: float, kind: str) -> None:
 
 
 def check_routing(x: torch.Tensor, value: float) -> None:
-    """One router logit that is not finite spoils its token's weights, and names experts that there are."""
+    """One router logit that is not finite spoils its token's weights, but names existing experts."""
     for normalized in (False, True):
         layer = GroupedExperts.__new__(GroupedExperts)
         layer.spec = ExpertsSpec(12, 3, normalized)
         logits = x[:, :12].float().contiguous()
         row = check_alone(lambda x: layer._route(x)[1].view(3, 3), logits, value)  # noqa: B023
-        assert not row.isfinite().any() or value == -torch.inf  # which is a weight of 0
+        assert not row.isfinite().any() or value == -torch.inf  # a weight of 0
         logits[1, 5] = value
         ids = layer._route(logits)[0]
         assert ((ids >= 0) & (ids < 12)).all()
@@ -157,7 +156,7 @@ def check_stored_keys(x: torch.Tensor, value: float, kind: str) -> None:
         if kind == "int8":
             scales = torch.ones(kv_heads, 3, 4, 2, dtype=torch.float16, device=x.device)
         rows = rope_rows_triton(table, positions.int())
-        # The last heads of a token are its values, which are not turned.
+        # The last heads of a token are its values, which are not rotated.
         qkv = x.flip(1).view(3, 4 * kv_heads, dim)
         rope_store_kv_triton(qkv.contiguous(), rows, kv, index, scales=scales)
         flat = kv.flatten(2, 3), scales.flatten(1, 2) if kind == "int8" else scales
@@ -198,7 +197,7 @@ def check_attention(x: torch.Tensor, value: float, kind: str) -> None:
 
 
 def check_samples(x: torch.Tensor, value: float) -> None:
-    """A row of logits fails with the token -1, whatever its parameters are."""
+    """A row of logits fails with the token -1, with any parameters."""
     device, vocab = x.device, 300
     logits = torch.randn(3, vocab, device=device)
     slots = torch.arange(3, dtype=torch.int32, device=device)
@@ -227,7 +226,7 @@ def _codes(x: torch.Tensor, size_out: int, size_in: int) -> torch.Tensor:
 def _int4(x: torch.Tensor, size_out: int) -> QuantizedWeight:
     codes = torch.randint(9, 16, (size_out, x.shape[1]), dtype=torch.uint8, device=x.device)
     scales = torch.ones(size_out, x.shape[1] // 128, device=x.device)
-    return quantized_weight("int4", pack_planes(codes, plane_of(128)), scales, group=128)
+    return quantized_weight("int4", pack_planes(codes, plane_of(128)), scales, group_size=128)
 
 
 CASES: dict[str, Callable[[torch.Tensor, float], None]] = {

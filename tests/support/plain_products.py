@@ -19,7 +19,7 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
 
 
 class PlainProducts(QuantizedProducts):
-    """Two codes of 4 bits are a byte, the low nibble first; each product makes the weight's numbers anew."""
+    """Two 4-bit values are a byte, the low nibble first; each product dequantizes the weight again."""
 
     def takes(self, form: Encoding) -> bool:
         return True

@@ -37,7 +37,7 @@ class Simulation:
         if knows_lengths:
             self.scheduler.admission._expect = self._know
         self._num_asked = 0
-        self._ends: dict[int, int] = {}  # slot -> tokens with which its request ends
+        self._ends: dict[int, int] = {}  # slot -> number of tokens with which its request ends
         self.num_steps = self.num_rows = self.num_done = 0
         for number, group in enumerate(g for g in groups for _ in range(g.num)):
             self._ask(group, random.Random(f"{seed} {number}"))  # one for each client, whatever the order of service

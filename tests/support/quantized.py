@@ -11,7 +11,8 @@ Tensors = dict[str, torch.Tensor]  # by the names that they have in their module
 
 @dataclass(frozen=True)
 class Format:
-    """One format with a config, a weight's tensors, and the dense weight that the format's library makes of them."""
+    """One format with a config, a weight's tensors, and the dense weight that the format's library derives from
+    them."""
 
     config: dict[str, Any]
     pack: Callable[[torch.Tensor, torch.Generator], Tensors]  # of a weight [out, in]
@@ -148,11 +149,11 @@ def awq(group: int) -> Format:
         return ((codes - zeros) * scales).t()
 
     config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
-    return Format(config | {"modules_to_not_convert": None}, pack, dequantize, f"int4 g{group} with minimums")
+    return Format(config | {"modules_to_not_convert": None}, pack, dequantize, f"int4 g{group} with zero points")
 
 
 def gptq(group: int, bits: int = 4, sym: bool = True, version: str = "gptq", desc_act: bool = False) -> Format:
-    """GPTQModel, gptqmodel/nn_modules/qlinear/torch.py (dequantize_weight), with zero points of v1 less one."""
+    """GPTQModel, gptqmodel/nn_modules/qlinear/torch.py (dequantize_weight), with zero points of v1 minus one."""
     largest, less = (1 << bits) - 1, int(version == "gptq")
 
     def pack(dense: torch.Tensor, generator: torch.Generator) -> Tensors:
@@ -179,13 +180,13 @@ def gptq(group: int, bits: int = 4, sym: bool = True, version: str = "gptq", des
         return (tensors["scales"].float()[groups] * (codes - zeros[groups])).t()
 
     config = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": sym, "desc_act": desc_act}
-    form = f"int{bits}" + (" rows" if group == -1 else f" g{group}") + ("" if sym else " with minimums")
+    form = f"int{bits}" + (" rows" if group == -1 else f" g{group}") + ("" if sym else " with zero points")
     return Format(config | {"checkpoint_format": version, "lm_head": False}, pack, dequantize, form)
 
 
 def reordered(form: Format, group: int) -> Format:
-    """compressed-tensors' actorder: the columns of groups lie apart. The library read it until 0.18: the group of each
-    column in weight_g_idx, as in GPTQ."""
+    """compressed-tensors' actorder: the columns of a group are not adjacent. The library read it until version 0.18:
+    the group of each column in weight_g_idx, as in GPTQ."""
 
     def order(tensors: Tensors) -> torch.Tensor:
         return tensors["weight_g_idx"].argsort(stable=True)
@@ -324,16 +325,16 @@ FORMATS: dict[str, Format] = {
     ),
     "ct-int8-tensor": compressed_tensors("int8 rows", "int-quantized", strategy="tensor", **I8),
     "ct-int8-group-asymmetric": compressed_tensors(
-        "int8 g32 with minimums", "naive-quantized", **I8 | GROUPS | {"symmetric": False}
+        "int8 g32 with zero points", "naive-quantized", **I8 | GROUPS | {"symmetric": False}
     ),
     "ct-w4a16": compressed_tensors("int4 g32", "pack-quantized", **I4 | GROUPS),
     "ct-w4a16-channel": compressed_tensors("int4 rows", "pack-quantized", strategy="channel", **I4),
     "ct-w4a16-asymmetric": compressed_tensors(
-        "int4 g32 with minimums", "pack-quantized", **I4 | GROUPS | {"symmetric": False}
+        "int4 g32 with zero points", "pack-quantized", **I4 | GROUPS | {"symmetric": False}
     ),
     "ct-w8a16": compressed_tensors("int8 g32", "pack-quantized", **I8 | GROUPS),
     "ct-w8a16-asymmetric": compressed_tensors(
-        "int8 rows with minimums", "pack-quantized", strategy="channel", **I8 | {"symmetric": False}
+        "int8 rows with zero points", "pack-quantized", strategy="channel", **I8 | {"symmetric": False}
     ),
     "ct-w4a16-reordered": reordered(compressed_tensors("int4 g32", "pack-quantized", **I4 | GROUPS), 32),
     "awq": awq(32),

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from runtime.assembly.runner import build_runner
 from runtime.core.plan import StepPlan, StepResult
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.sharding import Shard
@@ -37,7 +38,7 @@ class RankProcesses:
         return RankedRunner(self, size, infos[0])
 
     def ask(self, size: int, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
-        """A call of the first `size` processes, at the same time; raises the first error that one answers."""
+        """Call a method of the first `size` processes at the same time; raises the first error."""
         for connection, own in zip(self.connections[:size], arguments, strict=True):
             connection.send((method, own))
         answers = []
@@ -75,7 +76,7 @@ class RankedRunner:
 
 @contextlib.contextmanager
 def rank_processes(size: int) -> Iterator[RankProcesses]:
-    """`size` processes, which end with the context."""
+    """`size` processes that end with the context."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # torch is imported once
     pipes = [context.Pipe() for _ in range(size)]
@@ -98,11 +99,11 @@ def _live(connection: Connection) -> None:
         method, arguments = connection.recv()
         try:
             if method == "join":
-                runner = ModelRunner(*arguments)
+                runner = build_runner(*arguments)
                 connection.send(runner.handle)
             elif method == "attribute":
                 connection.send(attrgetter(".".join(arguments))(runner))
             else:
                 connection.send(getattr(runner, method)(*arguments))
-        except Exception as e:  # whatever it is, for the test's process
+        except Exception as e:  # of any kind, for the test's process
             connection.send(e)

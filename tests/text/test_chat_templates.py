@@ -223,7 +223,7 @@ def test_prompts_are_those_of_transformers(name: str, num_messages: int, with_to
     sent = CONVERSATION[:num_messages]
     messages = [ChatMessage.model_validate(m).as_template_sees_it() for m in sent]
     tools = [Tool.model_validate(WEATHER).as_template_sees_it()] if with_tools else None
-    # As its documentation wants them, arguments as objects; and no null, on which some templates stumble.
+    # As its documentation requires: arguments as objects, and no null, which some templates cannot read.
     theirs = [m | {"content": m["content"] or ""} for m in json.loads(json.dumps(sent))]
     for message in theirs:
         for call in message.get("tool_calls", ()):
@@ -243,7 +243,7 @@ def test_prompts_are_those_of_transformers(name: str, num_messages: int, with_to
 def test_the_call_format_is_the_one_of_the_template():
     forms = {name: ChatTemplate(source, SPECIAL).tool_format for name, source in TEMPLATES.items()}
     assert forms == {"qwen2.5": HERMES, "llama3.1": LLAMA3, "hermes3": HERMES, "mistral": FORMATS["mistral"]}
-    # An unknown mixture; and templates that know no tools.
+    # An unknown mixture, and templates without tools.
     xml = QWEN25.replace('{"name": "\' ~ tool_call.name ~ \'", "arguments": ', "<function=' ~ tool_call.name ~ '>")
     assert xml != QWEN25
     for source in (xml, "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}", "{{ messages[9].role.x }}"):

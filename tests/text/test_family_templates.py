@@ -39,7 +39,7 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "turns": ([USER, ANSWER, MORE], {}),
     "system and turns": ([SYSTEM, USER, ANSWER, MORE], {}),
     "odd text": ([ODD], {}),
-    "two questions at once": ([USER, MORE], {}),  # which some refuse
+    "two questions at once": ([USER, MORE], {}),  # refused by some
     "a whole conversation": ([USER, ANSWER], {"add_generation_prompt": False}),
     "to be continued": ([USER, {"role": "assistant", "content": "The answer is "}], {"continue_final_message": True}),
     "tools": ([SYSTEM, USER], {"tools": [ADD]}),

@@ -49,7 +49,7 @@ WRITTEN = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}
 
 
 def read(text: str, at: list[int] | None = None) -> tuple[str, list[tuple[str, str]]]:
-    """The content and the calls of an answer that comes in pieces, cut at these characters."""
+    """The content and the calls of an answer that arrives in pieces, cut at these characters."""
     parser, content, calls = GENERIC.parser(GENERIC, None), "", list[list[str]]()
     cuts = [0, *sorted(at or []), len(text)]
     for start, stop in pairwise(cuts):

@@ -1,4 +1,4 @@
-"""Vocabularies of GGUF files: the ids equal those of the `sentencepiece` package."""
+"""Vocabularies of GGUF files: the ids equal the ids of the `sentencepiece` package."""
 
 import io
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from sentencepiece import sentencepiece_model_pb2
 from runtime.spec.types import CallboardError
 from runtime.text.tokenizer import Tokenizer
 
-CORPUS = (Path(__file__).parents[1] / "data" / "text_corpus.md").read_text("utf-8").splitlines()
+CORPUS = (Path(__file__).parents[1] / "data" / "text_corpus.txt").read_text("utf-8").splitlines()
 SYMBOLS = {"control_symbols": ["<turn>"], "user_defined_symbols": ["\n", "<b>"]}
 
 
@@ -78,14 +78,14 @@ def unigram() -> sentencepiece.SentencePieceProcessor:
 
 @pytest.fixture
 def encode_plainly(ours) -> Callable[[str], list[int]]:
-    """As sentencepiece encodes: what spells a special token is a text."""
+    """As sentencepiece encodes: the text of a special token is plain text."""
     backend = tokenizers.Tokenizer.from_str(ours._backend.to_str())
     backend.encode_special_tokens = True
     return lambda text: backend.encode(text, add_special_tokens=False).ids
 
 
 class TestBpe:
-    """Llama 2's and Mistral's kind, which puts a space before a text, and Gemma's, which does not."""
+    """The kind of Llama 2 and Mistral puts a space before a text; Gemma's does not."""
 
     @pytest.fixture
     def ours(self, bpe, prefix: bool, write_tiny_gguf: Callable[..., Path]) -> Tokenizer:
@@ -123,7 +123,7 @@ class TestUnigram:
 
     @_FUZZ
     @given(text=_TEXTS)
-    @example("ﬁne ½ ＡＢ  x ")  # which its normalisation spells out
+    @example("ﬁne ½ ＡＢ  x ")  # its normalisation spells it out
     def test_ids(self, ours, encode_plainly, unigram, text):
         ids = encode_plainly(text)
         assert ids == unigram.encode(text)

@@ -71,7 +71,7 @@ def test_gguf_metadata_gives_the_same_tokenizer(model, write_tiny_gguf: Callable
     added = {token["id"]: token for token in stored["added_tokens"]}
     vocabulary = {i: token for token, i in stored["model"]["vocab"].items()}
     vocabulary |= {i: token["content"] for i, token in added.items()}
-    ids = range(max(vocabulary) + 100)  # as if the embedding had a hundred rows more
+    ids = range(max(vocabulary) + 100)  # as with an embedding of a hundred more rows
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in stored["model"]["merges"]]
     kinds = {i: 3 if token["special"] else 4 for i, token in added.items()}
     path = write_tiny_gguf(

@@ -1,4 +1,4 @@
-"""What a chat template may compute, and that all else of it is as in `transformers`."""
+"""The limits of a chat template's computation; otherwise it acts as in `transformers`."""
 
 import time
 
@@ -11,7 +11,7 @@ from runtime.text.chat import ChatTemplate
 from tests.support.cpu_time import reference_s
 
 MESSAGES = [{"role": "user", "content": "How is the weather?"}]
-# The limits: of memory, of time, of time for what cannot be interrupted, of the prompt's length.
+# The limits: of memory, of time, of time for steps that cannot be interrupted, of the prompt's length.
 LIMIT = "took more memory than the limit|ran for over|took over|prompt is over 4194304 characters"
 ENDLESS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
 

@@ -1,4 +1,4 @@
-"""Chat templates: what they see, what they may do, and how their refusals read."""
+"""Chat templates: their variables, their permissions, and the texts of their refusals."""
 
 import re
 

@@ -129,7 +129,7 @@ def test_stop_strings_cut_where_the_definition_says(data, name, include):
         assert used == len(ids)
         return
     assert (stream.push(ids), stream.finish()) == (("", []), "")
-    # The token counted last is the one that completes the stop string.
+    # The last counted token is the one that completes the stop string.
     again = TextStream(tokenizer, stops)
     again.push(ids[: used - 1])
     assert again.stopped is None

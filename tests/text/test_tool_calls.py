@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.text.reasoning import MAX_SPACES
 from runtime.text.tool_calls import FORMATS, HERMES, LLAMA3, ForcedCall, ToolCallParser, ToolFormat
+from runtime.text.tool_calls.parser import MAX_SPACES
 from tests.support.cpu_time import reference_s
 
 NAMES = {"f": {}, "get_weather": {}}
@@ -22,7 +22,7 @@ def parser_of(form: ToolFormat, functions: dict | None, *options, **more_options
 
 
 def read(form: ToolFormat, parts: list[str], **options) -> tuple[str, list[tuple[str, str]]]:
-    """Content and (name, arguments) of the calls; checks that the pieces come as a stream wants them."""
+    """Content and (name, arguments) of the calls; checks that the pieces are a valid stream."""
     parser = parser_of(form, **{"functions": NAMES, **options})
     content, calls = "", []
     for new_content, pieces in [*map(parser.push, parts), parser.push("", is_last=True)]:
@@ -49,7 +49,7 @@ def read(form: ToolFormat, parts: list[str], **options) -> tuple[str, list[tuple
         (f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "", [("f", ARGUMENTS)] * 2),
         (f"<tool_call>{CALL}<tool_call>{CALL}", "", [("f", ARGUMENTS)] * 2),  # end marks forgotten
         (f"<tool_call>{CALL}</tool_call> There.", "There.", [("f", ARGUMENTS)]),
-        # Hermes' own order of keys; and what else models do
+        # Hermes' own order of keys, and variants of models
         ('<tool_call>\n{ "arguments": {"a": 1}, "name": "f"}\n</tool_call>', "", [("f", '{"a": 1}')]),
         ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
         ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
@@ -66,7 +66,7 @@ def read(form: ToolFormat, parts: list[str], **options) -> tuple[str, list[tuple
         ('<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
         ('<tool_call>{"name": "f", "arguments": {"a": "\\', "", [("f", '{"a": "\\')]),
         ('<tool_call>{"name": "f", "arguments": {"a": [1</tool_call>', "", [("f", '{"a": [1')]),
-        # no calls: given back as they stood
+        # not calls: returned unchanged
         ("a < b <tool", "a < b <tool", []),
         ("The mark \n<tool_call> is one. ", "The mark \n<tool_call> is one. ", []),
         ("<tool_call>{oops}</tool_call>", "<tool_call>{oops}</tool_call>", []),
@@ -187,7 +187,7 @@ def test_any_cut_gives_the_same_result(form: ToolFormat, text: str, at: list[int
     whole = read(form, [text], **options)
     assert read(form, cut(text, at), **options) == whole
     assert read(form, list(text), **options) == whole
-    if not whole[1]:  # then nothing is lost
+    if not whole[1]:  # then the whole text is kept
         assert whole[0] == (form.opening(None) if options.get("forced") == ForcedCall(None) else "") + text
 
 
@@ -290,7 +290,7 @@ def test_white_space_around_a_mark_is_bounded(cut):
 )
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", '"\\ud800", "b": NaN', "1e999", "9" * 5000])
 def test_number_without_a_value_in_a_call(name: str, before: str, after: str, number: str):
-    """The keys come in another order, so that the object is read as a whole. What JSON does not allow is content."""
+    """The keys come in another order, so the object is read as a whole. Text that JSON forbids is content."""
     arguments = f'{{"a": {number}}}'
     text = f'{before}{{"arguments": {arguments}, "name": "f"}}{after}'
     expected = (text, []) if "N" in number or "I" in number else ("", [("f", arguments)])

@@ -28,7 +28,7 @@ def test_slots_set_their_sampling_state():
 
     assert [is_plain(0, position) for position in (5, 6, 7)] == [False, False, True]  # the 4th output token is free
     assert [is_plain(slot, 5) for slot in (1, 2, 3)] == [True, True, False]  # filters are a part of every sample
-    assert sampler.filtered[:4].tolist() == [False, False, True, False]  # greedy rows need none
+    assert sampler.filtered[:4].tolist() == [False, False, True, False]  # greedy rows do not need them
     assert not sampler.is_plain(np.array([1, 3], np.int32), np.array([5, 5], np.int32))
     sampler.remove(0)
     sampler.add(NewSlot(0, known, 4, 0, SamplingParams()))

@@ -27,7 +27,7 @@ def test_a_plan_of_several_steps():
 
 
 def test_short_chunks_of_a_prompt_on_graphs():
-    """Nothing is sampled after them, so nothing may be written where the prompt goes on."""
+    """Nothing is sampled after them, so nothing may be written where the prompt continues."""
     torch.testing.assert_close(logits_after_chunks("triton"), logits_after_chunks("torch"), rtol=0, atol=1e-4)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from runtime.assembly.runner import build_runner
 from runtime.kernels.experts.moe_w16a16 import Experts, GroupedExperts
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
@@ -39,7 +40,7 @@ def logits(spec: DecoderSpec, backend: str, deterministic: bool, graphs: bool) -
         max_model_len=40, num_threads=1, deterministic=deterministic,
     )  # fmt: skip
     with mock.patch.object(ModelRunner, "_warm_up"):
-        runner = ModelRunner(config, DummySource(spec))
+        runner = build_runner(config, DummySource(spec))
     driver = Driver(runner)
     if graphs:
         replayed_graphs(runner.steps, (1, 2))

@@ -8,16 +8,12 @@ import torch.nn.functional as F
 from runtime.kernels.linear.tiles import Tiling
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch
-from runtime.kernels.quantized.int16_activations import Int16Activations, quantize_int16_torch, quantize_int16_triton
-from runtime.kernels.quantized.int_wna16_gemm import (
-    Int16Linear,
-    has_int_wna16_gemm,
-    int_wna16_gemm_torch,
-    int_wna16_gemm_triton,
-)
+from runtime.kernels.quantized.activations import Int16Activations, quantize_int16_torch, quantize_int16_triton
+from runtime.kernels.quantized.int_wna16_gemm import has_int_wna16_gemm, int_wna16_gemm_torch, int_wna16_gemm_triton
+from runtime.kernels.quantized.quantized_linear import Int16Linear
 from runtime.kernels.quantized.quantized_weight import (
     QuantizedWeight,
-    dequantize,
+    dequantize_torch,
     pack_planes,
     plane_of,
     quantized_weight,
@@ -30,7 +26,7 @@ OPERATIONS = {
     "gated": (2 * SIZE, {"activation": "silu"}),
     "ungated": (SIZE, {"activation": "gelu_tanh", "gated": False}),
 }
-# codes, columns of a group, whether there are minimums
+# format, columns of a group, whether there are zero points
 FORMS = [("int8", 0, False), ("int8", 128, False), ("int4", 64, False), ("int4", 128, False), ("uint4", 64, True),
          ("uint4", 128, True)]  # fmt: skip
 
@@ -48,11 +44,11 @@ def some_weight(form: str, group: int, minimums: bool, size_out: int, size_in: i
         codes[:, :16] = torch.arange(16, dtype=torch.uint8)
         codes = pack_planes(codes, plane_of(group))
     scales = torch.rand(size_out, -(-size_in // group) if group else 1) * 2e-2
-    return quantized_weight(form, codes, scales, scales * 7 if minimums else None, group=group)
+    return quantized_weight(form, codes, scales, scales * 7 if minimums else None, group_size=group)
 
 
 def within_one(got: Int16Activations, want: Int16Activations) -> bool:
-    """True if whole numbers differ by one at most, and seldom."""
+    """True if integers differ by one at most, and seldom."""
     differ = (got.dequantize(torch.float64) - want.dequantize(torch.float64)).abs() / want.scales[:, None].double()
     return bool(differ.max() < 1.01 and (differ > 0.5).double().mean() < 0.01)
 
@@ -64,11 +60,11 @@ def test_rows_equal_those_of_the_twin(operation):
     x[3] = 0
     if "norm_weight" in options:
         options = options | {"norm_weight": torch.randn(SIZE).half()}
-    got = quantize_int16_triton(x, group=64, **options)
-    want = quantize_int16_torch(x, group=64, **options)
+    got = quantize_int16_triton(x, group_size=64, **options)
+    want = quantize_int16_torch(x, group_size=64, **options)
     assert torch.allclose(got.scales, want.scales, rtol=1e-5)
     assert within_one(got, want)
-    assert not got.digits[6:8].any()
+    assert not got.limbs[6:8].any()
     numbers = F.pad(got.dequantize(torch.float64) / got.scales[:, None], (0, 320 - SIZE))
     assert torch.allclose(got.sums.double(), numbers.unflatten(1, (5, 64)).sum(2).t(), atol=0.5)
 
@@ -78,7 +74,7 @@ def test_every_integer_becomes_its_limbs():
     rows = quantize_int16_triton(x)
     assert rows.scales.item() == 1
     assert torch.equal(rows.dequantize(torch.float32), x)
-    assert torch.equal(rows.digits[1].long() & 255, x[0].long() & 255)
+    assert torch.equal(rows.limbs[1].long() & 255, x[0].long() & 255)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -96,7 +92,7 @@ def test_a_non_finite_row_stays_so_and_affects_no_other(value):
 def test_products_equal_those_of_the_twin(form, group, minimums, tiling):
     size_out, size_in = 136, 272 if (form, group) == ("int8", 0) else 384
     weight = some_weight(form, group, minimums, size_out, size_in)
-    rows = quantize_int16_triton(torch.randn(ROWS, size_in), group=group if minimums else 0)
+    rows = quantize_int16_triton(torch.randn(ROWS, size_in), group_size=group if minimums else 0)
     bias, residual = torch.randn(size_out), torch.randn(ROWS, size_out)
     want = int_wna16_gemm_torch(rows, weight, bias, dtype=torch.float32)
     got = int_wna16_gemm_triton(rows, weight, bias, dtype=torch.float32, tiling=tiling)
@@ -112,7 +108,7 @@ def test_sums_of_whole_rows_are_exact():
     weight = quantized_weight("int8", codes, torch.ones(16, 1))
     x = torch.randint(-32512, 32513, (2, 28672)).float()
     x[0], x[:, 5] = 32512, 32512  # so that scales are 1
-    want = x.double() @ dequantize(weight).double().t()
+    want = x.double() @ dequantize_torch(weight).double().t()
     got = int_wna16_gemm_triton(quantize_int16_triton(x), weight, dtype=torch.float32)
     assert torch.allclose(got.double(), want, rtol=1e-6, atol=300)  # 300: both digits' sums are rounded to float32
 
@@ -124,7 +120,7 @@ def test_layers_equal_those_of_dense_weights(form, group, minimums):
     layers = [Int16Linear(weight, None, "silu") for weight in (gate_up, down)]
     norm, x = torch.rand(128), torch.randn(10, 128)
     normed = rms_norm_torch(x, norm, 1e-5)
-    wide = [dequantize(weight) for weight in (gate_up, down)]
+    wide = [dequantize_torch(weight) for weight in (gate_up, down)]
     want = gated_activation_torch(normed @ wide[0].t(), "silu")
     assert torch.allclose(layers[0].gated(x, norm, 1e-5), want, rtol=2e-3, atol=2e-2)
     logits = torch.empty(10, 512)

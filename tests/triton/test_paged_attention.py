@@ -101,7 +101,7 @@ def test_prefill(heads, dtype):
     ],
 )
 def test_few_new_tokens_behind_many(spans, options):
-    """Their positions are cut into segments, and the same in the form for steps of many tokens, which cuts none."""
+    """Their positions are cut into segments. The form for steps of many tokens, which cuts none, gives the same."""
     q, kv, rows = paged_case(spans, (4, 2, 64))
     for num_tokens in (rows.num_tokens, 2000):
         rows.num_tokens = rows.max_len = num_tokens
@@ -145,7 +145,7 @@ def test_segments_cover_the_tiles(spans, num_programs, window):
 
 @pytest.mark.parametrize("before", [1, 15, 16, 33])
 def test_rows_behind_other_tokens_of_the_step(before):
-    """Nothing is written in the others' place, and more tokens may be announced than there are."""
+    """The others' rows are not written, and the announced number of tokens may be too large."""
     q, kv, rows = paged_case([(0, 1), (40, 1), (0, 0), (20, 35), (129, 17)], (4, 2, 64))
     want = paged_attention_torch(q, kv, rows, scale=0.1)
     q = torch.cat((torch.full((before, *q.shape[1:]), torch.nan), q))
@@ -168,8 +168,8 @@ def test_the_length_bound_may_be_large_and_launches_repeat():
 def test_deterministic_bits_depend_only_on_the_token(window):
     total, heads = 560, (3, 1, 64)  # more than one segment of 512
     q, kv, rows = paged_case([(0, total)], heads)
-    # The interpreter's products come from a BLAS, where the place of a row in its tile may show. Here they are exact:
-    # whole scores, and in each tile at most one position has a value in a given dimension.
+    # The interpreter's products come from a BLAS, where a row's index in its tile may show. Here they are exact: scores
+    # are integers, and in each tile at most one position has a value in a given dimension.
     q, kv = q.round(), kv.nan_to_num(7.0)
     kv[0].round_()
     places = torch.arange(total)

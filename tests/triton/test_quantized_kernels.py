@@ -5,27 +5,21 @@ import pytest
 import torch
 
 from runtime.kernels.linear.tiles import Tiling
-from runtime.kernels.quantized.launch_configs import GemvConfig, Wna16SkinnyConfig, Wna16Tiling
+from runtime.kernels.quantized.launch_configs import GemvConfig, Wna16SkinnyConfig
 from runtime.kernels.quantized.quantized_weight import (
-    E2M1,
     QuantizedWeight,
-    dequantize,
+    dequantize_torch,
     pack_planes,
     plane_of,
     quantized_weight,
     unpack_planes,
 )
+from runtime.kernels.quantized.upcast import E2M1
 from runtime.kernels.quantized.w4a16_gemm import has_w4a16_gemm, w4a16_gemm_triton
-from runtime.kernels.quantized.wna16_gemm import (
-    dequantize_triton,
-    wna16_gemm_torch,
-    wna16_gemm_triton,
-)
+from runtime.kernels.quantized.weight_conversions import dequantize_triton
+from runtime.kernels.quantized.wna16_gemm import wna16_gemm_torch, wna16_gemm_triton
 from runtime.kernels.quantized.wna16_gemv import GEMV_ENCODINGS
-from runtime.kernels.quantized.wna16_skinny_gemm import (
-    wna16_skinny_gemm_torch,
-    wna16_skinny_gemm_triton,
-)
+from runtime.kernels.quantized.wna16_skinny_gemm import wna16_skinny_gemm_torch, wna16_skinny_gemm_triton
 
 NF4 = (-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, 0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626,
        0.7230, 1.0)  # fmt: skip
@@ -68,7 +62,7 @@ def some_weight(form: tuple[str, int, int], size_out: int, size_in: int) -> Quan
     scales[-1, 0] = 0
     table = {"table": NF4, "e2m1": E2M1}.get(name, ())
     minimums = torch.rand(shape) * 0.1 if more else None
-    return quantized_weight(name, codes, scales, minimums, group=group, scale_rows=scale_rows, table=table)
+    return quantized_weight(name, codes, scales, minimums, group_size=group, scale_rows=scale_rows, table=table)
 
 
 def check(got: torch.Tensor, want: torch.Tensor, *what: object, most: float = 3e-5) -> None:
@@ -143,15 +137,15 @@ def test_a_row_has_the_same_bits_whatever_the_number_of_rows(form):
     weight = some_weight(form, 20, 600)
     # Sums that are exact: the interpreter's own order depends on the tile. tests/gpu has the order of a card.
     weight.scales.copy_(2.0 ** torch.randint(-3, 1, weight.scales.shape))
-    if weight.minimums is not None:
-        weight.minimums.copy_(torch.randint(0, 16, weight.scales.shape) / 8)
+    if weight.zero_points is not None:
+        weight.zero_points.copy_(torch.randint(0, 16, weight.scales.shape) / 8)
     x = torch.zeros(16, weight.shape[1]).scatter_(1, torch.randint(600, (16, 4)), torch.randint(-2, 3, (16, 4)).float())
     all_rows = wna16_skinny_gemm_triton(x, weight, fixed_order=True, config=Wna16SkinnyConfig(16, 128, 2, 1, 2))
     for rows, config in ((1, Wna16SkinnyConfig(32, 128, 2, 1, 1)), (2, Wna16SkinnyConfig(16, 64, 1, 1, 2)),
                          (9, Wna16SkinnyConfig(64, 128, 4, 1, 2))):  # fmt: skip
         got = wna16_skinny_gemm_triton(x[:rows], weight, fixed_order=True, config=config)
         assert torch.equal(got, all_rows[:rows]), rows
-    for tiling in (Wna16Tiling(16, 16, 128, 4, 1), Wna16Tiling(32, 64, 64, 4, 1, split=True)):
+    for tiling in (Tiling(16, 16, 128, 4, 1), Tiling(32, 64, 64, 4, 1, split=8)):
         got = wna16_gemm_triton(x, weight, fixed_order=True, tiling=tiling)
         assert torch.equal(got, all_rows), tiling
 
@@ -164,9 +158,9 @@ def test_many_rows(form):
         x = torch.randn(rows, size_in + 3)[:, :size_in]
         bias, residual = torch.randn(size_out), torch.randn(rows, size_out)
         want = wna16_gemm_torch(x.double(), weight, bias.double())
-        check(wna16_gemm_triton(x, weight, bias, tiling=Wna16Tiling(16, 32, 128, 4, 1, split)), want, form)
+        check(wna16_gemm_triton(x, weight, bias, tiling=Tiling(16, 32, 128, 4, 1, split)), want, form)
         want = wna16_gemm_torch(x.double(), weight, residual=residual.double())
-        got = wna16_gemm_triton(x, weight, residual=residual, tiling=Wna16Tiling(32, 16, 64, 4, 1, split))
+        got = wna16_gemm_triton(x, weight, residual=residual, tiling=Tiling(32, 16, 64, 4, 1, split))
         check(got, want, form)
 
 
@@ -188,17 +182,19 @@ def test_tiles_of_dequantized_weights(form):
 
 
 def test_every_quantized_value_is_dequantized_exactly():
-    """Each row of x picks out one column: a sum of one number is exact."""
+    """Each row of x selects one column, and a sum of one value is exact."""
     for form in FORMS:
         if form[1] in (0, 16, 32, 64) or "fp8" in form[0]:
             weight = some_weight(form, 64, 16)
             eye = torch.eye(16, weight.shape[1])
             got = wna16_skinny_gemm_triton(eye, weight, out_dtype=torch.float32, config=Wna16SkinnyConfig(64, 32, 4))
-            torch.testing.assert_close(got, dequantize(weight)[:, :16].t(), rtol=2e-7, atol=0)
+            torch.testing.assert_close(got, dequantize_torch(weight)[:, :16].t(), rtol=2e-7, atol=0)
 
 
 @forms
 def test_a_dense_copy_has_the_same_values(form):
     for size_out, size_in in ((34, 200), (20, 600)):
         weight = some_weight(form, size_out, size_in)
-        torch.testing.assert_close(dequantize_triton(weight, torch.float32), dequantize(weight), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            dequantize_triton(weight, torch.float32), dequantize_torch(weight), rtol=1e-6, atol=1e-7
+        )

@@ -1,7 +1,7 @@
-"""Mixtures of experts with fp8 weights: the products of `experts` with codes on both sides.
+"""Mixtures of experts with fp8 activations and fp8 weights (w8a8).
 
-A token's row is quantized once for all of its experts. What an expert passes from its first product to its second is
-quantized within the first one: a scale for each of a row's groups of columns, as many as a program has.
+A token's row is quantized once for all of its experts. The first product of an expert quantizes its own result, with a
+scale for each row and each group of columns of a program.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from runtime.kernels.experts.moe_w16a16 import (
     choices_of_tile,
     stacked,
 )
-from runtime.kernels.linear.batch_invariant_linear import MAX_SPLIT_TILES, _counters
 from runtime.kernels.linear.linear_torch import Linear
+from runtime.kernels.linear.split_k import MAX_SPLIT_TILES, split_counters
 from runtime.kernels.magnitudes import larger, largest_magnitude, to_e4m3, within
 from runtime.kernels.norm.gated_activation import Activation, activated
-from runtime.kernels.quantized.fp8_activations import Fp8Activations, quantize_normed_fp8
+from runtime.kernels.quantized.activations import Fp8Activations, quantize_normed_fp8
 from runtime.kernels.quantized.fp8_w8a8_gemm import has_fp8_gemm
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
 from runtime.kernels.triton_language import TensorDescriptor, jit, next_power_of_2, tl, use_pdl
@@ -32,17 +32,17 @@ from runtime.spec.decoder_spec import ExpertsSpec
 
 @jit
 def _moe_fp8_w8a8_kernel(
-    x_ptr,  # codes [num_tokens, K], or without ACTIVATION [num_choices, K] sorted by expert
+    x_ptr,  # fp8 [num_tokens, K], or without ACTIVATION [num_choices, K] sorted by expert
     x_scales_ptr,  # [num_tokens], or without ACTIVATION [num_choices, K / BLOCK_K]
     weights,  # descriptor of [num_experts * N, K], with ACTIVATION [num_experts * 2 * N, K]: gate's rows, then up's
     scales_ptr,  # float32 [rows of weights], or [rows of weights / 128, K / 128]
-    out_ptr,  # [num_choices, N], with ACTIVATION codes sorted by expert
+    out_ptr,  # [num_choices, N], with ACTIVATION fp8 sorted by expert
     out_scales_ptr,  # with ACTIVATION [num_choices, N / BLOCK_N]
-    starts_ptr,  # [num_experts + 1], not if SINGLE
-    order_ptr,  # choices by expert; if SINGLE the expert of each choice
-    mixture_ptr,  # [num_choices] float32: the experts' weights, read if SINGLE and without ACTIVATION
-    residual_ptr,  # [num_tokens, N], added to if SINGLE and without ACTIVATION
-    counters_ptr,  # [num_tokens, tiles of N] int32 zeros, the same
+    starts_ptr,  # [num_experts + 1], unused with SINGLE
+    order_ptr,  # choices by expert; with SINGLE the expert of each choice
+    mixture_ptr,  # [num_choices] float32 weights of experts; these three are used with SINGLE and no ACTIVATION
+    residual_ptr,  # [num_tokens, N], added to
+    counters_ptr,  # [num_tokens, tiles of N] int32 zeros
     num_experts,
     N,
     K: tl.constexpr,
@@ -57,7 +57,7 @@ def _moe_fp8_w8a8_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (i, j): the i-th tile of an expert's choices, the experts one after another, and rows of tile j."""
+    """Program (i, j): tile i of the choices sorted by expert, and tile j of the weight rows."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -110,8 +110,9 @@ def _moe_fp8_w8a8_kernel(
 
 
 class Fp8Experts(GroupedExperts):
-    """`GroupedExperts` of fp8 weights. Few choices take four launches: routing, rows, and the two products, of which
-    the second adds a token's results."""
+    """`GroupedExperts` with fp8 weights and activations.
+
+    Few choices take four launches: routing, quantization and two products. The second adds a token's results."""
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class Fp8Experts(GroupedExperts):
         deterministic: bool,
     ) -> None:
         self.spec, self.router, self.activation, self.deterministic = spec, router, activation, deterministic
-        tensors = ([(w.codes, w.scales[:, : w.shape[0] // w.scale_rows].t()) for w in pair] for pair in weights)
+        tensors = ([(w.values, w.scales[:, : w.shape[0] // w.scale_rows].t()) for w in pair] for pair in weights)
         (self.gate_up, self.gate_up_scales), (self.down, self.down_scales) = stacked(tensors, spec.num_experts)
 
     def add_to(
@@ -155,7 +156,7 @@ class Fp8Experts(GroupedExperts):
     def _fp8_product(
         self,
         x: Fp8Activations,  # [num_tokens, K], or [num_choices, K] sorted by expert
-        codes: torch.Tensor,  # [num_experts, N, K]
+        values: torch.Tensor,  # [num_experts, N, K]
         scales: torch.Tensor,  # [num_experts, N, 1], or of blocks
         out: torch.Tensor,
         out_scales: torch.Tensor,
@@ -167,28 +168,28 @@ class Fp8Experts(GroupedExperts):
         tile: Tile,
         activation: Activation | None,
     ) -> None:
-        (num_experts, _, size_in), (num_choices, size_out), pdl = codes.shape, out.shape, use_pdl(codes)
+        (num_experts, _, size_in), (num_choices, size_out), pdl = values.shape, out.shape, use_pdl(values)
         num_tiles = num_choices
         if not is_single:
             num_tiles = (num_choices + min(num_experts, num_choices) * (tile.block_m - 1)) // tile.block_m
-        flat = codes.view(-1, size_in)
+        flat = values.view(-1, size_in)
         descriptor = TensorDescriptor(flat, list(flat.shape), [size_in, 1], [tile.block_n, tile.block_k])
         _moe_fp8_w8a8_kernel[(num_tiles, -(-size_out // tile.block_n))](
-            x.codes, x.scales, descriptor, scales, out, out_scales, starts, order, weights, residual,
-            _counters(codes.device), num_experts, size_out, K=size_in, TOP_K=self.spec.top_k, ACTIVATION=activation,
-            BLOCK_SCALES=scales.shape[1] < codes.shape[1], SINGLE=is_single, EXPERTS=next_power_of_2(num_experts),
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.num_stages, PDL=pdl,
-            num_warps=tile.num_warps, launch_pdl=pdl,
+            x.values, x.scales, descriptor, scales, out, out_scales, starts, order, weights, residual,
+            split_counters(values.device), num_experts, size_out, K=size_in, TOP_K=self.spec.top_k,
+            ACTIVATION=activation, BLOCK_SCALES=scales.shape[1] < values.shape[1], SINGLE=is_single,
+            EXPERTS=next_power_of_2(num_experts), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+            STAGES=tile.num_stages, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
         )  # fmt: skip
 
 
 def moe_fp8_tile(num_choices: int, num_experts: int, deterministic: bool) -> Tile:
-    """Tall tiles where experts have many tokens. Deterministic: one tile for all."""
+    """Tall tiles where experts have many tokens. Deterministic mode has one tile."""
     if num_choices > 16 * num_experts or deterministic:
         return Tile(64, 128, 128, 8, 4)
     return Tile(16, 64, 128, 4, 4 if num_choices <= MOST_SINGLE else 3)
 
 
 def has_fp8_moe(pair: tuple[QuantizedWeight, QuantizedWeight]) -> bool:
-    """True if rows of codes can be multiplied with experts whose weights are like these, gate_up and down."""
+    """True if this kernel takes experts with such gate_up and down weights."""
     return all(has_fp8_gemm(weight) and not any(size % 128 for size in weight.shape) for weight in pair)

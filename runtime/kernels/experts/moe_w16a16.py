@@ -1,9 +1,9 @@
-"""A mixture of experts in place of a feed-forward layer: each token goes to the `top_k` that its router prefers.
+"""Mixtures of experts: each token goes to the `top_k` experts that its router prefers.
 
-`Experts` runs them one after another over the tokens that chose them. On a GPU no launch may depend on how many those
-are, as a step can be a CUDA graph: `GroupedExperts` sorts tokens by expert on the device, and one product covers all
-experts in a grid for the worst case, the most tiles that so many choices can make. Either way the results of a token's
-experts are added in the order of its preference, so that a row's bits do not depend on its batch mates.
+`Experts` runs one expert after another on the tokens that chose it. On a GPU, a step can be a CUDA graph, so a launch
+must not depend on these numbers of tokens. `GroupedExperts` sorts tokens by expert on the device, and one product
+covers all experts with a grid for the worst case. Both add the results of a token's experts in the order of its
+preference, so a row's bits do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from runtime.spec.decoder_spec import ExpertsSpec
 
 W = TypeVar("W")
 
-MOST_SINGLE = 32  # choices that have a program each, although several may be of one expert
-_ROUND = 1024  # choices that a program sorts, or columns that one adds, at once
+MOST_SINGLE = 32  # up to as many choices, each has its own programs, also if some share an expert
+_ROUND = 1024  # choices that a program sorts at once, or columns that it adds at once
 
 
 class ExpertLayer(Protocol):
@@ -32,13 +32,13 @@ class ExpertLayer(Protocol):
     def add_to(
         self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
     ) -> None:
-        """residual += the mixture of norm(residual), [num_tokens, hidden] contiguous; or `out`, of that shape, is what
-        it is added to."""
+        """Add the mixture of norm(residual) to `out`, or to the residual without it; both [num_tokens, hidden]."""
 
 
 class Experts:
-    """One product after another, for weights of any kind that `product` takes: each expert has gate and up as one
-    weight [2 * ffn, hidden], and down [hidden, ffn]."""
+    """One expert after another, for any weights that `product` takes.
+
+    An expert has gate and up as one weight [2 * ffn, hidden], and down [hidden, ffn]."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Experts:
         (residual if out is None else out).add_(total.to(residual.dtype))
 
     def mixture(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """The mixture of norm(residual), in float32, as wide as the products with down."""
+        """The mixture of norm(residual) in float32, as wide as the product with down."""
         x = self.router.norm(residual, norm_weight, eps)
         ids, weights = route_torch(self.router.product(x), self.spec)
         order = ids.flatten().argsort(stable=True)
@@ -76,7 +76,7 @@ class Experts:
 
 
 def route_torch(logits: torch.Tensor, spec: ExpertsSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Router logits [num_tokens, num_experts] -> ids and fp32 weights [num_tokens, top_k], the best first."""
+    """Router logits [num_tokens, num_experts] -> ids and fp32 weights [num_tokens, top_k], best first."""
     weights, ids = logits.float().softmax(-1).topk(spec.top_k, -1)
     return ids, weights / weights.sum(-1, keepdim=True) if spec.normalized else weights
 
@@ -92,7 +92,7 @@ class Tile(NamedTuple):
 
 
 class GroupedExperts:
-    """`Experts` in six launches, whatever the number of experts and of the tokens that choose them."""
+    """`Experts` in six launches, for any number of experts and tokens."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class GroupedExperts:
         self._combine(results, weights, residual if out is None else out)
 
     def _route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each token's choices the expert, int32 [num_tokens * top_k], and its weight in float32."""
+        """The experts of each token, int32 [num_tokens * top_k], and their weights in float32."""
         (num_tokens, num_experts), top_k, pdl = logits.shape, self.spec.top_k, use_pdl(logits)
         ids = torch.empty(num_tokens * top_k, dtype=torch.int32, device=logits.device)
         weights = torch.empty(num_tokens * top_k, dtype=torch.float32, device=logits.device)
@@ -133,7 +133,7 @@ class GroupedExperts:
         return ids, weights
 
     def _sort(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where each expert's choices begin, with their number at the end; and the choices by expert."""
+        """The start of each expert's choices, with the total at the end; and the choices sorted by expert."""
         num_experts, pdl = self.spec.num_experts, use_pdl(ids)
         starts = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
         order = torch.empty_like(ids)
@@ -169,7 +169,7 @@ class GroupedExperts:
 
 
 def stacked(experts: Iterable[Sequence[Sequence[torch.Tensor]]], num_experts: int) -> list[list[torch.Tensor]]:
-    """The tensors of the weights of all experts, [num_experts, ...] each; one expert's are read at a time."""
+    """The weight tensors of all experts, stacked to [num_experts, ...]; reads one expert at a time."""
     for expert, weights in enumerate(experts):
         if not expert:
             stacks = [[t.new_empty(num_experts, *t.shape) for t in weight] for weight in weights]
@@ -180,9 +180,9 @@ def stacked(experts: Iterable[Sequence[Sequence[torch.Tensor]]], num_experts: in
 
 
 def moe_w16a16_tile(num_choices: int, num_experts: int, dtype: torch.dtype, deterministic: bool) -> Tile:
-    """Tall tiles where experts have many tokens. Deterministic: one tile for all, as others sum in another order.
+    """Tall tiles where experts have many tokens. Deterministic mode has one tile, as others sum in another order.
 
-    Two and no more: prompts of 32 and of 1,100 tokens at the start have compiled both (runtime/worker/warmup.py)."""
+    There are only two: the warm-up compiles both, with prompts of 32 and of 1,100 tokens (runtime/worker/warmup.py)."""
     if dtype == torch.float32:  # on the FMA units
         return Tile(32, 32, 32, 4, 2)
     if deterministic:
@@ -202,7 +202,7 @@ def _route_kernel(
     LANES: tl.constexpr,  # power of two, at least TOP_K
     PDL: tl.constexpr,
 ):
-    """`route_torch`, a program a token; of equal experts the first is better."""
+    """`route_torch`, one program a token; the first of equal experts wins."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -216,7 +216,7 @@ def _route_kernel(
     chosen = tl.zeros([LANES], tl.float32)
     for i in tl.static_range(TOP_K):
         best = tl.max(weights, axis=0)
-        # Where a NaN made all comparisons false the last expert will do: the row is lost, but must not fault.
+        # If a NaN makes all comparisons false, use the last expert: the row is lost, but must not fault.
         expert = tl.min(tl.where(weights == best, experts, num_experts - 1), axis=0)
         ids = tl.where(lanes == i, expert, ids)
         chosen = tl.where(lanes == i, best, chosen)
@@ -229,13 +229,13 @@ def _route_kernel(
 @jit(do_not_specialize=["num_choices"])
 def _sort_kernel(
     ids_ptr,  # [num_choices] int32
-    starts_ptr,  # [num_experts + 1] int32: where in `order` an expert's choices begin; the last is their number
-    order_ptr,  # [num_choices] int32: choices by expert, of one expert by token
+    starts_ptr,  # [num_experts + 1] int32: the start of an expert's choices in `order`; the last is the total
+    order_ptr,  # [num_choices] int32: choices by expert, and by token within an expert
     num_choices,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program e counts the choices below expert e, and then puts e's own behind them."""
+    """Program e counts the choices of experts before e, and stores the choices of e behind them."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -259,9 +259,10 @@ def _sort_kernel(
 def choices_of_tile(
     place, starts_ptr, order_ptr, num_experts, SINGLE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """The place-th tile of choices, those of the experts one after another: its expert, or num_experts if there are not
-    as many tiles; its rows among choices sorted by expert, which of them there are, and the choices there. If SINGLE
-    each choice is a tile, unsorted, and order_ptr has its expert."""
+    """Tile `place` of the choices sorted by expert: its expert, its rows, which of them exist, and their choices.
+
+    The expert is num_experts if there are fewer tiles. With SINGLE, each choice is a tile, choices are not sorted, and
+    order_ptr holds the expert of each."""
     lanes = tl.arange(0, BLOCK_M)
     if SINGLE:
         expert = tl.load(order_ptr + place)
@@ -301,7 +302,7 @@ def _moe_w16a16_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (i, j): the i-th tile of an expert's choices, the experts one after another, and columns of tile j."""
+    """Program (i, j): tile i of the choices sorted by expert, and tile j of the columns."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -337,13 +338,13 @@ def add_results(
     results_ptr,  # float32 [num_choices, N]
     mixture_ptr,  # float32 [num_choices]: the experts' weights
     residual_ptr,  # [num_tokens, N], added to
-    counter_ptr,  # int32: 0 for each token and program of columns
+    counter_ptr,  # int32 zero, one for each token and program of columns
     token,
     cols,
     N,
     TOP_K: tl.constexpr,
 ):
-    """For programs of one choice each: the last one of a token that stored these columns adds its results."""
+    """With one choice a program: the last program of a token that stores these columns adds the token's results."""
     tl.debug_barrier()  # all of this program's stores come before its arrival
     if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == TOP_K - 1:
         tl.store(counter_ptr, 0)

@@ -1,9 +1,9 @@
-"""Products of rows that are fp8 codes with weights that are: both go to the matrix units as they are, and scales come
-after the sums.
+"""Products of fp8 activations with fp8 weights (w8a8): both go to the matrix units as they are.
 
-The matrix units keep about 14 bits of a sum of e4m3 products. Here they add a step of columns, and steps are added in
-float32. The library adds all: its error, 0.13 % of a sum over 4,096 columns and 0.29 % over 14,336, is a tenth of what
-rounding rows to codes does, and it is 1.3 times as fast at thousands of rows.
+Scales multiply the sums. The matrix units keep about 14 bits of a sum of e4m3 products. This kernel adds one step of
+columns on them, and adds steps in float32. The library adds all columns on the matrix units. Its error is 0.13 % of a
+sum over 4,096 columns and 0.29 % over 14,336, a tenth of the error of rounding activations to fp8, and it is 1.3 times
+as fast at thousands of rows.
 """
 
 from __future__ import annotations
@@ -12,39 +12,45 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels.linear import tiles
-from runtime.kernels.linear.tiles import Tiling, blocks_of, keep_part, part_of, store_tile, sum_parts, tile_place
-from runtime.kernels.norm.gated_activation import Activation
-from runtime.kernels.quantized.fp8_activations import Fp8Activations, quantize_fp8_triton
-from runtime.kernels.quantized.quantized_linear import QuantizedActivationLinear
-from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize
+from runtime.kernels.linear.tiles import (
+    Tiling,
+    blocks_of,
+    keep_part,
+    part_of,
+    store_tile,
+    sum_parts,
+    tile_place,
+)
+from runtime.kernels.quantized.activations import Fp8Activations
+from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize_torch
 from runtime.kernels.triton_language import INTERPRETED, jit, tl, use_pdl
 
-_LIBRARY_TILES = 80  # of 128 x 128; the library's product, which has no parts of K, is faster with as many
+_LIBRARY_TILES = 80  # tiles of 128 x 128 from which the library, which does not split K, is faster
 
 
 def fp8_w8a8_gemm_torch(
     x: Fp8Activations,
-    weight: QuantizedWeight,  # fp8, with scales of rows or of blocks of 128 x 128
+    weight: QuantizedWeight,  # fp8 with a scale for each row, or for each block of 128 x 128
     bias: torch.Tensor | None = None,  # [N]
     residual: torch.Tensor | None = None,  # [num_rows, N] contiguous: added to in place and returned
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """x @ weight.T + bias -> [num_rows, N]."""
     bias = None if bias is None else bias.float()
-    y = F.linear(x.dequantize(torch.float32), dequantize(weight), bias).to(dtype)
+    y = F.linear(x.dequantize(torch.float32), dequantize_torch(weight), bias).to(dtype)
     return y if residual is None else residual.add_(y)
 
 
 @jit(do_not_specialize=["num_rows"])
 def _fp8_w8a8_gemm_kernel(
-    xs,  # descriptor of x's codes [num_rows, K] with blocks [BLOCK_M, BLOCK_K]
+    xs,  # descriptor of x's values [num_rows, K] with blocks [BLOCK_M, BLOCK_K]
     weights,  # descriptor of the weight's [N, K] with blocks [BLOCK_N, BLOCK_K]
     x_scales_ptr,  # [num_rows]
     scales_ptr,  # [at least N], or [K / 128, SCALE_STRIDE] if SCALE_STRIDE
     bias_ptr,  # [N], read if BIAS
     outs,  # descriptor of [num_rows, N] with blocks [BLOCK_M, BLOCK_N]
-    sums_ptr,  # [tiles, SPLIT, BLOCK_M * BLOCK_N] fp32, used if SPLIT > 1
-    counters_ptr,  # [tiles] int32 zeros, used if SPLIT > 1
+    sums_ptr,  # [tiles, SPLIT, BLOCK_M * BLOCK_N] fp32, used with SPLIT > 1
+    counters_ptr,  # [tiles] int32 zeros, used with SPLIT > 1
     num_rows,
     N,
     K,
@@ -103,21 +109,21 @@ def fp8_w8a8_gemm_triton(
     dtype: torch.dtype = torch.bfloat16,
     tiling: Tiling | None = None,
 ) -> torch.Tensor:
-    """`fp8_w8a8_gemm_torch` as one kernel, for weights that `has_fp8_gemm`."""
-    num_rows, (size_out, size_in) = len(x.codes), weight.shape
-    device = weight.codes.device
+    """`fp8_w8a8_gemm_torch` as one kernel, for a weight that `has_fp8_gemm`."""
+    num_rows, (size_out, size_in) = len(x.values), weight.shape
+    device = weight.values.device
     out = torch.empty((num_rows, size_out), dtype=dtype, device=device) if residual is None else residual
     if not num_rows:
         return out
-    tiling, pdl = tiling or fp8_tiling(weight, num_rows), use_pdl(x.codes)
-    block_k = weight.group or tiling.block_k  # a step's columns share a scale
+    tiling, pdl = tiling or fp8_tiling(weight, num_rows), use_pdl(x.values)
+    block_k = weight.group_size or tiling.block_k  # a step's columns share a scale
     stages = tiling.stages * tiling.block_k // block_k
     split, sums, counters = tiling.parts(num_rows, size_out, out)
-    xs, weights = blocks_of(x.codes, tiling.block_m, block_k), blocks_of(weight.codes, tiling.block_n, block_k)
+    xs, weights = blocks_of(x.values, tiling.block_m, block_k), blocks_of(weight.values, tiling.block_n, block_k)
     outs = blocks_of(out, tiling.block_m, tiling.block_n)
     _fp8_w8a8_gemm_kernel[(tiling.num_tiles(num_rows, size_out), split)](
         xs, weights, x.scales, weight.scales, out if bias is None else bias, outs, sums, counters, num_rows, size_out,
-        size_in, weight.scales.shape[1], BLOCK_SCALES=weight.group > 0, BIAS=bias is not None,
+        size_in, weight.scales.shape[1], BLOCK_SCALES=weight.group_size > 0, BIAS=bias is not None,
         RESIDUAL=residual is not None, SPLIT=split, BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n, BLOCK_K=block_k, STAGES=stages, SWAP=tiling.swap, PDL=pdl,
         num_warps=tiling.num_warps, launch_pdl=pdl,
@@ -126,7 +132,7 @@ def fp8_w8a8_gemm_triton(
 
 
 def fp8_tiling(weight: QuantizedWeight, num_rows: int) -> Tiling:
-    """The best tiles measured on an H200: of few rows, parts of K where too few programs would read the weight."""
+    """The best tiles measured on an H200. With few rows, K is split where too few programs would read the weight."""
     size_out, size_in = weight.shape
     tiles_n = -(-size_out // 64)
     split = 4 if tiles_n <= 32 else 2 if tiles_n <= 64 else 1
@@ -142,44 +148,34 @@ def fp8_tiling(weight: QuantizedWeight, num_rows: int) -> Tiling:
 
 
 def has_fp8_gemm(weight: QuantizedWeight) -> bool:
-    """True if rows of codes can be multiplied with the weight on its device."""
-    return fits_fp8_gemm(weight.form, weight.shape, weight.group, weight.scale_rows, weight.codes.device)
+    """True if this kernel takes the weight on its device."""
+    return fits_fp8_gemm(weight.encoding, weight.shape, weight.group_size, weight.scale_rows, weight.values.device)
 
 
-def fits_fp8_gemm(form: str, shape: tuple[int, ...], group: int, scale_rows: int, device: torch.device) -> bool:
-    """`has_fp8_gemm` of a weight that `QuantizedWeight` describes by these."""
+def fits_fp8_gemm(
+    encoding: str, shape: tuple[int, ...], group_size: int, scale_rows: int, device: torch.device
+) -> bool:
+    """`has_fp8_gemm` for these fields of a `QuantizedWeight`."""
     size_out, size_in = shape
-    is_shared = (group, scale_rows) in ((0, 1), (128, 128))
-    is_aligned = size_in % 16 == 0 and size_out % 8 == 0  # the copy engine's rows are multiples of 16 bytes
-    return form == "fp8" and is_shared and is_aligned and tiles.multiplies_fp8(device)
+    is_shared = (group_size, scale_rows) in ((0, 1), (128, 128))
+    is_aligned = size_in % 16 == 0 and size_out % 8 == 0  # the copy engine reads rows of 16 bytes
+    return encoding == "fp8" and is_shared and is_aligned and tiles.multiplies_fp8(device)
 
 
-class Fp8Linear(QuantizedActivationLinear[Fp8Activations]):
-    """The layer of a weight that `has_fp8_gemm`: activations become fp8 in every step of more than one row.
-
-    Deterministic mode cannot use it, because the library's sums depend on the number of rows."""
-
-    def quantizes_rows(self, num_rows: int) -> bool:
-        return num_rows != 1
-
-    def quantize_rows(
-        self,
-        x: torch.Tensor,
-        norm_weight: torch.Tensor | None = None,
-        eps: float = 0.0,
-        activation: Activation | None = None,
-        gated: bool = True,
-    ) -> Fp8Activations:
-        return quantize_fp8_triton(x, norm_weight, eps, activation, gated)
-
-    def multiply(self, x: Fp8Activations, dtype: torch.dtype, residual: torch.Tensor | None = None) -> torch.Tensor:
-        weight, num_rows = self.quantized, len(x.codes)
-        size_out = weight.shape[0]
-        many = num_rows > 64 and -(-num_rows // 128) * -(-size_out // 128) >= _LIBRARY_TILES
-        if not many or weight.group or size_out % 16 or dtype != torch.bfloat16 or INTERPRETED:
-            return fp8_w8a8_gemm_triton(x, weight, self.bias, residual, dtype)
-        scales = x.scales[:, None], weight.scales[:, :size_out]
-        y = torch._scaled_mm(x.codes, weight.codes.t(), *scales, out_dtype=dtype, use_fast_accum=True)
-        if self.bias is not None:
-            y.add_(self.bias)
-        return y if residual is None else residual.add_(y)
+def multiply_fp8(
+    x: Fp8Activations,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """`fp8_w8a8_gemm_triton`, or the library's product where that is faster."""
+    num_rows, size_out = len(x.values), weight.shape[0]
+    many = num_rows > 64 and -(-num_rows // 128) * -(-size_out // 128) >= _LIBRARY_TILES
+    if not many or weight.group_size or size_out % 16 or dtype != torch.bfloat16 or INTERPRETED:
+        return fp8_w8a8_gemm_triton(x, weight, bias, residual, dtype)
+    scales = x.scales[:, None], weight.scales[:, :size_out]
+    y = torch._scaled_mm(x.values, weight.values.t(), *scales, out_dtype=dtype, use_fast_accum=True)
+    if bias is not None:
+        y.add_(bias)
+    return y if residual is None else residual.add_(y)

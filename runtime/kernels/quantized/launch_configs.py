@@ -1,22 +1,23 @@
-"""How products with weights that are codes are cut: rules made from what was measured on an H200 of 8B shapes."""
+"""Launch configurations of products with quantized weights: rules from measurements of 8B shapes on an H200."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from runtime.kernels.linear.sum_order import SumOrder
+from runtime.kernels.linear.tiles import Tiling
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
 from runtime.kernels.triton_language import next_power_of_2
 
 _NUM_SMS = 132
-_FEW_ROWS = 5120  # of a weight: fewer programs of 32 rows than there are multiprocessors, or hardly more
+_FEW_ROWS = 5120  # weight rows: about as many programs of 32 rows as multiprocessors, or fewer
 
 
 class Wna16SkinnyConfig(NamedTuple):
-    """How a product of few rows is cut, for matrix units."""
+    """How `wna16_skinny_gemm` cuts a product."""
 
-    block_n: int  # rows of the weight of a program
-    block_k: int  # columns a step; fixed by the form where codes have 4 bits or groups
+    block_n: int  # weight rows of a program
+    block_k: int  # columns of a step, unless the layout fixes them (`step_columns`)
     num_warps: int
     stages: int = 1  # of the software pipeline
     ahead: int = 1  # steps, 1 or 2, whose weights are requested before the wait for the previous kernel
@@ -24,32 +25,17 @@ class Wna16SkinnyConfig(NamedTuple):
 
 
 class GemvConfig(NamedTuple):
-    """How a product of one row is cut, for other units."""
+    """How `wna16_gemv` cuts a product."""
 
-    block_n: int  # rows of the weight whose codes are on their way at once
+    block_n: int  # weight rows whose loads are in flight at once
     num_warps: int
-    blocks: int  # of so many rows that a program multiplies one after another
-
-
-class Wna16Tiling(NamedTuple):
-    """How tiles are laid over a product. It does not affect the order of any sum."""
-
-    block_m: int  # rows of x
-    block_n: int  # of the weight
-    block_k: int  # columns a step, where the form leaves a choice
-    num_warps: int
-    stages: int
-    split: bool = False  # chunks side by side
-
-
-def step_columns(weight: QuantizedWeight, block_k: int) -> int:
-    """Columns of a step of a product: those of two planes, or of a group, or as many as wanted."""
-    return 2 * weight.plane or weight.group or block_k
+    blocks: int  # blocks of block_n rows that a program multiplies one after another
 
 
 def wna16_sum_order(size_out: int, size_in: int) -> SumOrder:
-    """As `sum_order`, in more chunks: a step has fewer bytes than one of bfloat16 and waits as long for memory and for
-    matrix instructions, so that more of them have to go side by side."""
+    """`sum_order` with more chunks: a step reads fewer bytes than a bfloat16 step but waits as long for memory.
+
+    More steps therefore have to run side by side."""
     num_chunks = 8 if size_out <= _FEW_ROWS else 4
     while num_chunks > 1 and size_in < num_chunks * 256:
         num_chunks //= 2
@@ -71,8 +57,9 @@ def wna16_skinny_config(weight: QuantizedWeight, num_rows: int) -> Wna16SkinnyCo
 
 
 def gemv_config(weight: QuantizedWeight) -> GemvConfig:
-    """The configuration for one row: registers hold the codes of a block and of the next one, and a program's rows are
-    as many as leave programs for all multiprocessors."""
+    """The configuration for one row: registers hold the values of a block and of the next block.
+
+    A program has as many rows as leave programs for all multiprocessors."""
     size_out, words = weight.shape[0], row_words(weight)
     more = 1 if words > 8192 else 4
     if weight.plane:
@@ -88,18 +75,20 @@ def gemv_config(weight: QuantizedWeight) -> GemvConfig:
 
 
 def row_words(weight: QuantizedWeight) -> int:
-    """Words of 4 bytes of a row's codes, rounded up to a power of two; a warp has 128."""
-    words: int = next_power_of_2(weight.codes[0].nbytes // 4)
+    """The 4-byte words of a weight row, rounded up to a power of two; at least 128, the words of a warp."""
+    words: int = next_power_of_2(weight.values[0].nbytes // 4)
     return max(words, 128)
 
 
-def wna16_tiling(weight: QuantizedWeight, num_rows: int, fixed_order: bool = False) -> Wna16Tiling:
-    """The tiling for a weight and a number of rows: one tile over all rows while its sums fit the registers, so that
-    weights are decoded once. With a fixed order, tiles of 32 rows of the weight are those of mma.sync, which few rows
-    have as well: wgmma adds the columns of an instruction in another order."""
+def wna16_tiling(weight: QuantizedWeight, num_rows: int, fixed_order: bool = False) -> Tiling:
+    """The tiling for a weight and a number of rows: one tile over all rows, as long as its sums fit into registers.
+
+    Weights are then upcast once. With a fixed order, tiles have 32 weight rows and run on mma.sync, as for few rows:
+    wgmma adds the columns of an instruction in another order."""
     if fixed_order:
-        return Wna16Tiling(32, 32, 128, 2, 4) if num_rows <= 32 else Wna16Tiling(64, 32, 128, 4, 3)
+        return Tiling(32, 32, 128, 2, 4) if num_rows <= 32 else Tiling(64, 32, 128, 4, 3)
     if num_rows > 64:
-        return Wna16Tiling(128, 128, 128, 8, 3)
+        return Tiling(128, 128, 128, 8, 3)
     few_programs = -(-weight.shape[0] // 64) <= _NUM_SMS
-    return Wna16Tiling(32 if num_rows <= 32 else 64, 64, 128, 4, 3, split=few_programs)
+    parts = wna16_sum_order(*weight.shape).num_chunks if few_programs else 1
+    return Tiling(32 if num_rows <= 32 else 64, 64, 128, 4, 3, split=parts)

@@ -1,38 +1,37 @@
-"""`wna16_skinny_gemm` for one row, on units that are no matrix units: codes of 8 bits, and whole numbers of 4.
+"""Products of one row with quantized weights (8 bits, or 4-bit integers), without matrix units.
 
-A program has blocks of a few whole rows of the weight. It requests those of its first block before it waits for the
-kernel before it, and those of a next block before it multiplies one; x is put once into a form that multiplies codes as
-they are. A thread has 16 neighbouring bytes of each row, or several times as many:
+A program has several blocks of a few whole weight rows. It requests its first block before it waits for the previous
+kernel, and each next block before it multiplies the current one. x is converted once, to numbers that multiply
+quantized values without an upcast. A thread has 16 neighbouring bytes of each row, or a multiple of that:
 
-- Whole numbers are multiplied as such, four in an instruction (dp4a). x becomes whole numbers of 16 bits with a scale
-  for each 16 columns, cut into two digits of 8 bits, and the products of 16 codes with a digit are summed exactly. So x
-  keeps 15 bits of the largest of 16 neighbours, where a number of bfloat16 has 8. High nibbles stay where they are in
-  their bytes, as codes times 16.
-- e4m3 is multiplied as float16, two in an instruction. x is scaled so that the largest of 16 neighbours is 1, and 16
-  products are added in float16, in two sums of eight, then on in float32. That errs 0.04 % of a result, where rounding
-  one to bfloat16 errs 0.11 %.
+- **Integers** are multiplied as integers, four in an instruction (dp4a). x becomes int16 with a scale for each 16
+  columns, split into two int8 limbs. The products of 16 values with a limb are summed exactly. x keeps 15 bits of the
+  largest of 16 neighbours, where bfloat16 has 8. High nibbles stay in their place in the byte, as values times 16.
+- **e4m3** is multiplied as float16, two in an instruction. x is scaled so that the largest of 16 neighbours is 1. Two
+  sums of eight products are added in float16, and then in float32. The error is 0.04 % of a result; rounding a result
+  to bfloat16 costs 0.11 %.
 
-All other sums are in float32. What is inline takes four words of a thread, which have to be neighbours in a row: x is
-loaded and joined so that a thread has those, and codes get the layout of x.
+All other sums are in float32. Inline instructions take four words of a thread, which must be neighbours in a row: x is
+loaded and joined so that each thread has such words, and values get the register layout of x.
 """
 
 from __future__ import annotations
 
-from runtime.kernels.linear.skinny_gemm import _finish, _weight_rows
+from runtime.kernels.linear.skinny_blocks import store_block, weight_rows_of_block
 from runtime.kernels.magnitudes import larger
 from runtime.kernels.triton_language import INTERPRETED, constexpr, jit, tl
 
 GEMV_ENCODINGS = ("fp8", "int8", "int4", "uint4")
-_MAGIC = constexpr(12582912.0)  # 1.5 * 2 ** 23: what is added to it is rounded, to the low bits of the sum
-_DIGITS = constexpr("""{
+_MAGIC = constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds a number to the low bits of the sum
+_LIMBS = constexpr("""{
 .reg .b32 a, b;
 prmt.b32 a, $2, $3, 0x5140;
 prmt.b32 b, $4, $5, 0x5140;
 prmt.b32 $0, a, b, 0x7632;
 prmt.b32 $1, a, b, 0x5410;
 }""")
-# Of four words each of codes, high digits, low digits and a number to begin with: the sum, and three zeros. High digits
-# are signed, low ones not; codes are either.
+# Inputs: four words each of values, high limbs, low limbs and a start. Outputs: the sum, and three zeros. High limbs
+# are signed, low limbs are unsigned, values are either.
 _DOTS = constexpr(
     tuple(
         "{\n.reg .s32 h, l;\n"
@@ -67,15 +66,16 @@ PLAIN = constexpr(INTERPRETED)
 
 @jit
 def _first_column(piece, PLANE: tl.constexpr):
-    """The first of the columns of 16 bytes of a row: of their low nibbles, if there are planes."""
+    """The first column of 16 bytes of a row; with planes, of their low nibbles."""
     return piece // (PLANE // 16) * (2 * PLANE) + piece % (PLANE // 16) * 16 if PLANE else piece * 16
 
 
 @jit
 def _load_x(x_ptr, shift, K: tl.constexpr, PLANE: tl.constexpr, WORDS: tl.constexpr):
-    """The columns of x that the four bytes of a row's words stand for, of low nibbles with shift 0, of high ones with
-    PLANE: four times [1, WORDS] in fp32."""
-    if x_ptr.dtype.element_ty == tl.bfloat16:  # 8 bytes a word: half of the words in a load, which gives a thread 16
+    """The columns of x for the four bytes of each word of a row: four tensors [1, WORDS] in fp32.
+
+    `shift` is 0 for low nibbles and PLANE for high ones."""
+    if x_ptr.dtype.element_ty == tl.bfloat16:  # 8 bytes a word: a load of half the words gives a thread 16 bytes
         half = tl.arange(0, WORDS // 2)[None, :]
         at = (_first_column(half // 2, PLANE) + shift) // 4 + half % 2
         xs = x_ptr.to(tl.pointer_type(tl.int64)) + at
@@ -103,8 +103,9 @@ def _columns(
     x_ptr, norm_ptr, shift, MOST: tl.constexpr, K: tl.constexpr, PLANE: tl.constexpr, NORM: tl.constexpr,
     WORDS: tl.constexpr,
 ):  # fmt: skip
-    """What `_load_x` gives, times the norm's weights, scaled so that the largest of 16 is MOST; by what that is to be
-    multiplied [1, WORDS / 4]; and the sum of x's squares."""
+    """x times the norm's weights, scaled so that the largest of 16 is MOST; its scales; and the sum of x's squares.
+
+    x is four tensors [1, WORDS] as in `_load_x`, scales are [1, WORDS / 4]."""
     x0, x1, x2, x3 = _load_x(x_ptr, shift, K, PLANE, WORDS)
     squares = 0.0
     if NORM:
@@ -118,8 +119,8 @@ def _columns(
 
 
 @jit
-def _digits(x0, x1, x2, x3):
-    """Four whole numbers of 16 bits as the signed high and the unsigned low bytes of two words."""
+def _limbs(x0, x1, x2, x3):
+    """Four numbers rounded to int16, as two words: their signed high bytes and their unsigned low bytes."""
     b0 = (x0 + _MAGIC).to(tl.int32, bitcast=True)
     b1 = (x1 + _MAGIC).to(tl.int32, bitcast=True)
     b2 = (x2 + _MAGIC).to(tl.int32, bitcast=True)
@@ -129,7 +130,7 @@ def _digits(x0, x1, x2, x3):
         low = (b0 & 255) | (b1 & 255) << 8 | (b2 & 255) << 16 | (b3 & 255) << 24
     else:
         high, low = tl.inline_asm_elementwise(
-            _DIGITS, "=r,=r,r,r,r,r", [b0, b1, b2, b3], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+            _LIMBS, "=r,=r,r,r,r,r", [b0, b1, b2, b3], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
         )
     return high, low
 
@@ -141,7 +142,7 @@ def _byte(word, i: tl.constexpr, SIGNED: tl.constexpr):
 
 @jit
 def _four_words(words):
-    """The sums of four neighbours [rows, WORDS] -> [rows, WORDS / 4]."""
+    """[rows, WORDS] -> [rows, WORDS / 4], the sums of four neighbours."""
     return tl.sum(tl.reshape(words, (words.shape[0], words.shape[1] // 4, 4)), 2)
 
 
@@ -153,8 +154,8 @@ def _four_times(pieces):
 
 
 @jit
-def _whole_products(w, high, low, start, SIGNED: tl.constexpr):
-    """start [1, WORDS / 4] plus the sums [rows, WORDS / 4] of 16 codes times 256 * high + low, in whole numbers."""
+def _integer_products(w, high, low, start, SIGNED: tl.constexpr):
+    """start [1, WORDS / 4] plus the int32 sums [rows, WORDS / 4] of 16 values times (256 * high + low)."""
     if PLAIN:
         total = tl.zeros(w.shape, tl.int32)
         for i in tl.static_range(4):
@@ -177,23 +178,25 @@ def _e4m3(words, i: tl.constexpr):
 
 @jit
 def _factors(
-    x_ptr, norm_ptr, shift, FORM: tl.constexpr, FACTOR: tl.constexpr, K: tl.constexpr, PLANE: tl.constexpr,
-    NORM: tl.constexpr, MINIMUMS: tl.constexpr, WORDS: tl.constexpr,
+    x_ptr, norm_ptr, shift,
+    FACTOR: tl.constexpr, K: tl.constexpr, LAYOUT: tl.constexpr, NORM: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """x in the form that multiplies codes, which are FACTOR times themselves: two words for four columns [1, WORDS];
-    with what sums of products begin, by what they are multiplied; x's own sums, if MINIMUMS; that of its squares."""
+    """x as factors of quantized values that are FACTOR times themselves.
+
+    Returns two words for four columns [1, WORDS]; the start and the scale of sums of products; with zero points the
+    sums of x; and the sum of its squares."""
     x0, x1, x2, x3, unit, squares = _columns(
-        x_ptr, norm_ptr, shift, 1.0 if FORM == "fp8" else 32767.0, K, PLANE, NORM, WORDS
+        x_ptr, norm_ptr, shift, 1.0 if LAYOUT.encoding == "fp8" else 32767.0, K, LAYOUT.plane, NORM, WORDS
     )
     start = tl.zeros(unit.shape, tl.int32)
     sums = unit
-    if FORM != "fp8":
-        first, second = _digits(x0, x1, x2, x3)
-        if FORM == "int4" or MINIMUMS:
-            whole = _whole_products(tl.zeros_like(first) + 0x01010101, first, second, start, True)
-            sums = whole.to(tl.float32) * unit
-            if FORM == "int4":
-                start = -8 * FACTOR * whole
+    if LAYOUT.encoding != "fp8":
+        first, second = _limbs(x0, x1, x2, x3)
+        if LAYOUT.encoding == "int4" or LAYOUT.has_zero_points:
+            sums_of_x = _integer_products(tl.zeros_like(first) + 0x01010101, first, second, start, True)
+            sums = sums_of_x.to(tl.float32) * unit
+            if LAYOUT.encoding == "int4":
+                start = -8 * FACTOR * sums_of_x
         unit *= 1 / FACTOR
     elif PLAIN:
         first = (x0, x1)
@@ -205,10 +208,10 @@ def _factors(
 
 
 @jit
-def _products(w, x, FORM: tl.constexpr):
-    """Codes of bytes [BLOCK_N, WORDS] times x, of `_factors`: sums of 16 [BLOCK_N, WORDS / 4]."""
-    if FORM != "fp8":
-        sums = _whole_products(w, x[0], x[1], x[2], FORM == "int8").to(tl.float32)
+def _products(w, x, ENCODING: tl.constexpr):
+    """Values [BLOCK_N, WORDS] times x from `_factors`: sums of 16 products [BLOCK_N, WORDS / 4]."""
+    if ENCODING != "fp8":
+        sums = _integer_products(w, x[0], x[1], x[2], ENCODING == "int8").to(tl.float32)
     elif PLAIN:
         even, odd = x[0], x[1]
         sums = _e4m3(w, 0) * even[0] + _e4m3(w, 1) * even[1] + _e4m3(w, 2) * odd[0] + _e4m3(w, 3) * odd[1]
@@ -221,105 +224,98 @@ def _products(w, x, FORM: tl.constexpr):
 
 @jit
 def _load_block(
-    codes_ptr, scales_ptr, minimums_ptr, block, N, wanted, K: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, SCALE_STRIDE: tl.constexpr, MINIMUMS: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_N: tl.constexpr, WORDS: tl.constexpr,
+    values_ptr, scales_ptr, zero_points_ptr, block, N, wanted,
+    K: tl.constexpr, LAYOUT: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """The codes of a block of rows [BLOCK_N, WORDS]; the scales and minimums of each 16 bytes [BLOCK_N, WORDS / 4], of
-    their low nibbles if there are planes, then of the high ones."""
-    row_of = tl.minimum(_weight_rows(block, N, ACTIVATION, BLOCK_N), N - 1).to(tl.int64)[:, None]
-    ROW_WORDS: tl.constexpr = K // 8 if PLANE else K // 4
+    """The values of a block [BLOCK_N, WORDS], and the scales and zero points [BLOCK_N, WORDS / 4] of each 16 bytes.
+
+    With planes, scales and zero points of the low nibbles come before those of the high ones."""
+    row_of = tl.minimum(weight_rows_of_block(block, N, ACTIVATION, BLOCK_N), N - 1).to(tl.int64)[:, None]
+    ROW_WORDS: tl.constexpr = K // 8 if LAYOUT.plane else K // 4
     words = tl.arange(0, WORDS)[None, :]
-    codes = codes_ptr.to(tl.pointer_type(tl.int32)) + row_of * ROW_WORDS + words
-    w = tl.load(codes, mask=wanted & (words < ROW_WORDS), other=0, eviction_policy="evict_first")
-    scale, minimum = 0.0, 0.0
-    if GROUP:
-        first = _first_column(tl.arange(0, WORDS // 4)[None, :], PLANE)
-        at = first // GROUP * SCALE_STRIDE + row_of // SCALE_ROWS
+    values = values_ptr.to(tl.pointer_type(tl.int32)) + row_of * ROW_WORDS + words
+    w = tl.load(values, mask=wanted & (words < ROW_WORDS), other=0, eviction_policy="evict_first")
+    scale, zero_point = 0.0, 0.0
+    if LAYOUT.group_size:
+        first = _first_column(tl.arange(0, WORDS // 4)[None, :], LAYOUT.plane)
+        at = first // LAYOUT.group_size * LAYOUT.scale_stride + row_of // LAYOUT.scale_rows
         scale = tl.load(scales_ptr + at, mask=wanted & (first < K), other=0.0)
-        if MINIMUMS:
-            minimum = tl.load(minimums_ptr + at, mask=wanted & (first < K), other=0.0)
-    high_scale, high_minimum = scale, minimum
-    if GROUP and PLANE and GROUP != 2 * PLANE:
-        at = (first + PLANE) // GROUP * SCALE_STRIDE + row_of // SCALE_ROWS
+        if LAYOUT.has_zero_points:
+            zero_point = tl.load(zero_points_ptr + at, mask=wanted & (first < K), other=0.0)
+    high_scale, high_zero_point = scale, zero_point
+    if LAYOUT.group_size and LAYOUT.plane and LAYOUT.group_size != 2 * LAYOUT.plane:
+        at = (first + LAYOUT.plane) // LAYOUT.group_size * LAYOUT.scale_stride + row_of // LAYOUT.scale_rows
         high_scale = tl.load(scales_ptr + at, mask=wanted & (first < K), other=0.0)
-        if MINIMUMS:
-            high_minimum = tl.load(minimums_ptr + at, mask=wanted & (first < K), other=0.0)
-    return w, scale, minimum, high_scale, high_minimum
+        if LAYOUT.has_zero_points:
+            high_zero_point = tl.load(zero_points_ptr + at, mask=wanted & (first < K), other=0.0)
+    return w, scale, zero_point, high_scale, high_zero_point
 
 
 @jit
 def wna16_gemv_kernel(
     x_ptr,  # [1, K]
-    codes_ptr,  # of `QuantizedWeight`, as are the next two; minimums are read if MINIMUMS
+    values_ptr,  # this and the next two as in `QuantizedWeight`
     scales_ptr,
-    minimums_ptr,
-    bias_ptr,  # [N]; this and the next two are read if BIAS, NORM, RESIDUAL
+    zero_points_ptr,
+    bias_ptr,  # [N]; read with BIAS, as are the next two with NORM and RESIDUAL
     norm_ptr,  # [K]
     residual_ptr,  # [1, N]
     out_ptr,  # [1, N], or N // 2 columns with ACTIVATION
     N,
     eps,
     K: tl.constexpr,
-    FORM: tl.constexpr,
-    PLANE: tl.constexpr,  # columns between a byte's nibbles; 0: codes of 8 bits
-    GROUP: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_STRIDE: tl.constexpr,
-    MINIMUMS: tl.constexpr,
+    LAYOUT: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,
-    WORDS: tl.constexpr,  # of 4 bytes: at least a row's, a power of two
+    WORDS: tl.constexpr,  # 4-byte words, a power of two, at least those of a row
     PDL: tl.constexpr,
 ):
-    """Program i: blocks i * BLOCKS and on, each of BLOCK_N rows of the weight, with the one row of x."""
+    """Program i: BLOCKS blocks from i * BLOCKS, each of BLOCK_N weight rows, with the one row of x."""
     block = tl.program_id(0) * BLOCKS
-    w, scale, minimum, high_scale, high_minimum = _load_block(
-        codes_ptr, scales_ptr, minimums_ptr, block, N, True, K, PLANE, GROUP, SCALE_ROWS, SCALE_STRIDE, MINIMUMS,
-        ACTIVATION, BLOCK_N, WORDS,
-    )  # fmt: skip
+    w, scale, zero_point, high_scale, high_zero_point = _load_block(
+        values_ptr, scales_ptr, zero_points_ptr, block, N, True, K, LAYOUT, ACTIVATION, BLOCK_N, WORDS
+    )
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    x = _factors(x_ptr, norm_ptr, 0, FORM, 1, K, PLANE, NORM, MINIMUMS, WORDS)
+    x = _factors(x_ptr, norm_ptr, 0, 1, K, LAYOUT, NORM, WORDS)
     high_x = x
-    if PLANE:  # high nibbles stay where they are in their bytes, and are codes times 16
-        high_x = _factors(x_ptr, norm_ptr, PLANE, FORM, 16, K, PLANE, NORM, MINIMUMS, WORDS)
+    if LAYOUT.plane:  # high nibbles stay in their place, as values times 16
+        high_x = _factors(x_ptr, norm_ptr, LAYOUT.plane, 16, K, LAYOUT, NORM, WORDS)
     if NORM:
-        squares = x[5] + high_x[5] if PLANE else x[5]
+        squares = x[5] + high_x[5] if LAYOUT.plane else x[5]
         norm = tl.rsqrt(squares / K + eps)
     for i in tl.range(BLOCKS, num_stages=1):
-        now, scales, minimums, high_scales, high_minimums = w, scale, minimum, high_scale, high_minimum
-        w, scale, minimum, high_scale, high_minimum = _load_block(
-            codes_ptr, scales_ptr, minimums_ptr, block + 1, N, i + 1 < BLOCKS, K, PLANE, GROUP, SCALE_ROWS,
-            SCALE_STRIDE, MINIMUMS, ACTIVATION, BLOCK_N, WORDS,
-        )  # fmt: skip
-        acc = _products(now & 0x0F0F0F0F if PLANE else now, x, FORM)
+        now, scales, zero_points, high_scales, high_zero_points = w, scale, zero_point, high_scale, high_zero_point
+        w, scale, zero_point, high_scale, high_zero_point = _load_block(
+            values_ptr, scales_ptr, zero_points_ptr, block + 1, N, i + 1 < BLOCKS, K, LAYOUT, ACTIVATION, BLOCK_N, WORDS
+        )
+        acc = _products(now & 0x0F0F0F0F if LAYOUT.plane else now, x, LAYOUT.encoding)
         high = acc
-        if PLANE:
-            high = _products(now & -0x0F0F0F10, high_x, FORM)
-        if PLANE and GROUP and GROUP != 2 * PLANE:
+        if LAYOUT.plane:
+            high = _products(now & -0x0F0F0F10, high_x, LAYOUT.encoding)
+        if LAYOUT.plane and LAYOUT.group_size and LAYOUT.group_size != 2 * LAYOUT.plane:
             acc = acc * scales + high * high_scales
         else:
-            if PLANE:
+            if LAYOUT.plane:
                 acc += high
-            if GROUP:
+            if LAYOUT.group_size:
                 acc *= scales
-        if MINIMUMS:
-            acc -= minimums * x[4]
-            if PLANE:
-                acc -= high_minimums * high_x[4]
+        if LAYOUT.has_zero_points:
+            acc -= zero_points * x[4]
+            if LAYOUT.plane:
+                acc -= high_zero_points * high_x[4]
         y = tl.sum(acc, 1)
-        rows = _weight_rows(block, N, ACTIVATION, BLOCK_N)
-        if not GROUP:
+        rows = weight_rows_of_block(block, N, ACTIVATION, BLOCK_N)
+        if not LAYOUT.group_size:
             y *= tl.load(scales_ptr + tl.minimum(rows, N - 1))
         if NORM:
             y *= norm
-        _finish(
+        store_block(
             y[:, None], block, tl.arange(0, 1), rows, bias_ptr, residual_ptr, out_ptr, 1, N, BIAS, RESIDUAL,
             ACTIVATION, 1, BLOCK_N,
         )  # fmt: skip

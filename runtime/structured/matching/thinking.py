@@ -13,6 +13,7 @@ from runtime.spec.types import ThinkingBudget
 from runtime.structured.matching.matcher import Matcher
 from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.text import reasoning
+from runtime.text.tool_calls.parser import MAX_SPACES
 
 _OPEN, _CLOSE = reasoning.OPEN.encode(), reasoning.CLOSE.encode()
 
@@ -90,7 +91,7 @@ class ThinkingMatcher(Matcher):
             begun = text.lstrip()
             if token == self._budget.open_id or begun.startswith(_OPEN):
                 return _State(_Phase.OPEN, 0, begun.removeprefix(_OPEN))
-            may_begin = _OPEN.startswith(begun) and len(text) - len(begun) <= reasoning.MAX_SPACES
+            may_begin = _OPEN.startswith(begun) and len(text) - len(begun) <= MAX_SPACES
             return _State(_Phase.UNDECIDED, 0, text) if may_begin else _State(_Phase.CLOSED)
         if self._budget.close_ids == (token,) or _CLOSE in text:
             return _State(_Phase.CLOSED)

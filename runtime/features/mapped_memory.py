@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.worker.gpu.cuda_driver import call, words_at
+from runtime.worker.cuda_driver import call, words_at
 from runtime.worker.gpu.graph_runner import no_garbage_collection
 
 _GRANULE = 2 << 20  # bytes that the driver maps at least

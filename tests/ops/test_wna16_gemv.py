@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.kernels.quantized import wna16_gemv as quantized_vector
+from runtime.kernels.quantized import wna16_gemv
 
 WORD = st.integers(0, 2**32 - 1)
 MAGIC = 12582912.0
@@ -49,9 +49,9 @@ def signed(word: int) -> int:
 
 
 @given(st.lists(st.integers(-32768, 32767), min_size=4, max_size=4))
-def test_digits(numbers):
+def test_limbs(numbers):
     bits = np.array([n + MAGIC for n in numbers], np.float32).view(np.uint32).tolist()
-    text = quantized_vector._DIGITS.value.replace(".reg .b32 a, b;", "")
+    text = wna16_gemv._LIMBS.value.replace(".reg .b32 a, b;", "")
     found = carry_out(text, {f"${2 + i}": bits[i] for i in range(4)})
     high, low = bytes_of(found["$0"], "s32"), bytes_of(found["$1"], "u32")
     assert [256 * h + b for h, b in zip(high, low, strict=True)] == numbers
@@ -60,7 +60,7 @@ def test_digits(numbers):
 @given(*(st.lists(WORD, min_size=4, max_size=4) for _ in range(3)), st.integers(-(2**24), 2**24))
 def test_products(codes, high, low, start):
     operands = {f"${4 + i}": word for i, word in enumerate([*codes, *high, *low])} | {"$16": start % 2**32}
-    for text, kind in zip(quantized_vector._DOTS.value, ("u32", "s32"), strict=True):
+    for text, kind in zip(wna16_gemv._DOTS.value, ("u32", "s32"), strict=True):
         found = carry_out(re.sub(r"\.reg [^;]*;", "", text), operands)
         want = start
         for i in range(4):

@@ -1,4 +1,5 @@
-"""Products with codes on a CPU: their numbers, a row's bits whatever the other rows, and what they take."""
+"""Products with quantized weights on a CPU: their values, a row's bits in any batch, and the formats that they
+accept."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -29,11 +30,11 @@ CASES = [  # a form, the shape of a weight
     (replace(INT4, group_size=32, has_zero_points=True), (192, 160)),
     (replace(INT4, group_size=128), (64, 640)),
     (replace(INT4, group_size=256, has_zero_points=True), (128, 512)),
-    (replace(INT4, group_size=512), (64, 1024)),  # each scale becomes that of two groups
-    (INT4, (320, 96)),  # and here one of three
+    (replace(INT4, group_size=512), (64, 1024)),  # each scale becomes the scale of two groups
+    (INT4, (320, 96)),  # and here the scale of three
     (replace(INT4, group_size=64), (3 * int4_rows(), 128)),  # blocks of the packed layout, an odd number
 ]
-KERNELS = SimpleNamespace(norm=None, activate=None)  # what surrounds a product in a decoder
+KERNELS = SimpleNamespace(norm=None, activate=None)  # the operations around a product in a decoder
 
 
 def every_code(form: Encoding, shape: tuple[int, int]) -> tuple[torch.Tensor, ...]:

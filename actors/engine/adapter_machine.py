@@ -1,8 +1,8 @@
 """The adapters (LoRA) of one engine, as a state machine: events in, actions out; no thread, no clock, no I/O.
 
 A *name* means the adapter in a folder until a front sends a newer entry. A *place* is an index on the devices that
-holds one adapter, identified by the digest of its files. A place is wanted while a name means it, while a front has
-streams of it (on this engine or another one), or while a request here uses it.
+holds one adapter, identified by the digest of its files. A place is wanted while a name means it, a front has streams
+of it on any engine, or a request here uses it.
 
     state of a place   the runners     requests for it            next state
     -----------------  --------------  -------------------------  ------------------------------------------------------
@@ -13,8 +13,8 @@ streams of it (on this engine or another one), or while a request here uses it.
 
     event              cause                                      effect
     -----------------  -----------------------------------------  ------------------------------------------------------
-    said               a front sent entries                       Read each newer folder
-    needed             a front sent the adapters of its streams   Read each that has no place
+    received               a front sent entries                       Read each newer folder
+    needed             a front sent the adapters of its streams   Read each one without a place
     read               the files were read                        the name gets a place, or an error
     loaded             the runners loaded it, or refused it       READY, an error, or WAITING if runners are fresh
     lost               runners were lost during a load            WAITING and Rebuild; the third loss is an error
@@ -23,11 +23,11 @@ streams of it (on this engine or another one), or while a request here uses it.
     restored           the fresh runners refused a place          End its requests; its names get an error
     fell_asleep        the engine sleeps                          places stay; new ones stay WAITING; never Rebuild
     woke_up            the same runners are awake                 Load each WAITING place
-    hold_over          fronts know the successor of a name        the former adapter is not wanted by that name
-    unused             requests may have ended                    free what is not wanted
+    hold_ended         fronts know the successor of a name        the name no longer wants its former adapter
+    unused             requests may have ended                    free the unwanted places
 
-Each Load carries the generation of the runners, the number of their starts. A load is counted only if its generation is
-still the current one, so that an open place is always one that the living runners have.
+Each Load carries the generation of the runners, the number of their starts. A load counts only if its generation is
+still current. So the living runners have the adapter of every open place.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Read(NamedTuple):
     """Read the files in a folder; the answer is `read`."""
 
     path: str
-    digest: str = ""  # that the files must have; empty for an entry
-    entry: AdapterEntry | None = None  # None if fronts need the adapter and no name means it
+    digest: str = ""  # the required digest of the files; empty for an entry
+    entry: AdapterEntry | None = None  # None if only fronts need the adapter
 
 
 class Load(NamedTuple):
@@ -77,7 +77,7 @@ class End(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """Call `hold_over` when the fronts have received the state of this entry."""
+    """Call `hold_ended` when the fronts have received the state of this entry."""
 
     entry: AdapterEntry
 
@@ -89,7 +89,7 @@ class Rebuild(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Send `states` and `kept` to the fronts, and try the requests again that wait for an adapter."""
+    """Send `states` and `kept` to the fronts, and retry the requests that wait for an adapter."""
 
 
 Action = Read | Load | Restore | End | Hold | Rebuild | Report
@@ -106,21 +106,21 @@ class _Place:
     index: int
     path: str
     state: _State = _State.WAITING
-    is_announced: bool = False  # fronts may send requests for it: it is ready, or it will be at the wake-up
+    is_announced: bool = False  # fronts may send requests for it: it is ready, or will be after the wake-up
     num_losses: int = 0  # of runners while they loaded it
 
 
 @dataclass(slots=True)
 class _Name:
     entry: AdapterEntry
-    digest: str = ""  # of what it means or, without a folder, meant; empty until the files are read
+    digest: str = ""  # of its adapter; after an unload, of the former one; empty until the files are read
     error: str = ""
-    held: str = ""  # digest of what it meant before; see AdapterState
+    held: str = ""  # digest of its previous adapter; see AdapterState
     is_held_back: bool = False  # Hold was sent
 
     @property
     def digests(self) -> set[str]:
-        """Of the adapters that the name wants."""
+        """Digests of the adapters that the name wants."""
         return {self.digest, self.held} - {""} if self.entry.path else set()
 
 
@@ -130,22 +130,22 @@ class AdapterMachine:
     def __init__(self, table: AdapterTable, uses: Callable[[int], bool], settings: Collection[str] = ()) -> None:
         """Args:
         uses: returns whether requests or steps in flight have an index.
-        settings: names of the command line, whose entries are never dropped."""
+        settings: names of the command line; their entries are never dropped."""
         self._table, self._uses, self._settings = table, uses, frozenset(settings)
         self._names: dict[str, _Name] = {}
         self._places: dict[str, _Place] = {}  # by digest
         self._needs: dict[Hashable, dict[str, str]] = {}  # folders by digest, of each front
-        self._errors: dict[str, str] = {}  # by digest, of needed adapters that cannot be loaded
+        self._errors: dict[str, str] = {}  # of needed adapters that failed to load, by digest
         self._reading: set[Read] = set()
-        self._leaving: list[int] = []  # indices that only requests here use
+        self._leaving: list[int] = []  # indices that only running requests use
         self._has_runners, self._is_asleep = True, False
         self.generation = 1
         self.states: dict[str, AdapterState] = {}  # by name; a state that did not change stays the same object
-        self.kept: dict[str, str] = {}  # folders of READY places, by digest: resumed streams may have them
+        self.kept: dict[str, str] = {}  # folders of READY places, by digest: resumed streams may use them
 
     # ---- events -----------------------------------------------------------------------------------------------------
 
-    def said(self, entries: Iterable[AdapterEntry], now_ns: int) -> list[Action]:
+    def received(self, entries: Iterable[AdapterEntry], now_ns: int) -> list[Action]:
         for name in [n for n, state in self.states.items() if self._is_forgotten(state, now_ns)]:
             del self._names[name]
         out: list[Action] = []
@@ -227,7 +227,7 @@ class AdapterMachine:
         self._has_runners, self._is_asleep = True, False
         return self._settle([])
 
-    def hold_over(self, entry: AdapterEntry) -> list[Action]:
+    def hold_ended(self, entry: AdapterEntry) -> list[Action]:
         name = self._names.get(entry.name)
         if name is not None and name.entry == entry:
             name.held = ""
@@ -236,7 +236,7 @@ class AdapterMachine:
     def unused(self) -> list[Action]:
         return [] if all(map(self._uses, self._leaving)) else self._settle([])
 
-    # ---- what requests and fronts may have --------------------------------------------------------------------------
+    # ---- questions of the step thread -------------------------------------------------------------------------------
 
     @property
     def is_leaving(self) -> bool:
@@ -244,26 +244,26 @@ class AdapterMachine:
         return bool(self._leaving)
 
     def retaining(self) -> list[Hashable]:
-        """The fronts whose streams are why a place without a name is kept."""
+        """Return the fronts with streams that keep a place without a name."""
         named = self._named()
         return [front for front, paths in self._needs.items() if any(d in self.kept and d not in named for d in paths)]
 
     def is_awaited(self, digest: str) -> bool:
-        """True if requests for an adapter must wait: it has a place that is not READY, or may be among those read."""
+        """True if requests for an adapter must wait: its place is not READY, or its files may be being read."""
         if (place := self._places.get(digest)) is not None:
             return place.state is not _State.READY
         return bool(digest and self._reading)
 
     def check(self, digest: str, resumed: bool) -> None:
-        """Raises CallboardError if a request must not have an adapter; one that is resumed may have what is closed."""
+        """Raise CallboardError if a request may not use an adapter. A resumed request may use a closed place."""
         if digest and not self._table.is_open(digest) and not (resumed and digest in self.kept):
             error = self._errors.get(digest)
             raise CallboardError(error) if error else not_loaded(digest)
 
-    # ---- what follows from an event ---------------------------------------------------------------------------------
+    # ---- consequences of an event -----------------------------------------------------------------------------------
 
     def _current(self, name: _Name) -> str:
-        """The digest of what requests for a name get now."""
+        """Return the digest that requests for a name get now."""
         place = self._places.get(name.digest)
         return name.digest if place is not None and place.is_announced else name.held
 
@@ -278,7 +278,7 @@ class AdapterMachine:
         return job
 
     def _placed(self, digest: str, path: str, error: str) -> tuple[str, str]:
-        """A place for files that were read; the digest, or an error."""
+        """Reserve a place for files that were read. Returns the digest or an error; the other is empty."""
         if not error and digest not in self._places:
             try:
                 self._places[digest] = _Place(self._table.reserve(digest), path)
@@ -287,7 +287,7 @@ class AdapterMachine:
         return ("", error) if error else (digest, "")
 
     def _drop(self, digest: str, error: str) -> None:
-        """Free a place that the runners cannot fill."""
+        """Free a place after its adapter failed to load."""
         self._free(digest)
         self._errors[digest] = error
         for name in self._names.values():
@@ -301,7 +301,7 @@ class AdapterMachine:
         self._table.release(digest)
 
     def _settle(self, out: list[Action]) -> list[Action]:
-        """Bring all places to the state that names, needs and runners imply; `out` and the actions for that."""
+        """Bring all places to the state that names, needs and runners imply. Returns `out` with the actions."""
         needs = {digest: path for paths in self._needs.values() for digest, path in paths.items()}
         named = self._named()
         self._errors = {digest: error for digest, error in self._errors.items() if digest in needs}
@@ -330,7 +330,7 @@ class AdapterMachine:
         return out
 
     def _hold(self, out: list[Action]) -> None:
-        """Let what had a name before be served until the fronts know its successor."""
+        """Serve the previous adapter of a name until the fronts know its successor."""
         for name in self._names.values():
             place = self._places.get(name.digest)
             if name.held and place is not None and place.state is _State.READY:
@@ -341,7 +341,7 @@ class AdapterMachine:
                     out.append(Hold(name.entry))
 
     def _note_states(self, out: list[Action]) -> None:
-        """Write `states` and `kept` anew; Report if they have changed."""
+        """Update `states` and `kept`; add a Report if they changed."""
         kept = {digest: place.path for digest, place in self._places.items() if place.state is _State.READY}
         named, states = self._named(), dict[str, AdapterState]()
         for text, name in self._names.items():

@@ -4,9 +4,8 @@
     DraftClient - SocketDraft  --- Told -->  DraftLoop - DraftCore - ModelRunner
                                <-- Chains -
 
-Frames are msgpack, over transport.py. A draft is a cache of what engines know (C8): it is never restarted on its own,
-knows nothing when it starts, and whatever happens to it costs speed alone.
-"""
+Frames are msgpack, over transport.py. A draft is a cache of its engines' state (C8): it is never restarted on its own,
+it starts empty, and its faults cost only speed."""
 
 from __future__ import annotations
 
@@ -29,9 +28,9 @@ from runtime.speculation.draft import Chain, DraftCore, Told, told_by_key, whole
 
 logger = logging.getLogger(__name__)
 
-StepTimes = tuple[tuple[int, float], ...]
+StepMicroseconds = tuple[tuple[int, float], ...]
 
-_UNREAD_MS = 200  # a draft that does not read for so long is let go
+_UNREAD_MS = 200  # a draft that does not read within this is dropped
 
 
 class SocketDraft:
@@ -61,18 +60,18 @@ class SocketDraft:
 
 
 class DraftLoop:
-    """The draft's thread: hears all engines, computes, answers. It ends the process if a step fails."""
+    """The draft's thread: reads from all engines, computes, replies. A failed step ends the process."""
 
     def __init__(self, core: DraftCore, on_failure: Callable[[], None]) -> None:
         self._core, self._on_failure = core, on_failure
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Told)
-        self._engines: dict[int, FrameSocket] = {}  # by file descriptor, which is the engine's name in the core
+        self._engines: dict[int, FrameSocket] = {}  # by file descriptor, which names the engine in the core
         self._grammars: dict[int, GrammarStore] = {}  # of each engine's connection
         self._epoll = select.epoll()
         threading.Thread(target=self._run, name="draft-step", daemon=True).start()
 
     def attach(self, engine: FrameSocket) -> None:
-        """Serve one more engine, until it goes away. Any thread may call this."""
+        """Serve one more engine until its connection ends. Any thread may call this."""
         self._grammars[engine.sock.fileno()] = GrammarStore()
         self._engines[engine.sock.fileno()] = engine
         self._epoll.register(engine.sock, select.EPOLLIN)
@@ -81,22 +80,22 @@ class DraftLoop:
         try:
             while True:
                 busy = self._core.step()
-                self._answer()
+                self._send_replies()
                 for fd, _ in self._epoll.poll(0 if busy else None):
-                    self._hear(fd)
-                self._answer()  # what was read, before a step: who is silent for long is thought to hang
+                    self._receive(fd)
+                self._send_replies()  # reply before the next step: an engine takes a silent draft for hung
         except Exception:
             logger.exception("a draft's step failed")
             self._on_failure()
 
-    def _answer(self) -> None:
+    def _send_replies(self) -> None:
         owner: Any
         for owner, chains in self._core.outbox.items():
-            with suppress(OSError):  # its end is heard next
+            with suppress(OSError):  # the next receive detects its end
                 self._engines[owner].send(self._encoder.encode(chains))
         self._core.outbox.clear()
 
-    def _hear(self, fd: int) -> None:
+    def _receive(self, fd: int) -> None:
         frames = []
         with suppress(OSError):
             frames = self._engines[fd].receive()
@@ -119,14 +118,14 @@ class DraftActor(ModelActor):
         self._loading = threading.Lock()
         self._loop: DraftLoop | None = None
 
-    def load(self, config: EngineConfig) -> StepTimes:
-        """Load the draft of an engine with `config`, once; returns its step's times (ModelInfo.step_us).
+    def load(self, config: EngineConfig) -> StepMicroseconds:
+        """Load the draft model of an engine with `config`, once. Returns the times of its steps (ModelInfo.step_us).
 
-        Raises CallboardError if the model cannot be loaded or has another vocabulary than the engine's."""
+        Raises CallboardError if the model cannot be loaded or its vocabulary differs from the engine's."""
         with self._loading:
             if self._loop is None:
-                with self._log.heard():
-                    from runtime.worker.draft_runner import load_draft
+                with self._log.recording():
+                    from runtime.assembly.draft import load_draft
 
                     self._log.note("libraries imported")
                     core = load_draft(config)
@@ -138,6 +137,6 @@ class DraftActor(ModelActor):
         return self._step_us
 
     def attach(self, address: Address) -> None:
-        """Connect to an engine and serve it until it goes away."""
+        """Connect to an engine and serve it until the connection ends."""
         assert self._loop is not None, "load comes first"
         self._loop.attach(connect(address))

@@ -1,4 +1,4 @@
-"""The two ends of a connection that carries plans: frames name grammars by their keys (grammar_store.py)."""
+"""The encoder and the decoder of a connection that carries plans. Frames name grammars by keys (grammar_store.py)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from runtime.features.grammar_store import GrammarSender, GrammarStore, by_key
 
 
 class PlanWriter:
-    """Encodes the plans of one connection. Its receivers get all frames, in order."""
+    """Encodes the plans of one connection. Its receivers must get all frames, in order."""
 
     def __init__(self) -> None:
         self._grammars = GrammarSender()
 
     def encode(self, plan: StepPlan) -> bytes:
-        """The frame of a plan; a grammar's text is in the first frame that names it."""
+        """Return the frame of a plan. The first frame that names a grammar holds its text."""
         grammars = [new.params.grammar for new in plan.new if new.params.grammar is not None]
         if grammars:
             new = [msgspec.structs.replace(new, params=by_key(new.params)) for new in plan.new]
@@ -24,13 +24,13 @@ class PlanWriter:
 
 
 class PlanReader:
-    """Decodes the frames of one connection, all of them and in order."""
+    """Decodes the frames of one connection. It must get all frames, in order."""
 
     def __init__(self) -> None:
         self._grammars = GrammarStore()
 
     def decode(self, frame: bytes | bytearray) -> StepPlan:
-        """The plan of a frame, with whole grammars. Raises CallboardError if it is not a whole plan."""
+        """Return the plan of a frame, with whole grammars. Raises CallboardError if the frame is malformed."""
         plan = decode_plan(frame)
         if plan.grammars is not None:
             self._grammars.apply(plan.grammars)

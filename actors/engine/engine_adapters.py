@@ -1,4 +1,4 @@
-"""The adapters (LoRA) of one engine: the thread and the calls of runners around `adapter_machine.py`, which decides.
+"""The adapters (LoRA) of one engine: a thread and the calls of the runners around the pure `adapter_machine.py`.
 
 step thread      events -> AdapterMachine -> actions;  Restore and End are done here
 adapters thread  Read and Load, one after another;     each answer is an event for the step thread
@@ -15,11 +15,11 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+from actors.engine.adapter_machine import Action, AdapterMachine, End, Hold, Load, Read, Rebuild, Report, Restore
 from actors.engine.link_server import Connection
-from actors.engine.step_channel import RunnersLost
+from actors.runners.step_channel import RunnersLost
 from actors.wire.adapter_entry import AdapterEntry, AdapterState
-from actors.wire.adapter_machine import Action, AdapterMachine, End, Hold, Load, Read, Rebuild, Report, Restore
-from actors.wire.messages import Adapters, Status
+from actors.wire.link_messages import Adapters, Status
 from runtime.core.scheduler import Scheduler
 from runtime.loading.adapter_files import read_adapter
 from runtime.spec.config import EngineConfig
@@ -27,16 +27,16 @@ from runtime.spec.types import CallboardError
 
 logger = logging.getLogger(__name__)
 
-_HELD_S = 1.0  # new requests may have a name's former adapter so long: fronts receive its successor meanwhile
-_LOOK_S = 1.0  # between two looks for fronts that are silent
+_HELD_S = 1.0  # new requests may use a name's former adapter, until fronts have received its successor
+_SILENCE_CHECK_S = 1.0  # between checks for silent fronts
 _T = TypeVar("_T")
 
-LoadAdapter = Callable[[int, str, str], None]  # lets all runners load a folder at an index, if its digest is this one
+LoadAdapter = Callable[[int, str, str], None]  # loads (index, folder, required digest) on all runners
 _Event = Callable[[], list[Action]]
 
 
 class EngineAdapters:
-    """Names of adapters, and what the runners have loaded for them."""
+    """The names of adapters, and their places on the runners."""
 
     def __init__(
         self,
@@ -48,26 +48,27 @@ class EngineAdapters:
         fail: Callable[[str, str], None],
     ) -> None:
         """Args:
-        call: makes the step thread call something.
-        changed: is called when names or places have changed, or a load has ended.
+        load: loads an adapter on all runners.
+        call: runs a function in the step thread.
+        changed: called when names or places changed, or a load ended.
         fail: ends the requests of a digest with an error."""
         self._config, self._load_onto, self._call = config, load, call
         self._changed, self._fail = changed, fail
         self._machine = AdapterMachine(scheduler.adapters, scheduler.uses_adapter, config.adapters)
         self.is_awaited, self.check = self._machine.is_awaited, self._machine.check
         self.fell_asleep, self.woke_up = self._event(self._machine.fell_asleep), self._event(self._machine.woke_up)
-        self.is_restarting = False  # runners are being started
-        self.loss = ""  # why the runners must be started anew; empty if they need not
-        self._runners = threading.Lock()  # around their start, and around each load
+        self.is_restarting = False  # while runners start
+        self.loss = ""  # why the runners must be replaced; empty if they need not
+        self._runners = threading.Lock()  # held during their start, and during each load
         self._jobs: queue.SimpleQueue[Read | Load] = queue.SimpleQueue()
-        self._looked_at = 0.0  # when the fronts were last checked for silence
+        self._silence_checked_at = 0.0  # the time of the last check for silent fronts
         threading.Thread(target=self._work, name="adapters", daemon=True).start()
 
     def load_at_start(self) -> None:
-        """Load the adapters of the settings before there are requests. Raises CallboardError if one cannot be."""
+        """Load the adapters of the settings before the first request. Raises CallboardError if one fails."""
         actions: list[Action] = []
         for name, path in self._config.adapters.items():
-            actions += self._machine.said([AdapterEntry(name, path)], time.time_ns())
+            actions += self._machine.received([AdapterEntry(name, path)], time.time_ns())
             while actions:
                 match actions.pop(0):
                     case Read() | Load() as job:
@@ -85,7 +86,7 @@ class EngineAdapters:
         return self._machine.states
 
     def add_news(self, status: Status, front: Connection) -> Status:
-        """Add what has changed since the last Status that this front got."""
+        """Add the changes since the last Status that was sent to this front."""
         states, sent = self._machine.states, front.sent_adapters
         status.adapters = [state for name, state in states.items() if sent.get(name) is not state]
         status.dropped = list(sent.keys() - states.keys())
@@ -99,25 +100,27 @@ class EngineAdapters:
         return bool(self._machine.retaining())
 
     def apply(self, front: Connection, message: Adapters) -> None:
-        """Take over what a front sent. Entries that are not newer have no effect."""
-        self._run(self._machine.said(message.entries, time.time_ns()))
+        """Apply the message of a front. Older entries are ignored."""
+        self._run(self._machine.received(message.entries, time.time_ns()))
         if message.needs is not None:
             self._run(self._machine.needed(front, message.needs))
 
     def release_unused(self) -> None:
-        """Called now and then: forget what no name means and no request uses. A silent front loses its connection."""
+        """Free the places without a name or a request. A silent front that keeps one loses its connection.
+
+        The step thread calls it between steps."""
         if self._machine.is_leaving:
             self._run(self._machine.unused())
-        if (now := time.monotonic()) - self._looked_at > _LOOK_S:
-            self._looked_at = now
+        if (now := time.monotonic()) - self._silence_checked_at > _SILENCE_CHECK_S:
+            self._silence_checked_at = now
             for front in self._machine.retaining():
                 if isinstance(front, Connection) and front.is_silent:
                     front.close()
 
     def restart(self, start: Callable[[], _T]) -> _T:
-        """Return what `start` returns, which starts fresh runners; they have all adapters before requests go on."""
+        """Start fresh runners by `start`, restore their adapters, and return its result."""
         with self._runners:
-            self.is_restarting = True  # from here on: a load that hangs must not look like a start
+            self.is_restarting = True  # set inside the lock: a load that hangs is not a start
             try:
                 started = start()
                 self.loss = ""
@@ -131,7 +134,7 @@ class EngineAdapters:
         return started
 
     def _restore(self, place: Restore) -> str:
-        """Load one adapter onto fresh runners; returns why they refuse it. Raises RunnersLost."""
+        """Load one adapter onto fresh runners. Returns the error; empty on success. Raises RunnersLost."""
         try:
             self._load_onto(place.at, place.path, place.digest)
         except RunnersLost:
@@ -155,7 +158,7 @@ class EngineAdapters:
                     self.loss = why
                 case Hold(entry):
                     timer = threading.Timer(
-                        _HELD_S, self._call, (self._event(partial(self._machine.hold_over, entry)),)
+                        _HELD_S, self._call, (self._event(partial(self._machine.hold_ended, entry)),)
                     )
                     timer.daemon = True
                     timer.start()
@@ -169,7 +172,7 @@ class EngineAdapters:
             self._call(self._event(self._attempt(self._jobs.get())))
 
     def _attempt(self, job: Read | Load) -> _Event:
-        """Do a job; returns the event that it causes."""
+        """Do a job, and return the event that it causes."""
         machine = self._machine
         try:
             if isinstance(job, Read):

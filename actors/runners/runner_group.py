@@ -1,4 +1,4 @@
-"""The actors that compute for one engine, its runners and its draft: how they are started, connected and replaced."""
+"""The actors that compute for one engine, its runners and its draft: starts, connects and replaces them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup
 
-from actors.engine.draft import DraftActor, SocketDraft, StepTimes
-from actors.engine.runner import ModelRunnerActor
-from actors.engine.step_channel import RunnersLost, SocketExecutor
 from actors.ray.directory import plain_error
 from actors.ray.names import NAMESPACE, living_actors, new_name
 from actors.ray.placement import draft_options, runner_options
+from actors.runners.draft import DraftActor, SocketDraft, StepMicroseconds
+from actors.runners.runner import ModelRunnerActor
+from actors.runners.step_channel import RunnersLost, SocketExecutor
 from actors.wire.transport import FrameSocket, Listener
 from runtime.core.executor import Executor
 from runtime.spec.config import EngineConfig, ModelInfo
@@ -35,19 +35,19 @@ from runtime.spec.types import CallboardError
 
 logger = logging.getLogger(__name__)
 
-_STARTS = 2  # of a group that loses ranks while it starts
-_WATCH_S = 1.0  # between two looks at the ranks while they load
-_BEGIN_S = 300.0  # for a rank's process to say which it is: until then, one that is stopped looks like one that is slow
-_SLEEP_S = 300.0  # for a rank to sleep or wake, which copies its weights; one that takes longer hangs
+_STARTS = 2  # attempts, if ranks are lost meanwhile
+_WATCH_S = 1.0  # between checks of the ranks while they load
+_BEGIN_S = 300.0  # for a rank's process to report its id; until then a stopped process looks like a slow one
+_SLEEP_S = 300.0  # for a rank to copy its weights and sleep or wake; after this it hangs
 _CONNECT_S = 30.0  # for a draft that has loaded its model to connect
-_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0  # between attempts to start a draft that does not start, doubling
+_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0  # between failed starts of a draft, doubling
 
 
 class LocalProcess:
-    """A process of this machine, by a descriptor: its number may be another's when it has ended."""
+    """A process of this machine, held by a descriptor: its id may be reused after its end."""
 
     def __init__(self, pid: int) -> None:
-        """Raises ProcessLookupError if it has ended."""
+        """Raises ProcessLookupError if the process has ended."""
         self.pid, self._fd = pid, os.pidfd_open(pid)
         weakref.finalize(self, os.close, self._fd)
         self._end = select.poll()
@@ -59,7 +59,7 @@ class LocalProcess:
 
     @property
     def is_stopped(self) -> bool:
-        """A signal has stopped it, and none has let it go on yet."""
+        """True if a signal has stopped the process, and it has not been continued."""
         try:
             state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
@@ -72,38 +72,44 @@ class LocalProcess:
 
 
 class Ranks:
-    """The runners of one start, by rank. They are used together and end together: what another start has said, or has
-    been told, never reaches these, whose processes, handles and sockets (with their secrets) are their own."""
+    """The runners of one start, by rank. They start together and end together.
+
+    Their processes, handles, sockets and secrets are their own, so messages of other starts never reach them."""
 
     def __init__(self, runners: list[Any]) -> None:
         self.runners = runners
-        self._processes: dict[int, LocalProcess] = {}  # by rank; of those on this machine
-        self._stopped: set[int] = set()  # ranks that were, when it was looked last
+        self._processes: dict[int, LocalProcess] = {}  # by rank; on this machine only
+        self._stopped: set[int] = set()  # ranks that were stopped at the last check
         self.executor = SocketExecutor(len(runners))
 
     def start(self, config: EngineConfig) -> ModelInfo:
         """Load the model and connect, in phases that all ranks begin together.
 
-        Raises RunnersLost if a rank ends or is stopped meanwhile, and CallboardError if the model cannot be loaded."""
+        Raises RunnersLost if a rank ends or stops meanwhile, and CallboardError if the model cannot be loaded."""
         executor, every_rank = self.executor, range(len(self.runners))
-        places = self.ask("location", within_s=_BEGIN_S)
+        places = self.call_all("location", within_s=_BEGIN_S)
         hosts = [self._locate(rank, *place) for rank, place in enumerate(places)]
-        handles = self.ask("join", *((config, rank) for rank in every_rank))
-        offers: list[ModelInfo] = self.ask("load", *((handles,) for _ in every_rank))
+        handles = self.call_all("join", *((config, rank) for rank in every_rank))
+        offers: list[ModelInfo] = self.call_all("load", *((handles,) for _ in every_rank))
         num_kv_blocks = agreed_blocks(offers)
-        info: ModelInfo = self.ask("open", *((num_kv_blocks,) for _ in every_rank))[0]
-        for runner in self.runners:  # a closed executor wakes whoever waits for it, here and in the step thread
+        info: ModelInfo = self.call_all("open", *((num_kv_blocks,) for _ in every_rank))[0]
+        for runner in self.runners:  # a closed executor wakes its waiters, here and in the step thread
             runner.wait_for_exit.remote().future().add_done_callback(lambda _: executor.close())
-        self.ask("attach", *((executor.address(rank, hosts[rank]),) for rank in every_rank))
+        self.call_all("attach", *((executor.address(rank, hosts[rank]),) for rank in every_rank))
         executor.accept()
         return info
 
-    def ask(
+    def call_all(
         self, phase: str, *arguments: tuple[Any, ...], within_s: float = math.inf, while_open: bool = False
     ) -> list[Any]:
-        """Call a method of all ranks at once, each with its arguments; the answers, by rank. Nobody waits for a rank
-        that is lost, though the others may, and one that does not answer in time is; with `while_open`, all are lost
-        when the step channel is closed, as it is for a rank that hangs."""
+        """Call a method of all ranks at once, and return the results by rank.
+
+        Args:
+        arguments: of each rank; none if the method takes none.
+        within_s: time until a rank without an answer counts as lost.
+        while_open: raise RunnersLost when the step channel closes, as it does if a rank hangs in a step.
+
+        Raises RunnersLost at once if a rank is lost, though others may still wait for it."""
         end = time.monotonic() + within_s
         of_rank = arguments or [()] * len(self.runners)
         futures = [getattr(r, phase).remote(*args).future() for r, args in zip(self.runners, of_rank, strict=True)]
@@ -125,13 +131,14 @@ class Ranks:
     def _raise(self, error: BaseException | None, rank: int) -> NoReturn:
         if isinstance(error, RayActorError):
             raise RunnersLost(f"Rank {rank} is gone: {plain_error(error)}", rank)
-        assert isinstance(error, RayError), "which all of Ray's errors are"
+        assert isinstance(error, RayError), "the base of all errors of Ray"
         sentence = plain_error(error)
         raise sentence if len(self.runners) == 1 else CallboardError(f"Rank {rank}: {sentence}")
 
     def find_lost(self, sure: bool = False) -> RunnersLost | None:
-        """Called every second: the first rank whose process has ended or stays stopped; without being `sure` that
-        something is wrong, it must have been stopped at the last call, too."""
+        """Return the loss of the first ended or stopped rank; None if all run.
+
+        Called every second. Unless `sure`, a rank counts as stopped only if the last call found it stopped too."""
         for rank, process in list(self._processes.items()):
             if process.has_ended:
                 return RunnersLost(f"Rank {rank} is gone: its process has ended.", rank)
@@ -142,15 +149,15 @@ class Ranks:
         return None
 
     def _find_lost_soon(self) -> RunnersLost | None:
-        """`find_lost` for a while: of a rank that is killed, others miss its files before its process has ended."""
+        """Call `find_lost` for up to _WATCH_S: other ranks may fail before the process of a killed rank has ended."""
         end = time.monotonic() + (_WATCH_S if len(self.runners) > 1 else 0.0)
         while (lost := self.find_lost(sure=True)) is None and time.monotonic() < end:
             time.sleep(_WATCH_S / 20)
         return lost
 
     def _locate(self, rank: int, node: str, pid: int) -> str:
-        """Where a rank reaches this process by TCP; empty on the same machine."""
-        host, process = _reach(node, pid)
+        """Return the host by which a rank reaches this process; empty on the same machine."""
+        host, process = _host_and_process(node, pid)
         if process is not None:
             self._processes[rank] = process
         return host
@@ -161,14 +168,14 @@ class Ranks:
         return [process.pid for process in list(self._processes.values())]
 
     def kill(self) -> None:
-        """End all of them, those that hang among them."""
+        """End all ranks, hung ones too."""
         self.executor.close()
         for rank, runner in enumerate(self.runners):
             _kill(runner, self._processes.pop(rank, None))
 
 
 class RunnerGroup:
-    """The runners of one engine, and others whenever they are lost."""
+    """The runners of one engine, replaced when they are lost."""
 
     def __init__(self, config: EngineConfig, group: PlacementGroup, gpu: bool) -> None:
         self._config, self._group, self._gpu = config, group, gpu
@@ -185,9 +192,9 @@ class RunnerGroup:
         return self._ranks.local_pids if self._ranks is not None else []
 
     def start(self) -> tuple[Executor, ModelInfo]:
-        """A fresh group of runners, loaded and connected; what was left of the old one is killed.
+        """Kill the old runners; return a fresh group, loaded and connected.
 
-        If a rank is lost meanwhile, all are started once more. Raises CallboardError if the model cannot be loaded."""
+        If a rank is lost meanwhile, all start once more. Raises CallboardError if the model cannot be loaded."""
         for attempt in count(1):
             if self._ranks is not None:
                 self._ranks.kill()
@@ -203,15 +210,16 @@ class RunnerGroup:
         raise AssertionError("unreachable")
 
     def load_adapter(self, index: int, path: str, digest: str) -> None:
-        """Let all of them load an adapter while they serve. Raises CallboardError, RunnersLost too."""
+        """Load an adapter on all runners while they serve. Raises CallboardError, or RunnersLost if they are lost."""
         ranks = self._ranks
         if ranks is None:
             raise RunnersLost("There are no runners.")
-        ranks.ask("load_adapter", *((index, path, digest) for _ in ranks.runners), while_open=True)
+        ranks.call_all("load_adapter", *((index, path, digest) for _ in ranks.runners), while_open=True)
 
     def set_sleep(self, level: int) -> None:
-        """Let all of them sleep, but for requests (1), end them (2), or wake them (0), before which no plan may come.
-        Raises CallboardError, RunnersLost too."""
+        """Put all runners to sleep (1), end them (2), or wake them (0). Asleep, they may get no plan.
+
+        Raises CallboardError, or RunnersLost if they are lost."""
         ranks = self._ranks
         if ranks is None:
             raise RunnersLost("There are no runners.")
@@ -219,7 +227,7 @@ class RunnerGroup:
             self._ranks = None
             ranks.kill()
         else:
-            ranks.ask("sleep" if level else "wake", within_s=_SLEEP_S)
+            ranks.call_all("sleep" if level else "wake", within_s=_SLEEP_S)
 
     def _make_runners(self) -> list[Any]:
         actor: Any = ray.remote(**ModelRunnerActor.REMOTE)(ModelRunnerActor)
@@ -228,14 +236,15 @@ class RunnerGroup:
         return [actor.options(**of_rank).remote() for of_rank in options]
 
     def check(self) -> None:
-        """Called every second while they serve: a rank that is stopped between its last collective operation and its
-        answer is missed by nobody else."""
+        """Close the step channel if a rank is lost. Called every second while the runners serve.
+
+        No other check finds a rank that stops between its last collective operation and its answer."""
         if (ranks := self._ranks) is not None and (lost := ranks.find_lost()) is not None:
             ranks.executor.close(lost)
 
 
 def agreed_blocks(offers: list[ModelInfo]) -> int:
-    """The KV blocks that all ranks have room for. Raises CallboardError if they offer different models otherwise."""
+    """Return the number of KV blocks that fits all ranks. Raises CallboardError if their models differ otherwise."""
     first = offers[0]
     for rank, offer in enumerate(offers):
         for f in fields(offer):
@@ -249,24 +258,24 @@ def agreed_blocks(offers: list[ModelInfo]) -> int:
 
 
 class DraftKeeper:
-    """The draft of one engine, its own or one that several share, and another one whenever that is lost.
+    """The draft of one engine, its own or a shared one, replaced when it is lost.
 
-    The end of the connection shows the loss. No call to the draft stays open: each would take one of its threads, also
-    after the death of the engine that made it."""
+    The end of the connection shows the loss. No Ray call to the draft stays open: each would occupy one of its threads,
+    also after the death of the calling engine."""
 
     def __init__(self, config: EngineConfig, group: PlacementGroup, gpu: bool, application: str) -> None:
         self._config, self._group, self._gpu, self._application = config, group, gpu, application
-        self._attached: Any = None  # the actor that the step thread asks
+        self._attached: Any = None  # the actor that serves the step thread; None while it is replaced
         self._process: LocalProcess | None = None
 
     @property
     def local_pid(self) -> int | None:
-        """The id of its process; None if it is on another machine, or if another engine has started it."""
+        """The id of its process; None on another machine, or if another engine started it."""
         process = self._process
         return process.pid if process is not None and self._is_own else None
 
     def load(self) -> None:
-        """A draft actor with its model loaded; if engines share one, the oldest that lives."""
+        """Start a draft actor and load its model. If engines share one, use the oldest living draft."""
         actor: Any = ray.remote(**DraftActor.REMOTE)(DraftActor)
         options = draft_options(self._config, self._group, self._gpu)
         self._is_own = True
@@ -275,34 +284,34 @@ class DraftKeeper:
         elif not (living := living_actors(f"{self._application}/draft#")):
             name = new_name(f"{self._application}/draft")
             mine = actor.options(**options, name=name, namespace=NAMESPACE).remote()
-            oldest = living_actors(f"{self._application}/draft#")[0]  # another engine may have been faster
+            oldest = living_actors(f"{self._application}/draft#")[0]  # another engine may have started one first
             self._is_own = oldest == name
             self.draft = mine if self._is_own else ray.get_actor(oldest, NAMESPACE)
         else:
             self._is_own = False
             self.draft = ray.get_actor(living[0], NAMESPACE)
-        (self._step_us,) = _all([self.draft.load.remote(self._config)])
+        (self._step_us,) = _wait_all([self.draft.load.remote(self._config)])
 
-    def keep(self, attach: Callable[[SocketDraft, StepTimes], None]) -> None:
-        """Connect to the loaded draft, and to another one whenever it is gone; `attach` is given each connection."""
+    def keep(self, attach: Callable[[SocketDraft, StepMicroseconds], None]) -> None:
+        """Connect to the loaded draft, and to each replacement. `attach` gets every connection."""
         connection = self._connect(attach)
         threading.Thread(target=self._replace, args=(attach, connection), name="draft-keeper", daemon=True).start()
 
     def kill(self) -> None:
-        """Another draft takes the place of this one, which does not answer."""
+        """Kill a draft that does not answer. The keeper's thread then starts another."""
         hung, self._attached = self._attached, None
         process, self._process = self._process, None
         if hung is not None:
             logger.error("the draft does not answer")
             _kill(hung, process)
 
-    def _connect(self, attach: Callable[[SocketDraft, StepTimes], None]) -> FrameSocket:
+    def _connect(self, attach: Callable[[SocketDraft, StepMicroseconds], None]) -> FrameSocket:
         try:
-            (place,) = _all([self.draft.location.remote()])
+            (place,) = _wait_all([self.draft.location.remote()])
         except RayError:
             self.load()
-            (place,) = _all([self.draft.location.remote()])
-        host, process = _reach(*place)
+            (place,) = _wait_all([self.draft.location.remote()])
+        host, process = _host_and_process(*place)
         with closing(Listener()) as listener:
             self.draft.attach.remote(listener.invite(host))
             accepted = listener.accept(_CONNECT_S)
@@ -313,52 +322,51 @@ class DraftKeeper:
         self._attached, self._process = self.draft, process
         return connection
 
-    def _replace(self, attach: Callable[[SocketDraft, StepTimes], None], connection: FrameSocket) -> None:
+    def _replace(self, attach: Callable[[SocketDraft, StepMicroseconds], None], connection: FrameSocket) -> None:
         while True:
             _wait_for_end(connection)
             logger.warning("the draft is gone; starting another")
             connection = self._connect_again(attach)
 
-    def _connect_again(self, attach: Callable[[SocketDraft, StepTimes], None]) -> FrameSocket:
+    def _connect_again(self, attach: Callable[[SocketDraft, StepMicroseconds], None]) -> FrameSocket:
         pause = _RETRY_S
         while True:
             try:
                 return self._connect(attach)
-            except Exception as e:  # whatever it is: the engine goes on without a draft
+            except Exception as e:  # any failure: the engine continues without a draft
                 logger.warning("the draft did not start: %s", e)
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_RETRY_S)
 
 
 def _wait_for_end(connection: FrameSocket) -> None:
-    """Until the other end is gone. Another thread reads what comes."""
+    """Wait until the other end closes. Another thread reads the data."""
     end = select.poll()
     end.register(connection.sock, select.POLLRDHUP)
     end.poll()
 
 
 def host_address() -> str:
-    """This node's address, as other nodes of the cluster reach it."""
+    """Return the address by which other nodes of the cluster reach this one."""
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
-def _reach(node: str, pid: int) -> tuple[str, LocalProcess | None]:
-    """Where an actor reaches this process by TCP; on the same node an empty host, and the actor's process."""
+def _host_and_process(node: str, pid: int) -> tuple[str, LocalProcess | None]:
+    """Return the host by which an actor reaches this process. On the same node: an empty host, and its process."""
     if node != ray.get_runtime_context().get_node_id():
         return host_address(), None
-    with suppress(ProcessLookupError):  # its end is heard of soon
+    with suppress(ProcessLookupError):  # Ray reports its end soon
         return "", LocalProcess(pid)
     return "", None
 
 
 def _kill(actor: Any, process: LocalProcess | None) -> None:
-    """End an actor. A process that is stopped or hangs does not hear what Ray tells it, and for some ten seconds would
-    keep its place, which the next one needs."""
+    """End an actor. A stopped or hung process ignores Ray, and would keep its resources for some ten seconds."""
     if process is not None:
         process.kill()
     ray.kill(actor)
 
 
-def _all(refs: list[Any]) -> list[Any]:
-    """The results of Ray calls, waited for in a thread: `ray.get` would block the actor's event loop."""
+def _wait_all(refs: list[Any]) -> list[Any]:
+    """Wait for Ray calls in this thread, and return their results: `ray.get` would block the actor's event loop."""
     return [future.result() for future in [ref.future() for ref in refs]]

@@ -1,21 +1,21 @@
-"""The step channel: plans to every rank, results of rank 0 back, in order, with nothing of Ray on the way.
+"""The step channel: plans to every rank, and results of rank 0 back, in order, without Ray.
 
-`SocketExecutor` is the executor (runtime.core.executor) of runner processes, as `InProcess` is that of a runner in the
-engine's own.
+`SocketExecutor` is the executor (runtime.core.executor) for runner processes, as `InProcess` is for a runner in the
+engine's own process.
 
     engine                                     runner of rank r
     SocketExecutor.address(r) --- Ray call --> serve_steps(connect(address), runner, r)
-    accept()                  --- sockets ---> each rank: to those that it passes plans on to
+    accept()                  --- sockets ---> each rank: sockets to its followers
     submit(plan)              --- plan ------> rank 0 --> ranks 1 and 2 --> ranks 3 to 6 ...
-    collect()                 <-- result -----                       rank 0 alone; any rank: a fault, or its end
+    collect()                 <-- result -----                       rank 0 only; any rank: a fault, or its end
 
-One connection a rank (transport.py), with runtime.core.plan's frames. Ranks other than 0 say nothing while all is well,
-and plans are passed on from rank to rank, so a step costs the engine one write and one wake-up however many ranks there
-are. Their death shows as the end of their socket, which the engine watches whenever it waits. A rank on another machine
-gets its plans from the engine itself.
+Each rank has one connection (transport.py), which carries the frames of runtime.core.plan. Ranks pass plans on to their
+followers, so a step costs the engine one write and one wake-up for any number of ranks. A rank on another machine gets
+its plans from the engine itself. Ranks other than 0 send only faults. The end of its socket shows the death of a rank,
+and the engine polls all sockets whenever it waits.
 
-Whoever waits, waits in the kernel, and the engine never waits for one rank alone: a rank that does not read its plan
-may itself wait for a rank that died, or for the engine to read a result.
+All waiting is in the kernel. The engine never waits for one rank alone. A rank that does not read its plan may itself
+wait for a dead rank, or for the engine to read a result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
-from actors.wire.plan_wire import PlanReader, PlanWriter
+from actors.runners.plan_wire import PlanReader, PlanWriter
 from actors.wire.transport import Address, FrameSocket, Listener
 from runtime.core.executor import Runner
 from runtime.core.plan import StepPlan, StepResult, decode_result, encode_result
@@ -40,14 +40,15 @@ from runtime.spec.types import CallboardError
 
 logger = logging.getLogger(__name__)
 
-_FAULT = b"CBE1"  # starts the frame of a runner that could not execute a plan; a sentence follows
+_FAULT = b"CBE1"  # begins the last frame of a runner that failed to execute a plan; a sentence follows
 
-_Launched = queue.SimpleQueue[Callable[[], StepResult] | None]  # None: the engine is gone
+_Launched = queue.SimpleQueue[Callable[[], StepResult] | None]  # None at the end
 
 
 class RunnersLost(CallboardError):
-    """The group of runners must be rebuilt: `rank` is gone, or could not execute a plan, so that its state cannot be
-    trusted any more. None: the channel was closed."""
+    """The group of runners must be replaced: `rank` is gone, or it failed to execute a plan and its state is unknown.
+
+    `rank` is None if the channel was closed."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
@@ -63,21 +64,21 @@ class SocketExecutor:
         self._listener = Listener()
         self._invited: dict[Address, int] = {}  # ranks
         self._sockets: list[FrameSocket] = []  # by rank
-        self._told: list[int] = []  # ranks that get plans from here; others get theirs from one of these
+        self._direct_ranks: list[int] = []  # ranks that get plans from the engine; each passes them on
         self._ranks: dict[int, int] = {}  # by file descriptor
         self._poll = select.poll()
-        self._results: deque[bytearray] = deque()  # rank 0's that were heard and not collected yet
-        self._fault: RunnersLost | None = None  # told after these results
-        self._closed: RunnersLost | None = None  # why nothing is carried any more
+        self._results: deque[bytearray] = deque()  # received from rank 0, not collected yet
+        self._fault: RunnersLost | None = None  # raised after these results
+        self._closed: RunnersLost | None = None  # why the channel is closed; None while it is open
 
     def address(self, rank: int, host: str = "") -> Address:
-        """Where `rank` connects to; `host` is this node's address, for a rank on another node."""
+        """Return the address for `rank`; `host` is this node's address, for a rank on another node."""
         address = self._listener.invite(host)
         self._invited[address] = rank
         return address
 
     def accept(self, timeout_s: float = 30.0) -> None:
-        """Wait until every rank has connected. Raises RunnersLost if one has not in time, or on `close`."""
+        """Wait until every rank has connected. Raises RunnersLost after the timeout, or on `close`."""
         deadline, connected = time.monotonic() + timeout_s, dict[int, FrameSocket]()
         while len(connected) < self.num_ranks:
             if (accepted := self._listener.accept(deadline - time.monotonic())) is None:
@@ -94,76 +95,77 @@ class SocketExecutor:
             self._sockets.append(end)
         self._hand_out_relays()
         if self._closed:
-            self.close()  # again: the first time there were no sockets to shut
+            self.close()  # again: the first call had no sockets to shut
 
     def _hand_out_relays(self) -> None:
-        """The ranks of this machine become a binary tree, with a socket from each to those that it passes plans on to.
-        Sockets cannot be handed to ranks elsewhere."""
+        """Connect the ranks of this machine in a binary tree, along which plans are passed on.
+
+        Sockets cannot be passed to ranks on other machines."""
         local = [rank for rank, end in enumerate(self._sockets) if end.sock.family == socket.AF_UNIX]
         relays: dict[int, list[socket.socket]] = {rank: [] for rank in local}
         for place, rank in enumerate(local[1:]):
             upper, lower = socket.socketpair()
             relays[local[place // 2]].append(upper)
-            relays[rank].append(lower)  # its first one: it comes after its own upper rank in the tree
-        self._told = [rank for rank in range(self.num_ranks) if rank not in local[1:]]
+            relays[rank].append(lower)  # the first socket of a rank leads up, the others lead down
+        self._direct_ranks = [rank for rank in range(self.num_ranks) if rank not in local[1:]]
         for rank, end in enumerate(self._sockets):
             sockets = relays.get(rank, [])
-            with contextlib.suppress(OSError):  # who is gone is noticed by its end
-                socket.send_fds(end.sock, [bytes([rank in self._told])], [sock.fileno() for sock in sockets])
+            with contextlib.suppress(OSError):  # `collect` detects the end of this rank
+                socket.send_fds(end.sock, [bytes([rank in self._direct_ranks])], [sock.fileno() for sock in sockets])
             for sock in sockets:
                 sock.close()
 
     def submit(self, plan: StepPlan) -> None:
-        """Raises RunnersLost, as `collect` does."""
+        """Send a plan to all ranks. Raises RunnersLost like `collect`."""
         frame = self._writer.encode(plan)
-        for rank in self._told:
+        for rank in self._direct_ranks:
             try:
                 self._sockets[rank].send(frame, partial(self._make_room, rank))
             except OSError as e:
                 raise self._lost(rank, str(e)) from e
 
     def collect(self) -> StepResult:
-        """Raises RunnersLost when any rank is gone, or could not execute its plan."""
+        """Wait for the next result. Raises RunnersLost if a rank is gone, or failed to execute its plan."""
         while not self._results:
             if self._fault is not None:
                 raise self._fault
             if self.num_ranks == 1:
-                self._hear(0)  # its recv blocks: no need to poll
+                self._receive(0)  # its recv blocks: poll is not needed
             else:
                 for fd, _ in self._poll.poll():
-                    self._hear(self._ranks[fd])
+                    self._receive(self._ranks[fd])
         return decode_result(self._results.popleft())
 
     @property
     def closed(self) -> RunnersLost | None:
-        """Why nothing is carried any more; None while it is open."""
+        """Why the channel is closed; None while it is open."""
         return self._closed
 
     def has_result(self) -> bool:
-        """True if `collect` would return, or raise, at once, or some rank has something to say."""
+        """True if `collect` would return or raise at once, or a rank has sent something."""
         return bool(self._results) or self._fault is not None or bool(self._poll.poll(0))
 
     def _make_room(self, rank: int) -> None:
-        """Wait until `rank` reads its plan, listening to all ranks meanwhile."""
+        """Wait until the socket of `rank` has room. Receive from all ranks meanwhile."""
         sock = self._sockets[rank].sock
         self._poll.modify(sock, select.POLLIN | select.POLLOUT)
         try:
             for fd, events in self._poll.poll():
                 if events & ~select.POLLOUT:
-                    self._hear(self._ranks[fd])
+                    self._receive(self._ranks[fd])
         finally:
             self._poll.modify(sock, select.POLLIN)
         if self._fault is not None:
             raise self._fault
 
-    def _hear(self, rank: int) -> None:
+    def _receive(self, rank: int) -> None:
         try:
             frames = self._sockets[rank].receive()
         except OSError as e:
             raise self._lost(rank, str(e)) from e
         if not frames:
             raise self._lost(rank, "its connection ended")
-        if frames[-1].startswith(_FAULT):  # its last words
+        if frames[-1].startswith(_FAULT):  # its last frame
             sentence = frames.pop()[len(_FAULT) :].decode()
             self._fault = RunnersLost(f"The runner of rank {rank} failed: {sentence}", rank)
         self._results += frames
@@ -172,10 +174,9 @@ class SocketExecutor:
         return self._closed or RunnersLost(f"Rank {rank} is gone: {why}.", rank)
 
     def close(self, why: RunnersLost | None = None) -> None:
-        """May be called from any thread, and twice: a blocked accept, submit or collect then raises RunnersLost, the
-        first `why` that was given.
+        """Close the channel, from any thread, once or more. Blocked calls raise the first `why`.
 
-        Sockets are shut, not closed: another thread may be waiting on their descriptors."""
+        Sockets are shut down, not closed: another thread may wait on their descriptors."""
         self._closed = self._closed or why or RunnersLost("The step channel was closed.")
         self._listener.close()
         for end in self._sockets:
@@ -184,11 +185,11 @@ class SocketExecutor:
 
 
 def serve_steps(engine: FrameSocket, runner: Runner, rank: int = 0) -> None:
-    """Execute plans until the engine goes away, or until one fails: the engine then gets the reason as one sentence,
-    and this process's log the traceback.
+    """Execute plans until the connection ends or a plan fails. The engine gets the fault as one sentence; the log of
+    this process gets the traceback.
 
-    With an asynchronous runner this thread launches each plan as soon as it arrives, and another one waits for the
-    results, in order, and sends them: a plan is on its way to the GPU while the step before it still runs there."""
+    With an asynchronous runner this thread launches each plan when it arrives, and a second thread waits for the
+    results and sends them in order. So the GPU has the next plan while a step runs."""
     plans, followers = _take_relays(engine)
     reader = PlanReader()
     steps: _Launched = queue.SimpleQueue()
@@ -202,17 +203,17 @@ def serve_steps(engine: FrameSocket, runner: Runner, rank: int = 0) -> None:
             while frames := plans.receive():
                 for frame in frames:
                     for follower in followers:
-                        with contextlib.suppress(OSError):  # the engine notices its end
+                        with contextlib.suppress(OSError):  # the engine detects its end
                             follower.send(frame)
                     if failed.is_set():
-                        continue  # the engine closes first: to close with a plan unread would lose the fault
+                        continue  # the engine must close first: a close with unread plans would lose the fault
                     try:
                         step = runner.launch(reader.decode(frame))
                     except Exception as e:
                         failed.set()
-                        step = partial(_raise, e)  # told in its turn, after the results before it
+                        step = partial(_raise, e)  # sent in order, after the earlier results
                     finish(step)
-            if plans is not engine:  # whoever has passed them on is gone, and the engine will end this rank, too
+            if plans is not engine:  # the upper rank is gone; wait until the engine ends this rank too
                 engine.receive()
         except OSError as e:
             logger.info("the engine's socket failed: %s", e)
@@ -222,23 +223,23 @@ def serve_steps(engine: FrameSocket, runner: Runner, rank: int = 0) -> None:
 
 
 def _take_relays(engine: FrameSocket) -> tuple[FrameSocket, list[FrameSocket]]:
-    """Where plans come from, and who gets them from this rank; when all ranks are there."""
+    """Wait for the relay sockets. Returns the source of plans, and the followers of this rank."""
     try:
-        is_told, fds, _, _ = socket.recv_fds(engine.sock, 1, 3)
-    except OSError:  # the engine is gone, as whoever reads from it notices
+        is_direct, fds, _, _ = socket.recv_fds(engine.sock, 1, 3)
+    except OSError:  # the engine is gone, which the next receive detects
         return engine, []
     relays = [FrameSocket(socket.socket(fileno=fd)) for fd in fds]
-    return (relays[0], relays[1:]) if is_told == b"\0" else (engine, relays)
+    return (relays[0], relays[1:]) if is_direct == b"\0" else (engine, relays)
 
 
 def _send_results(steps: _Launched, answer: Callable[[Callable[[], StepResult]], bool]) -> None:
-    """Answer every launched step; until one fails or the engine is gone."""
+    """Answer each launched step until one fails or the engine is gone."""
     while (wait := steps.get()) is not None and answer(wait):
         pass
 
 
 def _send_result(rank: int, engine: FrameSocket, failed: threading.Event, wait: Callable[[], StepResult]) -> bool:
-    """Wait for a step and send its result, from rank 0, or its fault. False: it was the last answer."""
+    """Wait for a step. Send its fault, or (rank 0) its result. Returns False after the last answer."""
     try:
         try:
             result = wait()
@@ -260,6 +261,6 @@ def _raise(error: Exception) -> NoReturn:
 
 
 def _sentence(error: BaseException) -> str:
-    """The first line of an error; a fault that is no CallboardError is named, since its text may say little."""
+    """Return the first line of an error, with its type unless it is a CallboardError."""
     first = next(iter(str(error).splitlines()), "").removesuffix(".")
     return f"{first}." if isinstance(error, CallboardError) else f"{type(error).__name__}: {first}."
