@@ -39,11 +39,11 @@ class Calls(msgspec.Struct):
     functions: dict[str, Any]  # the schemas of their arguments, by name
     inputs: dict[str, tuple[str, str]]  # syntax and grammar of the text that is a function's one argument, `input`
     lenient: list[str]  # functions that take any object where their schema is not supported
-    unbound: list[str]  # functions whose arguments are any text up to the last mark of a call's end
+    unbound: list[str]  # functions with any text as arguments, up to the last mark of a call's end
     named: bool  # the opening names the only function
     to_arguments: str  # between a function's name and its arguments
     end: str  # after a call's arguments
-    again: str  # the opening of a further call, as far as the prompt has the first one's; "" if there is one call
+    again: str  # the opening of a further call, up to the part that the prompt has of the first; "" for one call
     close: str  # after the last call
     begin: str = ""  # the rest of the opening
     arguments: ArgumentForm | None = None  # how arguments are written; None for one JSON object
@@ -115,7 +115,7 @@ def _arguments(
 
 
 def _input(syntax: str, definition: str) -> Rule:
-    """Return the rule of an object whose one property, `input`, is a text of a grammar."""
+    """Return the rule of an object with one property, `input`, which is a text of a grammar."""
     if syntax == "regex":
         of_text: Rule = terminal(plain(escaped(whole(definition))))
     else:

@@ -45,7 +45,7 @@ def grammar_of(json_schema: object) -> Grammar:
 
 
 def compiled(spec: GrammarSpec) -> Grammar:
-    """Compile a specification. Raises GrammarError, whose subject is the specification."""
+    """Compile a specification. Raises GrammarError; its subject is the specification."""
     if len(spec.text) > MAX_BYTES:
         raise GrammarError(f"has {len(spec.text)} bytes; the limit is {MAX_BYTES} bytes")
     ignored: list[str] = []

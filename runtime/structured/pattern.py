@@ -149,7 +149,7 @@ def size(pattern: Pattern) -> int:
 
 
 def in_any_case(pattern: Pattern) -> Pattern:
-    """Return a pattern whose ASCII letters match in both cases."""
+    """Return a pattern in which ASCII letters match in both cases."""
 
     def widen(leaf: Pattern) -> Pattern:
         if not isinstance(leaf, CharacterClass):

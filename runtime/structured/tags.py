@@ -1,7 +1,7 @@
-"""Structural tags: text of which regions follow grammars, as XGrammar describes it and vLLM and SGLang take it.
+"""Structural tags: free text with regions that follow grammars, in the forms of XGrammar, vLLM and SGLang.
 
-Free text goes up to a trigger, and with the trigger a region begins: the rest of a tag's beginning, content of a format
-of its own, and the tag's end, after which the text is free again.
+Free text goes up to a trigger. The trigger begins a region: the rest of a tag's `begin`, content in a format of its
+own, and the tag's `end`. Free text follows again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MAX_NESTED = 32  # formats within formats
 
 
 class _Format(msgspec.Struct, tag_field="type", forbid_unknown_fields=True):
-    """A format of some text; what it is, its `type` tells."""
+    """A format of text; the field `type` names its class."""
 
 
 class ConstString(_Format, tag="const_string"):
@@ -85,7 +85,7 @@ class Tag(_Format, tag="tag"):
 
 
 class TriggeredTags(_Format, tag="triggered_tags"):
-    """Free text with tags. Each tag's beginning begins with a trigger, which stands nowhere else in the text."""
+    """Free text with tags. The beginning of each tag starts with a trigger. Free text contains no trigger."""
 
     triggers: list[str]
     tags: list[Tag]
@@ -125,7 +125,7 @@ def grammar_rules(source: str, end: str = "", prefix: str = "") -> dict[str, Rul
 
 
 def rules_of(source: str, checks: TerminalChecks, ignored: list[str]) -> dict[str, Rule]:
-    """The rules of a format, given as JSON; raises GrammarError."""
+    """Return the rules of a format, given as JSON. Raises GrammarError."""
     try:
         form = msgspec.json.decode(source, type=Format)
     except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as e:
@@ -144,7 +144,7 @@ class _Writer:
         self._num_names = 0
 
     def write(self, form: Format, end: str, where: str) -> Rule:
-        """A format and the text that follows it."""
+        """Return the rule of a format and of the text after it."""
         if where.count("/") > 2 * MAX_NESTED:
             raise GrammarError(f"nests formats deeper than the limit of {MAX_NESTED}")
         try:
@@ -197,7 +197,7 @@ class _Writer:
                 return Sequence((all_tags if form.at_least_one else optional(all_tags), text(end)))
 
     def _rest(self, tag: Tag, where: str) -> Rule:
-        """What follows the beginning of a tag."""
+        """Return the rule of a tag without its beginning."""
         return self.write(tag.content, tag.end, f"{where}/content")
 
     def _triggered(self, form: TriggeredTags, where: str) -> Rule:

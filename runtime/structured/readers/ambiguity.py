@@ -1,7 +1,7 @@
 """Finds terminals that llguidance's lexer could cut wrongly.
 
-The lexer takes the longest terminal. It is wrong where a shorter terminal `a` is needed: some terminal `b` goes on
-after a text of `a` with a byte that may also begin what follows `a` in the grammar. FIRST and FOLLOW sets of terminals
+The lexer takes the longest terminal. A terminal `b` is ambiguous if it can go on after a text of another terminal `a`
+with a byte that may also follow `a` in the grammar: the lexer then never ends `a` there. FIRST and FOLLOW sets of terminals
 decide this, as in the construction of LL(1) parsers. Sets of bytes and of terminals are bit masks. The analysis errs on
 the safe side: it takes any two terminals to be possible at the same point.
 """

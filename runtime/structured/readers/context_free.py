@@ -66,7 +66,7 @@ def _replaced(parts: Mapping[Rule, Rule], leaf: Rule) -> Rule:
 
 
 def _regular_rules(grammar: Mapping[str, Pattern]) -> dict[str, Pattern]:
-    """Return the patterns of the rules that need no recursion, by name."""
+    """Return the patterns of the rules without recursion, by name."""
     regular: dict[str, Pattern] = {}
     sizes: dict[str, int] = {}
     visited: set[str] = set()
@@ -220,7 +220,7 @@ def _may_be_empty(pattern: Pattern) -> bool:
 
 
 def _without_empty(pattern: Pattern) -> Pattern | None:
-    """Return the pattern of the same texts but the empty one; None if there are no others."""
+    """Return the pattern of the same texts but the empty one; None without such texts."""
     match pattern:
         case Concatenation(parts):
             options: list[Pattern] = []

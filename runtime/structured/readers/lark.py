@@ -1,8 +1,8 @@
 """Grammars in Lark's form. llguidance reads them; this file checks them before and spells them for JSON strings.
 
-llguidance cuts a text into terminals as Lark does: each terminal is as long as possible. The checks refuse what means
-something else than text (tokens, attributes of rules, inline JSON Schemas), and blank what llguidance does not read and
-what changes no text: priorities and `!` before a rule.
+llguidance cuts a text into terminals like Lark: each one takes as much text as it can. The checks refuse tokens,
+attributes of rules and inline JSON Schemas. Priorities and `!` before a rule, which llguidance does not read, become
+spaces: they change no text.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def read_lark(text: str) -> str:
 def in_json_string(text: str) -> str:
     """Return the grammar of the same texts between the quotes of a JSON string. Raises GrammarError.
 
-    `text` comes from `read_lark`. Each string, expression and imported terminal is replaced by the expression of its
-    escaped form; rules stay as they are, because they only concatenate, alternate and repeat terminals."""
+    `text` comes from `read_lark`. Each string, expression and imported terminal becomes the expression of its escaped
+    form. Rules stay as they are: they only concatenate, alternate and repeat terminals."""
     written, end = [], 0
     for at, after, new in _replaced(text, tokens_of(text, _FORMS)):
         written += [text[end:at], new]

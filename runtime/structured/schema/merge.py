@@ -101,7 +101,7 @@ def _merged_keyword(keyword: str, one: Any, other: Any, where: str, default: Any
 
 
 def _merged_properties(keyword: str, a: Schema, b: Schema) -> Schema:
-    """A property that only one schema lists also fits what the other says of free names."""
+    """A property that one schema lists fits the other schema's rule for free names, too."""
     free_a, free_b = (s.get("additionalProperties", True) for s in (a, b))
     in_a, in_b = a.get(keyword, {}), b.get(keyword, {})
     return {name: all_of(in_a.get(name, free_a), in_b.get(name, free_b)) for name in {**in_a, **in_b}}

@@ -1,6 +1,6 @@
 """Ranges and multiples of numbers as regular expressions, digit by digit.
 
-Integers have at most 19 digits. A number with a bound has no exponent. Its decimals near the bound have few enough
+Integers have at most 19 digits. A number with a bound is written without an exponent. Its decimals near the bound have few enough
 digits to be different floats, so an excluded bound stays excluded when a program reads the number.
 """
 
@@ -143,7 +143,7 @@ def _any_of(options: list[str]) -> str | None:
 
 
 def rule(schema: dict[str, Any], where: str) -> Rule:
-    """Return the rule of the numbers of a normal schema, whose type is number or integer. Raises GrammarError."""
+    """Return the rule of the numbers of a normal schema of type number or integer. Raises GrammarError."""
     low, high, low_open, high_open = _ends(schema, where)
     is_free, of = low is None and high is None, schema.get("multipleOf")
     if of is not None and of <= 0:

@@ -2,7 +2,7 @@
 
 Options that share values are narrowed, in this order:
 
-1. A *tag*, a property whose values differ between two objects, becomes required in both.
+1. A *tag*, a property without a common value in two objects, becomes required in both.
 2. A property that one object requires and the other does not becomes forbidden in the other.
 """
 

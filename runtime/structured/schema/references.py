@@ -15,7 +15,7 @@ from runtime.structured.schema.keywords import at
 
 _IDS = ("$id", "id")  # `id` until draft 4
 _ANCHORS = ("$anchor", "$dynamicAnchor")
-_DATA = ("const", "enum", "default", "examples", "example")  # their values are no schemas
+_DATA = ("const", "enum", "default", "examples", "example")  # their values are data
 
 
 def pointed(root: Any, pointer: str, where: str) -> Any:

@@ -4,8 +4,8 @@ A schema is normalized (normalize.py), then written, each distinct schema once: 
 rule. Every output is valid. These freedoms of JSON are left out:
 
     - properties come in the order of the schema, then `required` names that it does not list, then free names
-    - an object with `properties` or `patternProperties` has no other names, unless `additionalProperties` allows them
-    - a schema without `type`, whose other keywords are about one type, is of that type
+    - an object with `properties` or `patternProperties` has only these names, unless `additionalProperties` allows them
+    - a schema without `type` is of the one type that all its keywords are about, if there is one
     - white space is at most one space after each "," and ":"
     - in strings, a character is escaped only where JSON requires it; numbers: see numbers.py
     - with `uniqueItems`, the values of an enum above six come in its order
@@ -271,7 +271,7 @@ class _Writer:
         """Return the rule of `least` to `most` members with commas between: `members` in their order, then `others`.
 
         Each of `members` comes with whether it is required. A run of required members is one step, and so is each
-        optional member; the rules after a step differ by the number of members before it, up to `cap`."""
+        optional member. The rules after a step differ by the number of members before it, up to `cap`."""
         most = None if most is None or (others == NEVER and most >= len(members)) else most
         cap = max(1, least, most or 0)  # numbers of members from here on are alike
         if cap > MAX_RULES:
