@@ -38,7 +38,7 @@ class Pooler:
     def of(cls, parts: RunnerParts) -> Pooler:
         """For a runner's model and its setting `pooling`."""
         source, wanted = parts.source, parts.config.pooling
-        classifier = source.classifier(wanted, parts.numerics.device)
+        classifier = source.classifier(wanted, parts.decoder.numerics.device)
         return cls(parts.decoder, parts.num_slots, source.pooling(wanted), classifier)
 
     def describe(self, info: ModelInfo) -> ModelInfo:

@@ -20,10 +20,8 @@ import numpy as np
 import torch
 
 from runtime.core.plan import Int32s, NewSlot, StepPlan, StepResult
-from runtime.kernels.numerics import Numerics
 from runtime.models.decoder import Decoder
 from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.sharding import Shard
 from runtime.worker.sources import ModelSource
 
 _NOTHING = torch.empty(0)
@@ -179,9 +177,7 @@ class RunnerParts(NamedTuple):
     config: EngineConfig
     source: ModelSource
     decoder: Decoder
-    numerics: Numerics
     num_slots: int
-    shard: Shard
     is_draft: bool
 
 

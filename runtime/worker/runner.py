@@ -119,8 +119,8 @@ class ModelRunner:
         return self.info
 
     def _make_extras(self) -> None:
-        plugged, model = self._plugged, (self._source, self.decoder, self.numerics)
-        parts = RunnerParts(self.config, *model, self.memory.max_num_seqs, self.shard, self.is_draft)
+        plugged = self._plugged
+        parts = RunnerParts(self.config, self._source, self.decoder, self.memory.max_num_seqs, self.is_draft)
         self.extras: list[StepExtra] = [make(parts) for make in plugged.outputs]
         self.masks = None if plugged.masks is None else plugged.masks(parts)
         self.adapters = None if plugged.adapters is None else plugged.adapters(parts)
