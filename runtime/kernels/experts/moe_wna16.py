@@ -57,7 +57,7 @@ def _moe_wna16_few_kernel(
     ACTIVATION: tl.constexpr,
     SINGLE: tl.constexpr,
     EXPERTS: tl.constexpr,  # power of two, at least num_experts
-    SCALES: tl.constexpr,  # elements from the scales of one expert to those of the next
+    SCALES: tl.constexpr,  # elements between the scales of two experts
     LAYOUT: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
