@@ -24,7 +24,7 @@ from runtime.kernels.collectives.divided_linear import (
     sum_of_leaves,
 )
 from runtime.kernels.collectives.heads_norm import HeadsNorm, HeadsWeight
-from runtime.kernels.experts.moe_w16a16 import ExpertLayer, Experts
+from runtime.kernels.experts.moe_torch import ExpertLayer, Experts
 from runtime.kernels.linear.linear_torch import Linear, Product
 from runtime.kernels.linear.lora import Adapters, RowAdapters
 from runtime.kernels.numerics import Numerics
