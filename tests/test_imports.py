@@ -113,7 +113,7 @@ def test_kernel_functions_outside_triton_have_types():
         (
             ["actors.wire.engine_client"],
             ["ray", "actors.wire.transport", "actors.wire.link_messages"],
-        ),  # an interface, whatever implements it
+        ),  # an interface, whatever is behind
         pytest.param(["serve_app.app", "actors.engine.supervisor"], ["torch", "triton"], marks=pytest.mark.long),
         (["runtime.core.scheduler", "runtime.core.engine"], ["torch", "ray", "tokenizers"]),
         (["runtime.text.tokenizer", "runtime.text.chat", "runtime.text.stream"], ["torch", "ray"]),

@@ -225,7 +225,7 @@ class CommandParser(argparse.ArgumentParser):
         return f"; did you mean --{near}?" if near else ""
 
 
-class Version(argparse.Action):
+class PrintVersion(argparse.Action):
     """Print the version, which is read from the metadata of the package only then."""
 
     def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:

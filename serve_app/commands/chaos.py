@@ -22,9 +22,9 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from serve_app.tools.chaos import Plan, chaos
+    from serve_app.tools.chaos import ChaosPlan, chaos
 
-    plan = Plan(args.kill, args.every, args.streams, args.max_tokens, args.application, client_key(args))
+    plan = ChaosPlan(args.kill, args.every, args.streams, args.max_tokens, args.application, client_key(args))
     return chaos(args.url, plan)
 
 

@@ -1,7 +1,7 @@
-"""The fields of other servers' requests (OpenAI, vLLM, SGLang, TGI, llama.cpp, Ollama and their front ends) that are
-none of ours and would change the answer: they are refused, unless their value asks for nothing.
+"""Unsupported fields of other servers: OpenAI, vLLM, SGLang, TGI, llama.cpp, Ollama and their front ends.
 
-All others are ignored, and named in a header of the answer.
+A field that would change the answer is refused, unless its value has no effect. All other fields are ignored, and a
+header of the answer names them.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import json
 from typing import Any, NamedTuple
 
 
-class Refused(NamedTuple):
+class UnsupportedField(NamedTuple):
     """A field that would change the answer."""
 
-    harmless: tuple[Any, ...]  # values that ask for nothing
-    instead: str  # what a client can do
+    harmless: tuple[Any, ...]  # values without an effect
+    instead: str  # the remedy for clients
 
 
-# Remedies, each with the fields that it replaces. After = stand the values that ask for nothing, as null always does.
+# Remedies, each with the fields that it replaces. Values without an effect follow "="; null is always one of them.
 _INSTEAD = {
     "load the adapter and give its name as the model": "lora=[] lora_path adapter_id",
     "leave it out": """
@@ -81,19 +81,19 @@ _INSTEAD = {
 }
 
 
-def _refused(instead: str, field: str) -> tuple[str, Refused]:
+def _refused(instead: str, field: str) -> tuple[str, UnsupportedField]:
     name, _, values = field.partition("=")
-    return name, Refused((None, *map(json.loads, values.split("|") if values else ())), instead)
+    return name, UnsupportedField((None, *map(json.loads, values.split("|") if values else ())), instead)
 
 
-def refused_fields(instead: dict[str, str]) -> dict[str, Refused]:
-    """Fields by their names, from a table of remedies like the one above."""
+def refused_fields(instead: dict[str, str]) -> dict[str, UnsupportedField]:
+    """Return fields by their names, from a table of remedies like the one above."""
     return dict(_refused(remedy, field) for remedy, fields in instead.items() for field in fields.split())
 
 
 UNSUPPORTED_FIELDS = refused_fields(_INSTEAD)
 
-# Fields that ask for nothing that an answer could show here, by the reason. They are named like all that nobody knows.
+# Fields without an effect on answers here, by the reason. The header names them like unknown fields.
 _IGNORED = {
     "a hint to caches; equal prefixes are found without it": """
         prompt_cache_key prompt_cache_options prompt_cache_retention cache_control cache_prompt session_id extra_key

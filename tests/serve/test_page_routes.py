@@ -112,7 +112,7 @@ def test_kill_any_sends_one_signal(found: list[Process], monkeypatch: pytest.Mon
     with_keys = HttpSettings(allow_chaos=True, api_key=("k",))
     assert kill_any("app", "engine", with_keys).pid == 2
     assert sent == [2]
-    with pytest.raises(CallboardError, match="has no runner of the server now"):  # it has just ended
+    with pytest.raises(CallboardError, match="runs no runner of the server now"):  # it has just ended
         kill_any("app", "runner", with_keys)
     with pytest.raises(CallboardError, match=r"anyone who reaches 0\.0\.0\.0"):
         kill_any("app", "engine", HttpSettings(allow_chaos=True))

@@ -233,7 +233,7 @@ async def test_other_fronts_find_it():
         assert (await front.http.get(f"/responses/{first['id']}")).status_code == 404
         del front._fronts["f0"]
         gone = await other.http.get(f"/responses/{first['id']}")
-        assert_error(gone, 404, None, "'f0', which kept this response, has ended", "response_not_found")
+        assert_error(gone, 404, None, "'f0' of this response has ended", "response_not_found")
 
 
 # ---- in the background -----------------------------------------------------------------------------------------------
