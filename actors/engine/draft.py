@@ -126,7 +126,7 @@ class DraftActor(ModelActor):
         with self._loading:
             if self._loop is None:
                 with self._log.heard():
-                    from runtime.worker.draft_runner import load_draft
+                    from runtime.assembly.draft import load_draft
 
                     self._log.note("libraries imported")
                     core = load_draft(config)

@@ -36,8 +36,8 @@ from actors.wire.messages import (
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.process_meter import MEMORY
 from actors.wire.transport import Address, FrameSocket, Listener, framed
-from runtime.features.grammar_store import GrammarStore, GrammarUpdate
-from runtime.spec.types import CallboardError
+from runtime.features.grammar_store import GrammarStore
+from runtime.spec.types import CallboardError, GrammarUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +49,8 @@ class Stream:
     """One live request of one connection: the `owner` that the scheduler carries."""
 
     __slots__ = (
-        "admitted_at", "arrived_at", "client_id", "connection", "key", "last_at", "last_step", "num_accepted",
-        "num_draft_tokens", "number", "request_id",
+        "admitted_at", "arrived_at", "client_id", "connection", "key", "last_at", "last_step", "number",
+        "request_id",
     )  # fmt: skip
 
     def __init__(self, connection: Connection, number: int, request_id: str) -> None:
@@ -61,14 +61,6 @@ class Stream:
         self.admitted_at = 0.0  # 0: it has not been, yet
         self.last_step: int | None = None  # the engine's step that sampled its last token
         self.last_at = 0.0  # when that was
-        self.num_draft_tokens = self.num_accepted = 0  # verified, as far as its front was told
-
-    def tell_verified(self, num_draft_tokens: int, num_accepted: int) -> None:
-        """So many draft tokens have been verified by now, and so many were right; what is new goes into the frame."""
-        if num_draft_tokens > self.num_draft_tokens:
-            new = self.number, num_draft_tokens - self.num_draft_tokens, num_accepted - self.num_accepted
-            self.connection.frame.verified.append(new)
-            self.num_draft_tokens, self.num_accepted = num_draft_tokens, num_accepted
 
 
 class Connection:

@@ -36,13 +36,13 @@ from actors.wire.messages import (
     Submit,
 )
 from actors.wire.metrics import EngineMetrics, MetricValues, Snapshot
-from runtime.core.engine import EngineCore
+from runtime.assembly.engine import build_engine, draft_client_of, speculation_of
 from runtime.core.executor import Executor
 from runtime.policy.engine_load import EngineLoad
 from runtime.policy.step_pacing import StepPacing
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import NOT_FINITE, CallboardError, FinishReason, Request, StepOutput
-from runtime.speculation.draft_client import DraftClient, DraftWire, speculation_of
+from runtime.speculation.draft_client import DraftClient, DraftWire
 
 logger = logging.getLogger(__name__)
 # While a step need not be planned yet, the loop looks whether the one in flight has ended already: after a share of the
@@ -84,8 +84,8 @@ class EngineLoop:
         self.reason: str | None = "The engine is loading its model."  # why it cannot serve now
         self.executor, self.info = start_runners()
         speculation = speculation_of(config, self.info, time.monotonic)
-        pacing = StepPacing(config.max_itl_ms, time.monotonic)
-        self.core = EngineCore(config, self.info, self.executor, speculation, pacing)
+        self._pacing = StepPacing(config.max_itl_ms, time.monotonic)
+        self.core = build_engine(config, self.info, self.executor, speculation, self._pacing)
         scheduler, changed = self.core.scheduler, self._adapters_have_changed
         self._limits = QueueLimits(config, scheduler, self._held)
         self._adapters = EngineAdapters(config, scheduler, load_adapter, self._call, changed, self._fail_requests)
@@ -128,13 +128,13 @@ class EngineLoop:
         """For the policy of scaling; read as `stats` are."""
         scheduler = self.core.scheduler
         idle_s = 0.0 if scheduler.requests else time.monotonic() - self._progress
-        return EngineFigures.of(scheduler, EngineLoad.of(scheduler), idle_s)
+        return EngineFigures.of(scheduler, EngineLoad.of(scheduler), self._pacing.prefill_rate, idle_s)
 
     def report(self, figures: MetricValues) -> Snapshot:
         """Add what a front has counted; all figures of this engine."""
         adapters = self._adapters.states
         memory = sum(connection.memory for connection in list(self._connections))
-        return self.meter.report(figures, self.core.scheduler, self.num_rebuilds, self._sleep.level, adapters, memory)
+        return self.meter.report(figures, self.core, self.num_rebuilds, self._sleep.level, adapters, memory)
 
     def drain(self, reason: str) -> Future[object]:
         """Take no new requests, for `reason`; those that are live go on. When it is done, their number only falls."""
@@ -143,9 +143,7 @@ class EngineLoop:
     @property
     def draft(self) -> DraftClient | None:
         """The step thread's side of the draft model, if there should be one."""
-        speculation = self.core.scheduler.speculation
-        client = speculation.drafter if speculation is not None else None
-        return client if isinstance(client, DraftClient) else None
+        return draft_client_of(self.core)
 
     def attach_draft(self, wire: DraftWire, step_us: tuple[tuple[int, float], ...]) -> None:
         """Let a draft that knows nothing yet guess from now on; returns when the old one is forgotten."""
@@ -356,7 +354,7 @@ class EngineLoop:
             return
         touched, self._untold = self._untold, set()
         logprobs, meter = output.logprobs, self.meter
-        sampled_at, step, num_others, num_prompt = meter.sampled_at, self.core.steps_done, 0, 0
+        sampled_at, step, num_others, num_prompt = meter.sampled_at, self.core.scheduler.stats.steps, 0, 0
         for i, (state, token) in enumerate(zip(output.states, output.token_ids, strict=True)):
             stream: Stream = state.owner
             connection = stream.connection
@@ -374,9 +372,8 @@ class EngineLoop:
             connection.stream_column.append(stream.number)
             connection.token_column.append(token)
             touched.add(connection)
-        if self.core.scheduler.speculation is not None:
-            for state in dict.fromkeys(output.states):  # what the next step verifies is not known yet
-                state.owner.tell_verified(state.num_draft_tokens - state.drafts_in_flight, state.num_accepted)
+        for state, num_draft_tokens, num_accepted in output.verified:
+            state.owner.connection.frame.verified.append((state.owner.number, num_draft_tokens, num_accepted))
         for state, scores in output.prompt_logprobs:
             state.owner.connection.frame.prompt_logprobs.append((state.owner.number, scores))
             touched.add(state.owner.connection)
@@ -452,7 +449,7 @@ class EngineLoop:
         self.executor.close()
         if (culprit := self.core.lose()) is not None:
             text = f"The model runners were lost {culprit.num_losses} times while computing this request."
-            self._end_at_once(culprit.owner, FinishReason.ERROR, text)
+            self._end_at_once(culprit.state.owner, FinishReason.ERROR, text)
         self.executor, info = self._adapters.restart(self._start_runners)
         if info.fingerprint != self.info.fingerprint:
             raise RuntimeError("the model's files changed under a running engine")

@@ -11,8 +11,9 @@ from actors.engine.held_requests import HeldRequests
 from actors.engine.link_server import Stream
 from actors.wire.engine_client import Refusal
 from actors.wire.messages import Refused, Submit
-from runtime.core.request_state import RequestState
+from runtime.core.request_state import RequestState, RequestStatus
 from runtime.core.scheduler import Scheduler
+from runtime.policy.queue_sizes import QueueSizes
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import Request
 
@@ -22,6 +23,7 @@ class QueueLimits:
 
     def __init__(self, config: EngineConfig, scheduler: Scheduler, held: HeldRequests) -> None:
         self._config, self._scheduler, self._held = config, scheduler, held
+        self._sizes = scheduler.extras[QueueSizes]
         self._finish_times: deque[float] = deque(maxlen=64)
         self._deadlines: deque[tuple[float, RequestState]] = deque()  # of requests that may not have begun yet
 
@@ -53,7 +55,7 @@ class QueueLimits:
         deadlines, now = self._deadlines, time.monotonic()
         while deadlines:
             due, state = deadlines[0]
-            waits = state.num_cached is None and not state.has_ended
+            waits = state.num_cached is None and state.status is not RequestStatus.ENDED
             if waits and due > now:
                 break
             deadlines.popleft()
@@ -64,8 +66,9 @@ class QueueLimits:
     def refusal(self, message: Submit) -> Refused | None:
         """The answer to a request for which there is no room; the queue is counted as it is now."""
         config, queue, held = self._config, self._scheduler.waiting, self._held
-        waiting = self._scheduler.num_waiting + len(held)
-        tokens = queue.num_tokens + queue.num_predicted + held.num_tokens
+        waiting = len(queue) + len(held)
+        tokens = queue.num_tokens + self._sizes.num_predicted + held.num_tokens
+        num_bytes = self._sizes.num_bytes(queue.num_tokens) + held.num_bytes
         num_new = len(message.request.token_ids) + len(message.request.prediction)
         if waiting >= config.max_queued_requests:
             text = f"The engine has {waiting} requests waiting, its limit (max_queued_requests); try again later."
@@ -74,11 +77,9 @@ class QueueLimits:
                 f"The engine has {tokens} tokens waiting and this request has {num_new}, above "
                 f"its limit of {config.max_queued_tokens} (max_queued_tokens); try again later."
             )
-        elif waiting and (there := queue.num_bytes + held.num_bytes) + (own := self._bytes_of(message.request)) > (
-            config.max_queued_bytes
-        ):
+        elif waiting and num_bytes + (own := self._bytes_of(message.request)) > config.max_queued_bytes:
             text = (
-                f"The engine has {there} bytes of requests waiting and this one has {own}, above its limit of "
+                f"The engine has {num_bytes} bytes of requests waiting and this one has {own}, above its limit of "
                 f"{config.max_queued_bytes} (max_queued_bytes); try again later."
             )
         else:
@@ -88,7 +89,7 @@ class QueueLimits:
     def _bytes_of(self, request: Request) -> int:
         """Bytes that a request would add to the queue, about."""
         grammar = request.params.grammar
-        is_there = grammar is not None and self._scheduler.waiting.has_grammar(grammar.key)
+        is_there = grammar is not None and self._sizes.has_grammar(grammar.key)
         return request.num_bytes - (grammar.num_bytes if grammar is not None and is_there else 0)
 
     def _retry_after_s(self, waiting: int) -> float:

@@ -20,9 +20,8 @@ import msgspec
 from actors.wire.adapter_entry import AdapterEntry, AdapterState
 from actors.wire.engine_client import Refusal
 from actors.wire.metrics import MetricValues, Snapshot
-from runtime.features.grammar_store import GrammarUpdate
 from runtime.policy.engine_load import EngineLoad
-from runtime.spec.types import CallboardError, PromptLogprobs, Request, TokenLogprobs
+from runtime.spec.types import CallboardError, GrammarUpdate, PromptLogprobs, Request, TokenLogprobs
 
 # A front says that it is there, and the engine that it has heard it: every HEARTBEAT_S. An engine that has answered
 # none of LOST_AFTER_BEATS is lost, and its streams move to others. So one that is cut off is lost after 1.2 to 1.4 s,

@@ -23,10 +23,11 @@ import msgspec
 
 from actors.wire.adapter_entry import AdapterState
 from actors.wire.process_meter import CPU, MEMORY, ROLES, of_this_process
+from runtime.core.engine import EngineCore
+from runtime.core.plan import MAX_DRAFT_TOKENS
 from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
 from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.speculation.choose_k import MAX_DRAFT_TOKENS
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)  # fmt: skip # noqa: E501
 _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -273,7 +274,7 @@ class EngineMetrics:
     def report(
         self,
         figures: MetricValues,
-        scheduler: Scheduler,
+        core: EngineCore,
         num_rebuilds: int,
         sleep_level: int = 0,
         adapters: Mapping[str, AdapterState] | None = None,
@@ -284,7 +285,7 @@ class EngineMetrics:
         Read without a lock while the step thread counts: each figure is right, together they may be a step apart.
         Counts of names that are not in `adapters` are dropped, or each name that ever was would stay for ever."""
         adapters = adapters or {}
-        total, pool, stats = all_at_zero(), scheduler.pool, scheduler.stats
+        total, stats = all_at_zero(), core.current_stats()
         total.add(self.figures)
         with self._reporting:
             self._replicas.add(figures)
@@ -292,11 +293,10 @@ class EngineMetrics:
             for name in by_adapter.keys() - adapters.keys():
                 del by_adapter[name]
             total.add(self._replicas)
-        num_blocks = pool.num_blocks - 1
         for name, value in {
-            "vllm:num_requests_running": len(scheduler.running),
-            "vllm:num_requests_waiting": scheduler.num_waiting,
-            "vllm:kv_cache_usage_perc": (num_blocks - pool.num_available) / num_blocks,
+            "vllm:num_requests_running": stats.running,
+            "vllm:num_requests_waiting": stats.waiting,
+            "vllm:kv_cache_usage_perc": (stats.blocks_total - stats.blocks_available) / stats.blocks_total,
             "callboard:sleep_level": sleep_level,
             "vllm:prefix_cache_queries": stats.prompt_tokens if self._counts_cache else 0,
             "vllm:prefix_cache_hits": stats.prompt_tokens_cached,
@@ -317,7 +317,7 @@ class EngineMetrics:
         for name, by_role in ((MEMORY, used.memory | {"front": fronts_memory}), (CPU, used.cpu)):
             for role, value in by_role.items():
                 total.count(name, role, by=value)
-        return Snapshot(total, self._cache_config, self._lora(scheduler, adapters) if self._max_loras else {})
+        return Snapshot(total, self._cache_config, self._lora(core.scheduler, adapters) if self._max_loras else {})
 
     def _lora(self, scheduler: Scheduler, adapters: Mapping[str, AdapterState]) -> dict[str, str]:
         """Names of adapters that requests have, as the labels of vllm:lora_requests_info."""

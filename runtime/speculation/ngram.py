@@ -13,9 +13,9 @@ from operator import mul
 
 import numpy as np
 
-from runtime.core.plan import Int32s
+from runtime.core.plan import MAX_DRAFT_TOKENS, Int32s
 from runtime.core.request_state import RequestState
-from runtime.speculation.choose_k import MAX_DRAFT_TOKENS, Drafter
+from runtime.speculation.choose_k import Drafter
 
 STEP_WORK = 4096  # tokens of texts that one step indexes, over all requests: about a millisecond
 OWN_COST = 8  # work of indexing one token of an output, which plain Python does

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from runtime.core.plan import StepPlan, StepResult
+from runtime.core.plan import MAX_DRAFT_TOKENS, StepPlan, StepResult
 from runtime.features.adapter_weights import RunnerAdapters
 from runtime.features.grammar_state import GrammarState
 from runtime.kernels._triton import INTERPRETED
@@ -30,7 +30,6 @@ from runtime.quant.report import weight_report
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.sharding import ALONE, Shard
 from runtime.spec.types import CallboardError
-from runtime.speculation.choose_k import MAX_DRAFT_TOKENS
 from runtime.speculation.draft import CATCH_UP
 from runtime.worker.cpu.cpu_steps import CpuSteps
 from runtime.worker.gpu.gpu_steps import GpuSteps

@@ -90,7 +90,7 @@ async def test_a_request_that_meets_the_engine_as_it_leaves_waits_for_the_next_o
 async def test_a_stream_that_its_engine_leaves_behind_goes_on_with_the_next_one():
     async with Zero() as zero:
         reading = asyncio.create_task(read(zero.group, request(0, max_tokens=150)))
-        await eventually(lambda: zero.engine.loop.core.steps_done > 10)
+        await eventually(lambda: zero.engine.loop.core.scheduler.stats.steps > 10)
         await zero.leave()
         zero.engine.die()
         assert (await reading)[:2] == sequential(request(0, max_tokens=150), 512)
@@ -100,7 +100,7 @@ async def test_when_the_whole_server_ends_who_has_not_begun_is_told_and_who_has_
     """Also where the engine for both is still to come."""
     async with Zero() as zero:
         begun = asyncio.create_task(read(zero.group, request(0, max_tokens=100)))
-        await eventually(lambda: zero.engine.loop.core.steps_done > 10)
+        await eventually(lambda: zero.engine.loop.core.scheduler.stats.steps > 10)
         zero.may_start.clear()
         zero.engine.die()
         new = asyncio.create_task(read(zero.group, request(1)))

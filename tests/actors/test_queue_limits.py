@@ -3,9 +3,9 @@
 from actors.engine.held_requests import HeldRequests
 from actors.engine.queue_limits import QueueLimits
 from actors.wire.messages import Submit
-from runtime.core.scheduler import Scheduler
 from runtime.spec.types import Request, SamplingParams
 from tests.core.test_scheduler import make
+from tests.support.engines import whole_scheduler
 
 
 def submit(i: int, num_predicted: int) -> Submit:
@@ -14,7 +14,7 @@ def submit(i: int, num_predicted: int) -> Submit:
 
 def test_predictions_count_in_the_queue():
     config, info = make(max_queued_tokens=50)
-    scheduler = Scheduler(config, info)
+    scheduler = whole_scheduler(config, info)
     limits = QueueLimits(config, scheduler, HeldRequests(None))
     assert limits.refusal(submit(0, 100)) is None, "an empty queue takes any request"
     scheduler.add(submit(0, 20).request)

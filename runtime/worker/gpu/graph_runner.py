@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from runtime.core.plan import MAX_STEPS, Int32s, StepPlan
-from runtime.speculation.choose_k import MAX_DRAFT_TOKENS
+from runtime.core.plan import MAX_DRAFT_TOKENS, MAX_STEPS, Int32s, StepPlan
 from runtime.worker.gpu.graph_io import MAX_PIECES, GraphIO
 from runtime.worker.gpu.step_rows import StepShape, cut
 
