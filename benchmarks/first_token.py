@@ -3,9 +3,10 @@
     python -m benchmarks.first_token --serve ~/llama-3.2-3b --shape llama-3.2-3b
     python -m benchmarks.first_token --url http://127.0.0.1:8000
 
-Requests of `--prompt-len` tokens come one after another over one connection. The client's clock gives the whole; the
+Requests of `--prompt-len` tokens follow one another over one connection. The client's clock gives the whole; the
 server's own histograms (`GET /metrics`, before and after) give the parts, as means. With `--shape` the step of such a
-prompt is timed in this process afterwards, on random weights of that shape: the runner's host and device alone.
+prompt is timed in this process afterwards, on random weights of that shape. This gives the runner's host and device
+alone.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from benchmarks.library.models import CONFIGS
 from benchmarks.serving.__main__ import Draw, served
 from serve_app.bench.client import Client, Turn
 
-_PARTS = {  # what a histogram of the server adds up, by its name
+_PARTS = {  # histograms of the server, by part of the time
     "front": "callboard:ingress_seconds",
     "queue": "vllm:request_queue_time_seconds",
     "step": "vllm:request_prefill_time_seconds",
     "server": "vllm:time_to_first_token_seconds",  # until the engine has it
-    "back": "callboard:delivery_lag_seconds",  # of the last token, whose way is that of the first
+    "back": "callboard:delivery_lag_seconds",  # of the last token, which takes the same way as the first
 }
 
 
 def histogram_sums(url: str) -> dict[str, tuple[float, float]]:
-    """(sum in seconds, count) of each of `_PARTS` over all fronts and engines. Every front tells the engine once a
-    second what it has counted, so that all of it is there after two."""
+    """(sum in seconds, count) of each of `_PARTS` over all fronts and engines. Every front reports its counts to the
+    engine once a second, so after two seconds all are there."""
     time.sleep(2)
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
         text = answer.read().decode()
@@ -48,14 +49,14 @@ def histogram_sums(url: str) -> dict[str, tuple[float, float]]:
 
 
 async def ask_in_turn(url: str, turns: list[Turn]) -> None:
-    """One request after another, each over the connection of the one before."""
+    """Send one request after another, each over the connection of the last."""
     client = Client(url)
     for turn in turns:
         await client.ask(turn)
 
 
 def http_ms(url: str, count: int) -> float:
-    """Median milliseconds of a request that a front answers by itself, over a connection of its own."""
+    """Median milliseconds of a request that a front answers without an engine, over a connection of its own."""
     times = []
     for _ in range(count):
         start = time.perf_counter()
@@ -91,7 +92,7 @@ def main() -> None:
         turns, before = [draw.turn(lengths, outputs) for _ in range(args.requests)], histogram_sums(url)
         asyncio.run(ask_in_turn(url, turns))
         after, plain_http = histogram_sums(url), http_ms(url, args.requests)
-    # After the server has let the device go.
+    # This runs after the server has released the device.
     alone = step_alone_ms(args.shape, args.set, args.prompt_len, args.requests) if args.shape else None
     whole = [(turn.events[0] - turn.sent) * 1e3 for turn in turns]
     parts: dict[str, float] = {}

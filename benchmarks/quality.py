@@ -4,16 +4,15 @@
     python -m benchmarks.quality --model FOLDER --variants quantization=fp8 quantization=fp8,kv_cache_dtype=fp8
     python -m benchmarks.quality --variants kv_cache_dtype=fp8 --tokens 0 --needles 8192
 
-The reference is the model as `--reference` sets it, and everything is compared with it: perplexity of the text, the
-divergence (KL) of the distributions of the next token in nats, and how often the likeliest token is the same. The text
-is that of `pydoc_data.topics`, Python's own reference, or a file; it is scored in windows of `--window` tokens.
+The reference is the model as `--reference` sets it. Everything is compared with it: perplexity of the text, divergence
+(KL) of the next token's distribution in nats, and the share of equal likeliest tokens. The text is that of
+`pydoc_data.topics`, Python's own reference, or a file; it is scored in windows of `--window` tokens.
 
-A variant is a list of EngineConfig's fields. `--round` measures forms of weights whatever kernels there are: each
-weight of a linear map but the head becomes the nearest that the form has, and is multiplied with as a dense one. A
-form is a name of runtime.quant.forms, perhaps with the columns that share a scale, perhaps with `min` for minimums:
-int4:32:min.
+A variant is a list of EngineConfig's fields. `--round` measures weight formats without kernels. Each weight of a linear
+map except the head becomes the nearest value of the format, and is multiplied as a dense one. A format is a name of
+runtime.quant.encodings, perhaps with the columns that share a scale, perhaps with `min` for zero points: int4:32:min.
 
-`--needles N` hides a number in texts of N tokens, one at every eighth, and asks for it at the end.
+`--needles N` hides a number in texts of N tokens, one at every eighth, and requests it at the end.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ from tqdm import tqdm
 
 from benchmarks.library.measure import Results, engine_config, new_parser
 from runtime.assembly.engine import build_engine
+from runtime.assembly.runner import build_runner
 from runtime.core.executor import InProcess
 from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.numerics import Numerics
 from runtime.loading.resolve import resolve
 from runtime.models.decoder import Decoder
 from runtime.models.weights import read_from
-from runtime.quant.format import Weight
-from runtime.quant.forms import FORMS, Form
+from runtime.quant.encodings import ENCODINGS, Encoding
+from runtime.quant.weight_format import Weight
 from runtime.spec.config import DEFAULT_MODEL, EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.types import Request, SamplingParams
 from runtime.text.tokenizer import Tokenizer
-from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
 
 _KEPT = 256  # of the reference's distributions, the likeliest tokens, with the others together: KL is a bit too small
@@ -57,9 +56,9 @@ _PLACES = (
 
 
 class RoundedSource(CheckpointSource):
-    """A checkpoint whose weights of linear maps become the nearest ones of a form, and stay dense."""
+    """A checkpoint that rounds the weights of linear maps to the nearest values of a format. They stay dense."""
 
-    def __init__(self, path: Path, form: Form) -> None:
+    def __init__(self, path: Path, form: Encoding) -> None:
         super().__init__(path)
         self.form = form
 
@@ -76,10 +75,10 @@ class RoundedSource(CheckpointSource):
 
 
 class Model:
-    """An engine in this process whose logits can be looked at as they are made."""
+    """An engine in this process that shows its logits as they are computed."""
 
     def __init__(self, config: EngineConfig, source: CheckpointSource) -> None:
-        self.runner = ModelRunner(config, source)
+        self.runner = build_runner(config, source)
         self.core = build_engine(config, self.runner.info, InProcess(self.runner))
         self.take: Callable[[torch.Tensor], None] = lambda logits: None
         compute, self._num_requests = self.runner.decoder.logits, 0
@@ -135,8 +134,8 @@ class Sums:
 def score(
     model: Model, windows: Sequence[list[int]], known: list[Known] | None, label: str
 ) -> tuple[Sums, list[Known]]:
-    """The sums of a model, compared with what the reference said of each window, and what this one says, if it is the
-    reference."""
+    """The sums of a model, compared with the reference's result of each window; and this model's own results, if it is
+    the reference."""
     sums, said = Sums(), []
     for i, window in enumerate(tqdm(windows, unit="window", desc=label, leave=False)):
         parts: list[Known] = []
@@ -161,7 +160,7 @@ def score(
 
 
 def divergence(p: torch.Tensor, q: torch.Tensor) -> float:
-    """The summed KL of rows of log-probabilities of the same tokens, in each row with all other tokens as one."""
+    """The summed KL of rows of log-probabilities of the same tokens; in each row all other tokens count as one."""
     p_others, q_others = ((1 - logprobs.exp().sum(-1)).clamp_min(_SMALLEST) for logprobs in (p, q))
     return float((p.exp() * (p - q)).sum(dtype=torch.float64) + (p_others * (p_others / q_others).log()).sum())
 
@@ -181,11 +180,11 @@ def needles(tokenizer: Tokenizer, text: list[int], length: int) -> list[tuple[li
     return cases
 
 
-def form_of(text: str) -> Form:
+def form_of(text: str) -> Encoding:
     """The form that `--round` names."""
     name, *more = text.split(":")
     columns = next((int(part) for part in more if part.isdigit()), 0)
-    return replace(FORMS[name], columns=columns, has_minimum="min" in more)
+    return replace(ENCODINGS[name], group_size=columns, has_zero_points="min" in more)
 
 
 def main() -> None:
@@ -237,7 +236,7 @@ def main() -> None:
 
 
 def print_table(rows: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """All figures beside each other; the reference has no difference from itself."""
+    """All figures beside each other; the reference does not differ from itself."""
     print("| | perplexity | change | KL, nats | same likeliest token | needles |", "| --- " * 6 + "|", sep="\n")
     for label, figures in rows:
         cells = (("perplexity", ".4f"), ("perplexity_change", "+.2%"), ("kl", ".5f"), ("top1", ".2%"), ("needles", ""))

@@ -1,10 +1,10 @@
 """Another Ray job calls a running Callboard through its Serve handle and streams tokens: no HTTP in between.
 
-export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=...   # any secret, the same in two terminals of one machine
-callboard serve                                 # in the first one; or: serve run callboard.app:build_app
-python docs/handle_call.py "Hi!"                # in the second one
+    export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=...   # any secret, the same in two terminals of one machine
+    callboard serve                                 # in the first one; or: serve run callboard.app:build_app
+    python docs/handle_call.py "Hi!"                # in the second one
 
-Where several Ray clusters run on the machine, RAY_ADDRESS=HOST:PORT says which one; otherwise Ray takes any of them.
+Where several Ray clusters run on the machine, RAY_ADDRESS=HOST:PORT chooses one; otherwise Ray takes any of them.
 """
 
 import os
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from actors.ray.environment import SINGLE_MACHINE
 
-# This process must talk to Ray as the server does, from before `import ray` on. A Ray that `serve run` has started
-# wants the token that it left in the home directory.
+# This process needs the server's settings of Ray before `import ray`. A Ray that `serve run` has started needs the
+# token that it left in the home directory.
 os.environ.update(
     {**SINGLE_MACHINE, "RAY_AUTH_MODE": "token" if Path("~/.ray/auth_token").expanduser().exists() else "disabled"}
     | dict(os.environ)
@@ -26,7 +26,7 @@ from ray import serve
 
 def main() -> None:
     ray.init(address="auto", log_to_driver=False)
-    applications = serve.status().applications.items()  # `callboard serve` names its own, `serve run` says "default"
+    applications = serve.status().applications.items()  # its own name by `callboard serve`, else "default"
     name = next(name for name, application in applications if {"Front", "Engine"} <= application.deployments.keys())
     handle = serve.get_app_handle(name).options(stream=True)
     prompt = sys.argv[1] if len(sys.argv) > 1 else "What is the capital of France?"

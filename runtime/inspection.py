@@ -121,7 +121,7 @@ def _positions(spec: DecoderSpec) -> str:
 
 def _here(config: EngineConfig, spec: DecoderSpec, checkpoint: Checkpoint | None) -> list[str]:
     """How the model would run on this machine; raises CallboardError if its weights cannot have the form asked for."""
-    from runtime.quant.formats import check_products
+    from runtime.quant.model_formats import check_products
     from runtime.quant.report import weight_report
     from runtime.worker.memory import available_memory, plan_memory
     from runtime.worker.runner import choose_numerics

@@ -140,7 +140,7 @@ class LLM:
         `on_phase` is called as each phase of this begins."""
         on_phase("importing PyTorch")
         from runtime.assembly.draft import load_draft  # torch loads here, not with the module
-        from runtime.worker.runner import ModelRunner
+        from runtime.assembly.runner import build_runner
         from runtime.worker.sources import CheckpointSource
 
         self.config = EngineConfig(model=model, **config)
@@ -156,7 +156,7 @@ class LLM:
         on_phase("reading the weights")
         # It takes less memory than is free.
         self._draft = load_draft(self.config) if self.config.has_draft_model else None
-        self.runner = ModelRunner(self.config, CheckpointSource(path))
+        self.runner = build_runner(self.config, CheckpointSource(path))
         speculation = speculation_of(self.config, self.runner.info, time.monotonic)
         self.engine = build_engine(self.config, self.runner.info, InProcess(self.runner), speculation)
         self._attach_draft()

@@ -23,12 +23,12 @@ from starlette.applications import Starlette
 
 from actors.engine.autoscaling import ServePolicy, report_of
 from actors.engine.supervisor import Supervisor
-from actors.front.engine_group import EngineGroup, FromZero
+from actors.front.engine_group import EngineGroup, ScaleFromZero
 from actors.ray.directory import RayDirectory, has_healthy_engine
 from actors.ray.environment import FAST_SERVE
 from actors.ray.names import engines_of
 from actors.ray.placement import FRONT_CPUS, SUPERVISOR_CPUS, bundles, default_fronts, has_room, uses_gpu
-from actors.ray.process import freeze_garbage, lose_what_no_log_takes, telling_faults
+from actors.ray.process import freeze_garbage, ignore_logging_errors, report_faults
 from runtime.inspection import check_model
 from runtime.loading.resolve import resolve
 from runtime.spec.config import EngineConfig, names_of
@@ -37,20 +37,20 @@ from runtime.text.chat import load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.apis.batches.worker import Batches
 from serve_app.apis.chat.endpoint import message_delta
+from serve_app.apis.responses.ray_fronts import AskedStore, RayFronts
 from serve_app.apis.responses.store import ResponseStore, StoredResponses
 from serve_app.apis.table import CHAT, COMPLETIONS
 from serve_app.application import build_http_app
 from serve_app.http.lanes import run_preparation
+from serve_app.observability.line_pipe import line_writer
+from serve_app.observability.ray_metrics import RayMetrics
+from serve_app.observability.request_line import RequestLines
+from serve_app.processes.application_processes import kill_any
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.prepared_request import PreparedRequest
-from serve_app.request_log.line import RequestLines
-from serve_app.request_log.pipe import line_writer
 from serve_app.service.endpoint import Endpoint
-from serve_app.service.ray_fronts import AskedStore, RayFronts
-from serve_app.service.ray_metrics import RayMetrics
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings, ScalingSettings
-from serve_app.tools.processes import kill_any
 
 logger = logging.getLogger("ray.serve")
 
@@ -118,7 +118,7 @@ class EngineHost:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: EngineConfig, gpu: bool, drain_timeout_s: float
     ) -> None:
-        lose_what_no_log_takes()
+        ignore_logging_errors()
         self._drain_timeout_s = drain_timeout_s
         context = serve.get_replica_context()
         group = ray.util.get_current_placement_group()
@@ -162,14 +162,14 @@ class Front:
 
         `engines` is the deployment that this one needs. It is reached over sockets; only where there `may_be_none`, a
         call through its handle has Serve start one."""
-        lose_what_no_log_takes()
+        ignore_logging_errors()
         missing = [f"{name}={value}" for name, value in FAST_SERVE.items() if os.environ.get(name) != value]
         if missing:
             logger.warning("For full speed set %s before Ray starts, as `callboard serve` does.", " ".join(missing))
         app_name = serve.get_replica_context().app_name
         self._engines = EngineGroup(
             RayDirectory(engines_of(app_name, config)),
-            FromZero(
+            ScaleFromZero(
                 lambda: _wake(engines), config.max_queued_requests, config.max_queued_tokens, config.queue_timeout_s
             )
             if may_be_none
@@ -182,7 +182,7 @@ class Front:
         metrics.lines = RequestLines(self._service.model, line_writer()) if settings.request_log else None
         settings.check_extras()
         if settings.otlp_traces_endpoint is not None:
-            from serve_app.http.tracing import Tracing
+            from serve_app.observability.tracing import Tracing
 
             metrics.add_sink(Tracing.to(self._service.model, settings.otlp_traces_endpoint))
         fronts = RayFronts()
@@ -203,7 +203,7 @@ class Front:
             await self._start
 
     async def _connect(self, config: EngineConfig) -> None:
-        with telling_faults("A front"):
+        with report_faults("A front"):
             await self._load(config)
 
     async def _load(self, config: EngineConfig) -> None:

@@ -32,15 +32,15 @@ from serve_app.apis.table import ENDPOINTS
 from serve_app.http.auth import AuthMiddleware, Cors, path_within
 from serve_app.http.lanes import run_preparation, run_rendering
 from serve_app.http.limits import read_json_body
+from serve_app.observability.context import RequestContext
+from serve_app.observability.middleware import ObserveRequests
 from serve_app.page import ROUTES as PAGE_ROUTES
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import INTERNAL_ERROR, ApiError, api_error, error_body, error_response, redacted
 from serve_app.protocol.parsing import AbortRequest, GrammarRequest, parse
-from serve_app.request_log.middleware import ObserveRequests
 from serve_app.service.endpoint import AnsweredAtOnce
 from serve_app.service.generation import Generation
 from serve_app.service.grammars import compiled, ignored_paths
-from serve_app.service.metrics import RequestContext
 from serve_app.service.recorded import RecordedRequests
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
@@ -77,7 +77,7 @@ def build_http_app(
     }
     batches.routes = Starlette(routes=routes, exception_handlers=errors)  # whose batch it is was checked
     middleware = [
-        Middleware(ObserveRequests, service.metrics, routes),
+        Middleware(ObserveRequests, service.metrics.answered, routes),
         *([Middleware(Cors, settings)] if settings.cors_origin else []),
         Middleware(AuthMiddleware, settings, keys, echo_ids=echo_request_ids),
     ]
@@ -89,7 +89,8 @@ class _Routes:
 
     def __init__(self, service: Service, settings: HttpSettings, stored: StoredResponses, kill: Kill | None) -> None:
         self._service, self._settings, self._stored, self._kill = service, settings, stored, kill
-        self._recorded = RecordedRequests(settings.recorded_request_bytes)
+        id_prefixes = [endpoint.id_prefix for endpoint in ENDPOINTS]
+        self._recorded = RecordedRequests(settings.recorded_request_bytes, id_prefixes)
 
     def all(self) -> list[Route]:
         service, settings, recorded = self._service, self._settings, self._recorded

@@ -2,6 +2,7 @@
 
 import os
 
-# Tests side by side have more threads than there are cores. A thread that waits for the others of a product must not
-# spin then, which would cost ten times what is computed. OpenMP reads this when torch is imported; children inherit it.
+# Test processes side by side have more threads than there are cores. A thread that waits for the others of a product
+# must not spin then, because spinning would take ten times the product's time. OpenMP reads this when torch is
+# imported; children inherit it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

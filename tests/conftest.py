@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# A process computes on one core, and pytest takes a process a core. Libraries read this when they are loaded.
+# A process computes on one core, and pytest starts a process a core. Libraries read this when they are loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Where there is no GPU, kernels run under Triton's interpreter.
+# Without a GPU, kernels run under Triton's interpreter.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -60,10 +60,10 @@ def shared_compiler(_compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch)
     return _compiler
 
 
-# Which tests run, where and in which order: tests/selection.py.
+# tests/selection.py decides which tests run, where and in which order.
 pytest_plugins = ["tests.selection"]
 
-# Ray reads its environment when it is imported, which test modules do while they are collected.
+# Ray reads its environment when it is imported, and test modules import it during collection.
 RAY_FOLDER = tempfile.mkdtemp(prefix="cb-", dir="/tmp")  # short: Ray puts Unix sockets (107 bytes) below it
 os.environ.update(single_machine(RAY_FOLDER))
 

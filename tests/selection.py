@@ -1,8 +1,8 @@
 """Which tests a session runs, in which order, and on which of its workers: a plugin of pytest.
 
-    pytest                 what a change needs: minutes on two cores; it says what it leaves out
+    pytest                 the tests that a change needs: minutes on two cores; it lists the tests left out
     pytest --all           every test, as CI runs it; CALLBOARD_TESTS=all gives property tests more examples
-    pytest FILE, -m MARK   what is named, whatever it costs
+    pytest FILE, -m MARK   the named tests, slow ones too
 
 All cores are used (pytest-xdist), unless a few files or tests are named. A file's tests share their
 fixtures, so they stay on one worker. So do all tests that start Ray or servers, which would take each other's cores.
@@ -20,14 +20,14 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parent
-# What a test needs beyond a second of one core, by its folder and by its fixtures.
+# The needs of a test beyond a second of one core, by its folder and by its fixtures.
 RESOURCES_OF_FOLDERS = {"processes", "triton", "compile", "browser", "gpu"}
 RESOURCES_OF_FIXTURES = {"smollm2_path": "model", "gemma3_path": "thorough", "ray_session": "ray"}
-# The order of a session: quick ones first, then what takes one worker longest.
+# The order of a session: quick tests first, then the tests that take one worker longest.
 ORDER = ("fast", "compile", "processes", "ray", "browser", "triton", "model", "long", "thorough", "gpu")
 _WORKER_GIB = 9  # of a GPU's memory, which tests/gpu needs for each worker
 _ONE_WORKER = "tests/processes/"
-# Mark -> what a session without --all leaves out.
+# mark -> the tests that a session without --all leaves out
 LEFT_OUT = {"thorough": "more cases of what other tests cover", "gpu": "kernels on a CUDA device"}
 
 
@@ -37,9 +37,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One worker more than there are cores for whole folders: the tests of one worker mostly wait for processes.
+    """Whole folders get one worker more than there are cores, because the tests of one worker mostly wait for
+    processes.
 
-    Tests that are named run in this process, which starts in half the time."""
+    Named tests run in this process, which starts in half the time."""
     if any(not Path(argument).is_dir() for argument in config.args):
         config.option.dist = "no"
         return 0
@@ -50,7 +51,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def _gpu_gib() -> int | None:
-    """The memory of the smallest GPU, in GiB; None without one."""
+    """The memory of the smallest GPU, in GiB, or None without one."""
     try:
         command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -83,14 +84,14 @@ def needs(item: pytest.Item) -> set[str]:
 
 
 def _is_everything(config: pytest.Config) -> bool:
-    """True if nothing is left out: --all, or tests that are named by path or by mark."""
+    """True if all tests run: with --all, or if tests are named by path or by mark."""
     names_tests = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
     return bool(config.getoption("--all") or names_tests or config.getoption("markexpr"))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark items by what they need, take out what this session leaves out, and order their files."""
+    """Mark items by their needs, drop the ones that this session leaves out, and order their files."""
     ranks: dict[Path, int] = {}
     marks = {item: needs(item) for item in items}
     for item, names in marks.items():
@@ -125,7 +126,7 @@ _LEFT = pytest.StashKey[Counter[str]]()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput"):  # of a worker of pytest-xdist, which collects for the controller
+    if hasattr(session.config, "workeroutput"):  # a worker of pytest-xdist, which collects for the controller
         session.config.workeroutput["left_out"] = dict(session.config.stash.get(_LEFT, Counter()))
 
 

@@ -22,13 +22,13 @@ def cited() -> dict[str, list[str]]:
     return found
 
 
-def test_every_contract_that_is_cited_is_defined():
+def test_every_cited_contract_is_defined():
     assert {number: paths for number, paths in cited().items() if number not in CONTRACTS} == {}
     assert list(CONTRACTS) == [f"C{i}" for i in range(1, len(CONTRACTS) + 1)]
 
 
 @pytest.mark.parametrize("number", CONTRACTS)
-def test_what_it_names_exists(number: str):
+def test_names_in_a_contract_exist(number: str):
     text = CONTRACTS[number]
     why, upheld, held = (text.partition(f"**{part}")[2].partition("- **")[0] for part in ("Why", "Upheld", "Held"))
     assert why
@@ -44,9 +44,43 @@ def _text(path: str) -> str:
     return (ROOT / path).read_text() if (ROOT / path).is_file() else ""
 
 
-@pytest.mark.parametrize("page", [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
-def test_files_that_pages_name_exist(page: Path):
+PAGES = [
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "benchmarks").glob("*.md")),
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_pages_resolve(page: Path):
+    """To files, and to headings of pages as GitHub names them."""
+    text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+    lost = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, heading = link.partition("#")
+        target = page if not path else page.parent / path
+        if "://" not in link and not (target.exists() and (not heading or heading in _headings(target))):
+            lost.append(link)
+    assert lost == []
+
+
+def _headings(page: Path) -> list[str]:
+    titles = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_named_in_pages_exist(page: Path):
     named = re.findall(r"`((?:runtime|actors|serve_app|tests|benchmarks|docs|\.ci)/[\w./-]*)`", page.read_text())
     assert [path for path in named if not (ROOT / path).exists()] == []
     modules = [name.replace(".", "/") for name in re.findall(r"python -m (benchmarks(?:\.\w+)+)", page.read_text())]
     assert [m for m in modules if not (ROOT / f"{m}.py").exists() and not (ROOT / m / "__main__.py").exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_names_that_pages_place_in_files_exist(page: Path):
+    """As in `name` of `path/file.py`."""
+    text = " ".join(page.read_text("utf-8").split())
+    found = re.findall(r"((?:`\w+`, )*`\w+`) of `((?:runtime|actors|serve_app|benchmarks|tests)/[\w./]+)`", text)
+    places = [(name, path) for names, path in found for name in re.findall(r"`(\w+)`", names)]
+    assert [place for place in places if not re.search(rf"\b{place[0]}\b", _text(place[1]))] == []

@@ -1,13 +1,21 @@
-"""The limits of size that CONTRIBUTING.md names."""
+"""The limits of size and the rules of English that CONTRIBUTING.md names."""
 
 import ast
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from tests.support import plain_english
+
 ROOT = Path(__file__).parents[1]
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 70
+MAX_FOLDER_FILES = 15
+MAX_TEST_NAME = 60
+GROWING_FOLDERS = {"runtime/models/families", "runtime/text/tool_calls"}  # a file for each family or format
+LARGE_FOLDERS = {"runtime/structured"}  # to be sorted
 FILES = [
     path
     for folder in ("runtime", "actors", "serve_app", "tests", "benchmarks")
@@ -36,6 +44,31 @@ def test_functions_fit_a_screen(folder: str):
     assert long == {}
 
 
-def test_no_code_stands_in_a_drawer():
-    """A file is named after what it holds."""
+def test_files_are_named_after_their_content():
+    """The name of a file is the name of its subject."""
     assert [str(path) for path in FILES if path.stem in ("utils", "helpers", "misc", "common")] == []
+
+
+def test_folders_are_small():
+    numbers = Counter(str(path.parent.relative_to(ROOT)) for path in FILES)
+    large = {folder: number for folder, number in numbers.items() if number > MAX_FOLDER_FILES}
+    assert {
+        name: number for name, number in large.items() if not name.startswith("tests/")
+    }.keys() <= GROWING_FOLDERS | LARGE_FOLDERS
+
+
+def test_names_of_tests_are_short():
+    names = {str(path.relative_to(ROOT)): re.findall(r"def (test_\w+)", path.read_text("utf-8")) for path in FILES}
+    long = [f"{path}::{name}" for path in names for name in names[path] if len(name) > MAX_TEST_NAME]
+    assert long == []
+
+
+def test_sentences_are_in_plain_english():
+    """Each file has exactly the findings that it is allowed, so their number can only fall."""
+    found, allowed = plain_english.counts(), plain_english.allowance()
+    if not allowed:
+        pytest.skip("no file has an allowance: python -m tests.support.plain_english --write")
+    more = {name: f"{found[name]} > {allowed.get(name, 0)}" for name in found if found[name] > allowed.get(name, 0)}
+    assert more == {}, "list the sentences: python -m tests.support.plain_english FILE"
+    fewer = {name: f"{found.get(name, 0)} < {allowed[name]}" for name in allowed if found.get(name, 0) < allowed[name]}
+    assert fewer == {}, "lower the allowance: python -m tests.support.plain_english --write"

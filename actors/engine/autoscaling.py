@@ -1,7 +1,7 @@
-"""How many engines an application needs: a policy of what they have to do, and the shell that lets Serve ask it.
+"""The number of engines that an application needs: a policy of their load, and its shell for Serve.
 
-The policy is pure: figures of the engines and a time in, a number of engines out. Serve pickles this module by value
-into its controller, where none of our packages need be: it imports nothing but the standard library.
+The policy is pure: it maps figures of the engines and a time to a number of engines. Serve pickles this module by value
+into its controller, which may lack our packages. So the module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ if TYPE_CHECKING:
     from runtime.core.scheduler import Scheduler
     from runtime.policy.engine_load import EngineLoad
 
-DRAIN_S = 2.0  # the prompts that wait should be computed within this
-ROWS = 0.8  # the share of its rows that an engine should use at most, and of its KV blocks
-BLOCKS = 0.9
-SPARE = 0.75  # engines go when those that stay would be at this share of these limits at most: 60 % of their rows
+MAX_PROMPT_WAIT_S = 2.0  # the waiting prompts should be computed within this
+MAX_ROW_SHARE = 0.8  # of an engine's rows
+MAX_BLOCK_SHARE = 0.9  # of an engine's KV blocks
+# Engines end if the others would use at most this share of the limits above: 60 % of their rows.
+SCALE_IN_SHARE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFigures:
-    """The load of one engine, and its limits."""
+    """The load and the limits of one engine."""
 
     queued_tokens: float  # of prompts, still to be computed
-    prefill_rate: float  # prompt tokens a second; 0: not known yet
+    prefill_rate: float  # prompt tokens a second; 0 if unknown
     num_live: float  # requests that run or wait
     max_rows: float  # requests that can run at a time
     num_used_blocks: float
@@ -38,7 +39,7 @@ class EngineFigures:
 
     @classmethod
     def of(cls, scheduler: Scheduler, load: EngineLoad, prefill_rate: float, idle_s: float) -> EngineFigures:
-        """Those of the engine with this scheduler."""
+        """Return the figures of the engine with this scheduler."""
         return cls(
             queued_tokens=load.queued_tokens,
             prefill_rate=prefill_rate,
@@ -51,21 +52,21 @@ class EngineFigures:
 
 
 def engines_needed(engines: Sequence[EngineFigures]) -> float:
-    """So many engines like these would be just within the limits; a fraction, so that it can be compared."""
+    """Return the number of engines like these that the load needs, as a fraction."""
     if not engines:
         return 0.0
     num_engines, num_live = len(engines), sum(e.num_live for e in engines)
     rates = [e.prefill_rate for e in engines if e.prefill_rate > 0]
-    backlog = sum(e.queued_tokens for e in engines) * len(rates) / (DRAIN_S * sum(rates)) if rates else 0.0
+    backlog = sum(e.queued_tokens for e in engines) * len(rates) / (MAX_PROMPT_WAIT_S * sum(rates)) if rates else 0.0
     return max(
-        min(backlog, num_live),  # one prompt is computed by one engine, however long it is
-        num_engines * num_live / (ROWS * sum(e.max_rows for e in engines)),
-        num_engines * sum(e.num_used_blocks for e in engines) / (BLOCKS * sum(e.num_blocks for e in engines)),
+        min(backlog, num_live),  # one engine computes a prompt, whatever its length
+        num_engines * num_live / (MAX_ROW_SHARE * sum(e.max_rows for e in engines)),
+        num_engines * sum(e.num_used_blocks for e in engines) / (MAX_BLOCK_SHARE * sum(e.num_blocks for e in engines)),
     )
 
 
 class ScalingPolicy:
-    """Decides again and again; it remembers since when there were too few or too many."""
+    """Decides repeatedly, and remembers since when there are too few or too many engines."""
 
     def __init__(
         self,
@@ -75,18 +76,25 @@ class ScalingPolicy:
         downscale_delay_s: float = 120.0,
         idle_s: float = 300.0,
     ) -> None:
-        """Engines come after `upscale_delay_s` of too much load, and go after `downscale_delay_s` of little; the last
-        one, if `min_engines` is 0, when nothing was asked of it for `idle_s`."""
+        """Args:
+        upscale_delay_s: time of high load before engines start.
+        downscale_delay_s: time of low load before engines end.
+        idle_s: time without requests before the last engine ends, if `min_engines` is 0."""
         self._min, self._max = min_engines, max_engines
         self._upscale_delay_s, self._downscale_delay_s, self._idle_s = upscale_delay_s, downscale_delay_s, idle_s
         self._busy_since: float | None = None
-        self._spare_since: float | None = None
-        self._most_needed = 0  # since then
+        self._spare_since: float | None = None  # since when fewer engines would do
+        self._most_needed = 0  # engines, since then
 
-    def decide(self, engines: Sequence[EngineFigures], num_engines: int, now: float, num_away: int = 0) -> int:
-        """The number of engines from now on. `num_engines` were asked for the last time; `engines` are those of them
-        that serve, and `num_away` have served and are restarted. Until these are back none goes: what they had to do
-        waits for them. Engines that are not there yet keep nobody: there may be no room for them."""
+    def decide(self, engines: Sequence[EngineFigures], num_engines: int, now: float, num_restarting: int = 0) -> int:
+        """Return the number of engines from now on.
+
+        Args:
+        engines: the figures of the engines that serve.
+        num_engines: the last decision.
+        num_restarting: engines that served and restart now. Their load waits for them, so no engine ends meanwhile.
+
+        Engines that have not started yet do not prevent a scale-in: the cluster may lack room for them."""
         num_engines = self._within_bounds(num_engines)
         load = engines_needed(engines)
         wanted = self._within_bounds(_ceil(load))
@@ -99,15 +107,15 @@ class ScalingPolicy:
             self._busy_since = None
             return wanted
         self._busy_since = None
-        if num_away:
+        if num_restarting:
             self._spare_since = None
             return num_engines
         if self._min == 0 and engines and all(e.idle_s >= self._idle_s for e in engines):
             return 0
-        return self._without_spare(max(1, self._within_bounds(_ceil(load / SPARE))), num_engines, now)
+        return self._scale_in(max(1, self._within_bounds(_ceil(load / SCALE_IN_SHARE))), num_engines, now)
 
-    def _without_spare(self, needed: int, num_engines: int, now: float) -> int:
-        """As many as were ever needed during the delay."""
+    def _scale_in(self, needed: int, num_engines: int, now: float) -> int:
+        """Return the most engines that were needed during the delay, or the current number until it has passed."""
         if needed >= num_engines:
             self._spare_since = None
             return num_engines
@@ -124,35 +132,35 @@ class ScalingPolicy:
 
 
 def _ceil(value: float) -> int:
-    return math.ceil(value - 1e-9)  # a sum of floats may be a little above a whole number
+    return math.ceil(value - 1e-9)  # a sum of floats may be slightly above an integer
 
 
 # ---- Serve's side ----------------------------------------------------------------------------------------------------
 
-_SERVES = "serves"  # 1 in the report of an engine that has figures
+_SERVES = "serves"  # 1 in the report of an engine with figures
 
 
 def report_of(figures: EngineFigures | None) -> dict[str, float]:
-    """The numbers by which a replica tells Serve of its engine, which may be away."""
+    """Return the numbers that a replica reports to Serve. `figures` is None while its engine restarts."""
     return {_SERVES: 0.0} if figures is None else {_SERVES: 1.0, **asdict(figures)}
 
 
 class ServePolicy:
-    """A ScalingPolicy as Serve calls it, which alone delays and bounds what it decides."""
+    """A ScalingPolicy as Serve calls it. All delays and bounds are the policy's own."""
 
     def __init__(self, **settings: float) -> None:
-        """`settings` are those of ScalingPolicy."""
+        """`settings` are the arguments of ScalingPolicy."""
         self._policy = ScalingPolicy(**settings)  # type: ignore[arg-type]
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         engines = _reported(context)
-        num_away = len(context.running_replicas) - len(engines)
-        # Serve's own clock jumps where the machine's is set.
-        return self._policy.decide(engines, context.target_num_replicas, time.monotonic(), num_away), {}
+        num_restarting = len(context.running_replicas) - len(engines)
+        # Serve's own clock jumps when the machine's clock is set.
+        return self._policy.decide(engines, context.target_num_replicas, time.monotonic(), num_restarting), {}
 
 
 def _reported(context: AutoscalingContext) -> list[EngineFigures]:
-    """The figures that replicas reported last, without those whose engines are away."""
+    """Return the figures that replicas reported last, without restarting engines."""
     series = context.raw_metrics or {}
     found = []
     for replica in context.running_replicas:

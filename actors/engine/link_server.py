@@ -1,8 +1,11 @@
 """The engine's side of the links: accepts fronts, reads their requests, writes at most one frame a step to each.
 
-Threads: one accepts, one reads each front and answers its reports and heartbeats, and the engine's step thread writes
-all else. It never waits for a slow front: what the socket does not take at once is kept and tried again with the next
-frame.
+    thread          count           does
+    link-accept     1               accepts fronts
+    link-read       1 a front       reads the front's messages; answers its reports and heartbeats
+    engine-step     1               writes all other messages
+
+The step thread never waits for a slow front: a full socket leaves a backlog, which the next frame's write continues.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from collections.abc import Callable
 import msgspec
 
 from actors.wire.adapter_entry import AdapterState
-from actors.wire.messages import (
+from actors.wire.link_messages import (
     LEASE_S,
     Done,
     FromEngine,
@@ -36,17 +39,28 @@ from actors.wire.messages import (
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.process_meter import MEMORY
 from actors.wire.transport import Address, FrameSocket, Listener, framed
-from runtime.features.grammar_store import GrammarStore
-from runtime.spec.types import CallboardError, GrammarUpdate
+from runtime.features.grammar_store import GrammarStore, GrammarUpdate
+from runtime.spec.types import CallboardError
 
 logger = logging.getLogger(__name__)
 
-_MAX_BACKLOG = 64 << 20  # bytes that a front may leave unread
+_MAX_BACKLOG = 64 << 20  # unread bytes of a front before its connection is closed
 _serials = itertools.count()
 
 
-class Stream:
-    """One live request of one connection: the `owner` that the scheduler carries."""
+class Connected:
+    """A front has connected: the first message of its connection."""
+
+
+class Disconnected:
+    """The connection has ended: its last message."""
+
+
+FromLink = FromFront | Connected | Disconnected
+
+
+class EngineStream:
+    """One live request of one connection, the `owner` of its state in the scheduler."""
 
     __slots__ = (
         "admitted_at", "arrived_at", "client_id", "connection", "key", "last_at", "last_step", "number",
@@ -56,32 +70,32 @@ class Stream:
     def __init__(self, connection: Connection, number: int, request_id: str) -> None:
         self.connection, self.number, self.request_id = connection, number, request_id
         self.client_id = client_id(request_id)
-        self.key = f"{connection.serial}.{number}"  # the scheduler's id: never that of a resubmission
+        self.key = f"{connection.serial}.{number}"  # the scheduler's id: a resubmission gets another one
         self.arrived_at = time.monotonic()
-        self.admitted_at = 0.0  # 0: it has not been, yet
-        self.last_step: int | None = None  # the engine's step that sampled its last token
-        self.last_at = 0.0  # when that was
+        self.admitted_at = 0.0  # 0 until it is admitted
+        self.last_step: int | None = None  # the step that sampled its last token; None before the first
+        self.last_at = 0.0  # the time of that step
 
 
 class Connection:
-    """One front: its live streams, and the frame that the current step fills for it."""
+    """One front: its live streams, and the frame of the current step."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._sending = threading.Lock()
         self.serial = next(_serials)
-        self.streams: dict[int, Stream] = {}
-        self.prompts, self.grammars = SharedPrompts(), GrammarStore()  # its reader's
-        self.last_stream = 0  # the number of the last that it has submitted
+        self.streams: dict[int, EngineStream] = {}
+        self.prompts, self.grammars = SharedPrompts(), GrammarStore()  # for its reader thread
+        self.last_stream = 0  # the number of the last submitted one
         self.sent_adapters: dict[str, AdapterState] = {}  # by name, as of the last Status
-        self.last_heard = time.monotonic()
-        self.memory = 0.0  # resident bytes of its process, if it reports them here
-        self.frame = Tokens()  # what this step gains, but for its columns
+        self.last_received_at = time.monotonic()
+        self.memory = 0.0  # resident bytes of its process, if it reports them
+        self.frame = Tokens()  # the step's output without its columns
         self.stream_column, self.token_column = array("i"), array("i")
         self._backlog = bytearray()
 
     def flush(self, sampled_at: float) -> None:
-        """Send what the step gathered, as one frame; `sampled_at` is by the wall clock."""
+        """Send the step's frame; `sampled_at` is a time of the wall clock."""
         frame, self.frame = self.frame, Tokens()
         frame.streams, frame.token_ids = self.stream_column.tobytes(), self.token_column.tobytes()
         frame.sampled_at = sampled_at
@@ -89,18 +103,18 @@ class Connection:
         self.send(frame)
 
     def send(self, message: FromEngine) -> None:
-        """Queue a message and write what the socket takes; a front that lets too much pile up is cut off."""
+        """Queue a message, and write as much as the socket takes. Too large a backlog closes the connection."""
         frame = framed(encode(message))
         with self._sending:
             self._backlog += frame
             self._write()
 
     def answer(self, number: int, error: str = "") -> None:
-        """The thing that the front asked for with this number is done, or why it is not."""
+        """Report that the front's request with this number is done, or its error."""
         self.send(Done(number, error))
 
     def send_backlog(self) -> None:
-        """Write what the socket takes of what was queued."""
+        """Write as much of the backlog as the socket takes."""
         with self._sending:
             self._write()
 
@@ -117,35 +131,35 @@ class Connection:
 
     @property
     def has_backlog(self) -> bool:
-        """Something waits for room in the socket."""
+        """True if bytes wait for room in the socket."""
         return bool(self._backlog)
 
     @property
     def lease_expired(self) -> bool:
-        """The front has live streams and has said nothing for LEASE_S."""
+        """True if the front has live streams and has sent nothing for LEASE_S."""
         return bool(self.streams) and self.is_silent
 
     @property
     def is_silent(self) -> bool:
-        """The front has sent nothing for LEASE_S."""
-        return time.monotonic() - self.last_heard > LEASE_S
+        """True if the front has sent nothing for LEASE_S."""
+        return time.monotonic() - self.last_received_at > LEASE_S
 
     def close(self) -> None:
-        """End the connection; its reader thread reports it as gone."""
-        with contextlib.suppress(OSError):  # the peer was faster
+        """End the connection. Its reader thread delivers Disconnected."""
+        with contextlib.suppress(OSError):  # the peer has closed it already
             self._sock.shutdown(socket.SHUT_RDWR)
 
 
 class LinkServer:
-    """Lets fronts connect, from this node and others.
+    """Accepts connections of fronts on this node and others.
 
-    `deliver(connection, message)` is called from the reader threads, in order for each connection: a new one with
-    None, then its messages, then None again when it is gone. `report(figures)` is, too, and its answer sent.
+    The reader threads call `deliver(connection, message)`, in order for each connection: Connected, then the front's
+    messages, then Disconnected. They also call `report(figures)`, and send its result to the front.
     """
 
     def __init__(
         self,
-        deliver: Callable[[Connection, FromFront | None], None],
+        deliver: Callable[[Connection, FromLink], None],
         report: Callable[[MetricValues], Snapshot],
     ) -> None:
         self._deliver, self._report = deliver, report
@@ -153,7 +167,7 @@ class LinkServer:
         threading.Thread(target=self._accept, name="link-accept", daemon=True).start()
 
     def open(self, same_node: bool, host: str) -> Address:
-        """An address for one connection; `host` is this node's, as others reach it."""
+        """Return an address for one connection; `host` is this node's address for other nodes."""
         return self._listener.invite("" if same_node else host)
 
     def _accept(self) -> None:
@@ -161,17 +175,17 @@ class LinkServer:
             _, front = accepted
             try:
                 threading.Thread(target=self._read, args=(front,), name="link-read", daemon=True).start()
-            except RuntimeError as e:  # threads are used up, which may pass: the front tries it again
+            except RuntimeError as e:  # no more threads; this may pass, and the front retries
                 front.sock.close()
                 logger.error("a front cannot connect for now: %s", e)
 
     def _read(self, front: FrameSocket) -> None:
         with front.sock:
             connection = Connection(front.sock)
-            self._deliver(connection, None)
+            self._deliver(connection, Connected())
             try:
                 while frames := front.receive():
-                    connection.last_heard = time.monotonic()
+                    connection.last_received_at = time.monotonic()
                     for message in map(decode_from_front, frames):
                         if isinstance(message, Heartbeat):
                             connection.send(message)
@@ -187,12 +201,12 @@ class LinkServer:
                                 message.request = connection.grammars.whole_request(message.request)
                             self._deliver(connection, message)
             except (CallboardError, msgspec.DecodeError, OSError):
-                pass  # not a front of ours, or gone: nothing after this frame can be trusted
+                pass  # a foreign or lost front: later frames cannot be trusted
             except Exception:
                 logger.exception("a link's reader failed; its connection ends")
             finally:
-                self._deliver(connection, None)
+                self._deliver(connection, Disconnected())
 
     def close(self) -> None:
-        """Let no more fronts in; connections end with their sockets."""
+        """Accept no more fronts. Connections end with their sockets."""
         self._listener.close()

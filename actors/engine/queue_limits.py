@@ -1,4 +1,4 @@
-"""The limits of an engine's queue, and when a client that meets one should come back."""
+"""The limits of an engine's queue, its deadlines, and the requests that wait for an adapter."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
-from actors.engine.held_requests import HeldRequests
-from actors.engine.link_server import Stream
+from actors.engine.link_server import EngineStream
 from actors.wire.engine_client import Refusal
-from actors.wire.messages import Refused, Submit
+from actors.wire.link_messages import Refused, Submit
 from runtime.core.request_state import RequestState, RequestStatus
 from runtime.core.scheduler import Scheduler
 from runtime.policy.queue_sizes import QueueSizes
@@ -18,25 +17,80 @@ from runtime.spec.config import EngineConfig
 from runtime.spec.types import Request
 
 
+class HeldRequests:
+    """The requests that wait until their adapter is loaded, in the order of arrival.
+
+    They count in the queue's limits, and time out like queued ones."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._timeout_s = timeout_s
+        self._requests: dict[EngineStream, tuple[Request, bool]] = {}
+        self._deadlines: dict[EngineStream, float] = {}  # may include ended streams
+        self.num_tokens = self.num_bytes = 0  # tokens of prompts and predictions; bytes of requests
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, stream: EngineStream, request: Request, resumed: bool) -> None:
+        if self._timeout_s is not None and not resumed:
+            self._deadlines[stream] = (
+                stream.arrived_at + self._timeout_s
+            )  # a request that is held again keeps its deadline
+        self._requests[stream] = request, resumed
+        self._count(request, 1)
+
+    def remove(self, stream: EngineStream) -> None:
+        """Remove an ended stream. Other streams are ignored."""
+        if (found := self._requests.pop(stream, None)) is not None:
+            self._count(found[0], -1)
+
+    def _count(self, request: Request, times: int) -> None:
+        self.num_tokens += times * (len(request.token_ids) + len(request.prediction))
+        self.num_bytes += times * request.num_bytes
+
+    def take(self) -> list[tuple[EngineStream, Request, bool]]:
+        """Remove and return all: stream, request, and whether it is resumed."""
+        taken = [(stream, *found) for stream, found in self._requests.items()]
+        self._requests.clear()
+        self.num_tokens = self.num_bytes = 0
+        return taken
+
+    @property
+    def has_deadlines(self) -> bool:
+        """True if a later call of `late` may return a stream."""
+        return bool(self._deadlines)
+
+    def late(self) -> Iterator[EngineStream]:
+        """Yield the streams that were held for too long, each once."""
+        while self._deadlines:
+            stream, due = next(iter(self._deadlines.items()))
+            is_held = stream in self._requests
+            if is_held and due > time.monotonic():
+                return
+            del self._deadlines[stream]
+            if is_held:
+                yield stream
+
+
 class QueueLimits:
-    """Those of one engine, and the times at which requests have finished since it was last idle."""
+    """The limits of one engine's queue, and the rate at which its requests finish."""
 
     def __init__(self, config: EngineConfig, scheduler: Scheduler, held: HeldRequests) -> None:
-        self._config, self._scheduler, self._held = config, scheduler, held
+        self._config, self._waiting, self._held = config, scheduler.waiting, held
         self._sizes = scheduler.extras[QueueSizes]
-        self._finish_times: deque[float] = deque(maxlen=64)
-        self._deadlines: deque[tuple[float, RequestState]] = deque()  # of requests that may not have begun yet
+        self._finish_times: deque[float] = deque(maxlen=64)  # since the engine was idle
+        self._deadlines: deque[tuple[float, RequestState]] = deque()  # in order; some requests may have begun or ended
 
     def finished(self, at: float) -> None:
-        """A request has."""
+        """Note the end of a request."""
         self._finish_times.append(at)
 
     def idle(self) -> None:
-        """There is nothing to do."""
+        """Note that the engine is idle: its rate is then unknown."""
         self._finish_times.clear()
 
     def queued(self, state: RequestState, arrived_at: float) -> None:
-        """A request is in the queue that has no token yet. One that was held for its adapter arrived before others."""
+        """Note the deadline of a queued request without tokens. A request that was held may precede others."""
         if self._config.queue_timeout_s is not None:
             item = arrived_at + self._config.queue_timeout_s, state
             if self._deadlines and item[0] < self._deadlines[-1][0]:
@@ -46,12 +100,13 @@ class QueueLimits:
 
     @property
     def has_deadlines(self) -> bool:
-        """Something may be late."""
+        """True if a request may become late."""
         return bool(self._deadlines) or self._held.has_deadlines
 
-    def late(self) -> Iterator[Stream]:
-        """Those that have waited for too long, each once. They came in the order of their deadlines; one that has begun
-        or ended has none any more."""
+    def late(self) -> Iterator[EngineStream]:
+        """Yield the streams that have waited for too long, each once.
+
+        The deadlines are in order. The deadline of a request that has begun or ended is void."""
         deadlines, now = self._deadlines, time.monotonic()
         while deadlines:
             due, state = deadlines[0]
@@ -64,15 +119,15 @@ class QueueLimits:
         yield from self._held.late()
 
     def refusal(self, message: Submit) -> Refused | None:
-        """The answer to a request for which there is no room; the queue is counted as it is now."""
-        config, queue, held = self._config, self._scheduler.waiting, self._held
-        waiting = len(queue) + len(held)
-        tokens = queue.num_tokens + self._sizes.num_predicted + held.num_tokens
-        num_bytes = self._sizes.num_bytes(queue.num_tokens) + held.num_bytes
+        """Return the refusal of a request that does not fit the queue; None if it fits."""
+        config, held, sizes = self._config, self._held, self._sizes
+        waiting = len(self._waiting) + len(held)
+        tokens = self._waiting.num_tokens + sizes.num_predicted + held.num_tokens
+        num_bytes = sizes.num_bytes(self._waiting.num_tokens) + held.num_bytes
         num_new = len(message.request.token_ids) + len(message.request.prediction)
         if waiting >= config.max_queued_requests:
             text = f"The engine has {waiting} requests waiting, its limit (max_queued_requests); try again later."
-        elif waiting and tokens + num_new > config.max_queued_tokens:  # an empty queue takes any
+        elif waiting and tokens + num_new > config.max_queued_tokens:  # an empty queue takes any request
             text = (
                 f"The engine has {tokens} tokens waiting and this request has {num_new}, above "
                 f"its limit of {config.max_queued_tokens} (max_queued_tokens); try again later."
@@ -87,13 +142,13 @@ class QueueLimits:
         return Refused(message.stream, text, Refusal.BUSY, self._retry_after_s(waiting))
 
     def _bytes_of(self, request: Request) -> int:
-        """Bytes that a request would add to the queue, about."""
+        """Return the approximate bytes that a request adds to the queue. A grammar counts once."""
         grammar = request.params.grammar
         is_there = grammar is not None and self._sizes.has_grammar(grammar.key)
         return request.num_bytes - (grammar.num_bytes if grammar is not None and is_there else 0)
 
     def _retry_after_s(self, waiting: int) -> float:
-        """How long the queue takes to drain at the rate of the last finished requests, within 1 to 60 seconds."""
+        """Return the seconds until the queue drains at the current rate, within 1 to 60."""
         times = self._finish_times
         if len(times) < 2 or times[-1] == times[0]:
             return 1.0

@@ -1,11 +1,11 @@
-"""Sleep of one engine, whose runners give their memory back while its requests wait.
+"""The sleep of one engine: its runners release their memory while its requests wait.
 
     awake  ->  the steps in flight end  ->  level 1: the runners keep their weights in the host's memory
                                             level 2: the runners end
-    asleep ->  requests wait in the queue, new ones too, for as long as they may
-    awake  ->  the weights are back, or read again; all requests are computed again from their known tokens (C8)
+    asleep ->  requests wait in the queue, within queue_timeout_s
+    awake  ->  the weights are copied back, or read again; all requests are recomputed from their known tokens (C8)
 
-The step thread owns all of it.
+Only the step thread uses this module.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from actors.engine.adapter_loading import EngineAdapters
+from actors.engine.engine_adapters import EngineAdapters
 from actors.engine.link_server import Connection
-from actors.engine.step_channel import RunnersLost
-from actors.wire.messages import Sleep
+from actors.runners.step_channel import RunnersLost
+from actors.wire.link_messages import Sleep
 from runtime.core.engine import EngineCore
 from runtime.spec.types import CallboardError
 
-SetSleep = Callable[[int], None]  # lets all runners sleep at level 1, ends them at 2, and wakes those at level 1 with 0
+SetSleep = Callable[[int], None]  # of all runners: 1 sleeps, 2 ends them, 0 wakes from level 1
 
 
 class EngineSleep:
-    """How deep the runners sleep, and the fronts that have asked for another level."""
+    """The current level of sleep, and the requests of fronts for another level."""
 
     def __init__(
         self,
@@ -35,28 +35,37 @@ class EngineSleep:
         settled: Callable[[], None],
         adapters: EngineAdapters,
     ) -> None:
-        """`finish` sends what the steps in flight sample, `rebuild` gets fresh runners, which are awake, and `settled`
-        tells the fronts that this is over. `adapters` loads nothing while the runners sleep."""
+        """Args:
+        set_level: sets the level of all runners.
+        finish: collects the steps in flight and sends their tokens.
+        rebuild: starts fresh runners, which are awake.
+        settled: reports the new level to the fronts.
+        adapters: loads nothing while the runners sleep."""
         self.level = 0
-        self.asked: deque[tuple[Connection, Sleep]] = deque()
+        self.requests: deque[tuple[Connection, Sleep]] = deque()
         self._core, self._set_level = core, set_level
         self._finish, self._rebuild, self._settled, self._adapters = finish, rebuild, settled, adapters
 
-    def follow(self) -> bool:
-        """Come to the levels that were asked for, between two steps; True while the engine is asleep. Raises
-        RunnersLost if a load of an adapter has found that they are lost."""
+    def request(self, connection: Connection, message: Sleep) -> None:
+        """Queue a front's request until the current step ends."""
+        self.requests.append((connection, message))
+
+    def apply_requests(self) -> bool:
+        """Set the requested levels, between two steps. Returns True while the engine is asleep.
+
+        Raises RunnersLost if the load of an adapter found the runners lost."""
         if self._adapters.loss:
             raise RunnersLost(self._adapters.loss)
-        while self.asked:
-            connection, message = self.asked.popleft()
+        while self.requests:
+            connection, message = self.requests.popleft()
             error = ""
             try:
                 self._go_to(message.level)
             except CallboardError as e:
                 error = str(e)
-                if message.level or isinstance(e, RunnersLost):  # else they sleep on
+                if message.level or isinstance(e, RunnersLost):  # else they stay asleep
                     self._rebuild(error)
-                    error = error if message.level else ""  # fresh ones are awake
+                    error = error if message.level else ""  # fresh runners are awake
             finally:
                 self._settled()
                 connection.answer(message.number, error)
@@ -67,7 +76,7 @@ class EngineSleep:
             if not self.level:
                 self._finish()
                 self._core.lose()
-            self.level = level  # before the runners are: copies may take longer than a step
+            self.level = level  # before the runners sleep: copies may take longer than a step
             self._adapters.fell_asleep()
             self._set_level(level)
         elif not level and self.level == 1:
@@ -76,13 +85,13 @@ class EngineSleep:
             self.level = 0
             self._adapters.woke_up()
         elif not level and self.level == 2:
-            self._rebuild("they were let go to sleep")
+            self._rebuild("they ended to sleep")
 
     def _wake(self) -> None:
         try:
             self._set_level(0)
         except RunnersLost:
             raise
-        except CallboardError:  # of one rank; the others may be awake
+        except CallboardError:  # one rank failed; the others may be awake
             self._set_level(self.level)
             raise

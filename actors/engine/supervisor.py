@@ -1,7 +1,7 @@
 """The supervisor: keeps one engine actor alive from within the Serve replica that owns its placement group.
 
-An engine that is dead or frozen is replaced by a new one, which the replicas' links find by listing. One that cannot be
-started three times in a row is given up: `failed` tells why, and Serve replaces the whole replica.
+The supervisor replaces a dead or frozen engine, and fronts find the new one in the directory. After three failed starts
+in a row it gives up: `failed` has the reason, and Serve replaces the whole replica.
 """
 
 from __future__ import annotations
@@ -33,36 +33,35 @@ _MAX_FAILURES = 3
 _PAUSE_S = 1.0  # between attempts to start an engine
 _DRAIN_POLL_S = 0.1
 _HEALTH_PERIOD_S = 1.0
-_HEALTH_TIMEOUT_S = 10.0  # an engine that does not answer for so long is frozen; its streams left it long before
-_START_TIMEOUT_S = 60.0  # so is one that loads its model, which leaves less of a busy machine for answers
+_HEALTH_TIMEOUT_S = 10.0  # without an answer an engine is frozen; its streams left it long before
+_START_TIMEOUT_S = 60.0  # the same while it loads its model, which slows its answers
 _FIGURES_TIMEOUT_S = 1.0
 STOPPED = "The server stopped before this answer was complete; send the request again later."
 DRAINING = "The server is shutting down and takes no new requests; try again later."
 
 
 class Supervisor:
-    """Starts the engine `name` and replaces it when it dies."""
+    """Starts the engine `name`, and replaces it when it dies."""
 
     def __init__(self, config: EngineConfig, name: str, group: PlacementGroup, gpu: bool) -> None:
         self._config, self._name, self._group, self._gpu = config, name, group, gpu
-        self.failed: str | None = None  # why no engine can be started any more
+        self.failed: str | None = None  # why starts have failed for good; None while they succeed
         self.num_restarts = 0
 
     async def start(self) -> None:
-        """Returns when the engine is ready; raises CallboardError if its model cannot be loaded."""
+        """Start the engine and wait until it is ready. Raises CallboardError if its model cannot be loaded."""
         self._engine = await self._start_engine()
         self._watch = asyncio.create_task(self._keep_alive())
         self._watch.add_done_callback(self._unwatched)
 
     async def drain(self, timeout_s: float) -> None:
-        """Let the engine take no new requests, and wait until those that it has are done, at most `timeout_s`.
+        """Drain the engine: it takes no new requests. Wait until its requests end, at most `timeout_s`.
 
-        One that makes way for another model takes requests until the fronts of its own have left, which they do as soon
-        as those of the other are there, or for half of that time."""
+        During a model swap the old engine serves until its fronts disconnect, at most half of `timeout_s`."""
         with contextlib.suppress(RayError, TimeoutError):  # a dead engine has nothing to finish
             async with asyncio.timeout(timeout_s):
                 end = time.monotonic() + timeout_s / 2
-                while time.monotonic() < end and await self._makes_way():
+                while time.monotonic() < end and await self._is_being_replaced():
                     if not (await self._engine.stats.remote())["connections"]:
                         break
                     await asyncio.sleep(_DRAIN_POLL_S)
@@ -70,15 +69,15 @@ class Supervisor:
                 while await self._engine.num_live.remote():
                     await asyncio.sleep(_DRAIN_POLL_S)
 
-    async def _makes_way(self) -> bool:
-        """No other engine of its model takes requests, but one of another model does."""
+    async def _is_being_replaced(self) -> bool:
+        """True if an engine of another model takes requests, and no other engine of this model does."""
         application, model = self._name.partition("/")[0], self._name.rpartition("/")[0] + "/"
         if await has_healthy_engine(model, except_for=self._name):
             return False
         return await has_healthy_engine(engines_of(application), except_for=model)
 
     async def figures(self) -> EngineFigures | None:
-        """The load of the engine; None while it is restarted or frozen."""
+        """Return the load of the engine; None while it restarts or is frozen."""
         try:
             found: EngineFigures = await asyncio.wait_for(self._engine.figures.remote(), _FIGURES_TIMEOUT_S)
         except (RayError, TimeoutError):
@@ -90,7 +89,7 @@ class Supervisor:
         options = engine_options(self._group) | {"name": new_name(self._name), "namespace": NAMESPACE}
         application = self._name.partition("/")[0]
         start = self._config, self._group, self._gpu, self.num_restarts, application, os.getpid()
-        # In a thread: a name is registered with Ray's head node, and this waits for as long as that is away.
+        # In a thread: the call registers a name with Ray's head node, and blocks while the head node is away.
         engine = await asyncio.to_thread(lambda: actor.options(**options).remote(*start))
         try:
             self._pid = await engine.pid.remote()
@@ -105,18 +104,19 @@ class Supervisor:
 
     def _unwatched(self, watch: asyncio.Task[None]) -> None:
         if not watch.cancelled() and (error := watch.exception()) is not None:
-            logger.error("engine %s is watched no more", self._name, exc_info=error)
+            logger.error("the supervisor of engine %s has failed", self._name, exc_info=error)
             self.failed = f"The engine's supervisor failed: {type(error).__name__}: {error}"
 
     async def _while_answering(self, engine: Any, call: Awaitable[object], timeout_s: float) -> None:
-        """Wait for a call to an engine. Raises RayError as the call does, and CallboardError once the engine's process
-        has not answered others for `timeout_s`."""
+        """Wait for a call to an engine, and check meanwhile that its process answers.
+
+        Raises the RayError of the call, and CallboardError if the process does not answer for `timeout_s`."""
         end = asyncio.ensure_future(call)
         try:
             while not (await asyncio.wait((end,), timeout=_HEALTH_PERIOD_S))[0]:
                 await asyncio.wait_for(engine.health.remote(), timeout_s)
         except TimeoutError:
-            # A stopped process would never hear of its end from Ray. Supervisor and engine share a bundle, so a node.
+            # Ray cannot end a stopped process. Supervisor and engine share a bundle, so they share a node.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
             raise CallboardError(f"The engine's process has not answered for {timeout_s:g} s.") from None
@@ -125,7 +125,7 @@ class Supervisor:
         await end
 
     async def _loss(self) -> str:
-        """Why the engine has to be replaced, when that is known."""
+        """Wait until the engine must be replaced, and return the reason."""
         try:
             await self._while_answering(self._engine, self._engine.wait_for_exit.remote(), _HEALTH_TIMEOUT_S)
         except RayError as e:
@@ -154,5 +154,5 @@ class Supervisor:
 
 
 async def _kill(engine: Any) -> None:
-    """End an actor, in a thread: Ray's head node has to answer."""
+    """Kill an actor, in a thread: the call waits for Ray's head node."""
     await asyncio.to_thread(ray.kill, engine)

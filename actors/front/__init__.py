@@ -1,0 +1,7 @@
+"""A front's view of the engines. The HTTP server uses it as an `EngineClient` (actors/wire/engine_client.py).
+
+engine_group       all engines of an application: assigns streams to them, and moves streams between them
+link               the connection to one engine, and the streams that it serves
+router             chooses an engine by prefix caches and load
+front_adapters     the adapters of the application, and how to load and unload them
+"""

@@ -1,9 +1,8 @@
-"""An EngineClient over all engines of an application: one link to each that the directory lists.
+"""An EngineClient over all engines of an application, with one link to each engine of the directory.
 
-A stream belongs to the group, not to a link. It goes to the healthy engine that `router.py` chooses, and moves to
-another one, chosen in the same way, with the tokens that it has received, when its engine is lost, frozen or about to
-end; without another one it waits. While there is one engine, nothing is hashed and nothing followed. Noise by position
-makes the continuation what it would have been (C4, C8).
+A stream belongs to the group, not to a link. It goes to the healthy engine that `router.py` chooses. When its engine is
+lost, frozen or draining, it moves to another one with its received tokens, or waits for one. Noise by position makes
+the continuation the same (C4, C8). With one engine, prompts are not hashed and caches are not followed.
 """
 
 from __future__ import annotations
@@ -15,51 +14,52 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from actors.front.adapter_names import FrontAdapters
-from actors.front.link import EngineLink, Stream
-from actors.front.router import Choice, Prompt, Router, RoutingPolicy
+from actors.front.front_adapters import FrontAdapters
+from actors.front.link import ClientStream, EngineLink
+from actors.front.router import Prompt, Route, Router, RoutingPolicy
 from actors.wire.adapter_entry import AdapterState
-from actors.wire.engine_client import EngineRefusal, OnEngine, Refusal, ServerStopped, nobody
-from actors.wire.messages import AbortById, CacheUpdate, Refused
+from actors.wire.engine_client import EngineRefusal, OnEngine, Refusal, ServerStopped, ignore_engine
+from actors.wire.link_messages import AbortById, CacheUpdate, Refused
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.transport import Address
+from runtime.policy.isolation import MAX_LOSSES, PROGRESS_TOKENS
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 1.0  # after the directory could not be asked
-_SETTLED_S = 1.0  # without a change, before streams leave a draining engine
-_ASKING_S = 0.5  # between two calls for an engine: the one that answered may have been about to go
-_PROGRESS = 4  # tokens that clear a stream of the loss of runners, as in runtime/policy/isolation.py
-_MAX_LOSSES = 3  # engines that died while they computed a stream: it is at fault, as far as one can know
+_RETRY_S = 1.0  # after the directory failed
+_SETTLED_S = 1.0  # without a Status, before streams leave a draining engine
+_WAKE_PAUSE_S = 0.5  # between two calls for an engine: the one that answered may end at once
 
 
 class Directory(Protocol):
-    """Tells which engines there are."""
+    """The list of living engines."""
 
     async def changed(self, known: list[str]) -> list[str]:
-        """The names of the living ones, as soon as these are others than `known`; an engine that is started anew has a
-        new name, and the same id."""
+        """Wait until the names of the living engines differ from `known`, and return them.
+
+        A restarted engine has a new name and the same id."""
         ...
 
     async def open_link(self, name: str) -> tuple[Address, ModelInfo]:
-        """An address for one connection to an engine, and its model; one that loads its model may answer when it has,
-        or raise after a while."""
+        """Return an address for one connection to an engine, and its model.
+
+        While the engine loads its model, the call waits, or raises EngineLoading after a while."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class FromZero:
-    """For an application that may have no engine: how one is asked for, and which requests wait until it is there."""
+class ScaleFromZero:
+    """For an application that can scale to zero: how to start an engine, and which requests may wait for it."""
 
-    wake: Callable[[], Awaitable[object]]  # returns when there is an engine; CallboardError: there will be none
-    max_requests: int  # that wait for it; more are refused
-    max_tokens: int  # of these requests; a request that waits alone may have more
-    timeout_s: float | None  # how long each waits at most
+    wake: Callable[[], Awaitable[object]]  # returns when there is an engine; raises CallboardError if none can start
+    max_requests: int  # that may wait
+    max_tokens: int  # of the waiting requests together; a single one may have more
+    timeout_s: float | None  # for each request; None if unlimited
 
     def refusal(self, request: Request, waiting: Iterable[Request]) -> str:
-        """Why a request may not wait beside `waiting`; empty if it may."""
+        """Return why a request may not wait beside `waiting`; empty if it may."""
         sizes, num_new = [_num_tokens(r) for r in waiting], _num_tokens(request)
         if len(sizes) >= self.max_requests:
             return f"{len(sizes)} requests wait for an engine, the limit (max_queued_requests); try again later."
@@ -79,38 +79,39 @@ class EngineGroup:
     info: ModelInfo
 
     def __init__(
-        self, directory: Directory, from_zero: FromZero | None = None, policy: RoutingPolicy = "prefix"
+        self, directory: Directory, from_zero: ScaleFromZero | None = None, policy: RoutingPolicy = "prefix"
     ) -> None:
         self._directory, self._from_zero = directory, from_zero
-        self._asking: asyncio.Task[None] | None = None
-        self._router = Router(policy)  # over the links that are usable, by name
-        self._last_prompt = Prompt(())  # all choices of a request have one
+        self._waking: asyncio.Task[None] | None = None
+        self._router = Router(policy)  # over the usable links, by name
+        self._last_prompt = Prompt(())  # shared by all choices of a request
         self._links: dict[str, EngineLink] = {}
         self.adapters = FrontAdapters(lambda: list(self._links.values()))
-        self._waiting: dict[Stream, None] = {}  # streams without an engine
+        self._waiting: dict[ClientStream, None] = {}  # streams without an engine
         self._names: list[str] = []  # in the directory
-        self._is_served = asyncio.Event()
+        self._is_served = asyncio.Event()  # an engine has been healthy once
         self._following: asyncio.Task[None] | None = None
-        self._relief: asyncio.TimerHandle | None = None
-        self._draining: str | None = None  # why the whole server takes no new requests
+        self._pending_move: asyncio.TimerHandle | None = None
+        self._draining: str | None = None  # why the server takes no new requests; None if it takes them
 
     async def start(self) -> None:
-        """Returns when there is a healthy engine. The others are used as soon as they are there."""
+        """Connect to all engines, and wait for the first healthy one."""
         self._following = asyncio.create_task(self._follow_directory())
-        self._ask_for_engine()
+        self._wake_engine()
         await self._is_served.wait()
 
     def close(self) -> None:
-        """Let all engines go."""
-        for pending in (self._following, self._relief, self._asking):
+        """Close all links."""
+        for pending in (self._following, self._pending_move, self._waking):
             if pending is not None:
                 pending.cancel()
         for link in self._links.values():
             link.close()
 
     def drain(self, reason: str) -> int:
-        """Take no new requests from now on, for `reason`, and refuse those that wait for an engine to begin them; the
-        number of live ones."""
+        """Take no new requests, for `reason`, and refuse the requests that no engine has accepted.
+
+        Returns the number of live requests."""
         self._draining = reason
         for stream in [s for s in self._waiting if not s.accepted]:
             self._release(stream)
@@ -118,7 +119,7 @@ class EngineGroup:
         return self.num_streams
 
     def end(self, reason: str) -> None:
-        """Take no new requests, and end the live ones with an error for `reason`, after what they have received."""
+        """Take no new requests, and end the live ones with an error for `reason`, after their received tokens."""
         self._draining = reason
         for stream in [*self._waiting, *(s for link in self._links.values() for s in link.streams)]:
             self._release(stream)
@@ -138,16 +139,18 @@ class EngineGroup:
         links = sorted(self._links.values(), key=lambda link: (link.draining, not link.connected))
         if any(link.usable and not link.reason for link in links):
             return None
-        if self._from_zero is not None and self._is_served.is_set():  # requests wait
+        if self._from_zero is not None and self._is_served.is_set():  # requests wait for an engine
             return None
         if links:
             return links[0].reason
         return "The engine is restarting." if self._is_served.is_set() else "The engine is starting."
 
-    async def generate(self, request: Request, on_engine: OnEngine = nobody) -> AsyncGenerator[RequestOutput, None]:
-        stream = Stream(request, on_engine)
+    async def generate(
+        self, request: Request, on_engine: OnEngine = ignore_engine
+    ) -> AsyncGenerator[RequestOutput, None]:
+        stream = ClientStream(request, on_engine)
         with self.adapters.stream_of(request.adapter):
-            self._place(stream)
+            self._assign(stream)
             try:
                 while True:
                     output = await stream.take()
@@ -182,8 +185,8 @@ class EngineGroup:
 
     # ---- which engine ---------------------------------------------------------------------------------------------
 
-    def _choose(self, stream: Stream) -> Choice | None:
-        """The best engine for a stream among those that have not refused it; None if there is none."""
+    def _choose(self, stream: ClientStream) -> Route | None:
+        """Choose the best engine for a stream, except the refusing ones. Returns None if none is left."""
         usable = [link for link in self._links.values() if link.usable and link not in stream.refusals]
         if len(usable) > 1:
             ranks = [
@@ -201,11 +204,11 @@ class EngineGroup:
         if not usable:
             return None
         if len(usable) == 1 and not usable[0].is_followed:
-            return Choice(usable[0].name)
+            return Route(usable[0].name)
         return self._router.choose(self._prompt_of(stream), [link.name for link in usable])
 
-    def _prompt_of(self, stream: Stream) -> Prompt:
-        """A stream's known tokens; blocks that were hashed for it once are not hashed again."""
+    def _prompt_of(self, stream: ClientStream) -> Prompt:
+        """Return the known tokens of a stream. Blocks that were hashed before are not hashed again."""
         request, prompt = stream.request, stream.prompt
         if prompt is None:
             prompt = self._last_prompt
@@ -213,40 +216,40 @@ class EngineGroup:
             wanted = request.cache_salt, uses_cache, request.adapter
             if prompt.token_ids is not request.token_ids or (prompt.salt, prompt.uses_cache, prompt.adapter) != wanted:
                 salt, adapter = request.cache_salt, request.adapter
-                gathers = request.params.pooled
-                prompt = Prompt(request.token_ids, salt, uses_cache, adapter=adapter, gathers=gathers)
+                colocate = request.params.pooled
+                prompt = Prompt(request.token_ids, salt, uses_cache, adapter=adapter, colocate=colocate)
                 self._last_prompt = prompt
         if len(stream.received) > (num_seen := len(prompt.token_ids) - len(request.token_ids)):
             prompt = prompt.continued(stream.received[num_seen:])
         stream.prompt = prompt
         return prompt
 
-    def _uses_cache(self, stream: Stream) -> bool:
-        """True if an engine takes over what it has cached of a stream's prompt; its KVCacheManager decides alike."""
+    def _uses_cache(self, stream: ClientStream) -> bool:
+        """True if an engine uses cached blocks for a stream's prompt; its KVCacheManager has the same rule."""
         params, pooling = stream.request.params, self.info.pooling
         if params.pooled:
             return pooling is not None and pooling.shares_prefixes
-        return params.prompt_logprobs is None or stream.scored
+        return params.prompt_logprobs is None or stream.prompt_scored
 
-    def _submit(self, stream: Stream, choice: Choice) -> None:
-        """Let the chosen engine serve a stream."""
+    def _submit(self, stream: ClientStream, choice: Route) -> None:
+        """Submit a stream to the chosen engine."""
         link = self._links[choice.engine]
         link.submit(stream)
         if link.is_followed:
             num_tokens = len(stream.request.token_ids) + len(stream.received)
-            self._router.placed(link.name, stream.number, num_tokens - choice.num_cached, stream.prompt)
+            self._router.note_sent(link.name, stream.number, num_tokens - choice.num_cached, stream.prompt)
             stream.num_expected = choice.num_cached if self._router.policy == "prefix" else None
 
-    def _place(self, stream: Stream) -> None:
-        """Let an engine serve a stream; without one it waits."""
+    def _assign(self, stream: ClientStream) -> None:
+        """Submit a stream to the best engine, or park it."""
         choice = self._choose(stream)
         if choice is not None:
             self._submit(stream, choice)
         else:
             self._park(stream)
 
-    def _park(self, stream: Stream) -> None:
-        """Let a stream wait for an engine."""
+    def _park(self, stream: ClientStream) -> None:
+        """Keep a stream until an engine is usable, or refuse it at the limits."""
         stream.link = None
         if self._draining and not stream.accepted:
             stream.fail(EngineRefusal(self._draining, Refusal.DRAINING))
@@ -259,20 +262,20 @@ class EngineGroup:
             if zero.timeout_s is not None:
                 asyncio.get_running_loop().call_later(zero.timeout_s, self._expire, stream)
         self._waiting[stream] = None
-        self._ask_for_engine()
+        self._wake_engine()
 
-    def _expire(self, stream: Stream) -> None:
+    def _expire(self, stream: ClientStream) -> None:
         if stream in self._waiting and not stream.accepted:
             self._release(stream)
-            text = "The request waited for as long as it may (queue_timeout_s) while no engine was there."
+            text = "The request waited longer than queue_timeout_s while there was no engine."
             stream.fail(EngineRefusal(text, Refusal.LATE))
 
-    def _ask_for_engine(self) -> None:
-        """Where there may be none, ask for one, and again while something waits for it."""
-        if self._from_zero is not None and (self._asking is None or self._asking.done()):
-            self._asking = asyncio.create_task(self._keep_asking(self._from_zero))
+    def _wake_engine(self) -> None:
+        """If the application can scale to zero, start an engine, and repeat that while streams wait."""
+        if self._from_zero is not None and (self._waking is None or self._waking.done()):
+            self._waking = asyncio.create_task(self._keep_waking(self._from_zero))
 
-    async def _keep_asking(self, zero: FromZero) -> None:
+    async def _keep_waking(self, zero: ScaleFromZero) -> None:
         while self._waiting or not self._is_served.is_set():
             try:
                 await zero.wake()
@@ -280,12 +283,12 @@ class EngineGroup:
                 for stream in [s for s in self._waiting if not s.accepted]:
                     self._release(stream)
                     stream.fail(e)
-            except Exception as e:  # the engine that was asked may have gone meanwhile
-                logger.warning("no engine could be asked for: %s: %s", type(e).__name__, e)
-            await asyncio.sleep(_ASKING_S)
+            except Exception as e:  # the engine may have ended meanwhile
+                logger.warning("no engine could be started: %s: %s", type(e).__name__, e)
+            await asyncio.sleep(_WAKE_PAUSE_S)
 
-    def _release(self, stream: Stream) -> bool:
-        """Let nobody serve a stream any more; False if nobody did."""
+    def _release(self, stream: ClientStream) -> bool:
+        """Take a stream from its engine or from the waiting ones. Returns False if it had already ended."""
         if stream.link is not None:
             return stream.link.drop(stream)
         waited = stream in self._waiting
@@ -293,12 +296,12 @@ class EngineGroup:
         return waited
 
     def on_cache_update(self, link: EngineLink, update: CacheUpdate) -> None:
-        """An engine has told of its cache and its load."""
+        """Give an update to the router. After a gap, request a snapshot."""
         if not self._router.apply(link.name, update):
             link.follow(True)
 
     def _follow(self) -> None:
-        """Follow all engines while there are several to choose from."""
+        """Follow the caches of all engines while there are several usable ones."""
         usable = [link for link in self._links.values() if link.usable]
         wanted = len(usable) > 1 and self._router.policy != "round-robin"
         for link in usable:
@@ -306,8 +309,10 @@ class EngineGroup:
                 link.follow(wanted)
 
     def on_status(self, link: EngineLink, changed: list[AdapterState], is_first: bool) -> None:
-        """Streams without an engine go to it at once. Those of a draining engine go on meanwhile, so they move when
-        nothing has changed for a while: if all engines drain, one after the other, they had better stay."""
+        """An engine has sent its Status: assign the waiting streams, and plan moves.
+
+        Streams of a draining engine move after _SETTLED_S without a Status: if all engines drain, they had better
+        stay."""
         self.info = max((k.info for k in self._links.values() if k.usable), key=lambda info: info.max_model_len)
         self.adapters.on_status(link, changed, is_first)
         if not link.reason:
@@ -317,29 +322,30 @@ class EngineGroup:
             self._follow()
         waiting, self._waiting = self._waiting, {}
         for stream in waiting:
-            self._place(stream)
+            self._assign(stream)
         if link.reason and not link.draining:
-            self._spare(link)
-        if self._relief is not None:
-            self._relief.cancel()
-        self._relief = asyncio.get_running_loop().call_later(_SETTLED_S, self._relieve)
+            self._move_off_reloading(link)
+        if self._pending_move is not None:
+            self._pending_move.cancel()
+        self._pending_move = asyncio.get_running_loop().call_later(_SETTLED_S, self._move_off_draining)
 
-    def _spare(self, link: EngineLink) -> None:
-        """Let streams not wait for an engine that loads its model again, because its runners were lost. One that has
-        come no further since it was moved so stays: its engine finds out whether it is what kills them."""
+    def _move_off_reloading(self, link: EngineLink) -> None:
+        """Move the streams of an engine that lost its runners and loads its model again.
+
+        A stream without progress since such a move stays: its engine finds out whether it kills the runners."""
         for stream in link.streams:
-            has_come_on = stream.spared_at is None or len(stream.received) - stream.spared_at >= _PROGRESS
+            has_come_on = stream.moved_at_len is None or len(stream.received) - stream.moved_at_len >= PROGRESS_TOKENS
             if has_come_on and self._move(stream):
-                stream.spared_at = len(stream.received)
+                stream.moved_at_len = len(stream.received)
 
-    def _relieve(self) -> None:
-        """Move the streams of draining engines to those that will go on, and go on in the same way."""
+    def _move_off_draining(self) -> None:
+        """Move the streams of draining engines to engines that continue them with equal results."""
         for link in [k for k in self._links.values() if k.draining]:
             for stream in link.streams:
                 self._move(stream)
 
-    def _move(self, stream: Stream) -> bool:
-        """Let a healthy engine go on with a stream in the same way; False if there is no other that has its adapter."""
+    def _move(self, stream: ClientStream) -> bool:
+        """Move a stream to a healthy engine with an equal model and its adapter. Returns False if there is none."""
         choice = self._choose(stream)
         other = None if choice is None else self._links[choice.engine]
         if choice is None or other is None or other.reason:
@@ -350,18 +356,18 @@ class EngineGroup:
         self._submit(stream, choice)
         return True
 
-    def on_lost(self, link: EngineLink, streams: list[Stream]) -> None:
-        """Its streams go on elsewhere at once; whether the engine is gone the directory will tell."""
+    def on_lost(self, link: EngineLink, streams: list[ClientStream]) -> None:
+        """Assign the streams of a lost link. The directory decides whether the engine itself is gone."""
         if link.name in self._router:
             self._router.remove(link.name)
             self._follow()
         self.adapters.on_lost()
         for stream in streams:
-            self._place(stream)
-        self._update()
+            self._assign(stream)
+        self._update_links()
 
-    def on_refused(self, link: EngineLink, stream: Stream, refused: Refused) -> None:
-        """Another engine may take it; else its reader hears of the refusal that is the likeliest to pass."""
+    def on_refused(self, link: EngineLink, stream: ClientStream, refused: Refused) -> None:
+        """Submit a refused stream to another engine, or fail it with the refusal that is likeliest to pass."""
         error = EngineRefusal(refused.message, refused.reason, refused.retry_after_s)
         if refused.reason is Refusal.LATE:
             stream.fail(error)
@@ -381,20 +387,20 @@ class EngineGroup:
     # ---- which engines there are ----------------------------------------------------------------------------------
 
     async def _follow_directory(self) -> None:
-        said = ""
+        last_error = ""
         while True:
             try:
                 self._names = await self._directory.changed(self._names)
-            except Exception as e:  # links that are there need no directory
-                if said != (said := f"{type(e).__name__}: {e}"):
-                    logger.warning("the engines cannot be listed: %s", said)
+            except Exception as e:  # open links do not use the directory
+                if last_error != (last_error := f"{type(e).__name__}: {e}"):
+                    logger.warning("the engines cannot be listed: %s", last_error)
                 await asyncio.sleep(_RETRY_S)
             else:
-                said = ""
-                self._update()
+                last_error = ""
+                self._update_links()
 
-    def _update(self) -> None:
-        """A link to each new engine; none any more to one that is gone, and not connected either."""
+    def _update_links(self) -> None:
+        """Open a link to each new engine, and close the links of engines that are gone and disconnected."""
         names = self._names
         for name in names:
             if name not in self._links:
@@ -403,11 +409,11 @@ class EngineGroup:
             link.close()
             del self._links[link.name]
             for stream in link.suspects:
-                self._blame(stream)
+                self._count_loss(stream)
 
-    def _blame(self, stream: Stream) -> None:
-        """An engine died while it computed this stream. One that several die of is not tried again."""
+    def _count_loss(self, stream: ClientStream) -> None:
+        """Count the death of an engine that computed this stream. At MAX_LOSSES the stream ends."""
         stream.num_losses += 1
-        if stream.num_losses >= _MAX_LOSSES and self._release(stream):
-            text = f"{_MAX_LOSSES} engines ended while they computed this request; it is not tried again."
+        if stream.num_losses >= MAX_LOSSES and self._release(stream):
+            text = f"{MAX_LOSSES} engines ended while they computed this request; it is not tried again."
             stream.end(FinishReason.ERROR, text)

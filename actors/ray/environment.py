@@ -1,6 +1,6 @@
-"""Settings that Ray reads once, when it is imported or started: they must be in the environment before that.
+"""Environment variables for Ray, which reads them once, when it is imported or started.
 
-On a cluster every node has them before `ray start`: `eval "$(python -m actors.ray.environment)"`, as in cluster.yaml.
+On a cluster each node sets them before `ray start`: `eval "$(python -m actors.ray.environment)"`, as in cluster.yaml.
 """
 
 from __future__ import annotations
@@ -15,71 +15,74 @@ from pathlib import Path
 
 from actors.ray import haproxy
 
-# Serve's fast front door: HAProxy straight to the replicas, and no thread hop inside them. Measured per streamed token:
-# 40-80 us of CPU against 300-700 us for the default proxy.
+# Serve's fast ingress: HAProxy connects to the replicas, and requests change no thread inside them. CPU per streamed
+# token: 40-80 us, against 300-700 us with the default proxy.
 FAST_SERVE = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",  # keeps sync handle calls from other Ray jobs working
-    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",  # a reload must not cut a stream: above the longest one
-    # A client that neither sends the rest of its request nor reads its answer is cut off. Waiting does not count.
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",  # for sync handle calls from other Ray jobs
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",  # longer than any stream, so that a reload cuts none
+    # Closes the connection of a client that stops to send or to read. The server's own pauses do not count.
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "120",
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # after 5 s Ray kills a proxy that a busy machine starts slowly
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # three of these until an HAProxy that died is replaced
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # the default of 5 s kills proxies on busy machines
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # a dead HAProxy is replaced after three checks
 }
 
-# One machine: Ray itself on loopback only, and no statistics sent anywhere.
+# One machine: Ray listens on loopback only, and sends no usage statistics.
 SINGLE_MACHINE = FAST_SERVE | {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # an odd name; on Linux it makes Ray's daemons listen on 127.0.0.1
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on Linux this makes Ray's daemons listen on 127.0.0.1
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_enable_worker_prestart": "0",  # one idle worker for each CPU, of which a server uses seven
+    "RAY_enable_worker_prestart": "0",  # else one idle worker per CPU; a server uses seven workers
     "RAY_prestart_worker_first_driver": "0",  # the same
-    "RAY_worker_niceness": "0",  # at Ray's own 15, engine and front would wait for all else that the machine does
-    # Called in each worker before anything else. A runtime environment could say so too, but the workers of one are
-    # started by another program, which imports Ray to read it.
+    "RAY_worker_niceness": "0",  # the default of 15 puts engine and front behind all other processes
+    # Called first in each worker. A runtime environment could name it too, but then another program, which imports Ray,
+    # starts the workers.
     "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "actors.ray.process.listen_on_loopback",
 }
 
 # A node of a cluster.
 CLUSTER = FAST_SERVE | {
-    "RAY_AUTH_MODE": "token",  # Ray listens on every interface, and whoever may speak to it runs code as its user
+    "RAY_AUTH_MODE": "token",  # Ray listens on every interface, and its clients can run any code
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Nodes end when they have not reached the head for so long; until then they serve without it.
+    # Nodes serve without the head for this long, then end.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
-    # A head that was cut off ends, when it is back, what it has given up meanwhile: nodes after so many checks of 13 s,
-    # HAProxies (and replicas: serve_app/app.py) after three that were not answered within so many seconds.
+    # A head that returns from a partition kills nodes after this many failed checks of 13 s. It kills HAProxies (and
+    # replicas: serve_app/app.py) after three checks without an answer within this many seconds.
     "RAY_health_check_failure_threshold": "10",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "40",
 }
 
-_QUIET_PORTS = 20_000, 65_536  # Ray's workers may be below
-_REPLICA_PORTS = range(30_000, 31_000)  # Serve gives them to its replicas
+_QUIET_PORTS = 20_000, 65_536  # Ray's workers may use lower ports
+_REPLICA_PORTS = range(30_000, 31_000)  # Serve assigns these to its replicas
 
 
 def ray_token() -> dict[str, str]:
-    """A secret for a Ray of one's own: other users of the machine reach its ports, and whoever may speak to Ray runs
-    code as its user. Ray would write one into the home directory."""
+    """Return a fresh token for a private Ray.
+
+    Other users of the machine reach its ports, and a client of Ray can run any code as its user. Ray's own token would
+    be stored in the home directory."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 def single_machine(folder: str, bind: str = "") -> dict[str, str]:
-    """Settings for a Ray of one server's own, so that several servers run on one machine: for those who have its token,
-    and with an HAProxy that has its files in `folder` and listens on `bind` alone (empty: where Serve is told to)."""
+    """Return the settings of a private Ray for one server, so that several servers run on one machine.
+
+    Its HAProxy has its files in `folder`, and listens only on `bind` (empty: on Serve's own address)."""
     return {
         **SINGLE_MACHINE,
         **ray_token(),
         **haproxy_files(folder),
         haproxy.COMMAND: haproxy.write_command(folder, private=True, bind=bind),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(quiet_port()),
-        # Ctrl-C is meant: do not wait for a load balancer elsewhere to notice.
+        # Ctrl-C stops at once: no external load balancer needs time to notice.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
-        # A model that does not load will not load the second time either.
+        # A model that fails to load fails the second time too.
         "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1",
     }
 
 
 def haproxy_files(folder: str) -> dict[str, str]:
-    """Settings for an HAProxy that has its files in `folder`: Serve's own are one folder for all of a machine's."""
+    """Return settings that put HAProxy's files into `folder`: Serve's default is one folder for all servers."""
     files = {
         "CONFIG_FILE_LOC": "haproxy.cfg",
         "SOCKET_PATH": "admin.sock",
@@ -91,8 +94,9 @@ def haproxy_files(folder: str) -> dict[str, str]:
 
 
 def quiet_port() -> int:
-    """A free port of 127.0.0.1 outside the range from which the kernel takes ports for connections, if there is any:
-    it is bound only seconds later, and must not be taken by chance until then."""
+    """Return a free port of 127.0.0.1, outside the range of ports for outgoing connections if possible.
+
+    The port is bound seconds later, so the kernel must not assign it meanwhile."""
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     quiet = [port for port in range(*_QUIET_PORTS) if not first <= port <= last and port not in _REPLICA_PORTS]
     for port in random.sample(quiet, len(quiet)):
@@ -103,7 +107,7 @@ def quiet_port() -> int:
 
 
 def main() -> None:
-    """Print what a shell evaluates before it starts a node of a cluster."""
+    """Print the shell commands that set the environment of a cluster's node."""
     settings = CLUSTER | {haproxy.COMMAND: haproxy.write_command(f"{sys.prefix}/bin")}
     print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in settings.items()))
 

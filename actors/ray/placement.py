@@ -1,15 +1,16 @@
-"""Where the actors of one engine go: one placement group, owned by the Serve replica that supervises the engine.
+"""The placement of one engine's actors: one placement group, owned by the Serve replica of its supervisor.
 
     bundle 0        the supervising replica and the engine actor      CPU
     bundle 1 + r    the model runner of rank r                        CPU, and one GPU where the model runs on GPUs
                     a draft model, beside rank 0                      a share of its CPU and, if it uses one, its GPU
     last bundle     a draft model with draft_device=own               CPU and GPU
 
-Serve makes the group with the replica and removes it with the replica, so whatever dies, nothing is left behind. All of
-it is on one machine: ranks reach each other's memory.
+Serve creates and removes the group with the replica, so no death leaves an actor behind. The whole group is on one
+machine: ranks access each other's memory.
 
-Ray shows each runner its own GPU alone, by CUDA_VISIBLE_DEVICES, which nobody else touches. So every rank calls its GPU
-device 0, and has no context on another rank's; the driver opens a peer's memory although its GPU is not visible.
+Ray shows each runner only its own GPU, by CUDA_VISIBLE_DEVICES, which no other code changes. So every rank's GPU is its
+device 0, and a rank never creates a context on another GPU. The driver opens a peer's memory although that GPU is not
+visible.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ SUPERVISOR_CPUS = 0.1
 ENGINE_CPUS = 0.4
 RUNNER_CPUS = 1.0
 FRONT_CPUS = 0.5
-DRAFT_CPUS = 0.4  # of its runner's, where it has no bundle of its own
-_DRAFT_GPUS = 0.1  # so too
+DRAFT_CPUS = 0.4  # taken from its runner's, without a bundle of its own
+_DRAFT_GPUS = 0.1  # the same
 
 
 def uses_gpu(config: EngineConfig, nodes: Iterable[Mapping[str, float]]) -> bool:
-    """The runners get GPUs if they are asked for, or if there are any; `nodes` have these resources each. Raises
-    CallboardError if no machine has enough for all ranks."""
+    """True if the runners use GPUs: the settings require them, or a machine has enough of them.
+
+    `nodes` are the resources of each machine. Raises CallboardError if no machine has enough GPUs for all ranks."""
     if config.device == "cpu":
         return False
     most = max((int(resources.get("GPU", 0)) for resources in nodes), default=0)
@@ -51,38 +53,38 @@ def uses_gpu(config: EngineConfig, nodes: Iterable[Mapping[str, float]]) -> bool
 
 
 def has_own_gpu(config: EngineConfig) -> bool:
-    """There is a draft model that wants a GPU for itself."""
+    """True if there is a draft model with a GPU of its own."""
     return config.has_draft_model and config.draft_device == "own"
 
 
 def default_fronts(cluster_resources: dict[str, float]) -> int:
-    """Front replicas for one cluster: one on a laptop, four on a GPU host.
+    """Return the number of front replicas for a cluster: one on a laptop, four on a GPU host.
 
-    One Python process writes some ten thousand events a second; HAProxy, engines and runners need cores too."""
+    One Python process writes about ten thousand events a second. HAProxy, engines and runners need cores too."""
     return min(4, max(1, int(cluster_resources.get("CPU", 0)) // 4))
 
 
 def bundles(config: EngineConfig, gpu: bool) -> list[dict[str, float]]:
-    """The placement group of one engine."""
+    """Return the placement group of one engine."""
     runner = {"CPU": RUNNER_CPUS, "GPU": 1.0} if gpu else {"CPU": RUNNER_CPUS}
     num_runners = config.tensor_parallel_size + (gpu and has_own_gpu(config))
     return [{"CPU": SUPERVISOR_CPUS + ENGINE_CPUS}, *({**runner} for _ in range(num_runners))]
 
 
 def has_room(wanted: list[dict[str, float]], nodes: Iterable[Mapping[str, float]]) -> bool:
-    """One of `nodes`, each with the resources that are free on it, could take all bundles of another replica."""
+    """True if one of `nodes`, given by free resources, has room for all bundles of another replica."""
     names = {name for bundle in wanted for name in bundle}
     needed = {name: sum(bundle.get(name, 0.0) for bundle in wanted) for name in names}
     return any(all(free.get(name, 0.0) >= amount for name, amount in needed.items()) for free in nodes)
 
 
 def engine_options(group: PlacementGroup) -> dict[str, Any]:
-    """Ray options of the engine actor."""
+    """Return Ray's options for the engine actor."""
     return {"num_cpus": ENGINE_CPUS, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0)}
 
 
 def runner_options(config: EngineConfig, group: PlacementGroup, rank: int, gpu: bool) -> dict[str, Any]:
-    """Ray options of the runner of `rank`; Ray pins the process to its GPU."""
+    """Return Ray's options for the runner of `rank`. Ray pins the process to its GPU."""
     shares = config.has_draft_model and rank == 0 and not (gpu and has_own_gpu(config))
     shares_gpu = shares and config.draft_device != "cpu"
     return {
@@ -93,7 +95,7 @@ def runner_options(config: EngineConfig, group: PlacementGroup, rank: int, gpu: 
 
 
 def draft_options(config: EngineConfig, group: PlacementGroup, gpu: bool) -> dict[str, Any]:
-    """Ray options of the draft model's actor."""
+    """Return Ray's options for the draft model's actor."""
     own = gpu and has_own_gpu(config)
     shared_gpus = 0.0 if config.draft_device == "cpu" else _DRAFT_GPUS
     return {

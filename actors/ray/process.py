@@ -1,4 +1,4 @@
-"""Common parts of Callboard's processes: settings of the interpreter, and actors that load a model."""
+"""Common parts of Callboard's processes: interpreter settings, reports of faults, actors that load a model."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ from runtime.loading.resolve import cache_folder
 from runtime.spec.types import CallboardError
 
 _FAULT = "callboard: cannot start:"
-SWITCH_INTERVAL_S = 0.0005  # a thread that a step waits for must not wait 5 ms for another to give up the GIL
+SWITCH_INTERVAL_S = 0.0005  # by default a thread waits 5 ms for the GIL, longer than some steps
 
 
 def freeze_garbage() -> None:
-    """Called when a process has loaded what it keeps: the collector never walks that again. A full collection of all
-    of Ray, Serve and a tokenizer's tables stops the process, and so every stream, for 100 ms."""
+    """Exclude all objects so far from garbage collection. Called when a process has loaded its long-lived objects.
+
+    A full collection over Ray, Serve and a tokenizer's tables would stop all streams for 100 ms."""
     gc.collect()
     gc.freeze()
 
 
 def keep_bytecode() -> None:
-    """Called before Ray is imported, for this process and its children. Where there are no compiled modules of Ray and
-    Python may write none, each process of each start would compile a thousand of them: they are kept in our cache."""
+    """Store compiled modules in our cache folder if Ray's cannot be found or written.
+
+    Otherwise each process would compile a thousand modules at each start. Called before Ray is imported, for this
+    process and its children."""
     spec = importlib.util.find_spec("ray")
     source = str(spec and spec.origin)
     has_place = sys.pycache_prefix is not None or os.access(os.path.dirname(source), os.W_OK)
@@ -38,13 +41,15 @@ def keep_bytecode() -> None:
         return
     folder = str(cache_folder() / "bytecode")
     sys.dont_write_bytecode, sys.pycache_prefix = False, folder
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # somebody's wish to have no files beside sources, which holds
+    # The user disabled .pyc files beside sources; a separate cache folder respects that.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = folder
 
 
 def listen_on_loopback() -> None:
-    """Serve replicas open an unauthenticated gRPC port on all interfaces, which nothing can configure; nobody beyond
-    this machine needs it here."""
+    """Make gRPC servers of this process listen on loopback only.
+
+    Serve replicas open an unauthenticated port on all interfaces, which is not configurable."""
     from grpc.aio._server import Server
 
     add_insecure_port = Server.add_insecure_port
@@ -55,18 +60,19 @@ def listen_on_loopback() -> None:
     Server.add_insecure_port = add_loopback_port
 
 
-def lose_what_no_log_takes() -> None:
-    """Called in Serve's replicas: what cannot be logged, on a full disk above all, is lost. Python would report it on
-    stderr, which Serve has written to the same log: each line would hold up the replica's streams for a tenth of a
-    second and end its request with a RecursionError."""
+def ignore_logging_errors() -> None:
+    """Drop log lines that cannot be written, as on a full disk. Called in Serve's replicas.
+
+    Python would report each on stderr, which Serve writes to the same log. Each line would then delay the replica's
+    streams by a tenth of a second, and end its request with a RecursionError."""
     logging.raiseExceptions = False
 
 
 @contextmanager
-def telling_faults(what: str) -> Iterator[None]:
-    """Write why its body failed to the file of Ray's that is this process's stderr.
+def report_faults(what: str) -> Iterator[None]:
+    """Write a failure of the body to this process's stderr, which is a file of Ray's.
 
-    Serve keeps what a replica logs or prints in memory, and its status has no exception of a health check."""
+    Serve keeps the logs and the prints of a replica in memory, and its status omits exceptions of health checks."""
     try:
         yield
     except Exception:
@@ -74,8 +80,8 @@ def telling_faults(what: str) -> Iterator[None]:
         raise
 
 
-def told_fault(logs: Path) -> str:
-    """One sentence on the first fault that a process has told in the folder of Ray's logs; empty if there is none."""
+def reported_fault(logs: Path) -> str:
+    """Return one sentence on the first fault in the folder of Ray's logs; empty if there is none."""
     for path in sorted(logs.glob("worker-*.err")):
         _, mark, rest = path.read_text(errors="replace").partition(_FAULT)
         if mark and (lines := rest.strip().splitlines()) and not lines[-1].startswith(" "):
@@ -85,7 +91,7 @@ def told_fault(logs: Path) -> str:
 
 
 class StartupLog(logging.Handler):
-    """Keeps what is logged, with the time at which it was."""
+    """Collects log lines with the seconds since its start."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -96,8 +102,8 @@ class StartupLog(logging.Handler):
         self.note(record.getMessage())
 
     @contextmanager
-    def heard(self) -> Iterator[None]:
-        """While the runtime's logs are listened to."""
+    def recording(self) -> Iterator[None]:
+        """Record the log of the runtime during the body."""
         runtime_log = logging.getLogger("runtime")
         runtime_log.setLevel(logging.INFO)
         runtime_log.addHandler(self)
@@ -109,21 +115,21 @@ class StartupLog(logging.Handler):
 
 
 class ModelActor:
-    """An actor that loads a model. Its methods run in several threads, since `wait_for_exit` never returns."""
+    """An actor that loads a model. Its methods run in several threads, because `wait_for_exit` never returns."""
 
     def __init__(self) -> None:
         self._log = StartupLog()
 
     def phases(self) -> list[str]:
-        """The steps of loading, a line each, after the seconds since it began."""
+        """Return the steps of loading, one a line, with the seconds since the start."""
         return self._log.lines
 
     def location(self) -> tuple[str, int]:
-        """Ray's id of this node, and this process's id."""
+        """Return Ray's id of this node, and the id of this process."""
         import ray
 
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def wait_for_exit(self) -> None:
-        """Never returns; a call to it fails when this process dies."""
+        """Wait for ever. A call to it fails when this process dies."""
         threading.Event().wait()

@@ -1,0 +1,9 @@
+"""What processes exchange: the transport, the messages, and the types inside them.
+
+transport          connections that carry frames, opened by invitation
+link_messages      the messages between a front and an engine
+engine_client      the interface of the engines for fronts, and its errors
+adapter_entry      the names and the states of adapters
+metrics            the names of all metrics, and values that can be added up
+process_meter      memory and CPU time of processes
+"""

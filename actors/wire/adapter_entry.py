@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-MAX_NAMES = 1024  # names that a front stores, those of entries without a folder included; more are refused
+MAX_NAMES = 1024  # names that a front stores, including entries without a folder
 FORGET_AFTER_S = 600  # entries without a folder are dropped then; a process that was cut off for longer may revive them
 
 
@@ -17,8 +17,8 @@ class AdapterEntry(msgspec.Struct, array_like=True, frozen=True):
     """The meaning of a name."""
 
     name: str
-    path: str  # of its folder, on the engines' nodes; "" if the name means nothing any more
-    version: int = 0  # wall clock in ns, or one more than what it replaces; 0 if it comes from the command line
+    path: str  # of its folder, on the engines' nodes; empty if the name was unloaded
+    version: int = 0  # wall clock in ns, or one more than the replaced entry's; 0 if it comes from the command line
 
     def is_older(self, now_ns: int) -> bool:
         """True if it is older than FORGET_AFTER_S."""
@@ -26,27 +26,27 @@ class AdapterEntry(msgspec.Struct, array_like=True, frozen=True):
 
 
 class AdapterState(msgspec.Struct, array_like=True, frozen=True):
-    """How far an engine is with the newest entry of a name. Neither digest nor error: it is loading."""
+    """The state of a name's newest entry on one engine. Without a digest and an error, the adapter is loading."""
 
     entry: AdapterEntry
-    digest: str = ""  # of the name's adapter; without a folder, of the former one while streams use it
+    digest: str = ""  # of the name's adapter; after an unload, of the one that running requests still use
     error: str = ""  # why it could not be loaded; empty if it could
-    # Of the adapter that had the name before; empty if none had. Requests may have it until its successor is loaded and
-    # the fronts have received that, and for longer if the successor could not be loaded.
+    # Digest of the name's previous adapter; empty if there is none. Requests may use it until its successor is loaded
+    # and the fronts have received that, and longer if the successor fails to load.
     held: str = ""
-    is_setting: bool = False  # the command line has the name too, so that its entry is never dropped
+    is_setting: bool = False  # the command line names it too: its entry is never dropped
 
     @property
     def is_served(self) -> bool:
-        """True if requests may have it."""
+        """True if requests may use it."""
         return bool(self.entry.path and self.digest)
 
     @property
     def digests(self) -> frozenset[str]:
-        """Of what requests may have."""
+        """Digests of the adapters that requests may use."""
         return frozenset({self.digest, self.held} - {""}) if self.entry.path else frozenset()
 
     @property
     def is_settled(self) -> bool:
-        """True if the engine has applied the entry, or could not."""
+        """True if the engine has applied the entry, or has failed to."""
         return bool(self.digest or self.error) if self.entry.path else not self.digest

@@ -1,4 +1,4 @@
-"""EngineClient: what a front end needs of its engines, and the error with which they refuse a request."""
+"""EngineClient: the interface between a front and its engines, and the errors of a refused request."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from runtime.spec.types import CallboardError, Request, RequestOutput
 
 
 class Refusal(StrEnum):
-    """Why a request was not begun, the likeliest to pass first; the label of callboard:requests_refused."""
+    """Why a request was refused, in the order of hope for a retry; the label of callboard:requests_refused."""
 
     BUSY = "busy"  # the queue is full
     DRAINING = "draining"  # the engine takes no new requests before it ends
-    LATE = "late"  # it has waited in the queue for as long as it may
-    NEVER = "never"  # it cannot be served at all: it is too long, say
+    LATE = "late"  # it waited in the queue longer than queue_timeout_s
+    NEVER = "never"  # it can never be served: it is too long, for example
 
 
 class EngineRefusal(CallboardError):
-    """The request was not begun. If the engines are busy, come back after `retry_after_s` seconds."""
+    """The engines refused a request. If they are busy, the client should retry after `retry_after_s` seconds."""
 
     def __init__(self, message: str, reason: Refusal, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
@@ -33,76 +33,78 @@ class ServerStopped(CallboardError):
     """The server ended before the request did."""
 
 
-OnEngine = Callable[[str], None]  # is told the id of the engine that serves a request, each time that another one does
+OnEngine = Callable[[str], None]  # called with the engine's id whenever an engine begins to serve the request
 
 
-def nobody(engine: str) -> None:
-    """An OnEngine for those who need not know."""
+def ignore_engine(engine: str) -> None:
+    """An OnEngine that does nothing."""
 
 
 class AdapterClient(Protocol):
     """The adapters of the engines."""
 
     def served(self) -> dict[str, AdapterState]:
-        """Those that requests may ask for, by name."""
+        """The adapters that requests may use, by name."""
         ...
 
     async def load(self, name: str, path: str) -> None:
-        """Let all engines serve the adapter in a folder by this name, in the place of what has the name now. Raises
-        CallboardError if one cannot: then none does."""
+        """Serve the adapter in a folder by this name on all engines. It replaces the name's current adapter.
+
+        Raises CallboardError if an engine cannot load it: then no engine serves it."""
         ...
 
     async def unload(self, name: str) -> None:
-        """Returns when no request uses it any more; new ones do not get it from now on."""
+        """Refuse new requests for the name. Returns when no running request uses its adapter."""
         ...
 
 
 class EngineClient(Protocol):
-    """The engines as a front end uses them, however far away they are."""
+    """The engines as a front uses them, on this node or another."""
 
     info: ModelInfo  # of the engine with the longest context
 
     @property
     def adapters(self) -> AdapterClient:
-        """Those of the engines."""
+        """The adapters of the engines."""
         ...
 
-    def generate(self, request: Request, on_engine: OnEngine = nobody) -> AsyncGenerator[RequestOutput, None]:
-        """Yields what is new until an output has a finish reason; closing the generator aborts the request.
+    def generate(self, request: Request, on_engine: OnEngine = ignore_engine) -> AsyncGenerator[RequestOutput, None]:
+        """Yield new output until one has a finish reason. Closing the generator aborts the request.
 
-        Outputs that piled up while the consumer was busy arrive merged into one.
-        Raises EngineRefusal if it is not begun, and CallboardError if it fails otherwise.
+        Outputs that queue while the consumer is busy arrive merged into one.
+        Raises EngineRefusal if the request is refused, and CallboardError if it fails otherwise.
         """
         ...
 
     def abort(self, request_id: str) -> None:
-        """End a request by its id or its client's id for it, whoever submitted it; an unknown one is no error."""
+        """End a request of any front by its id or its client's id. An unknown id is ignored."""
         ...
 
     async def reset_prefix_cache(self) -> None:
-        """Let every engine forget what it has cached for no live request, before it takes what is asked from now on;
-        returns when all have. Raises CallboardError if one does not say so in time."""
+        """Evict the blocks that no live request holds, on every engine, before it takes later requests.
+
+        Raises CallboardError if an engine does not confirm in time."""
         ...
 
     async def sleep(self, level: int) -> None:
-        """Returns when every engine that there is now sleeps at this level, or is awake (0). Raises CallboardError if
-        one does not."""
+        """Put every current engine to sleep at this level, or wake it (0). Raises CallboardError if one fails."""
         ...
 
     @property
     def is_asleep(self) -> bool:
-        """True if an engine sleeps."""
+        """True if any engine sleeps."""
         ...
 
     def engines(self) -> list[str]:
-        """The ids of the engines that there are now."""
+        """The ids of the current engines."""
         ...
 
     async def report(self, figures: dict[str, MetricValues]) -> dict[str, Snapshot]:
-        """Give each engine what was counted for its requests since the last report; the figures of all engines that
-        answered. One that did not has not got its part."""
+        """Send each engine the counts of its requests since the last report.
+
+        Returns the figures of all engines that answered. Counts for the others are lost."""
         ...
 
     def health(self) -> str | None:
-        """None if requests can be served now; else one sentence that says why not."""
+        """Return None if requests can be served now, else one sentence with the reason."""
         ...

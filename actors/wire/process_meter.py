@@ -16,24 +16,24 @@ _TICKS_A_SECOND, _PAGE_BYTES = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZ
 
 
 class ProcessFigures(NamedTuple):
-    """What processes use, by role."""
+    """The use of processes, by role."""
 
-    memory: dict[str, float]  # bytes that are resident now
-    cpu: dict[str, float]  # seconds of all processes that the role has had
+    memory: dict[str, float]  # resident bytes now
+    cpu: dict[str, float]  # seconds of all processes of the role, ended ones included
 
 
 class ProcessMeter:
-    """Reads the figures of processes. CPU time that a process has used stays counted after its end."""
+    """Reads the figures of processes. The CPU time of a process stays counted after its end."""
 
     def __init__(self, processes: Callable[[], Iterable[tuple[str, int]]]) -> None:
-        """`processes` gives the role and the process id of each one that lives."""
+        """`processes` returns the role and the process id of each living process."""
         self._processes = processes
         self._cpu: defaultdict[str, float] = defaultdict(float)
         self._last: dict[tuple[int, int], float] = {}  # CPU seconds, by process id and the time of its start
         self._reading = threading.Lock()
 
     def read(self) -> ProcessFigures:
-        """The figures now; from any thread."""
+        """Read the figures now, from any thread."""
         with self._reading:
             memory: defaultdict[str, float] = defaultdict(float)
             last, self._last = self._last, {}
@@ -48,5 +48,5 @@ class ProcessMeter:
 
 
 def of_this_process(role: str) -> ProcessMeter:
-    """A meter of the process that calls this."""
+    """Return a meter of the calling process."""
     return ProcessMeter(lambda: [(role, os.getpid())])

@@ -1,12 +1,12 @@
-"""Connections that carry whole frames between two processes, and how the two find each other.
+"""Connections that carry whole frames between two processes, and the handshake that opens them.
 
-    who listens                                    who connects
+    listening process                              connecting process
     Listener.invite(host)    --- Ray call --->     connect(address), connect_stream(address, ...)
     Listener.accept()        <-- secret -----
 
-Every connection begins with the secret of its invitation, which is compared before anything else is read; nothing is
-ever unpickled from a socket. It is a byte stream, over a Unix socket on one node (12 us a round trip, wakes without
-spinning) and over TCP to another one. Its users define what a frame means.
+Every connection begins with the secret of its invitation, which is compared before anything else is read. Nothing is
+unpickled from a socket. The byte stream runs over a Unix socket on one node (12 us a round trip, without spinning), and
+over TCP between nodes. The users of this module define the contents of frames.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from typing import TypeVar
 
 logger = logging.getLogger(__name__)
 
-MAX_FRAME = 256 << 20  # bytes; checked before anything is allocated
-_CHUNK = 64 << 10  # bytes that are read at once
+MAX_FRAME = 256 << 20  # bytes; checked before memory is allocated
+_CHUNK = 64 << 10  # bytes of one read
 _SEND_BUFFER = 4 << 20  # bytes; the kernel clamps it to net.core.wmem_max
 _LENGTH = struct.Struct("<I")  # stands before each frame
 _PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group
 _SECRET_LEN = 32
-_HANDSHAKE_S = 10.0  # for a connection to tell its secret
-_MAX_HANDSHAKES = 64  # at once; an invited process needs milliseconds
-_ACCEPT_RETRY_S = 0.5  # while nobody can be accepted
+_HANDSHAKE_S = 10.0  # for a connection to send its secret
+_MAX_HANDSHAKES = 64  # at the same time; an invited process needs milliseconds
+_ACCEPT_RETRY_S = 0.5  # between attempts while accept fails
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where one invited process connects to, once; it travels by a Ray call."""
+    """The address for one connection of an invited process. A Ray call carries it."""
 
     endpoint: str | tuple[str, int]  # the path of a Unix socket, or host and port
     secret: bytes = field(repr=False)  # the first bytes on the connection
@@ -57,18 +57,18 @@ class Address:
 
 
 def framed(frame: bytes | bytearray) -> bytes:
-    """The frame as it stands on a stream: after its length."""
+    """Return the frame with its length in front, as it stands on a stream."""
     return _LENGTH.pack(len(frame)) + frame
 
 
 class FrameCutter:
-    """Cuts what comes on a connection into frames."""
+    """Cuts the bytes of a connection into frames."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def cut(self, data: bytes) -> list[bytearray]:
-        """The frames that are whole with `data`; raises OSError at a length above the limit."""
+        """Add `data` and return the complete frames. Raises OSError at a length above the limit."""
         buffer, at, frames = self._data, 0, []
         buffer += data
         while len(buffer) - at >= _LENGTH.size:
@@ -85,7 +85,7 @@ class FrameCutter:
 
 
 class FrameSocket:
-    """The blocking end of a connection; both ends raise OSError when it fails."""
+    """The blocking end of a connection. Both ends raise OSError when it fails."""
 
     def __init__(self, sock: socket.socket) -> None:
         _tune(sock)
@@ -93,17 +93,17 @@ class FrameSocket:
         self._cutter = FrameCutter()
 
     def send(self, frame: bytes | bytearray, on_full: Callable[[], None] | None = None) -> None:
-        """Write `frame`. A full socket blocks, or calls `on_full` until there is room."""
+        """Write `frame`. On a full socket, block, or call `on_full` until there is room."""
         rest, flags = memoryview(framed(frame)), 0 if on_full is None else socket.MSG_DONTWAIT
         while rest:
             try:
                 rest = rest[self.sock.send(rest, flags) :]
             except BlockingIOError:
-                assert on_full is not None, "a socket that waits for nobody"
+                assert on_full is not None, "a blocking socket raises no BlockingIOError"
                 on_full()
 
     def receive(self) -> list[bytearray]:
-        """All frames that have come, waiting for a whole one if there is none; none at the end of the connection."""
+        """Return all complete frames, after waiting for one. Returns none at the end of the connection."""
         while data := self.sock.recv(_CHUNK):
             if frames := self._cutter.cut(data):
                 return frames
@@ -111,8 +111,9 @@ class FrameSocket:
 
 
 def _tune(sock: socket.socket) -> None:
-    """Room for what a step sends; over TCP no delay, and a peer whose host is gone is noticed in seconds, not after the
-    kernel's 15 minutes."""
+    """Set buffer sizes and, for TCP, no delay and keepalives.
+
+    Keepalives detect a lost host within seconds instead of the kernel's 15 minutes."""
     if sock.family == socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         return
@@ -128,7 +129,7 @@ def _tune(sock: socket.socket) -> None:
 
 
 def connect(address: Address, timeout_s: float = 30.0) -> FrameSocket:
-    """The blocking end of a connection to who has given the address."""
+    """Connect to the process that issued the address, and return the blocking end."""
     sock = socket.socket(address.family)
     sock.settimeout(timeout_s)
     sock.connect(address.endpoint)
@@ -141,7 +142,7 @@ Receiver = TypeVar("Receiver", bound=asyncio.Protocol)
 
 
 async def connect_stream(address: Address, make: Callable[[], Receiver]) -> Receiver:
-    """The asyncio end of a connection to who has given the address."""
+    """Connect to the process that issued the address, and return the asyncio end."""
     loop = asyncio.get_running_loop()
     sock = socket.socket(address.family)
     try:
@@ -158,14 +159,16 @@ async def connect_stream(address: Address, make: Callable[[], Receiver]) -> Rece
 
 
 class Listener:
-    """Where invited processes connect to; it keeps strangers out. One thread accepts, any may invite or close.
+    """The listening end for invited processes. One thread accepts; any thread may invite or close.
 
-    The death of its process must leave no file behind, so its name is abstract, and anyone on this host may connect:
-    other users are cut off at once, and the secret decides about the rest."""
+    Its name is abstract, so that the death of its process leaves no file behind. Every process on this host can connect
+    to an abstract name. Connections of other users are closed at once, and the secret decides about the rest."""
 
     def __init__(self) -> None:
-        self._invited: dict[bytes, Address] = {}  # by secret; each is good for one connection
-        self._pending: dict[int, tuple[socket.socket, float]] = {}  # connections without a secret yet, and their ends
+        self._invited: dict[bytes, Address] = {}  # by secret; each admits one connection
+        self._pending: dict[
+            int, tuple[socket.socket, float]
+        ] = {}  # connections before their secret, and their deadlines
         self._listening: dict[int, socket.socket] = {}
         self._epoll = select.epoll()
         self._accepting = threading.Lock()
@@ -183,7 +186,7 @@ class Listener:
         return listener
 
     def invite(self, host: str = "") -> Address:
-        """An address for one connection; `host` is this node's own, for a process on another node."""
+        """Return an address for one connection; `host` is this node's address, for a process on another node."""
         secret = secrets.token_bytes(_SECRET_LEN)
         if host and self._tcp is None:
             self._tcp = self._listen(socket.AF_INET, (host, 0))
@@ -192,10 +195,10 @@ class Listener:
         return address
 
     def accept(self, timeout_s: float = math.inf) -> tuple[Address, FrameSocket] | None:
-        """The next process that has connected, and the address that it was given; None when the time is over or the
-        listener is closed.
+        """Wait for the next connection; return it with the address that its process was given.
 
-        What keeps everybody out, as files that are used up do, may pass: it is tried again."""
+        Returns None after the timeout or when the listener is closed. Errors such as exhausted file descriptors may
+        pass, so accept is retried."""
         deadline = time.monotonic() + timeout_s
         with self._accepting:
             while not self._closed and (now := time.monotonic()) <= deadline:
@@ -210,12 +213,14 @@ class Listener:
                             return accepted
                 except OSError as e:
                     if not self._closed:
-                        logger.error("nobody can connect for now: %s", e)
+                        logger.error("no process can connect for now: %s", e)
                         time.sleep(_ACCEPT_RETRY_S)
         return None
 
     def _greet(self, listener: socket.socket) -> None:
-        """A stranger may take neither a thread nor, with others of his kind, all files: the oldest of too many goes."""
+        """Accept a connection that has not sent its secret. Above the limit of these, close the oldest.
+
+        So strangers can occupy neither threads nor all file descriptors."""
         sock, _ = listener.accept()
         if listener.family == socket.AF_UNIX:
             _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
@@ -229,15 +234,15 @@ class Listener:
             self._refuse(next(iter(self._pending)))
 
     def _refuse(self, fd: int) -> None:
-        self._pending.pop(fd)[0].close()  # which ends its registration, too
+        self._pending.pop(fd)[0].close()  # this ends its registration too
 
     def _admit(self, fd: int) -> tuple[Address, FrameSocket] | None:
-        """The process whose secret waits on a new connection; any other is cut off."""
+        """Read the secret of a new connection, and return the connection if it is valid, else close it."""
         sock, _ = self._pending[fd]
-        said = b""
+        received = b""
         with contextlib.suppress(OSError):
-            said = sock.recv(_SECRET_LEN, socket.MSG_DONTWAIT)
-        secret = next((s for s in list(self._invited) if hmac.compare_digest(s, said)), None)
+            received = sock.recv(_SECRET_LEN, socket.MSG_DONTWAIT)
+        secret = next((s for s in list(self._invited) if hmac.compare_digest(s, received)), None)
         if secret is None:
             self._refuse(fd)
             return None
@@ -247,7 +252,7 @@ class Listener:
         return self._invited.pop(secret), FrameSocket(sock)
 
     def close(self) -> None:
-        """Let nobody in any more; a blocked `accept` returns None. Connections that were accepted go on."""
+        """Accept no more connections: a blocked `accept` returns None. Accepted connections stay open."""
         self._closed = True
         for listener in list(self._listening.values()):
             with contextlib.suppress(OSError):

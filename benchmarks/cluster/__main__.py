@@ -1,15 +1,15 @@
-"""A Callboard of several machines: what clients notice of it when Ray's control plane, or a machine, is away.
+"""A Callboard of several machines: what clients notice when Ray's control plane, or a machine, is lost.
 
     python -m benchmarks.cluster                                      # every case, a minute each
     python -m benchmarks.cluster --cases gcs-stopped --seconds 10
 
-A machine with the front and an engine, one with a second engine, and one with nothing but Ray's GCS and Serve's
-controller (with the first one, if nothing is to happen to the head), as network namespaces of this one (network.py),
-each with its own raylet; nothing but a kernel with user namespaces is needed, and for `head-killed` a redis-server,
-which keeps the GCS's state: all processes of the head are killed, and Ray is started there anew at the end. Afterwards
-the front is killed, to see that Serve still replaces it (`front_back_s`, until a request is answered). Clients read
-streams one after another, and send short requests besides, over connections of their own. Each answer is compared with
-that of an undisturbed cluster. A JSON line a case.
+The machines are network namespaces of this one (network.py), each with its own raylet. One has the front and an engine,
+one a second engine, and one only Ray's GCS and Serve's controller. If no case disturbs the head, the last is the first
+one. Only a kernel with user namespaces is needed. `head-killed` also needs a redis-server, which keeps the GCS's state.
+All processes of the head are killed, and Ray is started there anew at the end. Afterwards the front is killed, to see
+that Serve still replaces it (`front_back_s`, until a request is answered). Clients read streams one after another, and
+also send short requests, over connections of their own. Each answer is compared with an undisturbed cluster's. A JSON
+line a case.
 """
 
 from __future__ import annotations

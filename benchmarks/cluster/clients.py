@@ -1,4 +1,4 @@
-"""Clients of a cluster: streams that are read one after another, and short requests beside them."""
+"""Clients of a cluster: they read streams one after another, and also send short requests."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Seen:
 
 
 class Clients:
-    """Of one server."""
+    """Clients of one server."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._answers: dict[int, str] = {}  # by seed
 
     async def wait_until_ready(self, num_engines: int, timeout_s: float = 180.0) -> None:
-        """Until the front is linked to so many engines."""
+        """Until the front is linked to `num_engines` engines."""
         end = time.monotonic() + timeout_s
         async with httpx.AsyncClient(base_url=self._url, timeout=5) as client:
             while True:
@@ -89,7 +89,7 @@ class Clients:
 
     @asynccontextmanager
     async def load(self) -> AsyncIterator[Seen]:
-        """While clients come; at the end their streams are read to the end."""
+        """Run the clients; at the end their streams are read to the end."""
         seen, stopping = Seen(), asyncio.Event()
         tasks = [asyncio.create_task(self._read(seed, seen, stopping)) for seed in self._answers]
         tasks += [asyncio.create_task(self._ask(seen, stopping))]

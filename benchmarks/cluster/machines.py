@@ -1,4 +1,4 @@
-"""Ray, Serve and Callboard on two or three machines of one's own."""
+"""Ray, Serve and Callboard on two or three private machines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _get_global_client().deploy_apps(ServeDeploySchema(**config))
 
 
 class Cluster:
-    """The machines, and the processes on them: a front with an engine, another engine, and the head, apart or with the
+    """The machines, and the processes on them: a front with an engine, another engine, and the head, alone or with the
     front."""
 
     def __init__(self, folder: str, settings: dict[str, str], *, has_head_apart: bool, has_redis: bool) -> None:
@@ -48,7 +48,7 @@ class Cluster:
         places = {"RAY_TMPDIR": str(own), "HOME": str(own), **haproxy_files(str(own))}
         command = {COMMAND: write_command(folder)}
         self._environment = {**inherited, **CLUSTER, **_QUICK, **places, **command, **ray_token(), **settings}
-        if has_redis:  # in which the GCS keeps its state
+        if has_redis:  # in which the GCS stores its state
             self._environment["RAY_REDIS_ADDRESS"] = f"{HOST}:{_REDIS_PORT}"
             redis = ["redis-server", "--bind", HOST, "--port", str(_REDIS_PORT), "--protected-mode", "no", "--save", ""]
             subprocess.Popen(redis, stdout=subprocess.DEVNULL)
@@ -57,7 +57,7 @@ class Cluster:
         self.url = f"http://{self.front.address}:{PORT}"
 
     def start(self, model: str | None) -> None:
-        """Returns when Serve has been told what to start."""
+        """Returns when Serve has accepted the application."""
         gcs = f"{self.head.address}:6379"
         is_apart = self.head is not self.front
         self._ray_start(self.head, *_HEAD, *(_NO_CPUS if is_apart else _FRONT)).check()
@@ -88,7 +88,7 @@ class Cluster:
         _Started(self.front.command(sys.executable, "-c", _DEPLOY, gcs, json.dumps(config)), self._environment).check()
 
     def restart_head(self) -> None:
-        """Start Ray anew on a head of its own whose processes were killed; returns at once. It must not see the
+        """Start Ray anew on a head of its own after its processes were killed; returns at once. It must not see the
         processes of the other machines, as `ray start` would take theirs for its own."""
         blind = ["unshare", "--pid", "--fork", "--mount-proc"]
         command = self.head.command(*blind, *_RAY, *self._options(self.head), *_HEAD, *_NO_CPUS, "--block")
@@ -106,7 +106,7 @@ class Cluster:
         return [*fixed, "--disable-usage-stats", "--include-log-monitor=false"]
 
     def cpu_s(self) -> float:
-        """The time of a core that all processes have taken, those that have ended included."""
+        """The time of a core that all processes have taken, ended ones included."""
         stats = [path.read_text().rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat")]
         return sum(int(ticks) for stat in stats for ticks in stat[11:15]) / os.sysconf("SC_CLK_TCK")
 
@@ -115,7 +115,7 @@ class Cluster:
         self._signal("gcs_server", number)
 
     def _signal(self, name: str, number: int) -> None:
-        """Send a signal to the processes whose first argument's last part begins with this name."""
+        """Send a signal to the processes with a program file that begins with this name."""
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has just ended
                 program = (folder / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
@@ -124,7 +124,7 @@ class Cluster:
 
 
 class _Started:
-    """A command that runs; what it says is shown only if it fails."""
+    """A running command. Its output is shown only if it fails."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(

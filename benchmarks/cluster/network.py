@@ -1,8 +1,8 @@
-"""Machines of one's own on this one: network namespaces on a bridge, whose cables can be pulled.
+"""Separate machines on this one: network namespaces on a bridge. Their cables can be pulled.
 
-The program that uses them runs in namespaces of its own (`alone`): users, so that none of it needs root; processes, so
-that all end with it; and a network, whose bridge the machines are plugged into. A machine whose cable is pulled
-(`pull`) is cut off as by a dead switch: no connection is closed, and packets are lost without an answer.
+The program that uses them runs in namespaces of its own (`alone`). A user namespace makes root unnecessary. A process
+namespace ends all processes with the program. The network namespace has the machines' bridge. A pulled cable (`pull`)
+acts like a dead switch: no connection is closed, and packets are lost without an answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def alone(*arguments: str) -> list[str]:
 
 
 def refusal() -> str | None:
-    """One sentence on why there can be no machines here; None if there can."""
+    """One sentence on why machines are impossible here, or None."""
     try:
         check = subprocess.run(
             [*_ALONE, "ip", "link", "add", "bridge0", "type", "bridge"], capture_output=True, text=True
@@ -42,15 +42,15 @@ def make_bridge() -> None:
 
 
 class Machine:
-    """One machine. What runs there sees this program's files and processes, but a network of its own, and other files
-    than the other machines in `folder`."""
+    """One machine. Its processes see this program's files and processes, but have a network of their own, and their own
+    files in `folder`."""
 
     def __init__(self, number: int, folder: Path) -> None:
         self.address = f"10.77.0.{number}"
         self._cable = f"cable{number}"
         for path in (folder, own := folder.with_name(f"{folder.name}{number}")):
             path.mkdir(exist_ok=True)
-        # A namespace lives as long as a process in it.
+        # A namespace lives while a process is in it.
         hold = f"mount --bind {own} {folder} && echo && exec sleep infinity"
         self._holder = subprocess.Popen(["unshare", "--net", "--mount", "sh", "-c", hold], stdout=subprocess.PIPE)
         assert self._holder.stdout is not None
@@ -65,7 +65,7 @@ class Machine:
         return ["nsenter", f"--target={self._holder.pid}", "--net", "--mount", "--wd", *command]
 
     def kill(self) -> None:
-        """Kill all that runs there, as if its power went; what is started there later finds its files."""
+        """Kill all processes there, as in a power cut. The files stay for processes that are started there later."""
         own = Path(f"/proc/{self._holder.pid}/ns/net").readlink()
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has just ended
@@ -77,7 +77,7 @@ class Machine:
         _ip(f"link set {self._cable} down")
 
     def plug(self) -> None:
-        """Let it be reached again."""
+        """Make it reachable again."""
         _ip(f"link set {self._cable} up")
 
 

@@ -1,7 +1,7 @@
-"""How often a draft samples what its target sampled, without an engine: both run as the steps of a runner alone.
+"""How often a draft samples the same as its target, without an engine: both run only as the steps of a runner.
 
-Both sample with the same noise at a position (C4), so a guess is right exactly if the draft, after the target's own
-tokens, samples the token that the target has there. One pass over a finished text therefore tells all of its guesses.
+Both sample with the same noise at a position (C4). So a guess is right exactly if the draft, after the target's own
+tokens, samples the target's next token. One pass over a finished text therefore decides all of its guesses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from runtime.core.plan import Int32s, NewSlot, StepPlan
-from runtime.features.grammar_state import GrammarState
 from runtime.models.decoder import Decoder
 from runtime.spec.types import SamplingParams
 from runtime.worker.cpu.cpu_steps import CpuSteps
@@ -24,7 +23,7 @@ _BLOCK_SIZE = 16  # as served
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A prompt and what was sampled after it."""
+    """A prompt and the tokens sampled after it."""
 
     token_ids: list[int]
     prompt_len: int
@@ -37,8 +36,8 @@ class Text:
 
 
 def extend(decoder: Decoder, prompts: Sequence[Text], num_tokens: int) -> tuple[list[Text], np.ndarray]:
-    """The texts with `num_tokens` more tokens, sampled in one batch with no regard to EOS, and the log-probabilities
-    of these, [num_texts, num_tokens] in nats before temperature."""
+    """The texts with `num_tokens` more tokens, sampled in one batch without regard to EOS. Also the log-probabilities
+    of these tokens, [num_texts, num_tokens] in nats before temperature."""
     steps = _steps(decoder, len(prompts), max(len(p.token_ids) for p in prompts) + num_tokens)
     news = [_new_slot(slot, prompt) for slot, prompt in enumerate(prompts)]
     lengths = np.array([len(p.token_ids) for p in prompts], np.int32)
@@ -79,8 +78,8 @@ def find_matches(decoder: Decoder, texts: Sequence[Text]) -> list[np.ndarray]:
 
 
 def tokens_a_round(matches: Sequence[np.ndarray], num_guesses: int) -> float:
-    """The mean yield of a round that verifies `num_guesses`: those before the first wrong one, and the target's own
-    token. Rounds that a text's end cuts short do not count."""
+    """The mean yield of a round that verifies `num_guesses`: the guesses before the first wrong one, and the target's
+    own token. Rounds that a text's end cuts short do not count."""
     num_rounds = num_tokens = 0
     for right in matches:
         at = 0
@@ -92,16 +91,16 @@ def tokens_a_round(matches: Sequence[np.ndarray], num_guesses: int) -> float:
 
 
 def _steps(decoder: Decoder, num_slots: int, max_len: int) -> GpuSteps | CpuSteps:
-    """With a KV cache in which every slot has room for `max_len` tokens."""
+    """Steps with a KV cache in which every slot has room for `max_len` tokens."""
     numerics = decoder.numerics
     num_blocks = 1 + num_slots * -(-max_len // _BLOCK_SIZE)
     cache = KVCache(decoder.spec.kv_cache(numerics.dtype_name), num_blocks, _BLOCK_SIZE, numerics.device)
     kind = GpuSteps if numerics.backend == "triton" else CpuSteps
-    return kind(decoder, cache, num_slots, max_len, (), GrammarState(decoder.spec.vocab_size))
+    return kind(decoder, cache, num_slots, max_len, ())
 
 
 def _tables(steps: GpuSteps | CpuSteps, num_slots: int) -> Int32s:
-    """StepPlan.block_table_writes that give each slot its share of the blocks; block 0 is nobody's."""
+    """StepPlan.block_table_writes that give each slot its share of the blocks, without block 0."""
     num_blocks = -(-steps.max_model_len // _BLOCK_SIZE)
     slots, index = np.divmod(np.arange(num_slots * num_blocks, dtype=np.int32), np.int32(num_blocks))
     return np.stack((slots, index, slots * num_blocks + index + 1))

@@ -1,14 +1,14 @@
-"""Makes a target and a draft of random weights that agree as often as wanted: what speculation is timed with.
+"""Makes a target and a draft of random weights that agree at a chosen rate, to time speculation with.
 
     python -m benchmarks.drafts.calibrated_pair /tmp/pair --draft small --acceptance 0.8
 
-OUT/target has the shape of Llama-3.1-8B, OUT/draft one of DRAFTS. The target contains the draft: the first dimensions
-of its residual stream are the draft's, the corners of its first layers' matrices are the draft's layers, and so are
-the first columns of its head. Everything else in it is noise, and what writes into the residual stream is scaled by
-epsilon: at 0 the two are one model (the norms of the wider stream make up for the width), with more of it they agree
-less. Epsilon is found by bisection on samples of both (benchmarks.drafts.acceptance), half of them greedy, half at
-temperature 1; the figures printed are of other prompts. What such a pair lacks of a trained one: stretches of text that
-are easy to guess, and others that are not.
+OUT/target has the shape of Llama-3.1-8B, OUT/draft one of DRAFTS. The target contains the draft. The first dimensions
+of its residual stream are the draft's. The corners of its first layers' matrices are the draft's layers, and the first
+columns of its head are the draft's head. The rest is noise, and epsilon scales all outputs into the residual stream. At
+0 the two are one model (the norms of the wider stream compensate for the width). The larger epsilon is, the less they
+agree. Epsilon is found by bisection on samples of both (benchmarks.drafts.acceptance), half of them greedy, half at
+temperature 1. The printed figures come from other prompts. Such a pair differs from a trained one: all stretches of its
+text are about equally hard to guess.
 """
 
 from __future__ import annotations
@@ -57,19 +57,20 @@ TINY_DRAFT = {
 TEMPERATURES = (0.0, 1.0)
 PROMPT_LEN, OUTPUT_LEN = 128, 64
 
-_EMBED_STD = 0.4  # beside layers that write about 0.6 each: the next token must not be read off the last one alone
+_EMBED_STD = 0.4  # beside layers that write about 0.6 each: the last token alone must not determine the next one
 _QUERY_GAIN = 2.0  # attention that picks some positions, not a mean of all
 _FREEZING = 0.95  # see _head_gain
-_NOISY = (".out.weight", ".down.weight")  # what writes into the residual stream
+_NOISY = (".out.weight", ".down.weight")  # weights that write into the residual stream
 
 
 class Pair:
     """The weights of both, in memory; the target's for every epsilon."""
 
     def __init__(self, target: dict[str, Any], draft: dict[str, Any], numerics: Numerics, seed: int = 0) -> None:
-        """`draft` is what sets the draft's config.json apart from the target's."""
+        """`draft` holds the fields in which the draft's config.json differs from the target's."""
         ratio = target["hidden_size"] / draft["hidden_size"]
-        # Norms divide by the mean square over dimensions of which the draft's are 1 / ratio and the others zero.
+        # Norms divide by the mean square over all dimensions. The draft's are 1 / ratio of them, and the others are
+        # zero.
         eps = target["rms_norm_eps"] * ratio
         dtype_name = str(numerics.dtype).removeprefix("torch.")
         self.target_config = target | {"torch_dtype": dtype_name}
@@ -89,7 +90,7 @@ class Pair:
             self._put_draft(name, weight)
 
     def _draw(self, name: str, shape: tuple[int, ...], width: int) -> torch.Tensor:
-        """A random parameter of either model; `width` is that of the draft, whose dimensions hold all but noise."""
+        """A random parameter of either model; `width` is the draft's, and its dimensions hold everything but noise."""
         noise = torch.randn(shape, generator=self._generator, device=self.numerics.device)
         if name == "final_norm":  # of either sign, or a tied head would name the token that it has just read
             noise.sign_().mul_(_head_gain(self.target_spec.vocab_size, width))
@@ -103,7 +104,7 @@ class Pair:
         return noise.to(self.numerics.dtype)
 
     def _put_draft(self, name: str, weight: torch.Tensor) -> None:
-        """The draft's parameter into the corner of the target's, if it has one."""
+        """Copy the draft's parameter, if there is one, into the corner of the target's."""
         inner = self._draft.get("embed" if name == "head" else name)
         if inner is None:
             return
@@ -136,7 +137,7 @@ class Pair:
         return Decoder(self.target_spec, self.numerics, num_positions, lambda name: (read(name),))
 
     def measure(self, epsilon: float, num_prompts: int, seed: int) -> dict[str, Any]:
-        """How both agree on `num_prompts` texts at each of TEMPERATURES, which the target begins anew."""
+        """How both agree on `num_prompts` texts at each of TEMPERATURES; the target writes new ones."""
         rng = np.random.default_rng(seed)
         prompts = [
             Text(rng.integers(2, self.target_spec.vocab_size, PROMPT_LEN).tolist(), PROMPT_LEN, rng_seed, temperature)
@@ -161,9 +162,9 @@ class Pair:
 def _head_gain(vocab_size: int, width: int) -> float:
     """So that logits have a standard deviation of _FREEZING * sqrt(2 ln vocab).
 
-    N Gaussian logits are a random energy model: their softmax has ln N - std^2 / 2 nats and falls onto a few tokens
-    at std = sqrt(2 ln N). Somewhat below it has a few bits, and gaps between the best two of about a nat, with the
-    noise of temperature 1 as without: acceptance is nearly that of greedy."""
+    N Gaussian logits are a random energy model. Their softmax has ln N - std^2 / 2 nats, and concentrates on a few
+    tokens at std = sqrt(2 ln N). Somewhat below, it has a few bits, and gaps between the best two of about a nat. The
+    noise of temperature 1 is as large, so acceptance is nearly that of greedy."""
     return _FREEZING * math.sqrt(2 * math.log(vocab_size)) / (_EMBED_STD * math.sqrt(width))
 
 
@@ -186,7 +187,7 @@ def num_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
 
 
 def free(numerics: Numerics) -> None:
-    """Decoders have reference cycles through their kernels' closures; a GPU wants their memory back at once."""
+    """Decoders have reference cycles through their kernels' closures; a GPU needs their memory back at once."""
     if numerics.device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

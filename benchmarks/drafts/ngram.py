@@ -2,8 +2,8 @@
 
     python -m benchmarks.drafts.ngram [--repeats 3] [--tokens 128]
 
-Tokens per second of this process's CPU time, prefill included, on one thread: other work on the machine does not count.
-Both must give the same tokens, or it fails.
+Tokens per second of this process's CPU time, prefill included, on one thread, so other work on the machine does not
+count. Both must give the same tokens, or it fails.
 """
 
 from __future__ import annotations

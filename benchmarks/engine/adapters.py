@@ -3,10 +3,11 @@
     python -m benchmarks.engine.adapters --model llama-3.2-1b --cells 1x128x512 64x128x256 --adapters 0 1 8
     python -m benchmarks.engine.adapters --model llama-3.1-8b --cells --loads 10 --streams 64
 
-A cell is BATCHxINxOUT, as in benchmarks.engine.decode; each is measured with every number of `--adapters`, which the
-requests have in turn, and its share of the rate without any is given if 0 comes first. All run on one engine with room
-for adapters, so that 0 is what others pay for it. `--loads` reads an adapter so often while `--streams` decode: the
-time of a load, and the longest time between two steps meanwhile, beside that of as many steps without a load.
+A cell is BATCHxINxOUT, as in benchmarks.engine.decode. Each is measured with every number of `--adapters`, which the
+requests use in turn. If 0 comes first, its share of the rate without adapters is given. All run on one engine with room
+for adapters, so 0 shows the cost for requests without one. `--loads` reads an adapter that often while `--streams`
+decode. It gives the time of a load and the longest time between two steps during it. The same number of steps without
+loads is given, too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from runtime.loading.adapter_files import read_adapter
 
 
 def load_adapters(engine: Engine, folder: Path, count: int, rank: int) -> list[str]:
-    """Write and load `count` adapters, and one more that requests may not ask for; their digests."""
+    """Write and load `count` adapters, and one more that requests may not use; their digests."""
     modules, table, digests = modules_of(engine.runner.spec), engine.core.extras[AdapterTable], []
     for seed in range(count + 1):
         path = folder / str(seed)
@@ -40,7 +41,8 @@ def load_adapters(engine: Engine, folder: Path, count: int, rank: int) -> list[s
 
 
 def measure_load(engine: Engine, index: int, path: Path, streams: int) -> tuple[float, float, float]:
-    """Seconds of one load while `streams` decode; of the longest step meanwhile; and of the longest among as many."""
+    """Seconds of one load while `streams` decode, of the longest step during it, and of the longest among as many steps
+    without it."""
     loads: list[float] = []
 
     def load() -> None:
@@ -51,7 +53,7 @@ def measure_load(engine: Engine, index: int, path: Path, streams: int) -> tuple[
     engine.add(streams, 32, 4000)
     ends, gaps = [], {}
     for name in ("usual", "loading"):
-        for _ in range(100):  # past the prompts, and what the last load left behind
+        for _ in range(100):  # past the prompts, and the after-effects of the last load
             engine.core.step()
         thread = threading.Thread(target=load)
         ends = [time.perf_counter()]

@@ -1,9 +1,9 @@
-"""Whether settings that should change nothing but speed change the tokens: the same prompts, against the default.
+"""Whether settings that should only change speed change tokens: the same prompts, against the default.
 
     python -m benchmarks.engine.agreement --model llama-3.2-1b --variants graphs-off overlap-off torch-kernels
 
-Greedy. Where a text differs, the first place is named with the gap there between the default's two best tokens in nats:
-rounding may turn a near tie around, and from there on the texts have nothing to do with each other.
+Greedy. Where a text differs, the first position is named, with the gap there between the default's two best tokens in
+nats. Rounding may reverse a near tie, and from there on the texts are unrelated.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@
         --sampling temperature=0 temperature=0.8,top_p=0.9 temperature=0.8,top_p=0.9,repetition_penalty=1.1
     python -m benchmarks.engine.decode --model llama-3.1-8b --set tensor_parallel_size=2        # a GPU for each rank
 
-A cell is BATCHxINxOUT, all requests added at once; each is measured with every `--sampling`, on one engine, and its
-share of the greedy rate is given if greedy comes first. Logits of random weights are nearly flat, which is the worst
-case of filters; `--logit-scale` makes them more peaked. Decode tok/s counts the tokens after every request has its
-first one, over the time from then on; output tok/s counts all tokens over all of the time, prefill included. Medians of
-the repeats.
+A cell is BATCHxINxOUT, all requests added at once. Each is measured with every `--sampling`, on one engine. If greedy
+comes first, its share of the greedy rate is given. Logits of random weights are nearly flat, which is the worst case of
+filters; `--logit-scale` makes them more peaked. Decode tok/s counts the tokens after every request has its first one,
+over the time from then on. Output tok/s counts all tokens over all of the time, prefill included. Medians of the
+repeats.
 """
 
 from __future__ import annotations

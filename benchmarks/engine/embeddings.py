@@ -1,4 +1,4 @@
-"""Vectors of texts against prefill: the same prompts, pooled, and with one sampled token each, in alternation.
+"""Pooling of texts against prefill: the same prompts, pooled, and with one sampled token each, in alternation.
 
     python -m benchmarks.engine.embeddings --model qwen3-0.6b --texts 256 --length 512
 

@@ -1,8 +1,8 @@
-"""What grammars cost: compiling them, and a mask and an advance of each row of a step, over a corpus of schemas.
+"""The cost of grammars: compiling them, and a mask and an advance of each row of a step, over a corpus of schemas.
 
 python -m benchmarks.engine.grammar --tokenizer PATH ...            # the lazy engine, and the compiler's child
-python -m benchmarks.engine.grammar --tokenizer PATH --eager 40     # automata of so many schemas of the corpus
-python -m benchmarks.engine.grammar --tokenizer PATH --api 100      # and of so many types of OpenAI's API, drawn
+python -m benchmarks.engine.grammar --tokenizer PATH --eager 40     # automata of 40 schemas of the corpus
+python -m benchmarks.engine.grammar --tokenizer PATH --api 100      # and of 100 random types of OpenAI's API
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from runtime.child import Child, Overrun
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import Grammar, GrammarSpec
 from runtime.structured.compiler import GrammarCompiler
-from runtime.structured.engines import build_loaded, load
 from runtime.structured.grammar import compiled
-from runtime.structured.lazy import LazyEngine
+from runtime.structured.matching.factory import build_loaded, load
+from runtime.structured.matching.lazy import LazyEngine
+from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.structured.pattern import GrammarError
-from runtime.structured.vocabulary import Vocabulary
 from runtime.text.tokenizer import Tokenizer
 
 CORPUS = Path(__file__).parents[2] / "tests" / "data" / "structured_corpus.jsonl"
@@ -111,8 +111,8 @@ def lazy(vocabulary: Vocabulary, grammars: list[Grammar], texts: list[list[list[
 
 
 def api_grammars(least: int, num: int) -> list[Grammar]:
-    """Of the openai package's types, as its client sends them for structured output: closed objects of `least` to 60
-    properties, those that may have an automaton."""
+    """Types of the openai package, as its client sends them for structured output: closed objects of `least` to 60
+    properties, which may have an automaton."""
     schemas: dict[str, str] = {}
     for found in pkgutil.walk_packages(openai.types.__path__, "openai.types."):
         for name, kind in inspect.getmembers(importlib.import_module(found.name), inspect.isclass):

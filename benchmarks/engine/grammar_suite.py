@@ -1,11 +1,11 @@
-"""How many of a folder's JSON Schemas are taken, how fast, and whether an invalid instance is.
+"""How many of a folder's JSON Schemas are accepted, how fast, and whether invalid instances are.
 
 python -m benchmarks.engine.grammar_suite FOLDER ...          # each folder's *.json and *.jsonl, with its subfolders
-python -m benchmarks.engine.grammar_suite --sample 500 FOLDER # so many of its schemas, drawn
+python -m benchmarks.engine.grammar_suite --sample 500 FOLDER # 500 random ones of its schemas
 
 Files are read in the forms of the public suites: JSON-Schema-Test-Suite (a list of schemas with tests), MaskBench (a
-schema with tests), plain schemas as in JSONSchemaBench, and lines of JSON with schema, valid and invalid as in
-tests/data. Each schema is compiled as with `strict: true` by Callboard and by llguidance's own compiler, both in
+schema with tests) and plain schemas (JSONSchemaBench). Lines of JSON with schema, valid and invalid, as in tests/data,
+are read too. Each schema is compiled as with `strict: true` by Callboard and by llguidance's own compiler, both in
 children that are killed after five seconds.
 """
 
@@ -28,9 +28,9 @@ import numpy as np
 from runtime.child import Child, Overrun
 from runtime.spec.types import CallboardError, GrammarSpec
 from runtime.structured.grammar import compiled
-from runtime.structured.lazy import LazyEngine
+from runtime.structured.matching.lazy import LazyEngine
+from runtime.structured.matching.vocabulary import BYTES
 from runtime.structured.pattern import GrammarError
-from runtime.structured.vocabulary import BYTES
 
 _DEADLINE_S, _MEMORY = 5.0, 2 << 30
 
@@ -43,7 +43,7 @@ class Case:
 
 
 def main() -> None:
-    from benchmarks.library.measure import Results, new_parser  # with torch, which the children need not load
+    from benchmarks.library.measure import Results, new_parser  # with torch, which the children do not load
 
     parser = new_parser(__doc__, model=False)
     parser.add_argument("folders", type=Path, nargs="+")
@@ -133,7 +133,7 @@ def run(cases: list[Case], compile_: Callable[[str], tuple[str, float]]) -> dict
 
 
 def _reason(message: str) -> str:
-    """A message without what is the schema's own."""
+    """A message without the schema's own text."""
     return re.sub(r'^at \S+ |"[^"]*"|\d+', "", message)[:60]
 
 
@@ -146,6 +146,6 @@ def _fits(grammar: str, value: Any) -> bool:
 
 
 if __name__ == "__main__":
-    from benchmarks.engine import grammar_suite  # a child finds functions by their module, and this one is __main__
+    from benchmarks.engine import grammar_suite  # a child finds functions by their module, and this module is __main__
 
     grammar_suite.main()

@@ -1,10 +1,10 @@
-"""Decode steps of one model with several settings, in one process and in turns, where a machine is not steady.
+"""Decode steps of one model with several settings, in one process and in turns, for machines with unsteady speed.
 
     python -m benchmarks.engine.in_turns --model llama-3.2-1b --variants quantization=none quantization=int8 \\
         quantization=int8,head_quantization=none --set device=cpu dtype=bfloat16 max_model_len=512 kv_cache_memory=0.3
 
-All engines are in memory at once. A round decodes with each of them; the first variant is what the others are compared
-with. Times are medians of a round's steps, and of the rounds.
+All engines are in memory at once. A round decodes with each of them; the others are compared with the first variant.
+Times are medians of a round's steps, and of the rounds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.library.measure import Engine, Results, engine_config, new_parse
 
 
 def step_ms(engine: Engine, batch: int, num_steps: int) -> float:
-    """The median time of a decode step of so many requests, in milliseconds; the first two are not counted."""
+    """The median time of a decode step of `batch` requests, in milliseconds; the first two are not counted."""
     engine.add(batch, 16, num_steps + 3)
     times = []
     while engine.core.has_work:

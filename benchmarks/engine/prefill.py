@@ -1,4 +1,4 @@
-"""Time from a request's add to its first token, one request at a time, each prompt a fresh random one.
+"""Time from the arrival of a request to its first token, one request at a time, each prompt a fresh random one.
 
     python -m benchmarks.engine.prefill --model llama-3.2-1b --lengths 512 2048 8192
 

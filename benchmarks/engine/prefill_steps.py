@@ -2,12 +2,12 @@
 
     python -m benchmarks.engine.prefill_steps --model llama-3.2-3b --prompts 64 256 1024 2048 --rows 0 48
 
-A step is one prompt of so many new tokens, behind `--context` tokens that are in the cache, beside so many decoding
-rows, each with a context of its own. Plans are made by hand and go straight to a runner with random weights of a
-published shape; both ways are measured in turn in one process. `launch_ms` and `cpu_ms` are the host's until `launch`
-returns, by the clock and by the thread's own; `step_ms` is until the result is there; `behind_ms` is a step among
-eight that are launched one behind another, as in an engine that plans ahead. Medians. The first line tells what the
-graphs took at the start.
+A step is one prompt of `--prompts` new tokens behind `--context` cached tokens. Beside it are decode rows, each with a
+context of its own. Plans are made by hand and go directly to a runner with random weights of a published shape. Both
+ways are measured in turn in one process. `launch_ms` and `cpu_ms` are the host's time until `launch` returns, by the
+clock and by the thread's own; `step_ms` is the time until the result. `behind_ms` is a step among eight that are
+launched one behind another, as in an engine that plans ahead. Medians. The first line shows the time and memory of the
+graphs at the start.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from benchmarks.library.measure import Results, engine_config, new_parser
 from benchmarks.library.models import spec_of
+from runtime.assembly.runner import build_runner
 from runtime.core.plan import EMPTY, NewSlot, StepPlan
 from runtime.spec.types import SamplingParams
 from runtime.worker.gpu.gpu_steps import GpuSteps
@@ -34,7 +35,7 @@ _GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
 
 
 class Steps:
-    """Plans of one shape for a runner: slot 0 has prompts, the slots behind it decode."""
+    """Plans of one shape for a runner: slot 0 has prompts, and the later slots decode."""
 
     def __init__(self, runner: ModelRunner, rows: int, row_context: int) -> None:
         self.runner, self.rows, self.row_context = runner, rows, row_context
@@ -60,7 +61,7 @@ class Steps:
         return np.stack((np.repeat(np.array(slots), n), index % n, blocks)).astype(np.int32)
 
     def plan(self, prompt_len: int, context: int) -> StepPlan:
-        """A new request whose last `prompt_len` tokens are computed, and the decoding rows."""
+        """A new request, which computes its last `prompt_len` tokens, and the decode rows."""
         used = -(-(context + prompt_len) // self.runner.info.block_size)
         slots = np.arange(1 + self.rows, dtype=np.int32)
         starts = np.array([context] + [self.row_context] * self.rows, np.int32)
@@ -104,7 +105,7 @@ def main() -> None:
     config = engine_config(args.set)
     results = Results("prefill_steps", args.out)
     before = time.perf_counter()
-    runner = ModelRunner(config, DummySource(spec_of(args.model)))
+    runner = build_runner(config, DummySource(spec_of(args.model)))
     steps = runner.steps
     assert isinstance(steps, GpuSteps), "steps are graphs with kernel_backend triton only"
     graphs = steps.graph_runner.prefill_graphs
@@ -115,14 +116,15 @@ def main() -> None:
         for kind, usable in (("graph", graphs), ("launched", [])):
             steps.graph_runner.prefill_graphs = usable
             plans = Steps(runner, rows, args.row_context)
-            found = steps.graphs_for(plans.plan(prompt, args.context))
+            plan = plans.plan(prompt, args.context)
+            found = steps.graphs_for(plan, steps.needs(plan))
             if kind == "graph" and not found:
                 continue
             with torch.inference_mode():
                 times = plans.measure(prompt, args.context, args.repeats)
             results.add(config, model=args.model, kind=kind, prompt_len=prompt, rows=rows, context=args.context,
                         row_context=args.row_context, repeats=args.repeats,
-                        buckets=[graph.bucket[:4] for graph, _ in found], **times)  # fmt: skip
+                        buckets=[graph.shape[:4] for graph, _ in found], **times)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Where the time of a decode step goes: a Chrome trace of steady decoding, the GPU's busy share, the longest kernels.
+"""The time of a decode step by kernel: a Chrome trace of steady decoding, the GPU's busy share, the longest kernels.
 
     python -m benchmarks.engine.profile_step --model llama-3.2-1b --batch 1 64 --trace trace.json.gz
 
-The busy share is the union of all kernel, copy and fill intervals over the time from the first one's start to the last
-one's end. The profiler slows the host, so the share is given twice: within the trace, and of the time of the unprofiled
-steps right before and after the traced ones, whose contexts are as long on average. A kernel that waits for its
-predecessor under programmatic dependent launch counts as busy. Open the trace in Perfetto.
+The busy share is the union of all kernel, copy and fill intervals, over the time from the first start to the last end.
+The profiler slows the host, so the share is given twice. One is within the trace. The other is of the time of
+unprofiled steps right before and after the traced ones, with contexts of the same mean length. A kernel that waits for
+its predecessor under programmatic dependent launch counts as busy. Open the trace in Perfetto.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of trace events
 
 
 def by_name(events: Iterable[dict[str, Any]], num_steps: int) -> list[dict[str, Any]]:
-    """Per kernel name, longest first: calls and microseconds a step. Of kernels that run at the same time the one that
-    ends first has the time, as the others wait for it; so the sum is the time in which any ran."""
+    """Per kernel name, longest first: calls and microseconds a step. Of kernels that run at the same time, the one that
+    ends first gets the time, because the others wait for it. So the sum is the time in which any ran."""
     waiting = sorted(events, key=lambda e: -e["ts"])
     sums: dict[str, list[float]] = {event["name"]: [0, 0.0] for event in waiting}
     running: list[tuple[float, str]] = []  # a heap of ends
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def profile_batch(engine: Engine, batch: int, args: argparse.Namespace, results: Results) -> None:
-    """Prints and adds to the results where the time of decode steps of `batch` rows goes."""
+    """Print the time of decode steps of `batch` rows by kernel, and add it to the results."""
 
     def steps(count: int, what: str) -> float:
         """Milliseconds a step."""

@@ -1,9 +1,10 @@
-"""How long a runner in this process takes to sleep (level 1) and to wake up, and what it gives back; random weights.
+"""The time that a runner in this process takes to sleep (level 1) and to wake up, and the memory that it releases;
+random weights.
 
     python -m benchmarks.engine.sleep --model llama-3.1-8b
 
-The first sleep allocates the host's pinned memory and copies the weights there; later ones find them there.
-`same_tokens` says whether a greedy batch gets the tokens that it got before the first sleep.
+The first sleep allocates the host's pinned memory and copies the weights there; later ones reuse them. `same_tokens` is
+true if a greedy batch gets the tokens that it got before the first sleep.
 """
 
 from __future__ import annotations

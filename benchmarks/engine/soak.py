@@ -1,9 +1,9 @@
-"""Whether an engine keeps its memory: random requests for some minutes, and what torch holds of the GPU meanwhile.
+"""Whether an engine leaks memory: random requests for some minutes, and the GPU memory that torch holds.
 
     python -m benchmarks.engine.soak --model llama-3.2-1b --minutes 10
 
-Prompts of 1 to 4,096 tokens, outputs of 1 to 256, up to twice as many requests as a step has rows, so that steps of
-every size and mix occur. One line at the end: reserved and allocated bytes after the first minute and at the end.
+Prompts have 1 to 4,096 tokens, outputs 1 to 256, and up to twice the rows of a step run, so that steps of every size
+and mix occur. One line at the end: reserved and allocated bytes after the first minute and at the end.
 """
 
 from __future__ import annotations

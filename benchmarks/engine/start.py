@@ -12,7 +12,7 @@ import logging  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from benchmarks.library.measure import Results, engine_config, new_parser  # noqa: E402
-from runtime.worker.runner import ModelRunner  # noqa: E402
+from runtime.assembly.runner import build_runner  # noqa: E402
 from runtime.worker.sources import CheckpointSource  # noqa: E402
 
 
@@ -23,7 +23,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)7d ms  %(message)s")
     imports_s = time.perf_counter() - START
     config = engine_config(args.set, model=str(args.folder))
-    ModelRunner(config, CheckpointSource(args.folder))
+    build_runner(config, CheckpointSource(args.folder))
     results = Results("start", args.out)
     results.add(config, model=args.folder.name, imports_s=imports_s, ready_s=time.perf_counter() - START)
 

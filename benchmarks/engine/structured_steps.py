@@ -1,11 +1,12 @@
-"""What grammars add to decode steps and to the first token: random weights, all rows of a batch bound or none.
+"""The extra time of decode steps and of the first token with grammars: random weights, with all rows of a batch bound
+or none.
 
     python -m benchmarks.engine.structured_steps --model llama-3.1-8b --tokenizer FOLDER --batches 64
 
 All rows follow one schema of open strings, at temperature 1, served by the lazy engine, by the eager one, or (`none`)
-by neither. Steps count while all rows of the batch decode; `share` is what the median step takes beyond one without
-grammars. First tokens are of single requests of a known grammar, by length of the prompt. FOLDER has the tokenizer.json
-of the model's family.
+by neither. Steps count while all rows of the batch decode; `share` is the extra time of the median step over one
+without grammars. First tokens are of single requests of a known grammar, by length of the prompt. FOLDER has the
+tokenizer.json of the model's family.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import numpy as np
 from benchmarks.library.measure import Results, engine_config, new_parser, percentiles
 from benchmarks.library.models import CONFIGS, spec_of
 from runtime.assembly.engine import build_engine
+from runtime.assembly.runner import build_runner
 from runtime.core.executor import InProcess
 from runtime.spec.types import Grammar, GrammarSpec, Request, SamplingParams
-from runtime.structured.automaton_policy import AutomatonPolicy
 from runtime.structured.grammar import compiled
-from runtime.structured.vocabulary import Vocabulary
+from runtime.structured.matching.automaton_policy import AutomatonPolicy
+from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
@@ -74,12 +76,12 @@ def main() -> None:
     args = parser.parse_args()
     eos = CONFIGS[args.model]["eos_token_id"]
     eos_ids = tuple(eos) if isinstance(eos, list) else (eos,)
-    runner = ModelRunner(engine_config(args.set), DummySource(spec_of(args.model), eos_token_ids=eos_ids))
+    runner = build_runner(engine_config(args.set), DummySource(spec_of(args.model), eos_token_ids=eos_ids))
     vocabulary = Vocabulary.of(Tokenizer.load(args.tokenizer), runner.info)
-    runner.grammar_state.serve(lambda: vocabulary)
+    runner.masks.serve(lambda: vocabulary)
     grammar = compiled(GrammarSpec("json", json.dumps(SCHEMA)))
     kinds: dict[str, Grammar | None] = {"none": None, "lazy": replace(grammar, key="lazy", expression="")}
-    engines = runner.grammar_state._engines.result() if runner.grammar_state._engines is not None else None
+    engines = runner.masks._engines.result() if runner.masks._engines is not None else None
     assert engines is not None
     engines.policy = AutomatonPolicy(0.0, 0)  # at once
     deadline = time.monotonic() + 60
@@ -90,7 +92,7 @@ def main() -> None:
     results, steps = Results("structured_steps", args.out), Steps(runner)
     params = {kind: SamplingParams(max_tokens=args.output, temperature=1.0, grammar=g) for kind, g in kinds.items()}
     firsts: dict[tuple[str, int], list[float]] = {(kind, n): [] for n in args.prompt_lens for kind in kinds}
-    for _ in range(40):  # in any order: what comes after a long prompt finds a GPU with slower clocks
+    for _ in range(40):  # in random order, because a GPU has slower clocks after a long prompt
         for kind, prompt_len in steps.rng.permutation(np.array([*firsts], object)).tolist():
             first, _ = steps.run(1, prompt_len, replace(params[kind], max_tokens=1))
             firsts[kind, prompt_len].append(first)

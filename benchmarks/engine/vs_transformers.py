@@ -20,12 +20,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from runtime.assembly.engine import build_engine
+from runtime.assembly.runner import build_runner
 from runtime.core.executor import InProcess
 from runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from runtime.loading.resolve import resolve
 from runtime.spec.config import DEFAULT_MODEL, EngineConfig
 from runtime.spec.types import Request, SamplingParams
-from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
 
 PROMPT_LEN, OUTPUT_LEN = 128, 64
@@ -44,7 +44,7 @@ class Timing(NamedTuple):
 
 def callboard(config: EngineConfig) -> Callable[[np.ndarray], Timing]:
     """A function that runs one batch of prompts through a fresh engine core around one runner."""
-    runner = ModelRunner(config, CheckpointSource(resolve(config.model)))
+    runner = build_runner(config, CheckpointSource(resolve(config.model)))
 
     def run(prompts: np.ndarray) -> Timing:
         runner.reset()
@@ -66,12 +66,12 @@ def callboard(config: EngineConfig) -> Callable[[np.ndarray], Timing]:
 
 
 def transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Callable[[np.ndarray], Timing]:
-    """The same through transformers' generate with SDPA attention; prefill is a generate of one token."""
+    """The same with transformers' generate with SDPA attention; prefill is a generate of one token."""
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**checkpoint.config, attn_implementation="sdpa"))
     model.to_empty(device="cpu")
     model.load_state_dict({n: checkpoint.tensor(n, dtype) for n in checkpoint.names()}, strict=False, assign=True)
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its table is no part of a checkpoint
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its table is not in checkpoints
     model.tie_weights()
     model.eval()
 

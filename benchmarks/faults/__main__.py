@@ -1,14 +1,14 @@
-"""The fault matrix: what is lost, and for how long streams pause, when one process after another is killed.
+"""The fault matrix: the tokens that are lost, and the pauses of streams, when one process after another is killed.
 
     python -m benchmarks.faults --faults engine,runner --when decode --repeats 20 --out benchmarks/results/faults.jsonl
     python -m benchmarks.faults --repeats 20 --instances 8 --out benchmarks/results/faults.jsonl   # all of it
     python -m benchmarks.faults --page                                                             # docs/faults.md
 
-A living application of two engines, on two nodes of one Ray, and two fronts gets one fault after another while streams
-are read; three applications one after another, of which the second speculates and the third has engines of two ranks.
-The models are tiny, and their steps are slowed to `--step-ms`. Each token is compared with what the model says
-undisturbed. A repeat is one JSON line; those that the file has are not run again, so that a run goes on where it was
-ended. `--instances` run side by side, with ports, folders and a Ray of their own, and need three cores each.
+A running application of two engines, on two nodes of one Ray, and two fronts gets one fault after another while streams
+are read. Three applications follow one another; the second speculates, and the third has engines of two ranks. The
+models are tiny, and their steps are slowed to `--step-ms`. Each token is compared with the undisturbed model's. A
+repeat is one JSON line. Repeats that the file already has are skipped, so an interrupted run can be continued.
+`--instances` run side by side, with ports, folders and a Ray of their own, and need three cores each.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FIELDS = {  # of the application
     "step_timeout_s": 3.0,
 }
 _DRAFT = {"num_draft_tokens": 3, "draft_kv_cache_memory": 0.3}
-_RANKS = {"tensor_parallel_size": 2, "rank_invariant": True}  # one rank, undisturbed, says the same
+_RANKS = {"tensor_parallel_size": 2, "rank_invariant": True}  # one rank, undisturbed, gives the same
 
 
 def selected(names: str | None) -> list[Fault]:
@@ -113,7 +113,7 @@ async def _run(cells: list[tuple[Fault, str]], args: argparse.Namespace) -> int:
 async def _with_application(
     model: Path, fields: dict[str, Any], todo: list[tuple[Fault, str]], results: Results, args: argparse.Namespace
 ) -> int:
-    """Runs cells on one application until all are done or it cannot go on; returns how many cells failed."""
+    """Run cells on one application until all are done or it cannot continue; returns how many cells failed."""
     from benchmarks.faults.cell import NUM_TOKENS, PROMPT_LENS, Answers, Cell
     from benchmarks.faults.remote import Remote
     from serve_app.tools.token_client import first_model

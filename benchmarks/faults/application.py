@@ -1,10 +1,10 @@
-"""An application that faults are done to: two engines on two nodes of one Ray, and two fronts behind one HAProxy.
+"""An application for faults: two engines on two nodes of one Ray, and two fronts behind one HAProxy.
 
     python -m benchmarks.faults.application FOLDER MODEL FIELD=VALUE...
 
-The process starts a Ray of its own, which has its files in FOLDER, and deploys the application on it. Then it answers
-one JSON line on stdin, [METHOD, ARGUMENTS...], with one on stdout: the methods are those of `Application`. Whoever does
-the faults is no part of that Ray, and so is not ended with it.
+The process starts a Ray of its own, with its files in FOLDER, and deploys the application on it. Then it answers one
+JSON line on stdin, [METHOD, ARGUMENTS...], with one on stdout. The methods are the methods of `Application`. The
+process that causes the faults is outside of that Ray, and so does not end with it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.ray.environment import quiet_port, single_machine
-from serve_app.tools.process_tree import Parent, run
+from serve_app.processes.process_tree import Parent, run
 
 NAME, NUM_ENGINES, NUM_FRONTS = "callboard", 2, 2
 HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives to it
@@ -52,7 +52,7 @@ class Application:
         from ray.serve.context import _get_global_client
 
         from actors.ray.haproxy import _pids
-        from serve_app.tools.processes import processes_of
+        from serve_app.processes.application_processes import processes_of
 
         found = [(p.role, p.engine, p.pid) for p in processes_of(NAME, self.session)]
         client: Any = _get_global_client()
@@ -62,7 +62,7 @@ class Application:
         return found + [("raylet", "", node.all_processes["raylet"][0].process.pid) for node in self._nodes[-1:]]
 
     def strength(self) -> str:
-        """Empty when all is there: engines, their links to all fronts, replicas; else what is missing."""
+        """The missing parts: engines, their links to all fronts, and replicas; empty if all are there."""
         import ray
         from ray import serve
 
@@ -83,7 +83,7 @@ class Application:
         return "" if is_whole else f"{num_linked} of {len(found)} engines are linked and healthy; {states}"
 
     def victim(self) -> str:
-        """The id of the engine on the other node than the fronts', if there is one."""
+        """The id of the engine on the node without fronts, if there is one."""
         import ray
 
         own, found = ray.get_runtime_context().get_node_id(), engines()
@@ -108,20 +108,20 @@ class Application:
         ray.get(engines()[engine].drain.remote(DRAINING), timeout=_CALL_S)
 
     def shift_clock(self, engine: str, seconds: float) -> None:
-        """Let `time.time` of an engine's process jump: the clock of the system is everybody's."""
+        """Shift `time.time` of an engine's process; the system's clock is shared."""
         import ray
 
         ray.get(engines()[engine].__ray_call__.remote(_shift_clock, seconds), timeout=_CALL_S)
 
     def link_through(self, engine: str, port: int) -> int:
-        """Let an engine's links, of which there will be new ones, come through a port of this machine; returns the port
-        that the engine listens on itself."""
+        """Make an engine's new links pass through a port of this machine. Returns the port that the engine itself
+        listens on."""
         import ray
 
         return int(ray.get(engines()[engine].__ray_call__.remote(_link_through, port), timeout=_CALL_S))
 
     def add_node(self) -> None:
-        """Another node, with room for one engine."""
+        """Add a node with room for one engine."""
         import ray
         from ray._private.node import Node
         from ray._private.parameter import RayParams
@@ -178,7 +178,7 @@ def _link_through(actor: Any, port: int) -> int:
 
 
 def deploy(model: str, **args: Any) -> None:
-    """The application, as `serve deploy` does; fronts are on the head node, which lives."""
+    """Deploy the application, as `serve deploy` does; fronts are on the head node, which survives."""
     from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema
 
@@ -198,10 +198,10 @@ def deploy(model: str, **args: Any) -> None:
 
 
 def start(folder: str, model: str, **args: Any) -> Application:
-    """Ray, Serve and the application; returns when all is there."""
+    """Start Ray, Serve and the application; returns when all are ready."""
     from actors.ray import fork_server
     from benchmarks.faults.pace import HOOK
-    from serve_app.server import WORKERS_MODULES
+    from serve_app.server.ray_start import WORKERS_MODULES
 
     hook = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
     os.environ.update(single_machine(folder) | {hook: HOOK, "RAY_TMPDIR": folder, "TMPDIR": folder})
@@ -209,7 +209,7 @@ def start(folder: str, model: str, **args: Any) -> Application:
     import ray
     from ray import serve
 
-    cpus = 1 + args.get("tensor_parallel_size", 1)  # of one engine; the head node has the fronts, too
+    cpus = 1 + args.get("tensor_parallel_size", 1)  # room for one engine; the head node also has the fronts
     context: Any = ray.init(
         "local", num_cpus=cpus + 1, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20
     )
@@ -230,7 +230,7 @@ def start(folder: str, model: str, **args: Any) -> Application:
 
 def main() -> None:
     with suppress(KeyboardInterrupt):
-        run(_live)  # whatever ends this, nothing of that Ray is left
+        run(_live)  # all processes of that Ray end, however this one ends
 
 
 def _live(_: Parent) -> None:

@@ -1,4 +1,5 @@
-"""One fault, done once to a living application while its streams are read: what was lost, and for how long."""
+"""One fault, caused once in a running application while its streams are read: the tokens lost, and the length of
+pauses."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
-from actors.engine.runner_group import LocalProcess
+from actors.runners.runner_group import LocalProcess
 from benchmarks.faults.matrix import ENGINE_ROLES, Fault
 from benchmarks.faults.tcp_proxy import TcpProxy
 from runtime.llm import LLM
@@ -34,7 +35,7 @@ class Asked(Protocol):
 
 
 class Answers:
-    """Prompts, and what the model says to them, computed in this process and disturbed by nobody."""
+    """Prompts, and the model's answers to them, computed undisturbed in this process."""
 
     def __init__(self, model: str, num_streams: int, prompt_len: int, rank_invariant: bool = False) -> None:
         self.prompts = [
@@ -49,7 +50,7 @@ class Answers:
 
 @dataclass(slots=True)
 class Client:
-    """One who asks again and again."""
+    """A client that sends one request after another."""
 
     number: int
     readings: list[Reading] = field(default_factory=list)
@@ -57,8 +58,7 @@ class Client:
     ended: list[float] = field(default_factory=list)
 
     def pause(self, since: float) -> float:
-        """The longest time after `since` in which nothing came that was waited for; a pause that had begun before is
-        counted whole."""
+        """The longest time after `since` without an expected token; a pause that began before it counts whole."""
         longest = 0.0
         for reading, begun, ended in zip(self.readings, self.begun, self.ended, strict=True):
             at = begun
@@ -92,7 +92,7 @@ class Cell:
             return [self._gcs]
         if role == "engines":
             return [pid for name, _, pid in self._processes if name == "engine"]
-        if role == "rank":  # runners are told in the order of their ranks
+        if role == "rank":  # runners are listed in the order of their ranks
             return [pid for name, engine, pid in self._processes if (name, engine) == ("runner", self.victim)][1:2]
         found = [pid for name, engine, pid in self._processes
                  if name == role and (role not in ENGINE_ROLES or engine == self.victim)]  # fmt: skip
@@ -137,7 +137,7 @@ class Cell:
         await asyncio.sleep(max(0.0, at + _LEAST_S - time.monotonic()))
         await self._end()
         if self.fault.through_proxy and self.when != "start":
-            await self._restart_victim()  # the next one's links are plain again
+            await self._restart_victim()  # the next engine's links are plain again
             await self._until_whole()
             await self.proxy.close()
         return self._figures(before if self.when in ("start", "drain") else at, hit, whole_s)
@@ -161,7 +161,7 @@ class Cell:
         raise TimeoutError(f"not whole after {_WHOLE_S:g} s: {missing}")
 
     async def _begin(self) -> None:
-        """Let all clients ask, and wait for the moment of this column."""
+        """Start all clients, and wait for the moment of this column."""
         self._tasks = [asyncio.create_task(self._ask(client)) for client in self._clients]
         if self.when == "idle":
             return
@@ -189,7 +189,7 @@ class Cell:
                 await asyncio.sleep(_POLL_S)
 
     async def _hit(self) -> list[int]:
-        """The clients whose streams the victim engine has."""
+        """The clients with streams on the victim engine."""
         if not self.fault.hits_engine:
             return []
         ids = await self.application.ask("requests_of", self.victim)
@@ -198,14 +198,14 @@ class Cell:
     async def _pid_of_victim(self) -> int | None:
         async with asyncio.timeout(_WHOLE_S):
             while True:
-                with suppress(RuntimeError):  # the fault may be that of who tells
+                with suppress(RuntimeError):  # the fault may hit the process that answers
                     self._processes = await self.application.ask("processes")
                     break
                 await asyncio.sleep(_POLL_S)
         return next((pid for role, engine, pid in self._processes if (role, engine) == ("engine", self.victim)), None)
 
     async def _restart_victim(self) -> None:
-        """Kill the engine, and return when another one has begun in its place."""
+        """Kill the engine, and return when another one has started in its place."""
         before = await self._pid_of_victim()
         assert before is not None
         os.kill(before, signal.SIGKILL)
@@ -217,7 +217,7 @@ class Cell:
                 await self._pid_of_victim()
 
     async def _end_drained(self) -> None:
-        """An engine that has drained comes back only with a new replica, so it is killed when its streams have left."""
+        """A drained engine returns only as a new replica, so it is killed when its streams have left."""
         await asyncio.sleep(_LEAST_S)
         if self.pids("engine") == [await self._pid_of_victim()]:
             await self._restart_victim()

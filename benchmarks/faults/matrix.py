@@ -1,4 +1,4 @@
-"""The rows and columns of the matrix: what is done to the application, and when."""
+"""The rows and columns of the matrix: the faults, and the moments at which they happen."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Fault:
     """One row."""
 
     name: str
-    text: str  # what is done
+    text: str  # the description of the fault
     do: Callable[[Cell], Awaitable[None]]
-    undo: Callable[[Cell], Awaitable[None]] | None = None  # None: the application must recover by itself
+    undo: Callable[[Cell], Awaitable[None]] | None = None  # None if the application must recover by itself
     hold_s: float = 0.0  # how long until it is undone
     hits_engine: bool = False  # the streams of one engine are hit; the others should notice nothing
-    hits_cut: bool = False  # those are hit whose connections are lost
-    is_final: bool = False  # the application cannot recover: another one is made
+    hits_cut: bool = False  # the clients hit are those with lost connections
+    is_final: bool = False  # the application cannot recover, and another one is started
     through_proxy: bool = False
-    none_when: dict[str, str] | None = None  # columns that make no sense, and why
+    none_when: dict[str, str] | None = None  # columns that make no sense, with the reason
     num_ranks: int = 1  # of each engine of the application
 
     def why_not(self, when: str, has_disk: bool = True) -> str:
@@ -48,7 +48,8 @@ class Fault:
 
 
 def _signal(role: str, number: signal.Signals) -> Callable[[Cell], Awaitable[None]]:
-    """To the process of the victim engine, or to the first one of that role (HAProxy and all engines: to all)."""
+    """Send it to the process of the victim engine, or to the first one of that role (HAProxy and all engines: to
+    all)."""
 
     async def send(cell: Cell) -> None:
         cell.send(role, number)
@@ -62,7 +63,7 @@ def _kill(name: str, text: str, **fields: object) -> Fault:
 
 
 def _stop(name: str, text: str, hold_s: float = 0.0, **fields: object) -> Fault:
-    """Without `hold_s` the application itself must end what is stopped."""
+    """Without `hold_s` the application itself must end the stopped process."""
     undo = _signal(name, signal.SIGCONT) if hold_s else None
     return Fault(f"{name} stopped", text, _signal(name, signal.SIGSTOP), undo, hold_s, **fields)  # type: ignore[arg-type]
 
@@ -111,7 +112,7 @@ async def _shift_clock(cell: Cell) -> None:
 
 
 async def _shift_back(cell: Cell) -> None:
-    with suppress(RuntimeError):  # the engine is gone, and its clock with it
+    with suppress(RuntimeError):  # the engine and its clock are gone
         await cell.application.ask("shift_clock", cell.victim, -3600.0)
 
 
@@ -124,7 +125,7 @@ async def _read_again(cell: Cell) -> None:
 
 
 _NO_DRAFT = dict.fromkeys(("idle", "prefill", "decode", "drain", "start"), DRAFT_ONLY)
-_NO_STREAMS = {"idle": "nobody streams"}
+_NO_STREAMS = {"idle": "no streams"}
 _TWO_RANKS: dict[str, Any] = {"hits_engine": True, "num_ranks": 2, "none_when": {"verify": "no draft with ranks"}}
 _NO_LINKS = {"start": "the engine that starts has no link yet"}
 FAULTS = [
@@ -140,9 +141,9 @@ FAULTS = [
     _kill("engines", "SIGKILL to both at once: streams wait for one that has loaded its model", hits_engine=False),
     _kill("supervisor", "SIGKILL to the Serve replica that one engine belongs to", hits_engine=True),
     _stop("supervisor", "SIGSTOP to it for 10 s", 10.0, hits_engine=True),
-    _kill("front", "SIGKILL to one of two fronts: its clients lose their connections and ask again", hits_cut=True),
+    _kill("front", "SIGKILL to one of two fronts: its clients lose their connections and send again", hits_cut=True),
     _stop("front", "SIGSTOP to it for 10 s", 10.0),
-    _kill("haproxy", "SIGKILL to HAProxy: all clients lose their connections and ask again", hits_cut=True),
+    _kill("haproxy", "SIGKILL to HAProxy: all clients lose their connections and send again", hits_cut=True),
     _stop("haproxy", "SIGSTOP to it for 5 s", 5.0),
     Fault("raylet killed", "SIGKILL to Ray's daemon of one engine's node; a second later another node joins",
           _kill_raylet, hits_engine=True),
@@ -151,7 +152,7 @@ FAULTS = [
     _stop("controller", "SIGSTOP to it for 10 s", 10.0),
     _stop("gcs", "SIGSTOP to Ray's global control service for 60 s", 60.0,
           none_when={"start": "Ray starts no process without it", "drain": "the order to drain is a Ray call"}),
-    Fault("gcs killed", "SIGKILL to it, and what goes on for 20 s; Ray then needs to be started anew",
+    Fault("gcs killed", "SIGKILL to it, observed for 20 s; Ray then needs a new start",
           _signal("gcs", signal.SIGKILL), _nothing, 20.0, is_final=True,
           none_when={"start": "Ray starts no process without it", "drain": "the order to drain is a Ray call"}),
     Fault("link half-open", "both links of one engine swallow all bytes for 20 s", _swallow, _carry_again, 20.0,
@@ -159,15 +160,15 @@ FAULTS = [
     Fault("link slow", "both links of one engine take 200 ms more each way for 5 s", _slow, _carry_again, 5.0,
           hits_engine=True, through_proxy=True, none_when=_NO_LINKS),
     Fault("full disk", "the disk of Ray's and HAProxy's files is full for 10 s", _fill_disk, _empty_disk, 10.0),
-    Fault("clock jump", "`time.time` of one engine's process jumps by an hour, and back after 5 s (of Python alone: no "
-          "namespace has a clock of its own, and the system's is everybody's)", _shift_clock, _shift_back, 5.0,
+    Fault("clock jump", "`time.time` of one engine's process jumps by an hour, and back after 5 s (in Python alone: "
+          "namespaces share the system's clock)", _shift_clock, _shift_back, 5.0,
           hits_engine=True, none_when={"start": "the process is not there yet"}),
     Fault("silent readers", "every tenth client reads nothing for 5 s", _stop_reading, _read_again, 5.0,
           none_when=_NO_STREAMS),
 ]  # fmt: skip
 BY_NAME = {fault.name: fault for fault in FAULTS}
-# What no cell shows, and why.
+# Faults that no cell shows, with the reason.
 ABSENT = {
     "head node": "the fronts of an application on one machine are on its head node; with fronts elsewhere it is the "
-    "row of the GCS, which is what the head node alone has",
+    "row of the GCS, the head node's only own process",
 }

@@ -1,8 +1,8 @@
-"""Steps of a chosen length, for an application whose model is so small that its steps take no time.
+"""Steps of a chosen length, for an application with a model so small that its steps take no time.
 
-Ray calls `install` in each of its workers before anything else. A runner's step then ends no sooner than
-CALLBOARD_FAULTS_STEP_MS after it began, as a large model's would: kills come in mid-step, and a hundred streams leave
-most of a small machine's cores idle.
+Ray calls `install` in each of its workers before anything else. A runner's step then ends at least
+CALLBOARD_FAULTS_STEP_MS after it began, like a large model's. Kills come in mid-step, and a hundred streams leave most
+of a small machine's cores idle.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ STEP_MS = "CALLBOARD_FAULTS_STEP_MS"
 def install() -> None:
     """Slow the runner that this worker may become, and do what Callboard does in each worker."""
     import actors.engine.runner
+
     from actors.ray.process import listen_on_loopback
 
     listen_on_loopback()
-    serve_steps = actors.engine.runner.serve_steps
+    serve_steps = actors.runners.runner.serve_steps
 
     def serve(engine: Any, runner: Any, rank: int) -> None:
         runner.launch = paced(runner.launch, float(os.environ.get(STEP_MS, "0")) / 1e3)
         serve_steps(engine, runner, rank)
 
-    actors.engine.runner.serve_steps = serve
+    actors.runners.runner.serve_steps = serve
 
 
 def paced(launch: Callable[[Any], Callable[[], Any]], seconds: float) -> Callable[[Any], Callable[[], Any]]:
-    """`launch`, each of whose steps takes at least so long from its start, or from the end of the one before."""
+    """`launch` with steps that each take at least `seconds` from their start, or from the end of the one before."""
     end = 0.0
 
     def paced_launch(plan: Any) -> Callable[[], Any]:

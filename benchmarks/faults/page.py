@@ -16,17 +16,29 @@ LINES, PAGE = ROOT / "benchmarks/results/faults.jsonl", ROOT / "docs/faults.md"
 
 _HEAD = """# What a death costs
 
-Made by `python -m benchmarks.faults --page` from `benchmarks/results/faults.jsonl`; nothing here is written by hand.
-`python -m benchmarks.faults` does each fault to a living application of two engines, each on a node of its own, and
-two fronts, while streams are read over HTTP, each client asking again when its answer is complete. The model is tiny,
-and each of its steps is slowed to a larger one's. Every token is compared with what the model says undisturbed.
+`python -m benchmarks.faults --page` writes this page from `benchmarks/results/faults.jsonl`.
 
-A cell says, of all its repeats: requests lost (that ended with an error, or never) and tokens that were lost, doubled
-or changed; the longest pause of a stream that was hit, p50 / worst, and the worst of the others; how long after the
-fault, or after its end where it is undone, the application had all its processes and links again. Where clients lost
-connections they asked again with the tokens that they had, and the answers went on. The last line of a cell, `n`, is
-the number of its repeats; the [table of repeats](#repeats) has all of them at once. Cells with one or two repeats were
-measured on a busy machine of two cores: they show that nothing is lost, not how long a pause is.
+`python -m benchmarks.faults` applies each fault to a running application: two engines, each on a node of its own, and
+two fronts. Streams are read over HTTP, and each client sends a new request after a complete answer.
+
+The model is tiny, and its steps are slowed to the time of a larger model's. Every token is compared with an undisturbed
+answer.
+
+| part of a cell | meaning, over all its repeats |
+| --- | --- |
+| lost | requests that ended with an error, or never |
+| wrong | tokens that were lost, doubled or changed |
+| hit | longest pause of a stream that was hit, median / worst |
+| others | worst pause of the other streams |
+| all | the same of all streams, where none was hit |
+| connections cut | clients that sent again with the tokens that they had; the answers continued |
+| refused with a time | 429 and 503 answers |
+| held | how long the fault lasted |
+| whole | from the fault, or its end, until the application had all processes and links again |
+| n | repeats; [all of them](#repeats) |
+
+Cells with one or two repeats were measured on a busy machine of two cores. They show that nothing is lost, not the
+length of a pause.
 """
 
 
@@ -40,13 +52,13 @@ def _matrix(told: list[dict[str, Any]]) -> list[str]:
 
 
 def _repeats(told: list[dict[str, Any]]) -> list[str]:
-    """How many repeats there are of each cell, and how many cells have how many."""
+    """The number of repeats of each cell, and how many cells have that number."""
     counts = Counter((line["fault"], line["when"]) for line in told)
     possible = [(fault.name, when) for fault in FAULTS for when in WHEN if not fault.why_not(when)]
     cells = Counter(counts[cell] for cell in possible)
     text = ", ".join(f"{number} with {n}" for n, number in sorted(cells.items(), reverse=True))
     rows = _table(lambda fault, when: "-" if fault.why_not(when) else str(counts[fault.name, when]))
-    return ["## Repeats", "", f"Cells by their number of repeats, of {len(possible)}: {text}.", "", *rows]
+    return ["## Repeats", "", f"Of {len(possible)} cells, by number of repeats: {text}.", "", *rows]
 
 
 def _table(cell: Callable[[Fault, str], str]) -> list[str]:
@@ -70,7 +82,7 @@ def _cell(fault: Fault, when: str, told: list[dict[str, Any]]) -> str:
     if others:
         word = "others" if hit else f"all {_seconds(median(p50 for p50, _ in others))} /"
         parts.append(f"{word} {_seconds(max(worst for _, worst in others))}")
-    for name, text in (("cut", "connections cut"), ("refused", "told to come back")):
+    for name, text in (("cut", "connections cut"), ("refused", "refused with a time")):
         if number := sum(run[name] for run in runs):
             parts.append(f"{number / len(runs):.3g} {text}")
     if held := {run["held_s"] for run in runs} - {0.0}:
@@ -85,16 +97,22 @@ def _seconds(value: float) -> str:
 
 def _legend(told: list[dict[str, Any]]) -> list[str]:
     whole: Callable[[str], list[Any]] = lambda name: sorted({line[name] for line in told})  # noqa: E731
-    text = ["## Rows", "", *(f"- **{fault.name}**: {fault.text}." for fault in FAULTS)]
-    text += [f"- **{name}** has no row: {why}." for name, why in ABSENT.items()]
-    text += ["", "## Columns", "", *(f"- **{name}**: {what}." for name, what in WHEN.items()), ""]
+    text = ["## Rows", "", "| row | fault |", "| --- | --- |"]
+    text += [f"| {fault.name} | {fault.text} |" for fault in FAULTS]
+    text += [f"| no row: {name} | {why} |" for name, why in ABSENT.items()]
+    text += ["", "## Columns", "", "| column | state |", "| --- | --- |"]
+    text += [*(f"| {name} | {what} |" for name, what in WHEN.items()), ""]
     if told:
         commits = sorted({line["versions"]["commit"] for line in told})
         text += [
-            f"Measured on {', '.join(whole('machine'))}, commit {', '.join(commits)}: "
-            f"{', '.join(map(str, whole('streams')))} streams of {', '.join(map(str, whole('num_tokens')))} tokens, "
-            f"steps of {', '.join(map(str, whole('step_ms')))} ms, step_timeout_s "
-            f"{', '.join(map(str, whole('step_timeout_s')))}.",
+            "| measured with | |",
+            "| --- | --- |",
+            f"| machine | {', '.join(whole('machine'))} |",
+            f"| commits | {', '.join(commits)} |",
+            f"| streams | {', '.join(map(str, whole('streams')))} |",
+            f"| tokens a stream | {', '.join(map(str, whole('num_tokens')))} |",
+            f"| step | {', '.join(map(str, whole('step_ms')))} ms |",
+            f"| step_timeout_s | {', '.join(map(str, whole('step_timeout_s')))} |",
             "",
         ]
     return text

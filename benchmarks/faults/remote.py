@@ -1,4 +1,4 @@
-"""An application in processes of its own, on a small disk of its own, as the faults' side sees it."""
+"""An application in separate processes, on a small separate disk, as seen by the process that causes faults."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from benchmarks.faults.pace import STEP_MS
 _START_S = 180
 _ROOT = Path(__file__).parents[2]  # of the checkout: no installed package has the benchmarks
 _DISK = "256m"
-# A user who may make namespaces has a disk that can be filled without harm to anybody.
+# A user with namespaces can fill a disk without harm to others.
 _ON_A_DISK = ["unshare", "-Urm", "sh", "-c", f'mount -t tmpfs -o size={_DISK} tmpfs "$0" && exec "$@"']
 
 
 class Unanswered(RuntimeError):
-    """The application did not do what it was asked."""
+    """The application failed to carry out a request."""
 
 
 def can_have_a_disk() -> bool:

@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback whose line can be slow, or swallow all that comes while both ends believe it to be open."""
+"""A TCP proxy on loopback. Its line can be slow, or drop all bytes while both ends believe it to be open."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class TcpProxy:
             task.add_done_callback(self._tasks.discard)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """What comes leaves after the delay, in order; what comes while the line is cut is lost, and so is all that
-        comes after it: a stream of bytes has no gaps."""
+        """Forward bytes in order after the delay. Bytes that arrive while the line is cut are lost. So are all later
+        bytes, because a stream of bytes cannot have gaps."""
         lines: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
         sending = asyncio.create_task(self._send(lines, writer))
         is_whole = True

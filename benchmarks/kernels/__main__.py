@@ -3,9 +3,9 @@
     python -m benchmarks.kernels --model llama-3.2-1b --rows 1 8 64 256
     python -m benchmarks.kernels --only sampling --rows 1 16 48 64 256
 
-Products read each weight once (few rows) or are bound by arithmetic (many); everything else is bound by memory, and at
-few rows by the start of a kernel. Several launches over different data make one CUDA graph, medians of its replays;
-attention by itself is in kernels_attention.py, which also sets the ceilings.
+Products read each weight once (few rows) or are bound by arithmetic (many). Everything else is bound by memory, and at
+few rows by the start of a kernel. Several launches over different data form one CUDA graph; times are medians of its
+replays. Attention alone is in kernels_attention.py, which also sets the ceilings.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CONTEXT = 512  # positions that a row attends to
 
 
 class Case(NamedTuple):
-    """`launches` different launches of a kernel, and what each must do at least."""
+    """`launches` different launches of a kernel, and the least bytes or operations of each."""
 
     kernel: str
     launch: Callable[[int], object]
@@ -82,7 +82,7 @@ def _each(function: Callable, arguments: list[tuple[torch.Tensor, ...]]) -> Call
 
 
 def memory_bound(spec: DecoderSpec, rows: int) -> Iterator[Case]:
-    """What is between the products, with the bytes that each must move."""
+    """The kernels between the products, with the bytes that each must move."""
     hidden, ffn, dim = spec.hidden_size, spec.ffn_size, spec.head_dim
     weight, x = randn(hidden), randn(rows, hidden)
     yield Case("rms_norm", lambda i: rms_norm_triton(x, weight, 1e-5), 16, 2 * rows * hidden * 2)

@@ -73,7 +73,7 @@ def decode_seconds(
     count: int = 1,
     kv_cache_dtype: str = "auto",
 ) -> float:
-    """Rows of `count` new tokens whose last one sees `length` positions."""
+    """Rows of `count` new tokens; the last one attends to `length` positions."""
     num_heads, _, head_dim = heads
     row_blocks = -(-length // block_size)
     spec = kv_spec(heads, kv_cache_dtype)
@@ -124,13 +124,13 @@ def sdpa_seconds(num_rows: int, num_tokens: int, length: int, heads: tuple[int, 
                 times.append(
                     graph_seconds(lambda _: F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **mask), 4)
                 )
-        except RuntimeError:  # this backend has no kernel for these shapes
+        except RuntimeError:  # this backend lacks a kernel for these shapes
             torch.cuda.synchronize()
     return min(times, default=None)
 
 
 def kv_spec(heads: tuple[int, int, int], kv_cache_dtype: str) -> KVCacheSpec:
-    """Of one layer."""
+    """The specification of one layer."""
     dtype, scale_dtype = QUANTIZED_DTYPES.get(kv_cache_dtype, ("bfloat16", None))
     return KVCacheSpec((KVGroupSpec((0,), heads[1], heads[2], dtype, scale_dtype),))
 
@@ -140,9 +140,9 @@ def decode_bytes(num_rows: int, length: int, heads: tuple[int, int, int], kv_cac
 
 
 def random_layer(spec: KVCacheSpec, num_blocks: int, block_size: int) -> KVLayer:
-    """A layer's cache of normal numbers, or of what codes and scales are about as large."""
+    """A layer's cache of normal values, or of quantized values and scales of about the same size."""
     layer = KVCache(spec, num_blocks, block_size, torch.device("cuda")).layers[0]
-    for head in layer.values.flatten(0, 1):  # one by one: copies in float32 are larger
+    for head in layer.values.flatten(0, 1):  # one by one, because copies in float32 are larger
         numbers = torch.randn(head.shape, device="cuda")
         head.copy_(numbers.mul_(32).clamp_(-127, 127) if head.dtype == torch.int8 else numbers)
     if head.dtype == torch.int8:
@@ -151,7 +151,7 @@ def random_layer(spec: KVCacheSpec, num_blocks: int, block_size: int) -> KVLayer
 
 
 def prefill_flop(num_tokens: int, cached: int, heads: tuple[int, int, int]) -> int:
-    """Of q k^T and of the weights times v, over the pairs that a causal mask leaves."""
+    """The operations of q k^T and of the weights times v, over the pairs within a causal mask."""
     return 4 * heads[0] * heads[2] * (num_tokens * cached + num_tokens * (num_tokens + 1) // 2)
 
 

@@ -2,12 +2,12 @@
 
     python -m benchmarks.kernels.ranks --gpus 2 --out OUT.jsonl
     python -m benchmarks.kernels.ranks --gpus 2 --masked        # each process sees its own GPU alone
-    python -m benchmarks.kernels.ranks --gpus 2 --soak 10000    # and a million sums whose totals are checked
+    python -m benchmarks.kernels.ranks --gpus 2 --soak 10000    # and checks the totals of a million sums
     python -m benchmarks.kernels.ranks --streams --soak 10000
 
 Bfloat16 is added to a residual by graphs of several launches back to back; medians of the replays, the slowest rank's.
-Beside it NCCL in such a graph (--nccl). On two streams both ranks write into the one GPU's memory, by fewer programs:
-that is the time of the kernel and not of a link.
+NCCL in such a graph is timed beside it (--nccl). On two streams both ranks write into the one GPU's memory, with fewer
+programs. That is the time of the kernel without a link.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from runtime.worker.ranks.peer_memory import PeerMemory, inbox_bytes_of
 
 SIZES = [8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 1 << 20, 8 << 20, 64 << 20]
 _WIDTH = 4096
-_STREAM_PROGRAMS = 16  # 100 launches of one rank may wait on the device at once, and must leave the other a place
+_STREAM_PROGRAMS = 16  # 100 launches of one rank may wait on the device at once, and must leave room for the other
 
 
 def graph_of(ranks: PeerMemory, num_bytes: int) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A graph of all-reduces, and how many it holds. Runs one of them, for which all ranks must come."""
+    """A graph of all-reduces, and their number. It runs one of them first, in which all ranks must take part."""
     launches = max(2, min(100, (64 << 20) // num_bytes))
     x = torch.randn(num_bytes // 2 // _WIDTH, _WIDTH, device="cuda").bfloat16()
     residual = torch.zeros_like(x)
@@ -46,7 +46,7 @@ def graph_of(ranks: PeerMemory, num_bytes: int) -> tuple[torch.cuda.CUDAGraph, i
 
 
 def replay_us(graph: torch.cuda.CUDAGraph, launches: int, replays: int = 20) -> float:
-    """Of one launch, while the other ranks replay as often."""
+    """The time of one launch, while the other ranks replay as often."""
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(replays)]
     for start, end in events:
         start.record()
@@ -88,7 +88,7 @@ def run_rank(
         us = replay_us(graph, launches)
         ranks.check()
         pipe.send((us, nccl_us(num_bytes) if nccl else None))
-    os._exit(0)  # NCCL's threads need no farewell
+    os._exit(0)  # NCCL's threads need not be stopped
 
 
 def over_links(size: int, sizes: list[int], num_programs: int, masked: bool, nccl: bool, results: Results) -> None:
@@ -136,7 +136,7 @@ def on_streams(sizes: list[int], results: Results) -> None:
 def captured_pair(
     pair: list[PeerMemory], streams: list[torch.cuda.Stream], num_bytes: int, launches: int
 ) -> list[torch.cuda.CUDAGraph]:
-    """Graphs of two ranks of this process, both of which run once first."""
+    """Graphs of two ranks of this process; both run once first."""
     shape = num_bytes // 2 // _WIDTH, _WIDTH
     operands = [torch.randn(2, *shape, device="cuda").bfloat16() for _ in pair]
     torch.cuda.synchronize()

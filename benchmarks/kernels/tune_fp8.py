@@ -3,9 +3,9 @@
     python -m benchmarks.kernels.tune_fp8 --models llama-3.1-8b --rows 64 256 2048
     TRITON_INTERPRET=1 python -m benchmarks.kernels.tune_fp8 --models tiny --rows 40  # on a CPU, without times
 
-Prints a JSON line for each product, its error against float64 and its time by each candidate; then one for each chain:
-norm, qkv, out, norm, gate_up, activation, down of some layers as one CUDA graph over different weights: with the best
-tiles, torch's row-wise product, the best of each, and in bfloat16.
+Prints a JSON line for each product, its error against float64 and its time by each candidate. Then it prints one for
+each chain: norm, qkv, out, norm, gate_up, activation, down of some layers, as one CUDA graph over different weights.
+Chains run with the best tiles, with torch's row-wise product, with the best of each, and in bfloat16.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels.tune_linear import MODELS, Product, graph_us, products
-from runtime.kernels._triton import INTERPRETED
-from runtime.kernels.experts import fp8_experts
-from runtime.kernels.experts.experts_torch import GroupedExperts, Tile
+from runtime.kernels.experts import moe_fp8_w8a8 as fp8_experts
+from runtime.kernels.experts.moe_w16a16 import GroupedExperts, Tile
 from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.tiles import Tiling
 from runtime.kernels.norm.gated_activation import gated_activation_triton
 from runtime.kernels.norm.rms_norm import rms_norm_triton
-from runtime.kernels.quantized.fp8_linear import fp8_linear_torch, fp8_linear_triton
-from runtime.kernels.quantized.fp8_rows import Fp8Rows, fp8_rows_torch, fp8_rows_triton
-from runtime.kernels.quantized.quantized_linear import dequantize_triton
-from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize, quantized_weight
+from runtime.kernels.quantized.activations import Fp8Activations, quantize_fp8_torch, quantize_fp8_triton
+from runtime.kernels.quantized.fp8_w8a8_gemm import fp8_w8a8_gemm_torch, fp8_w8a8_gemm_triton
+from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize_torch, quantized_weight
+from runtime.kernels.quantized.weight_conversions import dequantize_triton
+from runtime.kernels.triton_language import INTERPRETED
 from runtime.spec.decoder_spec import ExpertsSpec
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -65,14 +65,14 @@ def draw(product: Product) -> QuantizedWeight:
     return quantized_weight("fp8", codes.to(torch.float8_e4m3fn), scales)
 
 
-def scaled_mm(x: Fp8Rows, weight: QuantizedWeight, fast: bool, whole: bool = False) -> torch.Tensor:
-    """torch's product, with scales of rows, or of nothing if `whole`."""
+def scaled_mm(x: Fp8Activations, weight: QuantizedWeight, fast: bool, whole: bool = False) -> torch.Tensor:
+    """torch's product, with row-wise scales, or with one scale if `whole`."""
     if whole:
         one = x.scales[0]
-        return torch._scaled_mm(x.codes, weight.codes.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        return torch._scaled_mm(x.values, weight.values.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
     return torch._scaled_mm(
-        x.codes,
-        weight.codes.t(),
+        x.values,
+        weight.values.t(),
         x.scales[:, None],
         weight.scales[:, : weight.shape[0]],
         out_dtype=torch.bfloat16,
@@ -87,7 +87,7 @@ def timed(run: Callable[[], Any], warm_up: float = 0.02) -> float | str:
         return (time.perf_counter() - start) * 1e6
     try:
         return round(graph_us(run, warm_up, times=5, replays=3), 1)
-    except Exception as error:  # one that does not run leaves the others to measure
+    except Exception as error:  # a failing candidate does not stop the others
         torch.cuda.synchronize()
         return f"{type(error).__name__}: {error!s:.160}"
 
@@ -95,12 +95,12 @@ def timed(run: Callable[[], Any], warm_up: float = 0.02) -> float | str:
 def product_times(product: Product, rows: int, copies: int) -> dict[str, float]:
     """Microseconds of one product with several weights in turn, by candidate."""
     weights = [draw(product) for _ in range(copies)]
-    wide = [w.codes.bfloat16() for w in weights]
+    wide = [w.values.bfloat16() for w in weights]
     x = torch.randn(rows, product.size_in, device=DEVICE).bfloat16()
-    quantized = fp8_rows_triton(x)
+    quantized = quantize_fp8_triton(x)
     has_residual = product.form in ("out", "down")
     residual = torch.zeros(rows, product.size_out, device=DEVICE).bfloat16()
-    exact = quantized.dequantize(torch.float64) @ dequantize(weights[0]).double().T
+    exact = quantized.dequantize(torch.float64) @ dequantize_torch(weights[0]).double().T
 
     def error(y: torch.Tensor) -> float:
         return round(((y.double() - exact).norm() / exact.norm()).item(), 6)
@@ -114,7 +114,7 @@ def product_times(product: Product, rows: int, copies: int) -> dict[str, float]:
     }
     ways["widened"] = lambda w: F.linear(x, dequantize_triton(w, x.dtype))  # a scratch tensor made each time
     ways |= {
-        str(tuple(tile)): lambda w, tile=tile: fp8_linear_triton(
+        str(tuple(tile)): lambda w, tile=tile: fp8_w8a8_gemm_triton(
             quantized, w, residual=residual if has_residual else None, tiling=tile
         )
         for tile in candidates(rows)
@@ -150,7 +150,7 @@ def chain_times(model: str, rows: int, us_of: dict[str, dict[str, float]]) -> No
     layers = min(layers, MAX_LAYERS)
     shapes = products(model)[:4]
     weights = [[draw(p) for p in shapes] for _ in range(layers)]
-    wide = [[w.codes.bfloat16() for w in layer] for layer in weights]
+    wide = [[w.values.bfloat16() for w in layer] for layer in weights]
     norm = torch.ones(hidden, device=DEVICE).bfloat16()
     residual = torch.randn(rows, hidden, device=DEVICE).bfloat16()
     attended = torch.randn(rows, query, device=DEVICE).bfloat16()
@@ -164,30 +164,32 @@ def chain_times(model: str, rows: int, us_of: dict[str, dict[str, float]]) -> No
             y = F.linear(rms_norm_triton(residual, norm, 1e-5), gate_up)
             residual.addmm_(gated_activation_triton(y, "silu"), down.t())
 
-    def product(choice: str, x: Fp8Rows, weight: QuantizedWeight, into: torch.Tensor | None = None) -> torch.Tensor:
+    def product(
+        choice: str, x: Fp8Activations, weight: QuantizedWeight, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if choice.startswith("rowwise"):
             y = scaled_mm(x, weight, choice.endswith("True"))
             return y if into is None else into.add_(y)
         tile = next(tile for tile in candidates(rows) if str(tuple(tile)) == choice)
-        return fp8_linear_triton(x, weight, residual=into, tiling=tile)
+        return fp8_w8a8_gemm_triton(x, weight, residual=into, tiling=tile)
 
     def by(qkv: str, out: str, gate_up: str, down: str) -> Callable[[], None]:
         def run() -> None:
             for w_qkv, w_out, w_gate_up, w_down in weights:
-                product(qkv, fp8_rows_triton(residual, norm, 1e-5), w_qkv)
-                product(out, fp8_rows_triton(attended), w_out, residual)
-                y = product(gate_up, fp8_rows_triton(residual, norm, 1e-5), w_gate_up)
-                product(down, fp8_rows_triton(y, activation="silu"), w_down, residual)
+                product(qkv, quantize_fp8_triton(residual, norm, 1e-5), w_qkv)
+                product(out, quantize_fp8_triton(attended), w_out, residual)
+                y = product(gate_up, quantize_fp8_triton(residual, norm, 1e-5), w_gate_up)
+                product(down, quantize_fp8_triton(y, activation="silu"), w_down, residual)
 
         return run
 
     def rows_alone() -> None:
         y = torch.empty(rows, 2 * ffn, dtype=torch.bfloat16, device=DEVICE)
         for _ in weights:
-            fp8_rows_triton(residual, norm, 1e-5)
-            fp8_rows_triton(attended)
-            fp8_rows_triton(residual, norm, 1e-5)
-            fp8_rows_triton(y, activation="silu")
+            quantize_fp8_triton(residual, norm, 1e-5)
+            quantize_fp8_triton(attended)
+            quantize_fp8_triton(residual, norm, 1e-5)
+            quantize_fp8_triton(y, activation="silu")
 
     tiles = [best_tile(us_of[p.form], rows) for p in shapes]
     ways = {"bf16": by_bf16, "tiles": by(*tiles), "rows_alone": rows_alone}
@@ -217,8 +219,8 @@ def expert_times(rows: int, tiles: list[Tile | None]) -> None:
     routers = [torch.randn(num_experts, hidden, device=DEVICE).bfloat16() for _ in range(layers)]
     shapes = Product("", 2 * ffn, hidden), Product("", hidden, ffn)
     weights = [tuple(draw(p) for p in shapes) for _ in range(num_experts)]
-    fp8 = [(tuple((w.codes, w.scales[0, : len(w.codes), None]) for w in pair)) for pair in weights]
-    dense = [tuple(dequantize(w).bfloat16() for w in pair) for pair in weights]
+    fp8 = [(tuple((w.values, w.scales[0, : len(w.values), None]) for w in pair)) for pair in weights]
+    dense = [tuple(dequantize_torch(w).bfloat16() for w in pair) for pair in weights]
     del weights
     x = torch.randn(rows, hidden, device=DEVICE).bfloat16()
     residual, norm = torch.zeros_like(x), torch.ones(hidden, device=DEVICE).bfloat16()
@@ -235,7 +237,7 @@ def expert_times(rows: int, tiles: list[Tile | None]) -> None:
     us["bf16"], want = times(GroupedExperts, dense)
     for tile in tiles:
         if tile is not None:
-            fp8_experts.fp8_tile = lambda *_, tile=tile: tile
+            fp8_experts.moe_fp8_tile = lambda *_, tile=tile: tile
         us[str(tuple(tile or ()))], got = times(fp8_experts.Fp8Experts, fp8)
         errors[str(tuple(tile or ()))] = round(((got - want).float().norm() / want.float().norm()).item(), 4)
     report(op="experts", rows=rows, us=us, error=errors)
@@ -251,30 +253,30 @@ def check() -> None:
     for name, (inputs, options) in {
         "plain": (x, {}), "norm": (x, {"norm_weight": norm, "eps": 1e-5}), "gated": (pairs, {"activation": "silu"}),
     }.items():  # fmt: skip
-        got, want = fp8_rows_triton(inputs, **options), fp8_rows_torch(inputs, **options)
-        differ = (got.codes.float() != want.codes.float()).float().mean().item()
-        far = (got.dequantize(torch.float32) - want.dequantize(torch.float32)).norm() / want.codes.float().norm()
+        got, want = quantize_fp8_triton(inputs, **options), quantize_fp8_torch(inputs, **options)
+        differ = (got.values.float() != want.values.float()).float().mean().item()
+        far = (got.dequantize(torch.float32) - want.dequantize(torch.float32)).norm() / want.values.float().norm()
         right[name] = [round(differ, 5), bool(torch.allclose(got.scales, want.scales, rtol=1e-5)), far.item()]
-    rows = fp8_rows_triton(x)
+    rows = quantize_fp8_triton(x)
     codes = (torch.randn(200, 272, device=DEVICE) * 64).to(torch.float8_e4m3fn)
     bias = torch.randn(200, device=DEVICE).bfloat16()
     for name, scales, shared in (("rows", torch.rand(200, 1), (0, 1)), ("blocks", torch.rand(2, 3), (128, 128))):
-        weight = quantized_weight("fp8", codes, scales.to(DEVICE), group=shared[0], scale_rows=shared[1])
-        want = fp8_linear_torch(rows, weight, bias, dtype=torch.float32)
+        weight = quantized_weight("fp8", codes, scales.to(DEVICE), group_size=shared[0], scale_rows=shared[1])
+        want = fp8_w8a8_gemm_torch(rows, weight, bias, dtype=torch.float32)
         for tile in (T(64, 128, 128, 8, 3, 2, swap=True), T(64, 128, 128, 8, 3, 1)):
-            got = fp8_linear_triton(rows, weight, bias, dtype=torch.float32, tiling=tile)
+            got = fp8_w8a8_gemm_triton(rows, weight, bias, dtype=torch.float32, tiling=tile)
             right[f"{name} {tile.swap}"] = ((got - want).norm() / want.norm()).item()
     report(op="check", **right)
 
 
 def compile_one(job: tuple[bool]) -> None:
-    """Fills the compile cache from a process of its own."""
+    """Fill the compile cache from a process of its own."""
     tile, has_residual = job
     product = Product("", 1024, 512)
     residual = torch.zeros(tile.block_m, product.size_out, device=DEVICE).bfloat16() if has_residual else None
-    x = fp8_rows_triton(torch.randn(tile.block_m, product.size_in, device=DEVICE).bfloat16())
+    x = quantize_fp8_triton(torch.randn(tile.block_m, product.size_in, device=DEVICE).bfloat16())
     try:
-        fp8_linear_triton(x, draw(product), residual=residual, tiling=tile)
+        fp8_w8a8_gemm_triton(x, draw(product), residual=residual, tiling=tile)
     except Exception as error:
         report(op="failed", tile=tuple(tile), error=f"{error!r:.300}")
 
@@ -291,11 +293,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.experts:
         for rows in args.rows:
-            own = fp8_experts.fp8_tile
+            own = fp8_experts.moe_fp8_tile
             few = [Tile(16, 64, 128, 4, 6), Tile(16, 64, 128, 4, 3), Tile(16, 64, 256, 4, 3), Tile(16, 128, 128, 4, 4)]
             many = [Tile(64, 128, 128, 8, 3), Tile(128, 128, 128, 8, 3), Tile(64, 64, 128, 4, 4)]
             expert_times(rows, [None] if INTERPRETED else [None, *(few if rows <= 256 else many)])
-            fp8_experts.fp8_tile = own
+            fp8_experts.moe_fp8_tile = own
         return
     if not INTERPRETED:
         jobs = [*dict.fromkeys(itertools.product((t for n in args.rows for t in candidates(n)), (False, True)))]

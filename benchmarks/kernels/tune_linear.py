@@ -3,7 +3,7 @@
     python -m benchmarks.kernels.tune_linear tune 1 8 16  # writes kernels/linear/skinny_gemm_configs.py
     python -m benchmarks.kernels.tune_linear chain 1 2 4  # whole models with the table as it is, against cuBLAS
 
-Everything is timed as one CUDA graph over different weights, so that none is still in the cache and each kernel's start
+Everything is timed as one CUDA graph over different weights. So none is still in the cache, and each kernel's start
 overlaps with its predecessor's end as in a step. One JSON line a measurement.
 """
 
@@ -99,7 +99,7 @@ def run_cublas(product: Product, x: torch.Tensor, weight: torch.Tensor, residual
 def graph_us(run: Callable[[], Any], warm_up: float, times: int = 7, replays: int = 5) -> float:
     """Median microseconds of a replay among several in a row, so that the host's start of a graph does not count.
 
-    An idle card has low clocks: `warm_up` seconds of replays come first."""
+    Replays for `warm_up` seconds come first, because an idle card has low clocks."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -115,7 +115,7 @@ def graph_us(run: Callable[[], Any], warm_up: float, times: int = 7, replays: in
     seen = []
     for _ in range(times):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        graph.replay()  # the first one's start is not timed
+        graph.replay()  # the start of the first is not timed
         start.record()
         for _ in range(replays):
             graph.replay()
@@ -135,7 +135,7 @@ def time_products(run: Callable, shapes: list[Product], rows: int, pool: torch.T
 
 
 def candidates(product: Product, rows: int) -> list[SkinnyGemmConfig]:
-    """What is worth trying for one product."""
+    """The candidates for one product."""
     if rows == 1:
         shapes = [(2, 1024, 1), (4, 512, 1), (4, 1024, 1), (2, 1024, 2), (4, 512, 2), (4, 1024, 2), (8, 512, 2),
                   (2, 2048, 2), (4, 1024, 4), (8, 512, 4), (8, 1024, 4), (2, 2048, 4), (4, 2048, 4),
@@ -159,7 +159,7 @@ def candidates(product: Product, rows: int) -> list[SkinnyGemmConfig]:
 
 
 def compile_one(job: tuple[Product, int, SkinnyGemmConfig]) -> None:
-    """Fills the compile cache from a process of its own."""
+    """Fill the compile cache from a process of its own."""
     product, rows, config = job
     SKINNY_GEMM_CONFIGS[product.size_out, product.size_in, bucket(rows)] = config
     x, residual = (torch.zeros(rows, n, device="cuda").bfloat16() for n in (product.size_in, product.size_out))
@@ -175,10 +175,10 @@ def compile_all(jobs: list[tuple[Product, int, SkinnyGemmConfig]]) -> None:
 
 
 def tune(model: str, rows: int, pool: torch.Tensor, layers: int = 8) -> None:
-    """Tries one product's configurations after the other's within a row of layers, twice; leaves the best in
+    """Try one product's configurations after the other's within a row of layers, twice; the best ones stay in
     SKINNY_GEMM_CONFIGS.
 
-    A kernel's best form depends on its neighbours, whose ends and starts it overlaps with."""
+    A kernel's best form depends on its neighbours, because its start and end overlap with theirs."""
     shapes = products(model)
     shapes = [*shapes[: 4 * layers], shapes[-1]]
     best = math.inf

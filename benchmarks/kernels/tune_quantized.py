@@ -3,9 +3,9 @@
     python -m benchmarks.kernels.tune_quantized --forms int4 fp8 --rows 1 8 64 --models llama-3.1-8b
     TRITON_INTERPRET=1 python -m benchmarks.kernels.tune_quantized --models tiny  # on a CPU, without times
 
-Compiles every candidate in processes side by side, checks each form's products against the torch reference and against
-themselves (the same bits for every number of rows), and then times chains as one CUDA graph over different weights:
-with each candidate for all products, and after that product by product with the best. One JSON line a measurement;
+Compiles every candidate in processes side by side. Checks each format's products against the torch reference and
+against themselves (the same bits for every number of rows). Then it times chains as one CUDA graph over different
+weights: each candidate for all products, and after that product by product with the best. One JSON line a measurement;
 `floor` is the share of the memory speed that the bf16 chain reaches.
 """
 
@@ -26,18 +26,19 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.kernels.tune_linear import MODELS, Product, graph_us, products
-from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.linear.skinny_gemm import MAX_ROWS
-from runtime.kernels.quantized.quantized_configs import (
-    QuantizedConfig,
-    QuantizedTiling,
-    VectorConfig,
-    quantized_sum_order,
+from runtime.kernels.quantized.launch_configs import (
+    GemvConfig,
+    Tiling,
+    Wna16SkinnyConfig,
+    wna16_sum_order,
 )
-from runtime.kernels.quantized.quantized_linear import quantized_linear_triton
-from runtime.kernels.quantized.quantized_skinny_gemm import quantized_skinny_gemm_triton
-from runtime.kernels.quantized.quantized_vector import VECTOR_FORMS
-from runtime.kernels.quantized.quantized_weight import E2M1, QuantizedWeight, dequantize
+from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize_torch
+from runtime.kernels.quantized.upcast import E2M1
+from runtime.kernels.quantized.wna16_gemm import wna16_gemm_triton
+from runtime.kernels.quantized.wna16_gemv import GEMV_ENCODINGS
+from runtime.kernels.quantized.wna16_skinny_gemm import wna16_skinny_gemm_triton
+from runtime.kernels.triton_language import INTERPRETED
 
 MEMORY_TBPS = 4.44
 LAYERS = 8  # that candidates are compared over
@@ -66,29 +67,29 @@ FORMS = {
     "mxfp4": Form("e2m1", 32),
     "nvfp4": Form("e2m1", 16),
 }
-Config = QuantizedConfig | QuantizedTiling | VectorConfig | None  # None: the rule's
+Config = Wna16SkinnyConfig | Tiling | GemvConfig | None  # None for the rule's
 
 
 def candidates(form: Form, rows: int, num_chunks: int) -> list[Config]:
-    """The configurations that are tried for a weight whose columns are summed in so many chunks."""
+    """The configurations to try for a weight with columns that are summed in `num_chunks` chunks."""
     if rows > MAX_ROWS:
-        t, split = QuantizedTiling, rows <= 64
+        t, split = Tiling, num_chunks if rows <= 64 else 1
         wide: list[Config] = [t(64, 128, 128, 8, 3, split), t(64, 64, 128, 4, 5, split), t(64, 64, 128, 4, 4, split)]
         if rows > 64:
             wide = [t(64, 128, 128, 8, 3), t(64, 64, 128, 4, 4)]
         return [None, *wide, t(32, 32, 128, 2, 5, split)]
-    c, found = QuantizedConfig, list[Config]()
+    c, found = Wna16SkinnyConfig, list[Config]()
     for block_n, warps in ((16, num_chunks // 2), (16, num_chunks), (32, num_chunks)):
         found += [c(block_n, 128, max(warps, 1), stages, ahead, unroll=unroll)
                   for stages, ahead, unroll in ((3, 1, 1), (5, 2, 1), (3, 2, 2))]  # fmt: skip
-    if rows == 1 and form.code in VECTOR_FORMS:
-        found += [VectorConfig(4, 4, 2), VectorConfig(4, 4, 4), VectorConfig(8, 4, 1), VectorConfig(8, 4, 4),
-                  VectorConfig(8, 2, 2), VectorConfig(4, 8, 2), VectorConfig(8, 8, 2)]  # fmt: skip
+    if rows == 1 and form.code in GEMV_ENCODINGS:
+        found += [GemvConfig(4, 4, 2), GemvConfig(4, 4, 4), GemvConfig(8, 4, 1), GemvConfig(8, 4, 4),
+                  GemvConfig(8, 2, 2), GemvConfig(4, 8, 2), GemvConfig(8, 8, 2)]  # fmt: skip
     return [None, *found]
 
 
 def weight_of(form: Form, size_out: int, size_in: int, codes: torch.Tensor, scales: torch.Tensor) -> QuantizedWeight:
-    """A weight whose tensors are views of the start of two pools, bytes and float32."""
+    """A weight with tensors that are views of the start of two pools, bytes and float32."""
     row_bytes = size_in if form.code in ("fp8", "int8") else size_in // 2
     dtype = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(form.code, torch.uint8)
     groups = -(-size_in // form.group) if form.group else 1
@@ -113,18 +114,16 @@ def weights_of(form: Form, shapes: list[Product], codes: torch.Tensor, scales: t
             (0 if scale_at + scale_size > scales.numel() else scale_at),
         )
         made.append(weight_of(form, size_out, size_in, codes[at:], scales[scale_at:]))
-        at, scale_at = at + -(-made[-1].codes.nbytes // 256) * 256, scale_at + -(-made[-1].scales.numel() // 64) * 64
+        at, scale_at = at + -(-made[-1].values.nbytes // 256) * 256, scale_at + -(-made[-1].scales.numel() // 64) * 64
     return made
 
 
 def run(p: Product, x: torch.Tensor, weight: QuantizedWeight, residual: torch.Tensor, config: Config) -> torch.Tensor:
     """As a decoder uses it: norm before, activation or residual after; of more rows the bare product."""
     if len(x) > MAX_ROWS:
-        tiling = config if isinstance(config, QuantizedTiling) else None
-        return quantized_linear_triton(
-            x, weight, tiling=tiling, residual=residual if p.form in ("out", "down") else None
-        )
-    few = None if isinstance(config, QuantizedTiling) else config
+        tiling = config if isinstance(config, Tiling) else None
+        return wna16_gemm_triton(x, weight, tiling=tiling, residual=residual if p.form in ("out", "down") else None)
+    few = None if isinstance(config, Tiling) else config
     options: dict[str, Any] = {"norm_weight": x[0], "eps": 1e-5}
     match p.form:
         case "out" | "down":
@@ -133,7 +132,7 @@ def run(p: Product, x: torch.Tensor, weight: QuantizedWeight, residual: torch.Te
             options["activation"] = "silu"
         case "head":
             options["out_dtype"] = torch.float32
-    return quantized_skinny_gemm_triton(x, weight, config=few, **options)
+    return wna16_skinny_gemm_triton(x, weight, config=few, **options)
 
 
 def dtype() -> torch.dtype:
@@ -141,7 +140,7 @@ def dtype() -> torch.dtype:
 
 
 def compile_one(job: tuple[Form, Product, int, Config]) -> str:
-    """Fills the compile cache from a process of its own."""
+    """Fill the compile cache from a process of its own."""
     form, p, rows, config = job
     row_bytes = p.size_in + 128
     codes = torch.empty(p.size_out * row_bytes, dtype=torch.uint8, device=DEVICE)
@@ -149,7 +148,7 @@ def compile_one(job: tuple[Form, Product, int, Config]) -> str:
     x, residual = (torch.zeros(rows, n, device=DEVICE, dtype=dtype()) for n in (p.size_in, p.size_out))
     try:
         run(p, x, weight_of(form, p.size_out, p.size_in, codes, scales), residual, config)
-    except Exception as error:  # one candidate that does not fit leaves the others to measure
+    except Exception as error:  # a candidate that does not fit does not stop the others
         return f"{form} {p} {rows} {config}: {error!r:.200}"
     return ""
 
@@ -157,7 +156,7 @@ def compile_one(job: tuple[Form, Product, int, Config]) -> str:
 def compile_all(jobs: list[tuple[Form, Product, int, Config]]) -> None:
     """Must run before this process uses the GPU: forked children cannot share it."""
     start = time.perf_counter()
-    random.shuffle(jobs)  # those of one product, some of which take seconds, are spread over the processes
+    random.shuffle(jobs)  # the kernels of one product may take seconds: spread them over the processes
     with ProcessPoolExecutor(min(os.cpu_count() or 1, 15), mp_context=get_context("fork")) as executor:
         errors = [error for error in executor.map(compile_one, jobs, chunksize=1) if error]
     for error in errors:
@@ -170,18 +169,18 @@ def check(name: str, form: Form, shapes: list[Product], rows: list[int], codes: 
     for p in dict.fromkeys(shapes):
         weight = weight_of(form, p.size_out, p.size_in, codes, scales)
         x = torch.randn(max(*rows, 17), p.size_in, device=DEVICE, dtype=dtype())
-        want, errors, same = x.float() @ dequantize(weight).t(), {}, {}
-        reference = quantized_skinny_gemm_triton(x[:16], weight, out_dtype=torch.float32, fixed_order=True)
+        want, errors, same = x.float() @ dequantize_torch(weight).t(), {}, {}
+        reference = wna16_skinny_gemm_triton(x[:16], weight, out_dtype=torch.float32, fixed_order=True)
         for n in sorted({*rows, 16, 17}):
             if n <= MAX_ROWS:
-                got = quantized_skinny_gemm_triton(x[:n], weight, out_dtype=torch.float32)
-                fixed = quantized_skinny_gemm_triton(x[:n], weight, out_dtype=torch.float32, fixed_order=True)
+                got = wna16_skinny_gemm_triton(x[:n], weight, out_dtype=torch.float32)
+                fixed = wna16_skinny_gemm_triton(x[:n], weight, out_dtype=torch.float32, fixed_order=True)
             else:
-                got = quantized_linear_triton(x[:n], weight, out_dtype=torch.float32)
-                fixed = quantized_linear_triton(x[:n], weight, out_dtype=torch.float32, fixed_order=True)
+                got = wna16_gemm_triton(x[:n], weight, out_dtype=torch.float32)
+                fixed = wna16_gemm_triton(x[:n], weight, out_dtype=torch.float32, fixed_order=True)
             errors[n] = round(((got - want[:n]).norm() / want[:n].norm()).item(), 7)
             same[n] = torch.equal(fixed[:16], reference[:n])
-        # fp8 has one row's shortest sums in float16, all else in float32.
+        # fp8 sums the shortest pieces of one row in float16; everything else is in float32.
         right = all(error < (1e-3 if form.code == "fp8" and n == 1 else 2e-5) for n, error in errors.items())
         report(op="check", form=name, product=p, right=right, errors=errors, same_bits=same)
 
@@ -208,7 +207,7 @@ def time_chain(
         return (time.perf_counter() - start) * 1e6
     try:
         return round(graph_us(step, warm_up), 1)
-    except Exception as error:  # one candidate that does not fit leaves the others to measure
+    except Exception as error:  # a candidate that does not fit does not stop the others
         report(op="failed", rows=rows, choices=[str(choice(p)) for p in dict.fromkeys(shapes)], error=f"{error!r:.300}")
         return math.inf
 
@@ -216,7 +215,7 @@ def time_chain(
 def measure(
     model: str, name: str, form: Form, rows: int, codes: torch.Tensor, scales: torch.Tensor, tune: bool
 ) -> None:
-    """Chains of one form and number of rows: candidates over a few layers, the best of them over all."""
+    """Chains of one format and number of rows: candidates over a few layers, the best of them over all."""
     shapes = products(model)
     weights = weights_of(form, shapes, codes, scales)
     few = [*range(min(len(shapes) - 1, 4 * LAYERS)), len(shapes) - 1]
@@ -257,7 +256,7 @@ def measure(
 
 
 def chunks_of(p: Product) -> int:
-    return quantized_sum_order(p.size_out, p.size_in).num_chunks
+    return wna16_sum_order(p.size_out, p.size_in).num_chunks
 
 
 def report(**fields: Any) -> None:

@@ -3,9 +3,10 @@
     python -m benchmarks.kernels.tune_tiles --forms int4 int8 --rows 16 64 128 256
     TRITON_INTERPRET=1 python -m benchmarks.kernels.tune_tiles --model tiny --rows 20  # on a CPU, without meaning
 
-Prints a JSON line for each product with its time by each tiling, in microseconds, and the error against float64: rows
-as digits (`integer_linear`), codes decoded in registers (`decoded_linear`), a dense copy made anew, bfloat16. Then one
-for all that a layer does but attention, as one CUDA graph over different weights, by the choices of the tree.
+Prints a JSON line for each product with its time by each tiling, in microseconds, and the error against float64. The
+ways are: rows as limbs (`integer_linear`), weights dequantized in registers (`decoded_linear`), a dense copy made anew,
+and bfloat16. Then it prints one for a whole layer except attention, as one CUDA graph over different weights, with the
+tree's choices.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ import torch.nn.functional as F
 from benchmarks.kernels.tune_fp8 import DEVICE, timed
 from benchmarks.kernels.tune_linear import MODELS, Product, products
 from benchmarks.kernels.tune_quantized import FORMS, NF4
-from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.linear.tiles import Tiling as T
-from runtime.kernels.quantized.decoded_linear import decoded_linear_triton, has_decoded_product
-from runtime.kernels.quantized.integer_linear import IntegerLinear, has_integer_product, integer_linear_triton
-from runtime.kernels.quantized.integer_rows import integer_rows_triton
-from runtime.kernels.quantized.quantized_linear import QuantizedLinear, dequantize_triton
-from runtime.kernels.quantized.quantized_weight import E2M1, QuantizedWeight, dequantize, quantized_weight
+from runtime.kernels.quantized.activations import quantize_int16_triton
+from runtime.kernels.quantized.int_wna16_gemm import has_int_wna16_gemm, int_wna16_gemm_triton
+from runtime.kernels.quantized.quantized_linear import Int16Linear, QuantizedLinear
+from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize_torch, quantized_weight
+from runtime.kernels.quantized.upcast import E2M1
+from runtime.kernels.quantized.w4a16_gemm import has_w4a16_gemm, w4a16_gemm_triton
+from runtime.kernels.quantized.weight_conversions import dequantize_triton
+from runtime.kernels.triton_language import INTERPRETED
 
 LAYERS = 4  # of a chain
 
@@ -47,7 +50,7 @@ def draw(name: str, product: Product) -> QuantizedWeight:
         codes = torch.randint(0, 256, (size_out, size_in // 2), dtype=torch.uint8, device=DEVICE)
     scales = torch.rand(size_out, size_in // form.group if form.group else 1, device=DEVICE) * 1e-3 + 1e-3
     minimums, table = scales * 8 if form.minimums else None, {"table": NF4, "e2m1": E2M1}.get(form.code, ())
-    return quantized_weight(form.code, codes, scales, minimums, group=form.group, table=table)
+    return quantized_weight(form.code, codes, scales, minimums, group_size=form.group, table=table)
 
 
 def candidates(way: str, rows: int) -> list[T]:
@@ -77,16 +80,16 @@ def candidates(way: str, rows: int) -> list[T]:
 def ways_of(weight: QuantizedWeight, x: torch.Tensor) -> dict[str, Callable[..., torch.Tensor]]:
     """The kernels that multiply x with a weight of this form."""
     ways: dict[str, Callable[..., torch.Tensor]] = {}
-    if has_integer_product(weight):
-        digits = integer_rows_triton(x, group=0 if weight.minimums is None else weight.group)
-        ways["digits"] = lambda w, **options: integer_linear_triton(digits, w, **options)
-    if has_decoded_product(weight):
-        ways["decoded"] = lambda w, **options: decoded_linear_triton(x, w, **options)
+    if has_int_wna16_gemm(weight):
+        digits = quantize_int16_triton(x, group_size=0 if weight.zero_points is None else weight.group_size)
+        ways["digits"] = lambda w, **options: int_wna16_gemm_triton(digits, w, **options)
+    if has_w4a16_gemm(weight):
+        ways["decoded"] = lambda w, **options: w4a16_gemm_triton(x, w, **options)
     return ways
 
 
 def compile_one(job: tuple[str, str, T, bool]) -> None:
-    """Fills the compile cache from a process of its own."""
+    """Fill the compile cache from a process of its own."""
     name, way, tiling, has_residual = job
     weight = draw(name, Product("", 1024, 1024))
     x = torch.randn(tiling.block_m, 1024, device=DEVICE).bfloat16()
@@ -102,8 +105,8 @@ def product_times(name: str, product: Product, weights: list[QuantizedWeight], r
     x = torch.randn(rows, product.size_in, device=DEVICE).to(torch.float16 if INTERPRETED else torch.bfloat16)
     residual = torch.zeros(rows, product.size_out, device=DEVICE, dtype=x.dtype)
     added = residual if product.form in ("out", "down") else None
-    want = x.double() @ dequantize(weights[0]).double().T
-    dense = [dequantize(weight).to(x.dtype) for weight in weights[:2]]
+    want = x.double() @ dequantize_torch(weights[0]).double().T
+    dense = [dequantize_torch(weight).to(x.dtype) for weight in weights[:2]]
     us = {"bf16": timed(lambda: [F.linear(x, weight) for weight in dense])}
     us["dense copy"] = timed(lambda: [F.linear(x, dequantize_triton(weight, x.dtype)) for weight in weights])
     counts, errors = {"bf16": len(dense)}, set()
@@ -112,7 +115,7 @@ def product_times(name: str, product: Product, weights: list[QuantizedWeight], r
             key = f"{way} {tuple(tiling)[:6]}"
             try:
                 y = run(weights[0], residual=None if added is None else added.zero_(), tiling=tiling)
-            except Exception as error:  # one that does not fit leaves the others to measure
+            except Exception as error:  # a candidate that does not fit does not stop the others
                 us[key] = f"{error!r:.100}"
                 continue
             errors.add(round(((y.double() - want).norm() / want.norm()).item(), 4))
@@ -129,7 +132,7 @@ def chain_times(name: str, weights: list[list[QuantizedWeight]], rows: int) -> N
     hidden, attended = weights[0][0].shape[1], weights[0][1].shape[1]
     norm, x = torch.ones(hidden, device=DEVICE).bfloat16(), torch.randn(rows, hidden, device=DEVICE).bfloat16()
     attention = torch.randn(rows, attended, device=DEVICE).bfloat16()
-    kind = IntegerLinear if has_integer_product(weights[0][0]) else lambda *args: QuantizedLinear(*args, False)
+    kind = Int16Linear if has_int_wna16_gemm(weights[0][0]) else lambda *args: QuantizedLinear(*args, False)
     makers: dict[str, Callable[[QuantizedWeight], Linear]] = {
         "codes": lambda w: kind(w, None, "silu"),
         "bf16": lambda w: FusedLinear(torch.randn(w.shape, device=DEVICE).bfloat16(), None, "silu", False),

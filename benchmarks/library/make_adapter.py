@@ -1,7 +1,6 @@
-"""Writes an adapter (LoRA) of random numbers for a published shape, as peft would: what a server loads, without its
-meaning.
+"""Writes an adapter (LoRA) of random values for a published shape, in the files that peft would write.
 
-    python -m benchmarks.library.make_adapter llama-3.2-1b /tmp/adapter --rank 16
+python -m benchmarks.library.make_adapter llama-3.2-1b /tmp/adapter --rank 16
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ _CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "module
 
 
 def modules_of(spec: DecoderSpec, weight_map: WeightMap = WEIGHT_MAP) -> dict[str, tuple[int, ...]]:
-    """The modules of a model that may have matrices, with their (out, in); those of a model of random weights go by
-    Llama's and Phi's names."""
+    """The modules of a model that may have matrices, with their (out, in). A model of random weights uses the names of
+    Llama and Phi."""
     return {
         weight_map.names[part].format(layer, ""): shape
         for layer in range(spec.num_layers)
@@ -41,7 +40,7 @@ def save_adapter(
     modules: Mapping[str, tuple[int, ...]],
     seed: int = 0,
     ranks: Mapping[str, int] | None = None,  # of modules that have another than r
-    size: float = 1.0,  # of what it adds, in terms of what the model has
+    size: float = 1.0,  # of the adapter's output, relative to the model's own
     dtype: torch.dtype = torch.float32,
     **config: Any,
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

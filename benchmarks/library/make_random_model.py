@@ -1,9 +1,9 @@
-"""Writes a model folder of random weights in a published shape: what a server of that model loads, without its meaning.
+"""Writes a model folder of random weights in a published shape, in the files that a server of that model loads.
 
     python -m benchmarks.library.make_random_model llama-3.2-1b /tmp/llama-3.2-1b
 
-Safetensors shards with an index, config.json, generation_config.json, and a byte-level tokenizer that knows a word for
-every id. The weights are drawn on the GPU if there is one.
+Safetensors shards with an index, config.json, generation_config.json, and a byte-level tokenizer with a word for every
+id. The weights are drawn on the GPU if there is one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _write_weights(folder: Path, config: dict[str, Any], read: Callable[[str], t
     with tqdm(total=len(sources), unit="tensor") as bar, ThreadPoolExecutor(2) as pool:
         for i, shard in enumerate(shards, 1):
             if i > 2:
-                saved[i - 3].result()  # or there would be more shards in memory
+                saved[i - 3].result()  # otherwise more shards would be in memory
             tensors = {}
             for parameter, name in shard.items():
                 tensors[name] = read(parameter).to("cpu", dtype)

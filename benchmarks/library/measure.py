@@ -1,4 +1,5 @@
-"""What the benchmarks share: an engine in this process on random weights, timed batches, and one JSON line a result."""
+"""The shared parts of benchmarks: an engine in this process on random weights, timed batches, and one JSON line a
+result."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ import torch
 from benchmarks.library.models import CONFIGS, spec_of
 from benchmarks.library.ranks import RankGroupProcesses
 from runtime.assembly.engine import build_engine, speculation_of
+from runtime.assembly.runner import build_runner
 from runtime.core.executor import Executor, InProcess
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import Request, SamplingParams
-from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 
 
@@ -75,15 +76,15 @@ class Run:
 
 
 class Engine:
-    """An engine core and a runner of random weights, or ranks in processes of their own; runs batches of fresh random
-    prompts, EOS off, and greedy where `sampling` says nothing else."""
+    """An engine core and a runner of random weights, or ranks in processes of their own. Runs batches of fresh random
+    prompts, with EOS off, and greedy unless `sampling` is set."""
 
     def __init__(self, model: str, config: EngineConfig, sampling: Mapping[str, float] | None = None) -> None:
         self.config = config
         self.sampling = {"temperature": 0.0} | dict(sampling or {})
         executor: Executor
         if config.tensor_parallel_size == 1:
-            self.runner = ModelRunner(config, DummySource(spec_of(model)))
+            self.runner = build_runner(config, DummySource(spec_of(model)))
             self.info, executor = self.runner.info, InProcess(self.runner)
         else:
             self._ranks = RankGroupProcesses(model, config)
@@ -140,7 +141,8 @@ class Results:
         }
 
     def add(self, config: EngineConfig | None = None, **values: Any) -> None:
-        """`values` name the measurement and its figures; of `config`, what differs from the defaults is noted."""
+        """`values` name the measurement and its figures; fields of `config` that differ from the defaults are
+        recorded."""
         changed = {} if config is None else _changed(config)
         line = json.dumps(self._common | {"config": changed} | _rounded(values))
         print(line, flush=True)

@@ -1,4 +1,4 @@
-"""The shapes of the models that are measured: the published ones, and a tiny one."""
+"""The shapes of the measured models: published ones, and a tiny one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from runtime.spec.decoder_spec import DecoderSpec
 
 CONFIGS: dict[str, dict[str, Any]] = {
     **PUBLISHED,
-    "tiny": {  # nobody's: for trying a benchmark out on a CPU
+    "tiny": {  # made up, for trying a benchmark on a CPU
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 32768,
         "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
         "intermediate_size": 128, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "bos_token_id": 0,

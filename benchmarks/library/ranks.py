@@ -1,4 +1,4 @@
-"""The ranks of a tensor-parallel group without Ray: a process each, with a GPU of its own where there are any."""
+"""The ranks of a tensor-parallel group without Ray: a process each, with a GPU of its own if there are any."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import os
 from multiprocessing.connection import Connection
 from typing import Any
 
-from actors.engine.step_channel import SocketExecutor, serve_steps
+from actors.runners.step_channel import SocketExecutor, serve_steps
 from actors.wire.transport import connect
 from benchmarks.library.models import spec_of
+from runtime.assembly.runner import build_runner
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.sharding import Shard
-from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 
 _PHASE_S = 300.0  # at most, for an answer of all ranks
 
 
 class RankGroupProcesses:
-    """`executor` reaches the ranks, as an engine does, and `info` is what they serve: random weights of a shape. The
+    """`executor` reaches the ranks like an engine's, and `info` describes their model: random weights of a shape. The
     ranks end with this process."""
 
     def __init__(self, model: str, config: EngineConfig) -> None:
@@ -58,10 +58,10 @@ class RankGroupProcesses:
 
 
 def _live(engine: Connection, rank: int, model: str, config: EngineConfig) -> None:
-    """A rank's life: the phases of runtime.worker.runner, then steps until the engine is gone."""
+    """A rank's life: the phases of runtime.worker.runner, then steps until the engine ends."""
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")[rank]
     try:
-        runner = ModelRunner(config, DummySource(spec_of(model)), Shard(rank, config.tensor_parallel_size))
+        runner = build_runner(config, DummySource(spec_of(model)), Shard(rank, config.tensor_parallel_size))
         engine.send(runner.handle)
         engine.send(runner.load(engine.recv()))
         engine.send(runner.open(engine.recv()))

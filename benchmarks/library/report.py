@@ -2,8 +2,8 @@
 
     python -m benchmarks.library.report benchmarks/results/*.jsonl
 
-A later line replaces an earlier one of the same measurement. Plots need matplotlib (`pip install callboard[bench]`) and
-are left out without it.
+A later line replaces an earlier one of the same measurement. Plots need matplotlib (`pip install callboard[bench]`);
+without it the report links the plots that exist.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,22 +23,19 @@ BENCHMARKS = Path(__file__).parents[1]
 
 
 def _peer(benchmark: str, keys: tuple[str, ...], values: tuple[str, ...]) -> dict[Any, tuple[Any, ...]]:
-    """Figures of the peer, and those asked of Callboard, by key; None where there is none."""
+    """Figures of the peer by key; None if a line lacks the figure."""
     lines = map(json.loads, (BENCHMARKS / "results" / "peer.jsonl").read_text().splitlines())
     found = [line for line in lines if line["benchmark"] == f"peer {benchmark}"]
     return {tuple(line.get(key) for key in keys): tuple(line.get(name) for name in values) for line in found}
 
 
-DECODE_1 = _peer(
-    "decode", ("model", "quantization"), ("memory_tok_s", "tok_s", "must_tok_s", "aim_tok_s")
-)  # batch 1, 128 in, 512 out
+DECODE_1 = _peer("decode", ("model", "quantization"), ("memory_tok_s", "tok_s"))  # batch 1, 128 in, 512 out
 THROUGHPUT = _peer("throughput", ("model", "quantization", "batch", "input", "output"), ("tok_s",))
 PREFILL = _peer("prefill", ("model", "quantization", "tokens"), ("ms",))
 SERVING = _peer("serving", ("model", "workload"), ("tok_s", "ttft_p50_ms", "itl_p50_ms", "itl_p99_ms"))
-RANKS = _peer("ranks", ("model", "gpus", "batch"), ("tok_s", "must_tok_s", "aim_tok_s"))
-ALL_REDUCE = _peer("all-reduce", ("kernel", "gpus"), ("us", "must_us", "aim_us"))
-((START_S,),) = _peer("start", (), ("must_s",)).values()
-_MOST_BARS = 64  # of a plot; longer tables have none
+RANKS = _peer("ranks", ("model", "gpus", "batch"), ("tok_s",))
+ALL_REDUCE = _peer("all-reduce", ("kernel", "gpus"), ("us",))
+_MOST_BARS = 64  # of a plot; longer tables lack one
 
 
 class Row(NamedTuple):
@@ -51,14 +49,14 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """One table: which lines it shows, and what tells one measurement from another."""
+    """One table: the lines that it shows, and the fields that identify a measurement."""
 
     title: str
     benchmarks: tuple[str, ...]
     keys: tuple[str, ...]
     head: str
     unit: str
-    row: Callable[[Line], Row | None]  # None: not of this table
+    row: Callable[[Line], Row | None]  # None for lines of other tables
 
 
 def number(value: float | None) -> str:
@@ -73,12 +71,6 @@ def span(pair: list[float]) -> str:
 
 def twice(figures: dict[str, float]) -> str:
     return f"{number(figures['p50'])} / {number(figures['p99'])}"
-
-
-def verdict(ours: float, must: float | None, less: bool = False) -> str:
-    if must is None:
-        return "-"
-    return "met" if (ours <= must if less else ours >= must) else "**missed**"
 
 
 def settings(line: Line) -> str:
@@ -113,8 +105,7 @@ def decode(line: Line) -> Row | None:
     if not is_cell or bars is None or is_divided(line) or not is_greedy(line):
         return None
     cells = [model, number(ours), span(line["decode_range"]), twice(line["step_ms"]), *map(number, bars)]
-    share = f"{ours / bars[0]:.0%}"
-    return Row([*cells, share, verdict(ours, bars[2]), settings(line)], named(*of_weights(line)), ours, bars[1])
+    return Row([*cells, f"{ours / bars[0]:.0%}", settings(line)], named(*of_weights(line)), ours, bars[1])
 
 
 def throughput(line: Line) -> Row | None:
@@ -125,7 +116,7 @@ def throughput(line: Line) -> Row | None:
     cell = f"{batch} x ({inputs}, {outputs})"
     cells = [model, cell, number(ours), span(line["output_range"]), number(line["decode_tok_s"]), number(peer)]
     label = f"{model} {cell}" + (f" {settings(line)}" if line["config"] else "")
-    return Row([*cells, number(peer and ours / peer), verdict(ours, peer), settings(line)], label, ours, peer)
+    return Row([*cells, number(peer and ours / peer), settings(line)], label, ours, peer)
 
 
 def ranks(line: Line) -> Row | None:
@@ -133,25 +124,20 @@ def ranks(line: Line) -> Row | None:
     if not is_divided(line):
         return None
     ours = line["decode_tok_s"]
-    peer, must, aim = RANKS.get((model, gpus, batch), (None,) * 3)
-    if "rank_invariant" in line["config"]:
-        peer = must = aim = None
+    peer = None if "rank_invariant" in line["config"] else RANKS.get((model, gpus, batch), (None,))[0]
     cell = f"{batch} x ({line['prompt_len']}, {line['output_len']})"
     cells = [model, str(gpus), cell, *map(number, (line["decode_tok_s"], line["output_tok_s"], line["first_token_ms"]))]
     mode = "rank_invariant" if "rank_invariant" in line["config"] else "default"
-    return Row(
-        [*cells, number(peer), number(must), number(aim), verdict(ours, must), mode],
-        f"{model} {gpus} GPUs {batch} {mode}", ours, peer,
-    )  # fmt: skip
+    return Row([*cells, number(peer), mode], f"{model} {gpus} GPUs {batch} {mode}", ours, peer)
 
 
 def all_reduce(line: Line) -> Row | None:
     kernel, gpus, ours = line["kernel"], line["cell"], line["us"]
     if not kernel.startswith("all-reduce, "):
         return None
-    peer, must, aim = ALL_REDUCE.get((kernel, gpus), (None,) * 3)
-    cells = [kernel, str(gpus), *map(number, (ours, line["library_us"], peer, must, aim))]
-    return Row([*cells, verdict(ours, must, less=True)], f"{kernel} {gpus} GPUs", ours, line["library_us"])
+    published = ALL_REDUCE.get((kernel, gpus), (None,))[0]
+    cells = [kernel, str(gpus), *map(number, (ours, line["library_us"], published))]
+    return Row(cells, f"{kernel} {gpus} GPUs", ours, line["library_us"])
 
 
 def sampled(line: Line) -> Row | None:
@@ -166,18 +152,16 @@ def prefill(line: Line) -> Row:
     model, tokens, ours = line["model"], line["prompt_len"], line["first_token_ms"]
     peer = PREFILL.get((*of_weights(line), tokens), (None,))[0]
     cells = [model, number(tokens), number(ours), span(line["range"]), number(line["tok_s"]), number(peer)]
-    last = [number(peer and ours / peer), verdict(ours, peer, less=True), settings(line)]
+    last = [number(peer and ours / peer), settings(line)]
     return Row([*cells, *last], named(*of_weights(line), str(tokens)), ours, peer)
 
 
 def serving(line: Line) -> Row:
     model, workload, through = line["model"], line["workload"], line["through"]
     rate, ttft, itl = line["output_tok_s"], line["ttft_ms"], line["itl_ms"]
-    bars = SERVING.get((model, workload), (None,) * 4) if through == "http" else (None,) * 4
-    ours = (rate, ttft["p50"], itl["p50"], itl["p99"])
-    met = [verdict(a, b, less=i > 0) for i, (a, b) in enumerate(zip(ours, bars, strict=True)) if b is not None]
-    cells = [model, workload, through, number(rate), twice(ttft), twice(itl), " / ".join(map(number, bars))]
-    return Row([*cells, ", ".join(met) or "-"], f"{model} {workload} {through}", rate, bars[0])
+    peer = SERVING.get((model, workload), (None,) * 4) if through == "http" else (None,) * 4
+    cells = [model, workload, through, number(rate), twice(ttft), twice(itl), " / ".join(map(number, peer))]
+    return Row(cells, f"{model} {workload} {through}", rate, peer[0])
 
 
 def replicas(line: Line) -> Row:
@@ -191,8 +175,8 @@ def profile(line: Line) -> Row:
     times = [number(line[name]) for name in ("step_ms", "traced_step_ms", "busy_ms")]
     share = line["busy_share"]
     cells = [line["model"], str(line["batch"]), *times, f"{line['busy_share_traced']:.1%}", f"{share:.1%}"]
-    config, must = settings(line), None if line["config"] else 0.97
-    return Row([*cells, verdict(share, must), config], f"{line['model']} {line['batch']} {config}", share)
+    config = settings(line)
+    return Row([*cells, config], f"{line['model']} {line['batch']} {config}", share)
 
 
 def agreement(line: Line) -> Row:
@@ -203,10 +187,8 @@ def agreement(line: Line) -> Row:
 
 
 def start(line: Line) -> Row:
-    must = START_S if "8b" in line["model"] else None
     label = named(*of_weights(line))
-    cells = [label, *(number(s) for s in (line["imports_s"], line["ready_s"], must))]
-    return Row([*cells, verdict(line["ready_s"], must, less=True)], label, line["ready_s"])
+    return Row([label, number(line["imports_s"]), number(line["ready_s"])], label, line["ready_s"])
 
 
 def soak(line: Line) -> Row:
@@ -227,25 +209,25 @@ SUBJECTS = {
     "decode": Subject(
         "Decode, batch 1, 128 in / 512 out", ("decode",),
         ("model", "batch", "prompt_len", "output_len", "sampling", "config"),
-        "model | tok/s | range | step p50 / p99 ms | floor | peer | must | aim | of floor | must is | config", "tok/s",
+        "model | tok/s | range | step p50 / p99 ms | floor | peer | of floor | config", "tok/s",
         decode,
     ),
     "throughput": Subject(
         "Throughput, engine in process, prefill included", ("decode",),
         ("model", "batch", "prompt_len", "output_len", "sampling", "config"),
-        "model | requests (in, out) | output tok/s | range | decode tok/s | peer | ratio | must is | config", "tok/s",
+        "model | requests (in, out) | output tok/s | range | decode tok/s | peer | ratio | config", "tok/s",
         throughput,
     ),
     "ranks": Subject(
         "Tensor parallel: several GPUs as one engine", ("decode",),
         ("model", "batch", "prompt_len", "output_len", "sampling", "config"),
         "model | GPUs | requests (in, out) | decode tok/s | output tok/s | first token, ms | "
-        "peer by measured tables of its kernels, decode tok/s | must | aim | must is | mode", "decode tok/s", ranks,
+        "peer by measured tables of its kernels, decode tok/s | mode", "decode tok/s", ranks,
     ),
     "all_reduce": Subject(
         "All-reduce in a graph, bfloat16, into a residual; beside it NCCL's in the same run", ("ranks",),
         ("kernel", "cell"),
-        "operand | GPUs | us | NCCL, us | best published, us | must | aim | must is", "us", all_reduce,
+        "operand | GPUs | us | NCCL, us | best published, us", "us", all_reduce,
     ),
     "sampled": Subject(
         "Decode, sampled: share of the greedy rate in the same run", ("decode",),
@@ -254,13 +236,13 @@ SUBJECTS = {
     ),
     "prefill": Subject(
         "Prefill to the first token, one request", ("prefill",), ("model", "prompt_len", "config"),
-        "model | tokens | first token, ms | range | tok/s | peer, ms | ratio | must is | config", "ms", prefill,
+        "model | tokens | first token, ms | range | tok/s | peer, ms | ratio | config", "ms", prefill,
     ),
     "serving": Subject(
         "Serving: named workloads over HTTP, and on the bare engine", ("serving",),
         ("model", "workload", "through", "config"),
         "model | workload | through | output tok/s | TTFT p50 / p99 ms | ITL p50 / p99 ms | "
-        "peer: tok/s / TTFT p50 / ITL p50 / ITL p99 | must is", "output tok/s", serving,
+        "peer: tok/s / TTFT p50 / ITL p50 / ITL p99", "output tok/s", serving,
     ),
     "replicas": Subject(
         "Routing: several engines behind one endpoint, first tokens in time within a second", ("replicas",),
@@ -269,19 +251,19 @@ SUBJECTS = {
         "requests in time | TTFT p50 / p90 / p99 ms", "output tok/s in time", replicas,
     ),
     "profile": Subject(
-        "The GPU's busy share in steady decoding (must: 97 %)", ("profile_step",), ("model", "batch", "config"),
-        "model | batch | step, ms | traced step, ms | GPU busy, ms | of a traced step | of a step | must is | config",
+        "The GPU's busy share in steady decoding", ("profile_step",), ("model", "batch", "config"),
+        "model | batch | step, ms | traced step, ms | GPU busy, ms | of a traced step | of a step | config",
         "share", profile,
     ),
     "agreement": Subject(
-        "Settings that must not change tokens: greedy texts against the default's", ("agreement",),
+        "Settings that keep the tokens: greedy texts compared with the default's", ("agreement",),
         ("model", "variant", "config"),
         "model | setting | equal texts | first difference, token | largest gap there, nats", "share of equal texts",
         agreement,
     ),
     "start": Subject(
         "From a process's start to a ready engine, page cache and compile cache warm", ("start",), ("model", "config"),
-        "model | imported, s | ready, s | must, s | must is", "s", start,
+        "model | imported, s | ready, s", "s", start,
     ),
     "soak": Subject(
         "GPU memory under random requests, GiB: after the first minute, and at the end", ("soak",), ("model", "config"),
@@ -300,12 +282,23 @@ def markdown(subject: Subject, rows: list[Row], lines: list[Line], plot: Path | 
     head = subject.head.split(" | ")
     table = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *(row.cells for row in rows))]
     sources = {
-        f"- `{line['command']}` on {line['time'][:10]}, commit {line['versions']['commit']}: {line['machine']}, torch "
-        f"{line['versions']['torch']}, Triton {line['versions'].get('triton', '-')}"
+        f"| `{command_today(line['command'])}` | {line['time'][:10]}, {line['versions']['commit']} | "
+        f"{line['machine']}, torch {line['versions']['torch']}, Triton {line['versions'].get('triton', '-')} |"
         for line in lines
     }
     image = [f"![{subject.title}](plots/{plot.name})", ""] if plot else []
-    return "\n".join([f"## {subject.title}", "", *table, "", *image, "Measured with:", "", *sorted(sources), ""])
+    source_head = ["| command | date, commit | machine |", "| --- | --- | --- |"]
+    return "\n".join([f"## {subject.title}", "", *table, "", *image, *source_head, *sorted(sources), ""])
+
+
+def command_today(command: str) -> str:
+    """A recorded command with the present names of its module and folders."""
+    for name in re.findall(r"python -m benchmarks\.(\w+)", command):
+        module = BENCHMARKS / name
+        if not module.with_suffix(".py").exists() and not module.is_dir():
+            folders = [path.parent.name for path in BENCHMARKS.glob(f"*/{name}.py")]
+            command = command.replace(f"benchmarks.{name}", f"benchmarks.{folders[0]}.{name}") if folders else command
+    return command
 
 
 def draw(subject: Subject, rows: list[Row], path: Path) -> None:
@@ -341,25 +334,24 @@ def main() -> None:
         if line["versions"]["commit"] == "unknown":
             line["versions"]["commit"] = args.commit
     parts = [
-        "# Results\n\nMade by `python -m benchmarks.library.report` from JSON lines; nothing here is written by hand. "
-        "Random weights of the published shapes, greedy where a table says nothing else, EOS ignored. The peer is vLLM "
-        "0.23.0 with its defaults on the same "
-        "card type.\n"
+        "# Results\n\n`python -m benchmarks.library.report` writes this page from JSON lines. Models have random "
+        "weights of the published shapes, ignore EOS and decode greedily unless a table states otherwise. The peer is "
+        "vLLM 0.23.0 with its defaults on the same card type. The floor is the rate at which the card's memory could "
+        "deliver the weights.\n"
     ]
     for name, subject in SUBJECTS.items():
         of_subject = [line for line in lines if line["benchmark"] in subject.benchmarks]
         latest = {tuple(str(line.get(key)) for key in subject.keys): line for line in of_subject}
-        groups = list(dict.fromkeys(key[:2] for key in latest))  # what is alike stands together
+        groups = list(dict.fromkeys(key[:2] for key in latest))  # equal subjects are next to each other
         ordered = sorted(latest, key=lambda key: groups.index(key[:2]))
         shown = [(row, latest[key]) for key in ordered if (row := subject.row(latest[key])) is not None]
         if not shown:
             continue
         rows, own = (list(column) for column in zip(*shown, strict=True))
-        drawn = len(rows) <= _MOST_BARS and importlib.util.find_spec("matplotlib") is not None
-        plot = args.into / "plots" / f"{name}.png" if drawn else None
-        if plot is not None:
+        plot = args.into / "plots" / f"{name}.png"
+        if len(rows) <= _MOST_BARS and importlib.util.find_spec("matplotlib") is not None:
             draw(subject, rows, plot)
-        parts.append(markdown(subject, rows, own, plot))
+        parts.append(markdown(subject, rows, own, plot if plot.exists() else None))
     (args.into / "RESULTS.md").write_text("\n".join(parts))
 
 

@@ -7,10 +7,10 @@
         --sampling '{"temperature": 0}' '{"temperature": 0.8, "top_p": 0.9}'      # each workload with each of them
 
 Prompts are random token ids to /v1/completions, greedy unless `--sampling` names fields, EOS ignored. Time to first
-token (TTFT) runs from the request's first byte to its first event, inter-token latency (ITL) from one event to the
-next of the same request, output tok/s from the first request to the last token. Arrivals are Poisson where a rate is
-named, and the same in every run. Turns of a session go on from all that came before them; the answers in between are
-invented ids of the length that the model answered with, so that only what the client knows of the text can be shared.
+token (TTFT) runs from the request's first byte to its first event. Inter-token latency (ITL) runs from one event to the
+next of the same request. Output tok/s runs from the first request to the last token. Arrivals are Poisson where a rate
+is named, and the same in every run. Turns of a session continue all earlier ones. The answers in between are invented
+ids of the same length as the model's, so only text that the client knows can be shared.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _IDS = (1000, 30000)  # in every measured model's vocabulary
 
 
 class Draw:
-    """Prompts, lengths and times; the same seed gives the same ones. Another `shift` gives prompts of the same lengths
-    that share nothing with those, so that a server's prefix cache knows none of them."""
+    """Prompts, lengths and times; equal seeds give equal ones. Another `shift` gives prompts of the same lengths
+    without common prefixes, so a server's prefix cache is cold for them."""
 
     def __init__(self, seed: int, shift: int = 0) -> None:
         self._rng, self._shift = np.random.default_rng(seed), shift
@@ -61,7 +61,7 @@ class Draw:
         self, count: int, inputs: tuple[int, int], outputs: tuple[int, int], rate: float = 0.0, shared: int = 0,
         others: tuple[int, int] | None = None,
     ) -> list[Session]:  # fmt: skip
-        """`count` single requests, `rate` a second or all at once, whose prompts begin with `shared` tokens in common;
+        """`count` single requests, `rate` a second or all at once. Their prompts begin with `shared` tokens in common;
         a quarter of them have lengths of `others`."""
         starts = np.cumsum(self._rng.exponential(1 / rate, count)) if rate else np.zeros(count)
         prefix = self.ids(shared, shared)
@@ -91,7 +91,7 @@ WORKLOADS: dict[str, Callable[[Draw], list[Session]]] = {
     "shared-prefix": lambda draw: draw.requests(48, (64, 256), (64, 256), rate=8, shared=1024),
     "burst256": lambda draw: draw.requests(256, (256, 256), (128, 128)),
     "burst1024": lambda draw: draw.requests(1024, (256, 256), (128, 128)),
-    # 8 agents: tools in common, then a tool's result a turn. 32 chats, 2 new ones a second, people who think and write.
+    # 8 agents: tools in common, then a tool's result a turn. 32 chats, 2 new ones a second, with people's pauses.
     "agents": lambda draw: draw.conversations(8, (10, 10), (100, 800), (40, 160), (0.05, 0.5), shared=2000),
     "chats": lambda draw: draw.conversations(32, (2, 6), (20, 200), (50, 250), (1.0, 4.0), shared=300, rate=2),
 }
@@ -112,7 +112,7 @@ async def play_over_http(sessions: list[Session], client: Client) -> None:
 
 
 def play_on_engine(sessions: list[Session], engine: Engine, sampling: dict[str, float]) -> None:
-    """The same without HTTP, text and processes: what the engine alone does."""
+    """The same without HTTP, text and processes: the engine alone."""
     core, clock = engine.core, time.perf_counter
     begin = clock()
     due = [(begin + session.start, i, 0) for i, session in enumerate(sessions)]
@@ -148,7 +148,7 @@ def play_on_engine(sessions: list[Session], engine: Engine, sampling: dict[str, 
 
 
 def figures(sessions: list[Session]) -> dict[str, float]:
-    """What one run of a workload showed; raises RuntimeError if tokens are missing."""
+    """The figures of one run of a workload; raises RuntimeError if tokens are missing."""
     turns = [turn for session in sessions for turn in session.turns]
     for turn in turns:
         if turn.num_tokens != turn.max_tokens:
@@ -167,7 +167,7 @@ def figures(sessions: list[Session]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def served(model: str, flags: list[str]) -> Iterator[str]:
-    """The URL of a `callboard serve` of this model, for as long as the context lasts."""
+    """The URL of a `callboard serve` of this model, while the context lasts."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "serve_app.cli", "serve", model, "--port", str(port), *flags]

@@ -1,9 +1,9 @@
-"""The time from a streamed request to its first event, of each kind of API, where the engine costs nothing.
+"""The time from a streamed request to its first event, for each kind of API, with an engine that costs nothing.
 
     python -m benchmarks.serving.first_event [--rounds 400]
 
-The same question as a chat, a response and a message, one after another in each round, to the ASGI application in this
-process; its engine answers at once. The bar is what an API adds to the time of the chat: at most 200 us.
+The same question is sent as a chat, a response and a message, in turn, to the ASGI application in this process. Its
+engine answers at once. The bar is the extra time of an API over a chat: at most 200 us.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import uvloop
 from starlette.types import ASGIApp, Message
 
-from actors.wire.engine_client import OnEngine, nobody
+from actors.wire.engine_client import OnEngine, ignore_engine
 from runtime.loading.resolve import resolve
 from runtime.spec.config import DEFAULT_MODEL, ModelInfo
 from runtime.spec.types import FinishReason, Request, RequestOutput
@@ -45,7 +45,9 @@ class InstantEngine:
     def health(self) -> None:
         """It takes requests."""
 
-    async def generate(self, request: Request, on_engine: OnEngine = nobody) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, request: Request, on_engine: OnEngine = ignore_engine
+    ) -> AsyncGenerator[RequestOutput, None]:
         on_engine("toy/engine/0")
         for reason in (FinishReason.NONE, FinishReason.LENGTH):
             await asyncio.sleep(0)

@@ -1,12 +1,12 @@
-"""What the way from the engine to an HTTP client costs: a toy engine behind the real front.
+"""The cost of the path from the engine to an HTTP client: a toy engine behind the real front.
 
     python -m benchmarks.serving.front_door [--streams 1 8 64 256] [--fronts 1] [--tick-ms 25]
 
-A runner process samples one token a live request every tick and notes when. The same requests are read twice: over HTTP
-and SSE through HAProxy and the front replicas, and straight off an engine link, which is the bare engine. Token latency
-is from the runner's note to the client's read; all processes share this machine. CPU is what a delivered token costs
-the front replicas, HAProxy and the engine while the streams are read over HTTP, prompts and ends included; a token
-that waits is coalesced with the next one, so that a loaded front writes fewer events than tokens.
+A runner process samples one token a live request every tick and records the time. The same requests are read twice:
+over HTTP and SSE through HAProxy and the front replicas, and directly from an engine link (the bare engine). Token
+latency is from the runner's note to the client's read; all processes share this machine. CPU is the cost of a delivered
+token for the front replicas, HAProxy and the engine while streams are read over HTTP, prompts and ends included. A
+token that waits is coalesced with the next one, so a loaded front writes fewer events than tokens.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ import ray  # noqa: E402
 from ray import serve  # noqa: E402
 
 from actors.engine.loop import EngineLoop  # noqa: E402
-from actors.engine.step_channel import SocketExecutor, serve_steps  # noqa: E402
 from actors.front.engine_group import EngineGroup  # noqa: E402
 from actors.ray.directory import RayDirectory  # noqa: E402
 from actors.ray.names import NAMESPACE, engines_of, new_name  # noqa: E402
+from actors.runners.step_channel import SocketExecutor, serve_steps  # noqa: E402
 from actors.wire.transport import Address, connect  # noqa: E402
 from runtime.core.executor import Executor  # noqa: E402
 from runtime.core.plan import StepPlan, StepResult  # noqa: E402
@@ -57,7 +57,7 @@ CONFIG = EngineConfig(max_num_seqs=1024, max_num_batched_tokens=8192)
 
 
 class ToyRunner:
-    """One token a live row at every tick; the token says which tick."""
+    """One token a live row at every tick; the token is the number of the tick."""
 
     asynchronous = True
 
@@ -85,7 +85,7 @@ class ToyRunner:
 
 
 class Replica:
-    """Stands where an engine's Serve replica is, without which an engine is none."""
+    """Takes the place of an engine's Serve replica, which every engine needs."""
 
 
 class ToyEngine:

@@ -3,8 +3,8 @@
     python -m benchmarks.serving.front_embeddings [--posts 2000] [--width 1024] [--text-len 100]
 
 This process is the front: uvloop, uvicorn, a Service and its link. A child has a toy runner behind a real engine loop,
-and the clients, so that the CPU time of this process is the front's alone. `at once` is how many requests are under
-way; `of 64` are texts of one request. The least of the repeats.
+and the clients, so the CPU time of this process is the front's alone. `at once` is the number of concurrent requests;
+`of 64` are texts of one request. The least of the repeats.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class ToyRunner:
 
 
 def run_child(pipe: Connection, width: int) -> None:
-    """The engine and the clients: it tells the engine's address, then sends what it is asked to until it gets None."""
+    """The engine and the clients: sends the engine's address, then sends each batch of requests that it receives, until
+    it receives None."""
 
     def start() -> tuple[Executor, ModelInfo]:
         return InProcess(ToyRunner(width)), INFO
@@ -75,7 +76,7 @@ def run_child(pipe: Connection, width: int) -> None:
 
 
 class OneEngine:
-    """A directory of one engine, that of the child, to which one link can be made."""
+    """A directory of one engine, the child's, to which one link can be made."""
 
     def __init__(self, address: Address) -> None:
         self._address = address

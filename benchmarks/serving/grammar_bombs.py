@@ -1,9 +1,9 @@
-"""Grammars that mean harm, posted to a server whose other clients stream: what these notice of it.
+"""Harmful grammars, posted to a server while other clients stream: the effect on these.
 
     python -m benchmarks.serving.grammar_bombs --url http://127.0.0.1:8000
 
 Streams decode alone, then while `--posters` clients post one bomb after another. Inter-token times are from one event
-of a stream to its next. Each bomb must be answered, by a 400 that says why or by a right answer, within the deadline.
+of a stream to its next. Each bomb must be answered within the deadline, by a 400 with a reason or by a right answer.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ async def post_all(
     for i in itertools.count(first):
         if stop.is_set():
             return
-        # Another one each time, so that no cache answers.
+        # A different one each time, so that no cache can answer.
         bomb = json.loads(kinds[i % len(kinds)].replace("99}", f"{90 + i % 9}}}").replace("2000", f"{2000 + i}"))
         body = {"model": model, "messages": [{"role": "user", "content": f"{i}"}], "max_tokens": 4}
         start = time.perf_counter()

@@ -1,11 +1,11 @@
-"""Several engines behind one endpoint: what is served in time, by how requests are routed, over HTTP.
+"""Several engines behind one endpoint: the requests served in time, by how they are routed, over HTTP.
 
     python -m benchmarks.serving.replicas --serve /tmp/llama-3.1-8b --replicas 4 --rates 8 12 16 --seconds 60
 
 Conversations of the simulator's generators (traces.py) start at each rate, for each policy with a server of its own. A
-first token is in time within a second; `late` is the share of requests whose first token was not, and
-`output_tok_s_in_time` counts the others' tokens. The first third of the seconds fills the caches and is not counted. An
-answer stands in the next prompt as invented ids of the same length, so that only what clients sent can be shared.
+first token within a second is in time. `late` is the share of requests without one, and `output_tok_s_in_time` counts
+the others' tokens. The first third of the seconds fills the caches and is not counted. An answer is in the next prompt
+as invented ids of the same length, so only text that clients sent can be shared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FIRST_ID, _NUM_IDS = 1000, 29_000  # in every measured model's vocabulary
 
 
 def ids_of(part: Part) -> list[int]:
-    """The tokens that a part stands for, as ids that any model has."""
+    """The tokens of a part, as ids that any model has."""
     return [_FIRST_ID + token % _NUM_IDS for token in part.tokens()]
 
 
@@ -53,7 +53,7 @@ async def converse(
 async def play(
     conversations: list[Conversation], seconds: float, ask: Callable[[Turn], Awaitable[None]]
 ) -> tuple[float, list[Turn]]:
-    """When it began, and all requests of so many seconds; who talks then is left alone."""
+    """The time of the start, and all requests within `seconds`; conversations still running then are abandoned."""
     begin, seen, tasks = time.perf_counter(), list[Turn](), list[asyncio.Task[None]]()
     for number, conversation in enumerate(conversations):
         await asyncio.sleep(begin + conversation.start - time.perf_counter())
@@ -68,8 +68,8 @@ async def play(
 
 
 def figures(begin: float, seconds: float, seen: list[Turn]) -> dict[str, Any]:
-    """Of what was asked for and written in the last two thirds. A first token that has not come by the end is late if
-    there was time for it."""
+    """Figures of the requests and tokens in the last two thirds. A first token missing at the end is late if there was
+    time for it."""
     start, end = begin + seconds / 3, begin + seconds
     num_tokens = num_in_time = 0.0
     first_s = []

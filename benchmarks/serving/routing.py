@@ -1,12 +1,12 @@
-"""What the choice of an engine costs a front, and what telling of its cache costs an engine's step. CPU time, us.
+"""The cost of the choice of an engine for a front, and of cache reports for an engine's step. CPU time, us.
 
     python -m benchmarks.serving.routing [--engines 64] [--prompt 8192] [--blocks 5000] [--rounds 200]
 
-Choice: a prompt that nobody has hashed yet, tokens that were never seen after a prefix that each engine holds another
-share of, so that the walk goes to the end of what the longest one holds; `--blocks` others are in each picture.
-Step: the engine core with a runner that answers at once, rows that decode. "alone" has no code for followers at all,
-"0 followers" is a single engine, the others tell fronts at their usual pace (or after each step: "eager"). Alternating
-rounds, the median of their differences.
+Choice: a prompt without known hashes, of new tokens after a prefix. Each engine holds another share of the prefix, so
+the walk ends where the longest share does. `--blocks` others are in each picture. Step: the engine core with a runner
+that answers at once, and decode rows. Here "alone" runs without code for followers, and "0 followers" is a single
+engine. The others report to fronts at their usual pace, or after each step: "eager". Alternating rounds, the median of
+their differences.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from itertools import chain, count
 
 import numpy as np
 
+from actors.engine.cache_feed import CacheFeed, Followers
 from actors.front.router import Prompt, Router
-from actors.wire.cache_feed import CacheFeed, Followers
-from actors.wire.messages import CacheUpdate, encode
+from actors.wire.link_messages import CacheUpdate, encode
 from actors.wire.transport import framed
-from benchmarks.engine.step_channel import EchoRunner
+from benchmarks.serving.step_channel import EchoRunner
 from runtime.assembly.engine import build_engine
 from runtime.core.executor import InProcess
 from runtime.policy.engine_load import EngineLoad
@@ -48,7 +48,7 @@ def told(number: int, keys: list[int], is_snapshot: bool = False) -> CacheUpdate
 
 
 def time_choice(num_engines: int, num_tokens: int, num_blocks: int, rounds: int) -> None:
-    """Prints what a choice takes, and what taking in an update of 64 blocks does."""
+    """Print the time of a choice, and of applying an update of 64 blocks."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, 32000, num_tokens).tolist()
     path = list(chain(*Prompt(tokens).keys(KIND)))
@@ -62,7 +62,7 @@ def time_choice(num_engines: int, num_tokens: int, num_blocks: int, rounds: int)
     def choose() -> None:
         prompt = Prompt(list(tokens))
         engine, num_cached = router.choose(prompt, names)
-        router.placed(engine, next(streams), num_tokens - num_cached)
+        router.note_sent(engine, next(streams), num_tokens - num_cached)
 
     names = [str(i) for i in range(num_engines)]
     prompt = Prompt(tokens)
@@ -80,7 +80,7 @@ def time_choice(num_engines: int, num_tokens: int, num_blocks: int, rounds: int)
 
 
 class Front:
-    """A connection that encodes what it is sent."""
+    """A connection that encodes the messages it is sent."""
 
     last_stream = 1
 
@@ -111,7 +111,7 @@ class Engine:
         self.core.step()
         if self.has_followers:
             self.followers.are_behind = True
-            self.followers.tell()
+            self.followers.send_changes()
 
     def steps_us(self) -> float:
         def steps() -> None:
@@ -122,7 +122,7 @@ class Engine:
 
 
 def time_steps(rounds: int) -> None:
-    """Prints a step's time alone, and what followers add."""
+    """Print a step's time alone, and the extra time of followers."""
     kinds = {
         "alone": Engine(None), "0 followers": Engine(0), "1 follower": Engine(1), "4 followers": Engine(4),
         "4 followers, eager": Engine(4, eager=True),

@@ -1,4 +1,5 @@
-"""Starts of `callboard serve`, from the command to the first token: when each phase ends, and which process did what.
+"""Starts of `callboard serve`, from the command to the first token: the end of each phase, and the work of each
+process.
 
     python -m benchmarks.serving.starts --table                                # one start, by phase and by process
     python -m benchmarks.serving.starts --count 100 --side-by-side 2           # do all of them become ready?
@@ -6,8 +7,8 @@
     python -m benchmarks.serving.starts --model /tmp/8b --count 3 --table      # compile cache of the one before
     python -m benchmarks.serving.starts --model /tmp/8b --compile-cache cold   # TRITON_CACHE_DIR is an empty folder
 
-A JSON line a start: `phases` are the seconds at which the console told of them, by the clock of the server; `ready_s`
-and `first_token_s` are from the command, by this program's clock; `cpu_s` is what all its processes took until they
+A JSON line a start. `phases` are the seconds at which the console reported them, by the clock of the server. `ready_s`
+and `first_token_s` run from the command, by this program's clock. `cpu_s` is the time of all its processes until they
 were ready. Files are read once before, so that the page cache is warm. `--set max-num-seqs=64` passes flags on.
 """
 
@@ -135,7 +136,7 @@ def _processes(root: int) -> list[tuple[float, float, str]]:
             continue
         pid = int(path.parent.name)
         children.setdefault(int(fields[1]), []).append(pid)
-        cpu = sum(map(int, fields[11:15]))  # with that of its children that have ended
+        cpu = sum(map(int, fields[11:15]))  # with its ended children's
         stats[pid] = int(fields[19]) * _TICK_S, cpu * _TICK_S, command.strip()
     found, todo = [], [root]
     while todo:

@@ -1,8 +1,8 @@
 """Engines, fronts and requests on one virtual clock.
 
-Everything that happens is an event in a heap: an engine's next step, a client's request, an engine that becomes ready,
-drains or dies, a look of the scaling policy. Fronts choose engines by what they have been told, which is as late as the
-engines' frames are; each knows of its own choices at once, and of other fronts' when the engine tells.
+Every change is an event in a heap: an engine's next step, a client's request, an engine that becomes ready, drains or
+dies, a decision of scaling. Fronts choose engines by their reports, which are as late as the engines' frames. Each
+front knows its own choices at once, and other fronts' choices when the engine reports them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from runtime.core.request_state import RequestState
 from runtime.policy.engine_load import EngineLoad
 from runtime.spec.config import EngineConfig, ModelInfo
 
-DEATH_S = 0.05  # until fronts know that an engine died
+DEATH_S = 0.05  # until fronts notice that an engine died
 DRAIN_S = 1.0  # until streams leave an engine that drains
 LOOK_S = 1.0  # between two decisions of the scaling policy
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Settings of a simulation. `merge`: steps that nobody could tell apart are planned together (engine.py)."""
+    """Settings of a simulation. `merge`: steps that cannot be distinguished are planned together (engine.py)."""
 
     times: StepTimes
     num_engines: int
@@ -74,17 +74,18 @@ class Totals:
 
 
 class Cluster:
-    """One simulation. `engines` are those that live; `num_asked` of scaling is how many there should be."""
+    """One simulation. `engines` are the living ones; `num_asked` of scaling is how many there should be."""
 
     def __init__(self, shape: Shape, scaling: ScalingPolicy | None = None) -> None:
         self.shape, self.scaling = shape, scaling
         self.config, self.info = shape.config(), shape.info()
         self._kind = (self.info.fingerprint, self.info.block_size)
-        self._shared_hashes: dict[tuple[str, int | None], list[bytes]] = {}  # of parts with which conversations begin
+        # of the parts with which conversations begin
+        self._shared_hashes: dict[tuple[str, int | None], list[bytes]] = {}
         self.now = 0.0
         self.engines: dict[str, SimulatedEngine] = {}
         self.totals = Totals()
-        self.scale = [(0.0, shape.num_engines)]  # when how many engines were asked for
+        self.scale = [(0.0, shape.num_engines)]  # (time, number of engines) of each decision
         self._foresight: Foresight | None = None
         if shape.policy == "oracle":
             self.fronts: Fronts = Oracle(self.engines)
@@ -105,7 +106,7 @@ class Cluster:
         heappush(self._heap, (when, next(self._order), what, args))
 
     def run(self, conversations: Iterable[Conversation], until: float = inf) -> None:
-        """Until all answers are there, or that time has come."""
+        """Run until all answers are complete, or until that time."""
         if self.shape.policy == "foresight":
             conversations = list(conversations)
             self._foresight = Foresight(conversations, lambda: self.now)
@@ -131,7 +132,7 @@ class Cluster:
 
     @property
     def _live(self) -> int:
-        """Requests that have been sent and are not answered yet."""
+        """Requests that were sent and have not ended."""
         return self.totals.num_asked - len(self.totals.sent) - self.totals.num_refused
 
     def live_jobs(self) -> Iterator[Job]:
@@ -145,7 +146,7 @@ class Cluster:
             self.at(self.now + self.shape.times.front_us[0] / 1e6, self._place, job, job.prompt)
 
     def _place(self, job: Job, tokens: array[int]) -> None:
-        """A request, or a stream that its engine has lost, has come to its front."""
+        """A request, or a stream of a lost engine, has arrived at its front."""
         prompt, front, refused = self._prompt(job, tokens), job.number % self.shape.num_fronts, set[str]()
         while len(refused) < len(self._serving):
             choice = self.fronts.choose(front, prompt, self.now, refused)
@@ -198,7 +199,7 @@ class Cluster:
     # ---- engines --------------------------------------------------------------------------------------------------
 
     def start_engine(self) -> None:
-        """There is one more engine, which is ready."""
+        """Add one engine that is ready."""
         name = f"engine-{next(self._num_engines)}"
         engine = SimulatedEngine(
             name, self.config, self.info, self.shape.times, self._ended, self.totals.gaps, self.now, self.shape.merge
@@ -210,7 +211,7 @@ class Cluster:
             self._place(job, tokens)
 
     def kill_engine(self, name: str) -> None:
-        """An engine dies now; its streams go on elsewhere when the fronts know."""
+        """Kill an engine now; its streams go on elsewhere when the fronts know."""
         engine = self._stop_serving(name)
         for job, tokens in engine.take_all(self.now):
             self._move(job, tokens, DEATH_S)
@@ -235,7 +236,7 @@ class Cluster:
         self.at(self.now + delay_s, self._place, job, tokens)
 
     def _watch(self, engine: SimulatedEngine) -> None:
-        """Look at an engine again at its next step, and let it tell the fronts what has changed."""
+        """Look at an engine again at its next step, and send its changes to the fronts."""
         if engine.next_at < inf and engine.watched_at != engine.next_at:
             engine.watched_at = engine.next_at
             self.at(engine.next_at, self._advance, engine, engine.next_at)
@@ -244,7 +245,7 @@ class Cluster:
         if engine.next_at == when:
             engine.advance(when)
             self._watch(engine)
-            if engine.told_at < inf:  # else there is a time at which it will
+            if engine.told_at < inf:  # otherwise its next action is scheduled
                 self.at(max(when, engine.told_at + FRAME_S), self._tell, engine)
                 engine.told_at = inf
 

@@ -1,8 +1,8 @@
 """One simulated engine: the real scheduler, block pool, prefix cache and pacing over a device that is a table of times.
 
 Steps are planned and committed as the engine's loop does it, two in flight and late (runtime/core/engine.py). Where
-nothing waits and all rows decode, nothing can change until a row ends or a request arrives, so that such steps are one
-plan of many (`Scheduler.schedule(max_steps)`), made when it is known how many of them there were.
+nothing waits and all rows decode, nothing can change until a row ends or a request arrives. Such steps are one plan of
+many (`Scheduler.schedule(max_steps)`), made when their number is known.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from actors.engine.cache_feed import CacheFeed
 from actors.front.router import Prompt
-from actors.wire.cache_feed import CacheFeed
 from benchmarks.simulate.step_times import StepTimes
 from benchmarks.simulate.traces import Job
 from runtime.assembly.engine import extras_of
@@ -35,7 +35,7 @@ from runtime.spec.types import FinishReason, Request, SamplingParams
 EOS, WORD = 0, 1  # an answer is words and ends with EOS
 VOCAB_SIZE = 1 << 17
 GAP_S = 1e-5  # resolution of the times between tokens
-_LEAST_STEPS = 3  # fewer are planned one by one
+_LEAST_STEPS = 3  # smaller numbers are planned one by one
 _WORDS = np.full(1 << 20, WORD, np.int32)
 
 
@@ -51,7 +51,7 @@ class Gaps:
     counts: Counter[int] = field(default_factory=Counter)
 
     def percentile(self, share: float) -> float:
-        """Seconds; 0.0 where there were none."""
+        """Seconds; 0.0 without any."""
         left = share * self.counts.total()
         for gap in sorted(self.counts):
             left -= self.counts[gap]
@@ -62,16 +62,16 @@ class Gaps:
 
 @dataclass(slots=True)
 class Stretch:
-    """Steps that only decode `num_rows` rows, and will go on for `num_steps` if nobody comes."""
+    """Steps that only decode `num_rows` rows. They go on for `num_steps` unless a request arrives."""
 
     begin: float
     first_s: float  # time of the first step
-    more_s: float  # by which each step is longer than the one before
+    more_s: float  # the difference between each step and the one before
     num_rows: int
     num_steps: int
 
     def end(self, num_steps: int) -> float:
-        """When so many of them are done."""
+        """The time at which `num_steps` of them are done."""
         return self.begin + num_steps * self.first_s + self.more_s * (num_steps * (num_steps - 1) / 2)
 
     def num_done(self, now: float) -> int:
@@ -82,9 +82,10 @@ class Stretch:
 
 
 class SimulatedEngine:
-    """`now` is its own time, which lags behind the simulation's while nothing happens that anybody could see.
+    """`now` is its own time, which lags behind the simulation's while nothing visible happens.
 
-    `next_at` is when `advance` should be called again; `on_end(job, state, now)` is told of each answer that ends."""
+    `next_at` is when `advance` should be called again; `on_end(job, state, now)` is called for each answer that
+    ends."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class SimulatedEngine:
         begin: float = 0.0,
         merge: bool = True,
     ) -> None:
-        """Without `merge` every step is planned by itself."""
+        """Without `merge` every step is planned alone."""
         self.name, self.times, self.now, self.next_at = name, times, begin, inf
         self.scheduler = Scheduler(
             config, info, [StepPacing(config.max_itl_ms, lambda: self.now), *extras_of(config, info)]
@@ -107,37 +108,37 @@ class SimulatedEngine:
         self._in_flight: deque[tuple[float, StepPlan, float]] = deque()  # end, plan, time of one of its steps
         self._free_at = begin  # when the device has done all that is in flight
         self._stretch: Stretch | None = None
-        self._ends = [0] * self.scheduler.max_num_seqs  # of each slot, tokens with which its request ends
+        self._ends = [0] * self.scheduler.max_num_seqs  # by slot: the number of tokens with which its request ends
         self.num_steps = 0
         self.feed = CacheFeed(self.scheduler)
-        self.last_streams: list[int] = []  # of each front, the last one that came from it
-        self.told_at = -inf  # when the fronts were told of the cache and the load; inf: it is settled when they will be
-        self.watched_at = -inf  # `next_at` when somebody took note of it
+        self.last_streams: list[int] = []  # by front: the last stream from it
+        self.told_at = -inf  # when the fronts got the cache and the load; inf if their next report is scheduled
+        self.watched_at = -inf  # the last `next_at` that the simulation recorded
         self.busy_at = begin  # when an answer ended
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
     def is_full(self, num_tokens: int) -> bool:
-        """A prompt of so many tokens is beyond the limits of the queue (actors/engine/loop.py)."""
+        """True if a prompt of `num_tokens` tokens is beyond the limits of the queue (actors/engine/loop.py)."""
         config, waiting = self.scheduler.config, self.scheduler.waiting
         too_long = waiting.num_tokens + num_tokens > config.max_queued_tokens
         return len(waiting) >= config.max_queued_requests or (len(waiting) > 0 and too_long)
 
     def add(self, job: Job, token_ids: array[int], now: float, block_hashes: Sequence[bytes] = ()) -> None:
-        """A request arrives: its prompt and, if it comes from another engine, what it has of its answer; and of its
-        leading blocks the hashes that are known."""
+        """A request arrives: its prompt and, if it comes from another engine, its answer so far. `block_hashes` are the
+        known hashes of its leading blocks."""
         self.advance(now)
         self._interrupt(now)
         if self._in_flight:
-            self._plan(merge=False)  # the step after the one that runs may be planned already: it comes too late for it
-        tokens: Any = token_ids  # an array in place of a list, as they are long
+            self._plan(merge=False)  # the step after the running one may be planned already, without this request
+        tokens: Any = token_ids  # an array in place of a list, because prompts are long
         request = Request(str(job.number), tokens, job.prompt_len, _params(job.max_tokens), cache_salt=job.salt)
         self.scheduler.add(request, job, block_hashes)
         self.advance(now)
 
     def warm(self, prompt: Prompt, computed: set[bytes]) -> int:
-        """Put into the cache what it lacks of a prompt's blocks that are `computed`, and note that all will be; returns
-        the tokens that a request with this prompt finds."""
+        """Add to the cache the missing ones of a prompt's blocks that are `computed`, and record that all will be.
+        Returns the tokens that a request with this prompt finds."""
         kv_cache, size = self.scheduler.kv_cache, self.scheduler.block_size
         root = root_hash(self.scheduler.info.fingerprint, prompt.salt)
         num_tokens = (len(prompt.token_ids) - 1) // size * size
@@ -157,7 +158,7 @@ class SimulatedEngine:
         return (len(hits) + len(blocks)) * size
 
     def take_all(self, now: float) -> list[tuple[Job, array[int]]]:
-        """The engine ends, or its streams leave it: all live requests, each with its known tokens."""
+        """The engine ends, or its streams leave it: return all live requests, each with its known tokens."""
         self.advance(now)
         self._interrupt(now, is_last=True)
         self.next_at = inf
@@ -204,7 +205,7 @@ class SimulatedEngine:
         )
 
     def _submit(self, begin: float) -> bool:
-        """Plan one step, which the device begins then; False if there is nothing to compute."""
+        """Plan one step, which the device begins then; False if there is no work."""
         if (step := self.scheduler.schedule()) is None:
             return False
         for new, state in zip(step.plan.new, step.admitted, strict=True):
@@ -230,8 +231,8 @@ class SimulatedEngine:
         return True
 
     def _interrupt(self, now: float, is_last: bool = False) -> None:
-        """Somebody wants to see this engine: the steps of a stretch up to the one that runs are planned, and that one's
-        end is waited for; with `is_last` it counts no more."""
+        """Make the engine's state visible: plan the steps of a stretch up to the running one, which must end first.
+        With `is_last` the running step no longer counts."""
         if self._stretch is None:
             return
         num_done = self._stretch.num_done(now)
@@ -249,7 +250,8 @@ class SimulatedEngine:
         self._stretch = None
 
     def _submit_stretch(self, num_steps: int) -> None:
-        """Plan so many steps of the stretch at once, at the time at which the last of them would have been."""
+        """Plan `num_steps` steps of the stretch at once, at the time at which the last of them would have been
+        planned."""
         stretch, self._stretch = self._stretch, None
         assert stretch is not None
         self.now = stretch.end(num_steps - 1)

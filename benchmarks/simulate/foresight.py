@@ -1,8 +1,8 @@
-"""Caches that know the future, as no real one can: they give up first what will be asked for last (Belady's rule).
+"""Caches that know the future: they first evict the block that is needed last (Belady's rule). No real cache can.
 
-Known are the starts of all conversations to come, and of one whose answer is there when it goes on, if it does. So it
-is known for every block when a request will bring it next, though not to which engine. Nothing else is better than in
-a real engine: room, blocks, what has to be computed, and the router, which the fronts have as ever.
+The simulation knows the starts of all conversations to come. For a conversation with a finished answer it knows when
+the next turn starts, if there is one. So for every block the time of its next use is known, though not the engine.
+Everything else equals a real engine: room, blocks, work, and the router in the fronts.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from benchmarks.simulate.engine import SimulatedEngine
 from benchmarks.simulate.traces import Conversation, Job
 from runtime.policy.branch_eviction import BranchOrder
 
-_MANY = 512  # blocks that are put in order at once
+_MANY = 512  # blocks that are sorted at once
 
 
 class _WantedLast(BranchOrder):
-    """The block that `next_use` says is wanted last goes first, and of equal ones the one that has been there for
-    longest, so that children go before their parents."""
+    """The block with the latest `next_use` goes first. Of equal ones the one that was released first goes first, so
+    that children go before their parents."""
 
     def __init__(self, next_use: Callable[[int], float]) -> None:
         self._next_use = next_use
-        # Negative time of its next use, when it came, block; the one that goes next is the last.
+        # Negative time of its next use, time of its release, block; the last entry goes next.
         self._going: list[tuple[float, int, int]] = []
 
     def add(self, blocks: list[int], table: list[int]) -> None:
@@ -46,27 +46,28 @@ class _WantedLast(BranchOrder):
 
 
 class Foresight:
-    """The times at which blocks will be asked for. `clock` is the simulation's."""
+    """The times of the next use of blocks. `clock` is the simulation's."""
 
     def __init__(self, conversations: Iterable[Conversation], clock: Callable[[], float]) -> None:
         self._clock = clock
         self._users: dict[bytes, int | Conversation] = {}  # of a block: the key of a shared part, or a conversation
         self._starts: dict[int, list[float]] = {}  # of conversations that begin with a shared part
-        self._turns: dict[int, list[float]] = {}  # heaps: when such go on
-        self._next: dict[int, float] = {}  # when a conversation goes on, by its identity
+        self._turns: dict[int, list[float]] = {}  # heaps: the times at which these go on
+        self._next: dict[int, float] = {}  # the time at which a conversation goes on, by its identity
         for conversation in conversations:
             if (key := conversation.shared_key) is not None:
                 self._starts.setdefault(key, []).append(conversation.start)
 
     def give(self, engine: SimulatedEngine) -> None:
-        """The engine's cache, which is empty yet, gets it."""
+        """Install it in the engine's cache, which must be empty."""
         kv_cache = engine.scheduler.kv_cache
         hash_of = kv_cache.cache._hash_of
         kv_cache.pool._evictable = _WantedLast(lambda block: self._next_use(self._users.get(hash_of[block])))
         kv_cache.pool._evictable.reset(kv_cache.pool.num_blocks)
 
     def answered(self, job: Job, block_hashes: list[bytes], num_shared: int, next_at: float | None) -> None:
-        """A job's answer is there; of its blocks so many are shared. `next_at`: when its conversation goes on."""
+        """A job's answer is there; its first `num_shared` blocks are shared. `next_at` is the time at which its
+        conversation goes on."""
         conversation, key = job.conversation, job.conversation.shared_key
         self._users.update(dict.fromkeys(block_hashes[num_shared:], conversation))
         self._next[id(conversation)] = inf if next_at is None else next_at
@@ -76,7 +77,8 @@ class Foresight:
                 heappush(self._turns.setdefault(key, []), next_at)
 
     def _next_use(self, user: int | Conversation | None) -> float:
-        """When somebody will ask for a block with this user; None: it is in use, or was a moment ago."""
+        """When a request will use a block with this user. Now, if the user is None: the block is in use, or was a
+        moment ago."""
         now = self._clock()
         if user is None:
             return now

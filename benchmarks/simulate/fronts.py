@@ -1,4 +1,4 @@
-"""The fronts of a simulated cluster: a real router each, and what engines have told them so far.
+"""The fronts of a simulated cluster: a real router each, and the engines' reports so far.
 
 Or, in their place, an oracle that no router can beat.
 """
@@ -9,20 +9,20 @@ from collections import deque
 from collections.abc import Collection
 from typing import Literal
 
-from actors.front.router import Choice, Prompt, Router, RoutingPolicy
-from actors.wire.messages import CacheUpdate
+from actors.front.router import Prompt, Route, Router, RoutingPolicy
+from actors.wire.link_messages import CacheUpdate
 from benchmarks.simulate.engine import SimulatedEngine
 from runtime.core.request_state import RequestState
 from runtime.policy.engine_load import EngineLoad
 from runtime.spec.config import ModelInfo
 
 Policy = RoutingPolicy | Literal["foresight", "oracle"]
-FRAME_S = 0.02  # an engine tells at most so often
+FRAME_S = 0.02  # between two reports of an engine
 LAG_S = 0.0005  # from an engine's frame to the picture that the front has of it
 
 
 class Fronts:
-    """All fronts, by number. What an engine tells arrives everywhere at once, LAG_S later."""
+    """All fronts, by number. An engine's report arrives everywhere at once, LAG_S later."""
 
     def __init__(self, num_fronts: int, policy: RoutingPolicy, info: ModelInfo) -> None:
         self._info, self._routers = info, [Router(policy) for _ in range(num_fronts)]
@@ -45,10 +45,10 @@ class Fronts:
             router.remove(engine.name)
 
     def tell(self, engine: SimulatedEngine, now: float) -> None:
-        """What has changed in an engine goes to all fronts."""
+        """An engine's changes go to all fronts."""
         self._frames.append((now + LAG_S, engine.name, engine.feed.update(), engine.last_streams[:]))
 
-    def choose(self, number: int, prompt: Prompt, now: float, refused: Collection[str]) -> Choice:
+    def choose(self, number: int, prompt: Prompt, now: float, refused: Collection[str]) -> Route:
         """An engine for a request that has come to this front, which counts it from now on."""
         frames, router = self._frames, self._routers[number]
         while frames and frames[0][0] <= now:
@@ -60,19 +60,19 @@ class Fronts:
                     raise RuntimeError("A frame was lost, and the simulation loses none.")
         return router.choose(prompt, self._engines - set(refused) if refused else None)
 
-    def placed(self, number: int, choice: Choice, engine: SimulatedEngine, prompt: Prompt) -> None:
+    def placed(self, number: int, choice: Route, engine: SimulatedEngine, prompt: Prompt) -> None:
         """The engine has taken it."""
         self._stream += 1
         engine.last_streams[number] = self._stream
-        self._routers[number].placed(choice.engine, self._stream, len(prompt.token_ids) - choice.num_cached)
+        self._routers[number].note_sent(choice.engine, self._stream, len(prompt.token_ids) - choice.num_cached)
 
     def ended(self, state: RequestState) -> None:
-        """An answer is there."""
+        """An answer is complete."""
 
 
 class Oracle(Fronts):
-    """Knows at once what every engine has to do, and sees to it that whichever engine a request goes to has all of its
-    prompt in the cache that any engine has ever computed. Its caches need no luck, no room and no copies: a bound."""
+    """Knows at once the work of every engine. The engine that it chooses gets all of the prompt into its cache that any
+    engine has ever computed. Its caches do not need luck, room or copies: a bound."""
 
     def __init__(self, engines: dict[str, SimulatedEngine]) -> None:
         self._all = engines
@@ -86,15 +86,15 @@ class Oracle(Fronts):
     def tell(self, engine: SimulatedEngine, now: float) -> None:
         pass
 
-    def choose(self, number: int, prompt: Prompt, now: float, refused: Collection[str]) -> Choice:
+    def choose(self, number: int, prompt: Prompt, now: float, refused: Collection[str]) -> Route:
         def load(engine: SimulatedEngine) -> tuple[int, int]:
             known = EngineLoad.of(engine.scheduler)
             return known.queued_tokens, known.num_running + known.num_waiting
 
         best = min((engine for name, engine in self._all.items() if name not in refused), key=load)
-        return Choice(best.name, best.warm(prompt, self._computed))
+        return Route(best.name, best.warm(prompt, self._computed))
 
-    def placed(self, number: int, choice: Choice, engine: SimulatedEngine, prompt: Prompt) -> None:
+    def placed(self, number: int, choice: Route, engine: SimulatedEngine, prompt: Prompt) -> None:
         pass
 
     def ended(self, state: RequestState) -> None:

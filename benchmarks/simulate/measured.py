@@ -1,10 +1,10 @@
 """One simulated engine against a server that was measured: the same requests at the same times.
 
-The figures are those of the 3B over HTTP on one H200: output tok/s, TTFT p50 and p99, ITL p50 and p99 in milliseconds;
-None where none was noted. They are of 2026-11-22 (benchmarks/NOTES.md, the engine's present steps, pacing and late
-planning) and of the quiet host, or where that has not measured a workload, of another one. Hosts differ: where "steady"
-took its 8.7 ms, "shared-prefix" took 8.9, and 8.15 on the quiet host. The throughput of "steady", which its arrivals
-set, was noted the day before: that of the first of two draws (benchmarks/results/serving.jsonl).
+The figures are the 3B's over HTTP on one H200: output tok/s, TTFT p50 and p99, ITL p50 and p99 in milliseconds. A
+figure that was not recorded is None. They are of 2026-11-22 (benchmarks/NOTES.md, the engine's present steps, pacing
+and late planning) and of the quiet host. Workloads that were not measured there come from another host. Hosts differ:
+where "steady" took its 8.7 ms, "shared-prefix" took 8.9, and 8.15 on the quiet host. The throughput of "steady", which
+its arrivals set, is of the day before: of the first of two draws (benchmarks/results/serving.jsonl).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NAMES = ("output_tok_s", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_m
 
 
 class Replay(Conversation):
-    """A session of `benchmarks.serving`, whose prompts are given whole."""
+    """A session of `benchmarks.serving` with prompts that are given whole."""
 
     def __init__(self, session: Session, begin: float) -> None:
         super().__init__(begin + session.start, [])

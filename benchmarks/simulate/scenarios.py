@@ -20,8 +20,8 @@ MOST_TTFT_S = 1.0
 
 
 def play(cluster: Cluster, conversations: Iterable[Conversation], until: float = float("inf")) -> float:
-    """Run a simulation; returns the seconds of CPU that it took. Millions of small objects that all live would cost the
-    collector of garbage a third of the time, and there are no cycles."""
+    """Run a simulation; returns the seconds of CPU that it took. Millions of small objects that stay alive would cost
+    the garbage collector a third of the time, and cycles do not occur."""
     gc.collect()
     gc.disable()
     began = time.process_time()
@@ -31,7 +31,7 @@ def play(cluster: Cluster, conversations: Iterable[Conversation], until: float =
 
 
 def figures(cluster: Cluster, begin: float = 0.0, end: float | None = None) -> dict[str, Any]:
-    """Of the answers that ended between these times, those that had the first token in time on their own, too."""
+    """Figures of the answers that ended between these times. Answers with the first token in time also count alone."""
     totals = cluster.totals
     ended, ttft = np.array(totals.ended), np.array(totals.ttft)
     chosen = (ended >= begin) & (ended <= (ended.max(initial=0.0) if end is None else end))
@@ -57,8 +57,8 @@ def figures(cluster: Cluster, begin: float = 0.0, end: float | None = None) -> d
 def near_capacity(
     workload: str, policy: Policy, rate: float, seconds: float, seed: int = 0, num_engines: int = 8
 ) -> dict[str, Any]:
-    """Engines at one rate of conversations, the last two thirds of so many seconds. `late` is the share of those
-    requests whose first token came after MOST_TTFT_S, or will."""
+    """Engines at one rate of conversations: the last two thirds of `seconds` seconds. `late` is the share of those
+    requests with a first token after MOST_TTFT_S."""
     cluster = Cluster(Shape(MODELS["llama-3.1-8b"], num_engines, 20_000, policy=policy))
     cpu_s = play(cluster, GENERATED[workload].generate([(seconds, rate)], seed), seconds)
     begin, totals = seconds / 3, cluster.totals
@@ -73,7 +73,7 @@ def near_capacity(
 
 
 def capacity(workload: str, policy: Policy, seconds: float, low: float, high: float, num_tries: int) -> dict[str, Any]:
-    """The most that is served with at most one request in ten late, by halving the span of rates."""
+    """The highest rate with at most one request in ten late, by halving the span of rates."""
     best: dict[str, Any] = {}
     for _ in range(num_tries):
         rate = (low * high) ** 0.5

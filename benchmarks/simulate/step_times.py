@@ -1,9 +1,8 @@
-"""Times of an engine's steps by their rows, tokens and contexts, as measured on one H200, and the model's facts that go
-with them.
+"""Times of an engine's steps by their rows, tokens and contexts, as measured on one H200, and the facts of the model.
 
-Decode steps are those of `benchmarks/results/decode.jsonl` (p50), less what their contexts take; steps with prompts
-those of `benchmarks/results/prefill.jsonl` and `python -m benchmarks.engine.prefill_steps` (benchmarks/NOTES.md), less
-what their attention takes. Steps of more tokens than the largest graph has, 4,096, are pieces of that size.
+Decode steps come from `benchmarks/results/decode.jsonl` (p50), less the time of their contexts. Steps with prompts come
+from `benchmarks/results/prefill.jsonl` and `python -m benchmarks.engine.prefill_steps` (benchmarks/NOTES.md), less the
+time of their attention. Steps of more tokens than the largest graph has, 4,096, are pieces of that size.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from numpy.typing import NDArray
 from runtime.core.plan import StepPlan
 
 _MOST_ROWS = 256
-_GRAPHS = ((64, 512), (128, 2048))  # steps with prompts are padded to such multiples up to so many tokens
+_GRAPHS = ((64, 512), (128, 2048))  # (multiple, most tokens) to which steps with prompts are padded
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Of one model on one kind of device. A step that only decodes takes `decode_us` by its rows and `position_us` for
-    each position that they attend to. One with prompts takes `prompt_us` by its tokens, `row_us` more for each row that
-    decodes, `pair_us` for each pair of a prompt's token and a position that it attends to, and `context_us`, since few
-    tokens behind many positions leave most of the device idle."""
+    """Step times of one model on one kind of device. A step that only decodes takes `decode_us` by its rows and
+    `position_us` for each position that they attend to. One with prompts takes `prompt_us` by its tokens and `row_us`
+    more for each decode row. Attention takes `pair_us` for each pair of a prompt's token and a position. `context_us`
+    is added, since few tokens behind many positions leave most of the device idle."""
 
     decode_us: tuple[tuple[int, float], ...]
     position_us: float
@@ -34,7 +33,7 @@ class StepTimes:
     pair_us: float
     context_us: float  # for each position before a prompt's chunk, of the prompt with most of them
     launch_us: float  # from a plan to the device's begin, where the device waits for it
-    front_us: tuple[float, float]  # from a client to the engine, and from there back to the client
+    front_us: tuple[float, float]  # from a client to the engine, and from the engine back to the client
     start_s: float  # of an engine, until it is ready
 
     @cached_property
@@ -54,7 +53,7 @@ class StepTimes:
         return tokens * 1e6 / us
 
     def decode_s(self, num_rows: int, num_positions: int) -> float:
-        """A step of so many rows that decode, which attend to so many positions together."""
+        """The time of a step of `num_rows` decode rows that attend to `num_positions` positions together."""
         return (self._rows_us[num_rows] + self.position_us * num_positions) / 1e6
 
     def step_s(self, plan: StepPlan) -> float:

@@ -1,7 +1,8 @@
 """Requests for the simulator: the public traces of Mooncake and Azure, and generators with published statistics.
 
-A workload is a list of conversations in the order of their starts. What a person or a tool adds in a turn is a part: a
-key, which stands for its tokens, and a length; equal keys are equal texts. So prompts share prefixes where they would.
+A workload is a list of conversations in the order of their starts. The input of a person or a tool in a turn is a part:
+a key, which represents its tokens, and a length. Equal keys are equal texts. So prompts share prefixes where they
+would.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ import numpy as np
 
 _TEXT = array("i", np.random.default_rng(0).integers(2, 1 << 17, 1 << 19).astype(np.int32).tobytes())  # of all parts
 _LONGEST_PART = 1 << 18
-_MOST_TOKENS = 4096  # that a client lets an answer have; 0 and 1 are the tokens of answers (engine.py)
+_MOST_TOKENS = 4096  # limit of an answer in a request; 0 and 1 are the tokens of answers (engine.py)
 
 
 @dataclass(slots=True)
 class Part:
-    """Tokens of a prompt: `length` of the text that `key` stands for."""
+    """Tokens of a prompt: the first `length` of the text of `key`."""
 
     key: int
     length: int
 
     def tokens(self) -> array[int]:
-        """The same ones for the same key; those of two keys differ in their first two."""
+        """Equal keys give equal tokens; different keys differ in their first two tokens."""
         at = self.key * 7919 % (len(_TEXT) - _LONGEST_PART)
         tokens = _TEXT[at : at + self.length]
         head = array("i", (2 + self.key % 100_003, 2 + self.key // 100_003 % 100_003))
@@ -43,7 +44,7 @@ class Part:
 
 @dataclass(slots=True)
 class Turn:
-    """What is new in a prompt, the length of its answer, and the seconds between the last answer and it."""
+    """The new parts of a prompt, the length of its answer, and the seconds between the last answer and it."""
 
     parts: list[Part]
     output_len: int
@@ -52,7 +53,7 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class Conversation:
-    """Turns that follow one another, each with all before it in its prompt. `salt` tells tenants apart."""
+    """Turns that follow one another; each prompt contains everything before it. `salt` separates tenants."""
 
     start: float
     turns: list[Turn]
@@ -63,7 +64,7 @@ class Conversation:
 
     @property
     def shared_key(self) -> int | None:
-        """The key of the part with which others begin, too; None: there is none."""
+        """The key of the part with which other conversations begin, too, or None."""
         parts = self.turns[0].parts if self.turns else []
         return parts[0].key if len(parts) > 1 else None
 
@@ -79,10 +80,10 @@ class Conversation:
         return Job(number, self, self.tokens[:], len(self.tokens), turn.output_len, max_tokens, self.salt, sent)
 
     def answered(self, job: Job, answer: array[int], block_hashes: list[bytes]) -> float | None:
-        """The job's answer is there, and the hashes of full blocks of prompt and answer; returns the pause until the
-        next turn, None if there is none."""
+        """Record the job's answer, and the hashes of full blocks of prompt and answer. Returns the pause until the next
+        turn, or None after the last one."""
         if self.num_sent == len(self.turns):
-            self.tokens, self.block_hashes = array("i"), []  # nobody needs them any more
+            self.tokens, self.block_hashes = array("i"), []  # no later turn needs them
             job.prompt = array("i")
             return None
         self.tokens += answer
@@ -93,7 +94,7 @@ class Conversation:
 
 @dataclass(slots=True)
 class Job:
-    """One request, and what became of it; times are seconds of the simulation."""
+    """One request and its outcome; times are seconds of the simulation."""
 
     number: int
     conversation: Conversation
@@ -103,7 +104,7 @@ class Job:
     max_tokens: int
     salt: str
     sent: float
-    first_at: float | None = None  # its first token left the engine
+    first_at: float | None = None  # when its first token left the engine
     last_at: float = 0.0
     num_cached: int = 0
     num_expected: int = 0  # cached tokens that the router expected
@@ -128,7 +129,8 @@ def mooncake(path: Path) -> list[Conversation]:
 
 
 def azure(path: Path) -> list[Conversation]:
-    """Rows of TIMESTAMP, ContextTokens, GeneratedTokens; what prompts shared is not known, so they share nothing."""
+    """Rows of TIMESTAMP, ContextTokens, GeneratedTokens. Shared parts of prompts are unknown, so prompts share
+    nothing."""
     found: list[Conversation] = []
     with path.open(newline="") as file:
         for key, row in enumerate(csv.DictReader(file), start=1):
@@ -171,12 +173,12 @@ class Sessions:
 
     num_prefixes: int
     prefix_len: int
-    news: Lengths  # of what each turn adds
+    news: Lengths  # lengths of each turn's input
     answers: Lengths
     turns: tuple[int, int] = (1, 1)
     pauses_s: tuple[float, float] = (0.0, 0.0)
     skew: float = 0.0
-    num_questions: int = 0  # of each prefix: all first turns take one of these; 0: everyone has an own one
+    num_questions: int = 0  # for each prefix; first turns take one of them. 0 gives each its own
 
     def generate(self, rates: Iterable[tuple[float, float]], seed: int = 0) -> Iterator[Conversation]:
         """Starts are Poisson with (seconds, conversations a second) one after another."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from runtime.assembly.engine import extras_of
+from runtime.assembly.runner import build_runner
 from runtime.core.executor import InProcess
 from runtime.loading.resolve import resolve
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
 from runtime.speculation.draft import DraftCore
 from runtime.text.tokenizer import Tokenizer
-from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
 
 _AHEAD_ON_ITS_OWN = 8
@@ -27,7 +27,7 @@ def load_draft(config: EngineConfig) -> DraftCore:
     own = config.draft_config()
     if own.max_model_len is not None:
         own = replace(own, max_model_len=min(own.max_model_len, source.spec.max_positions))
-    runner = ModelRunner(own, source, is_draft=True)
+    runner = build_runner(own, source, is_draft=True)
     ahead = config.draft_ahead
     if ahead is None:
         ahead = _AHEAD_ON_ITS_OWN if config.draft_device == "own" else 0

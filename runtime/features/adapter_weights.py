@@ -15,6 +15,7 @@ from runtime.models.decoder import Decoder
 from runtime.models.lora import Matrices, check_place, make_decoder_adapters, places_of, short_name, write_adapter
 from runtime.models.weight_map import WeightMap
 from runtime.spec.types import CallboardError
+from runtime.worker.extras import RunnerParts
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +31,13 @@ class RunnerAdapters:
         if max_loras:
             decoder.adapters = make_decoder_adapters(decoder.spec, decoder.numerics, max_loras, max_rank)
         self._on_gpu = decoder.numerics.device.type == "cuda"
-        # Copies wait for no step, and no step for them.
+        # Copies and steps do not wait for each other.
         self._stream = torch.cuda.Stream(decoder.numerics.device) if self._on_gpu else None
+
+    @classmethod
+    def of(cls, parts: RunnerParts) -> RunnerAdapters:
+        """For a runner's model and its settings `max_loras` and `max_lora_rank`."""
+        return cls(parts.decoder, parts.source.weight_map, parts.config.max_loras, parts.config.max_lora_rank)
 
     @torch.inference_mode()
     def load(self, index: int, path: str, digest: str = "") -> None:

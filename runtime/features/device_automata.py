@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from runtime.kernels.sampling.automata import advance_states_triton, mask_states_triton
-from runtime.structured.automaton import Automaton, EagerMatcher
+from runtime.structured.matching.automaton import Automaton, EagerMatcher
 
 _POOL_BYTES = 64 << 20  # some 50 automata of small schemas at a vocabulary of 128k tokens
 

@@ -12,9 +12,9 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
 from runtime.spec.types import CallboardError, Grammar, ThinkingBudget
-from runtime.structured.engines import Engines
-from runtime.structured.lazy import SharedLimit
-from runtime.structured.matcher import Matcher
+from runtime.structured.matching.factory import Engines
+from runtime.structured.matching.lazy import SharedLimit
+from runtime.structured.matching.matcher import Matcher
 
 logger = logging.getLogger(__name__)
 

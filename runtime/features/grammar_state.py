@@ -12,21 +12,25 @@ import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from runtime.core.plan import Int32s, NewSlot, StepPlan
+from runtime.core.plan import Int32s, NewSlot, StepPlan, StepResult
 from runtime.features.device_automata import DeviceAutomata
 from runtime.features.grammar_output import GrammarOutput, made_engines
 from runtime.kernels.sampling.automata import AT, FIRST, GUESSES, NUM_GUESSES, SLOT
+from runtime.spec.config import ModelInfo
 from runtime.spec.sharding import ALONE, Shard
 from runtime.spec.types import CallboardError
-from runtime.structured.automaton import EagerMatcher
-from runtime.structured.automaton_policy import AutomatonPolicy
-from runtime.structured.engines import Engines
-from runtime.structured.lazy import LazyMatcher
-from runtime.structured.thinking import ThinkingMatcher
-from runtime.structured.vocabulary import Vocabulary
+from runtime.structured.matching.automaton import EagerMatcher
+from runtime.structured.matching.automaton_policy import AutomatonPolicy
+from runtime.structured.matching.factory import Engines
+from runtime.structured.matching.lazy import LazyMatcher
+from runtime.structured.matching.thinking import ThinkingMatcher
+from runtime.structured.matching.vocabulary import Vocabulary
+from runtime.worker.extras import RunnerParts, TokenMasks
+from runtime.worker.sources import ModelSource
 
 _MAKING_S = 0.002  # a step waits for the matchers of new outputs, in all: a small grammar's takes half of it
 _IDLE_S = 0.01  # a step whose rows all wait for their matchers
@@ -60,12 +64,21 @@ class Masks:
     failures: dict[int, str]  # why a request fails (C9), by the number of the first sample of its row
     deferred: Int32s  # numbers of the first samples of rows that wait for a matcher
 
+    def report(self, result: StepResult) -> None:
+        result.begun, result.failures, result.deferred = self.begun, self.failures, self.deferred
+
 
 class GrammarState:
     """The outputs that are bound to a grammar, by slot. Each step asks for `masks`, and, if there are any, tells what
     was `sampled`."""
 
-    def __init__(self, vocab_size: int, is_draft: bool = False, shard: Shard = ALONE) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        is_draft: bool = False,
+        shard: Shard = ALONE,
+        new_automata: Callable[[], DeviceAutomata] | None = None,  # None unless a device can follow automata
+    ) -> None:
         """A draft's outputs are rewritten, and where a grammar cannot be served they go on without it. Ranks other than
         0 follow no output and take rank 0's tokens: which engine serves an output, and so which limits it may come to,
         depends on time, and masks would cost each rank the same again."""
@@ -75,7 +88,28 @@ class GrammarState:
         self._engines: Future[Engines] | None = None
         self._outputs: dict[int, GrammarOutput] = {}
         self._last: tuple[Masks, Callable[[], Int32s]] | None = None
+        self._new_automata = new_automata
         self._automata: DeviceAutomata | None = None
+        self._source: ModelSource | None = None
+
+    @classmethod
+    def of(cls, parts: RunnerParts) -> GrammarState:
+        """For a runner's model."""
+        numerics = parts.numerics
+        on_device = numerics.backend == "triton"
+        new_automata = partial(DeviceAutomata, parts.num_slots, numerics.device) if on_device else None
+        state = cls(parts.decoder.spec.whole.vocab_size, parts.is_draft, parts.shard, new_automata)
+        state._source = parts.source
+        return state
+
+    def open(self, info: ModelInfo, asynchronous: bool, large_step_us: float) -> None:
+        """Serve the vocabulary of the model, if it has one."""
+        self.step_us = large_step_us
+        assert self._source is not None
+        read_vocabulary = self._source.vocabulary_reader(info)
+        waits_for_masks = self._is_draft and asynchronous  # a device's draft would wait for its host at every token
+        if read_vocabulary is not None and not waits_for_masks:
+            self.serve(read_vocabulary)
 
     def serve(self, vocabulary: Callable[[], Vocabulary]) -> None:
         """Make engines for the model's vocabulary, which takes about a second: a target's in the background, where the
@@ -90,11 +124,11 @@ class GrammarState:
         policy = None if self._is_draft else AutomatonPolicy(self.step_us, len(vocabulary.tokens))
         return Engines(vocabulary, policy)
 
-    def clear(self, automata: DeviceAutomata | None = None) -> None:
-        """Forget all requests. `automata`, where there is a device that follows them."""
+    def reset(self) -> None:
+        """Forget all requests."""
         for slot in list(self._outputs):
             self.remove(slot)
-        self._last, self._automata = None, automata
+        self._last, self._automata = None, None if self._new_automata is None else self._new_automata()
 
     def add(self, new: NewSlot) -> None:
         """A request enters its slot."""
@@ -152,8 +186,9 @@ class GrammarState:
         drawn = [row for row in rows if not row.waits]
         return Masks(*as_arrays, drawn, tracked, self._automata, begun, failures, deferred)
 
-    def sampled(self, masks: Masks, tokens: Callable[[], Int32s]) -> None:
+    def sampled(self, masks: TokenMasks, tokens: Callable[[], Int32s]) -> None:
         """`tokens()` waits for the samples of the step that had these masks, [num_sampled]."""
+        assert isinstance(masks, Masks)
         if masks.rows:
             self._last = masks, tokens
 

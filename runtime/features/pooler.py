@@ -1,76 +1,107 @@
 """Pooler: vectors of prompts, from the hidden states of a step.
 
-A pooled prompt ends with a sample, so that every way to run a step, graphs among them, has the state of its last token
-at hand already. A mean needs the states of all tokens: it is summed up chunk after chunk, in float64, where the sums of
-so few digits are exact and do not show how a prompt was cut."""
+A pooled prompt ends with a sample, so every program of a step has the state of its last token. A mean needs the states
+of all tokens. They are added up chunk after chunk in float64, where sums of numbers with so few digits are exact and do
+not depend on how a prompt was cut."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from runtime.core.plan import EMPTY, Int32s, NewSlot, StepPlan, last_tokens
+from runtime.core.plan import Int32s, NewSlot, StepPlan, StepResult, last_tokens
 from runtime.models.decoder import Decoder
+from runtime.spec.config import ModelInfo
 from runtime.spec.pooling import Pooling
+from runtime.worker.extras import Needs, RunnerParts, StepWork
 
 
 class Pooler:
-    """The slots whose prompts are pooled."""
+    """A StepExtra: the vectors of the slots whose prompts are pooled."""
 
     def __init__(
         self, decoder: Decoder, num_slots: int, pooling: Pooling | None, classifier: torch.Tensor | None = None
     ) -> None:
-        """`classifier` [num_labels, hidden] float32 makes scores of a hidden state."""
-        self.decoder, self.classifier = decoder, classifier
-        self.sums: torch.Tensor | None = None  # [num_slots, hidden] of the chunks so far; None: no mean is wanted
+        """`classifier` [num_labels, hidden] float32 makes scores of a hidden state. Without `pooling` there is nothing
+        to do."""
+        self.decoder, self.pooling, self.classifier = decoder, pooling, classifier
+        self.sums: torch.Tensor | None = None  # [num_slots, hidden] of the chunks so far; None unless means are made
         if pooling is not None and pooling.kind == "mean":
             shape = num_slots, decoder.spec.hidden_size
             self.sums = torch.zeros(shape, dtype=torch.float64, device=decoder.numerics.device)
         self._is_pooled = np.zeros(num_slots, bool)
         self._num_pooled = 0
 
+    @classmethod
+    def of(cls, parts: RunnerParts) -> Pooler:
+        """For a runner's model and its setting `pooling`."""
+        source, wanted = parts.source, parts.config.pooling
+        classifier = source.classifier(wanted, parts.numerics.device)
+        return cls(parts.decoder, parts.num_slots, source.pooling(wanted), classifier)
+
+    def describe(self, info: ModelInfo) -> ModelInfo:
+        return replace(info, pooling=self.pooling)
+
+    def reset(self) -> None:
+        self._is_pooled[:] = False
+        self._num_pooled = 0
+
     def add(self, new: NewSlot) -> None:
-        """A request enters its slot."""
         self.remove(new.slot)
         if new.params.pooled:
             self._is_pooled[new.slot] = True
             self._num_pooled += 1
 
     def remove(self, slot: int) -> None:
-        """A request leaves its slot."""
         self._num_pooled -= int(self._is_pooled[slot])
         self._is_pooled[slot] = False
 
-    def find(self, plan: StepPlan) -> Int32s:
-        """Which of the plan's samples are in place of vectors."""
+    def needs(self, plan: StepPlan) -> Needs:
         if not self._num_pooled:
-            return EMPTY
-        rows, _ = last_tokens(plan, plan.num_samples)
-        return np.flatnonzero(self._is_pooled[plan.slots[rows]]).astype(np.int32)
+            return Needs.NOTHING
+        rows = self._is_pooled[plan.slots]
+        if self.sums is not None and rows.any():
+            return Needs.ALL_STATES
+        return Needs.SAMPLED_STATES if (rows & (plan.num_samples > 0)).any() else Needs.NOTHING
 
-    def wants_all(self, plan: StepPlan) -> bool:
-        """True if the plan has a row all of whose hidden states are wanted."""
-        return self.sums is not None and bool(self._num_pooled and self._is_pooled[plan.slots].any())
-
-    def accumulate(self, hidden: torch.Tensor, plan: StepPlan, last: np.ndarray) -> None:
-        """Add up the states of pooled rows, of the step's [num_tokens, hidden]; `last` tells where each row's last one
-        is."""
-        if self.sums is None or not self.wants_all(plan):
+    def run(self, work: StepWork) -> None:
+        if not self._num_pooled:
             return
-        rows = zip(*(a.tolist() for a in (plan.slots, plan.num_computed, plan.num_tokens, last)), strict=True)
+        self._accumulate(work)
+        rows, _ = last_tokens(work.plan, work.plan.num_samples)
+        found = np.flatnonzero(self._is_pooled[work.plan.slots[rows]]).astype(np.int32)  # numbers of samples
+        if not found.size:
+            return
+        states = work.sampled_states.index_select(0, work.copies.upload(found))
+        vectors = work.copies.download(self._pool(states, work, found))
+
+        def report(result: StepResult) -> None:
+            result.pooled_rows, result.pooled = found, vectors.numpy().copy()
+
+        work.reports.append(report)
+
+    def _accumulate(self, work: StepWork) -> None:
+        """Add up the states of pooled rows."""
+        if self.sums is None or work.last is None:
+            return
+        plan = work.plan
+        rows = zip(*(a.tolist() for a in (plan.slots, plan.num_computed, plan.num_tokens, work.last)), strict=True)
         for slot, start, count, end in rows:
             if self._is_pooled[slot]:
-                total = self.decoder.normed(hidden[end - count + 1 : end + 1]).sum(0, dtype=torch.float64)
+                total = self.decoder.normed(work.hidden[end - count + 1 : end + 1]).sum(0, dtype=torch.float64)
                 self.sums[slot] = total if start == 0 else self.sums[slot] + total
 
-    def pool(self, hidden: torch.Tensor, slots: Int32s, positions: Int32s) -> torch.Tensor:
-        """[n, width] float32 of n prompts, whose last tokens' states [n, hidden] these are, at these positions."""
+    def _pool(self, states: torch.Tensor, work: StepWork, found: Int32s) -> torch.Tensor:
+        """[n, width] float32, from the states [n, hidden] of the last tokens of n prompts."""
         if self.sums is None:
-            vectors = self.decoder.normed(hidden).float()
+            vectors = self.decoder.normed(states).float()
         else:
-            device = self.sums.device
-            at, counts = (torch.from_numpy(a.astype(np.int64)).to(device) for a in (slots, positions + 1))
+            # The position of the sample is the prompt's length.
+            at = work.copies.upload(work.slots[found].astype(np.int64))
+            counts = work.copies.upload(work.positions[found].astype(np.int64))
             vectors = (self.sums.index_select(0, at) / counts[:, None]).float()
         if self.classifier is None:
             return vectors
-        return (vectors[:, None] * self.classifier).sum(-1)  # a row's order of sums is the same among any others
+        return (vectors[:, None] * self.classifier).sum(-1)  # the order of a row's sums does not depend on other rows

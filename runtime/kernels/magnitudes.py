@@ -6,7 +6,7 @@ numbers, and the sampler could not refuse its token (C9). The functions here com
 
 from __future__ import annotations
 
-from runtime.kernels._triton import INTERPRETED, constexpr, jit, tl
+from runtime.kernels.triton_language import INTERPRETED, constexpr, jit, tl
 
 _INTERPRETED = constexpr(INTERPRETED)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from runtime.models.config_checks import check_config
 from runtime.models.families import gemma, glm, gpt2, granite, llama, mistral, olmo, phi, qwen, seed, smollm
 from runtime.models.weight_map import WeightMap
-from runtime.quant import asks_for_fp8_kv_cache, parse_schemes
+from runtime.quant import has_fp8_kv_cache, parse_schemes
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.types import CallboardError
 
@@ -170,4 +170,4 @@ def load_spec(config: Mapping[str, Any], tensors: Collection[str] = ()) -> tuple
         spec = replace(spec, tied_head=True, makes_text=spec.tied_head and not stored)
         weight_map = replace(weight_map, ignored=rf"{weight_map.ignored}|{CLASSIFIER}")
     schemes = parse_schemes(config, lambda: weight_map.names_of(spec), weight_map.base)
-    return replace(spec, quantization=schemes or None, fp8_kv_cache=asks_for_fp8_kv_cache(config)), weight_map
+    return replace(spec, quantization=schemes or None, fp8_kv_cache=has_fp8_kv_cache(config)), weight_map

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels import select
 from runtime.kernels.attention.rope import query_scale_table, rope_table
 from runtime.kernels.attention.stored_kv import KVLayer
 from runtime.kernels.collectives.communicator import Communicator, OneRank
@@ -25,17 +24,17 @@ from runtime.kernels.collectives.divided_linear import (
     sum_of_leaves,
 )
 from runtime.kernels.collectives.heads_norm import HeadsNorm, HeadsWeight
-from runtime.kernels.experts.experts_torch import ExpertLayer, Experts
+from runtime.kernels.experts.moe_w16a16 import ExpertLayer, Experts
 from runtime.kernels.linear.linear_torch import Linear, Product
 from runtime.kernels.linear.lora import Adapters, RowAdapters
 from runtime.kernels.numerics import Numerics
+from runtime.kernels.table import select
 from runtime.models.forward_batch import AttentionMetadata, ForwardBatch
 from runtime.models.lora import DecoderAdapters
 from runtime.models.weight_map import WeightMap
 from runtime.models.weights import ReadWeight, draw, read_from
-from runtime.quant.dense import DENSE
-from runtime.quant.format import TensorSource, Weight, WeightFormat
-from runtime.quant.formats import weight_bytes, weight_formats
+from runtime.quant.model_formats import weight_bytes, weight_formats
+from runtime.quant.weight_format import DENSE, TensorSource, Weight, WeightFormat
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
 from runtime.spec.sharding import leaves_of
 

@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from runtime.quant.format import TensorSource
+from runtime.quant.weight_format import TensorSource
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.types import CallboardError
 

@@ -12,8 +12,8 @@ import torch
 from runtime.kernels.numerics import Numerics
 from runtime.models.kv_scales import KV_SCALES
 from runtime.models.weight_map import WeightMap
-from runtime.quant.format import Location, TensorSource, Weight
-from runtime.quant.formats import weight_formats
+from runtime.quant.model_formats import weight_formats
+from runtime.quant.weight_format import Location, TensorSource, Weight
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.sharding import Part, parts_of
 from runtime.spec.types import CallboardError

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from runtime.output.call_grammar import with_calls
 from runtime.output.fields import FieldError, invalid
 from runtime.output.message_parser import MessageFormat
 from runtime.output.options import ChatOptions
 from runtime.output.response_format import RequestedGrammar
-from runtime.output.tools import CustomTool, with_calls
+from runtime.output.tools import CustomTool
 from runtime.spec.types import CallboardError, ThinkingBudget
 from runtime.text import reasoning
 from runtime.text.chat import ChatTemplate

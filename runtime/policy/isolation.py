@@ -32,7 +32,7 @@ from runtime.spec.types import FinishReason
 
 MAX_LOSSES = 3  # losses in a row, the last one alone, that end a request
 _MAX_RETURNS = 3  # losses in a row just after its return that end a cleared request
-_PROGRESS = 4  # tokens without a loss that clear a request
+PROGRESS_TOKENS = 4  # tokens without a loss that clear a request
 
 
 class _Losses:
@@ -61,11 +61,11 @@ class Isolation(Extra):
         states = list(in_flight)
         for state in states:
             losses = self._losses.setdefault(state, _Losses())
-            has_progressed = len(state.tokens) - losses.at >= _PROGRESS
+            has_progressed = len(state.tokens) - losses.at >= PROGRESS_TOKENS
             losses.num = 1 if has_progressed else losses.num + 1
             losses.at = len(state.tokens)
             if losses.num >= MAX_LOSSES - 1 and state not in self._cleared:
-                self._goals[state] = losses.at + _PROGRESS
+                self._goals[state] = losses.at + PROGRESS_TOKENS
         # The last to arrive is tried first: a request that has run for long was no danger until now.
         self._goals = dict(sorted(self._goals.items(), key=lambda item: item[0].sort_key[-1], reverse=True))
         if len(states) == 1 and self._losses[states[0]].num >= MAX_LOSSES:
@@ -105,7 +105,7 @@ class Isolation(Extra):
         is_returning = any(len(state.tokens) < self._cleared[state] for state in running)
         if is_returning or (self._most is not None and len(running) >= self._most):
             return frozenset(waiting)
-        self._cleared[waiting[0]] = len(waiting[0].tokens) + _PROGRESS
+        self._cleared[waiting[0]] = len(waiting[0].tokens) + PROGRESS_TOKENS
         return frozenset(waiting[1:])
 
     def on_end(self, state: RequestState, reason: FinishReason) -> None:

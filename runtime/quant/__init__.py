@@ -1,36 +1,43 @@
-"""Quantization: what a checkpoint says about its weights -> how they are read, held and multiplied with.
+"""Quantization: how a checkpoint describes its quantized weights, and how a device holds and multiplies them.
 
-A method's parser (`compressed_tensors.py`, `gptq.py`, ...) gives each parameter a `Scheme`; its layout (`layouts.py`)
-reads the tensors of all methods into one of a few forms (`forms.py`), which are widened or stay codes (`quantized.py`).
-Torch is not imported by the parsers: the checks of a config.json need no more."""
+1. A parser (`parsers.py`, `compressed_tensors.py`) reads a `quantization_config`: each parameter gets a
+   `QuantizationScheme` (`scheme.py`).
+2. The scheme's layout (`checkpoint_layouts.py`) reads the tensors of any method into one of a few encodings
+   (`encodings.py`): quantized values, scales and perhaps zero points.
+3. The weight stays quantized if the device has products for its encoding (`products.py`), or becomes dense
+   (`quantized_formats.py`). `model_formats.py` decides for each parameter of a model.
+
+The parsers do not import torch, so that a config.json can be checked without it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from runtime.quant import awq, bitsandbytes, compressed_tensors, fp8_block, gguf, gptq, modelopt, mxfp4
-from runtime.quant.scheme import Parser, Scheme
+from runtime.quant import compressed_tensors, parsers
+from runtime.quant.scheme import Parser, QuantizationScheme
 from runtime.spec.types import CallboardError
 
 METHODS: dict[str, Parser] = {  # by the quant_method of a config.json's quantization_config
     "compressed-tensors": compressed_tensors.parse,
-    "fp8": fp8_block.parse,
-    "awq": awq.parse,
-    "gptq": gptq.parse,
-    "bitsandbytes": bitsandbytes.parse,
-    "modelopt": modelopt.parse,
-    "modelopt_fp4": modelopt.parse,
-    "mxfp4": mxfp4.parse,
-    "gguf": gguf.parse,
+    "fp8": parsers.parse_fp8,
+    "awq": parsers.parse_awq,
+    "gptq": parsers.parse_gptq,
+    "bitsandbytes": parsers.parse_bitsandbytes,
+    "modelopt": parsers.parse_modelopt,
+    "modelopt_fp4": parsers.parse_modelopt,
+    "mxfp4": parsers.parse_mxfp4,
+    "gguf": parsers.parse_gguf,
 }
 
 
-def parse_schemes(config: Mapping[str, Any], names: Callable[[], Mapping[str, str]], base: str) -> dict[str, Scheme]:
-    """The scheme of each weight of a linear map that a config.json calls quantized; the others are plain numbers.
+def parse_schemes(
+    config: Mapping[str, Any], names: Callable[[], Mapping[str, str]], base: str
+) -> dict[str, QuantizationScheme]:
+    """The scheme of each quantized linear weight of a config.json; parameters without an entry are not quantized.
 
-    `names` returns the checkpoint's names of our parameters, which may have `base` before them.
-    Raises CallboardError, in one sentence with the key, if the config asks for what cannot be read."""
+    `names` returns the checkpoint's names of our parameters, which may start with `base`.
+    Raises CallboardError, in one sentence with the key, if the config has a feature that cannot be read."""
     if (found := _quantization_config(config)) is None:
         return {}
     method = found.get("quant_method") if isinstance(found, Mapping) else found
@@ -54,12 +61,12 @@ def parse_schemes(config: Mapping[str, Any], names: Callable[[], Mapping[str, st
         {parameter: scheme for parameter, name in linears.items() if (scheme := rule(parameter, prefix + name))}
         for prefix in sorted({"", base})
     ]
-    # A config says names with or without the base: those that it lists as quantized, or as not quantized.
+    # Configs name modules with or without the base, in their lists of quantized and of unquantized modules.
     first, *others = [reading for reading in readings if reading] or [{}]
     return {parameter: scheme for parameter, scheme in first.items() if all(parameter in other for other in others)}
 
 
-def asks_for_fp8_kv_cache(config: Mapping[str, Any]) -> bool:
+def has_fp8_kv_cache(config: Mapping[str, Any]) -> bool:
     """True if a config.json has a kv_cache_scheme, as compressed-tensors writes it, of fp8."""
     found = _quantization_config(config)
     scheme = found.get("kv_cache_scheme") if isinstance(found, Mapping) else None
@@ -67,7 +74,7 @@ def asks_for_fp8_kv_cache(config: Mapping[str, Any]) -> bool:
 
 
 def _quantization_config(config: Mapping[str, Any]) -> Any:
-    """That of a config.json, wherever its exporter put it."""
+    """The quantization_config of a config.json; exporters put it into one of several places."""
     places = (config, config.get("text_config") or {})
     keys = ("quantization_config", "compression_config")
     return next((place[key] for place in places for key in keys if place.get(key)), None)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import gcd
 
-from runtime.quant.scheme import Scheme
+from runtime.quant.scheme import QuantizationScheme
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.sharding import Shard, leaves_of
@@ -22,7 +22,7 @@ _WITH_HEAD = ("int8", "int4")  # forms of maps beside which a CPU would read a p
 _WHOLE, _SMALL = 128, 32  # columns that groups of any size divide, and the size where they do not
 
 
-def forms_asked(config: EngineConfig, is_draft: bool = False) -> dict[str, str]:
+def requested_encodings(config: EngineConfig, is_draft: bool = False) -> dict[str, str]:
     """The forms that `config` sets for linear maps and for the head, by the name of the field that a user has set."""
     of_maps = "draft_quantization" if is_draft else "quantization"  # `draft_config` gives a draft its own
     return {of_maps: config.quantization, "head_quantization": config.head_quantization}
@@ -34,9 +34,9 @@ def quantized_at_load(spec: DecoderSpec, config: EngineConfig, device: str = "",
     The embedding, routers, norms and biases stay plain; a tied head does with the embedding, unless head_quantization
     names a form. On a CPU int8 and int4 maps come with a head in int8, if it is plain in the checkpoint. Raises
     CallboardError if the checkpoint has codes of another form already."""
-    schemes: dict[str, Scheme] = dict(spec.quantization or {})
+    schemes: dict[str, QuantizationScheme] = dict(spec.quantization or {})
     maps = [name for name in spec.shapes() if name.endswith(".weight") and ".router." not in name]
-    fields = forms_asked(config, is_draft)
+    fields = requested_encodings(config, is_draft)
     of_maps, of_head = fields.values()
     if of_maps == "none" and of_head == "auto":
         of_head = "none"
@@ -45,7 +45,7 @@ def quantized_at_load(spec: DecoderSpec, config: EngineConfig, device: str = "",
     for field, form, names in zip(fields, (of_maps, of_head), (maps, ["head"]), strict=True):
         stored = {name: schemes[name] for name in names if name in schemes}
         if form == "none":
-            schemes |= {name: replace(scheme, widened=True) for name, scheme in stored.items()}
+            schemes |= {name: replace(scheme, dequantized=True) for name, scheme in stored.items()}
         elif form != "auto" and stored:
             _check_stored(field, form, stored)
         elif form != "auto":
@@ -54,9 +54,9 @@ def quantized_at_load(spec: DecoderSpec, config: EngineConfig, device: str = "",
     return replace(spec, quantization=schemes or None)
 
 
-def _check_stored(field: str, form: str, stored: Mapping[str, Scheme]) -> None:
+def _check_stored(field: str, form: str, stored: Mapping[str, QuantizationScheme]) -> None:
     """Raises CallboardError unless `form` is that of most weights in the checkpoint."""
-    (most, _), *others = Counter(scheme.values for scheme in stored.values()).most_common()
+    (most, _), *others = Counter(scheme.encoding for scheme in stored.values()).most_common()
     if most != form:
         found = ", ".join([most, *(other for other, _ in others)])
         keep = most if most in (_OF_HEAD if field == "head_quantization" else GROUPS) else "auto"
@@ -66,10 +66,10 @@ def _check_stored(field: str, form: str, stored: Mapping[str, Scheme]) -> None:
         )
 
 
-def _schemes(spec: DecoderSpec, names: list[str], form: str, in_leaves: bool) -> dict[str, Scheme]:
+def _schemes(spec: DecoderSpec, names: list[str], form: str, in_leaves: bool) -> dict[str, QuantizationScheme]:
     """Schemes with groups that divide the columns of a rank, or of its leaves; those of all experts of a layer are
     alike."""
-    shapes, schemes = {"head": (spec.vocab_size, spec.hidden_size)} | spec.shapes(), dict[str, Scheme]()
+    shapes, schemes = {"head": (spec.vocab_size, spec.hidden_size)} | spec.shapes(), dict[str, QuantizationScheme]()
     columns = defaultdict[str, int](int)
     for name in names:
         leaves = leaves_of(spec, name) if in_leaves else []
@@ -77,7 +77,9 @@ def _schemes(spec: DecoderSpec, names: list[str], form: str, in_leaves: bool) ->
         columns[_together(name)] = gcd(columns[_together(name)], *own)
     for name in names:
         is_whole = columns[_together(name)] % _WHOLE == 0
-        schemes[name] = Scheme(PLAIN, form, columns=GROUPS[form] if is_whole else min(GROUPS[form], _SMALL))
+        schemes[name] = QuantizationScheme(
+            PLAIN, form, group_size=GROUPS[form] if is_whole else min(GROUPS[form], _SMALL)
+        )
     return schemes
 
 

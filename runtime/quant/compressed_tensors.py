@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.quant.scheme import Rule, Scheme, compiled, group_size, refusal, strings
+from runtime.quant.scheme import QuantizationScheme, Rule, block_size, compiled, group_size_of, refusal, strings
 
 _ONE_BY_ONE = {"int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized"}  # a tensor's number a code
 _LINEAR = "Linear"  # the class of all modules that have a rule here
@@ -20,8 +20,10 @@ def parse(config: Mapping[str, Any]) -> Rule:
         raise refusal("sparsity_config.format", sparsity["format"], "sparse weights are not supported")
     if transform.get("config_groups"):
         raise refusal("transform_config", transform, "weights that need a transform are not supported")
-    by_name: dict[str, Scheme | None] = {}  # a module's own name counts before a pattern, and that before the class
-    by_pattern: list[tuple[re.Pattern[str], Scheme | None]] = []
+    by_name: dict[
+        str, QuantizationScheme | None
+    ] = {}  # a module's own name counts before a pattern, and that before the class
+    by_pattern: list[tuple[re.Pattern[str], QuantizationScheme | None]] = []
     for name, group in (config.get("config_groups") or {}).items():
         if not isinstance(group, Mapping):
             raise refusal(f"config_groups.{name}", group, "its weights must be described")
@@ -35,7 +37,7 @@ def parse(config: Mapping[str, Any]) -> Rule:
     ignored_names = {entry for entry in ignored if not entry.startswith("re:")}
     ignored_patterns = [compiled(entry.removeprefix("re:")) for entry in ignored if entry.startswith("re:")]
 
-    def rule(parameter: str, module: str) -> Scheme | None:
+    def rule(parameter: str, module: str) -> QuantizationScheme | None:
         if not ignored_names.isdisjoint((module, _LINEAR)) or any(entry.match(module) for entry in ignored_patterns):
             return None
         if module in by_name:
@@ -45,22 +47,24 @@ def parse(config: Mapping[str, Any]) -> Rule:
     return rule
 
 
-def _scheme(group: Mapping[str, Any], form: str | None) -> Scheme | None:
+def _scheme(group: Mapping[str, Any], form: str | None) -> QuantizationScheme | None:
     weights = group.get("weights")
     if not weights or form == "dense":
         return None
     kind = weights.get("type", "int"), weights.get("num_bits", 8)
     if form in (None, "mixed-precision"):
         form = "pack-quantized" if kind[0] == "int" and not group.get("input_activations") else "naive-quantized"
-    columns = group_size(weights, "group_size")
-    strategy = weights.get("strategy") or ("group" if columns else "channel" if "group_size" in weights else "tensor")
+    group_size = group_size_of(weights, "group_size")
+    strategy = weights.get("strategy") or (
+        "group" if group_size else "channel" if "group_size" in weights else "tensor"
+    )
     match strategy:
         case "tensor":
             shared = 0, 0
         case "channel":
             shared = 1, 0
         case "group" | "tensor_group":
-            shared = 1, columns
+            shared = 1, group_size
         case "block":
             shared = block_size(weights, "block_structure")
         case _:
@@ -69,22 +73,14 @@ def _scheme(group: Mapping[str, Any], form: str | None) -> Scheme | None:
     reordered = weights.get("actorder") in (True, "group", "dynamic")
     match form, kind:
         case "pack-quantized", ("int", 4 | 8 as bits):
-            return Scheme("compressed-tensors packed", f"int{bits}", *shared, symmetric, reordered)
+            return QuantizationScheme("compressed-tensors packed", f"int{bits}", *shared, symmetric, reordered)
         case "nvfp4-pack-quantized", ("float", 4):
-            return Scheme("compressed-tensors nvfp4", "fp4", *shared)
+            return QuantizationScheme("compressed-tensors nvfp4", "fp4", *shared)
         case "mxfp4-pack-quantized", ("float", 4):
-            return Scheme("compressed-tensors mxfp4", "fp4", *shared)
+            return QuantizationScheme("compressed-tensors mxfp4", "fp4", *shared)
         case _, ("int", 8) if form in _ONE_BY_ONE:
-            return Scheme("compressed-tensors", "int8", *shared, symmetric, reordered)
+            return QuantizationScheme("compressed-tensors", "int8", *shared, symmetric, reordered)
         case _, ("float", 8) if form in _ONE_BY_ONE:
-            return Scheme("compressed-tensors", "fp8", *shared)
+            return QuantizationScheme("compressed-tensors", "fp8", *shared)
     described = f"{form} of {kind[0]} with num_bits {kind[1]}"
     raise refusal("format", described, "integers of 4 or 8 bits, fp8, nvfp4 and mxfp4 are supported")
-
-
-def block_size(config: Mapping[str, Any], key: str) -> tuple[int, int]:
-    """The rows and columns that share a scale."""
-    size = config.get(key)
-    if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
-        return size[0], size[1]
-    raise refusal(key, size, "it must be two positive whole numbers, such as [128, 128]")

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.quant.dense import DENSE
-from runtime.quant.format import Location, Shape, StoredTensor, TensorSource, Weight
-from runtime.quant.layouts import Grid, Layout
-from runtime.quant.scheme import Scheme
+from runtime.quant.checkpoint_layouts import BlockTensor, CheckpointLayout
+from runtime.quant.scheme import QuantizationScheme
+from runtime.quant.weight_format import DENSE, Location, Shape, StoredTensor, TensorSource, Weight
 
 Fields = tuple[
     torch.Tensor, ...
@@ -27,15 +26,15 @@ class BlockType(NamedTuple):
     fields: Callable[[torch.Tensor], Fields]
 
 
-class GgufBlocks(Layout):
+class GgufBlocks(CheckpointLayout):
     """A row of the weight is a row of blocks, each with its scales and codes."""
 
-    def __init__(self, scheme: Scheme) -> None:
+    def __init__(self, scheme: QuantizationScheme) -> None:
         super().__init__(scheme)
         self._type = TYPES[scheme.layout.split()[-1]]
-        self._grid = Grid((torch.uint8,), 1, self._type.columns, size=self._type.num_bytes)
+        self._grid = BlockTensor((torch.uint8,), 1, self._type.columns, size=self._type.num_bytes)
 
-    def grids(self) -> dict[str, Grid]:
+    def block_tensors(self) -> dict[str, BlockTensor]:
         return {"weight": self._grid}
 
     def stored(self, location: Location) -> dict[str, StoredTensor]:

@@ -7,51 +7,56 @@ from typing import Protocol
 
 import torch
 
-from runtime.kernels import Kernels
-from runtime.kernels._triton import INTERPRETED
-from runtime.kernels.experts.experts_torch import ExpertLayer, Experts
+from runtime.kernels.experts.moe_w16a16 import ExpertLayer, Experts
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.quantized import cpu_quantized
-from runtime.kernels.quantized.fp8_linear import is_fp8_product
+from runtime.kernels.quantized import wna16_cpu
+from runtime.kernels.quantized.fp8_w8a8_gemm import fits_fp8_gemm
 from runtime.kernels.quantized.quantized_weight import (
-    E2M1,
     MAX_GROUP,
     QuantizedWeight,
     pack_planes,
     plane_of,
     quantized_weight,
 )
-from runtime.quant.format import Shape, Weight
-from runtime.quant.forms import Float8, Form, Integer4, Integer8, Table
+from runtime.kernels.quantized.upcast import E2M1
+from runtime.kernels.table import Kernels
+from runtime.kernels.triton_language import INTERPRETED
+from runtime.quant.encodings import Encoding, Float8, Integer4, Integer8, Table
+from runtime.quant.weight_format import Shape, Weight
 from runtime.spec.decoder_spec import ExpertsSpec
 
 
-class Products(Protocol):
+class QuantizedProducts(Protocol):
     """The products of one backend, on one kind of device."""
 
-    def takes(self, form: Form) -> bool:
-        """True if weights of the form can stay codes; of those that the form itself says fit (`Form.fits`)."""
+    def takes(self, form: Encoding) -> bool:
+        """True if weights of the form can stay codes; of those that the form itself says fit (`Encoding.fits`)."""
 
-    def fits(self, form: Form, shape: Shape) -> bool:
+    def fits(self, form: Encoding, shape: Shape) -> bool:
         """True if a weight of this shape, in a form that is taken, can stay codes."""
 
-    def packed(self, form: Form, weight: Weight) -> Weight:
+    def packed(self, form: Encoding, weight: Weight) -> Weight:
         """A form's weight as it stays on the device: tensors with as many rows for a block of the weight's as the
         form's have, so that those of the parts of a fused map can be joined (`WeightFormat.join`)."""
 
-    def device_bytes(self, form: Form, shape: Shape) -> int:
+    def device_bytes(self, form: Encoding, shape: Shape) -> int:
         """The bytes of a weight on the device."""
 
-    def widens(self, form: Form, shape: Shape) -> bool:
+    def dequantizes(self, form: Encoding, shape: Shape) -> bool:
         """True if the product of many rows with a weight of this shape makes a dense copy of it on a GPU."""
         return False
 
-    def linear(self, form: Form, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
+    def linear(self, form: Encoding, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
         """The product with a packed weight, and what surrounds it in a decoder."""
 
     def experts(
-        self, form: Form, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
+        self,
+        form: Encoding,
+        spec: ExpertsSpec,
+        router: Linear,
+        weights: Iterable[tuple[Weight, Weight]],
+        kernels: Kernels,
     ) -> ExpertLayer:
         """A mixture from each expert's packed gate_up and down; here one expert's products after another's."""
         return Experts(
@@ -59,24 +64,24 @@ class Products(Protocol):
         )
 
 
-class CpuProducts(Products):
+class CpuProducts(QuantizedProducts):
     """Products of bfloat16 inputs on a CPU with AVX2 or AVX-512: with int8 weights that have a scale a row, and with
     int4."""
 
     def __init__(self, deterministic: bool) -> None:
         self._deterministic = deterministic
 
-    def takes(self, form: Form) -> bool:
-        if form.rows > 1 or not isinstance(form, Integer8):
+    def takes(self, form: Encoding) -> bool:
+        if form.scale_rows > 1 or not isinstance(form, Integer8):
             return False
-        return isinstance(form, Integer4) or not (form.columns or form.has_minimum)
+        return isinstance(form, Integer4) or not (form.group_size or form.has_zero_points)
 
-    def fits(self, form: Form, shape: Shape) -> bool:
+    def fits(self, form: Encoding, shape: Shape) -> bool:
         if form.bits == 8:
-            return shape[1] % cpu_quantized.INT8_COLUMNS == 0
-        return shape[0] % cpu_quantized.int4_rows() == 0 and _group(form, shape) > 0
+            return shape[1] % wna16_cpu.INT8_COLUMNS == 0
+        return shape[0] % wna16_cpu.int4_rows() == 0 and _group(form, shape) > 0
 
-    def packed(self, form: Form, weight: Weight) -> Weight:
+    def packed(self, form: Encoding, weight: Weight) -> Weight:
         codes, scale, *minimum = weight
         if form.bits == 8:
             return codes.contiguous(), scale.to(torch.bfloat16)
@@ -86,73 +91,78 @@ class CpuProducts(Products):
         both = torch.stack((scale, zero), -1).to(torch.bfloat16).repeat_interleave(repeats, 1)
         return codes[:, ::2] | codes[:, 1::2] << 4, both
 
-    def device_bytes(self, form: Form, shape: Shape) -> int:
+    def device_bytes(self, form: Encoding, shape: Shape) -> int:
         if form.bits == 8:
             return shape[0] * (shape[1] + 2)
         return shape[0] * (shape[1] // 2 + 4 * (shape[1] // _group(form, shape)))
 
-    def linear(self, form: Form, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
+    def linear(self, form: Encoding, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
         codes, scale = weight
         if form.bits == 8:
-            product = cpu_quantized.int8_product(codes, scale.view(-1), bias, self._deterministic)
+            product = wna16_cpu.int8_product(codes, scale.view(-1), bias, self._deterministic)
         else:
             by_group = scale.transpose(0, 1).contiguous()
-            product = cpu_quantized.int4_product(cpu_quantized.pack_int4(codes), by_group, bias, self._deterministic)
+            product = wna16_cpu.int4_product(wna16_cpu.pack_int4(codes), by_group, bias, self._deterministic)
         return Linear(product, kernels.norm, kernels.activate)
 
 
-def _group(form: Form, shape: Shape) -> int:
+def _group(form: Encoding, shape: Shape) -> int:
     """The columns that share a scale on a CPU: as many of the form's as there are operations for; 0: none."""
-    columns = form.columns or shape[1]
+    columns = form.group_size or shape[1]
     if shape[1] % columns:
         return 0
-    return next((group for group in cpu_quantized.INT4_GROUPS if columns % group == 0), 0)
+    return next((group for group in wna16_cpu.INT4_GROUPS if columns % group == 0), 0)
 
 
-class TritonProducts(Products):
+class TritonProducts(QuantizedProducts):
     """The products of quantized_linear.py and quantized_experts.py in bfloat16, and with fp8 codes those of
     fp8_linear.py and fp8_experts.py."""
 
     def __init__(self, numerics: Numerics) -> None:
         self._numerics = numerics
 
-    def takes(self, form: Form) -> bool:
+    def takes(self, form: Encoding) -> bool:
         known = isinstance(form, Float8 | Integer8 | Table)
-        has_groups = form.columns in (32, 64) or (form.columns > 0 and form.columns % MAX_GROUP == 0)
-        has_groups = has_groups or (form.columns == 16 and form.bits == 4)
-        return known and (has_groups or (form.columns == 0 and form.rows == 1))
+        has_groups = form.group_size in (32, 64) or (form.group_size > 0 and form.group_size % MAX_GROUP == 0)
+        has_groups = has_groups or (form.group_size == 16 and form.bits == 4)
+        return known and (has_groups or (form.group_size == 0 and form.scale_rows == 1))
 
-    def fits(self, form: Form, shape: Shape) -> bool:
-        return shape[1] % (2 * plane_of(form.columns) if form.bits == 4 else 16) == 0
+    def fits(self, form: Encoding, shape: Shape) -> bool:
+        return shape[1] % (2 * plane_of(form.group_size) if form.bits == 4 else 16) == 0
 
-    def packed(self, form: Form, weight: Weight) -> Weight:
+    def packed(self, form: Encoding, weight: Weight) -> Weight:
         codes, *more = weight
         if isinstance(form, Integer4 | Table):
             codes = codes if codes.dtype == torch.uint8 else (codes + 8).view(torch.uint8)
-            return pack_planes(codes, plane_of(form.columns)), *more
+            return pack_planes(codes, plane_of(form.group_size)), *more
         return ((codes ^ 128).view(torch.int8) if codes.dtype == torch.uint8 else codes), *more
 
-    def device_bytes(self, form: Form, shape: Shape) -> int:
+    def device_bytes(self, form: Encoding, shape: Shape) -> int:
         return form.device_bytes(shape)
 
-    def widens(self, form: Form, shape: Shape) -> bool:
+    def dequantizes(self, form: Encoding, shape: Shape) -> bool:
         name = "fp8" if isinstance(form, Float8) else ""
-        has_fp8 = is_fp8_product(name, shape, form.columns, form.rows, self._numerics.device)
+        has_fp8 = fits_fp8_gemm(name, shape, form.group_size, form.scale_rows, self._numerics.device)
         return not self._numerics.deterministic and not has_fp8
 
-    def linear(self, form: Form, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
+    def linear(self, form: Encoding, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
         assert kernels.quantized_linear is not None
         return kernels.quantized_linear(_quantized(form, weight), bias)
 
     def experts(
-        self, form: Form, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
+        self,
+        form: Encoding,
+        spec: ExpertsSpec,
+        router: Linear,
+        weights: Iterable[tuple[Weight, Weight]],
+        kernels: Kernels,
     ) -> ExpertLayer:
         assert kernels.quantized_experts is not None
         pairs = ((_quantized(form, gate_up), _quantized(form, down)) for gate_up, down in weights)
         return kernels.quantized_experts(spec, router, pairs)
 
 
-def _quantized(form: Form, weight: Weight) -> QuantizedWeight:
+def _quantized(form: Encoding, weight: Weight) -> QuantizedWeight:
     """A packed weight as kernels read it."""
     codes, scales, *more = weight
     minimums = more[0] if more else None
@@ -164,15 +174,17 @@ def _quantized(form: Form, weight: Weight) -> QuantizedWeight:
         name = "int8" if form.bits == 8 else "int4" if minimums is None else "uint4"
         if minimums is not None and form.bits == 8:
             minimums = minimums - 128 * scales  # of codes that were made signed
-    return quantized_weight(name, codes, scales, minimums, group=form.columns, scale_rows=form.rows, table=table)
+    return quantized_weight(
+        name, codes, scales, minimums, group_size=form.group_size, scale_rows=form.scale_rows, table=table
+    )
 
 
 def lacks_vector_code(numerics: Numerics) -> bool:
     """True for a CPU whose instructions torch has no products with quantized weights for."""
-    return numerics.device.type == "cpu" and not cpu_quantized.has_vector_code()
+    return numerics.device.type == "cpu" and not wna16_cpu.has_vector_code()
 
 
-def products_of(numerics: Numerics) -> Products | None:
+def products_of(numerics: Numerics) -> QuantizedProducts | None:
     """The products of a backend; None: it has none, so that all weights are widened."""
     on_cpu = numerics.backend == "torch" and numerics.device.type == "cpu"
     if on_cpu and numerics.dtype == torch.bfloat16 and not lacks_vector_code(numerics):

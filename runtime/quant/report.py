@@ -6,8 +6,8 @@ from collections import defaultdict
 
 from runtime.kernels.numerics import Numerics
 from runtime.quant.at_load import PLAIN
-from runtime.quant.formats import weight_formats
-from runtime.quant.quantized import Kept, Widened
+from runtime.quant.model_formats import weight_formats
+from runtime.quant.quantized_formats import DequantizedFormat, QuantizedFormat
 from runtime.spec.decoder_spec import DecoderSpec
 
 _GIB = 1 << 30
@@ -28,11 +28,11 @@ def weight_report(spec: DecoderSpec, numerics: Numerics) -> list[str]:
     for name, shape in shapes.items():
         weight_format, scheme = format_of(name), schemes.get(name)
         size = weight_format.device_bytes(shape, numerics)
-        if scheme and isinstance(weight_format, Kept):
+        if scheme and isinstance(weight_format, QuantizedFormat):
             how = ", quantized as they are read" if scheme.layout == PLAIN else ""
             sizes[weight_format.name, how].append((size, size))
-        elif scheme and isinstance(weight_format, Widened):
-            why = "quantization is none" if scheme.widened else "no kernel multiplies with these codes"
+        elif scheme and isinstance(weight_format, DequantizedFormat):
+            why = "quantization is none" if scheme.dequantized else "no kernel multiplies with these codes"
             sizes[weight_format.name, why].append((weight_format.form.device_bytes(shape), size))
         elif not name.endswith(("norm", "bias")):
             part = name.removesuffix(".weight").rpartition(".")[2]
@@ -40,7 +40,7 @@ def weight_report(spec: DecoderSpec, numerics: Numerics) -> list[str]:
     lines = []
     for (form, text), of_maps in sizes.items():
         codes, held = (sum(part) / _GIB for part in zip(*of_maps, strict=True))
-        how = text if held == codes else f", widened to {held:.2f} GiB of {dtype} as {text}"
+        how = text if held == codes else f", dequantized to {held:.2f} GiB of {dtype} as {text}"
         lines.append(f"{len(of_maps)} maps in {form}: {codes:.2f} GiB{how}")
     if not_taken:
         lines.append(f"{', '.join(not_taken)} stay {dtype}, as nothing here multiplies with them as such codes")
@@ -48,7 +48,7 @@ def weight_report(spec: DecoderSpec, numerics: Numerics) -> list[str]:
     if layouts == {PLAIN}:
         why = f"stay {dtype}{'; head_quantization is for the head' if 'head' not in schemes else ''}"
     elif any(layout.startswith("gguf") for layout in layouts):
-        why = "are widened as they are read"
+        why = "are dequantized as they are read"
     else:
         why = "are plain numbers in the checkpoint"
     return [*lines, f"{', '.join(plain)}, norms and biases {why}"]

@@ -11,21 +11,21 @@ from runtime.spec.types import CallboardError
 
 
 @dataclass(frozen=True, slots=True)
-class Scheme:
+class QuantizationScheme:
     """How one weight is stored: a number is code * scale, less a minimum if there are zero points."""
 
-    layout: str  # which tensors there are, and where codes lie in them: a key of runtime.quant.formats.LAYOUTS
-    values: str  # what codes stand for: a key of runtime.quant.forms.FORMS
-    rows: int = 1  # rows of the weight that share a scale; 0: all
-    columns: int = 0  # columns that share a scale; 0: all
+    layout: str  # which tensors there are, and where codes lie in them: a key of runtime.quant.model_formats.LAYOUTS
+    encoding: str  # what codes stand for: a key of runtime.quant.encodings.FORMS
+    scale_rows: int = 1  # rows of the weight that share a scale; 0: all
+    group_size: int = 0  # columns that share a scale; 0: all
     symmetric: bool = True  # the codes have no zero points
     reordered: bool = False  # the columns of a group need not be neighbours: a tensor has the group of each
-    widened: bool = False  # plain numbers on the device, whatever multiplies with such codes there
+    dequantized: bool = False  # plain numbers on the device, whatever multiplies with such codes there
 
 
 # A function of our parameter ("head", "layers.3.q.weight") and of the name of its module in the checkpoint
 # ("lm_head", "model.layers.3.self_attn.q_proj"), which returns None if that is stored as plain numbers.
-Rule = Callable[[str, str], Scheme | None]
+Rule = Callable[[str, str], QuantizationScheme | None]
 Parser = Callable[[Mapping[str, Any]], Rule]  # of a quantization_config
 
 
@@ -34,7 +34,7 @@ def refusal(key: str, value: object, known: str) -> CallboardError:
     return CallboardError(f"The model's quantization_config has {key} {str(value)[:60]!r}; {known}.")
 
 
-def group_size(config: Mapping[str, Any], key: str) -> int:
+def group_size_of(config: Mapping[str, Any], key: str) -> int:
     """The columns that share a scale; 0 is all of them, which configs say by -1 or by nothing."""
     value = config.get(key)
     if value in (None, -1):
@@ -69,3 +69,11 @@ def strings(config: Mapping[str, Any], key: str) -> list[str]:
     if not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
         raise refusal(key, value, "it must be a list of names")
     return value
+
+
+def block_size(config: Mapping[str, Any], key: str) -> tuple[int, int]:
+    """The rows and columns that share a scale."""
+    size = config.get(key)
+    if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
+        return size[0], size[1]
+    raise refusal(key, size, "it must be two positive whole numbers, such as [128, 128]")

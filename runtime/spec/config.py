@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from runtime.spec.bounds import Bounds
@@ -10,6 +10,7 @@ from runtime.spec.kv_cache_spec import KVCacheSpec
 from runtime.spec.pooling import Pooling
 from runtime.spec.sharding import NUM_LEAVES
 from runtime.spec.types import CallboardError
+from runtime.text.tool_calls import FORMATS
 
 _SHARING = 4  # engines for whose requests a shared draft has slots
 NGRAM = "ngram"  # the draft that is no model: text is looked up in the request itself
@@ -21,11 +22,18 @@ DEFAULT_MODEL_SAMPLING = {"temperature": 0.0}
 
 
 def setting(
-    default: Any, text: str, low: float | None = None, high: float | None = None, *, above: float | None = None
+    default: Any,
+    text: str,
+    low: float | None = None,
+    high: float | None = None,
+    *,
+    above: float | None = None,
+    choices: tuple[str, ...] = (),
 ) -> Any:
     """A field with the sentence that `--help` and the docs show for it. Numbers lie from `low`, or above `above`, to
-    `high`; None, where a field may be that, is always allowed."""
-    return field(default=default, metadata={"help": text, "bounds": Bounds(low, high, above)})
+    `high`; None, where a field may be that, is always allowed. `choices` are those of a text, if its type names
+    none."""
+    return field(default=default, metadata={"help": text, "bounds": Bounds(low, high, above), "choices": choices})
 
 
 def names_of(model: str) -> tuple[str, ...]:
@@ -36,13 +44,18 @@ def names_of(model: str) -> tuple[str, ...]:
 MAX_NAME_CHARS = 256  # of a name of an adapter
 
 
+def choices_of(setting: Field[Any], kind: Any) -> tuple[Any, ...]:
+    """The values that a setting of a type may have; empty if any will do."""
+    return get_args(kind) if get_origin(kind) is Literal else tuple(setting.metadata["choices"])
+
+
 def check_settings(settings: Any) -> None:
     """Raises CallboardError for the first value of a dataclass of settings that is beyond its bounds, or none of its
     choices."""
     kinds = get_type_hints(type(settings))
     for f in fields(settings):
         value, kind, bounds = getattr(settings, f.name), kinds[f.name], f.metadata["bounds"]
-        if get_origin(kind) is Literal and value not in (choices := get_args(kind)):
+        if (choices := choices_of(f, kind)) and value not in choices:
             raise CallboardError(f"{f.name} is {value!r}; it must be one of {', '.join(map(str, choices))}.")
         if bounds != Bounds() and value is not None and not bounds.hold(value):
             raise CallboardError(f"{f.name} is {value}; it must be {bounds}.")
@@ -73,23 +86,11 @@ class EngineConfig:
         "the vector that embeddings and scores make of a prompt: auto as sentence-transformers' files beside the model "
         "or its classifier say; of the last token, the mean of all, or how likely yes is against no, as the next word",
     )
-    tool_call_parser: Literal[
-        "auto",
-        "hermes",
-        "llama3_json",
-        "mistral",
-        "mistral_v11",
-        "pythonic",
-        "qwen3_coder",
-        "glm45",
-        "deepseek_v3",
-        "deepseek_v31",
-        "harmony",
-        "generic",
-    ] = setting(
+    tool_call_parser: str = setting(
         "auto",
         "the format in which the model writes tool calls; auto is the one that its chat template writes, or generic if "
         "that is none; generic describes the tools in the system message, and works with any template",
+        choices=("auto", *FORMATS),
     )
     lora: tuple[str, ...] = setting(
         (),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.structured import schema
-from runtime.structured.flat import Terms
 from runtime.structured.pattern import literal_text
 from runtime.structured.rules import NOTHING, Name, Rule, Terminal, choice, sequence, terminal
+from runtime.structured.schema import writer as schema
+from runtime.structured.schema.normalize import Terms
 from runtime.text.tool_calls.argument_form import ArgumentForm
 from runtime.text.tool_calls.written_values import types_of
 

@@ -15,11 +15,10 @@ import msgspec
 import numpy as np
 
 from runtime.spec.types import CallboardError, Grammar, GrammarSpec
-from runtime.structured import call_arguments, context_free, keywords, rules, schema, tags
-from runtime.structured.flat import Terms
-from runtime.structured.lark_text import read_lark
-from runtime.structured.lazy import LazyEngine
-from runtime.structured.matcher import Matcher
+from runtime.structured import call_arguments, rules, tags
+from runtime.structured.matching.lazy import LazyEngine
+from runtime.structured.matching.matcher import Matcher
+from runtime.structured.matching.vocabulary import BYTES
 from runtime.structured.pattern import (
     MAX_STATES,
     Alternation,
@@ -34,6 +33,8 @@ from runtime.structured.pattern import (
     size,
     whole,
 )
+from runtime.structured.readers import context_free
+from runtime.structured.readers.lark import read_lark
 from runtime.structured.rules import (
     NOTHING,
     Choice,
@@ -47,8 +48,10 @@ from runtime.structured.rules import (
     sequence,
     terminal,
 )
+from runtime.structured.schema import keywords
+from runtime.structured.schema import writer as schema
+from runtime.structured.schema.normalize import Terms
 from runtime.structured.tags import read_grammar
-from runtime.structured.vocabulary import BYTES
 from runtime.text.tool_calls.argument_form import ArgumentForm
 
 MAX_BYTES = keywords.MAX_BYTES  # of a specification

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from runtime.structured.pattern import GrammarError
 
+MAX_RULES = 10_000  # of one grammar
 MAX_LARK_BYTES = 256 << 10  # of a compiled grammar: its matcher is ready after some 30 ms
 _MAX_EXPRESSION_CHARS = 32_768
 

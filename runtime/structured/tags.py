@@ -11,10 +11,6 @@ from typing import Any
 
 import msgspec
 
-from runtime.structured import context_free, schema
-from runtime.structured.flat import Terms
-from runtime.structured.grammar_text import GrammarText, read_ebnf
-from runtime.structured.lark_text import read_lark
 from runtime.structured.pattern import (
     Concatenation,
     GrammarError,
@@ -25,6 +21,9 @@ from runtime.structured.pattern import (
     shown,
     whole,
 )
+from runtime.structured.readers import context_free
+from runtime.structured.readers.ebnf import GrammarText, read_ebnf
+from runtime.structured.readers.lark import read_lark
 from runtime.structured.rules import (
     NOTHING,
     Choice,
@@ -38,6 +37,8 @@ from runtime.structured.rules import (
     optional,
     terminal,
 )
+from runtime.structured.schema import writer as schema
+from runtime.structured.schema.normalize import Terms
 
 _ANY = "(?s:.*)"
 MAX_NESTED = 32  # formats within formats

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from runtime.text.tool_calls.parser import MAX_SPACES, tail_that_may_begin
+
 OPEN, CLOSE = "<think>", "</think>"
-MAX_SPACES = 1024  # a mark that more white space stands before is none: so much is looked at again with each piece
 
 
 class ReasoningSplitter:
@@ -80,8 +81,3 @@ class ReasoningSplitter:
         answer, self._held = self._held.lstrip("\n") if self._at_start else self._held, ""
         self._at_start = self._at_start and not answer
         return answer
-
-
-def tail_that_may_begin(mark: str, text: str) -> int:
-    """The length of the tail of `text` that is a beginning of `mark`."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

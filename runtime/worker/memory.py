@@ -9,12 +9,11 @@ from pathlib import Path
 
 import torch
 
-from runtime.features.prompt_scorer import MIN_SLICE
 from runtime.kernels.attention.attention_torch import MAX_GATHERED
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.sampling.penalties import NUM_TABLES
 from runtime.models.lora import adapter_bytes
-from runtime.quant.formats import weight_bytes, widened_bytes
+from runtime.quant.model_formats import dequantized_copy_bytes, weight_bytes
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.kv_cache_spec import KVCacheSpec
@@ -23,6 +22,7 @@ from runtime.spec.types import CallboardError
 from runtime.worker.gpu.graph_runner import MAX_VERIFIED
 
 _GIB = 1 << 30
+MIN_LOGIT_ROWS = 64  # rows of logits that a step has memory for, at least
 _DEFAULT_CPU_KV = 1.0  # GiB
 _LIBRARY_BYTES = 1 << 30  # what libraries load later, and what graphs take beside their tensors
 
@@ -163,7 +163,7 @@ def _working_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int, max_num_s
     copies, counts of tokens, gathered KV."""
     activations, size = _activation_bytes(spec, numerics, tokens), numerics.dtype.itemsize
     vocab_size = spec.whole.vocab_size  # of which ranks have parts, until something is wanted of all
-    logits = min(max(max_num_seqs, MIN_SLICE), tokens) * (spec.vocab_size + 3 * vocab_size) * 4
+    logits = min(max(max_num_seqs, MIN_LOGIT_ROWS), tokens) * (spec.vocab_size + 3 * vocab_size) * 4
     if numerics.backend == "triton":
         return activations + logits + NUM_TABLES * vocab_size * 4
     mask = min(tokens, max_model_len) * max_model_len * size * (2 if spec.window else 1)  # sliding layers' is another
@@ -180,7 +180,7 @@ def _activation_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int) -> int
     if numerics.rank_invariant:  # results of all leaves
         choices = 1 if spec.experts is None else 1 + spec.experts.top_k
         rows += tokens * choices * NUM_LEAVES // spec.shard.size * spec.hidden_size * 4
-    return rows + widened_bytes(spec, numerics)
+    return rows + dequantized_copy_bytes(spec, numerics)
 
 
 def _gib(size: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -16,24 +17,21 @@ from dataclasses import replace
 
 import torch
 
-from runtime.core.plan import MAX_DRAFT_TOKENS, StepPlan, StepResult
-from runtime.features.adapter_weights import RunnerAdapters
-from runtime.features.grammar_state import GrammarState
-from runtime.kernels._triton import INTERPRETED
+from runtime.core.plan import StepPlan, StepResult
 from runtime.kernels.linear.linear_torch import can_pack
 from runtime.kernels.linear.tiles import multiplies_fp8
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.quantized import cpu_quantized
+from runtime.kernels.quantized import wna16_cpu
+from runtime.kernels.triton_language import INTERPRETED
 from runtime.quant.at_load import quantized_at_load
-from runtime.quant.formats import check_products, format_names, forms_on_device
+from runtime.quant.model_formats import check_products, encodings_on_device, format_names
 from runtime.quant.report import weight_report
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.sharding import ALONE, Shard
 from runtime.spec.types import CallboardError
-from runtime.speculation.draft import CATCH_UP
 from runtime.worker.cpu.cpu_steps import CpuSteps
+from runtime.worker.extras import NO_EXTRAS, RunnerExtras, RunnerParts
 from runtime.worker.gpu.gpu_steps import GpuSteps
-from runtime.worker.gpu.mapped_memory import RunnerMemory
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.memory import MemoryPlan, available_memory, plan_memory, resize_kv
 from runtime.worker.ranks.rank_group import RankGroup
@@ -53,7 +51,8 @@ class ModelRunner:
         config: EngineConfig,
         source: ModelSource,
         shard: Shard | None = None,
-        is_draft: bool = False,  # it guesses for another model (draft_runner.py)
+        is_draft: bool = False,  # it drafts tokens for another model (runtime/assembly/draft.py)
+        extras: RunnerExtras = NO_EXTRAS,
     ) -> None:
         """Without a shard, all of a model, ready for steps. With one, a rank that has done no more than to join its
         group: `handle` is for the other ranks, and `load` and `open` follow.
@@ -62,15 +61,16 @@ class ModelRunner:
         its weights cannot have the form that is asked for."""
         self.numerics = numerics = choose_numerics(config)
         self.config = config = config.sized_for(numerics.device.type)
-        self.shard, self.is_draft, self._source = shard or ALONE, is_draft, source
+        self.shard, self.is_draft, self._source, self._plugged = shard or ALONE, is_draft, source, extras
         self.eos_token_ids = source.eos_token_ids
         if numerics.device.type == "cpu":
             cores = len(os.sched_getaffinity(0))
             torch.set_num_threads(config.num_threads or max(1, cores // self.shard.size))
+        self._large_step_us = math.inf  # of a decode step of many rows, if it was measured
         self.spec = quantized_at_load(source.spec, config, numerics.device.type, is_draft).of_rank(self.shard)
         check_products(self.spec, numerics, config, is_draft)
-        may_give_back = config.sleep_mode and numerics.device.type == "cuda"
-        self._room = RunnerMemory(numerics.device) if may_give_back else None
+        may_sleep = config.sleep_mode and numerics.device.type == "cuda" and extras.sleep_memory is not None
+        self._sleep_memory = extras.sleep_memory(numerics.device) if may_sleep and extras.sleep_memory else None
         self._group = RankGroup(config, self.spec, numerics)
         self.handle = self._group.handle
         if shard is None:
@@ -88,14 +88,11 @@ class ModelRunner:
         self.memory: MemoryPlan = replace(
             memory, max_model_len=group.least(memory.max_model_len), block_size=group.least(memory.block_size)
         )
-        if forms_on_device(spec, numerics):
+        if encodings_on_device(spec, numerics):
             logger.info("quantization: %s", "; ".join(weight_report(spec, numerics)))
-        with nullcontext() if self._room is None else self._room.weights.use():
+        with nullcontext() if self._sleep_memory is None else self._sleep_memory.weights.use():
             self.decoder = self._source.load(spec, numerics, self.memory.max_model_len, group.communicator)
-        self.adapters = RunnerAdapters(self.decoder, self._source.weight_map, config.max_loras, config.max_lora_rank)
-        self.grammar_state = GrammarState(spec.whole.vocab_size, self.is_draft, self.shard)
-        self.pooling = self._source.pooling(config.pooling)
-        self.classifier = self._source.classifier(config.pooling, numerics.device)
+        self._make_extras()
         self.kv_scales = None
         if spec.kv_cache_form(config.kv_cache_dtype) == "fp8" and (scales := self._source.kv_scales()) is not None:
             self.kv_scales = scales[:, :, spec.first_kv_head :][:, :, : spec.num_kv_heads]
@@ -108,28 +105,38 @@ class ModelRunner:
         """Allocate the KV cache, of as many blocks as all ranks have room for, and warm up. Plans may come then."""
         self.memory = self.memory.with_blocks(num_kv_blocks)
         logger.info("%s", self.memory)
-        self.steps = self._make_steps(num_kv_blocks, None if self._room is None else self._room.cache.use())
+        self.steps = self._make_steps(
+            num_kv_blocks, None if self._sleep_memory is None else self._sleep_memory.cache.use()
+        )
         self.asynchronous = self.steps.asynchronous
         self.info = self._describe(self._source.fingerprint)
         self._group.least(0)  # all have their cache
         self._warm_up()
-        read_vocabulary = self._source.vocabulary_reader(self.info)
-        waits_for_masks = self.is_draft and self.asynchronous  # a device's draft would wait for its host at every token
-        if read_vocabulary is not None and not waits_for_masks:
-            self.grammar_state.serve(read_vocabulary)
+        if self.masks is not None:
+            self.masks.open(self.info, self.asynchronous, self._large_step_us)
         self._group.open()
         return self.info
 
+    def _make_extras(self) -> None:
+        plugged = self._plugged
+        num_slots = self.memory.max_num_seqs
+        parts = RunnerParts(
+            self.config, self._source, self.decoder, self.numerics, num_slots, self.shard, self.is_draft
+        )
+        self.extras = [make(parts) for make in plugged.outputs]
+        self.masks = None if plugged.masks is None else plugged.masks(parts)
+        self.adapters = None if plugged.adapters is None else plugged.adapters(parts)
+
     def _describe(self, weights_fingerprint: str) -> ModelInfo:
         numerics, memory, spec = self.numerics, self.memory, self.spec
-        forms = forms_on_device(spec, numerics)
+        forms = encodings_on_device(spec, numerics)
         of_fp8 = any(form.startswith("fp8") for form in forms.values())
         has_fp8 = of_fp8 and multiplies_fp8(numerics.device)  # there rows of activations are rounded to fp8, too
         of_numerics = numerics.dtype_name, numerics.backend, numerics.deterministic, has_fp8
         whole_cache = spec.whole.kv_cache(numerics.dtype_name, self.config.kv_cache_dtype)
         num_sums = "leaves" if numerics.rank_invariant else self.shard.size
         identity = (weights_fingerprint, *of_numerics, forms, whole_cache, num_sums)
-        return ModelInfo(
+        info = ModelInfo(
             fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest()[:32],
             vocab_size=spec.whole.vocab_size,
             max_model_len=memory.max_model_len,
@@ -141,18 +148,19 @@ class ModelRunner:
             max_num_seqs=memory.max_num_seqs,
             max_num_batched_tokens=memory.max_num_batched_tokens,
             weight_formats=format_names(spec, numerics),
-            pooling=self.pooling,
             makes_text=spec.makes_text,
             can_sleep=self.config.sleep_mode,
         )
+        for extra in self.extras:
+            info = extra.describe(info)
+        return info
 
     def _make_steps(self, num_blocks: int, room: AbstractContextManager[None] | None = None) -> CpuSteps | GpuSteps:
         memory, numerics = self.memory, self.numerics
         cache = KVCache(memory.kv_cache, num_blocks, memory.block_size, numerics.device, self.kv_scales, room)
         num_slots, max_len = memory.max_num_seqs, memory.max_model_len
         kind = GpuSteps if numerics.backend == "triton" else CpuSteps
-        pooling = self.pooling, self.classifier
-        return kind(self.decoder, cache, num_slots, max_len, self.eos_token_ids, self.grammar_state, *pooling)
+        return kind(self.decoder, cache, num_slots, max_len, self.eos_token_ids, self.extras, self.masks)
 
     def _measure_memory(self) -> None:
         """Give the KV cache what is free after the largest step, which runs on a cache of the null block alone."""
@@ -163,15 +171,15 @@ class ModelRunner:
 
     def _warm_up(self) -> None:
         """Build all kernels, then capture graphs, which need the place of the cache, and time steps."""
-        warm_up = WarmUp(self.steps, self.memory)
+        warm_up = WarmUp(self.steps, self.memory, self.info.pooling is not None)
         on_gpu = self.numerics.device.type == "cuda"
         warm_up.build_kernels(on_gpu)
         if isinstance(self.steps, GpuSteps) and self.config.cuda_graphs and on_gpu:
             self._capture_graphs(self.steps)
             self._group.least(0)  # all have captured theirs
         self.reset()  # what ran until now was not sampled plainly
-        if on_gpu and not self.is_draft:
-            self.grammar_state.step_us = warm_up.large_step_us()
+        if on_gpu and not self.is_draft and self.masks is not None:
+            self._large_step_us = warm_up.large_step_us()
         if self.config.draft is not None or self.is_draft:
             self._time_steps(warm_up)
         self.steps.cache.clear(0)
@@ -181,21 +189,11 @@ class ModelRunner:
         torch.cuda.empty_cache()  # as a capture does
         start, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
         most_tokens = min(self.config.prefill_graph_tokens, self.memory.max_num_batched_tokens)
-        steps.capture_graphs(
-            self._counts(), most_tokens, None if self._room is None else self._room.graphs.for_graphs()
-        )
+        pool = None if self._sleep_memory is None else self._sleep_memory.graphs.for_graphs()
+        steps.capture_graphs(self._plugged.row_lens, most_tokens, pool)
         size = (free - torch.cuda.mem_get_info()[0]) / (1 << 30)
         seconds = time.perf_counter() - start
         logger.info("CUDA graphs: %d captured in %.1f s, %.2f GiB", steps.num_graphs, seconds, size)
-
-    def _counts(self) -> tuple[int, ...]:
-        """Tokens that each row of a step may have besides one, often: guesses, or what a draft has not guessed."""
-        if self.is_draft:
-            return CATCH_UP
-        if self.config.draft is None:
-            return ()
-        most = MAX_DRAFT_TOKENS if self.config.num_draft_tokens is None else self.config.num_draft_tokens
-        return tuple(range(2, most + 2))
 
     def _time_steps(self, warm_up: WarmUp) -> None:
         step_us, latency_us = warm_up.time_steps(self.is_draft)
@@ -207,19 +205,19 @@ class ModelRunner:
 
     def sleep(self) -> None:
         """Give memory back until `wake`, if `sleep_mode` and the device allow it; no plan may come meanwhile."""
-        if self._room is not None:
+        if self._sleep_memory is not None:
             start, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
-            self._room.give_back()
+            self._sleep_memory.give_back()
             size, seconds = torch.cuda.mem_get_info()[0] - free, time.perf_counter() - start
             logger.info("asleep: %.2f GiB given back in %.2f s", size / (1 << 30), seconds)
 
     def wake(self) -> None:
         """Be ready for plans, with the weights as they were, and nothing of the requests. Raises CallboardError if
         others have the memory now; then it sleeps on."""
-        if self._room is not None:
+        if self._sleep_memory is not None:
             start = time.perf_counter()
             try:
-                self._room.take_again()
+                self._sleep_memory.take_again()
             except OSError as e:
                 free = torch.cuda.mem_get_info()[0] / (1 << 30)
                 text = f"The GPU has {free:.2f} GiB free, too little to wake up ({e.strerror})"
@@ -232,6 +230,8 @@ class ModelRunner:
     def load_adapter(self, index: int, path: str, digest: str = "") -> None:
         """Load an adapter from a folder at an index, while steps of rows with other indices go on. Raises
         CallboardError if it cannot be served, or if its files have another digest than this one."""
+        if self.adapters is None:
+            raise CallboardError("This model runner serves no adapters.")
         self.adapters.load(index, path, digest)
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
@@ -266,7 +266,7 @@ def choose_numerics(config: EngineConfig) -> Numerics:
     backend = "triton" if on_gpu and config.kernel_backend == "auto" else config.kernel_backend
     # A CPU's products with quantized weights take bfloat16, and the plain ones of such a model use it, too.
     asked = {config.quantization, config.head_quantization}
-    in_half = on_gpu or (not asked.isdisjoint(("int8", "int4")) and cpu_quantized.has_vector_code())
+    in_half = on_gpu or (not asked.isdisjoint(("int8", "int4")) and wna16_cpu.has_vector_code())
     dtype = getattr(torch, ("bfloat16" if in_half else "float32") if config.dtype == "auto" else config.dtype)
     deterministic = config.deterministic or config.rank_invariant
     return Numerics(

@@ -1,48 +1,61 @@
-"""SlotSampling: what the requests of a runner's slots want of sampling, derived from the table of SamplingParams.
+"""SlotSampling: the sampling parameters of the slots, and the edits of logits that both samplers make alike.
 
-A slot's row has the numbers that kernels read; the flags tell the host which rows the captured pass answers whole, and
-which want the second one. What is rare and has no fixed size stays on the host: biases, ids that alone are allowed, and
-those that min_tokens masks.
+A slot's row has the numbers that kernels read. Flags on the host say which rows the captured pass answers alone and
+which rows need the second pass. Lists of ids, which are rare and of any length, stay on the host.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from runtime.core.plan import Int32s, NewSlot
+from runtime.kernels.sampling.logprobs import token_logprobs
 from runtime.kernels.sampling.sample import NUM_PARAMS, PENALISED_FROM, PROMPT_LEN, SEED_HIGH, SEED_LOW
 from runtime.spec.sampling_fields import SECOND_PASS, UNSET, Effect, table_of
+from runtime.worker.extras import Copies
+from runtime.worker.logprobs import Logprobs
+from runtime.worker.ranks.split_logits import SplitLogits
 
-MASKED_LOGIT = -1e9  # the logit of what min_tokens holds back, but of a token that a grammar allows nothing beside
+MASKED_LOGIT = -1e9  # of ids that min_tokens holds back: above a grammar's -inf, so that a lone allowed token is drawn
 
 Bools = NDArray[np.bool_]
 
 
 class SlotSampling:
-    """Parameters and flags of each slot; both samplers keep theirs in one of these."""
+    """Parameters and flags of each slot. `Sampler` and `DeviceSampler` extend it."""
 
-    def __init__(self, num_slots: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        copies: Copies,
+        split: SplitLogits | None = None,  # None on one rank
+    ) -> None:
         self.num_slots, self.vocab_size, self.eos_token_ids = num_slots, vocab_size, eos_token_ids
-        self.clear()
+        self.upload, self.split = copies.upload, split or SplitLogits(vocab_size)
+        self.reset()
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """Forget all requests."""
         num_slots = self.num_slots
-        self.held_until = np.zeros(num_slots, np.int32)  # position of the first token that min_tokens lets go free
+        self.rows = np.zeros((num_slots, NUM_PARAMS), np.int32)  # parameters as kernels read them
+        self.held_until = np.zeros(num_slots, np.int32)  # position of the first token that min_tokens does not affect
         self.penalised = np.zeros(num_slots, bool)
         self.filtered = np.zeros(num_slots, bool)
-        self.changed = np.zeros(num_slots, bool)  # by an effect of the second pass, all along
+        self.changed = np.zeros(num_slots, bool)  # the second pass changes the logits of every token
         self.bound = np.zeros(num_slots, bool)  # by a grammar
-        self.only_masked = np.zeros(num_slots, bool)  # by a grammar, and nothing else is wanted
-        self.num_logprobs = np.full(num_slots, -1, np.int32)  # alternatives to report; -1: nothing
-        self.scored: dict[int, NDArray[np.int64]] = {}  # slot -> ids whose log-probabilities are reported, too
+        self.only_masked = np.zeros(num_slots, bool)  # by a grammar, and the second pass changes nothing else
+        self.num_logprobs = np.full(num_slots, -1, np.int32)  # alternatives to report; -1 if none is reported
+        self.scored: dict[int, NDArray[np.int64]] = {}  # slot -> more ids whose log-probabilities are reported
         self.bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}  # slot -> ids, values
         self.allowed: dict[int, NDArray[np.int64]] = {}  # slot -> the only ids that may be drawn
-        self.stops: dict[int, NDArray[np.int64]] = {}  # slot -> ids held back
+        self.stops: dict[int, NDArray[np.int64]] = {}  # slot -> ids that min_tokens holds back
 
     def add(self, new: NewSlot) -> Int32s:
-        """A request's parameters enter its slot; returns its row, [NUM_PARAMS], floats as their bits."""
+        """A request's parameters enter its slot. Returns its row, [NUM_PARAMS], floats as their bits."""
         slot, params, table = new.slot, new.params, table_of(type(new.params))
         self.remove(slot)
         # Ids that the model does not have are ignored: they must not fail the step of others (C9).
@@ -64,13 +77,14 @@ class SlotSampling:
         self.bound[slot] = table.has_effect(params, {Effect.GRAMMAR})
         biased = slot in self.bias or slot in self.allowed
         second_pass = SECOND_PASS if biased else SECOND_PASS - {Effect.BIAS}
-        # The captured pass would change logits whose log-probabilities are wanted.
+        # The captured pass would change logits whose log-probabilities are reported.
         reported = self.penalised[slot] and params.logprobs is not None
         self.changed[slot] = reported or table.has_effect(params, second_pass)
         others = params.logprobs is not None or self.penalised[slot] or biased
         self.only_masked[slot] = self.bound[slot] and not others
 
-        row = np.zeros(NUM_PARAMS, np.int32)
+        row: Int32s = self.rows[slot]
+        row[:] = 0
         for column, name, code in table.columns:
             value = getattr(params, name)
             (row.view(np.float32) if code == "f" else row)[column] = UNSET if value is None else value
@@ -81,23 +95,12 @@ class SlotSampling:
         return row
 
     def remove(self, slot: int) -> None:
-        """Forget what does not get overwritten by the next `add`."""
+        """Forget the entries that the next `add` does not overwrite."""
         self.scored.pop(slot, None)
         self.bias.pop(slot, None)
         self.allowed.pop(slot, None)
         self.stops.pop(slot, None)
         self.held_until[slot] = 0
-
-    def scored_ids(self, slots: Int32s) -> NDArray[np.int64] | None:
-        """[n, most of one] the ids whose log-probabilities each row reports beside the best, then zeros; None if there
-        are none."""
-        found = [self.scored.get(slot, ()) for slot in slots.tolist()] if self.scored else []
-        if not (most := max(map(len, found), default=0)):
-            return None
-        ids = np.zeros((len(found), most), np.int64)
-        for row, own in zip(ids, found, strict=True):
-            row[: len(own)] = own
-        return ids
 
     def wants_second_pass(self, slots: Int32s, positions: Int32s) -> Bools:
         """[n] the rows whose logits are changed before a token is drawn from them."""
@@ -105,10 +108,61 @@ class SlotSampling:
         return wants
 
     def is_plain(self, slots: Int32s, positions: Int32s) -> bool:
-        """True if the captured pass is all that these rows want."""
+        """True if the captured pass gives all that these rows report."""
         return not (self.wants_second_pass(slots, positions) | (self.num_logprobs[slots] >= 0)).any()
 
     def needs_all_logits(self, slots: Int32s, positions: Int32s) -> bool:
-        """True if some of these rows want more than the best token, with noise or without."""
+        """True if some of these rows need more logits than the best token's, with noise or without."""
         chooses = self.filtered[slots] | self.penalised[slots]
         return bool(chooses.any()) or not self.is_plain(slots, positions)
+
+    def edit_logits(self, logits: torch.Tensor, slots: Int32s, positions: Int32s) -> None:
+        """Apply logit bias, min_tokens and allowed_token_ids, in this order, to logits [n, vocab] float32 in place."""
+        held = positions < self.held_until[slots]
+        restricted, allowed, biased, stopped = [], [], [], []
+        if self.allowed or self.bias or held.any():
+            for row, slot in enumerate(slots.tolist()):
+                first = row * self.vocab_size
+                if slot in self.allowed:
+                    restricted.append(row)
+                    allowed.append(first + self.allowed[slot])
+                if slot in self.bias:
+                    ids, values = self.bias[slot]
+                    biased.append((first + ids, values))
+                if held[row]:
+                    stopped.append(first + self.stops[slot])
+        if biased:
+            at, added = (self.upload(np.concatenate(parts)) for parts in zip(*biased, strict=True))
+            logits.view(-1).index_add_(0, at, added)
+        if stopped:
+            logits.view(-1).index_fill_(0, self.upload(np.concatenate(stopped)), MASKED_LOGIT)
+        if restricted:
+            at = self.upload(np.concatenate(allowed))
+            kept = logits.view(-1).index_select(0, at)
+            logits.index_fill_(0, self.upload(np.array(restricted, np.int64)), -torch.inf)
+            logits.view(-1).index_copy_(0, at, kept)
+
+    def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, slots: Int32s) -> Logprobs | None:
+        """The log-probabilities that rows [n] report, of their sampled tokens; None if no row reports any."""
+        wanted = self.num_logprobs[slots]
+        rows = np.flatnonzero(wanted >= 0)
+        if not len(rows):
+            return None
+        index = self.upload(rows)
+        ids = token_ids.index_select(0, index).long().clamp(min=0)  # the engine delivers nothing of a failed row
+        scored = self._scored_ids(slots[rows])
+        others = None if scored is None else self.upload(scored)
+        chosen = logits.index_select(0, index).float()
+        own, ranks, top_ids, top = token_logprobs(chosen, ids, int(wanted.max()), others)
+        num_best = top.shape[1] - (0 if others is None else others.shape[1])
+        return Logprobs(rows.astype(np.int32), num_best, ranks, own, top_ids, top)
+
+    def _scored_ids(self, slots: Int32s) -> NDArray[np.int64] | None:
+        """[n, most of one row] the ids of logprob_token_ids, filled up with zeros; None if no row has any."""
+        found = [self.scored.get(slot, ()) for slot in slots.tolist()] if self.scored else []
+        if not (most := max(map(len, found), default=0)):
+            return None
+        ids = np.zeros((len(found), most), np.int64)
+        for row, own in zip(ids, found, strict=True):
+            row[: len(own)] = own
+        return ids

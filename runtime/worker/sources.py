@@ -23,7 +23,7 @@ from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.pooling import Pooling
 from runtime.spec.sharding import Part
 from runtime.spec.types import CallboardError
-from runtime.structured.vocabulary import Vocabulary
+from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.text.tokenizer import Tokenizer
 
 

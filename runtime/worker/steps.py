@@ -1,55 +1,70 @@
-"""Steps: the interface of CpuSteps and GpuSteps, which run a runner's plans, and the result that both make."""
+"""Steps: the state of a runner's requests, and what CpuSteps and GpuSteps share of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
 
-from runtime.core.plan import Int32s, StepPlan, StepResult
-from runtime.features.grammar_state import Masks
-from runtime.spec.pooling import Pooling
-from runtime.worker.cpu.sampler import Logprobs
+from runtime.core.plan import StepPlan, StepResult
+from runtime.models.decoder import Decoder
+from runtime.worker.extras import MaskSource, Report, StepExtra
 from runtime.worker.kv_cache import KVCache
+from runtime.worker.slot_sampling import SlotSampling
 
 
-class Steps(Protocol):
-    """The state of a runner's requests, and the order of a step's parts, which runtime/core/plan.py promises:
+class Steps(ABC):
+    """Runs plans in the order that runtime/core/plan.py promises:
 
     free slots -> open slots -> write block tables -> run rows -> sample -> keep the tokens in their slots
     """
 
-    asynchronous: bool  # a step runs while the host does something else
-    cache: KVCache
-    pooling: Pooling | None  # how vectors are made of prompts; None: they are not
+    asynchronous: ClassVar[bool]  # a step runs while the host does something else
+    sampler: SlotSampling
 
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        num_slots: int,
+        max_model_len: int,
+        extras: Sequence[StepExtra] = (),
+        masks: MaskSource | None = None,
+    ) -> None:
+        self.decoder, self.cache = decoder, cache
+        self.num_slots, self.max_model_len = num_slots, max_model_len
+        self.extras, self.masks = extras, masks
+
+    @abstractmethod
     def reset(self) -> None:
         """Forget all requests."""
+        for keeper in self._keepers():
+            keeper.reset()
 
+    @abstractmethod
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Start the step; the answer waits for its result. On a CPU the step itself waits until then."""
+        """Start the step. The returned function waits for its result; on a CPU it computes the step."""
+
+    def _keepers(self) -> list[SlotSampling | StepExtra | MaskSource]:
+        """Everything that keeps something for a slot."""
+        return [self.sampler, *self.extras, *(() if self.masks is None else (self.masks,))]
+
+    def _free_and_open(self, plan: StepPlan) -> None:
+        """Requests leave their slots, then others enter."""
+        for slot in plan.freed.tolist():
+            for keeper in self._keepers():
+                keeper.remove(slot)
+        for new in plan.new:
+            for keeper in self._keepers():
+                keeper.add(new)
 
 
-def make_result(
-    step_id: int,
-    token_ids: torch.Tensor,
-    logprobs: Logprobs | None,
-    masks: Masks | None,
-    pooled: tuple[Int32s, torch.Tensor] | None = None,
-) -> StepResult:
-    """The result of a step from tensors on the host; `pooled` are samples in place of which there are vectors."""
+def make_result(step_id: int, token_ids: torch.Tensor, reports: Sequence[Report]) -> StepResult:
+    """The result of a step, from token ids and reports whose data is on the host."""
     result = StepResult(step_id, token_ids.numpy().astype(np.int32))
-    if pooled is not None:
-        result.pooled_rows, result.pooled = pooled[0], pooled[1].numpy().copy()
-    if logprobs is not None:
-        result.logprob_rows = logprobs.rows
-        result.ranks = logprobs.ranks.numpy().astype(np.int32)
-        result.logprobs = logprobs.logprobs.numpy()
-        result.top_ids = logprobs.top_ids.numpy().astype(np.int32)
-        result.top_logprobs = logprobs.top_logprobs.numpy()
-        result.num_best = logprobs.num_best
-    if masks is not None:
-        result.begun, result.failures, result.deferred = masks.begun, masks.failures, masks.deferred
+    for report in reports:
+        report(result)
     return result

@@ -38,8 +38,9 @@ _EVERYTHING = SamplingParams(
 class WarmUp:
     """The steps of one runner's warm-up, within the limits of its memory plan."""
 
-    def __init__(self, steps: Steps, memory: MemoryPlan) -> None:
+    def __init__(self, steps: Steps, memory: MemoryPlan, makes_vectors: bool = False) -> None:
         self.steps, self.max_num_tokens = steps, memory.max_num_batched_tokens
+        self.makes_vectors = makes_vectors
         self.most_rows = min(memory.max_num_seqs, self.max_num_tokens)
         self.longest_prompt = min(self.max_num_tokens, memory.max_model_len - 1)
         self.adapter = int(memory.adapters > 0)  # of the first row of a step that shall have one, if there is room
@@ -58,7 +59,7 @@ class WarmUp:
                 self._run_prompts([min(length, self.longest_prompt)], adapter=adapter)
         for params in (SamplingParams(grammar=_FAILING), SamplingParams(repetition_penalty=1.1)):
             self._run_prompts([1], params)
-        if self.steps.pooling is not None:
+        if self.makes_vectors:
             for length in (1, 32):
                 self._run_prompts([min(length, self.longest_prompt)], SamplingParams(max_tokens=1, pooled=True))
         logger.info("kernels: built and run once")

@@ -59,16 +59,19 @@ OLLAMA_OPTIONS = """
 _HEAD = """\
 # Fields of requests
 
-Written by `python -m serve_app.apis.api_page` from the models that check requests; [http.md](http.md) explains them.
-All fields of OpenAI's, Anthropic's, vLLM's and SGLang's requests, and Callboard's own, for `/v1/completions`,
-`/v1/chat/completions`, `/v1/responses` and `/v1/messages`:
+`python -m serve_app.apis.api_page` writes this page from the models that check requests; [http.md](http.md) explains
+them. The table lists the fields of OpenAI, Anthropic, vLLM, SGLang and Callboard for `/v1/completions`,
+`/v1/chat/completions`, `/v1/responses` and `/v1/messages`.
 
-- **works**: as documented by whose field it is.
-- refused: a 400 that names the field, since it would change the answer and is not supported. The last column says what
-  to send instead. Null, and values that ask for nothing (in brackets), are no fault.
-- ignored: it asks for nothing that an answer could show here; the header `x-callboard-ignored-fields` names it. So it
-  does every field that is not in this table and in none of the tables of
-  [other servers' fields](../serve_app/protocol/other_servers.py), which has those of TGI, llama.cpp and Ollama, too.
+| word | meaning |
+| --- | --- |
+| **works** | as its owner documents it |
+| refused | a 400 that names the field: it would change the answer and is not supported |
+| ignored | it changes nothing here; the header `x-callboard-ignored-fields` names it |
+
+The last column has the replacement of a refused field. Null, and the values in brackets, are accepted: they change
+nothing. Fields outside this table are ignored unless `serve_app/protocol/other_servers.py` refuses them, which also
+covers TGI, llama.cpp and Ollama.
 
 | field | of | completions | chat | responses | messages | what to send instead, or why |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -78,8 +81,8 @@ All fields of OpenAI's, Anthropic's, vLLM's and SGLang's requests, and Callboard
 _OLLAMA_HEAD = """
 ## Ollama's requests
 
-`POST /api/chat` and `POST /api/generate` are answered with lines of JSON, or with `"stream": false` with one object.
-Fields that a chat has and this table has not (`chat_template_kwargs`, `structured_outputs` ...) may stand beside these.
+`POST /api/chat` and `POST /api/generate` answer with lines of JSON, or with `"stream": false` with one object. Fields
+of a chat that this table lacks (`chat_template_kwargs`, `structured_outputs` ...) may stand beside these.
 
 | field | chat | generate | what to send instead, or why |
 | --- | --- | --- | --- |

@@ -7,9 +7,9 @@ import os
 import threading
 import types
 from dataclasses import Field, fields, replace
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
-from runtime.spec.config import DEFAULT_MODEL, EngineConfig
+from runtime.spec.config import DEFAULT_MODEL, EngineConfig, choices_of
 from runtime.spec.types import CallboardError, SamplingParams
 from serve_app.command_line.gpu import missing_gpu
 from serve_app.command_line.parser import UsageError
@@ -67,7 +67,7 @@ def _add_flag(group: argparse._ArgumentGroup, f: Field[Any], kind: Any) -> None:
     if kind == tuple[str, ...]:
         group.add_argument(flag, action="append", metavar="TEXT", help=text)
         return
-    choices = get_args(kind) if get_origin(kind) is Literal else None
+    choices = choices_of(f, kind) or None
     if choices:
         kind = type(choices[0])
     elif isinstance(kind, types.UnionType):  # X | None

@@ -66,7 +66,8 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     _check_names(args)
     config = engine_config(args)
-    from serve_app.server import ServerSettings, serve
+    from serve_app.server.serve import serve
+    from serve_app.server.server_settings import ServerSettings
 
     if config.chat_template is not None:  # the fronts have another working directory
         config = replace(config, chat_template=os.path.abspath(config.chat_template))

@@ -16,13 +16,13 @@ from runtime.output.processor import Delta
 from serve_app.http.auth import clean_id
 from serve_app.http.lanes import run_preparation, run_rendering
 from serve_app.http.limits import Deadline, check_counts, read_json_body
+from serve_app.observability.context import RequestContext
 from serve_app.protocol.answers import num_scores
 from serve_app.protocol.errors import INTERNAL_ERROR, ApiError
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.protocol.sse import MANY_SCORES, EventStream
 from serve_app.service.endpoint import Endpoint
-from serve_app.service.metrics import RequestContext
 from serve_app.service.recorded import RecordedRequests
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings

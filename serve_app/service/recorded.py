@@ -1,9 +1,9 @@
-"""The latest requests of a front, which `callboard replay` sends again. They are in memory only."""
+"""The latest requests of a front, for `callboard replay`. They stay in memory only."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,19 +12,18 @@ import msgspec
 
 from runtime.output.fields import shortened
 from runtime.output.processor import Delta
-from serve_app.apis.table import ENDPOINTS
 from serve_app.protocol.answers import encode_json, listed
 from serve_app.protocol.errors import ApiError
 from serve_app.protocol.prepared_request import PreparedRequest
 
-_ENTRY_BYTES = 1 << 10  # of an entry, beside its body, its seeds and its tokens
+_ENTRY_BYTES = 1 << 10  # overhead of an entry beside its body, seeds and tokens
 _CHOICE_BYTES = 256  # of a choice and its seed
 _TOKEN_BYTES = array("i").itemsize
 
 
 @dataclass(slots=True, eq=False)
 class _Recorded:
-    """A request and the tokens of its answer. It holds no part of what the request was prepared to."""
+    """A request and the tokens of its answer, without references to its prepared form."""
 
     id: str
     path: str
@@ -38,14 +37,16 @@ class _Recorded:
 
 
 class RecordedRequests:
-    """As many of the latest requests as `max_bytes` hold. Its methods are called on one thread."""
+    """The latest requests that fit into `max_bytes`. One thread calls its methods."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, id_prefixes: Sequence[str]) -> None:
+        """`id_prefixes` are those that answers put before a client's own id."""
         self._max_bytes, self._num_bytes = max_bytes, 0
+        self._prefixes = ("", *id_prefixes)
         self._kept: dict[tuple[str, str], _Recorded] = {}  # by owner and the answer's id, oldest first
 
     def begin(self, prepared: PreparedRequest[Any], path: str, body: bytes) -> PreparedRequest[Any]:
-        """The same request, whose answer is recorded."""
+        """Return the request with a callback that records its answer."""
         num_choices = len(prepared.requests)
         num_bytes = _ENTRY_BYTES + len(body) + _CHOICE_BYTES * num_choices
         if num_bytes > self._max_bytes:
@@ -60,9 +61,10 @@ class RecordedRequests:
         return replace(prepared, on_delta=partial(self._add, recorded))
 
     def found(self, request_id: str, owner: str) -> Callable[[], bytes]:
-        """What renders a request, found by the id of its answer or by the client's own; raises the 404."""
-        prefixes = ("", *(endpoint.id_prefix for endpoint in ENDPOINTS))
-        found = (self._kept.get((owner, prefix + request_id)) for prefix in prefixes)
+        """Return a function that renders the request with this id, of its answer or the client's own.
+
+        Raises the 404 without such a request."""
+        found = (self._kept.get((owner, prefix + request_id)) for prefix in self._prefixes)
         recorded = next((r for r in found if r is not None), None)
         if recorded is None:
             text = f"This front has no request {shortened(request_id)!r} among its latest; another one may have it."
@@ -86,7 +88,7 @@ class RecordedRequests:
     def _forget(self, key: tuple[str, str]) -> None:
         if (recorded := self._kept.pop(key, None)) is not None:
             self._num_bytes -= recorded.num_bytes
-            # Its request may still run.
+            # The request may still run.
             recorded.is_kept, recorded.body, recorded.tokens = False, b"", []
 
 

@@ -26,12 +26,13 @@ from runtime.structured.compiler import GrammarCompiler
 from runtime.text.sampling_defaults import SamplingDefaults
 from runtime.text.stream import StopStrings
 from runtime.text.tokenizer import Tokenizer
+from serve_app.observability.context import RequestContext
+from serve_app.observability.metrics import RequestRecord, ServiceMetrics
 from serve_app.protocol.errors import ApiError, redacted
 from serve_app.protocol.prepared_request import PreparedRequest, R, ServedModel
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.service.endpoint import Endpoint
 from serve_app.service.grammars import compiled, ignored_paths
-from serve_app.service.metrics import RequestContext, RequestRecord, ServiceMetrics
 from serve_app.service.model_card import model_card
 
 _RECOVERY_RETRY_S = 1.0

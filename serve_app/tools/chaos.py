@@ -22,7 +22,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from runtime.spec.types import CallboardError
-from serve_app.tools.processes import ROLES, Process, connect, local_port, processes_of, raylet_behind, the_application
+from serve_app.processes.application_processes import (
+    ROLES,
+    Process,
+    connect,
+    local_port,
+    processes_of,
+    raylet_behind,
+    the_application,
+)
 from serve_app.tools.token_client import Reading, Server, first_model
 
 _KEYS = {role[0]: role for role in ROLES}

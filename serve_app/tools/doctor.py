@@ -13,7 +13,6 @@ import platform
 import resource
 import shutil
 import socket
-import ssl
 import subprocess
 import sys
 import threading
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from runtime.loading.resolve import cache_folder
+from serve_app.server.announcement import NETWORK_S, unreachable
 
 _GIB = 1 << 30
 _MIN_FILES = 4096  # a front holds two file descriptors for each stream
@@ -65,13 +65,13 @@ _FORMS_PROBE = """
 import json
 from runtime.spec.config import EngineConfig
 from runtime.quant.at_load import GROUPS
-from runtime.quant.formats import forms_at_load
-from runtime.quant.forms import Integer4
+from runtime.quant.model_formats import forms_at_load
+from runtime.quant.encodings import Integer4
 from runtime.quant.products import products_of
 from runtime.worker.runner import choose_numerics
 numerics = {form: choose_numerics(EngineConfig(quantization=form)) for form in GROUPS}
 own = {dtype: choose_numerics(EngineConfig(dtype=dtype)) for dtype in ("auto", "bfloat16")}
-four_bits = Integer4("int4", columns=32, has_minimum=True)
+four_bits = Integer4("int4", group_size=32, has_zero_points=True)
 stay = [dtype for dtype in own if (products := products_of(own[dtype])) and products.takes(four_bits)]
 print(json.dumps({"forms": [form for form in GROUPS if form in forms_at_load(numerics[form])], "stay": stay,
                   "dtype": own["auto"].dtype_name, "bits": 8 * own["auto"].dtype.itemsize}))
@@ -84,7 +84,6 @@ _CPU_FLAGS = {  # of /proc/cpuinfo, by what they are called elsewhere
     "bf16": ("avx512_bf16",),
     "AMX": ("amx_tile",),
 }
-_NETWORK_S = 3.0  # for an answer of a hub or an index
 _PORT = 8000  # of `callboard serve`
 
 
@@ -262,7 +261,7 @@ def network() -> Iterator[Finding]:
     # pip reads more than this, and says itself what it cannot reach.
     index = os.environ.get("PIP_INDEX_URL") or _run(*_PYTHON, "-m", "pip", "config", "get", "global.index-url")
     places = {"hub": ENDPOINT, "package index": (index or "https://pypi.org/simple").strip()}
-    answers: dict[str, str | None] = dict.fromkeys(places, f"no answer within {_NETWORK_S:g} s")
+    answers: dict[str, str | None] = dict.fromkeys(places, f"no answer within {NETWORK_S:g} s")
 
     def ask(name: str) -> None:
         answers[name] = unreachable(places[name])
@@ -270,7 +269,7 @@ def network() -> Iterator[Finding]:
     threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in places]
     for thread in threads:
         thread.start()
-    end = time.monotonic() + _NETWORK_S + 1
+    end = time.monotonic() + NETWORK_S + 1
     for thread in threads:  # a name's resolution has no timeout of its own
         thread.join(max(0.0, end - time.monotonic()))
     needs = {"hub": "models by ORG/NAME", "package index": "the default model, if it is not in the model cache,"}
@@ -278,18 +277,6 @@ def network() -> Iterator[Finding]:
         fix = f"{needs[name]} need it; folders and .gguf files do not."
         text = place if answers[name] is None else f"{place}: {answers[name]}"
         yield _checked(answers[name] is None, name, text, fix, "warn")
-
-
-def unreachable(url: str) -> str | None:
-    """Return the reason why a web address does not answer, or None if it answers."""
-    import httpx
-
-    try:
-        trusted = ssl.create_default_context(cafile=os.environ.get("PIP_CERT") or None)
-        status = httpx.head(url, timeout=_NETWORK_S, verify=trusted).status_code
-    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as e:
-        return str(e) or type(e).__name__
-    return f"it answers {status}" if status >= 500 else None  # a proxy that does not reach it, say
 
 
 def free_port(port: int) -> Finding:

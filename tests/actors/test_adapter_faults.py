@@ -1,4 +1,4 @@
-"""Adapters whose engines and runners are lost, asleep or replaced; each test is one way to lose an answer."""
+"""Adapters survive engines and runners that are lost, asleep or replaced. Each test is one way to lose an answer."""
 
 import asyncio
 import shutil
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from actors.engine.link_server import Connection
-from actors.engine.step_channel import RunnersLost
+from actors.runners.step_channel import RunnersLost
 from actors.wire.engine_client import EngineRefusal, Refusal
-from actors.wire.messages import Adapters
+from actors.wire.link_messages import Adapters
 from benchmarks.library.make_adapter import save_adapter
 from runtime.features.adapter_table import AdapterTable
 from runtime.spec.types import CallboardError
@@ -42,7 +42,7 @@ def runner_adapters(engine):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_failed_rebuild_ends_the_step_thread(folders):
-    """Then the supervisor starts another engine; a thread that lived on would serve nothing for ever."""
+    """Then the supervisor starts another engine, because a surviving thread would serve nothing."""
     engine = Engine(max_loras=1)
     async with Group(engine) as group:
         start, engine.start = engine.start, lambda: fail("Out of memory.")
@@ -57,7 +57,7 @@ async def test_failed_rebuild_ends_the_step_thread(folders):
         await check(asyncio.gather(read(group, req := with_adapter(group, "a"))), [req])
 
 
-async def test_progress_is_checked_whatever_the_reason_says():
+async def test_progress_is_checked_for_every_reason():
     engine = Engine(step_timeout_s=1.0)
     async with Group(engine) as group:
         engine.runners[-1].hang = True
@@ -145,7 +145,7 @@ async def test_streams_outlive_an_engine_and_the_name(way, folders):
         await eventually(lambda: req.adapter not in other.loop.core.extras[AdapterTable].loaded)
 
 
-async def test_streams_stay_on_a_draining_engine_that_alone_has_it(folders):
+async def test_streams_stay_on_the_only_engine_with_their_adapter(folders):
     engines = [Engine(delay_s=0.1, max_loras=1) for _ in range(2)]
     async with Group(*engines) as group:
         await group.adapters.load("a", folders[0])
@@ -162,7 +162,7 @@ async def test_streams_stay_on_a_draining_engine_that_alone_has_it(folders):
         await eventually(fresh)
         await asyncio.wrap_future(serving.loop.drain("It ends."))
         await eventually(lambda: any(link.draining for link in group._links.values()))
-        group._relieve()
+        group._move_off_draining()
         assert live(serving) == 1
         pace(serving, 0.0)
         await check(reading, [req])
@@ -211,7 +211,7 @@ async def test_requests_held_for_an_adapter_count_in_the_queue(folders):
         await eventually(lambda: engine.loop.core.extras[AdapterTable].loaded)
         (digest,) = engine.loop.core.extras[AdapterTable].loaded
         held = [asyncio.create_task(read(group, replace(request(i), adapter=digest))) for i in range(2)]
-        await eventually(lambda: len(engine.loop._held) == 2)
+        await eventually(lambda: len(engine.loop.requests.held) == 2)
         with pytest.raises(EngineRefusal, match="max_queued_requests") as refused:
             await read(group, replace(request(2), adapter=digest))
         assert refused.value.reason is Refusal.BUSY
@@ -219,7 +219,7 @@ async def test_requests_held_for_an_adapter_count_in_the_queue(folders):
             with pytest.raises(EngineRefusal, match="queue_timeout_s") as late:
                 await asyncio.wait_for(task, 10)
             assert late.value.reason is Refusal.LATE
-        assert (len(engine.loop._held), engine.loop._held.num_tokens) == (0, 0)
+        assert (len(engine.loop.requests.held), engine.loop.requests.held.num_tokens) == (0, 0)
         may_load.set()
         await loading
         await check(asyncio.gather(read(group, req := with_adapter(group, "a"))), [req])

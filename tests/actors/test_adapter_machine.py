@@ -1,4 +1,4 @@
-"""The state machine of an engine's adapters, against a world in which runners are lost at any event."""
+"""The state machine of an engine's adapters, in a world that loses runners at any event."""
 
 from collections import Counter
 
@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from actors.engine.adapter_machine import AdapterMachine, End, Hold, Load, Read, Rebuild, Restore
 from actors.wire.adapter_entry import FORGET_AFTER_S, AdapterEntry
-from actors.wire.adapter_machine import AdapterMachine, End, Hold, Load, Read, Rebuild, Restore
 from runtime.features.adapter_table import AdapterTable
 from runtime.spec.types import CallboardError
 
@@ -24,10 +24,10 @@ class World(RuleBasedStateMachine):
         self.machine = AdapterMachine(self.table, lambda index: self.requests[index] > 0, {"x"})
         self.files = {path: f"digest of {path}" for path in PATHS}
         self.refused = set()  # digests that runners do not accept
-        self.runners = {}  # what the living ones have: digests by index
+        self.runners = {}  # digests by index of the live runners
         self.is_alive, self.is_asleep, self.rebuild_due = True, False, False
         self.jobs, self.answers, self.holds = [], [], []
-        self.requests = Counter()  # by index: those that run
+        self.requests = Counter()  # running requests by index
         self.entries = {}  # by name: the newest
         self.version = self.now = 0
 
@@ -46,7 +46,7 @@ class World(RuleBasedStateMachine):
 
     @initialize(is_used=st.booleans())
     def begin(self, is_used):
-        """Most of what matters happens to an adapter that is there."""
+        """Most events happen to an adapter that is loaded."""
         self.say("x", "p", False)
         for _ in range(2):
             self.work()
@@ -67,7 +67,7 @@ class World(RuleBasedStateMachine):
         entry = AdapterEntry(name, path, 1 if is_late else self.version)
         if name not in self.entries or entry.version > self.entries[name].version:
             self.entries[name] = entry
-        self.run(self.machine.said([entry], self.now))
+        self.run(self.machine.received([entry], self.now))
 
     @rule(front=st.sampled_from(FRONTS), paths=st.sets(st.sampled_from(PATHS), max_size=2))
     def need(self, front, paths):
@@ -95,8 +95,8 @@ class World(RuleBasedStateMachine):
 
     @rule(data=st.data())
     @precondition(lambda self: self.holds)
-    def hold_over(self, data):
-        self.run(self.machine.hold_over(self.holds.pop(data.draw(st.integers(0, len(self.holds) - 1)))))
+    def hold_ended(self, data):
+        self.run(self.machine.hold_ended(self.holds.pop(data.draw(st.integers(0, len(self.holds) - 1)))))
 
     @rule(path=st.sampled_from(PATHS), text=st.sampled_from(("digest of p", "digest of q", "changed", "")))
     def change_files(self, path, text):
@@ -114,7 +114,7 @@ class World(RuleBasedStateMachine):
 
     @rule()
     def step(self):
-        """A step, or the loop's look at a loss: it finds dead runners if there is something to compute."""
+        """A step, or the loop's check for losses: it finds dead runners if there is work."""
         if not self.is_asleep and (self.rebuild_due or (not self.is_alive and +self.requests)):
             self.rebuild()
 
@@ -146,7 +146,7 @@ class World(RuleBasedStateMachine):
             self.rebuild()
 
     def load(self, index, path, digest):
-        """What the runners answer: they read the files again."""
+        """The answer of runners after they have read the files again."""
         if self.files[path] != digest or digest in self.refused:
             return f"{path} is refused."
         self.runners[index] = digest
@@ -202,7 +202,7 @@ class World(RuleBasedStateMachine):
         assert len(self.table.loaded) <= MAX_LORAS
 
     def teardown(self):
-        """All that was begun ends, whatever has happened."""
+        """Everything that was started ends, in every history."""
         if not hasattr(self, "table"):
             return
         for _ in range(200):
@@ -225,13 +225,13 @@ class World(RuleBasedStateMachine):
         for front in FRONTS:
             self.run(self.machine.needed(front, {}))
         while self.holds:
-            self.run(self.machine.hold_over(self.holds.pop()))
+            self.run(self.machine.hold_ended(self.holds.pop()))
         for name in NAMES:
             self.version += 1
-            self.run(self.machine.said([AdapterEntry(name, "", self.version)], self.now))
+            self.run(self.machine.received([AdapterEntry(name, "", self.version)], self.now))
         assert not self.table.loaded, "a place is lost for good"
         late = self.now + (FORGET_AFTER_S + 1) * 10**9
-        self.run(self.machine.said([], late))
+        self.run(self.machine.received([], late))
         assert self.machine.states.keys() == {"x"}, "only settings are kept for ever"
 
 
@@ -239,9 +239,9 @@ World.TestCase.settings = settings(max_examples=30, stateful_step_count=30, dead
 TestWorld = World.TestCase
 
 
-def test_loads_that_never_began_count_as_no_loss():
+def test_loads_that_never_began_are_no_losses():
     machine = AdapterMachine(AdapterTable(1), lambda index: False)
-    (read,) = (job for job in machine.said([AdapterEntry("a", "p", 1)], 1) if isinstance(job, Read))
+    (read,) = (job for job in machine.received([AdapterEntry("a", "p", 1)], 1) if isinstance(job, Read))
     actions = machine.read(read, "digest")
     for _ in range(5):
         (load,) = (job for job in actions if isinstance(job, Load))

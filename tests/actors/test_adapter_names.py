@@ -5,12 +5,13 @@ import time
 import pytest
 
 from actors.engine.loop import EngineLoop
-from actors.front import adapter_names as front_adapters
-from actors.front.adapter_names import FrontAdapters
+from actors.engine.metrics import EngineMetrics
+from actors.front import front_adapters as front_adapters
+from actors.front.front_adapters import FrontAdapters
 from actors.wire.adapter_entry import FORGET_AFTER_S, AdapterEntry, AdapterState
 from actors.wire.engine_client import EngineRefusal, Refusal
-from actors.wire.messages import Status
-from actors.wire.metrics import EngineMetrics, MetricValues
+from actors.wire.link_messages import Status
+from actors.wire.metrics import MetricValues
 from runtime.assembly.engine import build_engine
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
@@ -39,7 +40,7 @@ class Clock:
         self.now_ns += seconds * 10**9
 
 
-async def test_names_that_are_gone_are_forgotten(folders, monkeypatch):
+async def test_unloaded_names_are_forgotten(folders, monkeypatch):
     clock = Clock(monkeypatch)
     engine = Engine(lora=(f"s={folders[2]}",), max_loras=2)
     async with Group(engine) as group:
@@ -64,12 +65,12 @@ async def test_names_that_are_gone_are_forgotten(folders, monkeypatch):
         other.close()
 
 
-async def test_names_that_never_load_are_forgotten_too(folders, monkeypatch):
+async def test_names_that_never_load_are_forgotten(folders, monkeypatch):
     """Their front may have ended before it could take the entry back."""
     clock = Clock(monkeypatch)
     async with Group(engine := Engine(max_loras=2)) as group:
         group.adapters._set(entry := AdapterEntry("bad", "/nowhere", clock.now_ns))
-        group.adapters._tell(only_link(group))
+        group.adapters._send_newer(only_link(group))
         await eventually(lambda: getattr(only_link(group).adapters.get("bad"), "error", ""))
         clock.advance(LATER_S)
         await group.adapters.load("a", folders[0])
@@ -92,7 +93,7 @@ async def test_the_number_of_names_is_limited(folders, monkeypatch):
         await group.adapters.unload("a")
 
 
-async def test_a_status_carries_what_has_changed(folders, monkeypatch):
+async def test_a_status_carries_only_changes(folders, monkeypatch):
     sent, send_status = [], EngineLoop._send_status
 
     def note_status(message):
@@ -110,7 +111,7 @@ async def test_a_status_carries_what_has_changed(folders, monkeypatch):
         monkeypatch.setattr(EngineLoop, "_send_status", note)
         await group.adapters.load("one more", folders[0])
         assert {state.entry.name for status in sent for state in status.adapters} == {"one more"}
-        engine.loop._call(engine.loop._tell_status).result()
+        engine.loop._call(engine.loop._send_status_to_all).result()
         assert sent[-1].adapters == []
         only_link(group)._connection.transport.abort()
         await eventually(lambda: len(sent[-1].adapters) == 22)
@@ -118,14 +119,14 @@ async def test_a_status_carries_what_has_changed(folders, monkeypatch):
         assert group.adapters.served().keys() == {"s", "one more", *(f"n{i}" for i in range(20))}
 
 
-def test_fronts_send_entries_and_needs_only_where_they_are_new():
+def test_fronts_send_only_new_entries_and_needs():
     class Link:
         usable, adapters, digests, kept = True, {}, frozenset(), {"d": "/a"}
 
         def __init__(self):
             self.told = []
 
-        def tell_adapters(self, entries, needs):
+        def send_adapters(self, entries, needs):
             self.told.append(([entry.name for entry in entries], needs))
 
     first, second = links = [Link(), Link()]
@@ -146,7 +147,7 @@ def test_fronts_send_entries_and_needs_only_where_they_are_new():
     assert first.told[1:] == [([], {})]
 
 
-def test_metrics_drop_names_that_are_gone():
+def test_metrics_drop_unloaded_names():
     config = EngineConfig(block_size=4)
     core, metrics = build_engine(config, INFO, FakeRunner(config, INFO)), EngineMetrics(config, INFO, 0)
     figures = MetricValues()

@@ -1,4 +1,5 @@
-"""Adapters behind an EngineGroup, over real sockets: they come and go, and outlive runners, engines and fronts."""
+"""Adapters behind an EngineGroup, over real sockets: they are loaded and unloaded, and survive the loss of runners,
+engines and fronts."""
 
 import asyncio
 import threading
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.engine.step_channel import RunnersLost
+from actors.runners.step_channel import RunnersLost
 from benchmarks.library.make_adapter import save_adapter
 from runtime.features.adapter_table import AdapterTable
 from runtime.spec.types import CallboardError
@@ -32,7 +33,7 @@ def with_adapter(group, name, i=0, **params):
 
 
 def pace(engine, delay_s):
-    """Steps take so long from now on: long enough for what a test does to a stream, and then no time."""
+    """Set the time of steps: long enough for the test to disturb a stream, then zero."""
     engine.delay_s = engine.runners[-1].delay_s = delay_s
 
 
@@ -59,11 +60,11 @@ async def test_adapters_come_and_go_at_all_engines_and_fronts(folders):
             await group.adapters.load("c", c)
         with pytest.raises(CallboardError, match="/nowhere"):
             await group.adapters.load("d", "/nowhere")
-        await group.adapters.load("again", b)  # the same files need no room
+        await group.adapters.load("again", b)  # the same files use no more room
         await group.adapters.unload("b")
         assert group.adapters.served().keys() == {"a", "again"}
 
-        # Its requests go on, new ones do not get it, and it is unloaded when they have ended.
+        # Its requests go on, new requests are refused, and it is unloaded when they have ended.
         asked = [with_adapter(group, "a", max_tokens=80)]
         for engine in engines:
             pace(engine, 0.1)
@@ -83,7 +84,7 @@ async def test_adapters_come_and_go_at_all_engines_and_fronts(folders):
         other.close()
 
 
-async def test_one_that_replaces_another_is_there_before_that_goes(folders, monkeypatch):
+async def test_a_replacement_is_ready_before_the_old_one_leaves(folders, monkeypatch):
     timers: list[threading.Timer] = []
     monkeypatch.setattr(threading.Timer, "start", lambda self: timers.append(self))
 
@@ -112,7 +113,7 @@ async def test_one_that_replaces_another_is_there_before_that_goes(folders, monk
         await eventually(lambda: sum(map(live, engines)) == 1)
         replacing = asyncio.create_task(group.adapters.load("x", b))
         await eventually(lambda: all(link.adapters["x"].held for link in group._links.values()))
-        late = link_to(*engines)  # it comes while the name means something that is not there yet
+        late = link_to(*engines)  # it arrives while the name belongs to an adapter that is still loading
         await late.start()
         await eventually(lambda: len(healthy(late)) == 2)
         for i, front in enumerate((group, other, late), 1):
@@ -122,7 +123,7 @@ async def test_one_that_replaces_another_is_there_before_that_goes(folders, monk
         await replacing
         new = with_adapter(group, "x", 4, max_tokens=2)
         assert new.adapter != old.adapter
-        # A front that has not heard of it yet is not refused.
+        # A front accepts the name of an adapter that it has not received yet.
         asked = [new, replace(old, request_id="unaware", params=new.params)]
         await check(asyncio.gather(*(read(other, req) for req in asked)), asked)
         with pytest.raises(CallboardError, match="max_loras"):  # both are needed
@@ -138,7 +139,7 @@ async def test_one_that_replaces_another_is_there_before_that_goes(folders, monk
         free = lambda: all(len(e.loop.core.extras[AdapterTable].loaded) == 1 for e in engines)  # noqa: E731
         await eventually(free)
 
-        for bad in ("/nowhere", b):  # the last one has other files by then
+        for bad in ("/nowhere", b):  # the last one has other files by now
             if bad == b:
                 save_adapter(Path(b), MODULES, 9, r=64)
             with pytest.raises(CallboardError):
@@ -154,7 +155,7 @@ async def test_one_that_replaces_another_is_there_before_that_goes(folders, monk
         late.close()
 
 
-async def test_no_death_takes_an_adapter_along(folders):
+async def test_adapters_survive_every_death(folders):
     a, b, _ = folders
     engines = [Engine(delay_s=0.1, lora=(f"a={a}",), max_loras=3) for _ in range(2)]
     async with Group(*engines) as group:
@@ -167,14 +168,14 @@ async def test_no_death_takes_an_adapter_along(folders):
         assert set(engines[0].runners[-1].adapters) == {0, 1, 2}
         engines[0].die()
         await eventually(lambda: live(engines[1]) == 4)
-        engines[1].die()  # now nobody has "b" but the front
+        engines[1].die()  # now only the front has "b"
         assert group.adapters.served().keys() == {"a", "b"}
         pace(engines[0], 0.0)
         engines[0].restart()
         await check(reading, asked)
 
 
-async def test_a_front_that_comes_late_and_an_engine_that_comes_late_know_all(folders):
+async def test_late_fronts_and_engines_learn_all_adapters(folders):
     a, b, c = folders
     engines = [Engine(lora=(f"a={a}",), max_loras=3), Engine(lora=(f"a={a}",), max_loras=3)]
     engines[1].die()
@@ -193,7 +194,7 @@ async def test_a_front_that_comes_late_and_an_engine_that_comes_late_know_all(fo
         late.close()
 
 
-async def test_runners_that_are_lost_while_they_load_one(folders):
+async def test_runners_lost_while_loading_an_adapter(folders):
     engine = Engine(max_loras=1)
     async with Group(engine) as group:
         first, begun = engine.load_adapter, threading.Event()
@@ -219,7 +220,7 @@ async def test_runners_that_are_lost_while_they_load_one(folders):
         assert (await read(group, request(0)))[:2] == sequential(request(0), 512)
 
 
-async def test_files_that_have_changed_end_their_requests_alone(folders):
+async def test_changed_files_end_only_their_own_requests(folders):
     engine = Engine(delay_s=0.1, max_loras=2)
     async with Group(engine) as group:
         await group.adapters.load("a", folders[0])

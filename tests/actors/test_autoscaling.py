@@ -16,7 +16,7 @@ IDLE = EngineFigures(0, 1000.0, 0, 10, 0, 100, 1e9)
 
 
 def engines(count, **total):
-    """So many alike, which share `total`."""
+    """Figures of equal engines that share `total`."""
     return [replace(IDLE, idle_s=0.0, **{name: value / count for name, value in total.items()})] * count
 
 
@@ -28,24 +28,24 @@ def targets(policy, seconds, loads, num_engines=1):
     return found
 
 
-def test_each_limit_alone_asks_for_engines():
+def test_each_limit_alone_requests_engines():
     assert engines_needed([]) == engines_needed([IDLE]) == 0
     assert engines_needed(engines(1, num_live=24)) == 3
     assert engines_needed(engines(3, num_live=24)) == 3
     assert engines_needed(engines(2, num_used_blocks=180)) == 2
     assert engines_needed(engines(2, queued_tokens=8000, num_live=16)) == 4
-    assert engines_needed(engines(1, queued_tokens=8000, num_live=1)) == 1  # nobody else could help with it
+    assert engines_needed(engines(1, queued_tokens=8000, num_live=1)) == 1  # no other engine could serve it
     assert engines_needed([replace(IDLE, queued_tokens=8000, num_live=1, prefill_rate=0)]) == 1 / 8
 
 
-def test_engines_come_after_a_short_delay_and_go_after_a_long_one():
+def test_scale_out_is_faster_than_scale_in():
     policy = ScalingPolicy(1, 4, 2, 10)
     busy = targets(policy, 4, lambda second, n: engines(n, num_live=24))
     assert busy == [1, 1, 1, 3, 3]
     assert targets(policy, 11, lambda second, n: engines(n, num_live=8), 3)[-2:] == [3, 2]
 
 
-def test_engines_stay_that_were_needed_within_the_delay():
+def test_engines_needed_within_the_delay_stay():
     policy = ScalingPolicy(1, 4, 2, 10)
     found = targets(policy, 11, lambda second, n: engines(n, num_live=11 if second == 5 else 1), 4)
     assert found[-1] == 2
@@ -53,20 +53,20 @@ def test_engines_stay_that_were_needed_within_the_delay():
     assert set(found) == {4}
 
 
-def test_no_engine_goes_while_another_is_away():
+def test_no_engine_is_removed_while_another_is_lost():
     policy = ScalingPolicy(0, 4, 2, 10, 20)
-    assert {policy.decide([IDLE] * 2, 3, float(second), num_away=1) for second in range(60)} == {3}
+    assert {policy.decide([IDLE] * 2, 3, float(second), num_restarting=1) for second in range(60)} == {3}
     assert policy.decide([replace(IDLE, idle_s=1.0)] * 3, 3, 60.0) == 3  # the delay begins when it is back
     assert policy.decide([replace(IDLE, idle_s=1.0)] * 3, 3, 70.0) == 1
 
 
-def test_engines_that_do_not_come_keep_nobody():
+def test_missing_engines_do_not_hold_back_scale_in():
     policy = ScalingPolicy(0, 4, 2, 10, 20)
     assert targets(policy, 40, lambda second, n: [replace(IDLE, idle_s=float(second))], 4)[-1] == 0
-    assert set(targets(policy, 60, lambda second, n: [], 1)) == {1}  # the first one, which a request has asked for
+    assert set(targets(policy, 60, lambda second, n: [], 1)) == {1}  # the first one, which a request has requested
 
 
-def test_the_last_engine_goes_when_nothing_was_asked_for_a_while():
+def test_the_last_engine_is_removed_when_idle():
     policy = ScalingPolicy(0, 4, 2, 10, 20)
     one = replace(IDLE, idle_s=19.0)
     assert policy.decide([one], 1, 0.0) == 1
@@ -106,7 +106,7 @@ def test_more_load_never_needs_fewer(reports, at, more_tokens, more_live):
 
 @settings(max_examples=examples(60))
 @given(st.floats(0, 400), st.floats(0, 3e4), st.integers(1, 12))
-def test_constant_load_is_never_answered_with_both_more_and_fewer(num_live, tokens, start):
+def test_constant_load_never_scales_in_both_directions(num_live, tokens, start):
     policy = ScalingPolicy(1, 12, 2, 5)
     found = targets(policy, 40, lambda second, n: engines(n, num_live=num_live, queued_tokens=tokens), start)
     assert found in (sorted(found), sorted(found, reverse=True))
@@ -115,7 +115,7 @@ def test_constant_load_is_never_answered_with_both_more_and_fewer(num_live, toke
 
 class Engines:
     """A fluid of requests, each with its share of prompt tokens and then some seconds in a row. Engines start slowly,
-    and report once a second what they have."""
+    and report their load once a second."""
 
     START_S, PREFILL_RATE, ROWS, PROMPT, DECODE_S, TICK_S = 6.0, 4000.0, 16.0, 500.0, 5.0, 0.25
 
@@ -124,7 +124,7 @@ class Engines:
         self.num_queued = self.num_decoding = self.now = 0.0
 
     def advance(self, arrivals):
-        """A tick in which so many requests arrive a second."""
+        """A tick in which `arrivals` requests a second arrive."""
         self.now += self.TICK_S
         self.num_queued += arrivals * self.TICK_S
         num_ready = sum(at <= self.now for at in self.ready_at)
@@ -189,7 +189,7 @@ def test_serves_policy_takes_the_last_reports():
 
 
 def test_serve_can_pickle_the_policy_by_value():
-    """Its controller has none of our packages."""
+    """The controller cannot import our packages."""
     cloudpickle.register_pickle_by_value(autoscaling)
     try:
         pickled = cloudpickle.dumps(ScalingPolicy)

@@ -1,12 +1,12 @@
-"""A front's picture of an engine's cache is the engine's, whatever came, went or was lost on the way."""
+"""A front's copy of an engine's cache equals the cache, after any insert, eviction or loss."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.engine.cache_feed import CacheFeed, Followers
 from actors.front.router import Prompt, Router
-from actors.wire.cache_feed import CacheFeed, Followers
-from actors.wire.messages import decode_from_engine, encode
+from actors.wire.link_messages import decode_from_engine, encode
 from runtime.assembly.engine import build_engine
 from runtime.core.prefix_cache import KEY_BYTES
 from runtime.features.adapter_table import AdapterTable
@@ -53,7 +53,7 @@ ops = st.one_of(
 
 @settings(max_examples=examples(120))
 @given(st.lists(ops, max_size=30))
-def test_the_picture_is_the_cache(todo):
+def test_the_feed_equals_the_cache(todo):
     served = Served()
     served.send(served.feed.snapshot())
     for op, *args in todo:
@@ -87,7 +87,7 @@ def test_the_picture_is_the_cache(todo):
     assert served.router.held("e") == served.keys()
 
 
-def test_hits_are_foreseen_as_the_engine_finds_them():
+def test_predicted_hits_equal_those_of_the_engine():
     """The same hashes on both sides, for any length of prompt; the last token is never a hit."""
     served = Served(max_loras=1)
     served.router.add("other", INFO)
@@ -114,7 +114,7 @@ def test_hits_are_foreseen_as_the_engine_finds_them():
         assert served.send(served.feed.update())
 
 
-def test_the_load_counts_what_is_still_to_be_computed():
+def test_the_load_counts_the_tokens_still_to_compute():
     served = Served(max_num_seqs=1)
     served.feed.snapshot()
     prompt = list(range(1, 18))
@@ -131,7 +131,7 @@ def test_the_load_counts_what_is_still_to_be_computed():
     assert served.feed.update().load[:3] == (0, 0, 0)
 
 
-def test_who_is_not_followed_notes_nothing():
+def test_a_cache_without_followers_records_nothing():
     served = Served()
     served.add([1, 2, 3, 4, 5])
     served.run()
@@ -143,7 +143,7 @@ def test_who_is_not_followed_notes_nothing():
 
 
 class Front:
-    """A connection that keeps what it is sent."""
+    """A connection that keeps the messages it is sent."""
 
     def __init__(self):
         self.last_stream, self.got = 0, []
@@ -152,27 +152,27 @@ class Front:
         self.got.append(decode_from_engine(encode(message)))
 
 
-def test_followers_are_told_of_every_change_but_not_more_often_than_they_may():
+def test_followers_get_every_change_at_a_limited_rate():
     now, served, fronts = [100.0], Served(), [Front(), Front()]
     followers = Followers(served.feed, lambda: now[0])
     followers.are_behind = True
-    assert followers.tell() is None  # there are none
+    assert followers.send_changes() is None  # there are none
     for front in fronts:
         followers.follow(front, True)
         assert front.got[-1].is_snapshot
     served.add(list(range(1, 10)))
     fronts[1].last_stream = 7
-    assert followers.tell() is None
+    assert followers.send_changes() is None
     assert [front.got[-1].last_stream for front in fronts] == [0, 7]
     assert fronts[0].got[-1].load.num_waiting == 1
     served.run()
     followers.are_behind = True
     now[0] += 0.005
-    assert followers.tell() == pytest.approx(0.015)
+    assert followers.send_changes() == pytest.approx(0.015)
     now[0] += 0.015
     followers.follow(fronts[1], False)
-    assert followers.tell() is None
-    assert followers.tell() is None  # nothing has changed since
+    assert followers.send_changes() is None
+    assert followers.send_changes() is None  # nothing has changed since
     assert [len(front.got) for front in fronts] == [3, 2]
     assert fronts[0].got[-1].number == 2
     assert set(memoryview(fronts[0].got[-1].added).cast("q")) == served.keys()

@@ -1,4 +1,4 @@
-"""The directory: while Ray's head node does not answer, and asked for an engine that takes requests."""
+"""The directory: when Ray's head node does not answer, and when it is asked for a free engine."""
 
 import asyncio
 import threading
@@ -12,8 +12,8 @@ from actors.ray.directory import RayDirectory, has_healthy_engine
 from actors.ray.names import living_actors
 
 
-async def test_calls_that_ray_does_not_answer_take_no_thread_from_others(monkeypatch: pytest.MonkeyPatch):
-    """A front reads and tokenises long requests in asyncio's own threads, of which there are few."""
+async def test_unanswered_ray_calls_block_no_other_call(monkeypatch: pytest.MonkeyPatch):
+    """A front reads and tokenises long requests in the few threads of asyncio."""
     is_back = threading.Event()
     monkeypatch.setattr("actors.ray.directory.living_actors", lambda prefix: is_back.wait() and ["app/engine/a#1"])
     monkeypatch.setattr("actors.ray.directory.ray.get_actor", lambda *_: is_back.wait())
@@ -30,7 +30,7 @@ async def test_calls_that_ray_does_not_answer_take_no_thread_from_others(monkeyp
     assert await asyncio.wait_for(listing, 5) == ["app/engine/a#1"]
 
 
-async def test_an_engine_that_takes_requests_is_found_among_others(monkeypatch: pytest.MonkeyPatch):
+async def test_the_engine_that_accepts_requests_is_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("actors.ray.directory._HEALTH_S", 0.05)
     health = {
         "app/engine/a#1": AsyncMock(return_value=None),
@@ -44,8 +44,8 @@ async def test_an_engine_that_takes_requests_is_found_among_others(monkeypatch: 
     assert not await has_healthy_engine("app/engine/", except_for="app/engine/a")
 
 
-def test_an_engine_whose_replica_is_gone_is_none(monkeypatch: pytest.MonkeyPatch):
-    """Ray may list it for ever, where the node died while the replica asked for another engine."""
+def test_an_engine_without_a_replica_is_not_listed(monkeypatch: pytest.MonkeyPatch):
+    """Ray may list it forever, if its node died while the replica requested another engine."""
     named = [
         ("callboard", "app/engine/m/ghost#5"),
         ("callboard", "app/engine/m/b#4"),

@@ -1,19 +1,19 @@
-"""The draft of an engine: what shows its loss, and what an engine leaves open at it."""
+"""The draft of an engine: how its loss is noticed, and which calls stay open."""
 
 import os
 import queue
 
 import pytest
 
-from actors.engine import runner_group
-from actors.engine.runner_group import DraftKeeper
+from actors.runners import runner_group
+from actors.runners.runner_group import DraftKeeper
 from actors.wire.transport import connect
 from runtime.spec.config import EngineConfig
 from tests.actors.test_runner_group import Call
 
 
 class Draft:
-    """A draft actor that lives whatever happens to its connections."""
+    """A draft actor that survives the loss of its connections."""
 
     def __init__(self) -> None:
         self.called, self.disturbances = [], {}
@@ -36,7 +36,7 @@ class Draft:
 
 @pytest.fixture
 def draft(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(runner_group, "_reach", lambda node, pid: ("", None))
+    monkeypatch.setattr(runner_group, "_host_and_process", lambda node, pid: ("", None))
     keeper, attached = DraftKeeper(EngineConfig(draft="x"), None, False, "app"), queue.Queue()
     keeper.draft, keeper._step_us = Draft(), ()
     keeper.keep(lambda wire, step_us: attached.put(wire))
@@ -52,5 +52,5 @@ def test_a_draft_is_attached_again_after_its_connection(draft):
 
 
 def test_no_call_to_a_draft_stays_open(draft):
-    """A shared draft has few threads, and engines come and go."""
+    """A shared draft has few threads, and engines are added and removed."""
     assert [name for name, _ in draft.called] == ["location", "attach"]

@@ -1,4 +1,5 @@
-"""A draft's loop over real sockets: engines that come while it waits are heard, and those that go are forgotten."""
+"""A draft's loop over real sockets: it reads engines that connect while it waits, and forgets those engines when they
+leave."""
 
 import socket
 import threading
@@ -6,13 +7,13 @@ import threading
 import msgspec
 import pytest
 
-from actors.engine.draft import DraftLoop, SocketDraft
+from actors.runners.draft import DraftLoop, SocketDraft
 from actors.wire.transport import FrameSocket
 from runtime.speculation.draft import Chain, Told
 
 
 class EchoCore:
-    """Answers a frame with one chain for each stream that it closes."""
+    """Answers a frame with draft tokens for each stream that it closes."""
 
     def __init__(self):
         self.outbox, self.forgotten, self.has_forgotten = {}, [], threading.Semaphore(0)
@@ -37,7 +38,7 @@ def attach(loop: DraftLoop) -> SocketDraft:
 def test_engines_come_and_go_while_it_waits():
     core = EchoCore()
     loop = DraftLoop(core, pytest.fail)
-    for _ in range(3):  # descriptors come again
+    for _ in range(3):  # descriptors are free again
         engines = [attach(loop) for _ in range(3)]
         for i, engine in enumerate(engines):
             engine.send(Told(closed=[i, i + 10]))
@@ -52,7 +53,7 @@ def test_engines_come_and_go_while_it_waits():
     assert not core.outbox
 
 
-def test_frames_that_come_at_once_are_taken_at_once():
+def test_frames_that_arrive_together_are_read_together():
     ours, theirs = socket.socketpair()
     draft, encode = SocketDraft(FrameSocket(ours)), msgspec.msgpack.encode
     for i in range(3):

@@ -13,8 +13,8 @@ from runtime.spec.config import EngineConfig
 from tests.actors.test_link import eventually
 
 
-async def test_a_hung_drafts_end_stops_no_look_at_the_steps(monkeypatch: pytest.MonkeyPatch):
-    """Ray's head node may be away: to end an actor waits for it."""
+async def test_ending_a_hung_draft_does_not_stop_step_checks(monkeypatch: pytest.MonkeyPatch):
+    """Ray's head node may be lost, and ending an actor waits for it."""
     interval, is_back = sys.getswitchinterval(), threading.Event()
     engine = EngineActor(EngineConfig(draft="x"), None, False, 0, "app", 1)
     sys.setswitchinterval(interval)

@@ -1,4 +1,4 @@
-"""Engines that die, freeze, drain, fill up, come and go behind one EngineGroup, over real sockets."""
+"""Engines that die, freeze, drain, fill up, start and stop behind one EngineGroup, over real sockets."""
 
 import asyncio
 import socket
@@ -11,7 +11,7 @@ import uvloop
 
 from actors.front import link as link_module
 from actors.wire.engine_client import EngineRefusal, Refusal
-from actors.wire.messages import HEARTBEAT_S, LOST_AFTER_BEATS, Heartbeat
+from actors.wire.link_messages import HEARTBEAT_S, LOST_AFTER_BEATS, Heartbeat
 from actors.wire.transport import Address
 from runtime.spec.types import FinishReason, Request, SamplingParams
 from tests.actors.test_link import INFO, Engine, eventually, hurry, link_to, read, request
@@ -25,7 +25,7 @@ def info_with(**changes):
 
 
 class Group:
-    """An EngineGroup over fresh engines, which are closed with it."""
+    """An EngineGroup over fresh engines, which it closes at its end."""
 
     def __init__(self, *engines):
         self.engines, self.group = engines, link_to(*engines)
@@ -55,7 +55,7 @@ def live(engine):
 
 
 def freeze(engine):
-    """As after SIGSTOP: its connections stay, and it says nothing more."""
+    """As after SIGSTOP: its connections stay open and it sends nothing."""
     for connection in list(engine.loop._connections):
         connection.send = lambda message: None
 
@@ -81,7 +81,7 @@ async def test_streams_spread_over_the_engines():
         assert group.engines() == ["0", "1"]
 
 
-async def test_streams_of_an_engine_that_dies_for_good_move_at_once():
+async def test_streams_of_a_dead_engine_move_at_once():
     engines = [Engine(delay_s=SLOW_S), Engine(delay_s=SLOW_S)]
     async with Group(*engines) as group:
         reading = asyncio.gather(*(read(group, request(i, max_tokens=60)) for i in range(8)))
@@ -95,7 +95,7 @@ async def test_streams_of_an_engine_that_dies_for_good_move_at_once():
         assert group.engines() == ["1"]
 
 
-async def test_streams_of_an_engine_that_loads_its_model_again_go_on_elsewhere():
+async def test_streams_leave_an_engine_that_reloads_its_model():
     engines = [Engine(delay_s=SLOW_S), Engine(delay_s=SLOW_S)]
     start, is_loaded = engines[0].start, threading.Event()
     async with Group(*engines) as group:
@@ -113,7 +113,7 @@ async def test_streams_of_an_engine_that_loads_its_model_again_go_on_elsewhere()
 
 
 @pytest.mark.usefixtures("fast_beats")
-async def test_streams_of_a_frozen_engine_move_and_it_comes_back_when_it_thaws():
+async def test_streams_leave_a_frozen_engine_until_it_thaws():
     engines = [Engine(delay_s=SLOW_S), Engine(delay_s=SLOW_S)]
     async with Group(*engines) as group:
         reading = asyncio.gather(*(read(group, request(i, max_tokens=60)) for i in range(8)))
@@ -125,7 +125,7 @@ async def test_streams_of_a_frozen_engine_move_and_it_comes_back_when_it_thaws()
         assert group.health() is None
         assert len(healthy(group)) == 1
         hurry(*engines)
-        await eventually(lambda: not connections & engines[0].loop._connections)  # it aborts what has moved
+        await eventually(lambda: not connections & engines[0].loop._connections)  # it aborts moved streams
         assert not engines[0].loop.core.scheduler.requests
         await check(reading, 8, 60)
         engines[0].open_link = open_link
@@ -137,7 +137,7 @@ async def test_streams_of_a_frozen_engine_move_and_it_comes_back_when_it_thaws()
 
 
 @pytest.mark.usefixtures("fast_beats")
-async def test_a_group_whose_only_engine_is_frozen_is_ill():
+async def test_a_group_is_unhealthy_if_its_only_engine_is_frozen():
     engine = Engine()
     async with Group(engine) as group:
         engine.open_link = asyncio.Event().wait
@@ -147,7 +147,7 @@ async def test_a_group_whose_only_engine_is_frozen_is_ill():
 
 @pytest.mark.usefixtures("fast_beats")
 def test_a_replica_that_was_late_itself_loses_no_engine():
-    """On uvloop, as Serve's replicas run: after a pause it calls what is due before it reads what has come."""
+    """On uvloop, as Serve's replicas run: after a pause it calls due timers before it reads."""
 
     async def main():
         engine, num_pauses = Engine(), 3
@@ -171,8 +171,8 @@ def test_a_replica_that_was_late_itself_loses_no_engine():
 
 
 @pytest.mark.usefixtures("fast_beats")
-async def test_an_engine_that_accepts_nobody_is_not_healthy():
-    """The kernel connects to whoever listens; only the engine's own word says that it is there."""
+async def test_an_engine_that_accepts_no_request_is_unhealthy():
+    """The kernel accepts connections for any listener, so only the engine's own message shows that it is ready."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("\0callboard-test-nobody")
     listener.listen()
@@ -214,7 +214,7 @@ async def test_streams_leave_a_draining_engine(monkeypatch):
 
 
 async def test_streams_stay_when_all_engines_drain(monkeypatch):
-    """At the end of the whole server: those of the first may not pile up on the last."""
+    """At the end of the whole server, streams of the first engine may not pile up on the last."""
     monkeypatch.setattr("actors.front.engine_group._SETTLED_S", 0.1)
     engines = [Engine(delay_s=SLOW_S), Engine(delay_s=SLOW_S)]
     async with Group(*engines) as group:
@@ -232,8 +232,8 @@ async def test_streams_stay_when_all_engines_drain(monkeypatch):
         await check(reading, 8, 60)
 
 
-async def test_streams_wait_for_another_kind_of_engine_as_long_as_theirs_goes_on(monkeypatch):
-    """Of a draining engine; what another dtype makes of the rest is another answer."""
+async def test_streams_wait_for_a_new_kind_while_the_old_one_runs(monkeypatch):
+    """Streams of a draining engine: another dtype would change the rest of the answer."""
     monkeypatch.setattr("actors.front.engine_group._SETTLED_S", 0.02)
     engine, other = Engine(delay_s=0.005), Engine(info=info_with(fingerprint="other"))
     async with Group(engine) as group:
@@ -248,8 +248,8 @@ async def test_streams_wait_for_another_kind_of_engine_as_long_as_theirs_goes_on
         other.loop.close()
 
 
-async def test_a_full_engine_is_passed_by(monkeypatch):
-    """Others fill the first engine; this replica has no stream there, and asks it first."""
+async def test_a_full_engine_is_skipped(monkeypatch):
+    """Others fill the first engine. This replica has not sent a stream there and tries it first."""
     engines = [Engine(delay_s=0.02, max_num_seqs=1, max_queued_requests=1) for _ in range(2)]
     async with Group(engines[0]) as others, link_closing(link_to(*engines)) as group:
         await group.start()
@@ -278,7 +278,7 @@ class link_closing:
 
 
 async def fill(group, engine):
-    """One request that runs, one that waits."""
+    """One running request and one waiting request."""
     tasks = []
     for place in ("running", "waiting"):
         tasks.append(asyncio.create_task(read(group, request(0, max_tokens=400))))
@@ -299,7 +299,7 @@ async def test_a_prompt_too_long_for_one_engine_goes_to_another():
         assert refused.value.reason is Refusal.NEVER
 
 
-async def test_only_what_an_engine_had_accepted_skips_the_queue_of_the_next():
+async def test_only_accepted_streams_skip_the_next_queue():
     engine = Engine(delay_s=0.01, max_num_seqs=1, max_queued_requests=2)
     async with Group(engine) as group:
         (link,) = group._links.values()
@@ -318,18 +318,18 @@ async def test_only_what_an_engine_had_accepted_skips_the_queue_of_the_next():
         assert [r.reason for r in refused] == [Refusal.BUSY] * 4
 
 
-async def test_a_stream_that_engines_die_of_is_not_tried_for_ever():
-    """It takes others with it that were computed beside it, but not those that only waited."""
+async def test_a_stream_that_kills_engines_is_given_up():
+    """It kills streams that were computed beside it, but not streams that only waited."""
     engine = Engine(delay_s=0.005, max_num_seqs=1)
     async with Group(engine) as group:
         poison = asyncio.create_task(read(group, request(0, max_tokens=400)))
         await eventually(lambda: running(engine) == 1)
         innocent = asyncio.create_task(read(group, request(1)))
         for _ in range(3):
-            await eventually(lambda: any(s.waits for link in group._links.values() for s in link.streams))
+            await eventually(lambda: any(s.in_queue for link in group._links.values() for s in link.streams))
             engine.die()
             await eventually(lambda: not group.engines())
-            await eventually(lambda: not group._links)  # the directory says that it is dead
+            await eventually(lambda: not group._links)  # the directory reports it dead
             engine.restart()
         tokens, reason, last = await asyncio.wait_for(poison, 5)
         assert reason is FinishReason.ERROR
@@ -339,7 +339,7 @@ async def test_a_stream_that_engines_die_of_is_not_tried_for_ever():
         assert group.num_streams == 0
 
 
-async def test_connections_that_break_are_not_held_against_a_stream():
+async def test_broken_connections_do_not_count_against_a_stream():
     engine = Engine(delay_s=SLOW_S)
     async with Group(engine) as group:
         reading = asyncio.create_task(read(group, request(0, max_tokens=80)))
@@ -353,7 +353,7 @@ async def test_connections_that_break_are_not_held_against_a_stream():
         assert (await reading)[:2] == sequential(request(0, max_tokens=80), 512)
 
 
-async def test_an_abort_by_id_finds_a_stream_where_it_is_now():
+async def test_an_abort_by_id_follows_a_moved_stream():
     engines = [Engine(delay_s=0.01), Engine(delay_s=0.01)]
     async with Group(*engines) as group:
         moved = asyncio.create_task(read(group, request(0, max_tokens=400)))
@@ -376,8 +376,8 @@ async def test_an_abort_by_id_finds_a_stream_where_it_is_now():
 
 
 @pytest.mark.usefixtures("fast_beats")
-async def test_an_engine_is_lost_after_so_many_beats():
-    """A partition is noticed within 1.5 s: at worst it comes just after an answer."""
+async def test_an_engine_is_lost_after_missed_heartbeats():
+    """A partition is noticed within 1.5 s. In the worst case it begins just after an answer."""
     assert (LOST_AFTER_BEATS + 1) * HEARTBEAT_S <= 1.5
     engine, num_beats = Engine(), 0
     async with Group(engine) as group:
@@ -395,8 +395,8 @@ async def test_an_engine_is_lost_after_so_many_beats():
         assert LOST_AFTER_BEATS - 1 <= num_beats <= LOST_AFTER_BEATS + 1
 
 
-async def test_an_engine_that_becomes_ready_says_so_itself():
-    """A front asks once, and is answered when the model is loaded."""
+async def test_an_engine_reports_that_it_is_ready():
+    """A front sends one request, and the reply arrives when the model is loaded."""
     engine, ready, num_asked = Engine(), asyncio.Event(), 0
     open_link = engine.open_link
 
@@ -418,8 +418,8 @@ async def test_an_engine_that_becomes_ready_says_so_itself():
 
 
 @pytest.mark.parametrize("is_silent", [True, False])
-async def test_without_its_directory_a_group_goes_on(monkeypatch, is_silent: bool):
-    """Streams, new requests, and links that break; what has changed meanwhile it learns when the directory is back."""
+async def test_a_group_works_without_its_directory(monkeypatch, is_silent: bool):
+    """Streams, new requests and broken links. The group learns of changes when the directory is back."""
     monkeypatch.setattr("actors.front.engine_group._RETRY_S", 0.05)
     engines = [Engine(delay_s=0.002), Engine(delay_s=0.002)]
     async with Group(*engines) as group:

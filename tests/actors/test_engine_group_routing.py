@@ -41,7 +41,7 @@ def is_pictured(group, engine):
     return group._router.held(name) == keys_of(engine)
 
 
-async def test_second_turns_go_where_the_first_ones_were():
+async def test_second_turns_go_to_the_engine_of_the_first():
     engines = [Engine() for _ in range(3)]
     async with Group(*engines) as group:
         await eventually(lambda: all(is_pictured(group, e) for e in engines))
@@ -69,8 +69,8 @@ async def test_second_turns_go_where_the_first_ones_were():
 @pytest.mark.parametrize(
     ("pooling", "num_shared"), [(Pooling("last", num_labels=1), 32), (Pooling("last", normalized=True), 0)]
 )
-async def test_documents_go_where_their_query_was(pooling, num_shared):
-    """To rerankers. Of texts to be embedded engines keep nothing, so that none is expected to have their beginning."""
+async def test_documents_go_to_the_engine_of_their_query(pooling, num_shared):
+    """To rerankers. Engines cache nothing of texts to embed, so no engine is expected to have their prefix."""
     engines = [Engine(info=info_with(pooling=pooling)) for _ in range(3)]
     async with Group(*engines) as group:
         await eventually(lambda: all(is_pictured(group, e) for e in engines))
@@ -94,7 +94,7 @@ async def test_documents_go_where_their_query_was(pooling, num_shared):
         assert (len(set(chosen)) == 1) == bool(num_shared), "those of one request go together"
 
 
-async def test_streams_of_a_dead_engine_go_to_the_one_that_holds_most_of_their_prefix():
+async def test_moved_streams_go_to_the_longest_cached_prefix():
     engines = [Engine(delay_s=0.005), Engine(), Engine(), Engine()]
     prompt = conversation(0, 65)
     for engine, length in zip(engines[1:], (20, 64, 36), strict=True):
@@ -120,7 +120,7 @@ async def test_streams_of_a_dead_engine_go_to_the_one_that_holds_most_of_their_p
             engine.loop.close()
 
 
-async def test_engines_forget_their_prefixes_by_http():
+async def test_prefixes_are_reset_by_http():
     engines = [Engine(), Engine()]
     async with Group(*engines) as group:
         service = Service(group, byte_tokenizer(), MODEL)
@@ -146,7 +146,7 @@ async def test_engines_forget_their_prefixes_by_http():
             assert (await http.post("/reset_prefix_cache", headers={"authorization": "Bearer k"})).status_code == 503
 
 
-async def test_who_lets_prefixes_be_forgotten_hears_when_they_are(monkeypatch):
+async def test_a_reset_of_prefixes_returns_when_it_is_done(monkeypatch):
     engines = [Engine(), Engine()]
     async with Group(*engines) as group:
         for i in range(4):
@@ -164,19 +164,19 @@ async def test_who_lets_prefixes_be_forgotten_hears_when_they_are(monkeypatch):
         may_go_on.clear()
         monkeypatch.setattr("actors.front.link._ANSWER_S", 0.05)
         engines[0].loop._call(may_go_on.wait)
-        with pytest.raises(CallboardError, match=r"Engine 0 has not said within 0\.05 s .* is empty; ask again\.$"):
+        with pytest.raises(CallboardError, match=r"Engine 0 has not confirmed within .* is empty; try again\.$"):
             await group.reset_prefix_cache()
         may_go_on.set()
-        await group.reset_prefix_cache()  # its answer, and not the one before, which came too late
+        await group.reset_prefix_cache()  # its own answer, not the earlier one, which was late
 
 
-async def test_an_engine_that_cannot_be_told_to_forget_forgets_before_it_is_asked_again():
+async def test_an_unreachable_engine_resets_before_its_next_request():
     engines = [Engine(), Engine()]
     async with Group(*engines) as group:
         for i in range(4):
             await read(group, asking(conversation(i)))
         may_go_on = threading.Event()
-        engines[0].loop._call(may_go_on.wait)  # it does not read what it was told before its connection breaks
+        engines[0].loop._call(may_go_on.wait)  # it does not read its messages before its connection breaks
         forgetting = asyncio.create_task(group.reset_prefix_cache())
         await eventually(lambda: not keys_of(engines[1]))
         for link in healthy(group):
@@ -188,7 +188,7 @@ async def test_an_engine_that_cannot_be_told_to_forget_forgets_before_it_is_aske
         assert not any(keys_of(e) for e in engines)
 
 
-async def test_a_picture_outlives_broken_connections_and_lost_runners():
+async def test_the_feed_survives_lost_connections_and_runners():
     engines = [Engine(info=info_with(num_kv_blocks=30)), Engine()]
     async with Group(*engines) as group:
         for i in range(8):

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from actors.engine.step_channel import RunnersLost, SocketExecutor
+from actors.runners.step_channel import RunnersLost, SocketExecutor
 from actors.wire import transport
 from runtime.core.executor import InProcess
 from runtime.core.plan import StepResult
@@ -43,13 +43,13 @@ def test_depth_2_keeps_the_order(host, num_ranks):
             executor.submit(plan_of(step, num_rows=step))
             assert same(executor.collect(), expected(plan_of(step - 1, num_rows=max(1, step - 1))))
         executor.collect()
-        for runner in group.runners:  # those of ranks other than 0 were not waited for
+        for runner in group.runners:  # results of ranks other than 0 were not awaited
             wait_until(lambda runner=runner: len(runner.executed) == 50)
             assert runner.executed == list(range(50))
 
 
 @HOSTS
-def test_a_plan_of_four_million_ids_and_its_result_pass(host):
+def test_a_plan_of_four_million_ids_is_executed(host):
     plan = plan_of(5, num_ids=4_000_000)
     with Group(2, host) as group:
         group.executor.submit(plan)
@@ -128,7 +128,7 @@ def test_one_thread_launches_and_one_other_computes():
 
 
 @HOSTS
-def test_without_a_device_one_thread_does_it_all(host):
+def test_without_a_device_one_thread_does_all_work(host):
     with Group(2, host, asynchronous=False) as group:
         computing = set()
         execute = group.runners[0].execute
@@ -146,7 +146,7 @@ def test_without_a_device_one_thread_does_it_all(host):
 
 
 @HOSTS
-def test_a_failing_launch_is_told_after_the_results_before_it(host):
+def test_a_failed_launch_is_reported_after_earlier_results(host):
     with Group(1, host) as group:
         runner = group.runners[0]
         runner.go.clear()
@@ -160,7 +160,7 @@ def test_a_failing_launch_is_told_after_the_results_before_it(host):
         assert [step for step, _ in runner.launched] == [0, -7], "nothing is launched after a fault"
 
 
-def test_a_runner_stuck_in_a_step_leaves_with_its_engine():
+def test_a_runner_stuck_in_a_step_ends_with_its_engine():
     with Group() as group:
         group.runners[0].go.clear()
         group.executor.submit(plan_of(0))
@@ -192,7 +192,7 @@ def test_a_failing_step_is_one_sentence_that_names_the_rank(host, rank, caplog):
 @HOSTS
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("blocked_in", ["collect", "submit", "accept"])
-def test_close_wakes_whoever_is_blocked(host, num_ranks, blocked_in):
+def test_close_wakes_blocked_threads(host, num_ranks, blocked_in):
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         if blocked_in == "accept":
             executor = SocketExecutor(num_ranks)
@@ -217,7 +217,7 @@ def test_close_wakes_whoever_is_blocked(host, num_ranks, blocked_in):
         assert error.value.rank is None
 
 
-def test_a_lost_rank_is_seen_while_another_one_does_not_read():
+def test_a_lost_rank_is_noticed_while_another_blocks():
     """Rank 0 waits for rank 1 (a collective), so it never reads the large plan; rank 1 dies."""
     with Group(2) as group, ThreadPoolExecutor(1) as pool:
         group.runners[0].may_launch.clear()

@@ -1,4 +1,4 @@
-"""The command that Ray takes for its Python: workers are forks of one process, and behave as if they were not."""
+"""The command that Ray uses as its Python: workers are forks of one process, and behave like started ones."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from actors.ray import fork_server
-from serve_app.server import WORKERS_MODULES
+from serve_app.server.ray_start import WORKERS_MODULES
 
 pytestmark = pytest.mark.long
 
@@ -70,7 +70,7 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Python]:
         os.waitpid(started.server, 0)
 
 
-def test_a_worker_is_a_fork_that_cannot_tell(python: Python, tmp_path: Path):
+def test_a_forked_worker_equals_a_started_one(python: Python, tmp_path: Path):
     arguments, directory, mark, name, is_fork, _, first_id, read = python.run()
     assert (arguments, directory, mark, name, read) == (
         ["0", str(python.worker)],
@@ -83,11 +83,11 @@ def test_a_worker_is_a_fork_that_cannot_tell(python: Python, tmp_path: Path):
     assert python.run(MARK="other")[2] == "other"
     assert python.run()[6] != first_id, "Ray's ids are drawn by each fork itself"
     end = time.monotonic() + 20
-    while not python.run()[IS_PRELOADED]:  # the first may come before all is imported
+    while not python.run()[IS_PRELOADED]:  # the first may arrive before all modules are imported
         assert time.monotonic() < end
 
 
-def test_what_is_no_worker_of_this_server_has_a_python_of_its_own(python: Python, tmp_path: Path):
+def test_other_commands_start_their_own_python(python: Python, tmp_path: Path):
     other = tmp_path / "agent.py"
     other.write_text(WORKER)
     assert not python.run(other)[IS_FORK], "a daemon, or what sets up a worker's environment and gets its path too"
@@ -96,7 +96,7 @@ def test_what_is_no_worker_of_this_server_has_a_python_of_its_own(python: Python
     assert python.run(RAY_JOB_ID="ffffffff")[IS_FORK], "a worker that is started before it is needed"
 
 
-def test_without_the_server_workers_start_all_the_same(python: Python):
+def test_workers_start_without_the_fork_server(python: Python):
     os.kill(python.server, signal.SIGSTOP)
     waiting = python.start(0)
     time.sleep(0.5)
@@ -141,12 +141,12 @@ def test_command_and_fork_end_together(python: Python):
     assert second.wait(10) == 241  # -15
 
 
-def test_modules_of_workers_draw_no_ids_use_no_gpu_and_start_no_threads():
-    """Nothing that forks inherit may be used twice, as the state of Ray's generator and a context of CUDA would be, and
-    threads are not inherited. OpenBLAS and jemalloc start theirs anew in a fork."""
+def test_worker_modules_are_safe_to_fork():
+    """Forks inherit no state that must not be used twice, such as Ray's random generator or a CUDA context, and no
+    threads. OpenBLAS and jemalloc restart their threads in a fork."""
     code = f"""
 import importlib, os, socket
-from actors import fork_server
+from actors.ray import fork_server
 fork_server._ForkServer.serve = lambda self, modules: [importlib.import_module(module) for module in modules]
 fork_server._serve(socket.socketpair()[0], {WORKERS_MODULES!r})
 from ray._raylet import UniqueID

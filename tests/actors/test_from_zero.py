@@ -1,4 +1,4 @@
-"""A group of engines that may have none: requests wait and ask for one, within their limits."""
+"""A group of engines that may have none: requests wait and request one, within their limits."""
 
 import asyncio
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from actors.engine.actor import EngineActor
-from actors.front.engine_group import EngineGroup, FromZero
+from actors.front.engine_group import EngineGroup, ScaleFromZero
 from actors.wire.engine_client import EngineRefusal, Refusal
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
@@ -15,14 +15,14 @@ from tests.support.fake_runner import sequential
 
 
 class Zero:
-    """An engine that is there when it was asked for, and the group that asks."""
+    """An engine that starts on request, and the group that requests it."""
 
     def __init__(self, max_requests=100, timeout_s=None, max_tokens=1000):
         self.engine, self.num_asked, self.may_start = Engine(delay_s=0.005), 0, asyncio.Event()
         self.may_start.set()
         self.error = None
         self.engine.die()
-        self.group = EngineGroup(Engines(self.engine), FromZero(self.wake, max_requests, max_tokens, timeout_s))
+        self.group = EngineGroup(Engines(self.engine), ScaleFromZero(self.wake, max_requests, max_tokens, timeout_s))
 
     async def wake(self):
         self.num_asked += 1
@@ -33,7 +33,7 @@ class Zero:
             self.engine.restart()
 
     async def leave(self):
-        """As in scale-in: what runs comes to its end, or moves."""
+        """As in scale-in: running streams end or move."""
         await asyncio.wrap_future(self.engine.loop.drain("the engine goes"))
         await eventually(lambda: all(link.draining for link in self.group._links.values()))
 
@@ -47,14 +47,14 @@ class Zero:
             self.engine.loop.close()
 
 
-async def test_who_starts_at_zero_asks_for_an_engine_to_know_the_model():
+async def test_a_start_from_zero_requests_an_engine_for_model_facts():
     async with Zero() as zero:
         assert zero.num_asked
         assert zero.group.info.vocab_size
         assert (await read(zero.group, request(0)))[:2] == sequential(request(0), 512)
 
 
-async def test_requests_wait_for_an_engine_that_they_ask_for_once():
+async def test_waiting_requests_request_one_engine_once():
     async with Zero() as zero:
         zero.engine.die()
         await eventually(lambda: not zero.group.engines())
@@ -72,7 +72,7 @@ async def test_requests_wait_for_an_engine_that_they_ask_for_once():
             assert (tokens, reason) == sequential(request(i), 512)
 
 
-async def test_a_request_that_meets_the_engine_as_it_leaves_waits_for_the_next_one():
+async def test_a_request_to_a_leaving_engine_waits_for_the_next():
     async with Zero() as zero:
         running = asyncio.create_task(read(zero.group, request(0, max_tokens=100)))
         await eventually(lambda: zero.engine.loop.stats()["running"] == 1)
@@ -87,7 +87,7 @@ async def test_a_request_that_meets_the_engine_as_it_leaves_waits_for_the_next_o
         assert (await new)[:2] == sequential(request(1), 512)
 
 
-async def test_a_stream_that_its_engine_leaves_behind_goes_on_with_the_next_one():
+async def test_a_stream_of_a_stopped_engine_goes_on_with_the_next():
     async with Zero() as zero:
         reading = asyncio.create_task(read(zero.group, request(0, max_tokens=150)))
         await eventually(lambda: zero.engine.loop.core.scheduler.stats.steps > 10)
@@ -96,8 +96,8 @@ async def test_a_stream_that_its_engine_leaves_behind_goes_on_with_the_next_one(
         assert (await reading)[:2] == sequential(request(0, max_tokens=150), 512)
 
 
-async def test_when_the_whole_server_ends_who_has_not_begun_is_told_and_who_has_goes_on():
-    """Also where the engine for both is still to come."""
+async def test_a_stopping_server_refuses_only_unstarted_requests():
+    """This holds too before the engine for both has started."""
     async with Zero() as zero:
         begun = asyncio.create_task(read(zero.group, request(0, max_tokens=100)))
         await eventually(lambda: zero.engine.loop.core.scheduler.stats.steps > 10)
@@ -115,7 +115,7 @@ async def test_when_the_whole_server_ends_who_has_not_begun_is_told_and_who_has_
         assert zero.group.drain("the server ends") == 0
 
 
-async def test_so_many_wait_and_so_long():
+async def test_waiting_for_an_engine_has_limits():
     async with Zero(max_requests=2, timeout_s=0.2) as zero:
         zero.engine.die()
         await eventually(lambda: not zero.group.engines())
@@ -154,7 +154,7 @@ async def test_an_engine_that_loads_its_model_has_nothing_to_drain():
     assert await engine.num_live() == 0
 
 
-async def test_an_engine_tells_what_it_has_to_do():
+async def test_an_engine_reports_its_load():
     engine = Engine(delay_s=0.01, max_num_seqs=2)
     group = EngineGroup(Engines(engine))
     await group.start()

@@ -1,17 +1,17 @@
-"""Grammars from fronts to engines to runners, over real sockets: each text once, whatever happens to links."""
+"""Grammars from fronts to engines to runners, over real sockets: each text is sent once, even after links break."""
 
 import asyncio
 from dataclasses import replace
 
 import pytest
 
-from actors.engine.held_requests import HeldRequests
-from actors.engine.queue_limits import QueueLimits
+from actors.engine.queue_limits import HeldRequests, QueueLimits
 from actors.front.link import EngineLink
 from actors.wire.engine_client import EngineRefusal, Refusal
-from actors.wire.messages import Submit, encode
+from actors.wire.link_messages import Submit, encode
+from runtime.features.grammar_store import GrammarUpdate
 from runtime.spec.config import EngineConfig
-from runtime.spec.types import Grammar, GrammarUpdate
+from runtime.spec.types import Grammar
 from tests.actors.test_link import INFO, Engine, SlowRunner, eventually, link_to, read, request
 from tests.support.engines import whole_scheduler
 from tests.support.fake_runner import sequential
@@ -60,7 +60,7 @@ def updates(messages: list) -> list[list[str]]:
     return [[grammar.key for grammar in m.added] for m in messages if isinstance(m, GrammarUpdate)]
 
 
-async def test_one_text_travels_once_for_all_its_choices(sent):
+async def test_a_grammar_is_sent_once_for_all_choices(sent):
     engine = Engine(start=lambda: GrammarRunner(0.001))
     group = link_to(engine)
     await group.start()

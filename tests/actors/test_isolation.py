@@ -1,4 +1,4 @@
-"""A request that kills its runners ends, and no other one does."""
+"""A request that kills its runners ends, and no other request does."""
 
 import asyncio
 
@@ -19,8 +19,8 @@ POISON = 28  # a prompt that begins with it is one
 
 
 class PoisonedRunner(FakeRunner):
-    """Dies of some rows of requests whose prompts begin with POISON: of those that decode at every `period`-th
-    position, or of their prompts; when it computes, or as soon as it gets them."""
+    """Dies of rows of requests with prompts that begin with POISON, when it computes them or when it gets them. The
+    rows are prompts, or decode rows at every `period`-th position."""
 
     def __init__(self, config, kills: str = "decode", period: int = 1, at_once: bool = False) -> None:
         super().__init__(config, INFO)
@@ -101,7 +101,7 @@ class Engine:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("prefix_cache", [False, True])
 @pytest.mark.parametrize("how", [{}, {"at_once": True}, {"kills": "prompt"}, {"kills": "prompt", "at_once": True}])
-def test_the_one_that_kills_runners_ends_at_its_third_loss(depth, prefix_cache, how):
+def test_a_killer_request_ends_at_its_third_loss(depth, prefix_cache, how):
     for poison in (0, 4, 9):
         engine = Engine(poison, pipeline_depth=depth, prefix_cache=prefix_cache, **how)
         engine.finish()
@@ -109,7 +109,7 @@ def test_the_one_that_kills_runners_ends_at_its_third_loss(depth, prefix_cache, 
         assert engine.num_losses == MAX_LOSSES
 
 
-def test_each_of_several_is_found():
+def test_each_of_several_killer_requests_is_found():
     engine = Engine(2, 3, 7)
     engine.finish()
     assert sorted(engine.culprits) == ["r2", "r3", "r7"]
@@ -117,15 +117,15 @@ def test_each_of_several_is_found():
 
 
 @pytest.mark.parametrize("period", [2, 3, 11, 20])
-def test_one_that_kills_now_and_then_is_found_or_comes_to_its_end(period):
-    """Where it comes on between its losses it is a pause each time."""
+def test_an_occasional_killer_is_found_or_finishes(period):
+    """While it makes progress between its losses, each loss is only a pause."""
     engine = Engine(5, period=period)
     engine.finish()
     assert engine.culprits == ["r5"] * (period < 4)
     assert engine.num_losses <= max(MAX_LOSSES, 60 // period + 1)
 
 
-def test_what_comes_beside_a_poison_is_not_held_against_others():
+def test_requests_beside_a_killer_are_not_blamed():
     """New requests at every step: they wait for the trials, and are served after them."""
     engine = Engine(4)
     for i in range(30):
@@ -137,8 +137,8 @@ def test_what_comes_beside_a_poison_is_not_held_against_others():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_losses_that_are_nobodys_fault_end_nobody(depth):
-    """Runners are lost again and again, but for the moments at which one runs alone."""
+def test_losses_without_a_killer_end_no_request(depth):
+    """Runners are lost again and again, except while one request runs alone."""
     engine = Engine(pipeline_depth=depth)
     for step in range(1000):
         if not engine.core.has_work:
@@ -154,7 +154,7 @@ def test_losses_that_are_nobodys_fault_end_nobody(depth):
 
 
 class CrowdedRunner(FakeRunner):
-    """Dies of a plan in which so many requests are new, or of a step with so many rows."""
+    """Dies of a plan with `most_new` new requests, or of a step with `most_rows` rows."""
 
     def __init__(self, config, most_new: int = 99, most_rows: int = 99, never_beside: int | None = None) -> None:
         super().__init__(config, INFO)
@@ -189,8 +189,8 @@ class Crowd(Engine):
 
 
 @pytest.mark.parametrize("num_late", [0, 9])
-def test_requests_that_kill_by_their_number_return_one_by_one(num_late):
-    """They pass their trials, and would come back in one plan again and again: 2 losses for 4 tokens of each."""
+def test_requests_that_kill_together_return_one_by_one(num_late):
+    """They pass their trials, and would return together in one plan again and again: 2 losses for 4 tokens of each."""
     engine = Crowd(10, num_late, most_new=6)
     engine.finish()
     assert engine.culprits == []
@@ -198,14 +198,14 @@ def test_requests_that_kill_by_their_number_return_one_by_one(num_late):
 
 
 @pytest.mark.parametrize("most_rows", [1, 5])
-def test_only_so_many_run_together_as_the_runners_bear(most_rows):
+def test_a_crowd_is_limited_to_what_runners_survive(most_rows):
     engine = Crowd(9, most_rows=most_rows)
     engine.finish()
     assert engine.culprits == []
     assert engine.num_losses <= MAX_LOSSES + 1
 
 
-def test_one_that_kills_beside_any_other_ends():
+def test_a_request_that_kills_beside_any_other_ends():
     engine = Crowd(7, num_late=10, never_beside=4)  # the fourth request's first token
     engine.finish()
     assert set(engine.culprits) <= {"r3", "late3"}
@@ -214,7 +214,7 @@ def test_one_that_kills_beside_any_other_ends():
 
 @settings(max_examples=12, deadline=None)
 @given(st.integers(2, 7), st.integers(0, 5), st.integers(1, 6), st.integers(1, 6), st.integers(0, 9))
-def test_any_crowd_comes_to_its_end(num, num_late, most_new, most_rows, loner):
+def test_every_crowd_finishes(num, num_late, most_new, most_rows, loner):
     engine = Crowd(num, num_late, most_new=most_new, most_rows=most_rows, never_beside=loner or None)
     engine.finish()
     assert engine.num_losses <= 3 * (num + num_late)
@@ -234,7 +234,7 @@ def test_a_suspect_may_leave_during_its_trial():
 
 
 class PoisonedEngine(test_link.Engine):
-    """An engine loop with its thread and sockets, whose runners die of decode rows of one request."""
+    """An engine loop with its thread and sockets. Its runners die of decode rows of one request."""
 
     def start_runners(self):
         self.runners.append(PoisonedRunner(self.config))
@@ -242,8 +242,8 @@ class PoisonedEngine(test_link.Engine):
 
 
 @pytest.mark.parametrize("num_engines", [1, 2])
-async def test_clients_see_a_pause_and_the_one_at_fault_an_error(num_engines: int):
-    """With another engine the streams move once, the one at fault among them, and then stay where it is found."""
+async def test_only_the_request_at_fault_gets_an_error(num_engines: int):
+    """With another engine the streams move once, including the one at fault, and then stay where it is found."""
     engines = [PoisonedEngine() for _ in range(num_engines)]
     link = link_to(*engines)
     await link.start()

@@ -1,6 +1,6 @@
-"""A step is planned shortly before the last one ends, in an engine loop over real sockets: who arrives is in it.
+"""The engine loop plans a step shortly before the last one ends, so that late requests are in it.
 
-No test reads a clock: the pacing says when the next step must be planned, and the runner when a step has ended."""
+No test reads a clock: the pacing sets when the next step must be planned, and the runner when a step has ended."""
 
 import asyncio
 import queue
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from actors.engine.loop import EngineLoop
-from actors.wire.messages import Submit
+from actors.wire.link_messages import Submit
 from runtime.core.plan import StepPlan
 from runtime.spec.config import EngineConfig
 from tests.actors.test_link import INFO, Engine, SlowRunner, eventually, link_to, read, request
@@ -22,7 +22,7 @@ LOOK_S = 0.004  # the loop looks four times as often whether the step in flight 
 
 
 class SteppedRunner(SlowRunner):
-    """A runner whose steps end when the test says so; it keeps their plans."""
+    """A runner that keeps its plans and ends its steps when the test requests it."""
 
     def __init__(self):
         super().__init__(EngineConfig(block_size=4, max_num_seqs=16), INFO)
@@ -48,7 +48,7 @@ class SteppedRunner(SlowRunner):
         self.may_end.release(count)
 
     def step_of(self, prompt_number: int) -> int:
-        """The step in which the prompt with this number, from 0, began."""
+        """The step in which prompt `number` began, counted from 0."""
         steps = [plan.step_id for plan in self.plans for _ in plan.new]
         return steps[prompt_number] if prompt_number < len(steps) else 0
 
@@ -82,7 +82,7 @@ async def serving(late: bool):
 
 @pytest.mark.parametrize("num_steps", [0, 3])
 @pytest.mark.parametrize(("late", "in_step"), [(True, 1), (False, 2)])
-async def test_who_arrives_during_a_step_is_in_the_next_one(late, in_step, num_steps):
+async def test_a_request_that_arrives_during_a_step_joins_the_next(late, in_step, num_steps):
     """The step is the first of an idle engine, or a later one."""
     async with serving(late) as (loop, runner, pacing, link, delivered):
         streams = [asyncio.create_task(read(link, request(0)))]
@@ -91,7 +91,7 @@ async def test_who_arrives_during_a_step_is_in_the_next_one(late, in_step, num_s
             runner.end_steps(1)
             await eventually(lambda step=step: loop.core.scheduler.stats.steps == step)
         await eventually(lambda: len(runner.plans) == num_steps + (1 if late else 2))
-        runs = runner.plans[num_steps].step_id  # no result of it has come
+        runs = runner.plans[num_steps].step_id  # its result has not arrived
         streams.append(asyncio.create_task(read(link, request(1))))
         await eventually(lambda: sum(isinstance(message, Submit) for message in delivered) == 2)
         await eventually(lambda: not late or len(loop.core.scheduler.requests) == 2)
@@ -103,7 +103,7 @@ async def test_who_arrives_during_a_step_is_in_the_next_one(late, in_step, num_s
 
 
 async def test_a_step_that_ends_early_is_followed_at_once():
-    """It was expected to run on for ever: the loop must look whether it has ended."""
+    """It was expected to run for a long time, so the loop must check if it has ended."""
     async with serving(late=True) as (_, runner, _, link, _):
         runner.end_steps()
         assert (await read(link, request(0)))[:2] == sequential(request(0), 512)
@@ -112,7 +112,7 @@ async def test_a_step_that_ends_early_is_followed_at_once():
 @pytest.mark.parametrize(
     ("delays", "waits"), [([0.0002, 0.0], [0.0002]), ([0.02, 0.003, 0.0], [0.005, 0.001]), ([-0.1], [])]
 )
-def test_a_look_whether_a_step_has_ended_makes_no_plan_late(delays, waits):
+def test_polling_for_the_end_of_a_step_delays_no_plan(delays, waits):
     found = []
 
     def get(timeout: float):
@@ -123,7 +123,7 @@ def test_a_look_whether_a_step_has_ended_makes_no_plan_late(delays, waits):
         core=SimpleNamespace(scheduler=SimpleNamespace(planning_delay_s=iter(delays).__next__)),
         executor=SimpleNamespace(has_result=lambda: False),
         _inbox=SimpleNamespace(get=get),
-        _emit=lambda: None,
+        _frames=SimpleNamespace(send=lambda: None),
         _take_message=None,
         _closed=False,
     )

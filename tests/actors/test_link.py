@@ -10,8 +10,8 @@ import uvloop
 
 from actors.engine.link_server import Connection
 from actors.engine.loop import EngineLoop
-from actors.engine.step_channel import RunnersLost
 from actors.front.engine_group import EngineGroup
+from actors.runners.step_channel import RunnersLost
 from actors.wire.engine_client import EngineRefusal, Refusal
 from runtime.loading.adapter_files import read_adapter
 from runtime.policy.isolation import MAX_LOSSES
@@ -61,7 +61,7 @@ class SlowRunner(FakeRunner):
 
 
 class Engine:
-    """An engine loop, restartable, and the address that links ask for."""
+    """An engine loop that can be restarted, and the address that links request."""
 
     def __init__(self, delay_s=0.001, info=None, start=None, **kw):
         self.start = start or (lambda: SlowRunner(self.config, self.info, self.delay_s))
@@ -86,7 +86,7 @@ class Engine:
         return self.loop.links.open(self.same_node, "127.0.0.1"), self.info
 
     def die(self):
-        """As after kill -9: all connections end at once, nothing is said."""
+        """As after kill -9: all connections end at once, without a message."""
         loop, self.loop = self.loop, None
         loop.close()
         for connection in list(loop._connections):
@@ -98,7 +98,7 @@ class Engine:
 
 
 class Engines:
-    """A directory of engines whose ids are their places."""
+    """A directory of engines. An engine's id is its index."""
 
     def __init__(self, *engines):
         self.all = list(engines)
@@ -116,7 +116,7 @@ class Engines:
 
 
 def link_to(*engines):
-    """What a replica has of these engines."""
+    """A replica's links to these engines."""
     return EngineGroup(Engines(*engines))
 
 
@@ -159,7 +159,7 @@ async def eventually(condition, seconds=5.0):
 
 
 def hurry(*engines):
-    """Let streams come to their end: before, steps take so long that none ends while a test waits for something."""
+    """Shorten all steps, so that streams end. Until then no stream ends while a test waits."""
     for engine in engines:
         engine.delay_s = 0.001
         for runner in engine.runners:
@@ -176,8 +176,8 @@ async def test_streams_get_the_sequential_tokens(served):
     assert engine.loop.stats()["blocks_available"] == INFO.num_kv_blocks - 1
 
 
-def test_the_event_loop_of_serve_does_as_well():
-    """Ray Serve runs its replicas on uvloop, whose transports are its own."""
+def test_streams_work_on_the_event_loop_of_serve():
+    """Ray Serve runs its replicas on uvloop, which has its own transports."""
 
     async def main():
         engine = Engine()
@@ -193,8 +193,8 @@ def test_the_event_loop_of_serve_does_as_well():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-async def test_the_next_plan_is_submitted_before_the_last_tokens_are_sent(depth, monkeypatch):
-    """In every step, also those in which requests come and go: collect k, submit k+depth, send k, collect k+1."""
+async def test_the_next_plan_is_submitted_before_tokens_are_sent(depth, monkeypatch):
+    """In every step, also in steps with new and ended requests: collect k, submit k+depth, send k, collect k+1."""
     engine = Engine(pipeline_depth=depth, late_planning=False)  # which sends while it waits
     link = link_to(engine)
     await link.start()
@@ -228,7 +228,7 @@ async def test_the_next_plan_is_submitted_before_the_last_tokens_are_sent(depth,
 
 
 async def test_nothing_comes_after_the_end(served):
-    """An abort finds the last step's tokens still unsent: they go first."""
+    """An abort finds the last step's tokens still unsent, so they are sent first."""
     engine, group = served
     link = only_link(group)
     ends, late, on_tokens = Counter(), [], link._on_tokens
@@ -338,7 +338,7 @@ async def test_a_silent_replica_loses_its_lease(served, monkeypatch):
     task.cancel()
 
 
-async def test_a_full_queue_says_when_to_come_back():
+async def test_a_full_queue_names_the_time_to_retry():
     engine = Engine(delay_s=0.02, max_num_seqs=1, max_queued_requests=2)
     link = link_to(engine)
     await link.start()
@@ -363,7 +363,7 @@ async def test_a_request_that_cannot_be_served_is_refused(served):
     assert refused.value.reason is Refusal.NEVER
 
 
-async def test_abort_by_id_is_told_to_the_reader(served):
+async def test_an_abort_by_id_reaches_the_reader(served):
     engine, link = served
     engine.runners[-1].delay_s = 0.02
     reading = asyncio.create_task(read(link, request(0, max_tokens=400)))
@@ -420,7 +420,7 @@ async def test_a_request_that_kills_every_runner_ends_with_an_error(monkeypatch)
     engine.loop.close()
 
 
-async def test_a_stranger_does_not_get_in():
+async def test_a_stranger_is_rejected():
     engine = Engine()
     address = engine.loop.links.open(False, "127.0.0.1")
     reader, writer = await asyncio.open_connection(*address.endpoint)
@@ -435,7 +435,7 @@ async def test_a_stranger_does_not_get_in():
     engine.loop.close()
 
 
-async def test_an_idle_engine_looks_for_faults_when_debugging_is_logged(monkeypatch, caplog):
+async def test_an_idle_engine_checks_for_faults_at_log_level_debug(monkeypatch, caplog):
     monkeypatch.setattr("actors.engine.loop._CHECK_EVERY_S", 0.01)
     with caplog.at_level("DEBUG", logger="actors.engine.loop"):
         engine = Engine()

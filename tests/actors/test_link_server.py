@@ -1,4 +1,4 @@
-"""The engine's door: what strangers, used-up files and broken frames may not do to the links of others."""
+"""The engine's socket: strangers, exhausted files and broken frames must not disturb the links of others."""
 
 import asyncio
 import errno
@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from actors.wire import transport
-from actors.wire.messages import AbortById, Heartbeat, Report, Submit, decode_from_engine, encode
+from actors.wire.link_messages import AbortById, Heartbeat, Report, Submit, decode_from_engine, encode
 from actors.wire.metrics import MetricValues
 from runtime.core.requests import requests_of
 from runtime.spec.types import FinishReason, SamplingParams
@@ -26,7 +26,7 @@ async def engine():
 
 
 def replica_of(engine):
-    """A connection as a replica makes it, to write any frame to."""
+    """A connection like a replica's, to write any frame to."""
     return transport.connect(engine.loop.links.open(True, ""))
 
 
@@ -35,7 +35,7 @@ def num_readers():
 
 
 async def answer(engine, i):
-    """Through a link of its own."""
+    """The answer over a link of its own."""
     group = link_to(engine)
     await asyncio.wait_for(group.start(), 5)
     tokens, reason, _ = await asyncio.wait_for(read(group, request(i)), 5)
@@ -44,7 +44,7 @@ async def answer(engine, i):
 
 
 @pytest.mark.parametrize("what", ["files", "threads"])
-async def test_the_door_stays_open_though_files_or_threads_are_used_up(engine, monkeypatch, what):
+async def test_the_server_accepts_without_free_files_or_threads(engine, monkeypatch, what):
     failures = [3]
     accept, start = socket.socket.accept, threading.Thread.start
 
@@ -70,7 +70,7 @@ async def test_the_door_stays_open_though_files_or_threads_are_used_up(engine, m
     assert await answer(engine, 1) == sequential(request(1), 512)
 
 
-async def test_strangers_take_neither_all_threads_nor_the_place_of_a_replica(engine, monkeypatch):
+async def test_strangers_cannot_block_a_replica(engine, monkeypatch):
     monkeypatch.setattr(transport, "_MAX_HANDSHAKES", 8)
     before = num_readers()
     path = engine.loop.links.open(True, "").endpoint
@@ -78,7 +78,7 @@ async def test_strangers_take_neither_all_threads_nor_the_place_of_a_replica(eng
     try:
         for stranger in strangers:
             stranger.connect(path)
-        for stranger in strangers[:32]:  # the oldest are cut off, so that those that say nothing take few files
+        for stranger in strangers[:32]:  # the oldest are cut off, so that silent connections use few files
             stranger.settimeout(5)
             assert await asyncio.to_thread(stranger.recv, 1) == b""
         assert await answer(engine, 0) == sequential(request(0), 512)
@@ -108,7 +108,7 @@ async def test_a_reader_that_fails_ends_its_connection_and_no_other(engine, monk
     group.close()
 
 
-async def test_figures_of_a_front_add_up(engine):
+async def test_figures_of_all_fronts_add_up(engine):
     group = link_to(engine)
     await group.start()
     connection = only_link(group)._connection
@@ -125,7 +125,8 @@ async def test_figures_of_a_front_add_up(engine):
 
 
 async def test_a_heartbeat_is_answered_while_the_step_thread_is_busy(engine):
-    """The engine itself finds a step that hangs (step_timeout_s); its replicas must not leave it for a long one."""
+    """The engine itself finds a step that hangs (step_timeout_s), so its replicas must not leave it during a long
+    one."""
     engine.runners[-1].hang = True
     replica = replica_of(engine)
     with replica.sock:
@@ -138,7 +139,7 @@ async def test_a_heartbeat_is_answered_while_the_step_thread_is_busy(engine):
 
 
 @pytest.mark.parametrize("name", ["cmpl-my-own-id-0", "cmpl-my-own-id", "my-own-id"])
-async def test_an_abort_by_id_looks_at_no_other_stream(engine, monkeypatch, name):
+async def test_an_abort_by_id_reads_no_other_stream(engine, monkeypatch, name):
     group = link_to(engine)
     await group.start()
     engine.runners[-1].delay_s = 0.01
@@ -154,7 +155,7 @@ async def test_an_abort_by_id_looks_at_no_other_stream(engine, monkeypatch, name
     assert set(looked_at) == {mine.request_id}
     for other, task in zip(others, reading, strict=False):
         assert (await task)[:2] == sequential(other, 512)
-    assert not engine.loop._by_id
+    assert not engine.loop.requests._by_id
     group.close()
 
 

@@ -1,4 +1,4 @@
-"""Where the actors go, as plain functions of what the cluster has."""
+"""The placement of actors, as plain functions of the cluster's resources."""
 
 import pytest
 from ray.util.placement_group import PlacementGroup
@@ -11,24 +11,24 @@ GROUP = PlacementGroup.empty()
 
 
 @pytest.mark.parametrize(("cpus", "fronts"), [(1, 1), (2, 1), (4, 1), (8, 2), (16, 4), (17.5, 4), (128, 4)])
-def test_fronts_come_with_the_cpus(cpus, fronts):
+def test_the_number_of_fronts_follows_the_cpus(cpus, fronts):
     assert default_fronts({"CPU": float(cpus)}) == fronts
 
 
-def test_a_cluster_that_tells_no_cpus_gets_one_front():
+def test_a_cluster_without_known_cpus_gets_one_front():
     assert default_fronts({}) == 1
 
 
 @pytest.mark.parametrize(
     ("device", "gpus", "want"), [("auto", 0, False), ("auto", 1, True), ("cpu", 1, False), ("cuda", 1, True)]
 )
-def test_runners_get_gpus_where_there_are_some(device, gpus, want):
+def test_runners_get_gpus_if_the_cluster_has_any(device, gpus, want):
     config = EngineConfig(device=device)
     assert uses_gpu(config, [{"CPU": 4.0, "GPU": float(gpus)}]) is want
     assert ("GPU" in bundles(config, want)[1]) is want
 
 
-def test_too_few_gpus_are_told():
+def test_too_few_gpus_are_reported():
     """All ranks are on one machine. Who has GPUs does not want a large model on the CPU."""
     one_each = [{"CPU": 8.0, "GPU": 1.0}, {"CPU": 8.0, "GPU": 1.0}, {"CPU": 8.0}]
     for device in ("auto", "cuda"):

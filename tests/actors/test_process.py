@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.ray.process import lose_what_no_log_takes
+from actors.ray.process import ignore_logging_errors
 
 ROOT = Path(__file__).parents[2]
 CODE = """
@@ -36,14 +36,14 @@ def start(tmp_path: Path, **environment: str) -> tuple[str, list[Path]]:
     return done.stdout.strip(), sorted((tmp_path / "cache").rglob(f"{tmp_path.name}/ray/*.pyc"))
 
 
-def test_bytecode_that_may_not_be_beside_its_source_is_in_our_cache(tmp_path: Path):
+def test_bytecode_not_allowed_beside_sources_is_cached(tmp_path: Path):
     said, compiled = start(tmp_path, PYTHONDONTWRITEBYTECODE="1")
     assert said == f"False {tmp_path / 'cache' / 'bytecode'}"
     assert [path.name.partition(".")[0] for path in compiled] == ["__init__", "child"]
     assert not (tmp_path / "ray" / "__pycache__").exists()
 
 
-def test_bytecode_is_where_python_keeps_it_otherwise(tmp_path: Path):
+def test_bytecode_is_beside_sources_by_default(tmp_path: Path):
     assert start(tmp_path) == ("False None", [])
     assert (tmp_path / "ray" / "__pycache__").exists()
     assert start(tmp_path, PYTHONDONTWRITEBYTECODE="1") == ("True None", []), "it is there already"
@@ -57,7 +57,7 @@ def log_of_a_replica(tmp_path: Path, monkeypatch) -> logging.Logger:
 
     log = logging.getLogger("ray.serve")
     for place, name in ((sys, "stdout"), (sys, "stderr"), (builtins, "print"), (logging, "raiseExceptions")):
-        monkeypatch.setattr(place, name, getattr(place, name))  # what is changed below is changed back
+        monkeypatch.setattr(place, name, getattr(place, name))  # the changes below are undone
     for name in ("propagate", "level"):
         monkeypatch.setattr(log, name, getattr(log, name))
     monkeypatch.setattr(log, "handlers", [])
@@ -70,8 +70,8 @@ def log_of_a_replica(tmp_path: Path, monkeypatch) -> logging.Logger:
     return log
 
 
-def test_a_full_disk_costs_a_replica_lines_of_its_log_and_no_request(log_of_a_replica, monkeypatch):
-    lose_what_no_log_takes()
+def test_a_full_disk_loses_log_lines_but_no_request(log_of_a_replica, monkeypatch):
+    ignore_logging_errors()
     write, written = sys.stderr.write, []
 
     def write_once(text: str) -> None:

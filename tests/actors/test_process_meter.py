@@ -7,7 +7,7 @@ import sys
 from actors.wire.process_meter import ProcessMeter
 
 
-def test_cpu_time_of_a_process_that_ended_stays_counted():
+def test_cpu_time_of_an_ended_process_stays_counted():
     code = "import sys, time\nwhile time.process_time() < 0.2: pass\nprint(flush=True)\nsys.stdin.read()"
     processes = [("engine", os.getpid())]
     meter = ProcessMeter(lambda: processes)
@@ -25,7 +25,7 @@ def test_cpu_time_of_a_process_that_ended_stays_counted():
     assert set(after.memory) == {"engine"}
 
 
-def test_processes_that_have_ended_are_left_out():
+def test_ended_processes_are_left_out():
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     assert ProcessMeter(lambda: [("runner", child.pid)]).read() == ({}, {})

@@ -1,8 +1,7 @@
 """The limits of an engine's queue."""
 
-from actors.engine.held_requests import HeldRequests
-from actors.engine.queue_limits import QueueLimits
-from actors.wire.messages import Submit
+from actors.engine.queue_limits import HeldRequests, QueueLimits
+from actors.wire.link_messages import Submit
 from runtime.spec.types import Request, SamplingParams
 from tests.core.test_scheduler import make
 from tests.support.engines import whole_scheduler

@@ -1,4 +1,4 @@
-"""The choice among engines: by what they hold and have to do, alike on all fronts, without herding."""
+"""The choice among engines: by their caches and loads, equal on all fronts, without herding."""
 
 import dataclasses
 import random
@@ -8,7 +8,7 @@ from itertools import chain
 import pytest
 
 from actors.front.router import Prompt, Router
-from actors.wire.messages import CacheUpdate
+from actors.wire.link_messages import CacheUpdate
 from runtime.policy.engine_load import EngineLoad
 from runtime.spec.config import ModelInfo
 
@@ -31,7 +31,7 @@ def packed(prompts, kind=KIND):
 
 
 def tell(router, engine, *prompts, queued=0, running=0, last_stream=0, kind=KIND):
-    """The engine holds these prompts' full blocks, and nothing else."""
+    """The engine holds only these prompts' full blocks."""
     load = EngineLoad(queued, running, 0, 50, 99)
     return router.apply(engine, CacheUpdate(0, packed(prompts, kind), b"", load, True, last_stream))
 
@@ -40,7 +40,7 @@ def prompt(kind, length=41, salt=""):
     return Prompt([kind * 40 + i % 37 for i in range(length)], salt)
 
 
-def test_a_second_turn_goes_where_the_first_was():
+def test_a_second_turn_goes_to_the_engine_of_the_first():
     router = router_of(*NAMES)
     tell(router, "c", prompt(1))
     second = prompt(1).continued([7] * 30)
@@ -48,7 +48,7 @@ def test_a_second_turn_goes_where_the_first_was():
     assert router.choose(second, ["a", "b"])[1] == 0
 
 
-def test_an_engine_that_holds_more_is_left_when_it_has_too_much_to_do():
+def test_an_overloaded_engine_is_left_despite_its_prefix():
     router = router_of("a", "b")
     tell(router, "a", prompt(1, 101), running=3)
     asked = prompt(1, 101)  # a: (100 - 96 + 1) x 4; b: (101 + 1) x 1
@@ -57,7 +57,7 @@ def test_an_engine_that_holds_more_is_left_when_it_has_too_much_to_do():
     assert router.choose(asked) == ("b", 0)
 
 
-def test_within_the_slack_more_of_the_prefix_is_better():
+def test_within_the_slack_the_longest_prefix_wins():
     router = router_of("a", "b", "c")
     tell(router, "a", prompt(1, 17), queued=30)
     tell(router, "b", prompt(1, 13), queued=20)
@@ -73,7 +73,7 @@ def test_salts_keep_tenants_apart():
     assert router.choose(prompt(1)).num_cached == 0
 
 
-def test_engines_of_another_kind_know_other_hashes():
+def test_engines_of_another_kind_have_other_hashes():
     """While a new version of a model is rolled out, and with another block size."""
     router = router_of("a")
     others = {"b": ModelInfo("g", 320, 512, (0,), 100, 4, "none", "none"), "c": INFO}
@@ -100,7 +100,7 @@ def test_new_prefixes_spread_and_fronts_agree():
     assert min(Counter(short[0]).values()) > 25
 
 
-def test_an_engine_that_leaves_takes_only_its_own_prefixes_along():
+def test_a_leaving_engine_moves_only_its_own_prefixes():
     router = router_of(*NAMES)
     before = [router.choose(prompt(kind)).engine for kind in range(100)]
     router.remove("b")
@@ -109,8 +109,8 @@ def test_an_engine_that_leaves_takes_only_its_own_prefixes_along():
     assert len({new for old, new in zip(before, after, strict=True) if old == "b"}) == 3
 
 
-def test_a_prefix_that_everybody_sends_does_not_herd():
-    """All engines hold it; what comes behind it spreads them."""
+def test_a_common_prefix_does_not_overload_one_engine():
+    """All engines hold it, and the tokens after it spread them."""
     router = router_of(*NAMES)
     for name in NAMES:
         tell(router, name, prompt(1))
@@ -118,24 +118,24 @@ def test_a_prefix_that_everybody_sends_does_not_herd():
     assert min(chosen.values()) > 25
 
 
-def test_own_choices_count_until_the_engine_tells_of_them():
+def test_own_choices_count_until_the_engine_reports_them():
     router = router_of(*NAMES)
     chosen = []
     for stream in range(1, 9):
         engine, num_cached = router.choose(prompt(stream))
-        router.placed(engine, stream, 41 - num_cached)
+        router.note_sent(engine, stream, 41 - num_cached)
         chosen.append(engine)
     assert set(Counter(chosen).values()) == {2}
     for name in NAMES[1:]:
         assert tell(router, name, last_stream=8, queued=400, running=2)
     tell(router, "a", last_stream=0)  # an update that was made before it got them
-    router.placed("a", 9, 1000)
+    router.note_sent("a", 9, 1000)
     assert router.choose(prompt(20)).engine != "a"
     tell(router, "a", last_stream=9)
     assert router.choose(prompt(20)).engine == "a"
 
 
-def test_a_gap_makes_a_picture_worthless_until_the_next_snapshot():
+def test_a_gap_in_the_feed_needs_a_new_snapshot():
     router = router_of("a", "b")
     tell(router, "a", prompt(1))
     assert router.choose(prompt(1)).num_cached == 40
@@ -149,7 +149,7 @@ def test_a_gap_makes_a_picture_worthless_until_the_next_snapshot():
     assert router.choose(prompt(1)).num_cached == 0
 
 
-def test_an_engine_in_the_place_of_another_holds_nothing_of_it():
+def test_a_replacement_engine_starts_with_an_empty_cache():
     router = router_of("a", "b")
     tell(router, "a", prompt(1))
     router.remove("a")
@@ -161,7 +161,7 @@ def test_an_engine_in_the_place_of_another_holds_nothing_of_it():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_many_engines_and_long_common_prefixes(seed):
+def test_routing_scales_to_many_engines_and_long_prefixes(seed):
     """More engines than bits of a machine word, each with some share of the prompt; blocks are found by halving."""
     rng = random.Random(seed)
     lengths = list(range(100)) if seed == 0 else [rng.choice((0, 1, 7, 8, 9, rng.randrange(150))) for _ in range(100)]
@@ -178,15 +178,15 @@ def test_many_engines_and_long_common_prefixes(seed):
 
 def documents(count, length=9, **kw):
     """Prompts of a reranker: ten blocks and one token of a query, and a document."""
-    return [Prompt([*prompt(1).token_ids, *[200 + i] * length], gathers=True, **kw) for i in range(count)]
+    return [Prompt([*prompt(1).token_ids, *[200 + i] * length], colocate=True, **kw) for i in range(count)]
 
 
 def send(router, prompts):
-    """The choices for prompts that are sent before any engine has told of one."""
+    """The choices for prompts that are sent before any engine has reported one."""
     choices = []
     for stream, asked in enumerate(prompts, start=1):
         choices.append(router.choose(asked))
-        router.placed(choices[-1].engine, stream, len(asked.token_ids) - choices[-1].num_cached, asked)
+        router.note_sent(choices[-1].engine, stream, len(asked.token_ids) - choices[-1].num_cached, asked)
     return choices
 
 
@@ -204,7 +204,7 @@ def test_documents_of_one_query_follow_the_first_of_them():
 @pytest.mark.parametrize(
     ("limits", "most"), [({"max_num_batched_tokens": 100}, 6), ({"max_num_batched_tokens": 800, "max_num_seqs": 5}, 5)]
 )
-def test_documents_go_on_to_another_engine_when_one_has_a_step_full(limits, most):
+def test_documents_spread_once_an_engine_has_a_full_step(limits, most):
     router = router_of(*NAMES, info=dataclasses.replace(INFO, **limits))
     choices = send(router, documents(3 * most))
     assert sorted(Counter(choice.engine for choice in choices).values()) == [most] * 3
@@ -212,7 +212,7 @@ def test_documents_go_on_to_another_engine_when_one_has_a_step_full(limits, most
     assert send(router, documents(40))[-1].num_cached == 40, "and everywhere when all have"
 
 
-def test_documents_follow_no_engine_that_has_told_of_them_or_is_gone():
+def test_documents_follow_only_unreported_live_choices():
     router, names = router_of(*NAMES), []
     for forget in (router.remove, lambda name: tell(router, name, last_stream=99, queued=300)):
         (first,) = send(router, documents(1))
@@ -222,17 +222,17 @@ def test_documents_follow_no_engine_that_has_told_of_them_or_is_gone():
         assert other.engine not in names
         assert other.num_cached == 0
         tell(router, other.engine, last_stream=99)
-    assert router._gathering == {}
+    assert router._colocated == {}
 
 
 @pytest.mark.parametrize("policy", ["round-robin", "least-load"])
-def test_policies_that_ask_no_cache(policy):
+def test_policies_without_the_cache(policy):
     router = router_of(*NAMES, policy=policy)
     tell(router, "b", prompt(1))
     chosen = []
     for stream in range(1, 9):
         choice = router.choose(prompt(1))
-        router.placed(choice.engine, stream, 41)
+        router.note_sent(choice.engine, stream, 41)
         chosen.append(choice.engine)
         assert choice.num_cached == 0
     assert set(Counter(chosen).values()) == {2}

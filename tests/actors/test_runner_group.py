@@ -1,4 +1,4 @@
-"""The ranks of one engine: they are started together, and lost together."""
+"""The ranks of one engine start together, and are lost together."""
 
 import signal
 import subprocess
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from ray.exceptions import RayTaskError
 
-from actors.engine import runner_group
-from actors.engine.runner_group import RunnerGroup
-from actors.engine.step_channel import RunnersLost, serve_steps
+from actors.runners import runner_group
+from actors.runners.runner_group import RunnerGroup
+from actors.runners.step_channel import RunnersLost, serve_steps
 from actors.wire.transport import connect
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import CallboardError
@@ -49,7 +49,7 @@ class Call:
 
 
 class Rank:
-    """An actor whose process is another one, which can be killed and stopped."""
+    """An actor with a process of its own that tests can kill and stop."""
 
     def __init__(self, rank: int, num_blocks: int) -> None:
         self.rank, self.info = rank, replace(INFO, num_kv_blocks=num_blocks)
@@ -88,7 +88,7 @@ class Rank:
 
 
 class Group(RunnerGroup):
-    """Two ranks; those of the first start are disturbed."""
+    """Two ranks; the ranks of the first start are disturbed."""
 
     def __init__(self, **disturbances: Any) -> None:
         super().__init__(EngineConfig(tensor_parallel_size=2), None, gpu=False)
@@ -111,7 +111,7 @@ def make(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner_group.ray, "kill", lambda actor: None)
     monkeypatch.setattr(
         runner_group,
-        "_reach",
+        "_host_and_process",
         lambda node, pid: ("", runner_group.LocalProcess(pid)) if node == "here" else ("h", None),
     )
     made: list[Group] = []
@@ -132,11 +132,11 @@ def make(monkeypatch: pytest.MonkeyPatch):
 def kill(rank: Rank) -> None:
     rank.process.kill()
     rank.process.wait()
-    threading.Event().wait()  # Ray tells of it later
+    threading.Event().wait()  # Ray reports it later
 
 
-def test_a_rank_that_never_says_which_process_it_is_is_replaced(make, monkeypatch):
-    """One that is stopped before it can: nobody knows then what to look at."""
+def test_a_rank_that_never_reports_its_process_is_replaced(make, monkeypatch):
+    """The rank is stopped before it can report, so the group lacks a process to watch."""
     monkeypatch.setattr(runner_group, "_BEGIN_S", 0.1)
     monkeypatch.setattr(runner_group.ray, "kill", lambda actor: actor.process.kill())
     group = make(location=lambda rank: threading.Event().wait())
@@ -164,7 +164,7 @@ def test_all_ranks_do_a_phase_before_any_begins_the_next(make):
 
 @pytest.mark.parametrize("phase", PHASES[1:])
 @pytest.mark.parametrize("disturb", [kill, stop])
-def test_a_rank_that_is_lost_while_it_starts_takes_the_others_along(make, phase, disturb):
+def test_a_rank_lost_during_the_start_restarts_all_ranks(make, phase, disturb):
     group = make(**{phase: disturb})
     executor, _ = group.start()
     assert len(group.starts) == 2
@@ -173,8 +173,8 @@ def test_a_rank_that_is_lost_while_it_starts_takes_the_others_along(make, phase,
     assert same(executor.collect(), expected(plan_of(1)))
 
 
-def test_others_may_miss_a_rank_before_its_process_has_ended(make, monkeypatch):
-    """What they say of it then is no error of theirs."""
+def test_ranks_may_miss_another_before_its_process_ends(make, monkeypatch):
+    """Errors that they report of the lost rank are not their own."""
 
     def end_soon(rank: Rank) -> None:
         threading.Timer(0.1, rank.process.kill).start()
@@ -213,7 +213,7 @@ def test_a_group_that_is_lost_twice_is_given_up(make):
     assert len(group.starts) == 2
 
 
-def test_what_a_rank_says_is_told_with_its_number_while_others_wait_for_it(make):
+def test_an_error_of_a_rank_names_the_rank(make):
     def fail(rank: Rank) -> None:
         raise RayTaskError("load", "traceback", CallboardError("There is too little memory.")).as_instanceof_cause()
 
@@ -232,7 +232,7 @@ def test_what_a_rank_says_is_told_with_its_number_while_others_wait_for_it(make)
     assert [rank.process.wait(timeout=5) for rank in ranks] == [-signal.SIGKILL] * 2
 
 
-def test_ranks_that_disagree_are_told(make):
+def test_ranks_that_disagree_are_reported(make):
     def change(rank: Rank) -> None:
         rank.info = replace(rank.info, fingerprint="another")
 
@@ -241,7 +241,7 @@ def test_ranks_that_disagree_are_told(make):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_lost_while_all_serve_ends_the_wait_for_it(make, number):
+def test_a_rank_lost_while_serving_ends_the_wait_for_it(make, number):
     """Its last collective operation is done, so that no other rank misses it."""
     group = make()
     executor, _ = group.start()
@@ -270,7 +270,7 @@ def test_a_load_does_not_wait_for_a_rank_that_hangs(make):
     hangs.shutdown()
 
 
-def test_ranks_sleep_and_wake_together_and_end_to_sleep_deeper(make):
+def test_ranks_sleep_and_wake_together(make):
     def refuse(rank: Rank) -> None:
         raise RayTaskError("wake", "traceback", CallboardError("There is no room.")).as_instanceof_cause()
 
@@ -286,12 +286,12 @@ def test_ranks_sleep_and_wake_together_and_end_to_sleep_deeper(make):
     assert [rank.process.wait(5) for rank in ranks] == [-signal.SIGKILL] * 2
     with pytest.raises(RunnersLost):
         group.set_sleep(0)
-    group.start()  # as is asked for to wake them
+    group.start()  # as the call that wakes them expects
     assert len(group.starts) == 2
 
 
 @pytest.mark.parametrize("level", [0, 1])
-def test_a_rank_that_hangs_as_it_sleeps_or_wakes_is_lost(make, monkeypatch, level):
+def test_a_rank_that_hangs_in_sleep_or_wake_up_is_lost(make, monkeypatch, level):
     monkeypatch.setattr(runner_group, "_SLEEP_S", 0.1)
     group = make(**{"sleep" if level else "wake": lambda rank: threading.Event().wait()})
     group.start()

@@ -1,4 +1,4 @@
-"""Engines that sleep give their memory back; what they are asked waits, and no stream notices more than a pause."""
+"""Engines that sleep release their memory. Their requests wait, and streams notice only a pause."""
 
 import asyncio
 import threading
@@ -56,7 +56,7 @@ async def test_streams_wait_while_their_engines_sleep(deep):
         assert [len(e.runners) for e in engines] == [deep, deep]
 
 
-async def test_a_sleeping_engine_may_sleep_deeper_and_not_less_deep():
+async def test_a_sleeping_engine_can_only_sleep_deeper():
     async with Group(engine := Engine()) as group:
         for asked, now in ((0, 0), (1, 1), (1, 1), (2, 2), (1, 2), (0, 0), (0, 0)):
             await group.sleep(asked)
@@ -64,7 +64,7 @@ async def test_a_sleeping_engine_may_sleep_deeper_and_not_less_deep():
         assert (await read(group, request(0)))[:2] == sequential(request(0), 512)
 
 
-async def test_a_request_waits_for_a_sleeping_engine_no_longer_than_in_any_queue():
+async def test_the_queue_timeout_holds_for_a_sleeping_engine():
     async with Group(engine := Engine(queue_timeout_s=0.1)) as group:
         await group.sleep(1)
         with pytest.raises(EngineRefusal, match="queue_timeout_s") as late:
@@ -73,7 +73,7 @@ async def test_a_request_waits_for_a_sleeping_engine_no_longer_than_in_any_queue
         assert not live(engine)
 
 
-async def test_runners_that_are_lost_in_their_sleep_are_replaced_when_they_should_wake():
+async def test_runners_lost_in_sleep_are_replaced_at_wake_up():
     async with Group(engine := Engine()) as group:
         await group.sleep(1)
         engine.runners[-1].dead = "Rank 0 is gone."
@@ -87,7 +87,7 @@ async def test_runners_that_are_lost_in_their_sleep_are_replaced_when_they_shoul
         assert len(engine.runners) == 3
 
 
-async def test_engines_sleep_on_if_others_have_their_memory():
+async def test_engines_sleep_on_while_their_memory_is_taken():
     async with Group(engine := Engine()) as group:
         await group.sleep(1)
         reading, set_level, asked = asyncio.create_task(read(group, request(0))), engine.set_sleep, []
@@ -100,7 +100,7 @@ async def test_engines_sleep_on_if_others_have_their_memory():
         assert (await reading)[:2] == sequential(request(0), 512)
 
 
-async def test_engines_that_sleep_deep_do_so_until_their_model_can_be_loaded():
+async def test_deep_sleep_lasts_until_the_model_can_be_loaded():
     async with Group(engine := Engine()) as group:
         await group.sleep(2)
         reading, start = asyncio.create_task(read(group, request(0))), engine.start
@@ -125,7 +125,7 @@ async def test_requests_go_to_engines_that_are_awake():
         assert [tokens for tokens, *_ in got] == [sequential(request(i), 512)[0] for i in range(6)]
 
 
-async def test_an_engine_that_is_lost_meanwhile_is_named():
+async def test_an_engine_lost_during_sleep_is_named():
     async with Group(engine := Engine()) as group:
         may_go_on = threading.Event()
         engine.loop._call(may_go_on.wait)
@@ -137,7 +137,7 @@ async def test_an_engine_that_is_lost_meanwhile_is_named():
         may_go_on.set()
 
 
-async def test_who_may_let_engines_sleep_by_http():
+async def test_sleep_by_http_needs_permission():
     engine = Engine(info=info_with(can_sleep=True))
     async with Group(engine) as group:
         service = Service(group, byte_tokenizer(), MODEL)
@@ -166,7 +166,7 @@ async def test_who_may_let_engines_sleep_by_http():
             assert (await http.post("/sleep", headers=key)).status_code == 503
 
 
-async def test_a_server_sleeps_only_if_its_operator_says_so():
+async def test_a_server_sleeps_only_if_its_operator_allows_it():
     async with Group(engine := Engine()) as group, client_of(Service(group, byte_tokenizer(), MODEL)) as http:
         refused = await http.post("/sleep")
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "sleep_not_allowed")

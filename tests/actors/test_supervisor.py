@@ -1,4 +1,5 @@
-"""The supervisor's watch over an engine, without Ray: what it replaces, and what it says when it cannot go on."""
+"""The supervisor's watch over an engine, without Ray: when it replaces the engine, and its error if it cannot
+continue."""
 
 import asyncio
 import threading
@@ -77,7 +78,7 @@ async def test_a_frozen_engine_is_killed_and_replaced(watched):
 
 
 def as_started(monkeypatch, engine):
-    """What Ray makes of the next actors: `engine`."""
+    """The actor handles that Ray returns next: `engine`."""
     actor = Mock()
     actor.options.return_value.remote.return_value = engine
     monkeypatch.setattr(supervisor_module.ray, "remote", lambda **_: lambda _: actor)
@@ -85,7 +86,7 @@ def as_started(monkeypatch, engine):
     return actor
 
 
-async def test_an_engine_that_freezes_as_it_loads_is_killed(monkeypatch):
+async def test_an_engine_that_freezes_while_loading_is_killed(monkeypatch):
     engine, killed = FakeActor(), []
     engine.frozen = True
     engine.start, engine.pid = Method(asyncio.Event().wait), Method(AsyncMock(return_value=12345))
@@ -108,8 +109,8 @@ async def test_an_engine_may_load_for_longer_than_it_may_freeze(monkeypatch):
     assert await Supervisor(EngineConfig(), "app/engine/x", None, False)._start_engine() is engine
 
 
-async def test_ray_ends_an_engine_on_no_event_loop(watched, monkeypatch):
-    """Its head node may be away, and the replica answers Serve meanwhile."""
+async def test_ray_ends_an_engine_outside_event_loops(watched, monkeypatch):
+    """Its head node may be lost, and the replica answers Serve meanwhile."""
     _, actors, _ = watched
     threads = []
     monkeypatch.setattr(supervisor_module.ray, "kill", lambda actor: threads.append(threading.current_thread()))
@@ -118,8 +119,8 @@ async def test_ray_ends_an_engine_on_no_event_loop(watched, monkeypatch):
     assert threads != [threading.current_thread()]
 
 
-async def test_a_head_that_is_away_stops_the_start_of_an_engine_and_nothing_else(monkeypatch):
-    """Ray's call that makes an actor of a name blocks until the head answers; the replica answers Serve meanwhile."""
+async def test_a_lost_head_stops_only_the_start_of_engines(monkeypatch):
+    """Ray's call that creates a named actor blocks until the head answers; the replica answers Serve meanwhile."""
     is_back, engine = threading.Event(), FakeActor()
     engine.start, engine.pid = Method(AsyncMock()), Method(AsyncMock(return_value=12345))
     actor = as_started(monkeypatch, engine)
@@ -132,7 +133,7 @@ async def test_a_head_that_is_away_stops_the_start_of_an_engine_and_nothing_else
 
 
 @pytest.mark.parametrize("how", ["dies", "step thread ends"])
-async def test_an_engine_that_ended_is_replaced_and_no_other_process_is_killed(watched, how):
+async def test_an_ended_engine_is_replaced_and_nothing_is_killed(watched, how):
     _, actors, killed = watched
     if how == "dies":
         actors[0].ended.set_exception(RayError("killed"))
@@ -142,7 +143,7 @@ async def test_an_engine_that_ended_is_replaced_and_no_other_process_is_killed(w
     assert killed == ["ray"]
 
 
-async def test_a_watch_that_fails_is_told_to_serve(watched, monkeypatch):
+async def test_a_failed_watch_is_reported_to_serve(watched, monkeypatch):
     supervisor, actors, _ = watched
 
     async def fail():
@@ -155,7 +156,7 @@ async def test_a_watch_that_fails_is_told_to_serve(watched, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["frozen", "dead"])
-async def test_an_engine_that_is_away_has_no_figures(watched, monkeypatch, how):
+async def test_a_lost_engine_reports_no_figures(watched, monkeypatch, how):
     supervisor, actors, _ = watched
     monkeypatch.setattr(supervisor_module, "_FIGURES_TIMEOUT_S", 0.05)
     assert await supervisor.figures() == FIGURES
@@ -170,10 +171,11 @@ async def test_an_engine_that_is_away_has_no_figures(watched, monkeypatch, how):
 
 @pytest.mark.parametrize("leaves_for", ["the same model", "another model", "nothing"])
 @pytest.mark.parametrize("fronts_leave", [False, True])
-async def test_an_engine_that_makes_way_for_another_model_serves_until_its_fronts_have_left(
+async def test_a_replaced_engine_serves_until_its_fronts_leave(
     watched, monkeypatch, leaves_for: str, fronts_leave: bool
 ):
-    """As far as they leave soon. Else it takes nothing new at once: fronts use another one, or wait for the next."""
+    """It serves if they leave soon. Otherwise it refuses new requests at once: fronts use another engine, or wait for
+    the next."""
     supervisor, (engine,), _ = watched
     supervisor._name = "app/engine/old/x"
     connections, drained = 2, []

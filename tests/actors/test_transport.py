@@ -1,4 +1,4 @@
-"""Frames over real sockets, and who may connect: whole frames, limits, strangers, secrets."""
+"""Frames over real sockets: whole frames, limits, strangers and secrets."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.engine.step_channel import RunnersLost, SocketExecutor, serve_steps
+from actors.runners.step_channel import RunnersLost, SocketExecutor, serve_steps
 from actors.wire import transport
 from actors.wire.transport import Address, connect
 from tests.support.executor_group import (
@@ -51,7 +51,7 @@ def test_frames_of_any_size_keep_their_bounds(kind, sizes):
 
 
 @KINDS
-def test_a_frame_cut_off_by_a_death_is_the_end(kind):
+def test_a_truncated_frame_ends_the_connection(kind):
     a, b = pair(kind)
     a.sock.send(transport._LENGTH.pack(1000) + bytes(100))
     a.sock.close()
@@ -72,7 +72,7 @@ def test_an_oversize_frame_is_refused_before_it_is_read(kind, monkeypatch):
 
 
 @given(st.lists(st.binary(max_size=40), max_size=6), st.lists(st.integers(1, 50)))
-def test_a_stream_cut_anywhere_gives_whole_frames(frames, cuts):
+def test_a_stream_cut_anywhere_yields_whole_frames(frames, cuts):
     stream, cutter, found = b"".join(map(transport.framed, frames)), transport.FrameCutter(), []
     for size in [*cuts, len(stream)]:
         found += cutter.cut(stream[:size])
@@ -81,7 +81,7 @@ def test_a_stream_cut_anywhere_gives_whole_frames(frames, cuts):
 
 
 @given(st.binary(max_size=200))
-def test_a_stream_of_anything_gives_frames_within_the_limit_or_an_error(data):
+def test_random_bytes_yield_bounded_frames_or_an_error(data):
     found = []
     with contextlib.suppress(OSError):  # a length above the limit
         found = transport.FrameCutter().cut(data)
@@ -96,7 +96,7 @@ def dial(address: Address) -> socket.socket:
 
 
 @HOSTS
-def test_strangers_are_dropped_and_hold_nobody_up(host):
+def test_strangers_are_dropped_without_delay_for_others(host):
     executor = SocketExecutor(1)
     address = executor.address(0, host)
     silent, wrong, short = (dial(address) for _ in range(3))
@@ -117,7 +117,7 @@ def test_strangers_are_dropped_and_hold_nobody_up(host):
         serving.result(5)
 
 
-def test_a_secret_is_good_for_one_connection_and_never_printed():
+def test_a_secret_opens_one_connection_and_is_not_printed():
     executor = SocketExecutor(2)
     first, second = executor.address(0), executor.address(1)
     assert first.secret != second.secret
@@ -135,12 +135,12 @@ def test_a_secret_is_good_for_one_connection_and_never_printed():
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
-def test_other_users_of_the_machine_are_cut_off_before_they_say_a_word():
+def test_other_users_are_disconnected_before_their_first_byte():
     executor = SocketExecutor(1)
     address = executor.address(0)
     answer, told = os.pipe()
-    if (pid := os.fork()) == 0:  # a child, since a process is of one user
-        with contextlib.suppress(OSError):  # it may be cut off while it speaks
+    if (pid := os.fork()) == 0:  # a child, because a process belongs to one user
+        with contextlib.suppress(OSError):  # it may be disconnected while it sends
             os.setuid(65534)
             sock = dial(address)
             sock.sendall(address.secret)
@@ -150,7 +150,7 @@ def test_other_users_of_the_machine_are_cut_off_before_they_say_a_word():
         executor.accept(1)
     os.waitpid(pid, 0)
     os.set_blocking(answer, False)
-    with pytest.raises(BlockingIOError):  # nobody has said anything to it
+    with pytest.raises(BlockingIOError):  # nothing was sent to it
         os.read(answer, 1)
     os.close(answer)
     os.close(told)

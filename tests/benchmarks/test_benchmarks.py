@@ -1,4 +1,4 @@
-"""The benchmarks run, and their arithmetic is right; their figures are nobody's business here."""
+"""The benchmarks run, and their arithmetic is right. Their figures are not tested here."""
 
 import json
 import subprocess
@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*commands: list[str]) -> str:
-    """The output of `python -m benchmarks.MODULE ARGUMENTS` for each [module, *arguments]: one after another in one
-    process, as most of a small benchmark's time is that of importing torch."""
+    """The output of `python -m benchmarks.MODULE ARGUMENTS` for each [module, *arguments]. One process runs all,
+    because most of a small benchmark's time is the import of torch."""
     code = """
 import json, runpy, sys
 for module, *arguments in json.loads(sys.argv[1]):
@@ -67,7 +67,7 @@ def test_published_shapes_have_their_published_number_of_weights(model, billions
     assert count / 1e9 == pytest.approx(billions, rel=1e-3)
 
 
-def test_divergence_is_that_of_the_whole_distributions():
+def test_divergence_covers_the_whole_distributions():
     p, q = torch.randn(2, 50, 4096).mul(3).log_softmax(-1)
     ids = p.topk(256).indices
     whole = (p.exp() * (p - q)).sum().item()
@@ -75,7 +75,7 @@ def test_divergence_is_that_of_the_whole_distributions():
     assert divergence(p.gather(1, ids), p.gather(1, ids)) == 0
 
 
-def test_a_moment_counts_for_one_kernel():
+def test_each_moment_counts_for_one_kernel():
     times = [("a", 0, 5), ("b", 3, 1), ("a", 4, 4), ("b", 10, 2)]
     events = [{"name": name, "ts": start, "dur": duration} for name, start, duration in times]
     rows = {row["name"]: (row["calls"], row["us"]) for row in by_name(events, 2)}
@@ -90,7 +90,7 @@ def test_a_random_model_is_a_model(tmp_path):
     assert set(checkpoint.names()) == {name for name in checkpoint.names() if checkpoint.shape(name)}
     assert tokenizer.vocab_size == CONFIGS["tiny"]["vocab_size"]
     words = {tokenizer.decode([i]) for i in range(1000, 30000)}
-    assert len(words) == 29000  # each id that the serving benchmark sends has a word of its own
+    assert len(words) == 29000  # each id of the serving benchmark has a word of its own
     assert tokenizer.decode(tokenizer.encode("Ärger, 日本\n")) == "Ärger, 日本\n"
 
 

@@ -1,4 +1,4 @@
-"""The pair that speculation is timed with: it agrees as often as asked, and what is written is what was measured."""
+"""The pair that times speculation: its acceptance is the one requested, and its folder has the measured weights."""
 
 from pathlib import Path
 
@@ -31,13 +31,13 @@ def test_without_noise_they_are_one_model(pair: Pair):
 
 @pytest.mark.long
 @pytest.mark.parametrize("wanted", [0.6, 0.8])
-def test_acceptance_is_what_was_asked_for(pair: Pair, wanted: float):
+def test_acceptance_reaches_its_target(pair: Pair, wanted: float):
     epsilon = calibrate(pair, wanted, num_prompts=8)
     other_prompts = pair.measure(epsilon, num_prompts=16, seed=4)["acceptance"]
     assert np.mean(list(other_prompts.values())) == pytest.approx(wanted, abs=0.05)
 
 
-def test_an_engine_of_the_written_folder_samples_what_was_measured(pair: Pair, tmp_path: Path):
+def test_an_engine_samples_the_measured_tokens(pair: Pair, tmp_path: Path):
     write_folder(tmp_path, pair.target_config, pair.target(0.05))
     rng = np.random.default_rng(0)
     prompts = [Text(rng.integers(2, 512, 20 + i).tolist(), 20 + i, 1000 + i, i % 2 * 0.7) for i in range(4)]
@@ -49,7 +49,7 @@ def test_an_engine_of_the_written_folder_samples_what_was_measured(pair: Pair, t
     assert all(right.all() for right in find_matches(llm.runner.decoder, texts))
 
 
-def test_sizes_are_those_of_the_speed_bars():
+def test_sizes_match_the_speed_targets():
     def nbytes(**shape):
         return 2 * num_bytes(load_spec(TARGET | shape)[0], NUMERICS) // NUMERICS.dtype.itemsize
 
@@ -60,7 +60,7 @@ def test_sizes_are_those_of_the_speed_bars():
         assert shape["num_attention_heads"] == 4 * shape["num_key_value_heads"]
 
 
-def test_a_round_yields_the_right_guesses_before_the_first_wrong_one_and_one_more():
+def test_a_round_yields_its_right_guesses_and_one_more():
     yes, no = True, False
     right = np.array([yes, yes, yes, no, yes, no, no, yes])  # two guesses a round: 3, 1, 2; a fourth is cut short
     assert tokens_a_round([right], 2) == (3 + 1 + 2) / 3

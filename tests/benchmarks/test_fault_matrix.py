@@ -37,7 +37,7 @@ def test_pauses_begin_before_the_fault_and_end_after_it():
     assert client.pause(20.0) == 0.0
 
 
-def test_the_page_says_what_the_lines_do(tmp_path: Path):
+def test_the_page_describes_the_lines(tmp_path: Path):
     line = {
         "fault": "engine killed", "when": "decode", "streams": 100, "num_tokens": 150, "step_ms": 20.0,
         "step_timeout_s": 3.0, "machine": "2 CPU cores", "versions": {"commit": "abc"}, "requests": 100, "lost": 0,
@@ -48,7 +48,7 @@ def test_the_page_says_what_the_lines_do(tmp_path: Path):
     (tmp_path / "lines").write_text(f"{json.dumps(line)}\n{json.dumps(slower)}\n")
     write_page(tmp_path / "lines", tmp_path / "page.md")
     text = (tmp_path / "page.md").read_text()
-    row, repeats = (row for row in text.splitlines() if row.startswith("| engine killed |"))
+    row, repeats, _ = (row for row in text.splitlines() if row.startswith("| engine killed |"))
     cells = row.split(" | ")
     assert repeats == "| engine killed | 0 | 0 | 2 | 0 | 0 | 0 |"
     assert "1 with 2" in text
@@ -56,15 +56,15 @@ def test_the_page_says_what_the_lines_do(tmp_path: Path):
         "1 lost, 0 wrong<br>hit 110 ms / 290 ms<br>others 60 ms<br>whole 2.5 s<br>n=2"
     )
     assert text.count("| not run") + text.count("no draft") > 100
-    assert "commit abc: 100 streams of 150 tokens" in text
+    assert "| commits | abc |\n| streams | 100 |\n| tokens a stream | 150 |" in text
 
 
-def test_the_page_is_that_of_the_lines(tmp_path: Path):
+def test_the_page_is_up_to_date(tmp_path: Path):
     write_page(page=tmp_path / "page.md")
     assert (tmp_path / "page.md").read_text() == PAGE.read_text(), "run python -m benchmarks.faults --page"
 
 
-def test_every_cell_that_makes_no_sense_says_why():
+def test_every_excluded_cell_has_a_reason():
     assert BY_NAME["draft killed"].why_not("decode")
     assert not BY_NAME["draft killed"].why_not("verify")
     assert BY_NAME["rank killed"].why_not("verify")
@@ -73,11 +73,11 @@ def test_every_cell_that_makes_no_sense_says_why():
     assert all(set(fault.none_when or {}) < set(WHEN) for fault in FAULTS)
 
 
-async def test_no_application_is_whole_while_a_process_of_it_is_stopped():
+async def test_a_stopped_process_makes_an_application_incomplete():
     process = subprocess.Popen(["sleep", "60"])
     num_asked = 0
 
-    async def ask(method: str) -> str:  # all is there, says who has not noticed yet
+    async def ask(method: str) -> str:  # all is there, as it appears before a fault is noticed
         nonlocal num_asked
         num_asked += 1
         if num_asked == 4:
@@ -94,7 +94,7 @@ async def test_no_application_is_whole_while_a_process_of_it_is_stopped():
     assert num_asked == 5
 
 
-async def test_a_line_is_slow_or_swallows():
+async def test_a_proxy_delays_or_drops_bytes():
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(100):
             writer.write(data)

@@ -1,4 +1,4 @@
-"""The conversations that engines behind one endpoint are measured with."""
+"""The conversations that measure several engines behind one endpoint."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ from benchmarks.simulate.traces import Turn as Planned
 from serve_app.bench.client import Turn
 
 
-def test_prompts_hold_what_was_before_and_only_the_counted_time_counts():
+def test_only_the_measured_time_counts():
     shared, asked = Part(1, 40), []
     conversations = [
         Conversation(0.0, [Planned([shared, Part(2, 5)], 3), Planned([Part(3, 5)], 3)]),
@@ -34,7 +34,7 @@ def test_prompts_hold_what_was_before_and_only_the_counted_time_counts():
     assert second.prompt[-5:] == ids_of(Part(3, 5))
     for turn, at in ((first, -0.2), (second, 0.2), (other, 0.02)):
         turn.sent, turn.events = begin + at, [begin + at + 0.05, begin + at + 0.06]
-    late = Turn([1], 3, sent=begin - 0.7)  # was asked for before, and never came
+    late = Turn([1], 3, sent=begin - 0.7)  # requested before, and never received
     found = figures(begin, 0.3, [*seen, late])
     assert found["requests"] == 1
     assert found["output_tok_s"] == found["output_tok_s_in_time"] == pytest.approx(3 / 0.2)

@@ -39,8 +39,8 @@ def cached_share(cluster: Cluster) -> float:
     return sum(cluster.totals.num_cached) / sum(cluster.totals.num_prompt)
 
 
-def test_a_thousand_requests_go_where_their_prefixes_are():
-    """Four engines, none of which can hold all prefixes."""
+def test_a_thousand_requests_go_to_their_prefixes():
+    """Four engines; none of them can hold all prefixes."""
     prefix = simulated()
     least_load, oracle = (simulated(policy=policy, seconds=3.0) for policy in ("least-load", "oracle"))
     assert len(prefix.totals.sent) > 950
@@ -50,12 +50,12 @@ def test_a_thousand_requests_go_where_their_prefixes_are():
     assert sum(prefix.totals.num_expected) == pytest.approx(sum(prefix.totals.num_cached), rel=0.05)
 
 
-def test_caches_that_know_the_future_have_more_of_what_is_asked_for():
+def test_caches_with_foresight_have_more_hits():
     prefix, foresight = (simulated(policy=policy, seconds=20.0) for policy in ("prefix", "foresight"))
     assert cached_share(prefix) < cached_share(foresight) < 0.95
 
 
-def test_steps_that_are_planned_at_once_take_as_long_as_one_by_one():
+def test_steps_planned_at_once_take_the_same_time():
     merged, single = (
         simulated(rate=12.0, seconds=5.0, num_engines=1, num_kv_blocks=4000, merge=merge) for merge in (True, False)
     )
@@ -64,7 +64,7 @@ def test_steps_that_are_planned_at_once_take_as_long_as_one_by_one():
     assert max(merged.totals.ended) == pytest.approx(max(single.totals.ended), rel=0.01)
 
 
-def test_streams_of_engines_that_die_or_drain_go_on():
+def test_streams_of_dead_or_draining_engines_go_on():
     long = Sessions(1, 0, Lengths(100, 150), Lengths(150, 200))
     events = [(1.0, "kill_engine", "engine-1"), (2.0, "drain_engine", "engine-2"), (2.5, "start_engine")]
     cluster = simulated(long, 30.0, 4.0, events=events, num_kv_blocks=4000)
@@ -86,7 +86,7 @@ def test_the_scaling_policy_follows_a_wave():
     assert up == sorted(up, reverse=True)
 
 
-def test_a_stretch_knows_its_steps():
+def test_a_stretch_has_its_steps():
     stretch = Stretch(2.0, 0.004, 1e-6, 3, 500)
     for num in (0, 1, 2, 77, 499):
         assert stretch.num_done(stretch.end(num) + 1e-9) == num
@@ -94,7 +94,7 @@ def test_a_stretch_knows_its_steps():
 
 
 def test_public_traces_are_read(tmp_path):
-    """Mooncake's blocks that are equal give equal prefixes; Azure's prompts share nothing."""
+    """Equal blocks of Mooncake give equal prefixes; Azure's prompts share nothing."""
     lines = [
         {"timestamp": 2500, "input_length": 1100, "output_length": 7, "hash_ids": [0, 46, 47]},
         {"timestamp": 0, "input_length": 1030, "output_length": 0, "hash_ids": [0, 46, 99]},

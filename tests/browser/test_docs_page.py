@@ -1,9 +1,4 @@
 """GET /docs: the API as a page, from the server's own description of it."""
-# ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
-
-from tests.support.page_browser import browser, in_browser, served, server, visit  # noqa: F401
-
-pytestmark = in_browser
 
 
 def test_every_route_is_shown_and_opens_to_its_fields(visit, server):
@@ -21,7 +16,7 @@ def test_every_route_is_shown_and_opens_to_its_fields(visit, server):
     assert page.locator("#routes > details:visible").count() == 1
 
 
-def test_a_key_is_asked_for_on_the_docs_page(visit, server):
+def test_the_docs_page_requests_the_key(visit, server):
     def guard(route):
         if route.request.headers.get("authorization") == "Bearer secret":
             route.fallback()

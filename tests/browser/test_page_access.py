@@ -1,24 +1,11 @@
 """The page as a whole: keys, a server that starts, the keyboard alone, a phone, contrast."""
-# ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
 
 import pytest
 
-from tests.support.page_browser import (  # noqa: F401
-    ANSWER,
-    ask,
-    browser,
-    in_browser,
-    is_answered,
-    open_settings,
-    served,
-    server,
-    visit,
-)
-
-pytestmark = in_browser
+from tests.support.page_browser import ANSWER, ask, is_answered, open_settings
 
 
-def test_key_is_asked_for_and_sent(visit, server):
+def test_the_page_requests_and_sends_the_key(visit, server):
     def guard(route):
         if route.request.headers.get("authorization") == "Bearer secret":
             route.fallback()
@@ -44,7 +31,7 @@ def test_key_is_asked_for_and_sent(visit, server):
     assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
 
 
-def test_a_server_that_starts_is_waited_for(visit, server):
+def test_the_page_waits_for_a_starting_server(visit, server):
     page = visit()
     loading = {"error": {"message": "The model is loading."}}
     page.route("**/v1/models", lambda route: route.fulfill(status=503, json=loading), times=1)

@@ -1,5 +1,4 @@
-"""The page's chat: asking, stopping, changing what was said, and what survives a reload."""
-# ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
+"""The page's chat: sending, stopping, editing, and the state that survives a reload."""
 
 import json
 import re
@@ -7,19 +6,7 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.page_browser import (  # noqa: F401
-    ANSWER,
-    ask,
-    browser,
-    in_browser,
-    is_answered,
-    open_settings,
-    served,
-    server,
-    visit,
-)
-
-pytestmark = in_browser
+from tests.support.page_browser import ANSWER, ask, is_answered, open_settings
 
 
 def test_several_turns_with_settings(visit, server):
@@ -37,7 +24,7 @@ def test_several_turns_with_settings(visit, server):
     request = server.engine.requests[-1]
     params = request.params
     assert (params.temperature, params.top_p, params.max_tokens, request.seed) == (0.25, 0.5, 500, 7)
-    # Markup of the model's stays text; its code and bold words are shown as such.
+    # Markup of the model stays text; its code and bold words are formatted.
     assert page.inner_text(".text pre") == "print('<b>42</b>')"
     assert page.inner_text("figcaption span") == "python"
     assert page.inner_text(".text strong") == "bow"
@@ -101,7 +88,7 @@ def test_errors_are_shown_and_the_question_kept(visit, server):
     page.wait_for_selector("[role=alert]:text('no finite logits')")  # after the stream had begun
     assert page.inner_text(".text") == "A **bo"
     server.engine.fails_after = None
-    assert page.locator("[role=alert]").count() == 1  # one turn that failed makes room for the next
+    assert page.locator("[role=alert]").count() == 1  # a failed turn makes room for the next
     page.route("**/v1/chat/completions", lambda route: route.abort())
     ask(page, "Hello?")
     page.wait_for_selector("[role=alert]:text('cannot be reached')")
@@ -178,7 +165,7 @@ def test_everything_is_forgotten_at_a_click(visit, server):
     assert page.is_visible("#welcome")
 
 
-def test_a_browser_that_keeps_nothing_or_something_else(visit, server):
+def test_broken_browser_storage_is_ignored(visit, server):
     page = visit()
     page.evaluate("localStorage.setItem('callboard-chats', 'no JSON')")
     page.add_init_script("Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }")
@@ -190,7 +177,7 @@ def test_a_browser_that_keeps_nothing_or_something_else(visit, server):
     is_answered(page, 2)
 
 
-def test_where_there_is_no_room_the_oldest_chats_go(visit, server):
+def test_full_storage_drops_the_oldest_chats(visit, server):
     page = visit()
     page.add_init_script("""
         const setItem = Storage.prototype.setItem;
@@ -223,7 +210,7 @@ def test_a_question_without_an_answer_is_not_kept(visit, server):
     assert page.is_visible("#welcome")
 
 
-def test_an_answer_that_a_reload_cut_off_is_kept_and_goes_on(visit, server):
+def test_an_answer_cut_by_a_reload_can_be_continued(visit, server):
     server.answers("word " * 700, delay_s=0.02)
     page = visit()
     ask(page, "Talk.")
@@ -241,10 +228,10 @@ def test_an_answer_that_a_reload_cut_off_is_kept_and_goes_on(visit, server):
     assert (body["continue_final_message"], body["add_generation_prompt"]) == (True, False)
     assert server.prompt() == f"<user>Talk.<assistant>{text.rstrip()}"
     is_answered(page, 1)
-    assert page.locator("button:text('Continue')").count() == 0  # it has ended by itself
+    assert page.locator("button:text('Continue')").count() == 0  # it ended by itself
 
 
-def test_an_answer_that_was_cut_at_the_limit_goes_on(visit, server):
+def test_an_answer_cut_at_the_limit_can_be_continued(visit, server):
     server.answers("abcdef")
     page = visit()
     open_settings(page)
@@ -277,7 +264,7 @@ def test_regenerate(visit, server):
     page.route("**/v1/chat/completions", lambda route: route.abort())
     page.click("button:text('Regenerate')")
     page.wait_for_selector("[role=alert]:text('cannot be reached')")
-    assert page.inner_text(".text >> nth=1") == "Better."  # the old one stays if no new one comes
+    assert page.inner_text(".text >> nth=1") == "Better."  # the old answer stays if no new one comes
 
 
 def test_edit(visit, server):

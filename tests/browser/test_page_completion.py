@@ -1,24 +1,11 @@
-"""The page's playground: completions, probabilities of tokens, and what a draft had guessed."""
-# ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
+"""The page's playground: completions, probabilities of tokens, and the draft's guesses."""
 
 import math
 
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.page_browser import (  # noqa: F401
-    MODEL,
-    ask,
-    browser,
-    in_browser,
-    is_answered,
-    open_settings,
-    served,
-    server,
-    visit,
-)
-
-pytestmark = in_browser
+from tests.support.page_browser import MODEL, ask, is_answered, open_settings
 
 
 def test_completion(visit, server):
@@ -71,7 +58,7 @@ def test_token_probabilities(visit, server):
     assert page.inner_text(".chance >> nth=0").startswith("b")
 
 
-def test_guesses_are_marked(visit, server):
+def test_draft_tokens_are_marked(visit, server):
     server.answers("abcd😀")
     server.engine.group, server.engine.num_wrong, server.service.draft = 4, 2, "ngram"
     page = visit()
@@ -101,7 +88,7 @@ def test_guesses_are_marked(visit, server):
     assert "6 guesses accepted, 4 rejected" in page.inner_text(".answer footer")
 
 
-def test_without_a_draft_nothing_is_asked_for(visit, server):
+def test_without_a_draft_spans_are_not_requested(visit, server):
     page = visit()
     page.click("#tab-completion")
     page.fill("#prompt", "go")

@@ -1,17 +1,12 @@
-"""The page's engine view: figures, and what it says of them."""
-# ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
-
-from tests.support.page_browser import browser, in_browser, served, server, visit  # noqa: F401
-
-pytestmark = in_browser
+"""The page's engine view: figures and their explanations."""
 
 
 def test_engine_panel(visit, server):
     page = visit()
     page.wait_for_timeout(300)
-    assert server.metrics_at == []  # nobody looks
+    assert server.metrics_at == []  # the view is closed
     page.click("#tab-engine")
-    page.wait_for_selector("#generated dd:text('tokens since the start')")  # one reading has no rate
+    page.wait_for_selector("#generated dd:text('tokens since the start')")  # one reading gives no rate
     assert page.inner_text("#generated dd >> nth=0").startswith("5,")
     page.wait_for_selector("#generated dd:text('tokens a second; 5,')")
 
@@ -59,7 +54,7 @@ callboard:requests_refused_total{engine="1",reason="never"} 0
 """
 
 
-def test_the_view_says_what_its_figures_mean(visit, server):
+def test_the_view_explains_its_figures(visit, server):
     page = visit()
     page.context.route("**/metrics", lambda route: route.fulfill(body=FULL))
     page.click("#tab-engine")
@@ -79,7 +74,7 @@ def test_the_view_says_what_its_figures_mean(visit, server):
     assert page.inner_text("#refusals") == "Refused since the start: 6 because the queue was full."
 
 
-def test_what_is_not_there_is_not_shown(visit, server):
+def test_missing_figures_are_not_shown(visit, server):
     page = visit()
     page.context.route("**/metrics", lambda route: route.fulfill(body="# nothing"))
     page.click("#tab-engine")

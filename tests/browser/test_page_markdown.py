@@ -1,12 +1,8 @@
 """A model's text on the page: Markdown and formulas as elements, everything else as text."""
-# ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
 
 import pytest
 
-from tests.support.page_browser import ask, browser, in_browser, is_answered, served, server, visit  # noqa: F401
-
-pytestmark = in_browser
-
+from tests.support.page_browser import ask, is_answered
 
 MARKDOWN = r"""## Title
 Some *italics*, **bold** and ~~old~~, a [link](https://example.org/a?b=1) and https://example.com/bare
@@ -94,8 +90,8 @@ HOSTILE = [
 ]
 
 
-def test_what_a_model_writes_does_nothing(visit, server):
-    """`visit` itself sees to it that no other host is asked, and that no rule of the page's policy is broken."""
+def test_model_output_cannot_run_code(visit, server):
+    """`visit` itself checks that no other host gets a request, and that no rule of the page's policy is broken."""
     page = visit()
     server.engine.group = 64
     allowed = (
@@ -114,7 +110,7 @@ def test_what_a_model_writes_does_nothing(visit, server):
         assert page.evaluate("window.hit") is None, text
 
 
-def test_nothing_but_the_sanitiser_makes_markup(browser, server):
+def test_only_the_sanitiser_creates_markup(browser, server):
     page = browser.new_page()
     page.goto(server.url)
     page.wait_for_selector("#server[data-state=ready]")
@@ -125,7 +121,7 @@ def test_nothing_but_the_sanitiser_makes_markup(browser, server):
         "trustedTypes.createPolicy('mine', {createHTML: x => x})",
         "trustedTypes.createPolicy('dompurify', {createHTML: x => x})",
     ):
-        # Asked for in the page's own world, where its policy holds.
+        # Evaluated in the page's own world, where its policy applies.
         error = f"() => {{ try {{ {sink}; return 'done'; }} catch (error) {{ return error.name; }} }}"
         assert page.evaluate(error) == "TypeError", sink
     page.close()

@@ -1,5 +1,4 @@
 """The page's requests: copied as a command or a program, bound to a form, and sent again."""
-# ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
 
 import json
 import os
@@ -9,19 +8,8 @@ import sys
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.page_browser import (  # noqa: F401
-    ANSWER,
-    ask,
-    browser,
-    in_browser,
-    is_answered,
-    open_settings,
-    served,
-    server,
-    visit,
-)
+from tests.support.page_browser import ANSWER, ask, is_answered, open_settings
 
-pytestmark = in_browser
 CLIPBOARD = {"permissions": ["clipboard-read", "clipboard-write"]}
 HARD_TEXT = "It's \"hard\": $HOME `id` \\n \\ 日本 😀\n'''JSON\nJSON\n--"
 
@@ -33,7 +21,7 @@ def copied(page, view: str, form: str) -> str:
 
 
 def run(form: str, text: str) -> str:
-    """What the copied command or program prints."""
+    """The output of the copied command or program."""
     command = ["bash", "-c", text] if form == "curl" else [sys.executable, "-c", text]
     env = {**os.environ, "CALLBOARD_API_KEY": "secret"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
@@ -63,14 +51,14 @@ def test_a_copied_chat_sends_what_the_page_sends(visit, server, form: str, is_bo
     ask(page, "One?")
     is_answered(page, 1)
     page.fill("#message", HARD_TEXT)
-    text = copied(page, "chat", form)  # of what is not sent yet
+    text = copied(page, "chat", form)  # nothing is sent yet
     page.press("#message", "Enter")
     is_answered(page, 2)
     by_page = as_engine_saw(server.engine.requests[-1])
     out = run(form, text)
     assert as_engine_saw(server.engine.requests[-1]) == by_page
     assert len(server.engine.requests) == 3
-    assert copied(page, "chat", form) == text  # of what was sent last
+    assert copied(page, "chat", form) == text  # of the last request
     answer = page.evaluate("JSON.parse(localStorage.getItem('callboard-chats'))[0].turns[1].text")
     if form == "Python":
         assert out == answer + "\n"
@@ -131,7 +119,7 @@ def test_a_schema_binds_the_answer(visit, server):
     ask(page, "Where?")
     is_answered(page, 1)
     assert server.engine.requests[-1].params.grammar is not None
-    assert page.inner_text(".text pre") == '{"city": "New_York_*x*_"}'  # no Markdown is made of it
+    assert page.inner_text(".text pre") == '{"city": "New_York_*x*_"}'  # it is not shown as Markdown
     assert "fits the schema" in page.inner_text(".answer footer")
     page.reload()
     page.wait_for_selector("#server[data-state=ready]")
@@ -156,12 +144,12 @@ def test_a_schema_binds_the_answer(visit, server):
         ("grammar", 'start: "a', "structured_outputs.grammar"),
     ],
 )
-def test_a_faulty_form_is_told_and_nothing_is_sent(visit, server, kind: str, text: str, says: str):
+def test_a_faulty_form_is_reported_and_not_sent(visit, server, kind: str, text: str, says: str):
     page = visit()
     open_settings(page)
     page.select_option("#chat [name=structure]", kind)
     page.fill("#chat [name=structure_text]", text)
-    expect(page.locator("#chat .verdict.error")).to_contain_text(says)  # while one writes
+    expect(page.locator("#chat .verdict.error")).to_contain_text(says)  # during typing
     ask(page, "Where?")
     expect(page.locator(".answer [role=alert]")).to_contain_text(says)
     assert page.input_value("#message") == "Where?"
@@ -238,7 +226,7 @@ def test_again_sends_the_same_request(visit, server):
     assert page.inner_text(".text pre >> nth=0") == "print('<b>42</b>')"  # the answer stays
 
 
-def test_again_compares_a_stopped_answer_as_far_as_it_came(visit, server):
+def test_again_compares_the_text_of_a_stopped_answer(visit, server):
     server.answers("word " * 700, delay_s=0.02)
     page = visit()
     ask(page, "Talk.")

@@ -1,5 +1,4 @@
-"""The page and its server's state: the dot, what the server recommends, killing a process; and chats as files."""
-# ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
+"""The page and its server's state: the dot, recommended values, killing a process; and chats as files."""
 
 import json
 
@@ -8,19 +7,7 @@ from playwright.sync_api import expect
 
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.settings import HttpSettings
-from tests.support.page_browser import (  # noqa: F401
-    ANSWER,
-    Server,
-    ask,
-    browser,
-    in_browser,
-    is_answered,
-    open_settings,
-    server,
-    visit,
-)
-
-pytestmark = in_browser
+from tests.support.page_browser import ANSWER, Server, ask, is_answered, open_settings
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +24,7 @@ def test_the_dot_follows_the_server(visit, server):
     page.context.route("**/*", lambda route: route.abort())
     ask(page, "Hello?")
     page.wait_for_selector("[role=alert]:text('cannot be reached')")
-    page.wait_for_selector("#server[data-state=down]")  # at once, not at the next look
+    page.wait_for_selector("#server[data-state=down]")  # at once, not at the next poll
     colours["down"] = page.evaluate(dot)
     assert page.inner_text("#model") == "Not reachable"
     assert "cannot be reached" in page.inner_text("#trouble")
@@ -60,7 +47,7 @@ def test_the_dot_follows_the_server(visit, server):
     assert len(set(colours.values())) == 3
 
 
-def test_what_the_server_recommends_is_the_placeholder(visit, server):
+def test_recommended_values_are_placeholders(visit, server):
     server.service._defaults = SamplingDefaults({"temperature": 0.2, "top_p": 0.9}, "a.json")
     try:
         page = visit()
@@ -113,7 +100,7 @@ def test_a_process_is_killed_at_a_click(visit, server):
     assert server.killed == ["engine", "runner"]
 
 
-def test_kill_is_hidden_where_it_is_not_allowed(visit, server):
+def test_kill_is_hidden_unless_allowed(visit, server):
     page = visit()
     assert page.is_visible("#chat .kill")
 
@@ -138,7 +125,7 @@ def test_chats_are_exported_and_imported(visit, server, tmp_path):
     ask(page, "Two?")
     is_answered(page, 2)
     page.click("#chats-panel .new-chat")
-    assert not page.is_visible("#export-markdown")  # there is nothing in this one
+    assert not page.is_visible("#export-markdown")  # this chat is empty
     server.answers("Third.")
     ask(page, "Three?")
     is_answered(page, 1)
@@ -168,7 +155,7 @@ def test_chats_are_exported_and_imported(visit, server, tmp_path):
     page.set_input_files("#import", one)
     page.wait_for_selector("#chats-note:text('1 chat imported.')")
     assert kept()[0]["turns"] == before[1]["turns"]
-    page.click(".again:text('Again') >> nth=0")  # an imported answer can be asked for again
+    page.click(".again:text('Again') >> nth=0")  # an imported answer can be regenerated
     page.wait_for_selector(".repeated:text('Asked again:')")
     (tmp_path / "other.json").write_text('{"format": "other"}')
     page.set_input_files("#import", tmp_path / "other.json")
@@ -176,7 +163,7 @@ def test_chats_are_exported_and_imported(visit, server, tmp_path):
     assert len(kept()) == 3
 
 
-def test_lines_fill_their_width_over_one_base(visit, server):
+def test_charts_fill_their_width_from_one_base_line(visit, server):
     page = visit()
     page.click("#tab-engine")
     page.wait_for_selector("#generated dd:text('tokens a second')")

@@ -1,5 +1,5 @@
-"""Every Triton kernel in the forms that serving launches, compiled for sm_90a: within the card's limits, without
-spills, on the matrix units where it should be. In a process of its own, and without a GPU."""
+"""Every Triton kernel in the forms that serving launches, compiled for sm_90a. It fits the card's limits, does not
+spill, and uses tensor cores where it should. It runs in a separate process, without a GPU."""
 
 import json
 import os
@@ -16,15 +16,16 @@ pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).parents[2]
 SHARED_BYTES = 232_448  # of one block on sm_90
-# Kernel -> bytes a thread may spill with Triton 3.6 or 3.9; all others none. Attention over heads of 128, and products
-# of a few rows, hold more than the registers in forms that measured faster than smaller tiles; of experts' many choices
-# two programs share a multiprocessor's registers; a row of 28,672 numbers is encoded as a whole, while a model is read.
+# Kernel -> bytes a thread may spill with Triton 3.6 or 3.9; all others none. Spills that measured faster than smaller
+# tiles. Attention over heads of 128 and products of a few rows hold more values than there are registers. For experts
+# with many rows, two programs share a multiprocessor's registers. Rows of 28,672 values are quantized whole while a
+# model is loaded.
 STACK_BUDGET = {
-    "_decode_attention_kernel": 128, "_prefill_attention_kernel": 120, "_tile_kernel": 136, "_quantized_tile_kernel": 8,
-    "_many_choices_kernel": 64, "_encode_rows_kernel": 120,
+    "_decode_attention_kernel": 128, "_prefill_attention_kernel": 120, "_tile_kernel": 136,
+    "_wna16_skinny_gemm_kernel": 8, "_moe_wna16_many_kernel": 64, "_quantize_fp8_weight_kernel": 120,
 }  # fmt: skip
-# Kernels whose `max.f32` may drop a NaN, as another operation keeps it: the weights of attention, the check of logits
-# that chooses -1, and the weights of experts, which are all NaN by then.
+# Kernels in which `max.f32` may drop a NaN because another operation keeps it: the weights of attention, the check of
+# logits that samples -1, and the weights of experts. These are all NaN by then.
 DROPS_NAN = {
     "_decode_attention_kernel", "_prefill_attention_kernel", "_best_of_tile_kernel", "choose_kernel", "_route_kernel",
 }  # fmt: skip
@@ -42,7 +43,7 @@ def compiled() -> list[dict]:
 
 
 def test_no_kernel_is_left_out(compiled):
-    sources = (path.read_text() for path in (ROOT / "runtime" / "kernels").glob("*.py"))
+    sources = (path.read_text() for path in (ROOT / "runtime" / "kernels").rglob("*.py"))
     defined = {name for source in sources for name in re.findall(r"^@jit(?:\(.*\))?\ndef (\w+_kernel)\(", source, re.M)}
     assert {kernel["kernel"] for kernel in compiled} == defined
 
@@ -64,19 +65,19 @@ def test_maxima_and_bounds_keep_nan(compiled):
     [
         ("_prefill_attention_kernel", ["wgmma"]),
         ("_product_kernel", ["wgmma"]),
-        ("_fp8_product_kernel", ["wgmma"]),
-        ("_fp8_experts_kernel", ["wgmma"]),
+        ("_fp8_w8a8_gemm_kernel", ["wgmma"]),
+        ("_moe_fp8_w8a8_kernel", ["wgmma"]),
         ("_decode_attention_kernel", ["mma", "wgmma"]),  # eight rows of eight heads a KV head fill a whole group
         ("_tile_kernel", ["mma", "wgmma"]),  # wgmma where a program has 64 rows of the weight
-        ("_quantized_tile_kernel", ["mma"]),
-        ("_quantized_product_kernel", ["wgmma"]),
-        ("_few_choices_kernel", ["mma"]),
+        ("_wna16_skinny_gemm_kernel", ["mma"]),
+        ("_wna16_gemm_kernel", ["wgmma"]),
+        ("_moe_wna16_few_kernel", ["mma"]),
         ("_shrink_tile_kernel", ["mma"]),
         ("_expand_tile_kernel", ["mma"]),
-        ("_many_choices_kernel", ["wgmma"]),
+        ("_moe_wna16_many_kernel", ["wgmma"]),
     ],
 )
-def test_products_of_16_bit_types_use_the_matrix_units(compiled, kernel, instructions):
+def test_products_of_16_bit_types_use_tensor_cores(compiled, kernel, instructions):
     forms = [k for k in compiled if k["kernel"] == kernel and "bfloat16" in k["case"]]
     assert forms
     assert not [k for k in forms if not any(k[i] for i in instructions)]

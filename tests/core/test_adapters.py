@@ -1,4 +1,4 @@
-"""Adapters in the scheduler: who may ask for one, which index its rows have, and whose blocks they share."""
+"""Adapters in the scheduler: which requests may use one, its index in rows, and which blocks they share."""
 
 import numpy as np
 import pytest
@@ -38,11 +38,11 @@ def test_one_life_of_two_adapters():
         add(name, adapter)
     plan = scheduler.schedule().plan
     assert [new.adapter for new in plan.new] == [0, 1, 2, 1]
-    assert plan.num_tokens.tolist() == [8, 8, 8, 4]  # d shares a block with b, and with nobody else
+    assert plan.num_tokens.tolist() == [8, 8, 8, 4]  # d shares a block with b alone
     adapters.close("one")
     assert not adapters.is_open("one")
-    assert adapters.index_of("one") == 1  # for those who had it
-    scheduler.requeue_all()  # the runners are gone: those who had it have it again
+    assert adapters.index_of("one") == 1  # for the requests that use it
+    scheduler.requeue_all()  # the runners are gone: requests keep their adapter
     assert adapters.loaded == {"one": 1, "two": 2}
     again = scheduler.schedule().plan
     assert sorted(new.adapter for new in again.new) == [0, 1, 1, 2]
@@ -55,7 +55,7 @@ def test_one_life_of_two_adapters():
     assert adapters.reserve("three") == 1
 
 
-def test_root_hashes_tell_adapters_from_salts():
+def test_root_hashes_separate_adapters_and_salts():
     roots = {
         root_hash("f", salt, adapter) for salt, adapter in (("", ""), ("", "a"), ("a", ""), ("a", "a"), ("a\0", ""))
     }

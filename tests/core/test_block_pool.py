@@ -1,4 +1,4 @@
-"""Which cached blocks stay when there is no room for all."""
+"""Which cached blocks stay when there is not room for all."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from runtime.core.prefix_cache import PrefixCache
 from runtime.policy.branch_eviction import BRANCH_AGE_DIVISOR, BranchOrder
 from tests.support.examples import examples
 
-Path = tuple[int, ...]  # a block by its token and those of the blocks before it
+Path = tuple[int, ...]  # a block by its token and the tokens of the blocks before it
 
 
 class Tree:
-    """A pool and a cache whose requests are paths of blocks with one token each."""
+    """A pool and a cache. Requests are paths of blocks with one token each."""
 
     def __init__(self, num_blocks: int) -> None:
         self.cache = PrefixCache()
@@ -25,7 +25,7 @@ class Tree:
         self.held: list[list[int]] = []
 
     def begin(self, path: Path) -> bool:
-        """A request with this path; False if there is no room for it."""
+        """Start a request with this path; False if it does not fit."""
         names = [repr(path[: i + 1]).encode() for i in range(len(path))]
         blocks = self.cache.match_prefix(names)
         num_new = len(names) - len(blocks)
@@ -62,8 +62,8 @@ requests = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
 
 @settings(max_examples=examples(300))
 @given(st.integers(6, 24), st.lists(st.one_of(requests, st.integers(0, 5)), max_size=60))
-def test_whoever_holds_a_block_holds_all_before_it(num_blocks, happenings):
-    """Routers rely on it, too: numbers are requests that end, paths such that begin."""
+def test_a_held_block_holds_all_blocks_before_it(num_blocks, happenings):
+    """Routers rely on it, too. Numbers are requests that end, and paths are requests that begin."""
     tree = Tree(num_blocks)
     for each in happenings:
         if isinstance(each, tuple):
@@ -78,7 +78,7 @@ def test_whoever_holds_a_block_holds_all_before_it(num_blocks, happenings):
     assert tree.find_faults() == []
 
 
-def test_what_many_begin_with_outlives_what_one_had():
+def test_shared_prefixes_outlive_single_ones():
     tree = Tree(20)
     instruction = (1, 1, 1, 1)
     tree.ask((*instruction, 2))
@@ -93,7 +93,7 @@ def test_what_many_begin_with_outlives_what_one_had():
     assert tree.num_cached(instruction) == 0, "nobody has asked for it any more"
 
 
-def test_a_conversation_that_goes_on_has_no_more_right_than_others():
+def test_a_continued_conversation_has_no_priority():
     tree = Tree(20)
     history: Path = ()
     for turn in range(4):
@@ -104,7 +104,7 @@ def test_a_conversation_that_goes_on_has_no_more_right_than_others():
     assert tree.num_cached(history) == 0
 
 
-def test_an_ancestor_of_a_fork_that_another_request_held_is_shared_too():
+def test_an_ancestor_of_a_fork_is_shared():
     tree = Tree(12)
     instruction = (1, 1, 1)
     tree.begin((*instruction, 2))
@@ -112,14 +112,14 @@ def test_an_ancestor_of_a_fork_that_another_request_held_is_shared_too():
     tree.begin((*instruction, 3))
     tree.end(0)
     tree.end(1)
-    tree.end(0)  # of which none parts prompts itself
+    tree.end(0)  # none of the three forks by itself
     for number in range(4):
         tree.ask((10 + number, 0, 0))
     assert tree.num_cached(instruction) == 3
     assert tree.find_faults() == []
 
 
-def test_blocks_go_in_the_order_in_which_they_came():
+def test_blocks_are_evicted_in_order_of_release():
     queue = BranchOrder()
     queue.reset(9)
     queue.on_cached([(3, b"a", 2), (4, b"b", 2)])  # a branch

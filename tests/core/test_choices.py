@@ -31,22 +31,22 @@ def submit(session: Session, requests: list[Request]) -> list:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_choices_share_the_blocks_of_their_prompt_from_the_first_step(depth: int):
+def test_choices_share_prompt_blocks_from_the_first_step(depth: int):
     session = Session(block_size=4, max_num_batched_tokens=64, pipeline_depth=depth)
     prepared = prepare(n=4)
     states = submit(session, prepared.requests)
-    tables = [state.tables[0][:5] for state in states]  # of 22 tokens, those of 5 blocks
+    tables = [state.tables[0][:5] for state in states]  # the full blocks of 22 tokens
     assert tables == [tables[0]] * 4
     pool = session.core.scheduler.pool
     assert [pool.refs(block) for block in tables[0]] == [4] * 5
     held = Counter(block for state in states for block in state.tables[0])
-    assert len(held) == 5 + 4  # alone, each would hold 6
+    assert len(held) == 5 + 4  # alone, each would need 6
     assert [state.num_cached for state in states] == [0, 20, 20, 20]
     assert prepared.usage([ChoiceUsage(6, state.num_cached) for state in states]) == {
         "prompt_tokens": 22,
         "completion_tokens": 24,
         "total_tokens": 46,
-        "prompt_tokens_details": {"cached_tokens": 0},  # one of them had to compute it
+        "prompt_tokens_details": {"cached_tokens": 0},  # one of them computed it
     }
     session.finish()  # checks the tokens of each choice against a run alone, and that no block leaks
     again = prepare(n=4)
@@ -56,7 +56,7 @@ def test_choices_share_the_blocks_of_their_prompt_from_the_first_step(depth: int
     session.finish()
 
 
-def test_a_request_is_whole_at_its_birth():
+def test_a_new_request_is_complete():
     names = iter("abcdef")
     first, second = requests_of(names, [1, 2], SamplingParams(seed=7), 2)
     assert (first.seed, first.prompt_len) == (7, 2)

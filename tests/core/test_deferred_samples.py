@@ -53,7 +53,7 @@ class DeferringSession(Session):
         return super().add(prompt, params if params.pooled else replace(params, grammar=GRAMMAR), priority, salt)
 
     def step(self) -> None:
-        """What the row of the last known token reads is kept, whatever is planned already."""
+        """Keep the values that the row of the last known token reads, even if later steps are planned already."""
         super().step()
         for state in self.core.scheduler.running if self.info.kv_cache is not None else ():
             first = max(0, len(state.tokens) - self.info.kv_cache.groups[1].window)
@@ -61,7 +61,7 @@ class DeferringSession(Session):
 
 
 @pytest.mark.parametrize("window", [None, 1, 5])
-def test_any_history_with_deferred_samples_gives_the_sequential_tokens(window):
+def test_deferred_samples_give_the_sequential_tokens(window):
     seen = Counter()
 
     @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
@@ -86,7 +86,7 @@ def test_any_history_with_deferred_samples_gives_the_sequential_tokens(window):
     assert Deferring.num_deferred > 80
 
 
-def test_deferred_samples_of_a_chain_keep_their_numbers():
+def test_deferred_samples_keep_their_order():
     one, two = (StepResult(1, np.array(ids, np.int32)) for ids in ([5, -1, 6], [7, -1, -1]))
     one.deferred, two.deferred = np.array([1], np.int32), np.array([1, 2], np.int32)
     whole = joined([one, two])

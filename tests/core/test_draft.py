@@ -1,4 +1,5 @@
-"""A draft model's mirrors and its client: right guesses whatever is lost, late or repeated, and never a wrong token."""
+"""A draft model's mirrors and its client: guesses are right after losses, delays and repeats, and no token is ever
+wrong."""
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ STEP_US = ((1, 10.0), (64, 20.0))
 
 
 class WrongAtTimes(FakeRunner):
-    """A draft that samples something else in a share of its tokens, and goes on from there."""
+    """A draft that samples another token in a share of its positions, and continues from there."""
 
     share = 0.0
     rng = np.random.default_rng(0)
@@ -58,7 +59,7 @@ class PausingClient(DraftClient):
 
 
 class BadWire:
-    """Loses, repeats and delays frames in both directions; can die, and come back knowing nothing."""
+    """Loses, repeats and delays frames in both directions; can die, and restart with empty state."""
 
     def __init__(self, core, clock, seed, loss):
         self.core, self.clock, self.loss, self.dead, self.late = core, clock, loss, False, []
@@ -87,7 +88,7 @@ class BadWire:
         return came or None
 
 
-def test_a_chain_continues_what_is_final():
+def test_draft_tokens_continue_confirmed_tokens():
     core = draft_core(ahead=2)
     request = Request("r", [1, 2, 3, 4, 5], 5, SamplingParams(max_tokens=40, ignore_eos=True), seed=0)
     right, _ = sequential(request, 64)
@@ -99,7 +100,7 @@ def test_a_chain_continues_what_is_final():
     while core.step():
         pass
     assert core.outbox.pop("engine")[-1] == Chain(7, 9, right[4:9])
-    wrong = (right[5] + 1) % VOCAB  # as if the target had sampled something else
+    wrong = (right[5] + 1) % VOCAB  # as if the target had sampled another token
     core.take("engine", Told(committed=[Commit(7, 5, [*right[:5], wrong], 2)]))
     while core.step():
         pass
@@ -118,7 +119,7 @@ def test_a_chain_continues_what_is_final():
 
 
 def test_only_final_tokens_are_hashed():
-    """A mirror's own guesses fill blocks that are rewritten later: no other mirror may find them."""
+    """A mirror's own guesses fill blocks that are rewritten later, so no other mirror may find them."""
     core = draft_core()
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     first = Request("a", [1, 2, 3, 4, 5], 5, params, seed=0)
@@ -165,7 +166,7 @@ prompts = st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=24)
     kills=st.lists(st.integers(1, 60), max_size=3),
     seed=st.integers(0, 5),
 )
-def test_tokens_are_right_whatever_happens(
+def test_tokens_are_right_under_any_events(
     requests, share, loss, fixed, ahead, blocks, draft_blocks, depth, kills, seed
 ):
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16, pipeline_depth=depth)
@@ -240,14 +241,15 @@ def test_a_miss_costs_no_later_guess(ahead):
     assert rates == pytest.approx([0.7, 0.7, 0.7], abs=0.05)
 
 
-def test_a_draft_runs_ahead_as_far_as_there_is_time():
-    """A commit that finds it busy makes it stop earlier, and one that finds it idle later."""
+def test_a_draft_runs_ahead_while_there_is_time():
+    """A commit that finds it busy makes it stop earlier; a commit that finds it idle makes it stop later."""
     core, tokens = draft_core(ahead=8, max_len=4000, blocks=2000), [1, 2, 3]
     request = Request("", tokens, 3, SamplingParams(max_tokens=3000, ignore_eos=True), seed=0)
     core.take(None, Told(opened=[Open(1, request, 3)]))
 
     def guesses_after(num_pieces):
-        """And whether there was nothing left to do, when a commit comes after so many pieces of what is ahead."""
+        """The number of guesses, and whether no work was left, if a commit arrives after `num_pieces` pieces of
+        work."""
         while not (said := core.outbox.pop(None, None)):
             core.step()
         known = [*tokens, *said[-1].token_ids[:3], 5]
@@ -266,8 +268,8 @@ def test_a_draft_runs_ahead_as_far_as_there_is_time():
     assert [guesses_after(99)[0] for _ in range(100)][-1] == 3 + 8
 
 
-def test_nobody_waits_for_a_draft_that_is_far_behind():
-    """It catches up while requests go on plainly, and what that takes says nothing of other answers."""
+def test_no_step_waits_for_a_draft_that_is_far_behind():
+    """It catches up while requests decode without it, and the time that this takes does not count for other replies."""
     clock = Clock()
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     target = info(max_len=400, blocks=200)
@@ -297,7 +299,7 @@ def test_nobody_waits_for_a_draft_that_is_far_behind():
 
 
 def test_a_draft_that_is_hardly_faster_catches_up():
-    """While it works through what it lacks, as much comes again: that is waited for."""
+    """While it works through its backlog, new tokens arrive; the engine waits for those too."""
     clock = Clock()
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     target = info(max_len=400, blocks=200)
@@ -305,7 +307,7 @@ def test_a_draft_that_is_hardly_faster_catches_up():
     client = PausingClient(VOCAB, clock)
     core = build_engine(config, target, FakeRunner(config, target), Speculation(client, 3, times, 0.0))
     wire = SlowWire(draft_core(max_len=400, blocks=200), clock, lambda behind: 0.001 * behind * (behind > 3))
-    client.attach(wire, times)  # a token takes it as long as the target
+    client.attach(wire, times)  # a token takes the draft and the target equally long
     core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=300, ignore_eos=True), seed=0))
     while core.scheduler.stats.drafts < 4:
         core.step()
@@ -317,8 +319,8 @@ def test_a_draft_that_is_hardly_faster_catches_up():
     assert core.scheduler.stats.accepted_draft_tokens > before + 100
 
 
-def test_a_draft_is_not_asked_again_before_it_has_answered():
-    """Or one that takes longer than the time between two questions would begin again with each."""
+def test_a_draft_gets_no_request_before_its_reply():
+    """Otherwise a draft that is slower than the interval of requests would restart with each."""
     clock = Clock()
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     target = info(max_len=400, blocks=200)
@@ -334,7 +336,8 @@ def test_a_draft_is_not_asked_again_before_it_has_answered():
 
 
 def test_a_silent_draft_costs_one_wait():
-    """Hung: the first answer is waited for, then none, as the draft falls behind; at last it is given up."""
+    """Hung: the engine waits for the first reply, then for none, because the draft falls behind. At last it is given
+    up."""
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     clock, target = Clock(), info(max_len=60000, blocks=20000)
     client = DraftClient(VOCAB, clock)
@@ -363,7 +366,7 @@ def test_a_silent_draft_costs_one_wait():
     wire.loss = 0.0
     client.is_due()
     wire.loss, client.is_hung, client._silent_since = 1.1, False, None
-    for i in range(1, 60):  # none of them lives long enough to be waited for
+    for i in range(1, 60):  # no request lives long enough for a wait
         core.add(Request(str(i), [1, 2, 3], 3, SamplingParams(max_tokens=60, ignore_eos=True), seed=i))
         while core.has_work:
             core.step()
@@ -377,7 +380,7 @@ def test_a_silent_draft_costs_one_wait():
     assert not client.is_hung
 
 
-def test_a_draft_that_was_measured_on_a_busy_machine_is_not_waited_for_so_long():
+def test_draft_times_of_a_busy_machine_are_corrected():
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     clock, target = Clock(), info(max_len=4000, blocks=2000)
     client, times = DraftClient(VOCAB, clock), ((1, 500_000.0), (64, 500_000.0))
@@ -394,7 +397,7 @@ def test_a_draft_that_was_measured_on_a_busy_machine_is_not_waited_for_so_long()
     assert clock.now - before < 0.1
 
 
-def test_a_draft_is_busy_until_it_has_answered():
+def test_a_draft_is_busy_until_its_reply():
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     clock, target = Clock(), info(max_len=400, blocks=200)
     client, busy = DraftClient(VOCAB, clock), []
@@ -414,7 +417,7 @@ def test_a_draft_is_busy_until_it_has_answered():
     assert not client.is_busy(), "a request that is too long for the draft is never answered"
 
 
-def test_a_request_that_the_draft_has_lost_is_told_anew():
+def test_a_request_lost_by_the_draft_is_sent_again():
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     clock, target = Clock(), info(max_len=400, blocks=200)
     client, draft = DraftClient(VOCAB, clock), draft_core(max_len=400, blocks=200)
@@ -431,7 +434,7 @@ def test_a_request_that_the_draft_has_lost_is_told_anew():
     assert client.num_late == 0
 
 
-def test_a_draft_that_reads_no_more_is_hung():
+def test_a_draft_that_stops_reading_is_hung():
     class Full(LocalWire):
         def send(self, told):
             raise TimeoutError("it does not read")

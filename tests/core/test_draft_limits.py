@@ -1,4 +1,4 @@
-"""Requests that are too long for a draft, or for one frame to it."""
+"""Requests that are too long for a draft, or for one frame to a draft."""
 
 from runtime.assembly.engine import build_engine
 from runtime.spec.config import EngineConfig
@@ -10,8 +10,8 @@ from tests.core.test_draft import STEP_US, Clock, check_core, draft_core, info
 from tests.support.fake_runner import VOCAB, FakeRunner
 
 
-def test_mirror_ends_where_the_drafts_context_does():
-    """Also one that waits for a slot, of an engine with a longer context."""
+def test_the_mirror_ends_at_the_drafts_context():
+    """This holds too for one that waits for a slot, of an engine with a longer context."""
     core = draft_core(seqs=1, max_len=64)
     requests = [Request(str(i), [1, 2, i], 3, SamplingParams(max_tokens=200, ignore_eos=True), seed=0) for i in (1, 2)]
     core.take("engine", Told(opened=[Open(i, request, 2) for i, request in enumerate(requests)]))
@@ -29,7 +29,7 @@ def test_mirror_ends_where_the_drafts_context_does():
 
 
 def test_long_prompts_are_opened_over_several_steps(monkeypatch):
-    """All choices of one are admitted at once; the step that opened them all would be a long one."""
+    """All choices of one prompt are admitted at once; one step that opened them all would be long."""
     monkeypatch.setattr("runtime.speculation.draft_client._MOST_OPENED", 90)
     config = EngineConfig(block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
     target, sizes = info(max_len=400, blocks=400), []

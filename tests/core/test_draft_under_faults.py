@@ -1,7 +1,7 @@
-"""The rate of an engine whose draft computes beside it and is late, slow, silent or deaf at times.
+"""The rate of an engine with a draft that runs beside it and is sometimes late, slow or silent, or stops reading.
 
-Simulated time: a target of an 8B model's step times, and a draft in a process of its own, which is right in four of
-five tokens. Rates are in tokens a second over those of the target alone."""
+Time is simulated: a target with an 8B model's step times, and a draft in its own process. The
+draft is right in four of five tokens. Rates are relative to the target's tokens a second without a draft."""
 
 import random
 from collections import deque
@@ -31,7 +31,7 @@ class Clock:
 
 
 class Target(FakeRunner):
-    """Steps one after another, each of which takes its time."""
+    """Steps one after another; each takes its time."""
 
     def __init__(self, config, info, clock):
         super().__init__(config, info)
@@ -63,8 +63,8 @@ class DraftRunner(FakeRunner):
 
 
 class Wire(LocalWire):
-    """A draft that lives as far as the engine looks: its steps take `plan_s(now, tokens, steps)`, while `hangs(now)` it
-    does nothing, and a share of the frames is lost."""
+    """A draft that runs while the engine looks at it. Its steps take `plan_s(now, tokens, steps)`. While `hangs(now)`
+    it does nothing, and a share of the frames is lost."""
 
     def __init__(self, core, clock, plan_s, hangs, loss, rng):
         super().__init__(core)
@@ -106,7 +106,7 @@ def rate(
     num_rows=1, seconds=4.0, wrong=0.2, step_us=300.0, token_us=3.0, stalls=0.0, stall_s=0.02,
     slower=lambda now: 1.0, hangs=lambda now: False, loss=0.0, told_us=None, draft=True,
 ):  # fmt: skip
-    """Tokens a second. The draft is thought to take `told_us` a step; one that hangs is replaced."""
+    """Tokens a second. The draft is expected to take `told_us` a step; a draft that hangs is replaced."""
     rng, clock = random.Random(0), Clock()
     config = EngineConfig(block_size=16, max_num_seqs=max(2, num_rows), max_num_batched_tokens=2048)
     info = ModelInfo("f", VOCAB, CONTEXT, (EOS,), 1 + config.max_num_seqs * (CONTEXT // 16 + 1), 16, "none", "none")
@@ -171,6 +171,6 @@ def at_times(period, share):
         (0.99, {"step_us": 6000.0}),
     ],
 )
-def test_a_draft_with_faults_is_used_as_far_as_it_helps(least, scenario):
+def test_a_faulty_draft_is_used_while_it_helps(least, scenario):
     alone = rate(scenario.get("num_rows", 1), draft=False)
     assert rate(**scenario) > least * alone

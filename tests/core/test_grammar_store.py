@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.wire.plan_wire import PlanReader, PlanWriter
+from actors.runners.plan_wire import PlanReader, PlanWriter
 from runtime.assembly.engine import build_engine
 from runtime.core.plan import MAX_NEW_BYTES
 from runtime.core.request_state import RequestState
@@ -46,8 +46,8 @@ class Hop:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.sampled_from(GRAMMARS), min_size=1, max_size=6) | st.just("restart"), max_size=60))
-def test_store_has_each_grammar_that_a_message_names(events):
-    """Through sends, evictions, links that reconnect, and engines or runners that start anew."""
+def test_the_store_has_every_grammar_of_a_message(events):
+    """Through sends, evictions, links that reconnect, and engines or runners that restart."""
     engines = [Hop(), Hop()]
     for number, event in enumerate(events):
         if isinstance(event, str):
@@ -103,7 +103,7 @@ class NotingReader(PlanReader):
 
 
 def served(grammars: list[Grammar], num_losses: int = 0) -> list[NotingReader]:
-    """The readers of runners that have served a request for each grammar, each until the next one was lost."""
+    """The readers of runners that have served a request for each grammar; each lives until the next one was lost."""
     config = EngineConfig(block_size=4, max_num_seqs=128, max_num_batched_tokens=1024)
     readers: list[NotingReader] = []
 
@@ -133,7 +133,7 @@ def served(grammars: list[Grammar], num_losses: int = 0) -> list[NotingReader]:
 
 
 def test_new_slots_of_large_grammars_stay_far_below_a_frame():
-    """128 choices with a grammar each, of 256 KiB: one plan of them all would be 33 MB."""
+    """128 choices with a grammar of 256 KiB each: one plan of them all would be 33 MB."""
     grammars = [Grammar(f"{i}", f"{i:03}" + "x" * (256 << 10), "") for i in range(128)]
     (reader,) = served(grammars)
     assert max(reader.num_bytes) < MAX_NEW_BYTES + (1 << 20)
@@ -149,7 +149,7 @@ def test_choices_share_the_text_of_their_grammar():
         assert len(reader.plans[0].new) == 128
 
 
-def test_reader_of_a_later_frame_alone_refuses_it():
+def test_a_reader_of_only_a_later_frame_refuses_it():
     config = EngineConfig(block_size=4)
     core, writer = build_engine(config, INFO, FakeRunner(config, INFO)), PlanWriter()
     for name in "ab":

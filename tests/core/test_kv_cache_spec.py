@@ -1,4 +1,4 @@
-"""The description of a KV cache: sizes follow from it, and with them what a window no longer needs."""
+"""The description of a KV cache determines its sizes, and the blocks that a window no longer needs."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_a_block_has_room_for_any_group():
 
 @pytest.mark.parametrize("num_computed", range(40))
 @pytest.mark.parametrize("window", [1, 4, 10])
-def test_dead_blocks_hold_only_what_no_token_attends_to(num_computed, window):
+def test_dead_blocks_hold_only_unattended_tokens(num_computed, window):
     group = KVGroupSpec((0,), 1, 16, "float32", window=window)
     first_read = max(0, num_computed - window + 1)  # by the token at position num_computed
     assert group.num_dead_blocks(num_computed, 4) == sum(4 * i + 3 < first_read for i in range(20))

@@ -1,4 +1,4 @@
-"""A group of the KV cache is added by describing it: here one with a window, beside one that keeps everything."""
+"""A new group of the KV cache needs only a description: here one with a window, beside one that keeps everything."""
 
 from collections import Counter
 
@@ -20,7 +20,7 @@ def groups(window: int) -> KVCacheSpec:
 
 
 class WindowRunner(FakeRunner):
-    """A runner whose second group attends to a window: it checks all that a row reads there."""
+    """A runner with a second group that attends to a window. It checks every read of a row there."""
 
     def __init__(self, config, info) -> None:
         super().__init__(config, info)
@@ -59,7 +59,7 @@ class WindowSession(Session):
             self.most_held = max(self.most_held, len(window) - num_freed)
 
 
-def test_any_history_keeps_what_windows_read_and_frees_the_rest():
+def test_blocks_outside_windows_are_freed():
     seen = Counter()
 
     @settings(max_examples=examples(300), suppress_health_check=list(HealthCheck), database=None, derandomize=True)
@@ -82,7 +82,7 @@ def test_any_history_keeps_what_windows_read_and_frees_the_rest():
     assert seen["accepted"] > examples(300), seen
 
 
-def test_a_long_answer_holds_no_more_than_its_window():
+def test_a_long_answer_holds_only_its_window():
     session = WindowSession(8, block_size=4, num_kv_blocks=40, max_model_len=64, max_num_batched_tokens=8)
     session.add(range(1, 11), SamplingParams(max_tokens=50, ignore_eos=True))
     session.finish()

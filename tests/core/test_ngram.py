@@ -1,4 +1,4 @@
-"""Prompt lookup: its draft tokens are those of a plain definition, and its cost per step is bounded."""
+"""Prompt lookup: its draft tokens equal a plain definition, and its cost per step is bounded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.examples import examples
 
 
 def plain_guess(prediction: Sequence[int], tokens: Sequence[int], prompt_len: int, most: int) -> list[int]:
-    """What followed the last place where the last 4, or else 2, tokens stood."""
+    """The tokens after the last place with the last 4, or else 2, tokens."""
     if prediction and len(tokens) == prompt_len:
         return list(prediction[:most])
     text = [*prediction, *tokens]
@@ -44,7 +44,7 @@ TEXT = st.lists(st.integers(0, 2), max_size=40)
 
 
 def guesses_once_complete(lookup: Ngram, states: list[RequestState], most: int) -> list[list[int]]:
-    """Plans steps until there is nothing left to index."""
+    """Plan steps until the index is complete."""
     seen: tuple[int, ...] = ()
     while True:
         lookup.begin_step()

@@ -1,4 +1,4 @@
-"""How long answers are expected to get, and how well memory is used with that: against an oracle that knows."""
+"""Expected lengths of answers, and how well they use memory, against an oracle that knows the lengths."""
 
 import math
 import random
@@ -19,11 +19,11 @@ from tests.core.test_scheduler import make
 from tests.support.engines import whole_scheduler
 from tests.support.policy_simulation import CONTEXT, Clients, Simulation
 
-CHAT = 4000  # max_tokens of a chat that names none
+CHAT = 4000  # max_tokens of a chat without the field
 
 
 def learned(lengths: list[int], max_tokens: int = CHAT) -> OutputLengthEstimator:
-    """From answers of these lengths that stopped by themselves, if max_tokens let them."""
+    """Estimates from answers of these lengths that stopped by themselves, within max_tokens."""
     estimator = OutputLengthEstimator()
     for length in lengths:
         end = min(length, max_tokens)
@@ -49,7 +49,7 @@ def never(rng: random.Random) -> float:
     return CONTEXT
 
 
-def test_an_engine_that_has_seen_nothing_expects_short_answers():
+def test_a_new_engine_expects_short_answers():
     estimator = OutputLengthEstimator()
     assert 200 < estimator.expect(4096, 0)[0] < 300
     assert 200 < estimator.expect(131_072, 0)[0] < 310
@@ -70,7 +70,7 @@ def test_the_mean_rest_of_an_answer_is_learned(draw):
         assert learned(lengths, most).expect(most, 0)[0] == pytest.approx(mean_of(lengths, 0, most), rel=0.2)
 
 
-def test_answers_that_are_cut_short_teach_nothing_of_chats():
+def test_truncated_answers_teach_nothing():
     estimator = learned([300] * 50)
     before = estimator.expect(CHAT, 0)
     for _ in range(500):
@@ -80,7 +80,7 @@ def test_answers_that_are_cut_short_teach_nothing_of_chats():
     assert estimator.expect(16, 0)[0] == pytest.approx(16, rel=0.02)
 
 
-def test_what_is_learned_fades():
+def test_learned_lengths_fade():
     estimator = learned([20] * 500)
     assert estimator.expect(CHAT, 0)[0] < 30
     for _ in range(500):
@@ -103,7 +103,7 @@ def test_an_expectation_is_within_the_limit(ends, max_tokens, reached):
 
 
 @given(st.lists(st.integers(0, 3000), min_size=2, max_size=12, unique=True))
-def test_an_answer_may_be_told_in_pieces(cuts):
+def test_an_answer_may_be_reported_in_pieces(cuts):
     cuts = sorted(cuts)
     whole, pieces = OutputLengthEstimator(), OutputLengthEstimator()
     whole.observe(CHAT, cuts[0], cuts[-1])
@@ -112,7 +112,7 @@ def test_an_answer_may_be_told_in_pieces(cuts):
     assert pieces.expect(CHAT, 0)[0] == pytest.approx(whole.expect(CHAT, 0)[0])
 
 
-def test_the_scheduler_teaches_only_what_can_be_learned():
+def test_the_scheduler_reports_only_complete_lengths():
     """Stops and stop strings are ends; limits, aborts and requests that ignore EOS are not."""
     told = []
     for params, how in (
@@ -143,7 +143,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_memory_is_used_as_by_an_oracle(case: str):
+def test_memory_use_is_near_that_of_an_oracle(case: str):
     """Cold and then warm: 90 % of the requests run at a time that would if their lengths were known, and few are
     preempted."""
     num = {"short": 500, "mostly short": 2000, "heavy tail and cut": 1200}.get(case, 300)

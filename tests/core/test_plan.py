@@ -1,4 +1,4 @@
-"""The step codec: what goes in comes out, and a damaged frame is refused."""
+"""The step codec: decoding restores the input, and a damaged frame is refused."""
 
 from dataclasses import replace
 

@@ -1,10 +1,10 @@
-"""The prefix cache on demand of who runs the server: what it forgets, and what it must not."""
+"""Requests to reset the prefix cache: the blocks it forgets, and the blocks it must keep."""
 
 from runtime.spec.types import SamplingParams
 from tests.core.test_scheduler import Session, first_plan
 
 
-def test_only_what_a_request_holds_is_not_forgotten():
+def test_a_reset_keeps_only_held_blocks():
     session = Session(block_size=4, max_num_batched_tokens=64)
     scheduler, prompt = session.core.scheduler, list(range(1, 14))
     session.add(prompt, SamplingParams(max_tokens=1, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""A plan that is run several times gives what as many plans of one step give, to the last block."""
+"""A plan of several steps gives the same results as single steps, to the last block."""
 
 from itertools import pairwise
 
@@ -31,7 +31,7 @@ def started(prompts, limits) -> Scheduler:
 
 
 def seen(scheduler, outputs):
-    """All that anybody can see of a scheduler, and the hashes of its cached blocks."""
+    """The visible state of a scheduler, and the hashes of its cached blocks."""
     answers, finished = {}, {}
     for output in outputs:
         for state, token in zip(output.states, output.token_ids, strict=True):
@@ -66,8 +66,8 @@ def test_repeated_and_single_plans_agree(prompts, data, num_steps):
     (visible, cached), (visible_apart, cached_apart) = seen(together, [together.commit(result)]), seen(apart, outputs)
     assert visible == visible_apart
     if any(reason is FinishReason.ERROR for reason, _ in visible[1].values()):
-        # A spoilt request takes its hashes with it. Step by step it may have cached a block before another request with
-        # the same tokens did, which then has none of its own; row by row it caches none and the other one does.
+        # A spoilt request takes its hashes with it. Step by step it may cache a block before another request with the
+        # same tokens does; that request then caches none. Row by row it is the other way round.
         assert cached >= cached_apart
     else:
         assert cached == cached_apart
@@ -81,7 +81,7 @@ def test_a_result_of_too_few_steps_is_refused():
         scheduler.commit(StepResult(plan.step_id, np.array([7, 7, 7], np.int32)))
 
 
-def test_hashes_that_are_known_are_those_that_would_be_made():
+def test_known_hashes_equal_computed_ones():
     prompt = [1, 2, 3, 4, 5, 6, 7]
     hashes = hash_blocks(root_hash("f", ""), started([prompt], [9]).requests["r0"].tokens[:6], 2)
     scheduler = whole_scheduler(*make(block_size=2))

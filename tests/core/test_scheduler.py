@@ -98,7 +98,7 @@ events = st.lists(
 
 
 class Session:
-    """Drives one engine through events and remembers what each request got."""
+    """Drives one engine through events and records each request's output."""
 
     runner_type = FakeRunner
 
@@ -202,13 +202,13 @@ def test_any_history_gives_the_sequential_tokens():
     """Thousands of steps of random arrivals, aborts, stops, preemptions, losses and sharing, at depth 1 and 2."""
     seen = Counter()
 
-    # The same histories each time: what they cover is asserted below, and must not depend on luck.
+    # The same histories each time, because their coverage is asserted below and must not depend on luck.
     @settings(max_examples=examples(600), suppress_health_check=list(HealthCheck), database=None, derandomize=True)
     @given(configs, events, st.sampled_from([None, 0.0, 0.0, 1.0]))
     def run(config, history, share):
         session = Session(**config)
         if share is not None:
-            session.core.extras[Admission].lengths = FixedShare(share)  # 0: it admits too many
+            session.core.extras[Admission].lengths = FixedShare(share)  # at 0 it admits too many
         session.play(history)
         session.finish()
         seen["failures"] += sum(reason is FinishReason.ERROR for reason in session.reasons.values())
@@ -313,7 +313,7 @@ def test_shortest_job_first():
     assert list(session.reasons) == ["r1", "r2", "r0"]
 
 
-def test_a_shared_prefix_is_computed_once_even_within_one_step():
+def test_a_shared_prefix_is_computed_once_in_a_step():
     session = Session(block_size=4, max_num_batched_tokens=64)
     prompt = list(range(1, 12))
     for _ in range(3):
@@ -323,7 +323,7 @@ def test_a_shared_prefix_is_computed_once_even_within_one_step():
     assert tables[0] == tables[1] == tables[2]
 
 
-def test_a_hit_never_covers_the_last_prompt_token_and_salts_do_not_share():
+def test_a_hit_excludes_the_last_token_and_other_salts():
     session = Session(block_size=4, max_num_batched_tokens=64)
     prompt = list(range(1, 9))
     session.add(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
@@ -355,7 +355,7 @@ def test_a_row_with_bad_logits_fails_alone():
 
 
 def step_with(session: Session, *tokens: int) -> list[FinishReason]:
-    """A step whose rows sample these."""
+    """A step with rows that sample these tokens."""
     scheduler = session.core.scheduler
     plan = scheduler.schedule().plan
     output = scheduler.commit(StepResult(plan.step_id, np.array(tokens, np.int32)))
@@ -364,7 +364,8 @@ def step_with(session: Session, *tokens: int) -> list[FinishReason]:
 
 
 def test_blocks_of_a_failed_row_are_not_used_again():
-    """Neither those that it computed nor those that it found in the cache: whoever comes next computes its own."""
+    """Neither blocks that it computed nor blocks that it found in the cache are used: the next request computes its
+    own."""
     session, prompt, once = Session(block_size=4), list(range(1, 12)), SamplingParams(max_tokens=1, ignore_eos=True)
     session.add(prompt, once)
     assert step_with(session, 5) == [FinishReason.LENGTH]
@@ -392,7 +393,7 @@ def test_a_result_of_another_step_is_refused():
 
 
 def test_resubmission_continues_the_same_sequence():
-    """C8: prompt and delivered tokens, sent to a fresh engine, go on where the first one stopped."""
+    """C8: prompt and delivered tokens, sent to a fresh engine, continue where the first engine stopped."""
     first = Session()
     first.add([3, 1, 4], SamplingParams(max_tokens=12, ignore_eos=True))
     first.finish()

@@ -1,5 +1,5 @@
-"""How many guesses are made, over whole requests: simulated steps of an 8B model on an H200, of about the measured
-times, with drafts of 0.32 and 2.47 GB, which are right at independent random places."""
+"""How many guesses are made, over whole requests. Steps of an 8B model on an H200 are simulated with about their
+measured times. Drafts of 0.32 and 2.47 GB are right at independent random places."""
 
 import random
 from types import SimpleNamespace
@@ -38,8 +38,8 @@ SMALL, LARGE = Draft(90.0, 2000.0), Draft(730.0, 1600.0)
 
 
 def speedups(draft, rate, num_rows=1, num_answers=12, seed=0, output_len=384):
-    """Of answers one after another, each of `num_rows` requests: tokens a second, over those without a draft. Guesses
-    are right at this `rate`, which may be a function of the answer's number. The first answer is not told."""
+    """Tokens a second over the rate without a draft, for answers one after another, each of `num_rows` requests.
+    Guesses are right at this `rate`, which may be a function of the answer's index. The first answer is left out."""
     rng, now = random.Random(seed), [0.0]
     speculation = Speculation(draft, None, STEP_US, FIRST_ROUND_US, lambda: now[0], FIRST_ROW_US)
     plain_us, found = verify_us(num_rows) + 100.0, []
@@ -86,7 +86,7 @@ def test_good_drafts_are_used_and_bad_ones_cost_little(draft, rate, least):
 
 @pytest.mark.parametrize(("draft", "least"), [(SMALL, 2.55), (LARGE, 1.55)])
 def test_a_draft_is_tried_again_when_texts_change(draft, least):
-    """Later answers begin with what was learned from earlier ones."""
+    """Later answers begin with the estimates learned from earlier ones."""
     for seed in range(4):
         found = speedups(draft, lambda answer: 0.3 if answer < 6 else 0.85, seed=seed)
         assert mean(found[6:]) > least
@@ -102,6 +102,6 @@ def test_a_draft_is_tried_again_when_texts_change(draft, least):
         (64, 0.81, 0.99, 0.99),
     ],
 )
-def test_batches_find_out_by_themselves(num_rows, rate, small, large):
+def test_batches_learn_the_best_number_of_guesses(num_rows, rate, small, large):
     assert mean(speedups(SMALL, rate, num_rows, num_answers=4)) > small
     assert mean(speedups(LARGE, rate, num_rows, num_answers=4)) > large

@@ -1,4 +1,4 @@
-"""Prompts beside rows that decode, and planning late: the policy in simulated time, over the real scheduler."""
+"""Prompts beside decode rows, and late planning: the policy in simulated time, over the real scheduler."""
 
 import random
 from collections import deque
@@ -13,7 +13,7 @@ from runtime.spec.types import Request, SamplingParams
 from tests.support.engines import whole_scheduler
 from tests.support.fake_runner import FixedPacing
 
-# A 3B model on one H200: steps of so many tokens, as they were measured; what decoding rows and their contexts add.
+# Measured steps of a 3B model on one H200, by number of tokens, and the time that decode rows and their contexts add.
 STEP_TOKENS = [1, 16, 64, 128, 256, 512, 768, 1024, 1536, 2048, 4096, 8192]
 STEP_US = [1720, 1900, 2500, 2620, 3320, 5350, 8000, 10300, 15500, 21300, 43000, 86000]
 ROW_US, POSITION_US, LAUNCH_US = 5.0, 0.024, 350.0
@@ -108,7 +108,7 @@ def test_rows_that_decode_do_not_wait_for_whole_prompts():
 
 
 @pytest.mark.parametrize(("max_itl_ms", "slow"), [(4.0, 1.0), (8.0, 0.7), (12.0, 1.5)])
-def test_a_target_is_kept_whatever_the_host(max_itl_ms, slow):
+def test_a_target_is_kept_on_every_host(max_itl_ms, slow):
     served = Served(LONG[:100], max_itl_ms, slow=slow)
     assert np.percentile(served.gaps_ms, 98) < 1.15 * max_itl_ms
 
@@ -116,7 +116,7 @@ def test_a_target_is_kept_whatever_the_host(max_itl_ms, slow):
 @pytest.mark.parametrize("count", [48, 400])
 def test_a_burst_is_served_as_fast(count):
     """Where many prompts wait for few rows that decode, those rows wait."""
-    before = [(0.0, 300, 50), (0.5, 300, 50)]  # by these it knows what steps take
+    before = [(0.0, 300, 50), (0.5, 300, 50)]  # the pacing learns step times from them
     burst = before + [(1.0, *lengths) for _, *lengths in arrivals(count, 0, (128, 384), (128, 256))]
     plain, paced = Served(burst, paced=False), Served(burst)
     assert paced.now - 1.0 < 1.02 * (plain.now - 1.0)
@@ -126,7 +126,7 @@ def test_a_burst_is_served_as_fast(count):
 
 @pytest.mark.parametrize("num_decoding", [1, 30, 64, 200])
 def test_steps_fill_their_graphs(num_decoding):
-    """The rows that decode count, too: a graph's places that nobody uses take as long as the others."""
+    """Decode rows count, too: unused rows of a graph take the same time."""
     now, totals = [0.0], set()
     pacing = StepPacing(None, lambda: now[0])
     for took_s, num_prompt_tokens in ((0.002, 0), (0.004, 200)):
@@ -146,7 +146,7 @@ def test_a_target_too_short_for_any_prompt_lets_prompts_go_on():
     assert all(times for times in served.times.values())
 
 
-def test_who_arrives_waits_for_the_step_that_runs_alone():
+def test_a_new_request_waits_only_for_the_running_step():
     steady = arrivals(100, 12, (64, 128), (64, 256))
     early, late = Served(steady, late=False), Served(steady)
     saved_ms = np.mean(early.first_token_ms) - np.mean(late.first_token_ms)
@@ -155,12 +155,12 @@ def test_who_arrives_waits_for_the_step_that_runs_alone():
 
 
 def test_short_steps_are_planned_at_once():
-    """There a plan could come too late, and hardly anything would be gained."""
+    """There a plan could be late, and the gain would be small."""
     served = Served(arrivals(50, 20, (64, 128), (64, 256)), slow=0.25)
     assert served.scheduler.extras[StepPacing].delay_s(4, 0, served.now) <= 0.0
 
 
-def test_an_outlier_does_not_count_as_what_steps_take():
+def test_an_outlier_does_not_count_as_step_time():
     now = [0.0]
     pacing = StepPacing(None, lambda: now[0])
     for took_s in (0.002,) * 20 + (3.0,):
@@ -169,8 +169,8 @@ def test_an_outlier_does_not_count_as_what_steps_take():
     assert pacing.delay_s(1, 0, now[0]) < 0.003
 
 
-def test_rows_that_only_just_finish_their_prompt_limit_no_other_prompt():
-    """A step that nobody decodes in takes what its budget holds."""
+def test_rows_that_finish_a_prompt_limit_no_other():
+    """A step without decode rows takes all that its budget holds."""
     info = ModelInfo("f", 2, 4096, (), 40000, 16, "none", "none")
     config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=64, prefix_cache=False)
     scheduler = whole_scheduler(config, info, FixedPacing(4))

@@ -1,4 +1,4 @@
-"""The queue of waiting requests: sorted, and without those that left."""
+"""The queue of waiting requests: sorted, and without the requests that left."""
 
 from array import array
 
@@ -13,7 +13,7 @@ from tests.support.engines import whole_scheduler
 
 
 def test_requests_that_leave_the_queue_are_forgotten():
-    """Something always waits before them, so that they never come to the head of the queue."""
+    """A request before them always waits, so they never reach the head of the queue."""
     scheduler = whole_scheduler(*make(max_num_seqs=1))
     scheduler.add(Request("first", [1], 1, SamplingParams()))
     gone = [scheduler.add(Request(f"{i}", [2] * 50, 50, SamplingParams(), priority=1)) for i in range(500)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-# Before any test asks CUDA, which reads this once.
+# This runs before any test uses CUDA, which reads it once.
 if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and (gpus := list(Path("/dev").glob("nvidia[0-9]*"))):
     os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker.removeprefix("gw")) % len(gpus))
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.assembly.engine import build_engine
+from runtime.assembly.runner import build_runner
 from runtime.core.executor import InProcess
 from runtime.kernels.attention.rope import (
     rope_rows_torch,
@@ -22,8 +23,7 @@ from runtime.llm import LLM
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec, RopeSpec
 from runtime.spec.types import Request, SamplingParams
-from runtime.worker.gpu.gpu_steps import GpuSteps
-from runtime.worker.runner import ModelRunner
+from runtime.worker.gpu.step_kernels import StepKernels
 from runtime.worker.sources import DummySource
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
@@ -37,7 +37,7 @@ SPEC = DecoderSpec(
 def generate(device: str, **config) -> list[list[int]]:
     """Twelve requests of mixed lengths and sampling, through the whole engine core."""
     settings = {"device": device, "num_kv_blocks": 300, "max_num_seqs": 8, "max_model_len": 512, "dtype": "float32"}
-    runner = ModelRunner(EngineConfig(**settings | config), DummySource(SPEC))
+    runner = build_runner(EngineConfig(**settings | config), DummySource(SPEC))
     core = build_engine(runner.config, runner.info, InProcess(runner))
     rng = np.random.default_rng(0)
     tokens: dict[str, list[int]] = {}
@@ -68,9 +68,9 @@ def test_fp32_tokens_are_those_of_the_cpu():
                              zip(on_cpu, on_gpu, strict=True) if a != b]  # fmt: skip
 
 
-def test_garbage_that_holds_a_graph_is_not_freed_within_a_capture(monkeypatch):
-    """What a runner before left behind, say: to free a graph within a capture invalidates it."""
-    graphs, decode = [], GpuSteps.decode
+def test_garbage_with_graphs_is_not_freed_during_a_capture(monkeypatch):
+    """An earlier runner may leave such garbage; a capture is invalid if a graph is freed within it."""
+    graphs, decode = [], StepKernels.decode
     for _ in range(3):
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1]):
@@ -82,7 +82,7 @@ def test_garbage_that_holds_a_graph_is_not_freed_within_a_capture(monkeypatch):
             cycle.append(cycle)
         return decode(*args)
 
-    monkeypatch.setattr(GpuSteps, "decode", leave_garbage)
+    monkeypatch.setattr(StepKernels, "decode", leave_garbage)
     thresholds = gc.get_threshold()
     gc.set_threshold(1, 1, 1)
     try:
@@ -187,7 +187,7 @@ def test_rope_store_kv_against_float64(tokens, heads, kv_heads, dim, dtype, qk_n
         x = torch.cat((*normed, parts[2]), 1)
     cos, sin = table.index_select(1, positions).double().unsqueeze(2).unbind(0)
     turned = x * cos + torch.cat((x[..., half:], x[..., :half]), -1) * sin
-    torch.cuda.synchronize()  # the kernel may start before the one right before it has ended
+    torch.cuda.synchronize()  # the kernel may start before the previous one has ended
     for rows, rope_store in ((rope_rows_torch, rope_store_kv_torch), (rope_rows_triton, rope_store_kv_triton)):
         kv = torch.full((2, kv_heads, tokens + 16, 1, dim), torch.nan, device="cuda", dtype=dtype)
         q = rope_store(qkv.clone(), rows(table, positions), kv, index, *weights, eps=1e-6)

@@ -62,8 +62,9 @@ def test_one_row_within_the_product(sizes, size_in):
 
 
 @pytest.mark.parametrize("config", [{}, {"quantization": "int4"}, {"dtype": "float32"}], ids=str)
-def test_rows_of_many_adapters_equal_each_alone_to_the_bit(config, tmp_path):
-    """Prompts and decoding rows, as graphs and launched; and a step that has none is that of a runner for none."""
+def test_rows_of_many_adapters_equal_each_alone(config, tmp_path):
+    """Prompts and decode rows, as graphs and launched. A step without adapters equals a step of a runner without
+    them."""
     settings = {
         "device": "cuda", "deterministic": True, "max_num_seqs": 64, "max_model_len": 700, "num_kv_blocks": 3000,
         "max_num_batched_tokens": 8192, "num_threads": None, **config,
@@ -100,7 +101,7 @@ def test_rows_of_many_adapters_equal_each_alone_to_the_bit(config, tmp_path):
 
 
 def test_loads_while_steps_go_on(tmp_path):
-    """What rows of other adapters sample is what they sample without them, and what is loaded last counts."""
+    """Rows of other adapters sample the same tokens as without the loads, and the last load counts."""
     spec = SPECS["64"]
     for seed in (1, 2, 3):
         save_adapter(tmp_path / str(seed), modules_of(spec), seed, size=0.5, r=8)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch see
 
 
 @pytest.mark.parametrize(("size", "tree"), [(2, False), (3, False), (4, True)])
-def test_all_operations_have_the_bits_of_the_definition(size: int, tree: bool):
+def test_all_operations_equal_their_definition(size: int, tree: bool):
     with communicator_processes(size, make, every_operation, tree=tree) as ranks:
         assert [answer_of(rank) for rank in ranks] == ["equal"] * size
 
@@ -26,7 +26,7 @@ def test_graphs_on_two_streams():
     replay_on_streams(num_replays=1000, num_sums=100)
 
 
-def test_a_process_that_dies_is_named_and_nothing_hangs():
+def test_a_dead_process_is_named_and_nothing_hangs():
     with communicator_processes(2, make, last_rank_dies) as ranks:
         sentence, seconds = answer_of(ranks[0])
     assert sentence == "Rank 1 did not come within 1 s; all ranks must restart."

@@ -80,8 +80,8 @@ def test_a_captured_launch_follows_the_lengths(num_rows, deterministic):
 
 @pytest.mark.parametrize("heads", [(32, 8, 64), (24, 8, 128), (6, 2, 80), (4, 1, 256)])
 @pytest.mark.parametrize("window", [0, 3000])
-def test_a_captured_launch_shares_the_work_of_the_rows_that_it_finds(heads, window):
-    """Few new tokens behind many, whose positions are cut into segments that the device chooses."""
+def test_a_captured_launch_splits_work_by_current_rows(heads, window):
+    """Few new tokens behind many. The device chooses the segments that their positions are cut into."""
     q, kv, rows = paged_case([(0, 0), (9000, 100), (4000, 60)], heads, 16, torch.bfloat16, "cuda")
     starts, q_starts, stream = rows.starts, rows.q_starts, torch.cuda.Stream()
     options = {"scale": heads[2] ** -0.5, "window": window}
@@ -110,7 +110,7 @@ def test_a_captured_launch_shares_the_work_of_the_rows_that_it_finds(heads, wind
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(9, 3, 64), (32, 8, 64), (24, 8, 128), (4, 1, 256)])
 @pytest.mark.parametrize("window", [0, 700])
-def test_deterministic_bits_depend_on_nothing_but_the_token(heads, dtype, window):
+def test_deterministic_bits_depend_only_on_the_token(heads, dtype, window):
     total = 1700
     q, kv, rows = paged_case([(0, total)], heads, 16, dtype, "cuda")
     options = {"scale": heads[2] ** -0.5, "window": window, "deterministic": True}

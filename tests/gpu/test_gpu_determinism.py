@@ -1,5 +1,5 @@
-"""EngineConfig.deterministic on a GPU: bit-equal logits alone, in batches of 7, 32 and 256, chunked, after a prefix hit
-and after recompute; with decode steps as CUDA graphs and without."""
+"""EngineConfig.deterministic on a GPU: logits are bit-equal alone, in batches of 7, 32 and 256, chunked, after a prefix
+hit and after recompute. Decode steps run as CUDA graphs and without."""
 
 from functools import cache
 

@@ -1,4 +1,5 @@
-"""Decoders of ranks on one GPU, whose threads take turns: with rank_invariant, 1, 2, 4 and 8 have the same bits."""
+"""Decoders of ranks on one GPU, in threads that take turns: with rank_invariant, 1, 2, 4 and 8 ranks have the same
+bits."""
 
 from dataclasses import replace
 
@@ -50,7 +51,7 @@ def test_rank_invariant_logits_are_equal_to_the_bit(family: str):
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
-def test_rank_invariant_logits_of_codes(quantization: str):
+def test_rank_invariant_logits_of_quantized_weights(quantization: str):
     spec = replace(of_gpus_shape("llama"), ffn_size=4096, hidden_size=1024)
     want = all_logits(spec, 1, True, quantization=quantization)
     for size in (2, 8):

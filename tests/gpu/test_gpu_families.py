@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from runtime.assembly.runner import build_runner
 from runtime.spec.config import EngineConfig
-from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.support.family_cases import CASES, LIKE_OTHERS, spec_of
 from tests.support.family_steps import logits_of
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch see
 
 
 def steps_on_gpu(case: str, backend: str, dtype: str, **config) -> torch.Tensor:
-    runner = ModelRunner(
+    runner = build_runner(
         EngineConfig(
             device="cuda", kernel_backend=backend, dtype=dtype, num_kv_blocks=64, max_num_seqs=4, max_model_len=128,
             **config,
@@ -27,7 +27,7 @@ def steps_on_gpu(case: str, backend: str, dtype: str, **config) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", sorted(CASES.keys() - LIKE_OTHERS))
-def test_fp32_logits_are_those_of_the_torch_path(case):
+def test_fp32_logits_equal_those_of_torch(case):
     want = steps_on_gpu(case, "torch", "float32")
     for config in ({"cuda_graphs": True}, {"cuda_graphs": False}, {"cuda_graphs": True, "deterministic": True}):
         got = steps_on_gpu(case, "triton", "float32", **config)
@@ -35,9 +35,9 @@ def test_fp32_logits_are_those_of_the_torch_path(case):
 
 
 @pytest.mark.parametrize("case", sorted(CASES.keys() - LIKE_OTHERS))
-def test_bf16_logits_are_as_near_to_fp32_as_those_of_the_torch_path(case):
-    """How much rounding costs depends on the family. Medians of rows alone count with experts: rounding may choose
-    between two that are nearly as good, and then another one than in fp32 is multiplied with."""
+def test_bf16_logits_are_as_near_to_fp32_as_in_torch(case):
+    """How much rounding costs depends on the family. With experts, only medians of rows count. Rounding may choose
+    between two experts that are nearly as good, and then the row uses another one than in fp32."""
     exact = steps_on_gpu(case, "torch", "float32")
 
     def errors(logits: torch.Tensor) -> torch.Tensor:
@@ -52,8 +52,8 @@ def test_bf16_logits_are_as_near_to_fp32_as_those_of_the_torch_path(case):
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen3 moe", "gemma2", "gemma3", "olmo3", "gpt2"])
 def test_bits_do_not_depend_on_batch_mates(case):
-    """Deterministic: a row decoded beside three others, in a graph or not, has the bits of the row alone."""
-    runner = ModelRunner(
+    """Deterministic: a row that is decoded beside three others, in a graph or not, has the same bits as alone."""
+    runner = build_runner(
         EngineConfig(device="cuda", num_kv_blocks=64, max_num_seqs=4, max_model_len=128, deterministic=True),
         DummySource(spec_of(case)),
     )

@@ -4,16 +4,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.experts.experts_torch import Experts
-from runtime.kernels.experts.fp8_experts import Fp8Experts
+from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts
+from runtime.kernels.experts.moe_w16a16 import Experts
 from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch
-from runtime.kernels.quantized.fp8_linear import Fp8Linear, fp8_linear_torch, fp8_linear_triton
-from runtime.kernels.quantized.fp8_rows import fp8_rows_torch, fp8_rows_triton
-from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize, quantized_weight
-from runtime.quant.forms import FORMS
+from runtime.kernels.quantized.activations import quantize_fp8_torch, quantize_fp8_triton
+from runtime.kernels.quantized.fp8_w8a8_gemm import fp8_w8a8_gemm_torch, fp8_w8a8_gemm_triton
+from runtime.kernels.quantized.quantized_linear import Fp8Linear
+from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize_torch, quantized_weight
+from runtime.quant.encodings import ENCODINGS
 from runtime.spec.decoder_spec import ExpertsSpec
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
@@ -34,38 +35,38 @@ def some_weight(size_out: int, size_in: int, block: int = 0) -> QuantizedWeight:
     if not block:
         return quantized_weight("fp8", codes, torch.rand(size_out, 1, device="cuda") * size_in**-0.5 / 32)
     scales = torch.rand(-(-size_out // block), -(-size_in // block), device="cuda") * size_in**-0.5 / 32
-    return quantized_weight("fp8", codes, scales, group=block, scale_rows=block)
+    return quantized_weight("fp8", codes, scales, group_size=block, scale_rows=block)
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
-def test_rows_are_those_of_the_twin():
+def test_rows_equal_those_of_the_twin():
     norm = torch.rand(4096, device="cuda").bfloat16()
     for width, options in ((4096, {}), (4096, {"norm_weight": norm, "eps": 1e-5}), (28672, {"activation": "silu"})):
         x = torch.cat((randn(40, width), torch.zeros(1, width, device="cuda").bfloat16()))
-        got, want = fp8_rows_triton(x, **options), fp8_rows_torch(x, **options)
+        got, want = quantize_fp8_triton(x, **options), quantize_fp8_torch(x, **options)
         assert torch.allclose(got.scales, want.scales, rtol=1e-5)
-        assert (got.codes.float() != want.codes.float()).float().mean() < 0.005
-        assert (got.codes[-1].float() == 0).all()
+        assert (got.values.float() != want.values.float()).float().mean() < 0.005
+        assert (got.values[-1].float() == 0).all()
 
 
 @pytest.mark.parametrize("block", [0, 128])
 @pytest.mark.parametrize(("size_out", "size_in"), SHAPES)
-def test_products_are_those_of_the_twin(size_out, size_in, block):
+def test_products_equal_those_of_the_twin(size_out, size_in, block):
     weight, bias = some_weight(size_out, size_in, block), randn(size_out)
     for num_rows in (2, 17, 64, 200, 700):
-        rows = fp8_rows_triton(randn(num_rows, size_in))
+        rows = quantize_fp8_triton(randn(num_rows, size_in))
         residual = randn(num_rows, size_out)
-        want = fp8_linear_torch(rows, weight, bias, dtype=torch.float32)
-        assert error(fp8_linear_triton(rows, weight, bias, dtype=torch.float32), want) < 5e-4, num_rows
-        want = residual.float() + fp8_linear_torch(rows, weight, dtype=torch.float32)
-        assert error(fp8_linear_triton(rows, weight, residual=residual), want) < 5e-3, num_rows
+        want = fp8_w8a8_gemm_torch(rows, weight, bias, dtype=torch.float32)
+        assert error(fp8_w8a8_gemm_triton(rows, weight, bias, dtype=torch.float32), want) < 5e-4, num_rows
+        want = residual.float() + fp8_w8a8_gemm_torch(rows, weight, dtype=torch.float32)
+        assert error(fp8_w8a8_gemm_triton(rows, weight, residual=residual), want) < 5e-3, num_rows
 
 
 @pytest.mark.parametrize("block", [0, 128])
-def test_a_feed_forward_layer_is_near_its_dense_numbers_and_goes_row_by_row(block):
+def test_a_layer_is_near_dense_values_and_batch_invariant(block):
     hidden, ffn = 2048, 8192
     gate_up, down = some_weight(2 * ffn, hidden, block), some_weight(hidden, ffn, block)
     layers = [Fp8Linear(weight, None, "silu") for weight in (gate_up, down)]
@@ -75,8 +76,8 @@ def test_a_feed_forward_layer_is_near_its_dense_numbers_and_goes_row_by_row(bloc
         got = h.clone()
         layers[0].gated_into(layers[1], got, norm, 1e-5)
         wide = F.rms_norm(h.float(), (hidden,), norm.float(), 1e-5)
-        gate, up = F.linear(wide, dequantize(gate_up)).chunk(2, -1)
-        added = F.linear(F.silu(gate) * up, dequantize(down))
+        gate, up = F.linear(wide, dequantize_torch(gate_up)).chunk(2, -1)
+        added = F.linear(F.silu(gate) * up, dequantize_torch(down))
         assert error(got, h.float() + added) < 0.05, num_rows
         others = torch.cat((randn(num_rows - 1, hidden) * 100, h[-1:]))
         layers[0].gated_into(layers[1], others, norm, 1e-5)
@@ -85,13 +86,13 @@ def test_a_feed_forward_layer_is_near_its_dense_numbers_and_goes_row_by_row(bloc
 
 @pytest.mark.parametrize("block", [0, 128])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_mixtures_are_near_their_dense_numbers(deterministic, block):
+def test_experts_are_near_their_dense_values(deterministic, block):
     spec, hidden, ffn = ExpertsSpec(16, 4, True), 1024, 768
     pairs = [(some_weight(2 * ffn, hidden, block), some_weight(hidden, ffn, block)) for _ in range(16)]
     router, norm = randn(16, hidden), torch.rand(hidden, device="cuda").bfloat16()
     route = FusedLinear(router, None, "silu", deterministic)
     mixture = Fp8Experts(spec, route, pairs, "silu", deterministic)
-    dense = [tuple(dequantize(w) for w in pair) for pair in pairs]
+    dense = [tuple(dequantize_torch(w) for w in pair) for pair in pairs]
     twin = Experts(
         spec, Linear(lambda x: F.linear(x, router.float()), rms_norm_torch, torch.abs), dense,
         lambda w: lambda x: F.linear(x, w), lambda y: gated_activation_torch(y, "silu"),
@@ -102,7 +103,7 @@ def test_mixtures_are_near_their_dense_numbers(deterministic, block):
         got, want = x.clone(), x.float()
         mixture.add_to(got, norm, 1e-5)
         twin.add_to(want, norm.float(), 1e-5)
-        # A row whose experts are nearly as good as others may go to those.
+        # A row may go to other experts that are nearly as good.
         far = (got.float() - want).norm(dim=1) > 0.1 * (want - x.float()).norm(dim=1)
         assert far.float().mean() < 0.03, num_rows
         if alone is None:
@@ -112,8 +113,8 @@ def test_mixtures_are_near_their_dense_numbers(deterministic, block):
 
 
 @pytest.mark.parametrize("size_in", [4096, 14336, 1000])
-def test_a_weight_is_encoded_as_on_a_cpu(size_in):
+def test_a_weight_is_quantized_as_on_a_cpu(size_in):
     dense = (torch.randn(256, size_in, device="cpu") * torch.randn(256, 1, device="cpu").exp()).bfloat16()
-    form = FORMS["fp8"]
+    form = ENCODINGS["fp8"]
     for got, want in zip(form.encode(dense.cuda()), form.encode(dense), strict=True):
         assert torch.equal(got.cpu().float(), want.float())

@@ -50,7 +50,7 @@ def test_few_rows_against_float64(size_out, size_in, dtype, near, form):
 @pytest.mark.parametrize(
     ("size_out", "size_in"), [(3072, 2048), (2048, 8192), (16384, 2048), (4096, 14336), (576, 1536), (1002, 1160)]
 )
-def test_fixed_linear_gives_a_row_the_same_bits_in_any_batch(size_out, size_in, dtype):
+def test_fixed_linear_is_batch_invariant(size_out, size_in, dtype):
     generator = torch.Generator("cuda").manual_seed(size_out)
     x = torch.randn(2100, size_in, device="cuda", generator=generator).to(dtype)
     weight = (torch.randn(size_out, size_in, device="cuda", generator=generator) * size_in**-0.5).to(dtype)
@@ -82,9 +82,9 @@ def test_fixed_linear_gives_a_row_the_same_bits_in_any_batch(size_out, size_in, 
         (34, 56, torch.bfloat16, False, "silu"),
     ],
 )
-def test_every_form_of_a_deterministic_layer_gives_a_row_the_same_bits(size_out, size_in, dtype, with_bias, activation):
-    """Each row of the weight has the opposite of each column elsewhere, and x the same number: exact sums are zero, so
-    that results are rounding errors, and logits, in float32, show any other order of sums."""
+def test_deterministic_layers_are_batch_invariant(size_out, size_in, dtype, with_bias, activation):
+    """Each row of the weight has the opposite of each column elsewhere, and x the same value, so exact sums are zero.
+    The results are rounding errors, and float32 logits show any other order of sums."""
     generator = torch.Generator("cuda").manual_seed(size_out)
     randn = lambda *shape: torch.randn(*shape, device="cuda", generator=generator)  # noqa: E731
     half, order = randn(size_out, size_in // 2), torch.randperm(size_in, device="cuda", generator=generator)
@@ -110,7 +110,7 @@ def test_every_form_of_a_deterministic_layer_gives_a_row_the_same_bits(size_out,
 
 @pytest.mark.parametrize("rows", [1, 5, MAX_ROWS])
 def test_a_graph_of_dependent_layers_equals_layers_one_by_one(rows):
-    """Programmatic dependent launch lets kernels overlap; what one writes the next must still see."""
+    """Programmatic dependent launch lets kernels overlap; each must still see the results of the one before."""
     generator = torch.Generator("cuda").manual_seed(rows)
     randn = lambda *shape: torch.randn(*shape, device="cuda", generator=generator)  # noqa: E731
     hidden, ffn = 1024, 2816

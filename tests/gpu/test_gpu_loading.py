@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch see
 
 
 def test_tensors_reach_a_gpu_whole(tmp_path):
-    """Small ones, and some that fill the upload's two buffers several times over."""
+    """Small tensors, and some that fill the upload's two buffers several times."""
     shapes = {"a": (3, 5), "b": (1,), "c": (64 << 20,), "d": (200_000_001,)}
     tensors = {name: torch.randint(-128, 128, shape, dtype=torch.int8) for name, shape in shapes.items()}
     (tmp_path / "config.json").write_text("{}")

@@ -17,7 +17,7 @@ LENGTHS = (1, 2, 63, 64, 65, 511, 513, 1100, 1500, 17)
 
 
 def vectors(pooling: str, **config) -> list[np.ndarray]:
-    """Of prompts of these lengths beside one that decodes, in one batch."""
+    """Vectors of prompts of these lengths beside a decode row, in one batch."""
     runner = tiny_runner(SPECS["llama-3.2-1b"], pooling=pooling, max_model_len=2048, num_kv_blocks=4000, **config)
     core = build_engine(runner.config, runner.info, InProcess(runner))
     rng, found = np.random.default_rng(1), {}
@@ -36,7 +36,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_vectors_are_those_of_the_cpu(pooling):
+def test_vectors_equal_those_of_the_cpu(pooling):
     want = vectors(pooling, device="cpu", dtype="float32", max_num_batched_tokens=2048)
     for config in (
         {"dtype": "float32"},

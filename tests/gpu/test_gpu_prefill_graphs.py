@@ -1,5 +1,5 @@
-"""Steps with prompts as CUDA graphs: the bits of deterministic mode around every bucket's edges, alone and beside
-decoding rows; without it, the same logits up to rounding."""
+"""Steps with prompts as CUDA graphs. In deterministic mode they have the same bits around every bucket's edges, alone
+and beside decode rows. Without it they have the same logits up to rounding."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -35,7 +35,7 @@ def runner_of(shape: str, dtype: str, deterministic: bool) -> ModelRunner:
 
 
 def buckets(runner: ModelRunner) -> list[int]:
-    return sorted({g.bucket.num_tokens for g in runner.steps.graph_runner.prefill_graphs})
+    return sorted({g.shape.num_tokens for g in runner.steps.graph_runner.prefill_graphs})
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:
@@ -43,7 +43,8 @@ def prompt(length: int, salt: int = 0) -> list[int]:
 
 
 def with_and_without(runner: ModelRunner, run) -> list[torch.Tensor]:
-    """The results of `run` on a fresh driver: with graphs, whose input buffers are full of garbage, and without."""
+    """The results of `run` on a fresh driver: with graphs, after garbage was written into their input buffers, and
+    without."""
     graph_runner, results = runner.steps.graph_runner, []
     graphs = graph_runner.prefill_graphs
     assert graphs
@@ -52,7 +53,7 @@ def with_and_without(runner: ModelRunner, run) -> list[torch.Tensor]:
             torch.cuda.synchronize()
             with torch.inference_mode():  # the buffers are inference tensors
                 graph_runner.rows.fill_(GARBAGE)
-                runner.steps.graph_logits.fill_(torch.nan)
+                runner.steps.kernels.graph_logits.fill_(torch.nan)
             torch.cuda.synchronize()
             graph_runner.prefill_graphs = usable
             results.append(run(Driver(runner)))
@@ -64,7 +65,7 @@ def with_and_without(runner: ModelRunner, run) -> list[torch.Tensor]:
 
 
 def mixed(driver: Driver, num_tokens: int, num_decoding: int) -> torch.Tensor:
-    """The logits of a step of so many tokens: decoding rows, a chunk behind a cached prefix, and a new prompt."""
+    """The logits of a step of `num_tokens` tokens: decode rows, a chunk behind a cached prefix, and a new prompt."""
     rows = []
     for slot in range(num_decoding):
         length = 1 + 37 * slot % 600
@@ -144,7 +145,7 @@ def test_deterministic_bits_of_steps_in_pieces(shape, lengths, monkeypatch):
     """Prompts behind rows that decode, in a step of more tokens than any graph has."""
     runner = runner_of(shape, "bfloat16", True)
     find, num_graphs = runner.steps.graphs_for, []
-    monkeypatch.setattr(runner.steps, "graphs_for", lambda plan: num_graphs.append(len(found := find(plan))) or found)
+    monkeypatch.setattr(runner.steps, "graphs_for", lambda *of: num_graphs.append(len(found := find(*of))) or found)
 
     def step(driver: Driver) -> list[torch.Tensor]:
         for slot in range(20):
@@ -211,11 +212,11 @@ def test_memory_of_graphs_is_within_the_plan():
         num_kv_blocks=3000, max_num_batched_tokens=8192, num_threads=None, dtype="bfloat16", prefill_graph_tokens=4096,
     )  # fmt: skip
     graph_runner = runner.steps.graph_runner
-    few = type(graph_runner)(runner.steps.state.view(-1), 256, 4096, 16)
+    few = type(graph_runner)(runner.steps.slots.flat_state, 256, 4096, 16)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info()[0]
-    runner.steps.graph_runner = few
+    runner.steps.graph_runner, runner.steps.graph_io = few, few.graph_io
     runner.steps.capture_graphs((), 4096)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -12,12 +12,12 @@ from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.models.decoder import Decoder
 from runtime.quant.at_load import GROUPS, quantized_at_load
-from runtime.quant.format import Location
-from runtime.quant.formats import LAYOUTS, forms_at_load, weight_bytes
-from runtime.quant.gguf import parse
+from runtime.quant.model_formats import LAYOUTS, encodings_at_load, weight_bytes
+from runtime.quant.parsers import parse_gguf
 from runtime.quant.products import products_of
-from runtime.quant.quantized import Widened
-from runtime.quant.scheme import Scheme
+from runtime.quant.quantized_formats import DequantizedFormat
+from runtime.quant.scheme import QuantizationScheme
+from runtime.quant.weight_format import Location
 from runtime.spec.config import EngineConfig
 from tests.models.test_quantized_gguf import FORMS as GGUF_FORMS
 from tests.models.test_quantized_gguf import random_blocks
@@ -33,7 +33,7 @@ SHAPE = (264, 1024)
 
 
 def both(layout, source, location: Location) -> list[torch.Tensor]:
-    widened = Widened(layout, layout.form(location.shape))
+    widened = DequantizedFormat(layout, layout.form(location.shape))
     devices = torch.device("cpu"), torch.device("cuda")
     numerics = [Numerics(torch.bfloat16, device, "torch", packed=False, deterministic=False) for device in devices]
     return [widened.read(source, location, each)[0].cpu() for each in numerics]
@@ -58,15 +58,15 @@ def test_blocks_of_gguf(name):
         def blocks(self, _, num_bytes, device, part=None):
             return torch.from_numpy(raw.copy()).view(len(raw), -1, num_bytes).to(device)
 
-    scheme = parse({"types": {"a.weight": name}})("", "a")
+    scheme = parse_gguf({"types": {"a.weight": name}})("", "a")
     got, want = both(LAYOUTS[scheme.layout](scheme), Source(), Location("a.weight", (264, 4 * columns)))
     assert equal(got, want)
 
 
 @pytest.mark.parametrize("form", GROUPS)
-def test_plain_weights_become_the_same_codes(form):
+def test_plain_weights_are_quantized_as_on_a_cpu(form):
     dense, _ = random_weight((1000, 1024))
-    layout = LAYOUTS["plain"](Scheme("plain", form, columns=GROUPS[form]))
+    layout = LAYOUTS["plain"](QuantizationScheme("plain", form, group_size=GROUPS[form]))
     source, location = Tensors({"weight": dense.bfloat16()}), Location("weight", (1000, 1024))
     got, want = (layout.read(source, location, torch.device(device)) for device in ("cuda", "cpu"))
     for what, mine, theirs in zip(("codes", "scales"), got, want, strict=True):
@@ -77,7 +77,7 @@ def test_plain_weights_become_the_same_codes(form):
 @pytest.mark.parametrize("form", GROUPS)
 def test_a_load_needs_a_fused_map_beside_the_quantized_model(form):
     numerics = Numerics(torch.bfloat16, torch.device("cuda"), "triton", packed=False, deterministic=False)
-    if form not in forms_at_load(numerics):
+    if form not in encodings_at_load(numerics):
         pytest.skip(f"no product with {form} here")
     hidden, ffn = 2048, 8192
     config = LLAMA | {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": 8}
@@ -91,21 +91,21 @@ def test_a_load_needs_a_fused_map_beside_the_quantized_model(form):
     decoder = Decoder.load(source, spec, weight_map, numerics, 64)
     peak, size = torch.cuda.max_memory_allocated() - before, weight_bytes(decoder.spec, numerics)
     assert size < 0.6 * sum(2 * tensor.numel() for tensor in zeros.values())
-    pieces = 40 * (1 << 22)  # what is encoded at once, in float32 and as places in a table
+    pieces = 40 * (1 << 22)  # weights that are quantized at once, in float32 and as indices of a table
     assert peak < size + 2 * 2 * ffn * hidden + pieces
 
 
 @pytest.mark.parametrize("form", GROUPS)
-def test_logits_are_those_of_the_numbers_that_codes_stand_for(monkeypatch, form):
+def test_logits_equal_those_of_dequantized_weights(monkeypatch, form):
     monkeypatch.setattr(
-        "runtime.quant.formats.products_of",
+        "runtime.quant.model_formats.products_of",
         lambda numerics: products_of(numerics) if numerics.backend == "triton" else PLAIN,
     )
     spec = replace(TINY, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=512)
     settings = {"device": "cuda", "dtype": "bfloat16", "quantization": form, "head_quantization": "int8"}
-    settings |= {"cuda_graphs": False}  # whose replays would not show their logits
+    settings |= {"cuda_graphs": False}  # their replays would not show logits
     plain, kernels = (tiny_runner(spec, kernel_backend=backend, **settings) for backend in ("torch", "triton"))
     assert plain.info.weight_formats == kernels.info.weight_formats
     want, got = (logits(runner).float().flatten()[: spec.vocab_size] for runner in (plain, kernels))
-    share = 0.1 if form == "fp8" else 0.03  # rows are fp8 codes there, too
+    share = 0.1 if form == "fp8" else 0.03  # rows are fp8 there, too
     assert float((got - want).norm()) < share * float(want.norm())

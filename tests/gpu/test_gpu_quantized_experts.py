@@ -1,23 +1,23 @@
-"""Mixtures of experts whose weights are codes on a GPU: near their dense numbers, and a row's bits in deterministic
+"""Mixtures of experts with quantized weights on a GPU: near their dense values, and a row's bits in deterministic
 mode."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.experts.experts_torch import Experts
-from runtime.kernels.experts.quantized_experts import QuantizedExperts, quantized_expert_tile
+from runtime.kernels.experts.moe_w16a16 import Experts
+from runtime.kernels.experts.moe_wna16 import QuantizedExperts, moe_wna16_tile
 from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch
-from runtime.kernels.quantized.quantized_weight import dequantize
+from runtime.kernels.quantized.quantized_weight import dequantize_torch
 from runtime.spec.decoder_spec import ExpertsSpec
 from tests.triton.test_quantized_kernels import some_weight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
-CASES = [  # sizes of eight chunks and of one, whole tiles and not
+CASES = [  # sizes of eight chunks and of one, with whole and partial tiles
     (("int4", 128, 1), 2048, 768), (("int4", 32, 1), 320, 192), (("uint4 minimums", 64, 1), 1024, 640),
     (("int8", 0, 1), 2048, 768), (("int8 minimums", 128, 1), 400, 272), (("table", 64, 1), 1024, 768),
     (("e2m1", 32, 1), 2880, 2880), (("e2m1", 16, 1), 2048, 768), (("fp8", 128, 1), 1040, 528),
@@ -25,34 +25,34 @@ CASES = [  # sizes of eight chunks and of one, whole tiles and not
 
 
 @pytest.mark.parametrize(("form", "hidden", "ffn"), CASES, ids=lambda part: str(part).replace("'", ""))
-def test_mixtures_are_near_their_dense_numbers(form, hidden, ffn):
+def test_experts_are_near_their_dense_values(form, hidden, ffn):
     torch.manual_seed(0)
     spec = ExpertsSpec(16, 4, True)
     with torch.device("cuda"):
         pairs = [(some_weight(form, 2 * ffn, hidden), some_weight(form, hidden, ffn)) for _ in range(16)]
         router, norm = torch.randn(16, hidden).bfloat16(), torch.rand(hidden).bfloat16()
     for weight in (weight for pair in pairs for weight in pair):
-        size = dequantize(weight).std() * weight.shape[1] ** 0.5
-        for shared in (weight.scales, weight.minimums):
+        size = dequantize_torch(weight).std() * weight.shape[1] ** 0.5
+        for shared in (weight.scales, weight.zero_points):
             if shared is not None:
                 shared.div_(size)  # activations keep their size
     twin = Experts(
         spec, Linear(lambda x: F.linear(x, router.float()), rms_norm_torch, torch.abs),
-        [tuple(dequantize(w) for w in pair) for pair in pairs],
+        [tuple(dequantize_torch(w) for w in pair) for pair in pairs],
         lambda w: lambda x: F.linear(x, w), lambda y: gated_activation_torch(y, "silu"),
     )  # fmt: skip
     for deterministic in (False, True):
         route = FusedLinear(router, None, "silu", deterministic)
         mixture = QuantizedExperts(spec, route, pairs, "silu", deterministic)
         alone = None
-        for num_rows in (1, 8, 9, 60, 70, 900):  # one choice a program up to 8, few an expert up to 64
+        for num_rows in (1, 8, 9, 60, 70, 900):  # one row a program up to 8, few an expert up to 64
             x = torch.randn(num_rows, hidden, device="cuda").bfloat16()
             if alone is not None:
                 x[-1:] = alone[0]
             got, want = x.clone(), x.float()
             mixture.add_to(got, norm, 1e-5)
             twin.add_to(want, norm.float(), 1e-5)
-            # A row whose experts are nearly as good as others may go to those.
+            # A row may go to other experts that are nearly as good.
             far = (got.float() - want).norm(dim=1) > 0.03 * want.norm(dim=1)
             assert far.float().mean() < 0.03, (deterministic, num_rows)
             if alone is None:
@@ -62,8 +62,8 @@ def test_mixtures_are_near_their_dense_numbers(form, hidden, ffn):
 
 
 @pytest.mark.parametrize("form", [("int4", 32, 1), ("e2m1", 16, 1), ("table", 64, 1), ("int8", 32, 1)], ids=str)
-def test_every_code_of_many_choices_is_the_number_that_widening_gives(form):
-    """Each row of x picks out one column: a sum of one number is exact."""
+def test_every_expert_value_is_dequantized_exactly(form):
+    """Each row of x selects one column, and a sum of one value is exact."""
     torch.manual_seed(0)
     spec, size_out, size_in = ExpertsSpec(2, 1, True), 256, 128
     with torch.device("cuda"):
@@ -72,6 +72,6 @@ def test_every_code_of_many_choices_is_the_number_that_widening_gives(form):
         mixture = QuantizedExperts(spec, router, [(weight, weight)] * 2, "silu", deterministic=True)
         x, out = torch.eye(size_in).bfloat16(), torch.empty(size_in, size_out)
         starts, order = torch.tensor([0, size_in, size_in]).int(), torch.arange(size_in).int()
-    tile = quantized_expert_tile(size_in, 2, deterministic=True)
+    tile = moe_wna16_tile(size_in, 2, deterministic=True)
     mixture._quantized_product(x, mixture.weights[1], out, starts, order, out, out, False, tile, None)
-    assert torch.equal(out, dequantize(weight).bfloat16().float().t())
+    assert torch.equal(out, dequantize_torch(weight).bfloat16().float().t())

@@ -20,9 +20,9 @@ from runtime.kernels.step.scatter_writes import scatter_writes
 from runtime.kernels.step.step_inputs import build_inputs
 from runtime.spec.types import SamplingParams
 from runtime.worker.cpu.sampler import Sampler
+from runtime.worker.cpu.slots import Slots
 from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.transfers import Transfers
-from runtime.worker.slots import Slots
 from tests.support.device_sampler_cases import (
     EOS,
     check_filters,
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch see
 GPU = torch.device("cuda")
 
 
-def test_the_twins_answers():
+def test_answers_equal_those_of_the_twin():
     check_scatter_writes(GPU)
     check_graph_io(GPU)
     check_masks(GPU)
@@ -49,17 +49,17 @@ def test_the_twins_answers():
     check_sample(GPU, (torch.float32, torch.float16, torch.bfloat16))
 
 
-def test_filters_by_their_definition():
+def test_filters_follow_their_definition():
     check_filters(GPU, (1, 100, 5000, 49152, 128256))
 
 
-def test_penalties_are_the_twins_bit_for_bit():
+def test_penalties_equal_the_twins_bit_for_bit():
     check_penalties(GPU, (1, 50, 5000, 128256), rounds=16)
 
 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
 def test_filtered_rows_do_not_depend_on_their_number(spread):
-    """One row has as many programs as there are tiles, 256 rows have one or two each."""
+    """One row has one program a tile, and 256 rows have one or two each."""
     torch.manual_seed(1)
     n, vocab = 300, 128256
     tokens, params = make_state(n, [0.8, 1.0, 0.3], GPU)
@@ -132,7 +132,7 @@ def test_a_captured_step_end_follows_its_inputs():
 
 
 def test_captured_penalties_follow_what_is_sampled():
-    """Replays whose rows find the tokens of the replays before, against the sampler of a CPU."""
+    """Replays with rows that count the tokens of earlier replays, against the sampler of a CPU."""
     n, vocab, max_len = 12, 40, 64
     kinds = [
         SamplingParams(temperature=0, presence_penalty=2.0),
@@ -170,7 +170,7 @@ def test_captured_penalties_follow_what_is_sampled():
 
 
 def test_no_step_waits_for_the_device():
-    """Every kind of request at once; torch raises at whatever would synchronise."""
+    """Every kind of request at once; torch raises at any synchronisation."""
     kinds = [
         SamplingParams(temperature=0),
         SamplingParams(top_k=5, top_p=0.9, min_p=0.01),

@@ -1,5 +1,5 @@
-"""A runner gives its memory back and takes it again at the same addresses: its graphs go on, and its tokens are those
-of one that never slept."""
+"""A runner releases its memory and takes it again at the same addresses. Its graphs still work, and its tokens equal
+the tokens of a runner that never slept."""
 
 import os
 
@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from runtime.assembly.engine import build_engine
+from runtime.assembly.runner import build_runner
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.types import CallboardError, Request, SamplingParams
-from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
@@ -26,7 +26,7 @@ SPEC = DecoderSpec(
 
 def start(**config) -> EngineCore:
     settings = {"device": "cuda", "dtype": "bfloat16", "num_kv_blocks": 4000, "max_num_seqs": 8, "max_model_len": 512}
-    runner = ModelRunner(EngineConfig(**settings | {"deterministic": True} | config), DummySource(SPEC))
+    runner = build_runner(EngineConfig(**settings | {"deterministic": True} | config), DummySource(SPEC))
     return build_engine(runner.config, runner.info, InProcess(runner))
 
 
@@ -55,18 +55,18 @@ def generate(core: EngineCore, sleep=None) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}, {"cuda_graphs": False}])
-def test_a_runner_that_has_slept_goes_on_with_the_same_tokens(settings):
+def test_a_runner_gives_the_same_tokens_after_sleep(settings):
     want = generate(start(**settings))
     core = start(sleep_mode=True, **settings)
     runner = core.executor._runner
-    assert generate(core) == want  # where it keeps its memory changes nothing
+    assert generate(core) == want  # the addresses of its memory change nothing
     size, given_back = runner.memory.weights + runner.memory.kv, []
 
     def sleep():
         free = torch.cuda.mem_get_info()[0]
         runner.sleep()
         given_back.append(torch.cuda.mem_get_info()[0] - free)
-        others = torch.full((size // 4,), torch.nan, device="cuda")  # what others leave in it is not what was there
+        others = torch.full((size // 4,), torch.nan, device="cuda")  # its values differ after others have used it
         torch.cuda.synchronize()
         del others
         torch.cuda.empty_cache()
@@ -74,12 +74,12 @@ def test_a_runner_that_has_slept_goes_on_with_the_same_tokens(settings):
 
     for _ in range(2):
         assert generate(core, sleep) == want
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # others on this GPU take and give back memory of their own
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # others on this GPU use and release memory of their own
         assert min(given_back) > 0.95 * size
-    runner.sleep()  # leave nothing to the tests that follow
+    runner.sleep()  # leave no memory in use for later tests
 
 
-def test_a_runner_sleeps_on_while_others_have_its_memory(monkeypatch):
+def test_a_runner_sleeps_on_while_its_memory_is_taken(monkeypatch):
     core = start(sleep_mode=True)
     runner, want = core.executor._runner, generate(core)
     core.lose()

@@ -1,4 +1,4 @@
-"""A draft model beside its target on a GPU: in deterministic mode no token changes, however many are guessed."""
+"""A draft model beside its target on a GPU: in deterministic mode no token changes, for any number of guesses."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The compiled kernels of ranks that have parts of the vocabulary; ranks are threads that share one device."""
+"""The compiled kernels of ranks with parts of the vocabulary. Ranks are threads that share one device."""
 
 from functools import partial
 
@@ -28,8 +28,8 @@ def test_ranks_answer_as_one():
     check_split_sampler(GPU, ((0, 2, 5000), (1, 3, 4), (2, 8, 50), (3, 8, 128256), (4, 5, 151936), (5, 3, 2049)))
 
 
-def test_runners_sample_what_one_does():
-    """With log-probabilities of prompts and answers, guesses, and grammars, which automata follow on rank 0 alone."""
+def test_runners_sample_as_one_does():
+    """With log-probabilities of prompts and answers, guesses, and grammars, with automata on rank 0 only."""
     runner = SplitRunner(2, partial(gpu_runner, deterministic=True, cuda_graphs=False, draft=None))
     found = answers(runner, PARAMS)
     assert found["5"][1] is FinishReason.GRAMMAR
@@ -53,7 +53,7 @@ class FirstOfTwo:
 
 
 def test_a_captured_pass_follows_its_inputs():
-    """Filtered, penalised and plain rows in one graph, whose rows and logits change from replay to replay."""
+    """Filtered, penalised and plain rows in one graph. Rows and logits change from replay to replay."""
     half, max_len, n = 4500, 64, 12
     kinds = [
         SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.8), SamplingParams(top_k=7),

@@ -1,4 +1,4 @@
-"""The compiled kernels of a KV cache of 8 bits: what is stored, every code as attention reads it, bits."""
+"""The compiled kernels of an 8-bit KV cache: the stored values, every value as attention reads it, and bits."""
 
 import pytest
 import torch
@@ -39,9 +39,9 @@ def test_attention(heads, dtype, kind):
 
 @pytest.mark.parametrize("code", [torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("attend", [decode_attention, prefill_attention])
-def test_every_code(code, attend):
+def test_every_stored_value(code, attend):
     """A row of one position gives its value: each code in each dimension. Keys are read alike: of two positions, the
-    one whose key is code c in one dimension weighs 2 ** c as much."""
+    one with value c in one dimension of its key weighs 2 ** c as much."""
     numbers = every_fp8() if code == torch.float8_e4m3fn else torch.arange(-128, 128).to(torch.int8)
     finite = torch.where(numbers.float().isfinite(), numbers.float(), 0.0).to(code)
     kv = torch.zeros(2, 1, 258, 16, 64, dtype=code, device="cuda")
@@ -68,7 +68,7 @@ def test_every_code(code, attend):
 @KINDS
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("heads", [(32, 8, 128), (9, 3, 64), (6, 2, 80)])
-def test_codes_that_are_written(heads, qk_norm, kind):
+def test_stored_values(heads, qk_norm, kind):
     num_heads, kv_heads, dim = heads
     torch.manual_seed(0)
     qkv = (
@@ -92,7 +92,7 @@ def test_codes_that_are_written(heads, qk_norm, kind):
 
 @KINDS
 @pytest.mark.parametrize("heads", [(9, 3, 64), (32, 8, 128)])
-def test_deterministic_bits_depend_on_nothing_but_the_token(heads, kind):
+def test_deterministic_bits_depend_only_on_the_token(heads, kind):
     total = 1700
     q, kv, rows = paged_case([(0, total)], heads, 16, torch.bfloat16, "cuda")
     kv, scales = encoded(kind, kv.nan_to_num(3.0))

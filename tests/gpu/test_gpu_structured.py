@@ -1,4 +1,4 @@
-"""Grammars in the steps of a GPU: whatever the batch, the guesses and the engine of a grammar, answers fit."""
+"""Grammars in the steps of a GPU: answers fit for any batch, guesses and engine of a grammar."""
 
 import time
 from dataclasses import replace
@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from runtime.assembly.runner import build_runner
 from runtime.kernels.sampling import automata, bitmask, sample
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import FinishReason, Grammar
-from runtime.structured.automaton_policy import AutomatonPolicy
+from runtime.structured.matching.automaton_policy import AutomatonPolicy
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.grammar.test_structured_steps import PERSON, PERSONS, check_fits, schemas_with_grammars
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch see
 def gpu_runner(**config) -> ModelRunner:
     settings = {"device": "cuda", "num_kv_blocks": 400, "max_num_seqs": 32, "max_model_len": 176, "draft": "ngram"}
     spec = replace(WIDE, vocab_size=SPEC.vocab_size)
-    return ModelRunner(
+    return build_runner(
         EngineConfig(**settings | config), DummySource(spec, eos_token_ids=SMALL.eos_ids, vocabulary=SMALL)
     )
 
@@ -64,8 +65,8 @@ def test_an_answer_is_the_same_alone_eager_and_without_graphs(runner):
     together = answers(runner, MIXED)
     assert tokens_of(answers(gpu_runner(deterministic=True, cuda_graphs=False), MIXED)) == tokens_of(together)
     assert tokens_of(answers(gpu_runner(deterministic=True, max_num_seqs=1), MIXED)) == tokens_of(together)
-    engines = runner.grammar_state._engines.result()
-    assert 0 < runner.grammar_state.step_us < 1e6
+    engines = runner.masks._engines.result()
+    assert 0 < runner.masks.step_us < 1e6
     engines.policy = AutomatonPolicy(0.0, 0)  # at once
     for params in (MIXED[0], MIXED[2], MIXED[5], MIXED[7]):
         deadline = time.monotonic() + 20
@@ -77,7 +78,7 @@ def test_an_answer_is_the_same_alone_eager_and_without_graphs(runner):
         assert tokens_of(answers(runner, MIXED, recorded(together, 0.8))) == tokens_of(together)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert runner.grammar_state._automata._places, "no automaton took part"
+    assert runner.masks._automata._places, "no automaton took part"
     for name in "03":
         if together[name][1] is FinishReason.STOP:
             check_fits(text_of(together[name][0]), PERSON)

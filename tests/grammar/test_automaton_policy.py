@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from runtime.structured.automaton_policy import MOST_STEP_US, AutomatonPolicy
+from runtime.structured.matching.automaton_policy import MOST_STEP_US, AutomatonPolicy
 from tests.support.structured_cases import regex
 from tests.support.structured_engine import answers, hot, runner_of
 
@@ -102,7 +102,7 @@ def test_a_runner_accounts_for_the_masks_of_each_grammar():
     runner, grammars = runner_of(), [regex("[ab]{30}"), regex("c{3}"), None]
     answers(runner, [hot(grammar, max_tokens=40) for grammar in grammars])
     runner.reset()
-    engines = runner.grammar_state._engines.result()
+    engines = runner.masks._engines.result()
     long, short = (engines._entries[grammar.key].host_s for grammar in grammars[:2])
     assert 0 < short < long
     assert not engines.policy.pays(1e9, "c"), "the steps of a CPU hide its masks"

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.output.tools import Tool, with_calls
+from runtime.output.call_grammar import with_calls
+from runtime.output.tools import Tool
 from runtime.spec.types import Grammar
 from runtime.structured.grammar import compiled
 from runtime.text.tool_calls import FORMATS

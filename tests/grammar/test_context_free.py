@@ -5,8 +5,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runtime.structured.context_free import rules_of
-from runtime.structured.lazy import LazyEngine, LazyMatcher
+from runtime.structured.matching.lazy import LazyEngine, LazyMatcher
+from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.structured.pattern import (
     Alternation,
     CharacterClass,
@@ -17,8 +17,8 @@ from runtime.structured.pattern import (
     Repetition,
     literal,
 )
+from runtime.structured.readers.context_free import rules_of
 from runtime.structured.rules import lark, pruned
-from runtime.structured.vocabulary import Vocabulary
 
 PIECES = ["a", "b", "ab", "ba", "aab", "bb", "abab"]
 ENGINE = LazyEngine(Vocabulary((*(piece.encode() for piece in PIECES), b""), (len(PIECES),)))

@@ -8,9 +8,9 @@ from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.features import grammar_state
 from runtime.spec.types import FinishReason, Grammar
-from runtime.structured.engines import Engines
-from runtime.structured.lazy import LazyEngine
-from runtime.structured.vocabulary import BYTES
+from runtime.structured.matching.factory import Engines
+from runtime.structured.matching.lazy import LazyEngine
+from runtime.structured.matching.vocabulary import BYTES
 from runtime.worker.runner import ModelRunner
 from tests.support.structured_cases import regex
 from tests.support.structured_engine import Answers, answers, hot, recorded, runner_of
@@ -47,7 +47,7 @@ class SlowMatchers:
 
 def forget(runner: ModelRunner) -> None:
     """SLOW ones are new to the runner."""
-    entries = runner.grammar_state._made_engines()._entries
+    entries = runner.masks._made_engines()._entries
     for grammar in SLOW:
         entries.pop(grammar.key, None)
 
@@ -69,7 +69,7 @@ def test_other_rows_go_on_while_a_matcher_is_made(depth: int, monkeypatch):
     assert [reason for _, reason, _ in plain.values()].count(FinishReason.STOP) >= 3
 
 
-def test_a_wait_is_over_when_its_matcher_is_there_although_nothing_else_runs(monkeypatch):
+def test_an_idle_engine_notices_a_finished_matcher(monkeypatch):
     """Only rows that wait: steps are few, since each waits for a matcher."""
     runner = runner_of()
     params = [hot(SLOW[0])]
@@ -115,7 +115,7 @@ def test_requests_that_come_back_wait_for_their_long_outputs(monkeypatch):
 def test_a_request_that_leaves_gives_its_matcher_up(monkeypatch):
     runner = runner_of()
     answers(runner, [hot(None, max_tokens=1)])
-    runner.grammar_state._made_engines()
+    runner.masks._made_engines()
     slow = SlowMatchers(monkeypatch)
 
     def leave(core: EngineCore, step: int) -> None:
@@ -126,7 +126,7 @@ def test_a_request_that_leaves_gives_its_matcher_up(monkeypatch):
 
     found = answers(runner, [hot(SLOW[0]), hot(SLOW[1]), hot(None, max_tokens=9, ignore_eos=True)], between=leave)
     assert list(found) == ["2"]
-    assert not runner.grammar_state._outputs
+    assert not runner.masks._outputs
 
 
 def test_a_fault_of_the_maker_ends_its_request_alone(monkeypatch):

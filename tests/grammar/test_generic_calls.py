@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runtime.output.tools import Tool, with_calls
+from runtime.output.call_grammar import with_calls
+from runtime.output.tools import Tool
 from runtime.structured.grammar import compiled
 from runtime.structured.pattern import GrammarError
 from runtime.text.tool_calls import GENERIC, ForcedCall

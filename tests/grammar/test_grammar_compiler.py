@@ -148,7 +148,7 @@ def test_small_is_what_takes_no_long_time_to_compile(spec: GrammarSpec, is_small
     assert compiler._is_small(spec) == is_small
 
 
-async def test_too_many_are_refused_and_small_ones_have_places_of_their_own(children: Children):
+async def test_small_grammars_have_places_in_a_full_queue(children: Children):
     grammars = GrammarCompiler(deadline_s=5.0, max_children=2, max_queued=3)
     tasks = await asked(grammars, *(large(str(i)) for i in range(4)))
     await children.until_begun(1)
@@ -169,9 +169,7 @@ async def test_too_many_are_refused_and_small_ones_have_places_of_their_own(chil
     grammars.close()
 
 
-async def test_a_client_that_finds_the_queue_full_is_told_when_to_come_back(
-    children: Children, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_full_queue_names_the_time_to_retry(children: Children, monkeypatch: pytest.MonkeyPatch):
     grammars = GrammarCompiler(deadline_s=2.5, max_children=2, max_queued=1)
     monkeypatch.setattr("serve_app.service.service.GrammarCompiler", lambda: grammars)
     app = build_http_app(Service(FakeEngine("{}"), byte_tokenizer(), MODEL))

@@ -131,7 +131,7 @@ def test_a_bad_grammar(grammar: str, says: str):
 
 
 def test_too_many_rules(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("runtime.structured.grammar_text.MAX_RULES", 2)
+    monkeypatch.setattr("runtime.structured.readers.ebnf.MAX_RULES", 2)
     with pytest.raises(GrammarError, match="over 2 rules, the limit"):
         of_grammar('root ::= a\na ::= "b"\nb ::= "c"')
 

@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
-from runtime.structured import keywords, pattern, rules, schema, tags
-from runtime.structured.formats import FORMATS
+from runtime.structured import pattern, rules, tags
 from runtime.structured.grammar import MAX_BYTES
+from runtime.structured.schema import keywords
+from runtime.structured.schema import writer as schema
+from runtime.structured.schema.formats import FORMATS
 from tests.support.structured_corpus import CASES, REFUSED
 
 PAGE = Path(__file__).parents[2] / "docs" / "structured-output.md"

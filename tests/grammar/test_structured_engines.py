@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 
 from runtime.child import Child, ChildPool, Overrun
 from runtime.spec.types import CallboardError, GrammarSpec
-from runtime.structured import numbers
-from runtime.structured.automaton import EagerMatcher, build
-from runtime.structured.automaton_policy import AutomatonPolicy
 from runtime.structured.compiler import GrammarCompiler
-from runtime.structured.engines import Engines
 from runtime.structured.grammar import compiled
-from runtime.structured.matcher import Matcher
+from runtime.structured.matching.automaton import EagerMatcher, build
+from runtime.structured.matching.automaton_policy import AutomatonPolicy
+from runtime.structured.matching.factory import Engines
+from runtime.structured.matching.matcher import Matcher
+from runtime.structured.matching.vocabulary import BYTES
 from runtime.structured.pattern import GrammarError
-from runtime.structured.vocabulary import BYTES
+from runtime.structured.schema.writer import numbers
 from tests.support.structured_cases import BYTE_ENGINE, fits, regex
 
 EOS = BYTES.eos_ids[0]
@@ -191,7 +191,7 @@ def test_many_masks_at_once_are_those_of_each():
 
 
 @pytest.mark.long
-def test_a_child_is_killed_for_time_and_memory_and_says_what_is_wrong():
+def test_a_child_is_killed_for_time_and_memory():
     child = Child(1 << 30)
     assert child.run(30.0, os.path.basename, "a/b") == "b"
     with pytest.raises(GrammarError, match="open"):
@@ -207,7 +207,7 @@ def test_a_child_is_killed_for_time_and_memory_and_says_what_is_wrong():
 
 
 @pytest.mark.long
-def test_a_pool_goes_on_when_an_idle_child_was_killed_or_none_can_start():
+def test_a_pool_survives_lost_children():
     pool = ChildPool(1, 1 << 30, 0, os.getpid)
     try:
         killed = pool.run(30.0, os.getpid)

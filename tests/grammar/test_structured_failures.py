@@ -10,10 +10,10 @@ import pytest
 from runtime.core.engine import EngineCore
 from runtime.core.request_state import RequestStatus
 from runtime.spec.types import CallboardError, FinishReason
-from runtime.structured import lazy
-from runtime.structured.engines import Engines
-from runtime.structured.matcher import Matcher
-from runtime.structured.vocabulary import BYTES
+from runtime.structured.matching import lazy
+from runtime.structured.matching.factory import Engines
+from runtime.structured.matching.matcher import Matcher
+from runtime.structured.matching.vocabulary import BYTES
 from tests.support.fake_engine import FakeEngine, byte_tokenizer, chat, client_of, events_of
 from tests.support.structured_cases import regex
 from tests.support.structured_engine import answers, hot, runner_of
@@ -144,7 +144,7 @@ def made_beside_the_steps(alone: list[bool]) -> Callable[..., Matcher]:
     return matcher
 
 
-def test_an_answer_that_fails_names_the_cause_and_its_batch_mates_go_on():
+def test_a_failed_answer_names_the_cause_and_stops_no_other():
     """In one batch, before and after."""
     runner = runner_of()
     push = {"max_tokens": 60, "temperature": 1.0}

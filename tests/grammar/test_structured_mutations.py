@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from runtime.spec.types import GrammarSpec
 from runtime.structured.grammar import compiled
+from runtime.structured.matching.vocabulary import BYTES
 from runtime.structured.pattern import GrammarError
-from runtime.structured.vocabulary import BYTES
 from tests.grammar.test_structured_walks import CHECKER, SCHEMAS, matchers_of, walk
 from tests.support.structured_cases import BYTE_ENGINE
 from tests.support.structured_corpus import CASES

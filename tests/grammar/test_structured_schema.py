@@ -11,10 +11,10 @@ import pytest
 from pydantic import BaseModel, Field
 
 from runtime.spec.types import GrammarSpec
-from runtime.structured.automaton import MAX_STATES, EagerMatcher, build
 from runtime.structured.grammar import compiled
+from runtime.structured.matching.automaton import MAX_STATES, EagerMatcher, build
+from runtime.structured.matching.vocabulary import BYTES
 from runtime.structured.pattern import GrammarError
-from runtime.structured.vocabulary import BYTES
 from tests.support.structured_cases import BYTE_ENGINE, fits
 from tests.support.structured_corpus import CASES, REFUSED
 

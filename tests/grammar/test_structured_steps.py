@@ -16,14 +16,15 @@ from runtime.features.device_automata import DeviceAutomata
 from runtime.kernels.sampling.automata import advance_states_torch, mask_states_torch
 from runtime.policy.admission import Admission
 from runtime.spec.types import FinishReason, Grammar, GrammarSpec
-from runtime.speculation.draft import DraftCore, LocalWire
+from runtime.speculation.draft import LocalWire
 from runtime.speculation.draft_client import DraftClient
 from runtime.speculation.ngram import Ngram
-from runtime.structured.automaton import EagerMatcher, build
 from runtime.structured.grammar import compiled
-from runtime.structured.lazy import LazyEngine
+from runtime.structured.matching.automaton import EagerMatcher, build
+from runtime.structured.matching.lazy import LazyEngine
 from runtime.structured.pattern import GrammarError
 from tests.grammar.test_structured_walks import CHECKER, SCHEMAS, SMALL
+from tests.support.engines import whole_draft
 from tests.support.fake_runner import FixedShare
 from tests.support.structured_cases import regex
 from tests.support.structured_engine import SPEC, answers, hot, recorded, runner_of, text_of
@@ -127,7 +128,7 @@ def share_accepted(params, want, ahead, keeps_grammars, noise=0.0, vocabulary=SM
     """Of the guesses of a draft that is the model itself, with so much noise in its last norm."""
     model = runner_of(vocabulary, is_draft=True, **config)
     model.decoder.final_norm *= 1 + noise * torch.randn(SPEC.hidden_size, generator=torch.Generator().manual_seed(1))
-    draft = DraftCore(model.config, model.info, InProcess(model), ahead, keeps_grammars)
+    draft = whole_draft(model.config, model.info, InProcess(model), ahead, keeps_grammars)
     draft.scheduler.extras[Admission].lengths = FixedShare(0.0)  # it admits as if answers were short
     say, lazy = draft._say, LazyEngine(SMALL)
 

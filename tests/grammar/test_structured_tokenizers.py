@@ -11,12 +11,12 @@ from tokenizers import AddedToken, decoders, models, normalizers
 
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import Grammar, GrammarSpec
-from runtime.structured.automaton import EagerMatcher, build
 from runtime.structured.grammar import compiled
-from runtime.structured.lazy import LazyEngine
-from runtime.structured.matcher import Matcher
+from runtime.structured.matching.automaton import EagerMatcher, build
+from runtime.structured.matching.lazy import LazyEngine
+from runtime.structured.matching.matcher import Matcher
+from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.structured.pattern import GrammarError
-from runtime.structured.vocabulary import Vocabulary
 from runtime.text.tokenizer import Tokenizer
 from tests.support.structured_corpus import CASES
 

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from hypothesis_jsonschema import from_schema
 
 from runtime.spec.types import Grammar, GrammarSpec
-from runtime.structured.automaton import EagerMatcher, build
-from runtime.structured.formats import FORMATS
 from runtime.structured.grammar import compiled
-from runtime.structured.keywords import KEYWORDS
-from runtime.structured.lazy import LazyEngine
-from runtime.structured.matcher import Matcher
+from runtime.structured.matching.automaton import EagerMatcher, build
+from runtime.structured.matching.lazy import LazyEngine
+from runtime.structured.matching.matcher import Matcher
+from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.structured.pattern import GrammarError
-from runtime.structured.vocabulary import Vocabulary
+from runtime.structured.schema.formats import FORMATS
+from runtime.structured.schema.keywords import KEYWORDS
 from tests.support.structured_cases import fits
 from tests.support.structured_corpus import CASES
 

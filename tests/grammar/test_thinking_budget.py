@@ -13,10 +13,10 @@ from runtime.core.executor import InProcess
 from runtime.spec.types import FinishReason, GrammarSpec, Request, SamplingParams, ThinkingBudget
 from runtime.speculation.draft import DraftCore, LocalWire
 from runtime.speculation.draft_client import DraftClient
-from runtime.structured.engines import Engines
 from runtime.structured.grammar import compiled
-from runtime.structured.thinking import ThinkingMatcher
-from runtime.structured.vocabulary import BYTES, Vocabulary
+from runtime.structured.matching.factory import Engines
+from runtime.structured.matching.thinking import ThinkingMatcher
+from runtime.structured.matching.vocabulary import BYTES, Vocabulary
 from tests.grammar.test_structured_walks import SMALL, allowed
 from tests.support.structured_engine import SPEC, answers, hot, recorded, runner_of
 
@@ -169,7 +169,7 @@ def check_budgets(found) -> None:
 RUNNER = runner_of()
 
 
-def test_answers_keep_their_budgets_and_are_the_same_however_they_come_about():
+def test_answers_keep_their_budgets_in_every_mode():
     plain = answers(RUNNER, PARAMS)
     check_budgets(plain)
     assert answers(RUNNER, PARAMS, recorded(plain, 0.7)) == plain

@@ -1,4 +1,4 @@
-"""Folders of adapters that are made to harm: nothing of them may take long, or much memory."""
+"""Malicious folders of adapters: none may take long, or much memory."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def configure(folder, **fields):
 
 @pytest.mark.parametrize("pattern", ["(?:[a-z0-9_.]+)+!", "(q|k)_proj", ".*", "layers.3.*", "[0-9]+", "", "q_proj|"])
 @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
-def test_patterns_are_no_regular_expressions(folder, field, pattern):
+def test_patterns_are_not_regular_expressions(folder, field, pattern):
     configure(folder, **{field: {pattern: 4}})
     if pattern == ".*":
         assert read_adapter(folder).rank == 4
@@ -55,7 +55,7 @@ _PATTERNS = st.one_of(
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(_PATTERNS, max_size=3, unique=True), _PARTS)
-def test_patterns_fit_what_they_fit_in_peft(patterns, parts):
+def test_patterns_match_as_in_peft(patterns, parts):
     name = ".".join(parts)
     own = Patterns({pattern: i for i, pattern in enumerate(patterns)}, "rank_pattern").value(name, None)
     fits = [i for i, pattern in enumerate(patterns) if re.match(rf"(?:.*\.)?(?:{pattern})$", name)]
@@ -81,7 +81,7 @@ def test_sizes_of_files_are_bounded(folder):
         with pytest.raises(CallboardError, match=says):
             read_adapter(folder)
         path.unlink()
-        os.mkfifo(path)  # to open it would wait for ever
+        os.mkfifo(path)  # opening it would block forever
         with pytest.raises(CallboardError, match="is not a regular file"):
             read_adapter(folder)
         path.unlink()
@@ -105,14 +105,14 @@ def test_sizes_of_files_are_bounded(folder):
         ([], "damaged"),
     ],
 )
-def test_headers_that_lie_are_refused(folder, tensor, says):
+def test_headers_with_wrong_sizes_are_refused(folder, tensor, says):
     header = json.dumps({f"{MODULE}.lora_A.weight": tensor}).encode()
     (folder / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
     with pytest.raises(CallboardError, match=says):
         read_adapter(folder)
 
 
-def test_errors_show_one_short_line_of_a_folder(folder):
+def test_errors_quote_one_short_line_of_a_folder(folder):
     header = json.dumps({"x\n" * 9999: {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}).encode()
     (folder / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
     with pytest.raises(CallboardError) as error:
@@ -130,7 +130,7 @@ def test_alphas_are_ordinary_numbers(folder, alpha):
         read_adapter(folder)
 
 
-def test_weights_are_those_that_were_digested(folder, tmp_path):
+def test_loaded_weights_are_the_digested_ones(folder, tmp_path):
     adapter = read_adapter(folder)
     data, (one,) = adapter.read(adapter.digest), adapter.maps.values()
     a, b = _matrices(data, one)

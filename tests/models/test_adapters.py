@@ -1,4 +1,4 @@
-"""Adapters (LoRA): their files, what they add, and rows of many of them in one step."""
+"""Adapters (LoRA): their files, their effect, and rows of many of them in one step."""
 
 import json
 import math
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.library.make_adapter import modules_of, save_adapter
-from runtime.kernels.quantized.cpu_quantized import has_vector_code
+from runtime.kernels.quantized.wna16_cpu import has_vector_code
 from runtime.loading.adapter_files import read_adapter
 from runtime.spec.types import CallboardError
 from tests.models.test_families import open_runner
@@ -19,8 +19,8 @@ from tests.support.runner_driver import TINY, Driver, tiny_runner
 
 
 def with_peft(model, matrices, scales):
-    """The transformers model computes W x + scale * B (A x), as peft does where nothing is merged; returns how to undo
-    it."""
+    """The transformers model computes W x + scale * B (A x), as peft does without merging; returns a function that
+    undoes it."""
     handles = []
     for name, (a, b) in matrices.items():
 
@@ -36,7 +36,7 @@ def with_peft(model, matrices, scales):
     ["llama, all heads, biases", "phi4-mini", "gpt2", "qwen3 moe", "gemma2", "gemma3, with a vision tower"],
 )
 @torch.no_grad()
-def test_rows_of_two_adapters_and_of_none_against_unmerged_math(case, tmp_path):
+def test_rows_of_two_adapters_equal_unmerged_math(case, tmp_path):
     theirs = save_model(tmp_path / "model", case)
     skipped = "lm_head", "vision", "experts", "projector"
     modules = {}
@@ -63,7 +63,7 @@ def test_rows_of_two_adapters_and_of_none_against_unmerged_math(case, tmp_path):
     runner = open_runner(tmp_path / "model", max_loras=3, max_lora_rank=5)
     runner.load_adapter(3, str(tmp_path / "first"))
     runner.load_adapter(1, str(tmp_path / "second"))
-    driver, prompt = Driver(runner), [3 + 7 * i % 97 for i in range(40)]  # longer than any rope stretches short ones
+    driver, prompt = Driver(runner), [3 + 7 * i % 97 for i in range(40)]  # longer than any short rope
     for slot, adapter in enumerate((3, 0, 1)):
         driver.open(slot, prompt, adapter=adapter)
     driver.step(*((slot, 0, len(prompt), 1) for slot in range(3)))
@@ -92,7 +92,7 @@ def adapters(tmp_path_factory) -> list[str]:
 @pytest.mark.parametrize(
     "config", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=["float32", "bfloat16", "int8"]
 )
-def test_rows_of_many_adapters_equal_each_alone_to_the_bit(config, adapters):
+def test_rows_of_many_adapters_equal_each_alone(config, adapters):
     if "quantization" in config and not has_vector_code():
         pytest.skip("this CPU has neither AVX2 nor AVX-512")
     runner = tiny_runner(deterministic=True, max_loras=3, max_lora_rank=4, **config)
@@ -101,7 +101,7 @@ def test_rows_of_many_adapters_equal_each_alone_to_the_bit(config, adapters):
     prompts = [torch.randint(0, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(9, 16)]
 
     def compute(*slots: int) -> list[torch.Tensor]:
-        """A prompt of each, of which two are cut, and a token after it."""
+        """Logits of two tokens after each slot's prompt; two of the prompts come in two chunks."""
         driver, found = Driver(runner, seed=len(slots)), []
         for slot in slots:
             driver.open(slot, prompts[slot], adapter=slot % 4)
@@ -119,8 +119,8 @@ def test_rows_of_many_adapters_equal_each_alone_to_the_bit(config, adapters):
             assert torch.equal(all_rows[slot], alone[0])
 
 
-def test_an_adapter_loaded_between_steps_takes_the_place_of_another(adapters):
-    """What was computed with index 1 before is forgotten, parts that only the first one had among it."""
+def test_a_load_between_steps_replaces_an_adapter(adapters):
+    """All results of index 1 are forgotten, including parts that only the first adapter had."""
     runner, prompt = tiny_runner(max_loras=2, max_lora_rank=4), list(range(20))
 
     def logits() -> torch.Tensor:
@@ -201,11 +201,11 @@ def test_tensors_that_are_refused(tmp_path, adapters):
         tiny_runner(rank_invariant=True, max_loras=1)
 
 
-def test_without_max_loras_there_is_no_room_and_no_step_for_adapters():
+def test_without_max_loras_adapters_cost_nothing():
     assert tiny_runner().decoder.adapters is None
 
 
-def test_digests_are_of_all_that_a_folder_says(tmp_path, adapters):
+def test_digests_cover_the_whole_folder(tmp_path, adapters):
     copied = shutil.copytree(adapters[0], tmp_path / "same")
     digests = [read_adapter(folder).digest for folder in (*adapters, copied)]
     path = copied / "adapter_config.json"

@@ -1,4 +1,5 @@
-"""Values in a model's files that no model has: one sentence each, at once, and never a model that gives garbage."""
+"""Values in a model's files that no model has: one error sentence each, at once, and never a model that gives
+garbage."""
 
 import json
 import struct
@@ -50,7 +51,7 @@ def test_a_field_that_no_model_can_have_is_named(field, value, want):
     assert len(str(error.value)) < 200
 
 
-def test_fields_within_others_are_looked_at_too():
+def test_nested_fields_are_checked():
     with pytest.raises(CallboardError, match="has factor 'x'; it must be a number above 0"):
         load_spec(LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": "x"}})
     with pytest.raises(CallboardError, match="num_hidden_layers 0"):
@@ -59,12 +60,12 @@ def test_fields_within_others_are_looked_at_too():
         )
 
 
-def test_what_models_have_passes():
+def test_configs_of_real_models_pass():
     load_spec(LLAMA)
     load_spec(LLAMA | {"head_dim": None, "rope_scaling": None, "sliding_window": None, "tie_word_embeddings": None})
 
 
-def test_names_that_no_file_has_are_refused_and_odd_shapes_are_harmless(tmp_path):
+def test_impossible_names_are_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "b\0c"}}))
     with pytest.raises(CallboardError, match="weight_map"):
@@ -73,7 +74,7 @@ def test_names_that_no_file_has_are_refused_and_odd_shapes_are_harmless(tmp_path
     header = json.dumps({"a": {"dtype": "F32", "shape": [0, 1 << 62], "data_offsets": [0, 0]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.shape("a") == (0, 1 << 62)  # which is that of no parameter
+    assert checkpoint.shape("a") == (0, 1 << 62)  # no parameter has it
     assert checkpoint.tensor("a", torch.float32).numel() == 0
 
 
@@ -90,7 +91,7 @@ def test_counts_in_a_gguf_file_are_bounded(write_tiny_gguf, metadata, message):
 
 
 @pytest.mark.parametrize("temperature", [1.4e-45, 1e-38, 9e-6])
-def test_a_temperature_that_logits_overflow_by_is_greedy(write_tiny_gguf, temperature):
+def test_a_temperature_that_overflows_logits_is_greedy(write_tiny_gguf, temperature):
     """On the host and on a device: both take their parameters from here."""
     assert SamplingParams(temperature=temperature) == SamplingParams(temperature=0.0)
     assert SamplingParams(temperature=1e-5).temperature == 1e-5

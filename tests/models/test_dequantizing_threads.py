@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from runtime.quant.threads import threads_for
+from runtime.quant.quantized_formats import threads_for
 
 
 @pytest.mark.parametrize(("num_values", "num_threads"), [(576 * 1536, 1), (4096 * 4096, 2)])

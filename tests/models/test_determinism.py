@@ -1,4 +1,4 @@
-"""EngineConfig.deterministic: bit-equal logits whatever the batch, the chunks, the cache hits and the restarts."""
+"""EngineConfig.deterministic: logits are bit-equal for any batch, chunks, cache hits and restarts."""
 
 from functools import cache
 
@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.assembly.runner import build_runner
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.spec.types import SamplingParams
@@ -16,7 +17,7 @@ from tests.support.runner_driver import TINY, Driver, tiny_runner
 
 SPECS = {
     "tiny": TINY,
-    # Every dimension odd to a vector register; a feed-forward layer deep enough for oneDNN's one-row kernel.
+    # Every dimension is odd to a vector register; a feed-forward layer is deep enough for oneDNN's one-row kernel.
     "odd": DecoderSpec(
         num_layers=2, hidden_size=100, num_heads=7, num_kv_heads=1, head_dim=10, ffn_size=1600, vocab_size=333,
         max_positions=256, norm_eps=1e-6, tied_head=True, qkv_bias=True,
@@ -70,7 +71,7 @@ def test_chunks_and_blocks_do_not_show(spec, dtype, count, cuts, seed, place):
     seed=st.integers(0, 3),
 )
 def test_batch_mates_do_not_show(spec, dtype, mates, count, seed):
-    """Rows that decode their last token and rows that prefill, in one step; every one of them is checked."""
+    """Rows that decode their last token and rows that prefill, in one step; each of them is checked."""
     driver = Driver(runner_of(spec, dtype, num_kv_blocks=520))
     requests = [(count, seed, True), *mates]
     rows = []
@@ -102,7 +103,7 @@ def test_prefix_hits_and_restarts_do_not_show(spec, dtype):
 
 @pytest.mark.parametrize(("spec", "dtype"), KINDS)
 def test_decoding_equals_recomputing(spec, dtype):
-    """After a preemption the output is prefilled: the same bits as when it was decoded, beside other rows."""
+    """After a preemption the output is prefilled, with the same bits as when it was decoded beside other rows."""
     vocab = SPECS[spec].vocab_size
     driver = Driver(runner_of(spec, dtype))
     tokens, mate = tokens_of(2, 60, vocab), tokens_of(3, 9, vocab)
@@ -135,7 +136,7 @@ def test_decoding_equals_recomputing(spec, dtype):
 )
 @pytest.mark.parametrize(("spec", "dtype"), KINDS)
 def test_toggles_do_not_show(spec, dtype, toggle):
-    """C6: in deterministic mode a policy changes not one bit, but for num_threads, which decides how work is cut."""
+    """C6: in deterministic mode a policy changes not one bit, except num_threads, which decides how work is split."""
     want = reference(spec, dtype, 1, 129)
     defaults = {"dtype": dtype, "deterministic": True, "num_kv_blocks": 200, "num_threads": 2}
     runner = tiny_runner(SPECS[spec], **defaults | toggle)
@@ -149,7 +150,7 @@ def test_toggles_do_not_show(spec, dtype, toggle):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_smollm2_is_bit_equal_alone_and_in_batches(dtype, smollm2_path):
     config = EngineConfig(device="cpu", dtype=dtype, deterministic=True, num_threads=2, max_model_len=512)
-    runner = ModelRunner(config, CheckpointSource(smollm2_path))
+    runner = build_runner(config, CheckpointSource(smollm2_path))
     lengths = [1, 64, 100, 130, 17]
     prompts = [tokens_of(i, n, 49152) for i, n in enumerate(lengths)]
     alone = []

@@ -1,4 +1,4 @@
-"""Decoders of ranks, which are threads here: logits are those of one rank, and with rank_invariant to the bit."""
+"""Decoders of ranks, which are threads here: their logits equal one rank's, and with rank_invariant bit by bit."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,8 +49,8 @@ SPECS = {
 
 
 def rank_logits(spec: DecoderSpec, config: EngineConfig, communicator: Communicator, adapter: str = "") -> torch.Tensor:
-    """A rank's logits [rows, ids] of a prompt and of a token after it, on the way to which another row goes along, with
-    the adapter of a folder, if one is given."""
+    """A rank's logits [rows, ids] of a prompt and of the token after it, with the adapter of `folder`, if any. Another
+    row is in the same steps."""
     torch.set_num_threads(1)
     numerics = choose_numerics(config)
     own = quantized_at_load(spec, config).of_rank(Shard(communicator.rank, communicator.size))
@@ -128,8 +128,8 @@ def test_rank_invariant_logits_are_equal_to_the_bit(family):
         assert torch.equal(all_logits(spec, size, rank_invariant=True), want), size
 
 
-def test_rank_invariant_logits_of_codes():
-    """Codes of a leaf are alike in all groups, and where nothing here multiplies with them, the plain numbers are."""
+def test_rank_invariant_logits_of_quantized_weights():
+    """All groups quantize a leaf alike; without a kernel its dequantized values are equal."""
     spec = replace(BASE, hidden_size=512, head_dim=64, ffn_size=512)
     settings = {"quantization": "int4", "head_quantization": "int8", "dtype": "bfloat16", "rank_invariant": True}
     assert torch.equal(all_logits(spec, 4, **settings), all_logits(spec, 1, **settings))

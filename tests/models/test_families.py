@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, PreTrainedModel
 
+from runtime.assembly.runner import build_runner
 from runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from runtime.models import load_spec
 from runtime.models.families.llama import WEIGHT_MAP as LLAMA
@@ -30,7 +31,7 @@ NEW = 64  # tokens
 
 
 def open_runner(folder: Path, **config) -> ModelRunner:
-    return ModelRunner(
+    return build_runner(
         EngineConfig(model="tiny", device="cpu", kv_cache_memory=0.02, num_threads=1, **config),
         CheckpointSource(folder),
     )
@@ -39,8 +40,8 @@ def open_runner(folder: Path, **config) -> ModelRunner:
 def generate(
     driver: Driver, prompts: list[list[int]], cuts: tuple[int, ...], new: int = NEW
 ) -> tuple[list[list[int]], torch.Tensor]:
-    """Greedily, all in one batch: the sequences, and the logits that each new token was taken from. The last prompt is
-    computed in chunks that end at `cuts`, beside the others' first tokens."""
+    """Greedy generation in one batch: the sequences, and the logits of each new token. The last prompt is computed in
+    chunks that end at `cuts`, beside the others' first tokens."""
     sequences, logits = [list(p) for p in prompts], []
     for slot, prompt in enumerate(prompts):
         driver.open(slot, prompt, room=new)
@@ -60,7 +61,7 @@ def generate(
 
 @torch.no_grad()
 def expected(model: PreTrainedModel, sequence: list[int], prompt_len: int, step_by_step: bool) -> torch.Tensor:
-    """[NEW, vocab]: what transformers predicts each new token from."""
+    """[NEW, vocab]: the logits of transformers for each new token."""
     if not step_by_step:
         return model(torch.tensor([sequence])).logits[0, prompt_len - 1 : -1]
     cache, logits, at = DynamicCache(config=model.config), [], 0
@@ -75,7 +76,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case, tmp_path, reco
     theirs = save_model(tmp_path, case)
     limits = {"max_model_len": 180} if case == "phi3, short context" else {}
     generator = torch.Generator().manual_seed(3)
-    # transformers forgets the stretch of the sequence before only at the first step of one shorter than the context.
+    # transformers forgets the earlier sequence's stretch only at the first step of one shorter than the context.
     lengths = (3, 21, CONTEXT - 1) if case == "dynamic" else (3, 21, 70)
     prompts = [torch.randint(3, 101, (n,), generator=generator).tolist() for n in lengths]
     wanted: dict[tuple[int, ...], torch.Tensor] = {}  # by sequence: both modes find the same tokens
@@ -111,8 +112,8 @@ def test_bfloat16_is_as_close_to_fp32_as_transformers_is(case, tmp_path):
     driver = Driver(open_runner(tmp_path, dtype="bfloat16"))
     driver.open(0, tokens.tolist())
     assert (driver.prefill(0, tokens.tolist()).float() - want).norm() < 1.5 * their_error
-    # What rounds to bf16 before it is multiplied with: the scale of Gemma's embeddings, sqrt(60) = 7.7460, and of
-    # Granite's, 12 / 0.22 = 54.545.
+    # Values that are rounded to bf16 before a multiplication: the scale of Gemma's embeddings, sqrt(60) = 7.7460, and
+    # of Granite's, 12 / 0.22 = 54.545.
     scale = 7.75 if "gemma" in case else 54.5 if case == "granite" else 1.0
     assert driver.runner.decoder.embed_scale == scale
 
@@ -132,7 +133,7 @@ def test_gpt2_without_a_prefix_and_with_masks_is_the_same_model(tmp_path):
     assert torch.equal(*logits)
 
 
-def test_tensors_of_other_layouts_are_named(tmp_path):
+def test_tensors_of_other_shapes_are_named(tmp_path):
     save_model(tmp_path, "mixtral")
     path, expert = tmp_path / "model.safetensors", "model.layers.1.block_sparse_moe.experts.{}.w2.weight"
     tensors = load_file(path)
@@ -266,15 +267,15 @@ def test_variants_that_are_not_supported_are_refused():
         ),
     ],
 )  # fmt: skip
-def test_configs_as_they_are_published(config, billions, expected):
-    """Written by transformers 4, which says less and calls it otherwise."""
+def test_published_configs_are_read(config, billions, expected):
+    """Written by transformers 4, with fewer fields and other names."""
     spec, _ = load_spec(config)
     assert sum(math.prod(shape) for shape in spec.shapes().values()) / 1e9 == pytest.approx(billions, rel=1e-3)
     assert {name: getattr(spec, name) for name in expected} == expected
 
 
 class Copies:
-    """A checkpoint with Mixtral's names, in which all experts are the feed-forward layer of a dense one."""
+    """A checkpoint with Mixtral's names, in which all experts equal the feed-forward layer of a dense one."""
 
     def __init__(self, dense: Checkpoint, spec: DecoderSpec, weight_map: WeightMap) -> None:
         parameters = {name: parameter for parameter, name in weight_map.names_of(spec).items()}
@@ -282,7 +283,7 @@ class Copies:
         self.router = {name for name, p in parameters.items() if "router" in p}
         self.sources = {n: sources.get(re.sub(r"experts\.\d+\.", "", p)) for n, p in parameters.items()}
         self.shapes = {name: spec.shapes()[parameter] for name, parameter in parameters.items()}
-        self.read = lru_cache(3)(dense.tensor)  # one expert's, for the next ones
+        self.read = lru_cache(3)(dense.tensor)  # one expert's, for the next
         self.fingerprint, self.config = "copies", dense.config
 
     def __contains__(self, name: str) -> bool:
@@ -314,8 +315,8 @@ def test_a_mixture_of_copies_answers_like_the_dense_model(smollm2_path):
     config = EngineConfig(device="cpu", num_threads=2, max_model_len=128, max_num_seqs=2, dtype="float32")
     copies = Copies(source.checkpoint, source.spec, source.weight_map)
     with mock.patch.object(ModelRunner, "_warm_up"), mock.patch.object(source, "checkpoint", copies):
-        runner = ModelRunner(config, source)
+        runner = build_runner(config, source)
     tokens = tokenizer.encode("Once upon a time, in a small village by the sea,")
     (answer,), _ = generate(Driver(runner), [tokens], cuts=(5,), new=14)
-    # The dense model's text in fp32; in bf16 already it meets a wise old woman.
+    # The dense model's text in fp32. In bf16 it already meets a wise old woman.
     assert tokenizer.decode(answer[len(tokens) :]).startswith(" there was a wise old wizard named Thorold. He lived")

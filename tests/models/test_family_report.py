@@ -31,7 +31,7 @@ def test_each_family_has_one_line():
     assert len(rows()) == 1 + len(FAMILIES)
 
 
-def test_a_line_says_what_a_family_can_do():
+def test_a_line_shows_what_a_family_supports():
     found = rows()
     assert found["Qwen3 0.6B, 4B, 8B"] == ["hermes", "yes", "safetensors, GGUF", "logits"]
     assert found["Mixtral 8x7B, 8x22B"] == ["?", "?", "safetensors", "logits, texts"]
@@ -45,7 +45,7 @@ def test_lines_of_the_table_fit_a_wide_terminal():
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_details_name_all_that_is_known_of_a_family(architecture: str, capsys):
+def test_details_name_every_fact_of_a_family(architecture: str, capsys):
     assert cli.main(["models", architecture]) == 0
     text, family = capsys.readouterr().out, FAMILIES[architecture]
     assert all(part in text for part in (architecture, family.models, family.example, family.verified))
@@ -54,7 +54,7 @@ def test_details_name_all_that_is_known_of_a_family(architecture: str, capsys):
         assert (f" {name} " in text) == (config["architectures"] == [architecture])
 
 
-def test_details_are_found_by_any_name(capsys):
+def test_every_name_of_a_family_finds_its_details(capsys):
     for name, architecture in (
         ("Llama-3.1-8B-Instruct", "LlamaForCausalLM"),
         ("SMOLLM2", "LlamaForCausalLM"),
@@ -69,7 +69,7 @@ def test_details_are_found_by_any_name(capsys):
     assert "No family is called '%'; see `callboard models` for all." in capsys.readouterr().err
 
 
-def test_chat_forms_are_those_of_the_published_templates():
+def test_chat_formats_follow_the_published_templates():
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     forms = {form for family in FAMILIES.values() for form in family.chats}
     assert {form.template for form in forms} == set(TEMPLATES)
@@ -79,7 +79,7 @@ def test_chat_forms_are_those_of_the_published_templates():
         assert template.thinks is form.reasons
 
 
-def test_memory_is_weights_cache_and_what_steps_take():
+def test_memory_is_weights_cache_and_activations():
     spec = load_spec(PUBLISHED["llama-3.1-8b"])[0]
     weights = 2 * sum(math.prod(shape) for shape in spec.shapes().values())
     cache = 2 * 2 * 32 * 8 * 128 * 8192

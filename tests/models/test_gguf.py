@@ -52,7 +52,7 @@ def test_tensors_are_the_stored_ones(write_tiny_gguf):
 
 
 def _permuted(weight: np.ndarray, heads: int) -> np.ndarray:
-    """What llama.cpp's converter does to q and k: LlamaModel.permute in convert_hf_to_gguf.py."""
+    """The permutation of q and k by llama.cpp's converter: LlamaModel.permute in convert_hf_to_gguf.py."""
     return weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -117,7 +117,7 @@ def test_llama3_rope_scaling_is_found_in_its_table(write_tiny_gguf):
 
 
 def test_rope_table_is_compared_with_a_stated_size_first(write_tiny_gguf):
-    """The stated one would take gigabytes."""
+    """The stated size would take gigabytes."""
     table, size = np.full(8, 2, np.float32), 1 << 24
     sizes = {"llama__attention__key_length": size, "llama__rope__dimension_count": size}
     tracemalloc.start()
@@ -134,7 +134,7 @@ def test_layers_have_plain_numbers(write_tiny_gguf, number):
         read_gguf_model(GgufFile(write_tiny_gguf({f"blk.{number}.attn_q.bias": np.ones(32, np.float32)})))
 
 
-def test_fingerprint_tells_weights_apart(write_tiny_gguf, tmp_path):
+def test_fingerprints_differ_by_weights(write_tiny_gguf, tmp_path):
     path = write_tiny_gguf()
     first = open_checkpoint(path).fingerprint
     copy = tmp_path / "elsewhere.gguf"
@@ -208,7 +208,7 @@ def test_damaged_headers(tmp_path, parts, message):
 
 
 def _load_all(path: Path) -> None:
-    """Reads everything there is; only CallboardError may come out, and little memory may go in."""
+    """Read all metadata and tensors; only CallboardError may be raised, and little memory be used."""
     tracemalloc.start()
     message = ""
     try:

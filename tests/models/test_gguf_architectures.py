@@ -1,4 +1,5 @@
-"""Every GGUF architecture: what is read from a model's GGUF file is that model again, to `transformers` too."""
+"""Every GGUF architecture: a model that is read from its GGUF file equals the model it was made of, for `transformers`
+too."""
 
 import json
 from pathlib import Path
@@ -143,7 +144,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 def _model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), dtype=torch.float32)
-    for parameter in model.parameters():  # norms and biases begin as ones and zeros, which hide mistakes
+    for parameter in model.parameters():  # norms and biases are initialised as ones and zeros, which hide mistakes
         torch.nn.init.normal_(parameter, std=0.1)
     return model.eval()
 
@@ -172,7 +173,7 @@ def test_a_model_comes_back(tmp_path: Path, name: str):
     folder.mkdir()
     tensors = {n: checkpoint.tensor(n, torch.float32) for n in checkpoint.names()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    no_pad = {"pad_token_id": None}  # some families have one of their own by default, beyond these vocabularies
+    no_pad = {"pad_token_id": None}  # some families have a default one, beyond these vocabularies
     (folder / "config.json").write_text(json.dumps(checkpoint.config | no_pad))
     for tensor_name, tensor in tensors.items():
         assert checkpoint.shape(tensor_name) == tuple(tensor.shape)
@@ -188,7 +189,7 @@ def test_a_model_comes_back(tmp_path: Path, name: str):
     state = back.state_dict()
     for tensor_name, tensor in model.state_dict().items():
         torch.testing.assert_close(state[tensor_name], tensor, rtol=0, atol=2e-7)  # norms: (1 + w) - 1
-    for length in (12, 40):  # within and beyond what a window sees and what RoPE was made for
+    for length in (12, 40):  # within and beyond a window and the lengths that RoPE was made for
         ids = torch.arange(length).view(1, -1) * 7 % 61
         with torch.no_grad():
             ours, theirs = back(ids).logits, model(ids).logits
@@ -201,7 +202,7 @@ class TestSplitFiles:
         _export("qwen2", tmp_path, parts=3)
         return [tmp_path / f"model-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
 
-    def test_they_are_one_model(self, parts, tmp_path):
+    def test_parts_form_one_model(self, parts, tmp_path):
         whole = open_checkpoint(_export("qwen2", tmp_path)[1])
         split = open_checkpoint(parts[0])
         assert split.config == whole.config
@@ -209,7 +210,7 @@ class TestSplitFiles:
         for name in whole.names():
             assert torch.equal(split.tensor(name, torch.float32), whole.tensor(name, torch.float32))
 
-    def test_only_the_first_part_names_them(self, parts):
+    def test_only_the_name_of_the_first_part_is_accepted(self, parts):
         with pytest.raises(CallboardError, match=r"is part 2 of 3; name the first one, model-00001-of-00003\.gguf"):
             open_checkpoint(parts[1])
         renamed = parts[0].rename(parts[0].with_name("renamed.gguf"))
@@ -229,7 +230,7 @@ class TestSplitFiles:
 
 
 @pytest.mark.parametrize("block_type", ["Q8_0", "MXFP4"])
-def test_quantised_experts_are_cut_out_of_their_tensor(tmp_path, block_type):
+def test_quantized_experts_are_sliced_from_their_tensor(tmp_path, block_type):
     wide = {"hidden_size": 64, "moe_intermediate_size": 96}
     arch, kind, config, metadata = MODELS["qwen3moe"]
     metadata = metadata | {"qwen3moe.expert_feed_forward_length": 96}

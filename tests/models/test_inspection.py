@@ -1,4 +1,4 @@
-"""`callboard inspect`: what it tells, and that no weight is read for it."""
+"""`callboard inspect`: its output, and that it reads no weight."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def lines(report: str) -> dict[str, str]:
     return {label.strip(): text.strip() for label, _, text in labelled}
 
 
-def test_inspect_tells_what_a_gguf_file_is(write_tiny_gguf, capsys):
+def test_inspect_describes_a_gguf_file(write_tiny_gguf, capsys):
     path = write_tiny_gguf()
     assert cli.main(["inspect", str(path), "--device", "cpu", "--num-kv-blocks", "99"]) == 0
     report = capsys.readouterr().out
@@ -53,7 +53,7 @@ def test_inspect_tells_what_a_gguf_file_is(write_tiny_gguf, capsys):
 def test_a_folder_needs_no_weights(tmp_path: Path, write_tiny_gguf):
     from runtime.text.tokenizer import Tokenizer
 
-    folder = tmp_path / "folder"  # the GGUF file lies beside it
+    folder = tmp_path / "folder"  # the GGUF file is beside it
     folder.mkdir()
     Tokenizer.load(write_tiny_gguf())._backend.save(str(folder / "tokenizer.json"))
     _, _, config, _ = MODELS["mixtral"]
@@ -75,7 +75,7 @@ def test_a_folder_needs_no_weights(tmp_path: Path, write_tiny_gguf):
     assert told["chat template"] == "none: this model completes texts"
 
 
-def test_inspect_says_what_is_wrong(write_tiny_gguf, capsys):
+def test_inspect_reports_errors(write_tiny_gguf, capsys):
     assert cli.main(["inspect", str(write_tiny_gguf()), "--max-model-len", "4000"]) == 0
     assert "it does not fit. max_model_len is 4000; the model's context is 128" in capsys.readouterr().out
     assert cli.main(["inspect", str(write_tiny_gguf(general__architecture="mamba"))]) == 1

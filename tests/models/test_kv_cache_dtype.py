@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from runtime.assembly.runner import build_runner
 from runtime.core.prefix_cache import root_hash
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
@@ -28,7 +29,7 @@ def tokens_of(seed: int, count: int) -> list[int]:
 
 
 @KINDS
-def test_neither_batch_nor_chunks_nor_hits_show(kind):
+def test_batch_chunks_and_hits_do_not_show(kind):
     runner = tiny_runner(SPEC, kv_cache_dtype=kind, deterministic=True)
     tokens = tokens_of(0, 130)
     driver = Driver(runner)
@@ -70,7 +71,7 @@ def test_a_block_takes_fewer_bytes_and_is_zeroed_with_its_scales(kind):
 
 
 def test_blocks_of_another_dtype_are_not_found():
-    """A block's hash begins with the fingerprint, by which a restarted engine is told from its predecessor, too."""
+    """A block's hash begins with the fingerprint, which also distinguishes a restarted engine from its predecessor."""
     prints = [tiny_runner(kv_cache_dtype=kind).info.fingerprint for kind in ("auto", "fp8", "int8")]
     assert len({root_hash(fingerprint, "") for fingerprint in prints}) == 3
 
@@ -81,12 +82,12 @@ def test_a_draft_stores_keys_as_its_model_does():
 
 def runner_of(folder, kind: str) -> ModelRunner:
     config = EngineConfig(device="cpu", kv_cache_dtype=kind, num_kv_blocks=20, max_model_len=64, num_threads=1)
-    return ModelRunner(config, CheckpointSource(folder))
+    return build_runner(config, CheckpointSource(folder))
 
 
 @pytest.mark.parametrize(("scheme", "dtype"), [("float", torch.float8_e4m3fn), ("int", torch.float32)])
-def test_auto_is_what_the_checkpoint_asks_for(tmp_path, scheme, dtype):
-    """A kv_cache_scheme as compressed-tensors writes it, and one that no cache here has."""
+def test_auto_follows_the_checkpoint(tmp_path, scheme, dtype):
+    """A kv_cache_scheme as compressed-tensors writes it, and one that no cache here supports."""
     form = FORMATS["ct-fp8-channel"]
     described = {"num_bits": 8, "type": scheme, "strategy": "tensor", "dynamic": False, "symmetric": True}
     folder, _ = write(tmp_path, replace(form, config=form.config | {"kv_cache_scheme": described}))

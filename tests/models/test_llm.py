@@ -40,7 +40,7 @@ def tokens(llm):
 
 
 def test_no_toggle_changes_a_token(load):
-    expected = tokens(load(max_num_seqs=1))  # each request alone, one after the other
+    expected = tokens(load(max_num_seqs=1))  # each request alone, in turn
     toggles = (
         {},
         {"pipeline_depth": 1},
@@ -60,7 +60,7 @@ def test_no_toggle_changes_a_token(load):
 
 
 def test_a_draft_model_changes_no_token(load, write_tiny_gguf):
-    """One that is the model itself, and one whose weights are others; their context may be shorter than the model's."""
+    """One draft is the model itself, and one has other weights. Their context may be shorter than the model's."""
     expected = tokens(load())
     rng = np.random.default_rng(9)
     other = {"output_norm.weight": rng.normal(1, 0.5, 32).astype(np.float32)}
@@ -77,8 +77,8 @@ def test_a_draft_model_changes_no_token(load, write_tiny_gguf):
             assert (scheduler.stats.accepted_draft_tokens == scheduler.stats.draft_tokens) == (draft == "same")
 
 
-def test_adapters_change_tokens_and_nothing_else_does(load, write_tiny_gguf, tmp_path):
-    """Not the prefixes that another adapter's requests, or those without one, have left; and no draft."""
+def test_only_adapters_change_tokens(load, write_tiny_gguf, tmp_path):
+    """Neither a draft does, nor prefixes of requests with another adapter, or without one."""
     plain = load(max_loras=2, max_num_seqs=1, prefix_cache=False)
     for seed in (1, 2, 3):
         save_adapter(tmp_path / str(seed), modules_of(plain.runner.spec), seed)
@@ -146,7 +146,7 @@ def test_closing_a_stream_ends_its_request(load):
 
 
 def test_interrupted_step_leaves_the_llm_usable(load):
-    """Also a stream that is half read goes on: its request is computed again."""
+    """A half-read stream goes on, too: its request is computed again."""
     llm, params = load(), SamplingParams(max_tokens=30, seed=7, ignore_eos=True)
     (expected,) = llm.generate("hell", params)
     half_read = llm.stream("hell", params)
@@ -249,7 +249,8 @@ def test_chat_takes_one_conversation_or_several(load):
 
 
 def test_a_value_that_is_not_finite_fails_one_request(load):
-    """It was left in a block of a cached prefix: who reads it fails, and the next one computes the prefix again."""
+    """The value was left in a block of a cached prefix. The request that reads it fails, and the next one computes the
+    prefix again."""
     llm, params = load(num_kv_blocks=30), SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     prompt = list(range(2, 20))
     (expected,) = llm.generate([prompt], params)
@@ -263,7 +264,7 @@ def test_a_value_that_is_not_finite_fails_one_request(load):
         assert (again.token_ids, again.num_cached) == (expected.token_ids, num_cached)
 
 
-def test_bad_calls_say_what_to_change(load, tmp_path):
+def test_errors_of_bad_calls_name_the_change(load, tmp_path):
     llm = load()
     with pytest.raises(CallboardError, match="2 prompts and 1 SamplingParams"):
         llm.generate(["a", "b"], [SamplingParams()])

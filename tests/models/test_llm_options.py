@@ -27,7 +27,7 @@ def load(write_tiny_gguf):
 
 @pytest.fixture
 def answers(load, monkeypatch):
-    """Makes an LLM whose model writes the bytes of a text, whatever it samples, and then ends."""
+    """Makes an LLM that writes the bytes of a text, whatever it samples, and then ends."""
 
     def make(text: str, template: str) -> LLM:
         llm = load(template)
@@ -109,7 +109,7 @@ def test_log_probabilities_of_prompt_and_output(load):
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "get_time"}}], ids=["required", "named"]
 )
-def test_a_call_that_is_asked_for(load, template: str, choice: str | dict):
+def test_a_required_call(load, template: str, choice: str | dict):
     llm = load(template)
     tools = [
         {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}

@@ -127,14 +127,14 @@ def test_shards_that_do_not_fit_their_index(tmp_path):
         ({"config.json": b"{"}, "not valid JSON"),
     ],
 )
-def test_folders_that_are_no_checkpoint(tmp_path, files, message):
+def test_folders_without_a_checkpoint(tmp_path, files, message):
     for name, content in ({"config.json": b"{}"} | files).items():
         (tmp_path / name).write_bytes(content)
     with pytest.raises(CallboardError, match=message):
         open_checkpoint(tmp_path)
 
 
-def test_paths_that_are_no_checkpoint(tmp_path):
+def test_paths_without_a_checkpoint(tmp_path):
     with pytest.raises(CallboardError, match=r"config\.json cannot be read: No such file"):
         open_checkpoint(tmp_path)
     with pytest.raises(CallboardError, match="neither a folder"):
@@ -156,8 +156,8 @@ def _entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict
         _entry(shape=[True]),
         _entry(shape=None),
         _entry(dtype="F5"),
-        _entry() | {"v": _entry()["w"]},  # two at one place
-        {},  # and bytes that are no tensor's
+        _entry() | {"v": _entry()["w"]},  # two at one offset
+        {},  # and bytes outside of all tensors
         [],
         b'{"w":1,"w":2}',
         b"{" * 100_000,
@@ -172,7 +172,7 @@ def test_damaged_headers(tmp_path, header):
         open_checkpoint(tmp_path)
 
 
-def test_a_type_that_torch_does_not_know_is_named(tmp_path):
+def test_a_type_unknown_to_torch_is_named(tmp_path):
     _write(tmp_path, json.dumps(_entry("F6_E2M3", [32], [0, 24])).encode(), 24)
     with pytest.raises(CallboardError, match=r"model\.safetensors: tensor 'w' has the type F6_E2M3"):
         open_checkpoint(tmp_path)
@@ -221,14 +221,14 @@ def test_index_with_odd_names_is_refused(tmp_path, names):
         weight_files(tmp_path)
 
 
-def test_odd_parts_of_a_config_name_nothing(tmp_path):
+def test_malformed_parts_of_a_config_are_ignored(tmp_path):
     assert folder_eos_token_ids(tmp_path, {"text_config": "x"}) == ()
     for architectures in (5, {"a": 1}):
         with pytest.raises(CallboardError, match="architecture is None"):
             load_spec({"architectures": architectures})
 
 
-def test_top_k_of_a_model_fits_what_runners_keep(tmp_path):
+def test_top_k_of_a_model_fits_the_runners_limit(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"top_k": 2147483648}')
     with pytest.raises(CallboardError, match="top_k is 2147483648; it must be between 0 and 2147483647"):
         SamplingDefaults.load(tmp_path)

@@ -1,4 +1,4 @@
-"""Models from a hub: a small one that listens on loopback and speaks its protocol, and the cache of all tools."""
+"""Models from a small hub that listens on loopback and implements the hub's protocol, and the cache of all tools."""
 
 import json
 import os
@@ -18,7 +18,7 @@ SHAS = {"main": "a" * 40, "v2": "b" * 40}
 
 
 def _files(seed: int) -> dict[str, bytes]:
-    """A model in two shards, and what a hub has besides."""
+    """A model in two shards, and the other files of a hub."""
     tensors = {f"w{i}": torch.full((3, 4), float(seed + i), dtype=torch.bfloat16) for i in range(4)}
     shards = {f"model-0000{i + 1}-of-00002.safetensors": list(tensors)[2 * i : 2 * i + 2] for i in range(2)}
     weight_map = {name: shard for shard, names in shards.items() for name in names}
@@ -64,7 +64,7 @@ for arguments in json.loads(sys.argv[1]):
 
 @pytest.fixture
 def load(hub: FakeHub, tmp_path: Path):
-    """`resolve` and open in a process of its own, since the hub's settings are read when its package is imported."""
+    """`resolve` and open in a separate process, because the hub's settings are read when its package is imported."""
 
     def run(*models: tuple, **env: str) -> list:
         settings = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"} | env
@@ -85,7 +85,7 @@ def test_a_sharded_model_by_revision_and_offline(load, tmp_path):
     assert files == ["config.json", "generation_config.json", *shards, "model.safetensors.index.json"]
     assert (values, ends) == ([0.0, 1.0, 2.0, 3.0], [7, 8])
     assert second[2] == [10.0, 11.0, 12.0, 13.0]
-    # The cache of all tools: others find the model where they expect it.
+    # The shared cache of all tools: others find the model where they expect it.
     assert path == str(tmp_path / "hub" / "models--org--model" / "snapshots" / SHAS["main"])
     assert load(*models, HF_HUB_OFFLINE="1", HF_TOKEN="") == [[path, files, values, ends], second]
 
@@ -100,7 +100,7 @@ def test_what_the_hub_refuses(load):
 
 
 @pytest.mark.long
-def test_to_look_at_a_model_its_weights_are_not_fetched(load, hub):
+def test_inspecting_a_model_does_not_fetch_its_weights(load, hub):
     ((_, files),) = load(("org/model", None, False))
     assert files == ["config.json", "generation_config.json", "model.safetensors.index.json"]
     assert not any(name.endswith(".safetensors") for name in hub.asked)

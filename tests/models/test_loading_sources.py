@@ -1,4 +1,4 @@
-"""What names mean, and how models come from a hub and from web servers: a fake one on loopback."""
+"""The meaning of names, and downloads from a hub and from web servers, which are fakes on loopback."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ FILES = {
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch) -> Iterator[FakeHub]:
-    """A hub with a repository of GGUF files, one without Q4_K_M, and one of both kinds of files."""
+    """A hub with a repository of GGUF files, one without Q4_K_M, and one with both kinds of files."""
     both = {"config.json": b"{}", "model.safetensors": b"x" * 2000, "m-Q8_0.gguf": gguf(8)}
     few = {"m-Q8_0.gguf": gguf(8), "m-Q3_K_S.gguf": gguf(3)}
     with FakeHub({"org/m-GGUF": {SHA: FILES}, "org/few": {SHA: few}, "org/both": {SHA: both}}, {"main": SHA}) as fake:
@@ -105,7 +105,7 @@ def test_labels_of_gguf_files():
     assert [m.label for m in gguf_models(names)] == ["IQ3_M", "Q4_0", "UD-Q4_K_XL", "FP16", ""]
 
 
-def test_an_absent_quantization_lists_those_that_are_there():
+def test_a_missing_quantization_lists_the_existing_ones():
     with pytest.raises(CallboardError, match=r"^it has no GGUF file 'Q9'; it has BF16, Q2_K, Q4_K_M\.$"):
         choose(gguf_models(FILES), "Q9", "it")
 
@@ -128,13 +128,13 @@ def test_nearest_name(name: str, near: str | None):
     assert nearest(name, [*known, "meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"]) == near
 
 
-def test_ollamas_names_are_answered_with_a_hub_id():
+def test_names_of_ollama_suggest_a_hub_id():
     says = "'llama3.2:1b' is a name of Ollama's library, .* meant meta-llama/Llama-3.2-1B-Instruct"
     with pytest.raises(CallboardError, match=says):
         resolve("llama3.2:1b")
 
 
-def test_a_file_that_is_spelled_wrong(tmp_path: Path):
+def test_a_misspelled_file(tmp_path: Path):
     (tmp_path / "smollm.gguf").write_bytes(gguf(1))
     with pytest.raises(CallboardError, match=r"no model at .*smolm\.gguf'; meant .*/smollm\.gguf\?"):
         resolve(str(tmp_path / "smolm.gguf"))
@@ -201,13 +201,13 @@ def test_cached_gguf_file_is_found_without_the_hub(hub, monkeypatch):
         resolve("org/m-GGUF:Q8_0", progress=False)
 
 
-def test_wrong_hub_id_is_answered_with_a_near_one(hub):
+def test_a_wrong_hub_id_suggests_a_near_one(hub):
     resolve("org/few", progress=False)
     with pytest.raises(CallboardError, match=r"no model 'org/fews' that you may read; meant org/few\?"):
         resolve("org/fews", progress=False)
 
 
-def test_without_a_hub_a_typing_error_is_as_likely(hub, monkeypatch):
+def test_without_a_hub_a_typing_error_is_mentioned(hub, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(
         CallboardError, match=r"and the name, where a typing error is as likely; meant Qwen/Qwen3-0\.6B\?"
@@ -224,7 +224,7 @@ def test_interrupted_connection_goes_on_where_it_was(hub):
 
 
 @pytest.mark.parametrize("name", ["org/m-GGUF", "org/both"])
-def test_gated_model_says_what_to_do(hub, name: str):
+def test_a_gated_model_explains_access(hub, name: str):
     hub.is_gated = True
     with pytest.raises(
         CallboardError, match=f"^The hub model '{name}' is gated: accept its licence on the hub and set"
@@ -294,7 +294,7 @@ def test_split_gguf_file_of_a_web_server(web):
 
 def test_download_of_a_changed_file_begins_anew(hub, web, monkeypatch):
     hub.cut_at = 1500
-    monkeypatch.setattr(download, "_TRIES", 0)  # the first failure is the last one
+    monkeypatch.setattr(download, "_TRIES", 0)  # the first failure is final
     with pytest.raises(
         CallboardError, match=r"cannot be fetched .*; check the network, and try again: 1\.5 KB are kept"
     ):
@@ -321,7 +321,7 @@ def test_full_disk_for_a_file_of_a_web_server(web, monkeypatch):
         ("https://example.org/page", "There is no model at 'https://example.org/page'; a model is"),
     ],
 )
-def test_addresses_that_give_no_model(hub, web, address: str, says: str):
+def test_addresses_without_a_model(hub, web, address: str, says: str):
     hub.repos["org/m-GGUF"][SHA] = {**FILES, "page.gguf": b"<html>"}
     with pytest.raises(CallboardError, match=says):
         resolve(address.format(web=web), progress=False)

@@ -1,4 +1,4 @@
-"""Our decoder against transformers, on tiny random checkpoints; and what bad checkpoints get."""
+"""Our decoder against transformers, on tiny random checkpoints; and the errors of bad checkpoints."""
 
 import json
 import shutil
@@ -17,6 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from runtime.assembly.runner import build_runner
 from runtime.models import load_spec
 from runtime.models.families.llama import decoder_spec
 from runtime.spec.config import EngineConfig
@@ -76,7 +77,7 @@ def save_model(folder: Path, family: str = "llama", **overrides) -> PreTrainedMo
 
 
 def open_runner(folder: Path, **config) -> ModelRunner:
-    return ModelRunner(
+    return build_runner(
         EngineConfig(model="tiny", device="cpu", kv_cache_memory=0.05, num_threads=1, **config),
         CheckpointSource(folder),
     )
@@ -165,7 +166,7 @@ def test_a_tied_head_may_be_stored_twice(tmp_path):
     open_runner(damaged(tmp_path / "good", tmp_path / "copy", copy))
 
 
-def test_the_fingerprint_tells_weights_and_numerics_apart(tmp_path):
+def test_fingerprints_differ_by_weights_and_numerics(tmp_path):
     save_model(tmp_path / "a")
     save_model(tmp_path / "b", rms_norm_eps=1e-4)
     settings = [("a", {}), ("b", {}), ("a", {"dtype": "bfloat16"}), ("a", {"deterministic": True})]

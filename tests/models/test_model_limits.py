@@ -1,5 +1,5 @@
-"""What a model does not have is refused at the door, and fails nobody else: token ids beyond its vocabulary, outputs
-bound to a grammar where nothing ends one, end-of-sequence ids that are no tokens."""
+"""Requests beyond a model are refused at the front and fail no other request. They have token ids beyond its
+vocabulary, outputs bound to a grammar that no token ends, or invalid end-of-sequence ids."""
 
 import json
 from dataclasses import replace
@@ -27,7 +27,7 @@ def test_the_scheduler_refuses_ids_that_the_model_does_not_have(bad):
     scheduler.add(Request("a", [1, 28, 2], 3, SamplingParams()))
 
 
-def test_the_scheduler_refuses_a_grammar_that_nothing_could_end():
+def test_the_scheduler_refuses_a_grammar_without_an_end():
     config, info = make()
     scheduler = whole_scheduler(config, replace(info, eos_token_ids=()))
     with pytest.raises(CallboardError, match="no end-of-sequence token"):
@@ -45,7 +45,7 @@ def test_the_scheduler_refuses_a_grammar_that_nothing_could_end():
         ("/v1/chat/completions", chat(messages=[{"role": "user", "content": "é"}]), "messages"),
     ],
 )
-async def test_ids_of_the_tokenizer_that_the_model_lacks_are_a_400(path, body, field):
+async def test_tokenizer_ids_beyond_the_model_are_a_400(path, body, field):
     engine = FakeEngine()
     engine.info = replace(engine.info, vocab_size=128)
     answer = await post(engine, body, path)
@@ -65,18 +65,18 @@ async def test_a_schema_for_a_model_without_an_end_is_a_400():
 
 
 @pytest.mark.parametrize("eos", [262, 2**31])
-def test_an_end_of_sequence_id_that_is_no_token_is_refused_at_load(write_tiny_gguf, eos):
+def test_an_invalid_end_of_sequence_id_is_refused_at_load(write_tiny_gguf, eos):
     path = write_tiny_gguf(**{"tokenizer.ggml.eos_token_id": eos})
     with pytest.raises(CallboardError, match=f"{path} names the end-of-sequence id {eos}.*vocabulary of 262"):
         LLM(str(path))
 
 
-def test_where_engines_for_grammars_cannot_be_made_only_their_outputs_fail():
+def test_a_failed_grammar_engine_fails_only_its_outputs():
     runner = runner_of(vocabulary=None)
 
     def unreadable():
         raise IndexError("tuple index out of range")
 
-    runner.grammar_state.serve(unreadable)
+    runner.masks.serve(unreadable)
     found = answers(runner, [hot(LETTERS), FREE, hot(LETTERS), FREE])
     assert [found[name][1] for name in "0123"] == [FinishReason.GRAMMAR, FinishReason.LENGTH] * 2

@@ -1,4 +1,4 @@
-"""Vectors of prompts: those of transformers in fp32, however the engine comes by them."""
+"""Vectors of prompts equal transformers' in fp32, however the engine computes them."""
 
 import asyncio
 import json
@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from runtime.assembly.engine import build_engine
+from runtime.assembly.runner import build_runner
 from runtime.core.executor import InProcess
 from runtime.llm import LLM
 from runtime.loading.pooling import read_pooling
@@ -31,19 +32,19 @@ from tests.support.family_cases import save_model
 
 POOLED = SamplingParams(max_tokens=1, pooled=True)
 PROMPTS = [np.random.default_rng(i).integers(3, 101, n).tolist() for i, n in enumerate((50, 1, 2, 17, 33, 100, 17))]
-PROMPTS.append([*PROMPTS[0][:40], *PROMPTS[3]])  # a prefix that another one leaves where prefixes are shared
+PROMPTS.append([*PROMPTS[0][:40], *PROMPTS[3]])  # a prefix that another prompt leaves in a shared cache
 SIZES = {"num_kv_blocks": 80, "max_num_seqs": 4, "max_num_batched_tokens": 60, "block_size": 4}
 
 
 def open_core(folder, **config):
     config = EngineConfig(**{"model": "tiny", "device": "cpu", "num_threads": 1} | SIZES | config)
     with mock.patch.object(ModelRunner, "_warm_up"):
-        runner = ModelRunner(config, CheckpointSource(folder))
+        runner = build_runner(config, CheckpointSource(folder))
     return build_engine(config, runner.info, InProcess(runner))
 
 
 def run(core, prompts=PROMPTS, params=POOLED, salt=""):
-    """What is pooled of the prompts, one after the other; of one that fails, its reason."""
+    """The vectors of the prompts, in turn, or the reason of a failure."""
     found = {}
     for i, prompt in enumerate(prompts):
         core.add(Request(str(i), prompt, len(prompt), params, cache_salt=salt), i)
@@ -55,7 +56,8 @@ def run(core, prompts=PROMPTS, params=POOLED, salt=""):
 
 
 def save_headless(folder, case, architecture, mode):
-    """As sentence-transformers saves: no head, no `model.` before names, and files that say how vectors are made."""
+    """As sentence-transformers saves: without a head and without `model.` before names, and with files that describe
+    how vectors are made."""
     model = save_model(folder, case)
     model.model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -98,7 +100,7 @@ def test_embeddings_are_those_of_transformers(case, architecture, mode, tmp_path
         assert [np.linalg.norm(vector) for vector in found] == pytest.approx([1.0] * len(found))
     short = embedding(run(cores[0])[0], pooling, 20)
     assert short == pytest.approx(want[0][:20] / np.linalg.norm(want[0][:20]), abs=1e-5)
-    if case != "qwen3":  # which is tied: its head is there
+    if case != "qwen3":  # tied, so its head is there
         with pytest.raises(CallboardError, match="makes no text"):
             cores[0].add(Request("text", [5], 1, SamplingParams()))
 
@@ -129,7 +131,7 @@ def test_scores_are_those_of_a_classifier(tmp_path):
 
 @pytest.mark.parametrize("kind", ["last", "mean"])
 def test_no_toggle_changes_a_bit(kind, tmp_path):
-    """Deterministic mode: chunks, caches, batches, depth and preemption leave no trace."""
+    """Deterministic mode: chunks, caches, batches, depth and preemption do not show."""
     save_model(tmp_path, "llama")
     want = run(open_core(tmp_path, pooling=kind, deterministic=True, max_num_seqs=1))
     for toggle in (
@@ -153,7 +155,7 @@ def test_a_fault_stays_with_its_request(tmp_path):
     assert np.isfinite(np.frombuffer(fine, np.float32)).all()
 
 
-def test_what_is_not_supported_is_named(tmp_path):
+def test_unsupported_options_are_named(tmp_path):
     (tmp_path / "1").mkdir()
     for modules, config, named in (
         (["Transformer", "Pooling", "Dense"], {"pooling_mode_lasttoken": True}, "Dense"),
@@ -177,7 +179,7 @@ def test_what_is_not_supported_is_named(tmp_path):
 
 @pytest.fixture
 def load(tmp_path, write_tiny_gguf):
-    """A tiny model as an LLM, with a module after its own. Of the tokenizer's ids it has those of capital letters."""
+    """A tiny model as an LLM, with a module after its own. It has the ids of the tokenizer's capital letters."""
     Tokenizer.load(write_tiny_gguf())._backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tiny.gguf").unlink()
 
@@ -242,7 +244,7 @@ def test_scores_offline(load, tmp_path):
 # ---- the link --------------------------------------------------------------------------------------------------------
 
 
-async def test_vectors_arrive_though_engines_die():
+async def test_vectors_arrive_despite_deaths_of_engines():
     engine = Engine(info=replace(INFO, pooling=Pooling("last")), max_num_batched_tokens=3)
     link = link_to(engine)
     await link.start()

@@ -1,5 +1,5 @@
-"""Log-probabilities of prompts: those of a plain forward pass of transformers, however the engine comes by them, and
-delivered whole and once."""
+"""Log-probabilities of prompts equal a plain forward pass of transformers, however the engine computes them. They
+arrive whole and once."""
 
 import asyncio
 import math
@@ -76,7 +76,7 @@ def run(llm, prompts=PROMPTS, params=PARAMS):
 
 
 @pytest.mark.parametrize("budget", [1, 7, 512])
-def test_they_are_those_of_a_plain_forward_pass(load, reference, budget):
+def test_they_equal_those_of_a_plain_forward_pass(load, reference, budget):
     llm = load(max_num_batched_tokens=budget)
     for done, params, prompt in zip(run(llm), PARAMS, PROMPTS, strict=True):
         if params.prompt_logprobs is None:
@@ -88,8 +88,8 @@ def test_they_are_those_of_a_plain_forward_pass(load, reference, budget):
         assert len(done.logprobs) == (0 if params.logprobs is None else params.max_tokens)
 
 
-def test_no_toggle_changes_a_bit_of_them(load):
-    """Deterministic mode: chunks, caches, batches, depth and preemption leave no trace."""
+def test_no_toggle_changes_their_bits(load):
+    """Deterministic mode: chunks, caches, batches, depth and preemption do not show."""
     llm = load(deterministic=True, max_num_seqs=1)
     want = [(c.prompt_logprobs, c.token_ids) for c in run(llm)]
     toggles = (
@@ -140,7 +140,7 @@ def test_a_fault_in_a_prompt_fails_its_request_alone(load):
 
 
 def test_the_output_head_never_sees_a_whole_prompt():
-    """Slices of logits are no larger than the batch that memory is planned for."""
+    """Slices of logits are at most as large as the batch that memory is planned for."""
     runner = tiny_runner(max_num_seqs=70, num_kv_blocks=40)
     driver, most, compute = Driver(runner), 0, runner.decoder.logits
 
@@ -190,7 +190,7 @@ def test_a_request_that_only_scores_ends_with_its_last_chunk():
 
 
 async def read(link, req):
-    """Tokens, end and prompt log-probabilities, which come with the first output alone."""
+    """Tokens, end and prompt log-probabilities, which come only with the first output."""
     outputs = [output async for output in link.generate(req)]
     assert not any(output.prompt_logprobs for output in outputs[1:])
     return [t for o in outputs for t in o.token_ids], outputs[-1].finish_reason, list(outputs[0].prompt_logprobs)
@@ -221,7 +221,7 @@ async def test_scores_arrive_once_with_the_first_output(served):
     assert got == [whole(req) for req in requests]
 
 
-async def test_scores_arrive_once_though_engine_and_runners_die(served):
+async def test_scores_arrive_once_despite_deaths(served):
     """Before they are complete, and after."""
     engine, link = served
     long = Request("long", [1 + i % 20 for i in range(300)], 300, SamplingParams(max_tokens=0, prompt_logprobs=2))
@@ -242,7 +242,7 @@ async def test_scores_arrive_once_though_engine_and_runners_die(served):
 
 
 async def test_a_stream_that_ended_is_not_resumed(served):
-    """Its reader has not taken the end yet when the engine dies: the next one must not go on with it."""
+    """Its reader has not taken the end yet when the engine dies, and the next engine must not continue it."""
     engine, link = served
     req = request(0, ignore_eos=False, stop_token_ids=(EOS,), max_tokens=300)
     stream = link.generate(req)

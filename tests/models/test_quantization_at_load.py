@@ -1,5 +1,5 @@
-"""`quantization` of plain checkpoints: the bits of a checkpoint that was quantized before, within the memory that is
-planned; and what cannot be asked for."""
+"""`quantization` of plain checkpoints gives the bits of a checkpoint that was quantized before, within the planned
+memory. Impossible settings are refused."""
 
 import json
 import logging
@@ -19,11 +19,11 @@ from runtime.models import load_spec
 from runtime.models.decoder import Decoder
 from runtime.models.weights import random_parameter
 from runtime.quant.at_load import quantized_at_load
-from runtime.quant.format import Location
-from runtime.quant.formats import LAYOUTS, weight_bytes
-from runtime.quant.forms import FORMS
+from runtime.quant.encodings import ENCODINGS
+from runtime.quant.model_formats import LAYOUTS, weight_bytes
 from runtime.quant.report import weight_report
-from runtime.quant.scheme import Scheme
+from runtime.quant.scheme import QuantizationScheme
+from runtime.quant.weight_format import Location
 from runtime.spec.config import EngineConfig
 from runtime.spec.sharding import Part
 from runtime.spec.types import CallboardError, SamplingParams
@@ -35,7 +35,7 @@ from tests.support.plain_products import PLAIN
 from tests.support.quantized import FORMATS
 from tests.support.runner_driver import TINY, tiny_runner
 
-WIDE = {"hidden_size": 96, "intermediate_size": 256}  # groups of 32, and of 128 in down but that of experts
+WIDE = {"hidden_size": 96, "intermediate_size": 256}  # groups of 32, and of 128 in down except for experts
 WHOLE = {"hidden_size": 128, "intermediate_size": 256}
 ROWS = {"strategy": "channel", "symmetric": True}
 GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
@@ -60,7 +60,7 @@ CONFIGS = {  # of checkpoints as llm-compressor and bitsandbytes write them
 
 @pytest.fixture(autouse=True)
 def _products_with_all(monkeypatch):
-    monkeypatch.setattr("runtime.quant.formats.products_of", lambda numerics: PLAIN)
+    monkeypatch.setattr("runtime.quant.model_formats.products_of", lambda numerics: PLAIN)
 
 
 def plain_tensors(config: dict) -> dict[str, torch.Tensor]:
@@ -71,12 +71,12 @@ def plain_tensors(config: dict) -> dict[str, torch.Tensor]:
 
 
 def stored(form: str, parameter: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of a weight that is encoded as it is at a load, in a checkpoint of CONFIGS."""
+    """The tensors of a weight, quantized as at a load, in a checkpoint of CONFIGS."""
     rows = len(weight)
     group = {"int4": 128 if parameter.endswith("down.weight") and "experts" not in parameter else 32, "nf4": 64}.get(
         form, 0
     )
-    codes, scale = replace(FORMS[form], columns=group).encode(weight)
+    codes, scale = replace(ENCODINGS[form], group_size=group).encode(weight)
     match form:
         case "int4":
             words = ((codes.long() & 15) ^ 8).view(rows, -1, 8) << torch.arange(0, 32, 4)
@@ -87,7 +87,7 @@ def stored(form: str, parameter: str, weight: torch.Tensor) -> dict[str, torch.T
             return {
                 "weight": pairs[:, :1] << 4 | pairs[:, 1:],
                 "weight.absmax": scale.flatten(),
-                "weight.quant_map": torch.tensor(FORMS["nf4"].table),
+                "weight.quant_map": torch.tensor(ENCODINGS["nf4"].table),
                 "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode())).byte(),
             }
     return {"weight": codes, "weight_scale": scale}
@@ -101,7 +101,7 @@ def write(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> Path:
 
 
 def write_both(folder: Path, form: str, config: dict) -> tuple[Path, Path]:
-    """A plain checkpoint, and the one that it becomes."""
+    """A plain checkpoint, and the quantized one that it becomes."""
     names = load_spec(config)[1].names_of(load_spec(config)[0])
     plain, quantized = {}, {}
     for parameter, weight in plain_tensors(config).items():
@@ -128,8 +128,8 @@ def test_a_model_has_the_bits_of_a_quantized_checkpoint(tmp_path, form, family):
     assert got.memory.weights == want.memory.weights < 0.8 * open_runner(plain, dtype="bfloat16").memory.weights
 
 
-def test_forms_are_in_the_fingerprint(tmp_path, monkeypatch):
-    """Blocks of another form's keys and values are never taken for this one's."""
+def test_quantization_is_in_the_fingerprint(tmp_path, monkeypatch):
+    """Cached keys and values of another format are never used."""
     plain, quantized = write_both(tmp_path, "fp8", LLAMA)
     monkeypatch.setattr("runtime.worker.runner.multiplies_fp8", lambda device: False)
     asked = [{}, {"quantization": "fp8"}, {"quantization": "int8"}, {"head_quantization": "int8"}]
@@ -143,13 +143,13 @@ def test_forms_are_in_the_fingerprint(tmp_path, monkeypatch):
     assert open_runner(plain, quantization="fp8").info.fingerprint not in prints
 
 
-def test_none_widens_what_a_checkpoint_has(tmp_path):
+def test_none_dequantizes_a_checkpoint(tmp_path):
     _, quantized = write_both(tmp_path, "int8", LLAMA)
     runner = open_runner(quantized, dtype="bfloat16", quantization="none")
     spec, _ = load_spec(LLAMA)
     assert runner.memory.weights == weight_bytes(spec, runner.numerics)
     assert (
-        "widened to 0.00 GiB of bfloat16 as quantization is none"
+        "dequantized to 0.00 GiB of bfloat16 as quantization is none"
         in weight_report(runner.decoder.spec, runner.numerics)[0]
     )
     # The products of the codes are computed with the same numbers.
@@ -157,44 +157,44 @@ def test_none_widens_what_a_checkpoint_has(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_head_has_a_form_of_its_own(tmp_path, tied):
+def test_the_head_has_its_own_quantization(tmp_path, tied):
     config = LLAMA | {"tie_word_embeddings": tied}
     plain, _ = write_both(tmp_path, "fp8", config)
     runner = open_runner(plain, dtype="bfloat16", head_quantization="int8")
-    codes, scale = FORMS["int8"].encode(plain_tensors(config)["embed" if tied else "head"])
+    codes, scale = ENCODINGS["int8"].encode(plain_tensors(config)["embed" if tied else "head"])
     hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     want = torch.nn.functional.linear(hidden, (codes * scale).bfloat16())
     assert torch.equal(runner.decoder.head.product(hidden), want)
     assert runner.memory.weights == weight_bytes(runner.decoder.spec, runner.numerics)
     dense = open_runner(plain, dtype="bfloat16")
     more = 101 * 64 + 4 * 101 - (0 if tied else 2 * 101 * 64)
-    if tied and dense.numerics.packed:  # which was a copy, too
+    if tied and dense.numerics.packed:  # a copy, too
         more -= 2 * 101 * 64
     assert runner.memory.weights - dense.memory.weights == more
     assert torch.equal(dense.decoder.embed, runner.decoder.embed)
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
-def test_on_a_cpu_such_maps_come_with_a_head_in_int8(form):
+def test_a_cpu_has_an_int8_head_beside_quantized_maps(form):
     def head(config, device="cpu", stored=None):
         return (quantized_at_load(replace(TINY, quantization=stored), config, device).quantization or {}).get("head")
 
-    asked, of_file = EngineConfig(quantization=form), {"head": Scheme("gptq", form)}
-    assert head(asked) == Scheme("plain", "int8")
+    asked, of_file = EngineConfig(quantization=form), {"head": QuantizationScheme("gptq", form)}
+    assert head(asked) == QuantizationScheme("plain", "int8")
     assert head(asked, stored=of_file) == of_file["head"]
     plain = [replace(asked, head_quantization="none"), EngineConfig(quantization="fp8"), EngineConfig()]
     assert [head(asked, "cuda"), *map(head, plain)] == [None] * 4
 
 
-def test_ranks_have_parts_of_the_whole_ones_codes():
-    """Of row scales, those of whole rows; the columns of a rank are whole groups."""
+def test_ranks_have_parts_of_the_same_quantized_weights():
+    """Row scales belong to whole rows, and the columns of a rank are whole groups."""
     weight, _ = random_weight((64, 256))
     source, location = source_of({"weight": weight.bfloat16()}), Location("q_proj.weight", (64, 256))
     spec, _ = load_spec(LLAMA | {"hidden_size": 256})
     for form in CONFIGS:
         schemes = quantized_at_load(spec, EngineConfig(quantization=form, tensor_parallel_size=4)).quantization
-        assert schemes["layers.0.out.weight"].columns == {"int4": 32, "nf4": 32}.get(form, 0)
-        assert schemes["layers.0.q.weight"].columns == {"int4": 128, "nf4": 64}.get(form, 0)
+        assert schemes["layers.0.out.weight"].group_size == {"int4": 32, "nf4": 32}.get(form, 0)
+        assert schemes["layers.0.q.weight"].group_size == {"int4": 128, "nf4": 64}.get(form, 0)
         layout = LAYOUTS["plain"](schemes["layers.0.out.weight"])
         codes, scale = layout.read(source, location, CPU)
         for dim, size in ((0, 16), (1, 64)):
@@ -234,14 +234,14 @@ def test_a_load_needs_a_fused_map_beside_the_quantized_model(monkeypatch, form):
     names, tensors = weight_map.names_of(spec), plain_tensors(config)
     source = Tensors({names[parameter]: weight for parameter, weight in tensors.items()})
     spec = quantized_at_load(spec, EngineConfig(quantization=form, head_quantization="int8"))
-    monkeypatch.setattr("runtime.quant.forms._AT_ONCE", 1 << 13)
+    monkeypatch.setattr("runtime.quant.encodings._AT_ONCE", 1 << 13)
     with LiveBytes() as live:
         decoder = Decoder.load(source, spec, weight_map, numerics(torch.bfloat16), 8)
     size, fused = weight_bytes(decoder.spec, decoder.numerics), 2 * 2 * ffn * hidden
     assert size < live.peak < size + fused + (1 << 17)
 
 
-def test_what_no_product_takes_stays_plain_and_is_named(tmp_path, monkeypatch, write_tiny_gguf):
+def test_weights_without_a_kernel_stay_plain_and_are_named(tmp_path, monkeypatch, write_tiny_gguf):
     plain, _ = write_both(tmp_path, "fp8", LLAMA)
     monkeypatch.setattr(type(PLAIN), "fits", lambda self, form, shape: shape != (64, 160))
     runner = open_runner(plain, dtype="bfloat16", quantization="fp8", deterministic=True)
@@ -255,7 +255,7 @@ def test_what_no_product_takes_stays_plain_and_is_named(tmp_path, monkeypatch, w
     assert f"\n               {end}\n" in report
 
 
-def test_random_weights_are_encoded_too():
+def test_random_weights_are_quantized():
     runner = tiny_runner(quantization="int4", dtype="bfloat16")
     assert runner.info.weight_formats == "int4 g32, int8 rows"
     assert runner.memory.weights < tiny_runner(dtype="bfloat16").memory.weights
@@ -263,7 +263,7 @@ def test_random_weights_are_encoded_too():
     assert other == TINY
 
 
-def test_a_checkpoint_of_another_form_is_refused(tmp_path, write_tiny_gguf):
+def test_a_checkpoint_of_another_format_is_refused(tmp_path, write_tiny_gguf):
     _, quantized = write_both(tmp_path, "int4", LLAMA | WIDE)
     wanted = (
         "quantization is fp8, but the checkpoint's weights are int4 already; use int4 to keep them, none to dequantize "
@@ -278,9 +278,11 @@ def test_a_checkpoint_of_another_form_is_refused(tmp_path, write_tiny_gguf):
     assert str(error.value) == wanted
     with pytest.raises(CallboardError, match="quantization is nf4, but the checkpoint's weights are int4 already"):
         check_model(EngineConfig(model=str(write_tiny_gguf()), quantization="nf4"))
-    mixed = dict.fromkeys(("layers.0.q.weight", "layers.0.k.weight"), Scheme("awq", "int4"))
+    mixed = dict.fromkeys(("layers.0.q.weight", "layers.0.k.weight"), QuantizationScheme("awq", "int4"))
     spec = replace(
-        TINY, quantization=mixed | {"head": Scheme("gptq", "int4"), "layers.0.v.weight": Scheme("fp8", "int8")}
+        TINY,
+        quantization=mixed
+        | {"head": QuantizationScheme("gptq", "int4"), "layers.0.v.weight": QuantizationScheme("fp8", "int8")},
     )
     assert quantized_at_load(spec, EngineConfig(quantization="int4")) == spec
     with pytest.raises(CallboardError, match="quantization is int8, but the checkpoint's weights are int4, int8 "):
@@ -292,7 +294,7 @@ def test_a_checkpoint_of_another_form_is_refused(tmp_path, write_tiny_gguf):
         quantized_at_load(spec, config, is_draft=True)
 
 
-def test_a_form_that_nothing_multiplies_with_here_is_refused(monkeypatch):
+def test_a_format_without_a_kernel_here_is_refused(monkeypatch):
     for products, refusal in (
         (lambda numerics: None, "leave it at auto."),
         (
@@ -300,8 +302,8 @@ def test_a_form_that_nothing_multiplies_with_here_is_refused(monkeypatch):
             "use fp8 or int8 or int4 or nf4 with dtype=bfloat16.",
         ),
     ):
-        monkeypatch.setattr("runtime.kernels.quantized.cpu_quantized.has_vector_code", lambda: True)
-        monkeypatch.setattr("runtime.quant.formats.products_of", products)
+        monkeypatch.setattr("runtime.kernels.quantized.wna16_cpu.has_vector_code", lambda: True)
+        monkeypatch.setattr("runtime.quant.model_formats.products_of", products)
         for field, form in (("quantization", "nf4"), ("head_quantization", "int8")):
             with pytest.raises(CallboardError) as error:
                 tiny_runner(dtype="float32", **{field: form})
@@ -311,7 +313,7 @@ def test_a_form_that_nothing_multiplies_with_here_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(("form", "differs"), [("int4", False), ("fp8", True)])
-def test_a_device_that_rounds_rows_to_fp8_finds_no_blocks_of_one_that_does_not(monkeypatch, form, differs):
+def test_devices_with_and_without_fp8_rows_share_no_blocks(monkeypatch, form, differs):
     prints = set()
     for multiplies in (False, True):
         monkeypatch.setattr("runtime.worker.runner.multiplies_fp8", lambda device, multiplies=multiplies: multiplies)
@@ -319,14 +321,14 @@ def test_a_device_that_rounds_rows_to_fp8_finds_no_blocks_of_one_that_does_not(m
     assert len(prints) == 1 + differs
 
 
-def test_a_draft_has_a_form_of_its_own():
+def test_a_draft_has_its_own_quantization():
     config = EngineConfig(draft="other", quantization="int4", head_quantization="int8", draft_quantization="fp8")
     own = config.draft_config()
     assert (own.quantization, own.head_quantization) == ("fp8", "auto")
     assert EngineConfig(draft="other", quantization="int4").draft_config().quantization == "auto"
 
 
-def test_texts_with_a_quantized_draft_are_the_models_own(tmp_path, write_tiny_gguf, caplog):
+def test_a_quantized_draft_changes_no_text(tmp_path, write_tiny_gguf, caplog):
     caplog.set_level(logging.INFO)
     plain, _ = write_both(tmp_path, "fp8", LLAMA | {"vocab_size": 1000})
     Tokenizer.load(write_tiny_gguf())._backend.save(str(plain / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""Configs of quantized weights: the scheme of each module, and what is refused, each in one sentence."""
+"""Configs of quantized weights: the scheme of each module, and refusals of one sentence each."""
 
 import json
 from pathlib import Path
@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from runtime.loading.folder import model_config
 from runtime.models import load_spec
 from runtime.quant import METHODS
-from runtime.quant.format import Location
-from runtime.quant.quantized import Widened
-from runtime.quant.scheme import Scheme
+from runtime.quant.quantized_formats import DequantizedFormat
+from runtime.quant.scheme import QuantizationScheme
+from runtime.quant.weight_format import Location
 from runtime.spec.types import CallboardError
 from tests.models.test_model import open_runner
 from tests.models.test_quantized_layouts import layout_of, numerics, source_of
@@ -69,7 +69,7 @@ def quantized_modules(config, *modules):
     ],
     ids=str,
 )
-def test_what_cannot_be_read_is_refused_by_its_key(config, message):
+def test_unsupported_configs_are_refused_by_key(config, message):
     with pytest.raises(CallboardError, match=message) as error:
         load_spec(LLAMA | {"quantization_config": config})
     assert "\n" not in str(error.value)
@@ -93,10 +93,10 @@ def test_modules_are_named_as_their_exporters_name_them():
     assert quantized_modules(modelopt, *names) == [gate_proj]
     dynamic = {"quant_method": "gptq", "bits": 4, "dynamic": {r"-:.*q_proj": {}, r"+:.*gate_proj": {"bits": 8}}}
     assert quantized_modules(dynamic, *names) == [gate_proj, gate]
-    assert [rule(dynamic)("", name).values for name in (gate_proj, gate)] == ["int8", "int4"]
+    assert [rule(dynamic)("", name).encoding for name in (gate_proj, gate)] == ["int8", "int4"]
 
 
-def test_a_name_counts_before_a_pattern_and_a_pattern_before_the_class():
+def test_names_precede_patterns_and_patterns_classes():
     q = "model.layers.0.self_attn.q_proj"
     named = groups(
         FP8,
@@ -104,14 +104,14 @@ def test_a_name_counts_before_a_pattern_and_a_pattern_before_the_class():
         {"targets": [q], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}, "format": "int-quantized"},
         format="mixed-precision",
     )
-    assert [rule(named)("", name).values for name in (q, "a.q_proj", "a.k_proj")] == ["int8", "int4", "fp8"]
+    assert [rule(named)("", name).encoding for name in (q, "a.q_proj", "a.k_proj")] == ["int8", "int4", "fp8"]
 
 
 def test_the_head_stays_plain_unless_the_config_names_it():
     spec = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
     assert rule(spec)("head", "lm_head") is None
-    assert rule(spec | {"lm_head": True})("head", "lm_head") == Scheme("gptq", "int4", columns=32)
-    assert rule(groups(FP8))("head", "lm_head").values == "fp8"
+    assert rule(spec | {"lm_head": True})("head", "lm_head") == QuantizationScheme("gptq", "int4", group_size=32)
+    assert rule(groups(FP8))("head", "lm_head").encoding == "fp8"
     assert rule({"quant_method": "fp8", "weight_block_size": [128, 128]})("head", "lm_head") is None
 
 
@@ -123,14 +123,14 @@ def test_a_config_is_found_wherever_its_exporter_put_it(tmp_path):
         {"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}},
     ):
         spec, _ = load_spec(LLAMA | found)
-        assert spec.quantization["layers.0.q.weight"].values in ("int4", "nf4")
+        assert spec.quantization["layers.0.q.weight"].encoding in ("int4", "nf4")
     inner = {name: LLAMA[name] for name in LLAMA if name != "architectures"} | {
         "quantization_config": {"quant_method": "fp8"},
         "layer_types": ["full_attention"] * 2,
         "sliding_window": 16,
     }
     spec, _ = load_spec({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": inner})
-    assert spec.quantization["layers.0.q.weight"].values == "fp8"
+    assert spec.quantization["layers.0.q.weight"].encoding == "fp8"
     for name, content, values in (
         ("quantize_config.json", gptq, "int4"),
         ("quant_config.json", {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}, "int4"),
@@ -141,7 +141,7 @@ def test_a_config_is_found_wherever_its_exporter_put_it(tmp_path):
         (folder / "config.json").write_text(json.dumps(LLAMA))
         (folder / name).write_text(json.dumps(content))
         spec, _ = load_spec(model_config(folder))
-        assert spec.quantization["layers.0.q.weight"].values == values
+        assert spec.quantization["layers.0.q.weight"].encoding == values
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_tensors_that_disagree_with_the_config_are_named(fp8_model):
         open_runner(fp8_model)
 
 
-def test_scales_of_activations_and_of_keys_and_values_are_passed_over(fp8_model):
+def test_scales_of_activations_and_kv_are_ignored(fp8_model):
     layer = "model.layers.0.self_attn"
     one = torch.tensor(1.0)
     names = "k_proj.input_scale", "k_scale", "v_scale", "q_scale", "attn.k_scale", "k_proj.k_scale", "kv_scale"
@@ -205,7 +205,7 @@ def test_a_config_that_disagrees_with_the_tensors_is_refused(tmp_path, name, cha
     assert "\n" not in str(error.value)
 
 
-def test_a_bias_of_zeros_that_the_model_has_not_is_passed_over(tmp_path):
+def test_an_unused_bias_of_zeros_is_ignored(tmp_path):
     folder, _ = write(tmp_path, FORMATS["gptq"])
     name = "model.layers.0.self_attn.q_proj.bias"
     change(folder, **{name: torch.zeros(64)})
@@ -216,19 +216,19 @@ def test_a_bias_of_zeros_that_the_model_has_not_is_passed_over(tmp_path):
 
 
 def test_zero_points_of_the_first_gptq_format_wrap(tmp_path):
-    """A stored 15 is 0 less one."""
+    """A stored 15 is 0 minus one."""
     form = FORMATS["gptq-asymmetric"]
     tensors = form.pack(torch.randn(8, 32), torch.Generator().manual_seed(1))
     tensors["qzeros"] = torch.full_like(tensors["qzeros"], -1)
     layout = layout_of(form)
-    (got,) = Widened(layout, layout.form((8, 32))).read(
+    (got,) = DequantizedFormat(layout, layout.form((8, 32))).read(
         source_of(tensors), Location("q_proj.weight", (8, 32)), numerics(torch.float32)
     )
     assert torch.equal(got, form.dequantize(tensors, (8, 32)))
     assert (got >= 0).all()
 
 
-def test_int8_of_bitsandbytes_is_the_library_s_but_for_the_last_bit():
+def test_int8_of_bitsandbytes_differs_in_the_last_bit_only():
     import bitsandbytes.functional
 
     form = FORMATS["bnb-int8"]

@@ -1,4 +1,5 @@
-"""Forms and codes apart from any layout: packing undone, zero groups, odd sizes, encoding, products with codes."""
+"""Formats without any layout: packing and unpacking, zero groups, odd sizes, quantizing, and products with quantized
+weights."""
 
 import json
 from dataclasses import replace
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from runtime.models import load_spec
-from runtime.quant.formats import weight_bytes, weight_formats
-from runtime.quant.forms import FORMS, Float8, Integer4, Integer8, Table
-from runtime.quant.packing import exponents, unpack_nibbles, unpack_words
+from runtime.quant.checkpoint_layouts import exponents, unpack_nibbles, unpack_words
+from runtime.quant.encodings import ENCODINGS, Float8, Integer4, Integer8, Table
+from runtime.quant.model_formats import weight_bytes, weight_formats
 from tests.models.test_model import open_runner
 from tests.models.test_quantized_layouts import equal, numerics
 from tests.models.test_quantized_models import LLAMA, MIXTRAL, logits, write
@@ -20,21 +21,21 @@ from tests.support.plain_products import PLAIN, pack_nibbles
 from tests.support.quantized import FORMATS
 
 ALL = {
-    f"{name}{suffix}": replace(form, rows=rows, columns=columns, has_minimum=has_minimum)
-    for name, form in FORMS.items()
-    for suffix, rows, columns, has_minimum in (
+    f"{name}{suffix}": replace(form, scale_rows=rows, group_size=columns, has_zero_points=has_zero_points)
+    for name, form in ENCODINGS.items()
+    for suffix, rows, columns, has_zero_points in (
         ("-rows", 1, 0, False),
         ("-g16", 1, 16, False),
         ("-blocks", 32, 16, False),
         ("-minimums", 1, 16, True),
     )
-    if name.startswith("int") or not has_minimum
+    if name.startswith("int") or not has_zero_points
 }
 
 
 @given(st.integers(1, 9), st.integers(1, 40), st.sampled_from([4, 8]), st.randoms())
 @settings(max_examples=60, deadline=None)
-def test_words_unpack_to_what_was_packed(rows, count, bits, random):
+def test_packed_words_unpack_to_the_same_values(rows, count, bits, random):
     codes = torch.tensor([[random.randrange(1 << bits) for _ in range(count)] for _ in range(rows)])
     per_word = 32 // bits
     padded = torch.nn.functional.pad(codes, (0, -count % per_word)).view(rows, -1, per_word)
@@ -60,14 +61,14 @@ def test_exponents_are_powers_of_two():
 
 @pytest.mark.parametrize("shape", [(64, 48), (3, 16), (33, 17), (1, 2)], ids=str)
 @pytest.mark.parametrize("name", ALL)
-def test_encoding_comes_near_and_survives_packing(name, shape):
+def test_quantized_values_are_near_and_survive_packing(name, shape):
     form = ALL[name]
     dense = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     dense[: shape[0] // 2, : shape[1] // 2] = 0.0  # whole groups, for some forms
     weight = form.encode(dense)
     got = form.dequantize(weight, torch.float32)
     assert got.isfinite().all()
-    assert (got[: shape[0] // 2, : shape[1] // 2] == 0).all() or form.has_minimum
+    assert (got[: shape[0] // 2, : shape[1] // 2] == 0).all() or form.has_zero_points
     step = {Float8: 2**-4, Integer8: 2**-7, Integer4: 1 / 14, Table: 0.17}[type(form)]
     assert float((got - dense).abs().max()) <= step * float(dense.max() - dense.min()) + 1e-6
     if form.fits(shape):
@@ -80,12 +81,12 @@ def test_encoding_comes_near_and_survives_packing(name, shape):
     assert torch.equal(zeros, torch.zeros(shape))
 
 
-@pytest.mark.parametrize("form", [FORMS["fp8"], replace(FORMS["fp8"], columns=16)], ids=["rows", "groups"])
-def test_scales_of_fp8_have_the_least_squared_error(form):
-    """No scale that makes the greatest number one of e4m3's codes has a smaller one."""
+@pytest.mark.parametrize("form", [ENCODINGS["fp8"], replace(ENCODINGS["fp8"], group_size=16)], ids=["rows", "groups"])
+def test_fp8_scales_have_the_least_squared_error(form):
+    """A scale that maps the greatest value to an e4m3 value never has a smaller error."""
     dense = torch.randn(24, 64, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     codes, scale = form.encode(dense.float())
-    blocks = dense.view(24, -1, form.columns or 64)
+    blocks = dense.view(24, -1, form.group_size or 64)
     assert torch.allclose(blocks.abs().amax(2) / scale, codes.float().view(blocks.shape).abs().amax(2).double())
 
     def errors(scale: torch.Tensor) -> torch.Tensor:
@@ -98,17 +99,17 @@ def test_scales_of_fp8_have_the_least_squared_error(form):
     assert (tried.argmin(0) > 0).float().mean() > 0.5  # the greatest code is seldom the best
 
 
-def test_widening_by_pieces_changes_nothing(monkeypatch):
-    form = replace(FORMS["fp8"], rows=32, columns=16)
+def test_dequantizing_in_pieces_changes_nothing(monkeypatch):
+    form = replace(ENCODINGS["fp8"], scale_rows=32, group_size=16)
     weight = form.encode(torch.randn(100, 48, generator=torch.Generator().manual_seed(2)))
     whole = form.dequantize(weight, torch.bfloat16)
-    monkeypatch.setattr("runtime.quant.forms._AT_ONCE", 40 * 48)
+    monkeypatch.setattr("runtime.quant.encodings._AT_ONCE", 40 * 48)
     assert equal(form.dequantize(weight, torch.bfloat16), whole)
 
 
 @pytest.fixture
 def kernels_for_all(monkeypatch):
-    monkeypatch.setattr("runtime.quant.formats.products_of", lambda numerics: PLAIN)
+    monkeypatch.setattr("runtime.quant.model_formats.products_of", lambda numerics: PLAIN)
 
 
 KEPT = ["fp8-tensor", "ct-int8-channel", "ct-w4a16", "awq", "gptq-asymmetric", "bnb-nf4", "modelopt-nvfp4"]
@@ -116,7 +117,7 @@ KEPT = ["fp8-tensor", "ct-int8-channel", "ct-w4a16", "awq", "gptq-asymmetric", "
 
 @pytest.mark.parametrize("config", [LLAMA, MIXTRAL], ids=lambda config: config["architectures"][0])
 @pytest.mark.parametrize("name", KEPT)
-def test_weights_of_a_form_with_a_kernel_stay_codes(tmp_path, kernels_for_all, name, config):
+def test_weights_with_a_kernel_stay_quantized(tmp_path, kernels_for_all, name, config):
     quantized, dense = write(tmp_path, FORMATS[name], config | {"intermediate_size": 192})
     runner = open_runner(quantized, dtype="bfloat16")
     torch.testing.assert_close(logits(runner), logits(open_runner(dense, dtype="bfloat16")), atol=0.05, rtol=0.02)
@@ -125,7 +126,7 @@ def test_weights_of_a_form_with_a_kernel_stay_codes(tmp_path, kernels_for_all, n
     assert runner.memory.weights < 0.8 * weight_bytes(replace(spec, quantization=None), runner.numerics)
 
 
-def test_parts_that_do_not_join_are_widened(tmp_path, kernels_for_all):
+def test_parts_that_do_not_join_are_dequantized(tmp_path, kernels_for_all):
     """q, k and v in two forms, rows that a block would cross, columns that were reordered."""
 
     def bytes_of(name: str, **change) -> dict[str, int]:
@@ -147,7 +148,7 @@ def test_parts_that_do_not_join_are_widened(tmp_path, kernels_for_all):
     assert bytes_of("gptq-desc-act").items() >= kept.items()
 
 
-def test_a_fused_map_may_have_parts_that_are_plain(tmp_path):
+def test_a_fused_map_may_have_plain_parts(tmp_path):
     form = FORMATS["ct-fp8-channel"]
     quantized, dense = write(tmp_path, form)
     config = json.loads((quantized / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""GGUF's quantized types as forms: the numbers of the `gguf` package, and the models that they make."""
+"""GGUF's quantized types as formats: the values equal those from the `gguf` package, and models are made of them."""
 
 import json
 
@@ -13,11 +13,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.models.weights import locate_parameters
-from runtime.quant import gguf as parser
-from runtime.quant.format import Location
-from runtime.quant.formats import LAYOUTS, weight_formats
 from runtime.quant.gguf_blocks import TYPES
-from runtime.quant.quantized import Kept, Widened
+from runtime.quant.model_formats import LAYOUTS, weight_formats
+from runtime.quant.parsers import parse_gguf
+from runtime.quant.quantized_formats import DequantizedFormat, QuantizedFormat
+from runtime.quant.weight_format import Location
 from runtime.spec.sharding import Part
 from runtime.spec.types import CallboardError
 from tests.models.test_model import open_runner
@@ -57,19 +57,19 @@ def random_blocks(name: str, rows: int, blocks: int, seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_numbers_are_those_of_the_package(name):
+def test_values_equal_those_of_the_gguf_package(name):
     kind, block = gguf.GGMLQuantizationType[name], TYPES[name]
     assert (block.columns, block.num_bytes) == gguf.GGML_QUANT_SIZES[kind]
     raw = random_blocks(name, 64, 3, 1)
     want = torch.from_numpy(quants.dequantize(raw, kind))
-    layout = LAYOUTS[f"gguf {name}"](parser.parse({"types": {"a.weight": name}})("", "a"))
+    layout = LAYOUTS[f"gguf {name}"](parse_gguf({"types": {"a.weight": name}})("", "a"))
     shape = tuple(want.shape)
     form = layout.form(shape)
     assert form.name == FORMS[name]
 
     def read(*parts: Part) -> torch.Tensor:
         location = Location("a.weight", shape, False, parts)
-        return Widened(layout, form).read(Blocks(raw), location, numerics(torch.float32))[0]
+        return DequantizedFormat(layout, form).read(Blocks(raw), location, numerics(torch.float32))[0]
 
     assert equal(read(), want)
     assert equal(read(Part(0, 16, 64)), want[16:])
@@ -77,7 +77,7 @@ def test_numbers_are_those_of_the_package(name):
     assert equal(read(Part(1, block.columns, 3 * block.columns)), want[:, block.columns :])
     with pytest.raises(CallboardError, match=f"begin or end within {block.columns} that are stored together"):
         read(Part(1, 0, 16))
-    kept = Kept(layout, form, PLAIN)
+    kept = QuantizedFormat(layout, form, PLAIN)
     weight = kept.read(Blocks(raw), Location("a.weight", shape), numerics(torch.float32))
     assert sum(tensor.nbytes for tensor in weight) == kept.device_bytes(shape, numerics(torch.float32))
     assert equal(form.dequantize(PLAIN.unpacked(form, weight), torch.float32), want)
@@ -95,7 +95,7 @@ METADATA = {"mixtral": {"llama.expert_count": 4, "llama.expert_used_count": 2}}
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0"])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_the_weights_that_the_package_widens(tmp_path, name, kind):
+def test_logits_equal_those_of_weights_from_the_gguf_package(tmp_path, name, kind):
     torch.manual_seed(0)
     arch = "gpt2" if name == "gpt2" else "llama"
     path = export(MODELS[name](), arch, tmp_path / "model.gguf", block_type=kind, **METADATA.get(name, {}))

@@ -7,9 +7,9 @@ import torch
 
 from runtime.kernels.numerics import Numerics
 from runtime.quant import METHODS
-from runtime.quant.format import Location
-from runtime.quant.formats import LAYOUTS
-from runtime.quant.quantized import Kept, Widened
+from runtime.quant.model_formats import LAYOUTS
+from runtime.quant.quantized_formats import DequantizedFormat, QuantizedFormat
+from runtime.quant.weight_format import Location
 from runtime.spec.sharding import Part
 from runtime.spec.types import CallboardError
 from tests.support.plain_products import PLAIN
@@ -73,13 +73,13 @@ def equal(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", FORMATS)
-def test_numbers_are_those_of_the_library(name, shape):
+def test_values_equal_those_of_the_library(name, shape):
     form = FORMATS[name]
     dense, generator = random_weight(shape)
     tensors = form.pack(dense, generator)
     want, layout = form.dequantize(tensors, shape), layout_of(form)
     location = Location("q_proj.weight", shape)
-    widened = Widened(layout, layout.form(shape))
+    widened = DequantizedFormat(layout, layout.form(shape))
     source = source_of(tensors)
     stored = widened.stored(location)
     assert {own for own, tensor in stored.items() if not tensor.optional} <= set(source.names()) <= stored.keys()
@@ -89,19 +89,19 @@ def test_numbers_are_those_of_the_library(name, shape):
     (got,) = widened.read(source, location, numerics(want.dtype))
     assert equal(got, want)
     if layout.form(shape).fits(shape):
-        kept = Kept(layout, layout.form(shape), PLAIN)
+        kept = QuantizedFormat(layout, layout.form(shape), PLAIN)
         weight = kept.read(source, location, numerics(want.dtype))
         assert sum(tensor.nbytes for tensor in weight) == kept.device_bytes(shape, numerics(want.dtype))
         assert equal(layout.form(shape).dequantize(PLAIN.unpacked(layout.form(shape), weight), want.dtype), want)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_parts_are_those_of_the_whole(name):
+def test_parts_equal_slices_of_the_whole(name):
     form, shape = FORMATS[name], (256, 512)
     dense, generator = random_weight(shape)
     tensors = form.pack(dense, generator)
     source, layout = source_of(tensors), layout_of(form)
-    widened = Widened(layout, layout.form(shape))
+    widened = DequantizedFormat(layout, layout.form(shape))
     (whole,) = widened.read(source, Location("q_proj.weight", shape), numerics(torch.float32))
 
     def read(*parts: Part) -> torch.Tensor:
@@ -112,16 +112,16 @@ def test_parts_are_those_of_the_whole(name):
     assert equal(read(Part(1, 256, 512)), whole[:, 256:])
     if layout.form(shape).reordered:  # groups are anywhere: a rank reads them all, and any columns are its own
         assert equal(read(Part(1, 0, 19)), whole[:, :19])
-    elif layout.form(shape).columns > 1:
+    elif layout.form(shape).group_size > 1:
         with pytest.raises(CallboardError, match=r"a rank's columns 0 to 19 begin or end within \d+ that are stored"):
             read(Part(1, 0, 19))
 
 
-def test_all_codes_of_fp8_are_what_torch_says():
+def test_all_fp8_values_equal_those_of_torch():
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 16)
     tensors = {"weight": codes, "weight_scale_inv": torch.tensor(1.0)}
     layout = layout_of(FORMATS["fp8-tensor-inv"])
-    (got,) = Widened(layout, layout.form((16, 16))).read(
+    (got,) = DequantizedFormat(layout, layout.form((16, 16))).read(
         source_of(tensors), Location("q_proj.weight", (16, 16)), numerics(torch.float32)
     )
     assert equal(got, codes.float())

@@ -12,7 +12,7 @@ from runtime.llm import LLM
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.models.weights import random_parameter
-from runtime.quant.formats import weight_bytes
+from runtime.quant.model_formats import weight_bytes
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import SamplingParams
 from runtime.text.tokenizer import Tokenizer
@@ -70,7 +70,7 @@ def test_logits_are_those_of_the_dense_model(tmp_path, name):
 
 @pytest.mark.parametrize("config", [MIXTRAL, PHI], ids=lambda config: config["architectures"][0])
 @pytest.mark.parametrize("name", ["ct-fp8-channel", "fp8-block"])
-def test_experts_and_fused_maps_are_read_too(tmp_path, name, config):
+def test_experts_and_fused_maps_are_read(tmp_path, name, config):
     quantized, dense = write(tmp_path, FORMATS[name], config)
     got, want = (logits(open_runner(folder, dtype="bfloat16")) for folder in (quantized, dense))
     assert torch.equal(got, want)
@@ -87,7 +87,7 @@ def test_texts_are_those_of_the_dense_model(tmp_path, write_tiny_gguf):
     assert answers[0] == answers[1]
 
 
-def test_inspect_and_the_runner_tell_what_becomes_of_weights(tmp_path, write_tiny_gguf):
+def test_inspect_and_the_runner_report_weight_formats(tmp_path, write_tiny_gguf):
     folder, _ = write(tmp_path, FORMATS["gptq"], LLAMA | {"num_hidden_layers": 3, "intermediate_size": 1 << 14})
     Tokenizer.load(write_tiny_gguf())._backend.save(str(folder / "tokenizer.json"))
     report = model_report(EngineConfig(model=str(folder), device="cpu", dtype="float32"))
@@ -95,7 +95,7 @@ def test_inspect_and_the_runner_tell_what_becomes_of_weights(tmp_path, write_tin
     shapes = {name: shape for name, shape in spec.shapes().items() if name in spec.quantization}
     dense = sum(4 * rows * columns for rows, columns in shapes.values())
     codes = dense / 8 + sum(4 * rows * columns // 32 for rows, columns in shapes.values())
-    widened = f"widened to {dense / (1 << 30):.2f} GiB of float32 as no kernel multiplies with these codes"
+    widened = f"dequantized to {dense / (1 << 30):.2f} GiB of float32 as no kernel multiplies with these codes"
     assert f"\nweights        21 maps in int4 g32: {codes / (1 << 30):.2f} GiB, {widened}\n" in report
     assert "\n               embed, head, norms and biases are plain numbers in the checkpoint\n" in report
     runner = open_runner(folder, dtype="float32")

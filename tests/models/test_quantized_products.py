@@ -1,4 +1,5 @@
-"""Weights as the GPU's products have them: which forms stay codes there, and that packing keeps their numbers."""
+"""Weights as the GPU's kernels hold them: the formats that stay quantized there, and packing that keeps their
+values."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,14 +8,14 @@ from unittest import mock
 import pytest
 import torch
 
-from runtime.kernels.experts.fp8_experts import has_fp8_experts
+from runtime.kernels.experts.moe_fp8_w8a8 import has_fp8_moe
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize, quantized_weight
+from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize_torch, quantized_weight
 from runtime.quant.at_load import PLAIN
-from runtime.quant.formats import widened_bytes
-from runtime.quant.forms import FORMS
+from runtime.quant.encodings import ENCODINGS
+from runtime.quant.model_formats import dequantized_copy_bytes
 from runtime.quant.products import TritonProducts, products_of
-from runtime.quant.scheme import Scheme
+from runtime.quant.scheme import QuantizationScheme
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.spec.types import CallboardError
@@ -23,19 +24,20 @@ from tests.support.runner_driver import tiny_runner
 
 GPU = Numerics(torch.bfloat16, torch.device("cuda"), "triton", packed=False, deterministic=False)
 FORMS_WITH_KERNELS = {
-    f"{name} {change}": replace(FORMS[name], **change)
-    for name in FORMS
+    f"{name} {change}": replace(ENCODINGS[name], **change)
+    for name in ENCODINGS
     for change in (
-        {}, {"columns": 16}, {"columns": 32}, {"columns": 64}, {"columns": 128}, {"columns": 384},
-        {"rows": 64, "columns": 128}, {"has_minimum": True}, {"columns": 32, "has_minimum": True},
-        {"columns": 256, "has_minimum": True},
+        {}, {"group_size": 16}, {"group_size": 32}, {"group_size": 64}, {"group_size": 128}, {"group_size": 384},
+        {"scale_rows": 64, "group_size": 128}, {"has_zero_points": True}, {"group_size": 32, "has_zero_points": True},
+        {"group_size": 256, "has_zero_points": True},
     )
-    if (name.startswith("int") or "has_minimum" not in change) and (FORMS[name].bits == 4 or change != {"columns": 16})
+    if name.startswith("int") or "has_zero_points" not in change
+    if ENCODINGS[name].bits == 4 or change != {"group_size": 16}
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORMS_WITH_KERNELS)
-def test_packed_weights_have_the_numbers_of_the_form(name):
+def test_packed_weights_have_the_values_of_their_format(name):
     form, products, shape = FORMS_WITH_KERNELS[name], TritonProducts(GPU), (192, 384)
     assert products.takes(form)
     assert products.fits(form, shape)
@@ -49,29 +51,29 @@ def test_packed_weights_have_the_numbers_of_the_form(name):
     want = torch.cat([form.dequantize(weight, torch.float32) for weight in weights])
     # Kernels have the numbers of a table in bfloat16.
     torch.testing.assert_close(
-        dequantize(made[0]), want, rtol=4e-3 if "nf4" in name or "bits" in name else 2e-6, atol=2e-6
+        dequantize_torch(made[0]), want, rtol=4e-3 if "nf4" in name or "bits" in name else 2e-6, atol=2e-6
     )
 
 
-def test_forms_and_shapes_without_kernels_are_widened():
-    products, int4, fp8 = TritonProducts(GPU), FORMS["int4"], FORMS["fp8"]
-    assert not any(products.takes(replace(int4, columns=columns)) for columns in (8, 48, 192))
-    assert not products.takes(replace(fp8, rows=128))
-    assert not products.takes(replace(fp8, columns=16))
-    assert not products.fits(replace(int4, columns=64), (64, 192))
-    assert products.fits(replace(int4, columns=32), (64, 192))
+def test_weights_without_a_kernel_are_dequantized():
+    products, int4, fp8 = TritonProducts(GPU), ENCODINGS["int4"], ENCODINGS["fp8"]
+    assert not any(products.takes(replace(int4, group_size=columns)) for columns in (8, 48, 192))
+    assert not products.takes(replace(fp8, scale_rows=128))
+    assert not products.takes(replace(fp8, group_size=16))
+    assert not products.fits(replace(int4, group_size=64), (64, 192))
+    assert products.fits(replace(int4, group_size=32), (64, 192))
     assert not products.fits(fp8, (64, 40))
 
 
 @mock.patch("runtime.quant.products.INTERPRETED", False)
-def test_nothing_keeps_codes_in_float32():
+def test_float32_keeps_no_quantized_weights():
     gpu, cpu = GPU.device, torch.device("cpu")
     assert isinstance(products_of(GPU), TritonProducts)
     assert products_of(Numerics(torch.float32, gpu, "triton", False, False)) is None
     assert products_of(Numerics(torch.float32, cpu, "torch", False, False)) is None
 
 
-def test_mixtures_take_fp8_rows_where_tiles_are_whole(monkeypatch):
+def test_experts_use_fp8_rows_if_tiles_are_whole(monkeypatch):
     monkeypatch.setattr("runtime.kernels.linear.tiles.multiplies_fp8", lambda device: True)
 
     def pair(form: str, hidden: int, ffn: int, **block: int) -> tuple[QuantizedWeight, QuantizedWeight]:
@@ -82,16 +84,16 @@ def test_mixtures_take_fp8_rows_where_tiles_are_whole(monkeypatch):
         made = zip(shapes, scales, strict=True)
         return tuple(quantized_weight(form, torch.zeros(shape, dtype=dtype), s, **block) for shape, s in made)
 
-    assert has_fp8_experts(pair("fp8", 256, 128))
-    assert has_fp8_experts(pair("fp8", 256, 128, group=128, scale_rows=128))
-    assert not has_fp8_experts(pair("fp8", 256, 192))
-    assert not has_fp8_experts(pair("fp8", 256, 128, group=128))
-    assert not has_fp8_experts(pair("int8", 256, 128))
+    assert has_fp8_moe(pair("fp8", 256, 128))
+    assert has_fp8_moe(pair("fp8", 256, 128, group_size=128, scale_rows=128))
+    assert not has_fp8_moe(pair("fp8", 256, 192))
+    assert not has_fp8_moe(pair("fp8", 256, 128, group_size=128))
+    assert not has_fp8_moe(pair("int8", 256, 128))
     monkeypatch.setattr("runtime.kernels.linear.tiles.multiplies_fp8", lambda device: False)
-    assert not has_fp8_experts(pair("fp8", 256, 128))
+    assert not has_fp8_moe(pair("fp8", 256, 128))
 
 
-def test_memory_is_planned_for_the_largest_map_that_is_widened(monkeypatch):
+def test_memory_is_planned_for_the_largest_dequantized_map(monkeypatch):
     monkeypatch.setattr("runtime.kernels.linear.tiles.multiplies_fp8", lambda device: True)
     spec = DecoderSpec(
         num_layers=2, hidden_size=128, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=256, vocab_size=101,
@@ -101,13 +103,13 @@ def test_memory_is_planned_for_the_largest_map_that_is_widened(monkeypatch):
     def widened(form: str, parts: str, numerics: Numerics = GPU, **changed: object) -> int:
         model = replace(spec, **changed)
         names = [name for name in model.shapes() if name.rpartition(".")[0].rpartition(".")[2] in parts.split()]
-        schemes = dict.fromkeys(names, Scheme(PLAIN, form))
-        return widened_bytes(replace(model, quantization=schemes), numerics)
+        schemes = dict.fromkeys(names, QuantizationScheme(PLAIN, form))
+        return dequantized_copy_bytes(replace(model, quantization=schemes), numerics)
 
     every = "q k v out gate up down"
     assert widened("int8", every) == 2 * 2 * 256 * 128
     assert widened("int8", "q k v out") == 2 * (128 + 2 * 64) * 128
-    assert widened("int8", "gate down") == 2 * 256 * 128  # gate is plain beside up
+    assert widened("int8", "gate down") == 2 * 256 * 128  # gate is plain beside a quantized up
     assert not widened("int8", every, replace(GPU, deterministic=True))
     assert not widened("fp8", every)
     assert widened("int8", "gate up down", experts=ExpertsSpec(4, 2, True)) == 0
@@ -117,7 +119,7 @@ def test_memory_is_planned_for_the_largest_map_that_is_widened(monkeypatch):
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_a_cpu_without_vector_code_refuses_the_set_field(form, monkeypatch):
-    monkeypatch.setattr("runtime.kernels.quantized.cpu_quantized.has_vector_code", lambda: False)
+    monkeypatch.setattr("runtime.kernels.quantized.wna16_cpu.has_vector_code", lambda: False)
     wanted = f" is {form}, which nothing multiplies with on a CPU without AVX2 and AVX-512; leave it at auto."
     with pytest.raises(CallboardError) as error:
         tiny_runner(quantization=form)
@@ -127,8 +129,8 @@ def test_a_cpu_without_vector_code_refuses_the_set_field(form, monkeypatch):
     assert str(error.value) == "draft_quantization" + wanted
 
 
-def test_auto_is_float32_on_a_cpu_without_products(monkeypatch):
-    monkeypatch.setattr("runtime.kernels.quantized.cpu_quantized.has_vector_code", lambda: False)
+def test_auto_is_float32_on_a_cpu_without_kernels(monkeypatch):
+    monkeypatch.setattr("runtime.kernels.quantized.wna16_cpu.has_vector_code", lambda: False)
     numerics = choose_numerics(EngineConfig(device="cpu", quantization="int4"))
     assert numerics.dtype == torch.float32
     assert products_of(replace(numerics, dtype=torch.bfloat16)) is None

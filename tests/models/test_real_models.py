@@ -83,7 +83,7 @@ def test_gemma3_reads_and_writes_any_text(gemma3_path):
     assert len(ids) < len(text) / 2.5
 
 
-def test_gemma3_tensors_are_those_of_the_gguf_package(gemma3_path):
+def test_gemma3_tensors_equal_those_of_the_gguf_package(gemma3_path):
     checkpoint, model = open_checkpoint(gemma3_path), read_gguf_model(GgufFile(gemma3_path))
     assert len(checkpoint.names()) == 236
     stored = {}

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.assembly.runner import build_runner
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.quant.at_load import quantized_at_load
@@ -98,10 +99,10 @@ def test_a_plan_may_reuse_a_slot_and_its_blocks_at_once(runner):
     assert set(driver.tables[0]) <= set(blocks)
     result = driver.step((0, 0, 40, 1))
     torch.testing.assert_close(driver.logits[0], want, atol=1e-5, rtol=1e-5)
-    assert result.token_ids[0] == want.argmax()  # none of the earlier parameters is left
+    assert result.token_ids[0] == want.argmax()  # the earlier parameters are forgotten
 
 
-def test_rows_of_one_step_may_share_a_prefix_computed_in_that_step(runner):
+def test_rows_may_share_a_prefix_computed_in_their_step(runner):
     driver = Driver(runner)
     tokens = tokens_of(3, 70)
     driver.open(0, tokens)
@@ -112,7 +113,7 @@ def test_rows_of_one_step_may_share_a_prefix_computed_in_that_step(runner):
     torch.testing.assert_close(driver.logits, want.expand(2, -1), atol=1e-5, rtol=1e-5)
 
 
-def test_decode_goes_on_from_tokens_that_no_plan_carries(runner):
+def test_decode_continues_from_tokens_of_the_device(runner):
     driver = Driver(runner)
     prompt = tokens_of(4, 30)
     driver.open(0, prompt)
@@ -127,7 +128,8 @@ def test_decode_goes_on_from_tokens_that_no_plan_carries(runner):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_fault_stays_with_its_request(deterministic):
-    """One embedding row is NaN: whoever uses it fails, batch mates and heirs of its blocks do not (C9)."""
+    """One embedding row is NaN: a request that uses it fails; its batch mates and the next owners of its blocks do not
+    (C9)."""
     runner = tiny_runner(deterministic=deterministic)
     runner.decoder.embed[7] = math.nan
     clean = [t if t != 7 else 8 for t in tokens_of(1, 50)]
@@ -232,7 +234,7 @@ def test_too_little_memory_is_refused_with_the_flag_to_change(available, config,
         plan_memory(EngineConfig(**config).sized_for("cpu"), BIG, cpu(torch.bfloat16, True), available)
 
 
-def test_a_gpu_of_our_own_is_filled():
+def test_an_exclusive_gpu_is_filled():
     on_gpu = Numerics(torch.bfloat16, torch.device("cuda"), "triton", packed=False, deterministic=False)
     config = EngineConfig(max_num_seqs=256, prefill_graph_tokens=1024).sized_for("cuda")
     plan = plan_memory(config, BIG, on_gpu, 80 * GIB)
@@ -244,7 +246,7 @@ def test_a_gpu_of_our_own_is_filled():
 
 
 @pytest.mark.parametrize(("form", "is_widened"), [("int4", True), ("fp8", False)])
-def test_a_gpus_plan_has_room_for_a_weight_that_is_widened_for_many_rows(monkeypatch, form, is_widened):
+def test_a_gpu_has_room_to_dequantize_one_weight(monkeypatch, form, is_widened):
     monkeypatch.setattr("runtime.kernels.linear.tiles.multiplies_fp8", lambda device: True)
     on_gpu = Numerics(torch.bfloat16, torch.device("cuda"), "triton", packed=False, deterministic=False)
     config = EngineConfig(quantization=form).sized_for("cuda")
@@ -260,7 +262,7 @@ def test_available_memory_is_plausible():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @mock.patch("runtime.worker.runner.INTERPRETED", False)
-def test_devices_and_backends_that_are_not_there_are_refused():
+def test_missing_devices_and_backends_are_refused():
     with pytest.raises(CallboardError, match="device is cuda"):
         choose_numerics(EngineConfig(device="cuda"))
     with pytest.raises(CallboardError, match="kernel_backend is triton"):
@@ -285,7 +287,7 @@ def test_smollm2_answers(dtype, deterministic, smollm2_path):
     )
     tokens = Tokenizer.load(smollm2_path).encode(text)
     config = EngineConfig(device="cpu", dtype=dtype, deterministic=deterministic, num_threads=1, max_model_len=256)
-    driver = Driver(ModelRunner(config, CheckpointSource(smollm2_path)))
+    driver = Driver(build_runner(config, CheckpointSource(smollm2_path)))
     for slot in range(3):
         driver.open(slot, tokens)
     rows = [(slot, 0, len(tokens), 1) for slot in range(3)]
@@ -306,7 +308,7 @@ def test_smollm2_logits_equal_transformers(smollm2_path):
     with torch.no_grad():
         want = theirs(torch.tensor([tokens])).logits[0, -1]
     driver = Driver(
-        ModelRunner(EngineConfig(device="cpu", num_threads=1, max_model_len=512), CheckpointSource(smollm2_path))
+        build_runner(EngineConfig(device="cpu", num_threads=1, max_model_len=512), CheckpointSource(smollm2_path))
     )
     driver.open(0, tokens)
     torch.testing.assert_close(driver.prefill(0, tokens, cuts=(200, 299)), want, atol=2e-3, rtol=1e-3)

@@ -74,7 +74,7 @@ def answers(params, count, speculation=None, seed=0, predictions=None, **config)
 
 
 def model_draft(noise, ahead, **config):
-    """A drafter with a model of its own: the target's weights, with so much noise in the last norm."""
+    """A drafter with a model of its own: the target's weights, with `noise` in the last norm."""
     model = noisy_runner(noise, **config)
     model.reset()
     client = DraftClient(TINY.vocab_size, time.monotonic)
@@ -89,7 +89,7 @@ MODELS = ((1, 0.0, 0), (2, 0.3, 1), (5, 2.0, 9), (6, 0.0, 1), (8, 0.3, 9), (None
 @pytest.mark.long
 @pytest.mark.parametrize("name", SAMPLING)
 def test_tokens_are_those_without_guesses(name):
-    """Half of the drafters with each way of sampling, by turns one prompt at a time or 32."""
+    """Half of the drafters with each way of sampling, alternately one prompt at a time or 32."""
     turn = list(SAMPLING).index(name) % 2
     batch, count = ((1, 3), (32, 24))[turn]
     params, config = SAMPLING[name], {"max_num_seqs": batch}
@@ -145,7 +145,7 @@ def test_tight_memory_and_small_steps():
 
 @pytest.mark.long
 @pytest.mark.thorough
-def test_the_distribution_is_the_targets():
+def test_the_distribution_is_that_of_the_target():
     """First two tokens of 3,000 requests that differ in their seeds alone, against the model's own probabilities."""
     params = SamplingParams(max_tokens=3, temperature=1.0, top_k=5, ignore_eos=True)
     prompt, model = [7, 11, 7, 11, 7], runner(max_num_seqs=32)
@@ -172,7 +172,7 @@ def test_the_distribution_is_the_targets():
 
 
 class Constant(Drafter):
-    """A Drafter that always guesses the same, as if a draft had a favourite."""
+    """A Drafter that always guesses the same token, like a draft with a favourite."""
 
     def guess(self, state, most):
         return [11, 7, 11][:most]
@@ -201,7 +201,7 @@ def test_the_count_follows_acceptance_and_cost():
     assert slow.round_count == 0, "nor does one whose steps would no longer overlap"
 
 
-def test_a_run_of_wrong_guesses_is_not_the_end_of_a_good_draft():
+def test_a_run_of_wrong_guesses_does_not_end_a_good_draft():
     class Costly(Constant):
         def step_us(self, num_rows):
             return 730.0
@@ -221,7 +221,7 @@ def test_a_run_of_wrong_guesses_is_not_the_end_of_a_good_draft():
 
 
 def test_a_request_that_rests_alone_is_tried_again():
-    """Rounds go on for its batch, as a row more costs nothing here."""
+    """Rounds go on for its batch, because one more row is free here."""
     speculation = Speculation(Ngram(), None, ((1, 100.0), (64, 100.0)), 0.0)
     good, bad = (type("State", (), {"acceptance": a, "max_len": 1000, "num_total": 50})() for a in (0.9, 0.01))
     counts = []
@@ -272,7 +272,7 @@ def test_ngram_looks_up_what_followed():
     assert ngram.guess(known, 2) == [6, 7], "and is found again after it went another way"
 
 
-def test_what_rounds_really_take_is_learned():
+def test_the_true_cost_of_rounds_is_learned():
     """A round that takes long beyond all estimates is given up, by size of the batch, and tried again later."""
     now = [0.0]
     speculation = Speculation(Ngram(), None, ((1, 1000.0), (64, 1500.0), (512, 4000.0)), 50.0, lambda: now[0])
@@ -292,7 +292,7 @@ def test_what_rounds_really_take_is_learned():
     assert all(step(1, 1300.0, 1000.0) for _ in range(100)), "another size of the batch is another matter"
 
 
-def test_steps_beside_a_busy_draft_tell_nothing():
+def test_steps_beside_a_busy_draft_are_not_measured():
     """They are slow because the draft shares their GPU: rounds do not pay by that."""
 
     class Busy(Constant):

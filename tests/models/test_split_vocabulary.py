@@ -1,4 +1,4 @@
-"""Runners that have parts of the vocabulary, step by step beside one that has all of it."""
+"""Runners with parts of the vocabulary, step by step beside one with all of it."""
 
 import threading
 from unittest import mock
@@ -9,7 +9,7 @@ from runtime.core.plan import EMPTY, EMPTY_TABLE, NewSlot, StepPlan
 from runtime.features.grammar_state import GrammarState
 from runtime.spec.sharding import Shard
 from runtime.spec.types import FinishReason, Grammar, SamplingParams
-from runtime.structured.vocabulary import Vocabulary
+from runtime.structured.matching.vocabulary import Vocabulary
 from tests.grammar.test_structured_walks import SMALL
 from tests.support.split_runners import SplitRunner
 from tests.support.structured_cases import regex
@@ -26,8 +26,9 @@ PARAMS = [
 ]
 
 
-@mock.patch("runtime.features.grammar_state._MAKING_S", 60.0)  # else rows wait for matchers in some steps of one alone
-def test_every_rank_samples_what_one_rank_does():
+# otherwise rows of one runner wait for matchers in some steps
+@mock.patch("runtime.features.grammar_state._MAKING_S", 60.0)
+def test_every_rank_samples_as_one_rank_does():
     """With grammars, log-probabilities of prompts and answers, and guesses to verify; SplitRunner compares."""
     runner = SplitRunner(3, runner_of)
     found = answers(runner, PARAMS)
@@ -40,7 +41,7 @@ def test_every_rank_samples_what_one_rank_does():
     assert runner.group.ranks[0].counts["all_gather"] == counts["all_gather"], "greedy rows want no logits"
 
 
-def test_no_rank_waits_in_a_step_until_grammars_can_be_served():
+def test_ranks_do_not_wait_in_a_step_for_grammars():
     states = [GrammarState(len(SMALL.tokens), shard=Shard(rank, 2)) for rank in range(2)]
     is_read = threading.Event()
 

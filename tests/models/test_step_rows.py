@@ -1,4 +1,4 @@
-"""The rows of a step as one array: what a graph of any size gets for a plan, and which sizes there are."""
+"""The rows of a step as one array: the input that a graph of any size gets for a plan, and the sizes that exist."""
 
 from itertools import pairwise
 
@@ -8,7 +8,7 @@ import torch
 
 from runtime.core.plan import StepPlan, last_tokens
 from runtime.worker.gpu.graph_runner import GraphRunner, piece_sizes, prefill_sizes
-from runtime.worker.gpu.step_rows import StepShape, cut, token_offsets
+from runtime.worker.gpu.step_rows import MixedShape, cut, token_offsets
 
 NULL_SLOT = 9
 
@@ -21,7 +21,7 @@ def plan_of(*rows: tuple[int, int, int, int]) -> StepPlan:
 PLAN = plan_of((4, 30, 5, 0), (2, 7, 1, 1), (0, 0, 3, 3), (5, 11, 1, 1), (7, 2, 2, 1))
 
 
-def tokens_of(shape: StepShape, plan: StepPlan) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
+def tokens_of(shape: MixedShape, plan: StepPlan) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
     """(slot, position) of each token of the packed rows, and its samples."""
     slots, starts, q_starts, sampled, sampled_slots, positions = (
         part.tolist() for part in shape.split(shape.pack(plan, NULL_SLOT))
@@ -36,10 +36,10 @@ def tokens_of(shape: StepShape, plan: StepPlan) -> tuple[list[tuple[int, int]], 
 @pytest.mark.parametrize(
     "shape",
     [
-        StepShape.of(PLAN),
-        StepShape(12, 2, 4, 6, 12, 99),
-        StepShape(20, 2, 4, 6, 20, 99),
-        StepShape(64, 8, 9, 30, 64, 99),
+        MixedShape.of(PLAN),
+        MixedShape(12, 2, 4, 6, 12, 99),
+        MixedShape(20, 2, 4, 6, 20, 99),
+        MixedShape(64, 8, 9, 30, 64, 99),
     ],
 )
 def test_rows_samples_and_padding(shape):
@@ -60,13 +60,13 @@ def test_rows_samples_and_padding(shape):
 
 
 def test_offsets_are_of_the_plans_rows():
-    tokens, _ = tokens_of(StepShape.of(PLAN), PLAN)
+    tokens, _ = tokens_of(MixedShape.of(PLAN), PLAN)
     for slot, start, offset in zip(PLAN.slots, PLAN.num_computed, token_offsets(PLAN), strict=True):
         assert tokens[offset + start] == (slot, start)
 
 
 def test_a_graph_keeps_a_row_for_padding():
-    own = StepShape.of(PLAN)
+    own = MixedShape.of(PLAN)
     assert own == (12, 2, 3, 6, 5, 35)
     assert not own.has_room(own)
     assert own._replace(num_long=4).has_room(own)
@@ -74,7 +74,7 @@ def test_a_graph_keeps_a_row_for_padding():
         assert not own._replace(**{"num_long": 4} | less).has_room(own), less
 
 
-def test_sizes_are_at_most_a_quarter_apart_and_an_eighth_above_1024():
+def test_graph_sizes_are_close_to_each_other():
     sizes = prefill_sizes(4096)
     assert sizes[:12] == [64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024] == prefill_sizes(1024)
     assert sizes[-2:] == [2048, 4096]
@@ -86,7 +86,7 @@ def test_sizes_are_at_most_a_quarter_apart_and_an_eighth_above_1024():
     assert prefill_sizes(0) == []
 
 
-def test_large_steps_are_a_few_full_pieces_and_one_with_little_padding():
+def test_large_steps_have_little_padding():
     sizes = prefill_sizes(4096)
     for num_tokens in range(1, 8193):
         *full, rest = pieces = piece_sizes(num_tokens, sizes)
@@ -106,7 +106,7 @@ def test_large_steps_are_a_few_full_pieces_and_one_with_little_padding():
 
 @pytest.mark.parametrize("sizes", [(1, 11), (4, 4, 4), (7, 5), (2, 1, 1, 1, 7), (12,)])
 def test_pieces_compute_and_sample_what_the_plan_does(sizes):
-    """In its order: a row that is cut goes on in the next piece, and samples where it did."""
+    """The order is the plan's: a row that is cut continues in the next piece, and samples where it did."""
     pieces = cut(PLAN, sizes)
     assert [int(piece.num_tokens.sum()) for piece in pieces] == list(sizes)
     tokens, samples = [], []
@@ -123,7 +123,7 @@ def test_pieces_compute_and_sample_what_the_plan_does(sizes):
 @pytest.mark.parametrize(("num_slots", "max_model_len"), [(1, 64), (4, 1000), (256, 4096), (1000, 2048)])
 def test_every_bucket_fits_into_a_graphs_input(num_slots, max_model_len):
     runner = GraphRunner(torch.zeros(8, dtype=torch.int32), num_slots, max_model_len, 16)
-    for bucket in runner.prefill_buckets(8192):
+    for bucket in runner.prefill_shapes(8192):
         assert bucket.num_tokens <= max_model_len, "padding has positions"
         assert bucket.num_ints <= len(runner.rows)
         assert bucket.num_samples <= runner.graph_io.output_ring.shape[1]

@@ -22,7 +22,7 @@ def hub(tmp_path: Path, monkeypatch) -> Iterator[FakeHub]:
 
 @pytest.fixture
 def run(hub, capsys):
-    """A command's exit code and what it prints."""
+    """A command's exit code and its output."""
 
     def call(*words: str) -> tuple[int, str, str]:
         code = cli.main(list(words))
@@ -32,7 +32,7 @@ def run(hub, capsys):
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """Name -> size and the rest, of what `ls` prints."""
+    """name -> size and the rest, as `ls` prints them."""
     return {line.split("  ")[0]: line.split("  ")[1:] for line in text.splitlines()[1:-1]}
 
 
@@ -97,7 +97,7 @@ def test_rm_of_a_wheel_and_of_an_address(run, hub, tmp_path, monkeypatch):
     assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
 
 
-def test_rm_asks_on_a_terminal(run, tmp_path, monkeypatch):
+def test_rm_confirms_on_a_terminal(run, tmp_path, monkeypatch):
     run("pull", "org/dense")
     answers = iter(["", "y"])
     monkeypatch.setattr("sys.stdin", Mock(isatty=lambda: True))
@@ -108,7 +108,7 @@ def test_rm_asks_on_a_terminal(run, tmp_path, monkeypatch):
     assert stored_models(tmp_path / "cache") == []
 
 
-def test_rm_without_a_terminal_wants_a_flag(run, monkeypatch):
+def test_rm_without_a_terminal_needs_a_flag(run, monkeypatch):
     run("pull", "org/dense")
     monkeypatch.setattr("sys.stdin", Mock(isatty=lambda: False))
     assert run("rm", "org/dense") == (

@@ -1,4 +1,5 @@
-"""Weight formats: one that is made up here runs like those of the tree, and ranks read their parts of a checkpoint."""
+"""Weight formats: a format made up here runs like the formats of the tree, and ranks read their parts of a
+checkpoint."""
 
 import json
 from dataclasses import dataclass, replace
@@ -11,19 +12,18 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from runtime.inspection import model_report
-from runtime.kernels import Kernels
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
+from runtime.kernels.table import Kernels
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.models.weights import draw, locate_parameters, random_parameter
 from runtime.quant import METHODS
-from runtime.quant.dense import DENSE
-from runtime.quant.format import Weight
-from runtime.quant.formats import LAYOUTS, check_products, weight_bytes, weight_formats
-from runtime.quant.forms import FORMS, Form, Integer8
-from runtime.quant.layouts import OneByOne
-from runtime.quant.scheme import Scheme
+from runtime.quant.checkpoint_layouts import OneByOne
+from runtime.quant.encodings import ENCODINGS, Encoding, Integer8
+from runtime.quant.model_formats import LAYOUTS, check_products, weight_bytes, weight_formats
+from runtime.quant.scheme import QuantizationScheme
+from runtime.quant.weight_format import DENSE, Weight
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.sharding import Shard, Sharding, parts_of, sharding_of
@@ -58,10 +58,10 @@ class Int8Rows(Integer8):
 class Int8Products(PlainProducts):
     """Products with those codes alone."""
 
-    def takes(self, form: Form) -> bool:
+    def takes(self, form: Encoding) -> bool:
         return isinstance(form, Int8Rows)
 
-    def linear(self, form: Form, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
+    def linear(self, form: Encoding, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
         codes, scale = weight
 
         def product(x: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,7 @@ class Int8Products(PlainProducts):
 
 
 INT8_ROWS = Int8Rows("made-up")
-SCHEME = Scheme("made-up", "made-up")
+SCHEME = QuantizationScheme("made-up", "made-up")
 QUANTIZATION = {"quant_method": "made-up", "keep": "head"}
 
 
@@ -85,8 +85,8 @@ def _made_up_method(monkeypatch):
 
     monkeypatch.setitem(METHODS, "made-up", parse)
     monkeypatch.setitem(LAYOUTS, "made-up", OneByOne)
-    monkeypatch.setitem(FORMS, "made-up", INT8_ROWS)
-    monkeypatch.setattr("runtime.quant.formats.products_of", lambda numerics: Int8Products())
+    monkeypatch.setitem(ENCODINGS, "made-up", INT8_ROWS)
+    monkeypatch.setattr("runtime.quant.model_formats.products_of", lambda numerics: Int8Products())
 
 
 def dense_weights(spec: DecoderSpec) -> dict[str, torch.Tensor]:
@@ -95,7 +95,7 @@ def dense_weights(spec: DecoderSpec) -> dict[str, torch.Tensor]:
 
 
 def write_checkpoints(folder: Path, config: dict[str, Any]) -> tuple[Path, Path]:
-    """A model in the made-up format, and the same numbers as a dense one."""
+    """A model in the made-up format, and the same values as a dense one."""
     spec, weight_map = load_spec(config | {"quantization_config": QUANTIZATION})
     quantized, dense, format_of = {}, {}, weight_formats(spec, FLOAT32)
     for parameter, name in weight_map.names_of(spec).items():
@@ -124,7 +124,7 @@ def logits(runner) -> torch.Tensor:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("family", ["llama", "mixtral", "phi"])
-def test_a_made_up_format_runs_as_the_dense_weights_that_it_stands_for(tmp_path, family, deterministic):
+def test_a_made_up_format_runs_like_its_dense_weights(tmp_path, family, deterministic):
     quantized, dense = write_checkpoints(tmp_path, CONFIGS[family])
     runner = open_runner(quantized, deterministic=deterministic)
     want = logits(open_runner(dense, deterministic=deterministic))
@@ -132,7 +132,7 @@ def test_a_made_up_format_runs_as_the_dense_weights_that_it_stands_for(tmp_path,
     assert runner.decoder.layers[0].qkv.codes.dtype == torch.int8
 
 
-def test_memory_is_planned_for_what_is_read(tmp_path):
+def test_memory_is_planned_for_weights_as_read(tmp_path):
     quantized, _ = write_checkpoints(tmp_path, LLAMA)
     checkpoint = open_checkpoint(quantized)
     spec, weight_map = load_spec(checkpoint.config)
@@ -144,7 +144,7 @@ def test_memory_is_planned_for_what_is_read(tmp_path):
     assert size == sum(tensor.nbytes for tensor in load_file(quantized / "model.safetensors").values())
 
 
-def test_random_weights_are_the_dense_ones_encoded():
+def test_random_weights_equal_dense_ones_quantized():
     linears = [name for name in TINY.shapes() if name.endswith(".weight")]
     spec = replace(TINY, quantization=dict.fromkeys(linears, SCHEME))
     runner = tiny_runner(spec)
@@ -164,7 +164,7 @@ def test_inspect_names_the_format(tmp_path, write_tiny_gguf):
     assert f"weights {weight_bytes(spec, FLOAT32) / (1 << 30):.2f} GiB" in report
 
 
-def test_tensors_that_a_format_does_not_know_are_refused_before_any_is_read(tmp_path):
+def test_unknown_tensors_are_refused_before_any_is_read(tmp_path):
     quantized, dense = write_checkpoints(tmp_path, LLAMA)
     name = "model.layers.1.self_attn.k_proj.weight"
 
@@ -208,8 +208,8 @@ def test_every_parameter_has_a_sharding_rule():
         mixtral.of_rank(Shard(0, 3))
 
 
-def test_every_head_and_token_is_on_a_rank_and_its_neighbours_keys_are_with_it():
-    """Also where there are fewer heads of keys and values than ranks, or a number of tokens that does not divide."""
+def test_ranks_have_every_head_token_and_its_keys():
+    """This holds for fewer KV heads than ranks, and for a number of tokens that does not divide."""
     spec = DecoderSpec(1, 96, 16, 4, 8, 64, 32000, 64, 1e-6, fused_qkv=True, fused_gate_up=True)
     for size, shares in ((2, {16000}), (4, {8000}), (8, {4000}), (16, {2000})):
         ranks = [spec.of_rank(Shard(rank, size)) for rank in range(size)]
@@ -251,14 +251,14 @@ def test_ranks_read_parts_that_make_up_the_whole(tmp_path, family):
             assert sharding_of(parameter) is Sharding.REPLICATED
             assert all(torch.equal(tensor, expected) for tensor in read)
             continue
-        # Of q, k and v in one tensor a rank holds some heads of each: what it read are as many pieces as parts.
+        # A rank holds some heads of each of q, k and v in one tensor, so it reads one piece for each part.
         pieces = [tensor.split([p.stop - p.start for p in parts], parts[0].dim) for tensor in read]
         order = [piece for same in zip(*pieces, strict=True) for piece in same]
         assert torch.equal(torch.cat(order, parts[0].dim), expected), parameter
         assert all(2 * tensor.numel() == expected.numel() for tensor in read)
 
 
-def test_codes_that_ranks_cannot_have_are_told_before_they_are_read(monkeypatch):
+def test_weights_that_cannot_be_split_are_refused_unread(monkeypatch):
     monkeypatch.setattr(Int8Products, "fits", lambda self, form, shape: shape[1] % 24 == 0)
     spec, _ = load_spec(LLAMA | {"quantization_config": QUANTIZATION})
     says = r"tensor_parallel_size is 2, but a rank's \[48, 36\] of layers.0.down.weight cannot be made-up rows codes;"

@@ -68,7 +68,7 @@ def test_any_operands_give_all_ranks_the_same_bits(case: Case):
 
 
 def test_a_tree_has_the_same_sums_for_every_number_of_ranks():
-    """Eight partials on one rank, or two, four and eight ranks that each add up their share."""
+    """Eight partials on one rank, or on two, four and eight ranks that each add their share."""
     leaves = torch.randn(8, 1000) * torch.randint(-8, 8, (8, 1000)).exp2()
     whole = sum_partials_torch(list(leaves), tree=True)
     for size in (2, 4, 8):
@@ -77,7 +77,7 @@ def test_a_tree_has_the_same_sums_for_every_number_of_ranks():
     assert not torch.equal(sum_partials_torch(list(leaves)), whole)
 
 
-def test_what_is_not_finite_arrives():
+def test_values_that_are_not_finite_arrive():
     def run(ranks: Communicator) -> torch.Tensor:
         return ranks.reduced(torch.tensor([[math.nan, math.inf, -0.0, 1.0]]) * (ranks.rank or 1))
 
@@ -94,7 +94,7 @@ def test_one_rank_computes_nothing():
     assert ranks.all_max(keys) is keys
 
 
-def test_ranks_that_disagree_are_told():
+def test_ranks_that_disagree_are_reported():
     def other_operation(ranks: Communicator) -> torch.Tensor:
         x = torch.ones(2, 2)
         return ranks.all_gather(x) if ranks.rank else ranks.reduced(x)

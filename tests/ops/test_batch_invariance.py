@@ -1,6 +1,6 @@
-"""Deterministic mode's operations on a CPU: a row's bits depend neither on the rows around it nor on its place.
+"""Deterministic mode's operations on a CPU: a row's bits depend neither on the rows around it nor on its index.
 
-CI runs these tests with fewer instructions than its CPU has, too (.ci/run): which kernels a library takes depends on
+CI also runs these tests with fewer instructions than its CPU has (.ci/run), because libraries choose kernels by
 them."""
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.kernels.attention.rope import rope_table
-from runtime.kernels.experts.experts_torch import route_torch
+from runtime.kernels.experts.moe_w16a16 import route_torch
 from runtime.kernels.linear import linear_torch as linear
 from runtime.kernels.linear.linear_torch import agreeing_sizes, batch_invariant_product
 from runtime.kernels.norm.gated_activation import gated_activation_exact
@@ -69,7 +69,7 @@ def test_operations_on_rows(operation):
 
 
 @pytest.mark.parametrize("kind", ["default", "dynamic"])
-def test_rotary_tables_of_longer_contexts_begin_like_shorter_ones(kind):
+def test_longer_rotary_tables_begin_like_shorter_ones(kind):
     table = partial(rope_table, RopeSpec(1e4, kind, 4.0, original_positions=64), 20, dtype=torch.float32)
     assert torch.equal(table(num_positions=2000)[:, :501], table(num_positions=501))
 
@@ -78,8 +78,8 @@ def test_rotary_tables_of_longer_contexts_begin_like_shorter_ones(kind):
 
 
 def form_of(cut: Callable[[int, int], int]) -> Callable[[torch.Tensor, torch.Tensor | None], linear.Product]:
-    """Products that sum the columns before and after a cut apart; where it lies depends on the number of rows and on
-    the place among them."""
+    """Products that sum the columns before and after a cut separately. The cut depends on the number of rows and on the
+    row's index."""
 
     def form(weight: torch.Tensor, bias: torch.Tensor | None) -> linear.Product:
         def one(row: torch.Tensor, at: int) -> torch.Tensor:
@@ -102,13 +102,13 @@ def form_of(cut: Callable[[int, int], int]) -> Callable[[torch.Tensor, torch.Ten
         (lambda num_rows, place: 8 + (place == 15), lambda size: False),
     ],
 )
-def test_only_calls_that_agree_are_used(dtype, cut, agrees):
+def test_only_calls_with_equal_bits_are_used(dtype, cut, agrees):
     sizes = agreeing_sizes(form_of(cut), 30, 21, dtype, CPU, 1)
     assert sizes == tuple(filter(agrees, linear._CALL_SIZES))
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 17, 23, 70])
-def test_a_batch_is_cut_into_such_calls(monkeypatch, num_rows):
+def test_a_batch_is_split_into_equal_bit_calls(monkeypatch, num_rows):
     monkeypatch.setattr(linear, "can_pack", lambda dtype, device: True)
     monkeypatch.setattr(linear, "packed_linear", form_of(lambda num_rows, place: 8 + (16 <= num_rows < 24)))
     weight, x = torch.randn(30, 21), torch.randn(num_rows, 21)
@@ -116,7 +116,7 @@ def test_a_batch_is_cut_into_such_calls(monkeypatch, num_rows):
     assert torch.equal(batch_invariant_product(weight, None)(x), want)
 
 
-def test_float32_multiplies_where_a_narrow_dtype_is_irregular(monkeypatch):
+def test_float32_replaces_an_irregular_narrow_dtype(monkeypatch):
     def form(weight: torch.Tensor, bias: torch.Tensor | None) -> linear.Product:
         shift = weight.dtype == torch.bfloat16
         return form_of(lambda num_rows, place: 8 + shift * place)(weight, bias)
@@ -128,7 +128,7 @@ def test_float32_multiplies_where_a_narrow_dtype_is_irregular(monkeypatch):
     assert torch.equal(got, form(weight.float(), None)(x.float()).bfloat16())
 
 
-def test_where_nothing_is_regular_rows_are_computed_alone(monkeypatch):
+def test_rows_are_computed_alone_if_no_call_is_regular(monkeypatch):
     irregular = form_of(lambda num_rows, place: 8 + place)
     for name in ("packed_linear", "plain_linear"):
         monkeypatch.setattr(linear, name, irregular)

@@ -147,7 +147,7 @@ def test_attention_equals_softmax_over_each_tokens_past(step, most, window, soft
         with mock.patch("runtime.kernels.attention.attention_torch.MAX_GATHERED", most):
             plan = plan_attention(tables, starts, counts, shape)
         assert plan.num_tokens == len(q)
-        for _ in range(2):  # as another layer, which finds the masks of the first
+        for _ in range(2):  # as another layer, which reuses the masks of the first
             got = attention(q.clone(), kv, plan, scale=0.3, window=window, soft_cap=soft_cap)
             torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
         if window:

@@ -62,7 +62,7 @@ def test_it_travels_with_a_plan(monkeypatch, fields):
 
 
 @pytest.mark.parametrize("kind", ["host", "device"])
-def test_it_has_columns_and_a_pass(kind):
+def test_it_has_columns_and_a_sampling_pass(kind):
     transfers = Transfers(CPU)
     sampler = Sampler(4, 50, (0,), CPU) if kind == "host" else DeviceSampler(4, 50, (0,), transfers)
     slots, positions = np.array([1], np.int32), np.array([3], np.int32)

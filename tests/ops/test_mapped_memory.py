@@ -2,14 +2,14 @@
 
 import pytest
 
-from runtime.worker.gpu import mapped_memory
-from runtime.worker.gpu.mapped_memory import Segments
+from runtime.features import mapped_memory
+from runtime.features.mapped_memory import Segments
 
 MIB = 1 << 20
 
 
 class Driver:
-    """The driver's book of addresses and memory, of which there is only so much."""
+    """The driver's record of addresses and memory. Memory is limited."""
 
     def __init__(self, room):
         self.room, self.reserved, self.mapped, self.next = room, {}, {}, 64 * MIB
@@ -60,7 +60,7 @@ def driver(monkeypatch):
     return driver
 
 
-def test_memory_goes_and_comes_back_to_its_addresses(driver):
+def test_memory_returns_to_its_addresses(driver):
     segments = Segments(0)
     first, second = segments.allocate(3 * MIB, 0, None), segments.allocate(8 * MIB, 0, None)
     assert driver.mapped == {first: 4 * MIB, second: 8 * MIB}  # whole granules
@@ -77,7 +77,7 @@ def test_memory_goes_and_comes_back_to_its_addresses(driver):
     assert not segments.all
 
 
-def test_too_little_memory_leaves_nothing_behind(driver):
+def test_too_little_memory_leaves_nothing_mapped(driver):
     segments = Segments(0)
     held = segments.allocate(16 * MIB, 0, None)
     assert segments.allocate(8 * MIB, 0, None) == 0

@@ -16,7 +16,7 @@ from runtime.kernels.sampling.sample import FREQUENCY, NUM_PARAMS, PRESENCE, PRO
 from runtime.kernels.sampling.top_k_top_p import top_k_top_p_bounds_torch
 from runtime.spec.types import SamplingParams
 from runtime.worker.cpu.sampler import Sampler
-from runtime.worker.slots import Slots
+from runtime.worker.cpu.slots import Slots
 
 CPU = torch.device("cpu")
 EOS = 2
@@ -70,7 +70,7 @@ def chi_square(counts: torch.Tensor) -> float:
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom))
 
 
-# What runs through many values: neighbouring tokens, positions, seeds, and seeds that differ in high bits only.
+# The inputs that vary: neighbouring tokens, positions, seeds, and seeds that differ in high bits only.
 WALKS = {
     "tokens": lambda n: (torch.tensor([7]), torch.tensor([3]), torch.arange(n)),
     "positions": lambda n: (torch.full((n,), 7), torch.arange(n), torch.tensor([11])),
@@ -103,7 +103,7 @@ def test_rows_with_close_keys_do_not_share_noise():
     correlation = torch.corrcoef(noise) - torch.eye(len(seeds))
     assert correlation.abs().max() < 5 / math.sqrt(len(ids))
     values = noise_bits(keys, ids).sort(-1).values
-    for a in range(len(seeds)):  # nor are they permutations of one another
+    for a in range(len(seeds)):  # nor are they permutations of each other
         for b in range(a):
             assert (values[a] == values[b]).float().mean() < 0.01
 
@@ -273,7 +273,7 @@ def test_min_tokens_holds_back_eos_and_stop_ids():
         assert sample(sampler, slots, logits.clone(), [0, 1], [2 + output_len] * 2)[0].tolist() == want
 
 
-def test_penalties_see_sampled_tokens_and_parameters_leave_with_their_slot():
+def test_penalties_count_tokens_and_end_with_their_slot():
     params = SamplingParams(temperature=0, presence_penalty=2.0)
     sampler, slots = open_slots(8, [([4, 4], 2, 0, params)])
     logits = torch.zeros(1, 8)
@@ -290,7 +290,7 @@ def test_penalties_see_sampled_tokens_and_parameters_leave_with_their_slot():
 def test_only_allowed_tokens_are_drawn():
     few = SamplingParams(temperature=0, allowed_token_ids=(2, 3), logprobs=1)
     drawn = SamplingParams(allowed_token_ids=(2, 3, 3), logit_bias=((1, 90.0),))
-    # The only one that is allowed is drawn although min_tokens holds it back.
+    # The only allowed token is drawn although min_tokens holds it back.
     held = SamplingParams(temperature=0, allowed_token_ids=(5,), min_tokens=3, max_tokens=4, stop_token_ids=(5,))
     sampler, slots = open_slots(8, [([1], 1, 9, few), ([1], 1, 9, held), *[([1], 1, i, drawn) for i in range(20)]])
     logits = torch.tensor([0.0, 5.0, 4.0, 4.0, 0.0, -9.0, 0.0, 0.0]).repeat(22, 1)

@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from runtime.kernels.linear.batch_invariant_linear import MAX_SPLIT_TILES, choose_tiling
+from runtime.kernels.linear.batch_invariant_linear import choose_tiling
 from runtime.kernels.linear.skinny_gemm import skinny_gemm_config, skinny_gemm_torch
 from runtime.kernels.linear.skinny_gemm_configs import SKINNY_GEMM_CONFIGS
+from runtime.kernels.linear.split_k import MAX_SPLIT_TILES
 from runtime.kernels.linear.sum_order import sum_order
 
 
-def test_folded_steps_are_the_plain_ones():
+def test_folded_steps_equal_plain_steps():
     x, weight, norm, residual = torch.randn(3, 24), torch.randn(20, 24), torch.randn(24), torch.randn(3, 20)
     bias = torch.randn(20)
     normed = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norm
@@ -49,6 +50,6 @@ def test_chunks_cover_the_weight_whatever_the_number_of_rows(size_out, size_in):
         for rows in (17, 64, 65, 128, 129, 256, 257, 1000, 8192):
             tiling = choose_tiling(rows, size_out, order, dtype)
             assert order.chunk % tiling.block_k == 0
-            assert order.num_chunks > 1 or not tiling.split
+            assert tiling.split in (1, order.num_chunks)
             tiles = -(-rows // tiling.block_m) * -(-size_out // tiling.block_n)
-            assert tiles <= MAX_SPLIT_TILES or not tiling.split
+            assert tiles <= MAX_SPLIT_TILES or tiling.split == 1

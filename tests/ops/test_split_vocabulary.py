@@ -1,4 +1,4 @@
-"""Ranks that have the logits of parts of the vocabulary answer as one rank with all logits does, to the bit."""
+"""Ranks with the logits of parts of the vocabulary answer as one rank with all logits, to the bit."""
 
 import math
 
@@ -12,8 +12,8 @@ from runtime.core.plan import NewSlot
 from runtime.kernels.collectives.communicator import Communicator
 from runtime.spec.types import Grammar, SamplingParams
 from runtime.worker.cpu.sampler import Sampler
+from runtime.worker.cpu.slots import Slots
 from runtime.worker.ranks.split_logits import SplitLogits
-from runtime.worker.slots import Slots
 from tests.ops.test_sampler import EOS, PARAMS
 from tests.support.lockstep_ranks import LockstepGroup
 
@@ -81,7 +81,7 @@ def test_every_rank_samples_as_one_does(data):
         ([SamplingParams(grammar=Grammar("", "", "")), SamplingParams(logprobs=1)], {"all_gather": 1, "all_max": 1}),
     ],
 )
-def test_logits_are_gathered_where_a_row_asks(params, counts):
+def test_logits_are_gathered_only_for_rows_that_need_them(params, counts):
     group, requests = LockstepGroup(3), [([4, 5, 6], each) for each in params]
     group.run(lambda ranks: sampled(ranks, torch.randn(len(requests), 20), requests))
     assert [rank.counts for rank in group.ranks] == [counts] * 3

@@ -1,4 +1,4 @@
-"""Codes of keys and values: what the torch twins store, and that attention reads its numbers."""
+"""Quantized keys and values: the torch twins' stored values, which attention reads."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from runtime.kernels.attention.stored_kv import restore_kv, store_kv_torch
 from tests.support.attention_cases import encoded, every_fp8
 
 
-def test_every_e4m3_code_survives_and_larger_numbers_become_the_largest():
+def test_e4m3_values_round_trip_and_saturate():
     numbers = every_fp8().float().view(1, 1, 256)
     finite = numbers[numbers.isfinite()].view(2, 1, -1)
     kv, scales = torch.zeros(2, 1, 1, 1, 254, dtype=torch.float8_e4m3fn), torch.tensor([[0.3], [2.0]])
@@ -23,7 +23,7 @@ def test_every_e4m3_code_survives_and_larger_numbers_become_the_largest():
     assert kv.float().view(2, 254)[0, 3].isnan()
 
 
-def test_int8_scales_follow_a_tokens_head():
+def test_int8_scales_are_per_token_and_head():
     numbers = torch.randn(4, 6, 32) * torch.tensor([1e-5, 0.1, 1.0, 300.0])[:, None, None]
     numbers[1, 2] = 0
     kv, scales = torch.zeros(2, 3, 2, 4, 32, dtype=torch.int8), torch.zeros(3, 2, 4, 2, dtype=torch.float16)
@@ -44,8 +44,9 @@ def test_int8_scales_follow_a_tokens_head():
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_reads_the_numbers_of_codes(kind, dtype):
-    """The bits of a plain cache that holds them: one run of blocks, gathered ones, and several rows."""
+def test_attention_reads_dequantized_values(kind, dtype):
+    """The bits equal a plain cache with the same values, for one run of blocks, for gathered blocks, and for several
+    rows."""
     generator = torch.Generator().manual_seed(0)
     kv, scales = encoded(kind, torch.randn(2, 2, 12, 8, 24, generator=generator))
     flat = restore_kv(kv.flatten(2, 3), scales if kind == "fp8" else scales.flatten(1, 2))
@@ -58,7 +59,7 @@ def test_attention_reads_the_numbers_of_codes(kind, dtype):
         for options in ({}, {"window": 9, "soft_cap": 2.0}):
             got = attention(q.clone(), kv, plan, scales, scale=0.2, **options)
             want = attention(q.clone(), plain, plan, scale=0.2, **options)
-            if exact and dtype != torch.float32:  # codes are not rounded to the compute dtype there
+            if exact and dtype != torch.float32:  # they are not rounded to the compute dtype there
                 torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
             else:
                 assert torch.equal(got, want)

@@ -1,4 +1,4 @@
-"""Copies of steps, on a CPU, where they are done when they are asked for."""
+"""Copies of steps, on a CPU, where they finish at once."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +12,7 @@ from runtime.worker.gpu.transfers import Transfers
 CPU = torch.device("cpu")
 
 
-def test_what_goes_up_keeps_type_and_shape():
+def test_uploads_keep_type_and_shape():
     transfers = Transfers(CPU)
     for dtype in (np.int32, np.int64, np.float32):
         parts = [np.arange(n).astype(dtype) for n in (3, 0, 5)]
@@ -29,8 +29,8 @@ def test_a_step_that_needs_more_memory_keeps_what_it_has():
     assert all((values == i).all() for i, values in enumerate(kept))
 
 
-def test_results_outlive_the_memory_they_came_through():
-    """Steps in flight have memory of their own; that of a step whose result was read is used again."""
+def test_results_survive_reuse_of_their_buffer():
+    """Steps in flight have memory of their own. The memory of a step is used again once its result was read."""
     transfers, pending = Transfers(CPU), []
     for round_ in range(20):
         for i in range(3):
@@ -45,7 +45,7 @@ def test_results_outlive_the_memory_they_came_through():
     assert len(transfers._free) <= 3
 
 
-def test_an_entry_is_written_again_only_when_its_step_is_over():
+def test_a_buffer_is_reused_only_after_its_step():
     graph_io, waited = GraphIO(input_size=20, output_size=4, device=CPU), []
     rows, no_writes = np.arange(6, dtype=np.int32), [np.zeros(1, np.int32)]
     for step in range(40):
@@ -54,7 +54,7 @@ def test_an_entry_is_written_again_only_when_its_step_is_over():
         graph_io.release_after(lambda step=step: waited.append(step))
     outputs, taken, state = [], torch.zeros(6, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
     graph_io = GraphIO(input_size=20, output_size=6, device=CPU)
-    for step in range(40):  # with the device's end, which counts along
+    for step in range(40):  # with the device's end, which counts too
         writes = [np.array([1, step % 9, 1], np.int32), np.array([step], np.int32)] if step % 3 else no_writes
         output = graph_io.write_input(2, rows + 100 * step, writes)
         for repeat in range(2):

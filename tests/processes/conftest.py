@@ -1,4 +1,4 @@
-"""Ray and Serve: one for all tests of a session, or one of a test's own. No other folder's tests start them."""
+"""Ray and Serve: one for all tests of a session, or one of the test's own. No other folder's tests start them."""
 
 import os
 import shutil
@@ -12,12 +12,12 @@ import pytest
 
 from actors.ray import fork_server
 from actors.ray.environment import quiet_port, ray_token
-from serve_app.server import WORKERS_MODULES
+from serve_app.server.ray_start import WORKERS_MODULES
 from tests.conftest import RAY_FOLDER
 from tests.support.tiny_gguf import write_tiny_gguf
 
-# A shell that runs the tests in the background, or nohup, makes them and all that they start ignore a signal. Handlers
-# are not inherited: with one here, what the tests start heeds it.
+# If a shell runs the tests in the background, or by nohup, they and all their children ignore a signal. Handlers are
+# not inherited. With a handler here, the children of the tests react to the signal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
@@ -25,20 +25,20 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that is loaded at once and makes streams that last: of up to 16,384 tokens, a millisecond each."""
+    """A model that loads at once and makes long streams: up to 16,384 tokens, a millisecond each."""
     path = tmp_path_factory.mktemp("model") / "tiny.gguf"
     return write_tiny_gguf(path, llama__context_length=16384, llama__rope__freq_base=10000.0)
 
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """One private Ray for the whole test session; it listens on loopback only and is stopped by what started it. Its
-    workers are forks of a process that has imported what they need, as those of `callboard serve` are."""
+    """One private Ray for the whole test session. It listens on loopback only, and the process that started it stops
+    it. Its workers are forks of a process that has imported their modules, like the workers of `callboard serve`."""
     import ray
 
     sys.executable, own = fork_server.start(RAY_FOLDER, WORKERS_MODULES), sys.executable
     ray.init(
-        "local",  # also where RAY_ADDRESS names another one
+        "local",  # also if RAY_ADDRESS names another one
         num_cpus=4,  # logical ones: they limit placement, not threads
         include_dashboard=False,
         log_to_driver=False,
@@ -54,7 +54,7 @@ def ray_session() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def serve_url(ray_session: None) -> str:
-    """Serve, which keeps its port for as long as it runs; applications come and go on it."""
+    """Serve, which keeps its port while it runs; applications come and go on it."""
     from ray import serve
 
     port = quiet_port()

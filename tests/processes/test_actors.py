@@ -43,7 +43,7 @@ class Server:
     """One supervised engine and a link to it, on the test's own event loop."""
 
     def __init__(self, name, model, **kw):
-        """Each runner has one core, as there may be a draft's beside the engine's."""
+        """Each runner has one core, because a draft's may run beside the engine's."""
         fixed = {"deterministic": True, "max_num_seqs": 8, "kv_cache_memory": 0.1, "num_threads": 1}
         self.name, self.config = name, EngineConfig(str(model), max_model_len=1024, **fixed, **kw)
 

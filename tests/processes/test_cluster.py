@@ -1,4 +1,4 @@
-"""A cluster of two machines in network namespaces, as clients see it while Ray's GCS, or a machine, is away.
+"""A cluster of two machines in network namespaces, as clients see it while Ray's GCS, or a machine, is lost.
 
 One cluster serves all cases, in a program of its own: `python -m benchmarks.cluster`, which docs/cluster.md cites."""
 
@@ -15,14 +15,14 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.thorough
-def test_streams_and_requests_go_on_without_the_head_and_without_a_machine():
+def test_streams_survive_the_loss_of_head_and_node():
     if why := refusal():
         pytest.skip(why)
     cases = "--cases", "gcs-stopped", "engine-cut", "--seconds", "2", "--after", "0.5"
     command = [sys.executable, "-m", "benchmarks.cluster", *cases]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=240, check=True)
     print(done.stdout)
-    _, *seen = map(json.loads, done.stdout.splitlines())  # the first line tells of the start
+    _, *seen = map(json.loads, done.stdout.splitlines())  # the first line reports the start
     assert [case["case"] for case in seen] == ["gcs-stopped", "engine-cut"]
     for case in seen:
         assert case["failed"] == 0, case["why"]

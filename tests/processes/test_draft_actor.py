@@ -1,4 +1,4 @@
-"""A real draft process beside a real engine: guesses come, and its death or silence is only slower (C8)."""
+"""A real draft process beside a real engine: guesses arrive, and its death or silence only costs speed (C8)."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ async def accepted(server):
 
 
 async def generate_until_guessed(server, want):
-    """A hundred more tokens, in time: on a busy machine guesses come late, and an answer may end without one."""
+    """A hundred more tokens. On a busy machine guesses are late, and an answer may end without one."""
     before, end = await accepted(server), time.monotonic() + 120
     while await accepted(server) < before + 100:
         assert time.monotonic() < end
@@ -39,7 +39,7 @@ async def test_a_killed_or_stopped_draft_changes_no_token(tiny_path, undisturbed
             os.kill(pid, signal_number)
             assert await reading == undisturbed
             assert server.link.health() is None
-            if signal_number == signal.SIGSTOP:  # there comes another in its place
+            if signal_number == signal.SIGSTOP:  # another one replaces it
                 await generate_until_guessed(server, undisturbed)
                 assert await server.draft_pid() != pid
 
@@ -50,7 +50,7 @@ async def test_two_engines_share_a_draft(tiny_path):
     async with Server("shared/0", tiny_path, **config) as a, Server("shared/1", tiny_path, **config) as b:
         assert await a.draft_pid() == await b.draft_pid()
         expected, end = None, time.monotonic() + 120
-        while True:  # six processes on a machine with two cores: how many guesses come in time is up to it
+        while True:  # six processes on a machine with two cores: the number of timely guesses varies
             first, second = await asyncio.gather(a.generate(), b.generate())
             expected = expected or first
             assert first == second == expected

@@ -1,8 +1,8 @@
-"""The whole application while its engines change: frozen, scaled in and out, redeployed with other settings and with
-another model, gone with their node.
+"""The whole application while its engines change: frozen, scaled, redeployed with other settings and with another
+model, or lost with their node.
 
-One Ray of two nodes and one application serve all cases, in this order. Of each disturbed stream as much is compared
-with the undisturbed answer as there is when everything has settled.
+One Ray of two nodes and one application serve all cases, in this order. Each disturbed stream is compared with the
+undisturbed answer, up to its length when the application has settled.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ def deploy(model: Path, num_replicas: int, **changed) -> None:
 
     args = {"model": str(model), "served_model_name": MODEL, "deterministic": True, "kv_cache_memory": 0.1}
     limits = {"num_threads": 1, "num_fronts": 1, "drain_timeout_s": 60, **changed}
-    # As on a cluster (30 s), a front that is replaced is still reachable while HAProxy learns of the new one.
+    # As on a cluster (30 s), a replaced front is still reachable while HAProxy learns of the new one.
     variables = {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5"}
     front = {"num_cpus": FRONT_CPUS, "resources": {HEAD_NODE: 0.001}, "runtime_env": {"env_vars": variables}}
     application = {
@@ -50,7 +50,7 @@ def deploy(model: Path, num_replicas: int, **changed) -> None:
         "args": args | limits,
         "deployments": [
             {"name": "Engine", "num_replicas": num_replicas},
-            # Streams end with the node of their front, so it stays on the one that no test kills.
+            # Streams end with the node of their front, so it stays on the node that no test kills.
             {"name": "Front", "ray_actor_options": front},
         ],
     }
@@ -59,7 +59,7 @@ def deploy(model: Path, num_replicas: int, **changed) -> None:
 
 @pytest.fixture(scope="module")
 def second_node(ray_session):
-    """A node for one engine more; the session's own has room for two and a front, or for one while it is redeployed."""
+    """A node for one more engine. The session's own has room for two and a front, or for one while it is redeployed."""
     import ray
     from ray._private.node import Node
     from ray._private.parameter import RayParams
@@ -100,19 +100,19 @@ def engines() -> list[str]:
 
 
 async def served(client: httpx.AsyncClient) -> set[str]:
-    """The engines that /metrics tells of, which is those that the front is linked to; none unless it is ready."""
+    """The engines in /metrics, which are the engines that the front is linked to; none unless it is ready."""
     try:
         if (await client.get("/ready")).status_code != 200:
             return set()
         text = (await client.get("/metrics")).text
-    except httpx.HTTPError:  # HAProxy knows no front for a moment
+    except httpx.HTTPError:  # HAProxy lacks a front for a moment
         return set()
     lines = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running{")]
     return {line.partition('engine="')[2].partition('"')[0] for line in lines}
 
 
 async def settle(url: str, num_engines: int, seconds: float = 120, without: str = "") -> None:
-    """Wait until the front is ready, and linked to so many engines, and there are no others."""
+    """Wait until the front is ready and is linked to exactly `num_engines` engines."""
     end = time.monotonic() + seconds
     async with httpx.AsyncClient(base_url=url, timeout=10) as client:
         while True:
@@ -152,7 +152,7 @@ class Reading:
         await self._client.close()
 
     async def more(self, num_characters: int, seconds: float = 60) -> None:
-        """Wait until each stream has so much more, or has come to its end."""
+        """Wait until each stream has `num_characters` more, or has ended."""
         before, end = [len(text) for text in self.texts], time.monotonic() + seconds
         while not all(d or len(t) >= b + num_characters for d, t, b in zip(self.done, self.texts, before, strict=True)):
             for task in self._tasks:
@@ -205,7 +205,7 @@ async def test_a_frozen_engine_process(url, undisturbed):
 
 
 class Clients:
-    """Fifty clients, each of which asks again soon after it has an answer, on the same connection. Nothing is tried
+    """Fifty clients. Each sends the next request soon after an answer, on the same connection. Nothing is tried
     twice."""
 
     NUM, MAX_TOKENS, REST_S = 50, 150, 1.0  # the rest leaves cores for engines that start
@@ -238,12 +238,12 @@ class Clients:
         return self
 
     async def __aexit__(self, *_) -> None:
-        """What is under way comes to its end."""
+        """Running requests end."""
         self._stopping = True
         await asyncio.gather(*self._tasks)
 
     async def get(self, model: str, seconds: float = 60) -> None:
-        """Wait until each has had another answer, on average, and nobody another model's."""
+        """Wait until each has had another answer, on average, and none got another model's."""
         end, before = time.monotonic() + seconds, self.answered[model]
         while self.answered[model] < before + self.NUM:
             assert time.monotonic() < end, self.answered
@@ -274,9 +274,9 @@ def answers(tiny_path, other_path) -> dict[str, list[str]]:
 
 
 @pytest.mark.thorough
-async def test_updates_cut_and_lose_nothing(url, undisturbed, answers, tiny_path, other_path):
-    """In one life: fewer replicas, other settings, another model, more replicas. Where there is room, the new replicas
-    of an update are there before the old ones go, also those of the only front."""
+async def test_updates_interrupt_no_stream(url, undisturbed, answers, tiny_path, other_path):
+    """In one life: fewer replicas, other settings, another model, more replicas. Where there is room, new replicas of
+    an update start before the old ones stop, also for the only front."""
     async with Reading(url) as reading, Clients(url, answers) as clients:
         await clients.get("tiny")
         deploy(tiny_path, 1)
@@ -299,7 +299,7 @@ async def test_updates_cut_and_lose_nothing(url, undisturbed, answers, tiny_path
 
 
 @pytest.mark.thorough
-async def test_a_node_that_goes(url, answers, other_path, second_node):
+async def test_a_removed_node_interrupts_no_stream(url, answers, other_path, second_node):
     deploy(other_path, 3, max_num_seqs=60)
     await settle(url, 3)
     async with Clients(url, answers) as clients:

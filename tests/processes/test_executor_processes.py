@@ -8,14 +8,14 @@ from itertools import pairwise
 
 import pytest
 
-from actors.engine.step_channel import RunnersLost, SocketExecutor, serve_steps
+from actors.runners.step_channel import RunnersLost, SocketExecutor, serve_steps
 from actors.wire.transport import connect
 from tests.support.executor_group import HOSTS, Runner, expected, failing, plan_of, processes, same
 
 
 @HOSTS
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_plans_arrive_whole_in_other_processes_and_a_kill_is_noticed(host, num_ranks):
+def test_plans_reach_other_processes_and_a_kill_is_noticed(host, num_ranks):
     with processes(num_ranks, host) as (executor, ranks):
         plans = [plan_of(i, num_rows=1 + 50 * i, num_ids=1000 * i) for i in range(6)]
         executor.submit(plans[0])
@@ -24,7 +24,7 @@ def test_plans_arrive_whole_in_other_processes_and_a_kill_is_noticed(host, num_r
             assert same(executor.collect(), expected(before))
         assert same(executor.collect(), expected(plans[-1]))
 
-        victim = min(1, num_ranks - 1)  # of four it passes plans on to another, which must not seem to be the one
+        victim = min(1, num_ranks - 1)  # one of four passes plans on to another, which must not count as the one
         executor.submit(failing(6, -1))
         time.sleep(0.1)
         ranks[victim].kill()

@@ -1,5 +1,5 @@
 """The fault matrix, once: two engines and two fronts lose processes while their streams are read; and the command that
-shows it. `python -m benchmarks.faults` does the rest of the matrix, with steps as long as a large model's."""
+shows it. `python -m benchmarks.faults` does the rest of the matrix, with the step times of a large model."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ SETTINGS = {
 
 
 class Here:
-    """The application, whose Ray is this session's."""
+    """The application in this session's Ray."""
 
     def __init__(self, url: str, session: str) -> None:
         self.application, self.url = Application(RAY_FOLDER, url, session), url
@@ -70,7 +70,7 @@ def answers(tiny_path) -> Answers:
         ("front killed", "decode"),
     ],
 )
-async def test_nothing_is_lost(application, answers, fault, when):
+async def test_faults_lose_no_token(application, answers, fault, when):
     server, _ = await first_model("127.0.0.1", int(application.url.rpartition(":")[2]), {})
     figures = await Cell(application, server, answers, BY_NAME[fault], when, hold_s=None).run()
     assert figures["requests"] >= NUM_STREAMS
@@ -78,7 +78,7 @@ async def test_nothing_is_lost(application, answers, fault, when):
     assert (figures["cut"] > 0) == (fault == "front killed")
 
 
-def test_chaos_shows_that_streams_go_on(application):
+def test_chaos_interrupts_no_stream(application):
     command = [sys.executable, "-m", "serve_app.cli", "chaos", application.url, "--kill", "engine,runner"]
     options = ["--every", "1", "--streams", "6", "--max-tokens", str(NUM_TOKENS)]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=100, cwd=ROOT)
@@ -91,7 +91,7 @@ def test_chaos_shows_that_streams_go_on(application):
 
 
 def has_ended(pid: int) -> bool:
-    """True if the process is gone, or waits for Ray to take note of its end."""
+    """True if the process is gone, or is a zombie of Ray's."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:

@@ -18,7 +18,7 @@ from actors.ray.environment import SINGLE_MACHINE, quiet_port
 ROOT = Path(__file__).parents[2]
 START_S = 200  # on a machine that does much else besides
 
-# Prints the engine's gauges when they are zero; they are asked for over Ray, beside the front door.
+# Prints the engine's gauges when they are zero. It reads them over Ray, beside the HTTP port.
 WAIT_FOR_ZERO = """
 import time
 import ray
@@ -102,7 +102,7 @@ async def _start_storm_and_drain(process: subprocess.Popen, url: str, environmen
 
 
 async def _drain(process: subprocess.Popen, client: httpx.AsyncClient) -> None:
-    # SIGTERM: what runs is finished, what comes is told to come back.
+    # SIGTERM: running requests finish, and new ones get a time to retry.
     body = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     body["stream_options"] = {"include_usage": True}
     streams = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(4)]
@@ -115,7 +115,7 @@ async def _drain(process: subprocess.Popen, client: httpx.AsyncClient) -> None:
         assert not any(stream.done() for stream in streams), "the streams must outlive the signal"
         answer = await client.get("/health")
     refused = await client.post("/v1/completions", json={"prompt": "a"})
-    while refused.status_code == 200:  # the other front has not been told yet
+    while refused.status_code == 200:  # the other front does not know yet
         assert not any(stream.done() for stream in streams)
         refused = await client.post("/v1/completions", json={"prompt": "a"})
     assert refused.status_code == 503
@@ -127,7 +127,7 @@ async def _drain(process: subprocess.Popen, client: httpx.AsyncClient) -> None:
         assert done == "data: [DONE]"
         assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == 2000
 
-    # A second one: what still runs ends with an error.
+    # A second SIGTERM: running requests end with an error.
     await asyncio.sleep(0.6)  # within half a second it would be the same order
     process.send_signal(signal.SIGTERM)
     *_, last, done, _ = (await endless).text.split("\n\n")

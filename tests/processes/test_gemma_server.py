@@ -7,7 +7,7 @@ from tests.models.test_real_models import STORY, TEXTS
 
 
 @pytest.mark.thorough
-def test_gemma3_tells_a_story_through_http(gemma3_path, serve_url):
+def test_gemma3_writes_a_story_over_http(gemma3_path, serve_url):
     from ray import serve
 
     from serve_app.app import AppArgs, build_app

@@ -20,11 +20,11 @@ from openai import APIStatusError, OpenAI
 
 from actors.ray.environment import quiet_port, single_machine
 from actors.ray.haproxy import ANSWERS, answer, leave_fronts, stop, write_command
-from serve_app.server import _LAST_ANSWERS_S
+from serve_app.server.serve import _LAST_ANSWERS_S
 
 
 def serve_config(folder: Path, port: int, servers: list[int], fallback: int | None) -> str:
-    """What Serve's HAProxyManager writes for one application whose replicas listen on `servers`."""
+    """The configuration that Serve's HAProxyManager writes for one application with replicas on `servers`."""
     from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
     from ray.serve.config import HTTPOptions
 
@@ -49,7 +49,7 @@ def serve_config(folder: Path, port: int, servers: list[int], fallback: int | No
 
 
 def listening_ports(pid: int, state: str = "0A") -> set[tuple[str, int]]:
-    """(address, port) of every TCP socket on which a process listens, or whose state is another one of the kernel's."""
+    """(address, port) of every TCP socket on which a process listens, or in another `state` of the kernel."""
     found, inodes = set(), set()
     with suppress(OSError):  # it has ended
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
@@ -90,7 +90,7 @@ class Running:
 
 @pytest.fixture
 def haproxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator:
-    monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH")  # that of this session's own Ray, which is adapted already
+    monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH")  # the one of this session's own Ray, which is adapted already
     started = []
 
     def start(
@@ -121,7 +121,7 @@ ESTABLISHED = "01"
 
 
 class Healthy(BaseHTTPRequestHandler):
-    """A front that is ready, and says what it was asked with."""
+    """A front that is ready, and echoes its request."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -134,7 +134,7 @@ class Healthy(BaseHTTPRequestHandler):
 
 
 class Leaving(Healthy):
-    """A front that answers once on a connection, and has ended when it is asked there again."""
+    """A front that answers once on a connection, and ends at the next request there."""
 
     protocol_version = "HTTP/1.1"
     num_left = 0
@@ -154,7 +154,7 @@ class Staying(Leaving):
 
 
 class Last(Leaving):
-    """The only front: it answers one POST, and nobody listens when it has ended."""
+    """The only front: it answers one POST, and its port is closed when it has ended."""
 
     def handle(self) -> None:
         self.handle_one_request()
@@ -166,7 +166,7 @@ class Last(Leaving):
 
 
 class Streaming(Healthy):
-    """A front whose answers begin at once and end when they may, with its connections."""
+    """A front with answers that begin at once and end when the test allows, with its connections."""
 
     protocol_version = "HTTP/1.1"
     may_end = threading.Event()
@@ -186,19 +186,19 @@ def _sleep(seconds: float) -> bool:
     return False
 
 
-def test_a_servers_own_haproxy_has_one_port(haproxy):
+def test_a_private_haproxy_has_one_port(haproxy):
     running, port = haproxy([])
     assert running.ports() == {("127.0.0.1", port)}
 
 
-def test_one_that_others_share_keeps_serves_pages(haproxy):
+def test_a_shared_haproxy_keeps_the_pages_of_serve(haproxy):
     running, port = haproxy([], private=False)
     assert ("0.0.0.0", port) in running.ports()
     assert len(running.ports()) == 3
 
 
 @pytest.mark.parametrize("private", [True, False])
-def test_only_replicas_of_a_server_of_its_own_do_not_watch_for_clients_that_leave(haproxy, private):
+def test_only_a_private_server_leaves_disconnects_to_fronts(haproxy, private):
     """Serve's replicas, by this header; Callboard's fronts do, but other applications may rely on Serve."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as front:
         threading.Thread(target=front.serve_forever, daemon=True).start()
@@ -213,8 +213,8 @@ def test_only_replicas_of_a_server_of_its_own_do_not_watch_for_clients_that_leav
 @pytest.mark.parametrize(
     ("private", "path"), [(True, "/v1/completions"), (False, "/v1/completions"), (False, "/other/application")]
 )
-def test_a_front_that_ends_before_it_answers_is_no_fault_of_the_request(haproxy, private, path):
-    """On a connection that was used before, HAProxy closes that of the client, too, if it may not try again."""
+def test_a_front_that_ends_before_answering_is_retried(haproxy, private, path):
+    """On a reused connection, HAProxy also closes the client's if it may not retry."""
     Leaving.num_left = 0
     with (
         ThreadingHTTPServer(("127.0.0.1", 0), Leaving) as leaving,
@@ -232,14 +232,14 @@ def test_a_front_that_ends_before_it_answers_is_no_fault_of_the_request(haproxy,
         ):
             for _ in range(8):
                 assert client.post(path, json={"prompt": "a"}).status_code == 200
-        running.process.kill()  # and with it the connections on which the fronts wait
+        running.process.kill()  # and with it the connections that the fronts wait on
         for front in (leaving, staying):
             front.shutdown()
     assert Leaving.num_left
 
 
-def test_who_meets_a_front_that_has_gone_is_sent_to_the_other_one_at_once(haproxy):
-    """HAProxy holds the request that makes it give a front up, as if there were no other one."""
+def test_requests_to_a_gone_front_go_to_the_other(haproxy):
+    """HAProxy holds the request that makes it give a front up, as it does with a single front."""
     fronts = [ThreadingHTTPServer(("127.0.0.1", 0), Healthy) for _ in range(2)]
     for front in fronts:
         threading.Thread(target=front.serve_forever, daemon=True).start()
@@ -261,8 +261,8 @@ def test_who_meets_a_front_that_has_gone_is_sent_to_the_other_one_at_once(haprox
 
 
 @pytest.mark.parametrize("private", [True, False])
-def test_who_reads_a_stream_over_a_reload_may_ask_again_on_the_same_connection(haproxy, private):
-    """It is with the last process of HAProxy, which knows none of the fronts that are there now."""
+def test_a_connection_survives_a_reload_during_a_stream(haproxy, private):
+    """It is with the last process of HAProxy, which knows none of the present fronts."""
     Streaming.may_end.clear()
     last, new = (ThreadingHTTPServer(("127.0.0.1", 0), handler) for handler in (Streaming, Healthy))
     for front in (last, new):
@@ -288,7 +288,7 @@ def test_who_reads_a_stream_over_a_reload_may_ask_again_on_the_same_connection(h
 
 
 @pytest.mark.parametrize("path", ["/ready", "/health", "/v1/models", "/nonsense"])
-def test_before_there_is_an_application_all_is_a_503_of_openais_shape(haproxy, path):
+def test_without_an_application_every_route_is_a_503(haproxy, path):
     _, port = haproxy([])
     response = httpx.get(f"http://127.0.0.1:{port}{path}")
     assert response.status_code == 503
@@ -300,8 +300,8 @@ def test_before_there_is_an_application_all_is_a_503_of_openais_shape(haproxy, p
 
 
 @pytest.mark.parametrize("private", [True, False])
-def test_openais_client_reads_that_no_replica_is_there(haproxy, private):
-    """Neither a hang in Serve's own proxy, which would wait for a replica, nor a page of text."""
+def test_the_openai_client_reads_that_no_replica_exists(haproxy, private):
+    """It is neither a hang in Serve's own proxy, which would wait for a replica, nor a page of text."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         _, port = haproxy([quiet_port()], silent.getsockname()[1] if private else None, private)
         client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=10)
@@ -312,7 +312,7 @@ def test_openais_client_reads_that_no_replica_is_there(haproxy, private):
 
 
 def test_the_last_front_ends_before_it_answers(haproxy):
-    """HAProxy has no answer of its own for a request that it first sent on a connection that was used before."""
+    """HAProxy lacks an answer of its own for a request that it first sent on a reused connection."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Last) as front:
         threading.Thread(target=front.serve_forever, daemon=True).start()
         running, port = haproxy([front.server_port])
@@ -324,8 +324,8 @@ def test_the_last_front_ends_before_it_answers(haproxy):
     assert {response.json()["error"]["code"] for response in responses[1:]} == {"engine_unavailable"}
 
 
-def test_while_serve_builds_an_application_anew_its_fronts_are_still_asked(haproxy):
-    """Serve's configuration has none then; when the application is gone, so are they."""
+def test_fronts_serve_while_serve_rebuilds_an_application(haproxy):
+    """Serve's configuration has no fronts then; when the application is gone, the fronts are gone."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as front:
         threading.Thread(target=front.serve_forever, daemon=True).start()
         for servers, fallback, status in ([front.server_port], None, 200), ([], quiet_port(), 200), ([], None, 404):
@@ -337,8 +337,8 @@ def test_while_serve_builds_an_application_anew_its_fronts_are_still_asked(hapro
 
 
 @pytest.mark.parametrize("private", [True, False])
-def test_what_is_adapted_may_be_adapted_again(haproxy, tmp_path: Path, private):
-    """The command runs the binary that the environment names, which may be such a command."""
+def test_the_configuration_can_be_adapted_twice(haproxy, tmp_path: Path, private):
+    """The command runs the binary that the environment names, and this may be such a command."""
     running, port = haproxy([quiet_port()], private=private)
     running.process.kill()
     again = Running(str(tmp_path / "haproxy"), str(tmp_path / "haproxy.cfg"))
@@ -350,7 +350,7 @@ def test_what_is_adapted_may_be_adapted_again(haproxy, tmp_path: Path, private):
         again.process.stderr.close()
 
 
-def test_headers_that_do_not_come_are_not_waited_for(haproxy, tmp_path: Path):
+def test_incomplete_headers_time_out(haproxy, tmp_path: Path):
     haproxy([])
     assert "    timeout http-request 30s\n" in (tmp_path / "haproxy.cfg").read_text()
 
@@ -375,7 +375,7 @@ def test_all_interfaces_of_ipv6(haproxy):
         socket.create_connection((address, port), timeout=5).close()
 
 
-def test_before_fronts_end_haproxy_leaves_them_to_what_they_have(haproxy, tmp_path: Path):
+def test_haproxy_drains_fronts_before_they_end(haproxy, tmp_path: Path):
     Streaming.may_end.clear()
     front = ThreadingHTTPServer(("127.0.0.1", 0), Streaming)
     threading.Thread(target=front.serve_forever, daemon=True).start()
@@ -395,7 +395,7 @@ def test_before_fronts_end_haproxy_leaves_them_to_what_they_have(haproxy, tmp_pa
     front.shutdown()
 
 
-def test_a_stop_answers_what_was_read_and_ends_no_other(haproxy, tmp_path: Path):
+def test_a_stop_answers_only_requests_already_read(haproxy, tmp_path: Path):
     running, _ = haproxy([])
     other = subprocess.Popen(["sh", "-c", "read x", str(tmp_path / "other" / "haproxy.cfg")], stdin=subprocess.PIPE)
     stop(str(tmp_path / "mine"), _sleep, timeout_s=0.1)
@@ -407,7 +407,7 @@ def test_a_stop_answers_what_was_read_and_ends_no_other(haproxy, tmp_path: Path)
     other.wait()
 
 
-def test_a_stop_answers_what_tries_to_reach_a_front_that_has_just_gone(haproxy, tmp_path: Path):
+def test_a_stop_answers_requests_to_a_front_just_gone(haproxy, tmp_path: Path):
     front = ThreadingHTTPServer(("127.0.0.1", 0), Healthy)
     threading.Thread(target=front.serve_forever, daemon=True).start()
     running, port = haproxy([front.server_port])
@@ -435,7 +435,7 @@ def test_an_order_ends_the_wait_for_last_answers(haproxy, tmp_path: Path):
         assert running.process.poll() is None
 
 
-def test_side_ports_are_not_those_of_connections(tmp_path: Path):
+def test_side_ports_avoid_ports_of_connections(tmp_path: Path):
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     ports = {int(single_machine(str(tmp_path))["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"]) for _ in range(20)}
     assert len(ports) > 10

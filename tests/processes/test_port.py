@@ -15,12 +15,12 @@ from openai import APIStatusError, OpenAI
 
 from actors.ray.environment import quiet_port
 from actors.ray.haproxy import write_command
-from serve_app.tools.port import port_of_its_own
+from serve_app.server.port import port_of_its_own
 from tests.processes.test_haproxy import Healthy, Running, serve_config
 
 
 class Clients:
-    """Clients that come all the time, with everything that they get."""
+    """Clients that connect all the time, and their answers."""
 
     def __init__(self, port: int, num_clients: int) -> None:
         self._url, self._is_over = f"http://127.0.0.1:{port}/ready", threading.Event()
@@ -73,7 +73,7 @@ def haproxy_at(number: int, front: ThreadingHTTPServer, folder: Path) -> Iterato
         running.process.stderr.close()
 
 
-def test_the_port_goes_from_the_command_to_haproxy_and_no_client_notices(front, tmp_path: Path, monkeypatch):
+def test_the_port_passes_to_haproxy_unnoticed(front, tmp_path: Path, monkeypatch):
     monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH")
     number = quiet_port()
     with port_of_its_own("127.0.0.1", number) as port:
@@ -98,8 +98,9 @@ def test_the_port_goes_from_the_command_to_haproxy_and_no_client_notices(front, 
     assert {status for status, _ in clients.answers[num_before:]} == {200}
 
 
-def test_a_server_that_stops_as_soon_as_it_is_ready_leaves_nobody_to_the_command(front, tmp_path: Path, monkeypatch):
-    """Without HAProxy's socket the kernel would give all connections to the command's, which ends any moment."""
+def test_a_stop_at_ready_leaves_no_client_unanswered(front, tmp_path: Path, monkeypatch):
+    """Without HAProxy's socket the kernel would give all connections to the command's socket, which closes at any
+    moment."""
     monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH")
     number = quiet_port()
     with port_of_its_own("127.0.0.1", number) as port:
@@ -114,16 +115,16 @@ def test_a_server_that_stops_as_soon_as_it_is_ready_leaves_nobody_to_the_command
                 httpx.get(f"http://127.0.0.1:{number}/ready")
 
 
-def test_while_the_server_starts_its_port_is_nobody_elses_and_openais_client_reads_the_phase():
+def test_clients_read_the_phase_while_the_server_starts():
     number = quiet_port()
     with port_of_its_own("127.0.0.1", number) as port:
         with pytest.raises(OSError, match="in use"):
             socket.create_server(("127.0.0.1", number))
         port.hear({"phase": "Ray started"})
-        for _ in range(100):  # of whom nothing comes
+        for _ in range(100):  # connections without a byte
             socket.create_connection(("127.0.0.1", number)).close()
         client = OpenAI(base_url=f"http://127.0.0.1:{number}/v1", api_key="none", max_retries=0, timeout=10)
-        prompt = "a" * (4 << 20)  # longer than any buffer: what is not read must not hide the answer
+        prompt = "a" * (4 << 20)  # longer than any buffer: unread input must not hide the answer
         with pytest.raises(APIStatusError, match=r"The server is starting \(Ray started\)") as error:
             client.completions.create(model="any", prompt=prompt)
         assert error.value.status_code == 503

@@ -1,4 +1,4 @@
-"""The child of `callboard serve` and its offspring: whatever happens, all of it ends, and one sentence says why."""
+"""The child of `callboard serve` and its offspring: in every case all of it ends, and one sentence gives the reason."""
 
 import os
 import signal
@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Its work, the body of `work`, is the test's; it has left its parent an orphan in a session of its own.
+# The test writes the body of `work`, which leaves its parent an orphan in a session of its own.
 PROGRAM = """
 import os, signal, subprocess, sys, time
 from runtime.spec.types import CallboardError
-from serve_app import process_tree
-from serve_app.tools.process_tree import run
+from serve_app.processes import process_tree
+from serve_app.processes.process_tree import run
 
 process_tree._INTERRUPT_S = float(os.environ["INTERRUPT_S"])
 
@@ -62,7 +62,7 @@ class Program:
         )  # fmt: skip
         assert self.process.stdout.readline() == "begun\n"
         end = time.monotonic() + 60
-        # The kernel tells that a program runs before its command line and its environment can be read.
+        # The kernel shows that a program runs before its command line and its environment can be read.
         while not any(command.startswith("sleep 60") for command in processes_with(self.mark)):
             assert time.monotonic() < end
             time.sleep(0.01)
@@ -70,7 +70,7 @@ class Program:
         self.process.stdin.flush()
 
     def rest(self) -> str:
-        """What is printed until the program ends, of which nothing must be left."""
+        """The output until the program ends. No process of it may be left."""
         out, _ = self.process.communicate(timeout=120)
         assert processes_with(self.mark) == []
         return out
@@ -106,11 +106,11 @@ def program() -> Iterator[type[Program]]:
         ),
     ],
 )
-def test_all_ends_with_the_child_and_why_is_told(program, work, told):
+def test_the_tree_ends_with_its_child_and_reports_why(program, work, told):
     assert program(work).rest() == told
 
 
-def test_a_child_ends_with_what_it_cannot_do_without(program):
+def test_a_child_ends_with_a_process_it_depends_on(program):
     started = program(
         """
         others = [subprocess.Popen(["sleep", "60"]), subprocess.Popen(["cat"], stdin=subprocess.PIPE)]
@@ -141,8 +141,9 @@ def test_a_signal_before_it_is_ready_interrupts(program, number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_interrupts_where_a_script_has_begun_it_in_the_background(program, number):
-    """`callboard serve &` in a script: shells let such a command ignore SIGINT, and Python then installs no handler."""
+def test_a_signal_interrupts_a_background_start(program, number):
+    """`callboard serve &` in a script: shells make such a command ignore SIGINT, and Python then installs no
+    handler."""
     started = program(
         """
         try:
@@ -158,7 +159,7 @@ def test_a_signal_interrupts_where_a_script_has_begun_it_in_the_background(progr
     assert started.rest() == "put in order\ninterrupted\n"
 
 
-def test_a_child_that_heeds_nothing_is_killed(program):
+def test_a_child_that_ignores_signals_is_killed(program):
     started = program(
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -173,8 +174,8 @@ def test_a_child_that_heeds_nothing_is_killed(program):
     assert started.rest() == "interrupted\n"
 
 
-def test_signals_are_orders_once_it_is_ready(program):
-    """A second one at once is the same one, as `timeout` sends it; a later one is a second order."""
+def test_signals_stop_a_ready_child_gracefully(program):
+    """A second signal at once is the same order, as `timeout` sends it; a later one is a second order."""
     started = program(
         """
         parent.tell(ready=True)
@@ -203,7 +204,7 @@ def test_a_third_signal_kills(program):
         assert time.monotonic() < end
         started.process.send_signal(signal.SIGTERM)
         num_sent += 1
-        time.sleep(0.55)  # apart enough to be two
+        time.sleep(0.55)  # far enough apart to be two
     assert num_sent >= 3
     assert started.rest() == "interrupted\n"
 
@@ -218,7 +219,7 @@ def test_a_child_without_a_parent_stops(program):
     while is_running(child):
         assert time.monotonic() < end
         time.sleep(0.02)
-    for path in Path("/proc").glob("[0-9]*/environ"):  # its orphan is nobody's now
+    for path in Path("/proc").glob("[0-9]*/environ"):  # its orphan has lost its parent
         try:
             if started.mark.encode() in path.read_bytes():
                 os.kill(int(path.parent.name), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Two real ranks behind one engine: they answer as one does, and a rank that dies or is stopped is a pause."""
+"""Two real ranks behind one engine answer as one does, and a rank that dies or is stopped is a pause."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", name="undisturbed")
 def answers(divisible_path) -> list[list[int]]:
-    """What one rank says, in this process."""
+    """The answers of one rank in this process."""
     llm = LLM(str(divisible_path), rank_invariant=True, max_num_seqs=8, kv_cache_memory=0.1, num_threads=1)
     params = [sampling(i, i, NUM_TOKENS) for i in range(len(PROMPTS))]
     return [answer.token_ids for answer in llm.generate(PROMPTS, params)]
@@ -34,8 +34,8 @@ async def ranks_of(server: Server) -> list:
 
 
 async def replaced(server: Server, old: list) -> list:
-    """The ranks that take the place of the old ones, as soon as the engine knows their processes: before, it would take
-    one that is stopped for one that is slow."""
+    """The ranks that replace the old ones, once the engine knows their processes. Before that it would take a stopped
+    rank for a slow one."""
 
     def known(engine) -> list:
         ranks = engine.runners._ranks
@@ -52,8 +52,8 @@ async def pid_of(rank) -> int:
     return (await rank.location.remote())[1]
 
 
-async def test_ranks_that_are_stopped_and_killed_change_no_token(divisible_path, undisturbed):
-    """In steps, while they are loaded anew, and while the engine drains; with grammars, guesses and a prefix cache."""
+async def test_stopped_and_killed_ranks_change_no_token(divisible_path, undisturbed):
+    """In steps, while they are loaded again, and while the engine drains; with grammars, guesses and a prefix cache."""
     config = {"tensor_parallel_size": 2, "rank_invariant": True, "draft": "ngram", "num_draft_tokens": 3}
     async with Server("ranks", divisible_path, **config) as server:
         for rank, disturbance in ((1, signal.SIGSTOP), (0, signal.SIGKILL)):

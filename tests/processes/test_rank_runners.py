@@ -1,5 +1,5 @@
-"""Runners of groups of 2, 3 and 4 processes, through all phases of their start, beside one runner of the whole model:
-requests get the same tokens, and with rank_invariant the same log-probabilities to the bit."""
+"""Groups of 2, 3 and 4 runner processes, through all phases of their start, beside one runner of the whole model.
+Requests get the same tokens, and with rank_invariant the same log-probabilities to the bit."""
 
 import time
 from dataclasses import replace
@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from runtime.assembly.engine import build_engine, speculation_of
+from runtime.assembly.runner import build_runner
 from runtime.core.executor import InProcess
-from runtime.quant.formats import weight_bytes
+from runtime.quant.model_formats import weight_bytes
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.types import CallboardError, Request, SamplingParams
@@ -37,7 +38,7 @@ BASE = {
     "device": "cpu", "num_threads": 1, "max_num_seqs": 4, "max_num_batched_tokens": 24, "block_size": 4,
     "num_kv_blocks": 80,
 }  # fmt: skip
-# What changes the way of a request through a runner.
+# Settings that change a request's path through a runner.
 TOGGLES = {
     "draft": "ngram", "num_draft_tokens": 3, "prefix_cache": False, "pipeline_depth": 1, "kv_cache_dtype": "int8",
     "packed_weights": False,
@@ -53,7 +54,7 @@ class ScaledSource(DummySource):
 
 
 def answers(runner: ModelRunner | RankedRunner, config: EngineConfig) -> dict[str, list[tuple[int, tuple[float, ...]]]]:
-    """Each request's tokens, with the log-probabilities that it asked for."""
+    """Each request's tokens, with its log-probabilities."""
     runner.reset()
     config = config.sized_for("cpu")
     core = build_engine(config, runner.info, InProcess(runner), speculation_of(config, runner.info, time.monotonic))
@@ -73,7 +74,7 @@ def answers(runner: ModelRunner | RankedRunner, config: EngineConfig) -> dict[st
 def check_against_one_rank(processes: RankProcesses, spec: DecoderSpec, size: int, **settings) -> None:
     config = EngineConfig(**BASE | settings)
     source = ScaledSource(spec, eos_token_ids=SMALL.eos_ids, vocabulary=SMALL)
-    alone, ranks = ModelRunner(config, source), processes.open(replace(config, tensor_parallel_size=size), source)
+    alone, ranks = build_runner(config, source), processes.open(replace(config, tensor_parallel_size=size), source)
     want, got = answers(alone, config), answers(ranks, config)
     assert all(len(own) == params.max_tokens for own, params in zip(want.values(), PARAMS, strict=True))
     if config.rank_invariant:
@@ -103,8 +104,8 @@ def test_groups_answer_as_one_rank_does(processes):
     check_against_one_rank(processes, EIGHTS, 2, rank_invariant=True, **TOGGLES)
 
 
-def test_ranks_agree_on_what_fits_and_a_size_that_does_not_is_told(processes):
-    """A rank has its heads' part of each block, so that as much memory holds twice as many."""
+def test_ranks_agree_on_a_size_that_fits(processes):
+    """A rank has its heads' part of each block, so the same memory holds twice the blocks."""
     config = EngineConfig(**BASE | {"num_kv_blocks": None, "kv_cache_memory": 5e-5, "tensor_parallel_size": 2})
     with pytest.raises(CallboardError, match=r"tensor_parallel_size is 2, .* 9 heads, 3 of keys and values"):
         processes.open(config, DummySource(THIRDS))

@@ -20,7 +20,7 @@ MAX_BYTES = 1 << 10
 
 
 def partial_of(rank: int, operation: int) -> torch.Tensor:
-    """What a rank adds, of one to several pieces."""
+    """A rank's summand, of one to several pieces."""
     generator = torch.Generator().manual_seed(rank << 32 | operation)
     return torch.randn(1 + operation % 3, 8 + operation * 7 % 300, generator=generator)
 
@@ -88,7 +88,7 @@ def test_a_lost_rank_is_named(scenario: Callable[[SharedMemory], None], timeout_
         assert [answer_of(rank) for rank in ranks[:2]] == [sentence] * 2
 
 
-def test_a_rank_that_is_a_step_ahead_is_found_at_once():
+def test_a_rank_one_step_ahead_is_found_at_once():
     with communicator_processes(2, SharedMemory, last_rank_skips_one, max_bytes=MAX_BYTES, timeout_s=60.0) as ranks:
         sentences = [answer_of(rank) for rank in ranks]
     assert sentences == [f"Rank {1 - i} is at another operation than rank {i}; all ranks must restart." for i in (0, 1)]

@@ -9,14 +9,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 @pytest.mark.thorough
 def test_figures_reach_rays_own_exporter(ray_session):
-    """Under the names of Ray's dashboard. Ray itself makes a histogram's sum out of the middles of its buckets."""
+    """Under the names of Ray's dashboard. Ray derives a histogram's sum from the middles of its buckets."""
     import ray
 
     @ray.remote
     class Publisher:
         async def publish(self):
             from actors.wire.metrics import MetricValues, Snapshot, all_at_zero
-            from serve_app.service.ray_metrics import RayMetrics
+            from serve_app.observability.ray_metrics import RayMetrics
 
             metrics, engine = RayMetrics("m", "r1"), all_at_zero()
             await metrics.publish_engine("a", Snapshot(all_at_zero(), {"block_size": "16"}))

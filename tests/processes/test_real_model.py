@@ -1,5 +1,5 @@
-"""A real model behind the server: answers to OpenAI's client and to other Ray jobs, and scores in lm-eval,
-which are those of transformers: the same GGUF file behind both, the same local tasks."""
+"""A real model behind the server answers OpenAI's client and other Ray jobs. Its scores in lm-eval equal transformers'
+scores with the same GGUF file on the same local tasks."""
 
 import json
 import os

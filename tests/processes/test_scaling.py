@@ -1,4 +1,4 @@
-"""An application whose engines come and go with its load: none, one, two, one, none, and one again for a request."""
+"""The engines of an application scale with its load: none, one, two, one, none, and one again for a request."""
 
 import asyncio
 import json
@@ -53,11 +53,11 @@ def engines() -> list[str]:
 
 
 async def is_ready(url: str, phase: str = "") -> bool:
-    """True if the front says that it is ready, and this."""
+    """True if the front reports that it is ready, in this phase."""
     async with httpx.AsyncClient(base_url=url, timeout=10) as client:
         try:
             ready = await client.get("/ready")
-        except httpx.HTTPError:  # HAProxy knows no front yet
+        except httpx.HTTPError:  # HAProxy lacks a front so far
             return False
         if ready.status_code != 200:
             return False
@@ -112,7 +112,7 @@ class Reader:
 
 
 async def ask(name: str, what: str) -> Any:
-    """The answer of an engine, None while it is being started."""
+    """The answer of an engine, or None while it is starting."""
     import ray
 
     from actors.ray.names import NAMESPACE

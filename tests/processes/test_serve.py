@@ -1,4 +1,4 @@
-"""The whole server: Serve, HTTP, engine and runners as real processes. Kills are the matter of test_faults.py."""
+"""The whole server: Serve, HTTP, engine and runners as real processes. Kills are tested in test_faults.py."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_app.tools.replay import replay
 
 MODEL = "tiny"
-MAX_TOKENS = 500  # of a stream: long enough for all to be under way at once
+MAX_TOKENS = 500  # of a stream: long enough to have all in progress at once
 ROOT = Path(__file__).parents[2]
 PROMPTS = [
     "Once upon a time, in a small village by the sea,",
@@ -64,7 +64,7 @@ def stats():
     return ray.get(engine().stats.remote())
 
 
-def test_a_log_that_cannot_be_written_holds_up_no_replica(url):
+def test_an_unwritable_log_blocks_no_replica(url):
     import ray
 
     names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
@@ -73,7 +73,7 @@ def test_a_log_that_cannot_be_written_holds_up_no_replica(url):
     assert ray.get(reports) == [False] * 3
 
 
-def test_metrics_tell_of_all_fronts_and_the_engine(url):
+def test_metrics_cover_all_fronts_and_the_engine(url):
     def scrape():
         text = httpx.get(f"{url}/metrics").text
         families = text_string_to_metric_families(text)
@@ -84,7 +84,7 @@ def test_metrics_tell_of_all_fronts_and_the_engine(url):
     with ThreadPoolExecutor(8) as pool:  # connections of their own: both fronts get some
         answers = list(pool.map(lambda _: httpx.post(f"{url}/v1/completions", json=body), range(16)))
     assert {answer.status_code for answer in answers} == {200}
-    time.sleep(1.2)  # the front that is not asked reports once a second
+    time.sleep(1.2)  # the other front reports once a second
     after = scrape()
     new = {name: after[name] - before.get(name, 0) for name in after}
     assert new["vllm:request_success_totallength"] == new["vllm:e2e_request_latency_seconds_count"] == 16
@@ -94,7 +94,7 @@ def test_metrics_tell_of_all_fronts_and_the_engine(url):
     assert after["vllm:num_requests_running"] == after["vllm:kv_cache_usage_perc"] == 0
 
 
-def test_a_response_is_found_wherever_it_is_asked_for(url):
+def test_every_front_finds_a_response(url):
     def ask(method: str, path: str = "", **body):
         """On a connection of its own, which may be either front's."""
         return httpx.request(method, f"{url}/v1/responses{path}", json=body or None, timeout=60)
@@ -103,7 +103,7 @@ def test_a_response_is_found_wherever_it_is_asked_for(url):
         return response["id"].split("_")[1]
 
     def create(until, **body):
-        """A response whose id names a front that will do."""
+        """A response with the id of a suitable front."""
         for _ in range(100):
             answer = ask("POST", input="Once", max_output_tokens=4, **body)
             assert answer.status_code == 200, answer.text
@@ -139,7 +139,7 @@ DONE = 1 << 30
 
 
 async def read_all(url, counts):
-    """The texts of all prompts; `counts` tells how many chunks of each have come, or that it is done."""
+    """The texts of all prompts; `counts` holds how many chunks of each have arrived, or that it is done."""
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
     async def one(i):
@@ -191,7 +191,7 @@ async def test_a_client_that_leaves_frees_the_engine(url):
 
 
 def test_a_replay_gets_the_same_tokens(url, capsys):
-    """Whichever front has made the answer, and whatever was computed beside it."""
+    """The replay is the same from any front, and with any other work beside it."""
     body = {"prompt": "Once", "n": 2, "max_tokens": 40, "ignore_eos": True}
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda _: httpx.post(f"{url}/v1/completions", json=body).json(), range(4)))

@@ -74,7 +74,8 @@ def test_serve_end_to_end(smollm2_path: Path, tmp_path: Path, private_ray: dict[
         lines = [process.stdout.readline() for _ in range(3)]
         assert lines[0] == f"Callboard serves smol at http://127.0.0.1:{port}/v1\n", process.stderr.read()
         assert lines[1] == f"Chat: http://127.0.0.1:{port}/   API: http://127.0.0.1:{port}/v1   Ctrl-C stops\n"
-        curl = lines[2].replace('"stream": true', '"stream": true, "max_tokens": 60')  # else as long as it likes
+        # without it the answer has any length
+        curl = lines[2].replace('"stream": true', '"stream": true, "max_tokens": 60')
         answer = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=60)
         *events, done, _ = answer.stdout.split("\n\n")
         assert done == "data: [DONE]"

@@ -1,5 +1,5 @@
-"""`callboard serve` as its user sees it, from the command to its end: what is printed and when, what the port answers,
-what is left behind. Real processes with a tiny model."""
+"""`callboard serve` as its user sees it, from start to end: its output, the answers of its port, and the files and
+processes it leaves. Real processes with a tiny model."""
 
 import contextlib
 import os
@@ -33,16 +33,16 @@ STOP_S = 60
 
 
 def short_directory() -> Path:
-    """A new directory with a path of eight bytes: HAProxy's sockets lie below it (`serve_app/server.py`)."""
+    """A new directory with a path of eight bytes: HAProxy's sockets lie below it (`serve_app/server/serve.py`)."""
     while True:
         path = Path("/tmp", secrets.token_urlsafe(2))
-        with contextlib.suppress(FileExistsError):  # one of 262,144 names; another run may have left it behind
+        with contextlib.suppress(FileExistsError):  # one of 262,144 names; an earlier run may have left it
             path.mkdir()
             return path
 
 
 class Server:
-    """A `callboard serve` whose output goes to a file, all of whose processes have a mark in their environment."""
+    """A `callboard serve` with its output in a file. All of its processes have a mark in their environment."""
 
     def __init__(self, model: Path, folder: Path, environment: dict[str, str], *flags: str) -> None:
         self.port = quiet_port()
@@ -70,7 +70,7 @@ class Server:
             time.sleep(0.02)
 
     def wait(self, timeout_s: float) -> int:
-        """Its exit code, when it has ended and left nothing."""
+        """Its exit code, once it has ended and left no process."""
         code = self.process.wait(timeout_s)
         assert processes_with(self.mark) == []
         assert list(self.temporary.iterdir()) == []
@@ -85,7 +85,7 @@ class Server:
                 continue
 
     def pid_of(self, name: str) -> int:
-        """The process whose command line has `name`."""
+        """The process with `name` in its command line."""
         (found,) = (pid for pid in self.pids() if name in Path(f"/proc/{pid}/cmdline").read_text())
         return found
 
@@ -102,7 +102,7 @@ def start(write_tiny_gguf, tmp_path: Path, private_ray) -> Iterator[Callable[...
         return started[-1]
 
     yield begin
-    with contextlib.ExitStack() as stack:  # all of it happens, whatever fails
+    with contextlib.ExitStack() as stack:  # all of it happens, even after a failure
         for server in started:
             stack.callback(shutil.rmtree, server.temporary)
             stack.callback(server.process.wait, STOP_S)
@@ -124,13 +124,13 @@ class Watch(threading.Thread):
             time.sleep(0.02)
 
     def _ask(self, path: str) -> httpx.Response | None:
-        """None: nobody listens."""
+        """The answer, or None if the port is closed."""
         try:
             # Certificates are not read, which would take a core's time from the server at this pace.
             return httpx.get(f"http://127.0.0.1:{self._server.port}{path}", timeout=10, verify=False)
         except httpx.ConnectError:
             return None
-        except httpx.ReadError as e:  # a connection that nobody had accepted when the port was closed
+        except httpx.ReadError as e:  # a connection that was not accepted when the port was closed
             self.resets.append((path, repr(e), self._server.output()[-1:]))
             return None
         except httpx.TransportError as e:
@@ -138,7 +138,7 @@ class Watch(threading.Thread):
             return None
 
 
-def test_a_life_as_its_user_sees_it(start):
+def test_a_server_from_start_to_stop(start):
     server = start()
     watch = Watch(server)
     server.wait_for("curl -N")
@@ -146,7 +146,7 @@ def test_a_life_as_its_user_sees_it(start):
     assert {address for address, _ in ports if not address.startswith("127.")} == set()
     engine = server.pid_of("ray::EngineActor")
     assert os.getpriority(os.PRIO_PROCESS, engine) == os.getpriority(os.PRIO_PROCESS, server.process.pid)
-    os.kill(server.pid_of("actors.ray.fork_server\0serve"), signal.SIGKILL)  # of which everything is there already
+    os.kill(server.pid_of("actors.ray.fork_server\0serve"), signal.SIGKILL)  # all of its forks exist already
     os.kill(engine, signal.SIGKILL)  # Ray writes a paragraph on that
     deadline = time.monotonic() + START_S
     while not (watch.seen[-1][1] is not None and watch.seen[-1][1].status_code == 503):
@@ -170,7 +170,7 @@ def test_a_life_as_its_user_sees_it(start):
     others = [line for line, found in zip(output, times, strict=True) if not found and not line.startswith("  ")]
     assert [line.split()[0] for line in others] == ["Callboard", "Chat:", "curl", "Each", "Tools:", "Stopping;"], others
 
-    # Each phase is told when it ends, on the console and by the port, which answers from the first one on.
+    # Each phase is reported when it ends, on the console and by the port, which answers from the first phase on.
     answers = [(path, answer, lines) for path, answer, lines in watch.seen if answer is not None]
     assert answers[0][2] <= 1
     told = {found[1] for _, answer, _ in answers if (found := re.search(r"is starting \((.*?)\)", answer.text))}
@@ -197,8 +197,9 @@ def test_sigterm_during_the_start(start, phase):
 
 
 @pytest.mark.thorough
-def test_a_stop_does_not_wait_for_an_engine_that_only_new_requests_need(start, tmp_path: Path):
-    """An application that was scaled to zero loads its model again; who waits for it is told that the server stops."""
+def test_a_stop_does_not_wait_for_an_unneeded_engine(start, tmp_path: Path):
+    """An application that was scaled to zero loads its model again. A request that waits for it gets the error that the
+    server stops."""
     gate = tmp_path / "gate"
     gate.touch()
     scaling = "--min-replicas", "0", "--max-replicas", "1", "--scale-to-zero-s", "0.5", "--drain-timeout-s", "100"
@@ -238,7 +239,7 @@ def test_ray_dies_at_the_start(start):
     assert end.startswith("callboard: The server's process ended by itself (its raylet ended); see /")
 
 
-# Asks every port for what Ray and Serve answer, as a user who may do nothing, with a pickle that leaves a file.
+# Sends the requests of Ray and Serve to every port, as a user without rights, with a pickle that leaves a file.
 STRANGER = """
 import os, pickle, sys
 from concurrent.futures import ThreadPoolExecutor
@@ -281,7 +282,8 @@ with ThreadPoolExecutor(8) as pool:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 @pytest.mark.thorough
 def test_other_users_of_the_machine_run_nothing(start, tmp_path: Path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:  # by chance, the port of Serve's own proxy: it finds another
+    # by chance the port of Serve's own proxy, which finds another
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         server = start(RAY_SERVE_FALLBACK_PROXY_HTTP_PORT=str(taken.getsockname()[1]))
         server.wait_for("curl -N")
     ports = sorted({str(port) for pid in server.pids() for _, port in listening_ports(pid)})

@@ -1,4 +1,4 @@
-"""Adapters over HTTP: models of their own, that come and go while the server runs."""
+"""Adapters over HTTP: separate models that are loaded and unloaded while the server runs."""
 
 import asyncio
 from pathlib import Path
@@ -69,7 +69,7 @@ async def test_an_adapter_is_a_model_on_every_route(tmp_path: Path):
     assert [card.id for card in (await client.models.list()).data] == [MODEL]
 
 
-async def test_what_cannot_be_loaded_or_unloaded(tmp_path: Path):
+async def test_loads_and_unloads_that_are_refused(tmp_path: Path):
     folder = tmp_path / "adapters"
     (folder / "inside").mkdir(parents=True)
     (folder / "outside").symlink_to(tmp_path)
@@ -105,8 +105,8 @@ async def test_what_cannot_be_loaded_or_unloaded(tmp_path: Path):
             assert_error(refused, 403, None, "--lora-folder", "adapters_not_allowed")
 
 
-async def test_a_stream_keeps_its_adapter_over_deaths_and_its_unloading(tmp_path: Path):
-    """The whole way over real sockets; only the runner is a fake one, whose tokens depend on the adapter."""
+async def test_a_stream_keeps_its_adapter_despite_deaths_and_unloads(tmp_path: Path):
+    """The whole way over real sockets. Only the runner is a fake, and its tokens depend on the adapter."""
     save_adapter(tmp_path / "sql", MODULES)
     async with serving(HttpSettings(lora_folder=str(tmp_path)), delay_s=0.1, max_loras=1) as (engine, url):
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
@@ -154,7 +154,7 @@ async def test_a_stream_keeps_its_adapter_over_deaths_and_its_unloading(tmp_path
 
 def test_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     asked = []
-    monkeypatch.setattr("serve_app.server.serve", asked.append)
+    monkeypatch.setattr("serve_app.server.serve.serve", asked.append)
     here = Path.cwd()
     assert cli.main(["serve", "m", "--lora", "a=x", "--lora", "b=/y", "--lora-folder", "z"]) == 0
     assert asked[0].config.adapters == {"a": f"{here}/x", "b": "/y"}  # actors have another working directory

@@ -1,4 +1,4 @@
-"""What `callboard serve` prints when it is ready."""
+"""The announcement of `callboard serve` when it is ready."""
 
 import json
 import shlex
@@ -7,12 +7,12 @@ import threading
 import pytest
 
 from runtime.spec.config import DEFAULT_MODEL, EngineConfig
-from serve_app.terminal.announcement import NextStep, announcement
+from serve_app.server.announcement import NextStep, announcement
 
 URL = "http://127.0.0.1:8000"
 
 
-def test_the_chat_page_the_api_and_the_end_are_named():
+def test_the_announcement_names_page_api_and_stop():
     first, second, _ = announcement(EngineConfig(), (), URL)
     assert first == f"Callboard serves HuggingFaceTB/SmolLM2-135M-Instruct at {URL}/v1"
     assert second == f"Chat: {URL}/   API: {URL}/v1   Ctrl-C stops"
@@ -35,9 +35,9 @@ def test_the_draft_and_the_adapters_are_named():
     ("model", "reason", "is_shown"),
     [(DEFAULT_MODEL, None, True), (DEFAULT_MODEL, "no route", False), ("m", None, False)],
 )
-def test_a_better_model_is_named_where_a_hub_answers(monkeypatch, model: str, reason: str | None, is_shown: bool):
+def test_a_better_model_is_named_if_a_hub_answers(monkeypatch, model: str, reason: str | None, is_shown: bool):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr("serve_app.tools.doctor.unreachable", lambda url: reason)
+    monkeypatch.setattr("serve_app.server.announcement.unreachable", lambda url: reason)
     before = set(threading.enumerate())
     step = NextStep(model)
     for thread in set(threading.enumerate()) - before:

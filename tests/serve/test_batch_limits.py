@@ -1,4 +1,4 @@
-"""Batches whose disk is full, whose key is at a limit, or whose front has died while it created them."""
+"""Batches on a full disk, at the limit of a key, or after a front that died while it created them."""
 
 import asyncio
 import errno
@@ -98,7 +98,7 @@ async def test_a_batch_without_its_input_ends(tmp_path: Path):
         await eventually(lambda: not after.batches.store.batches.with_suffix(".lock"))
 
 
-async def test_a_batch_that_is_stopped_at_once_is_left(tmp_path: Path):
+async def test_a_batch_stopped_at_once_stays_for_others(tmp_path: Path):
     async with front(tmp_path) as one:
 
         class Stops(dict[str, asyncio.Task[None]]):

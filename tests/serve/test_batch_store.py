@@ -1,4 +1,5 @@
-"""The folder of files and batches: its limits, failures of the disk, two fronts at once, what dead fronts leave."""
+"""The folder of files and batches: its limits, failures of the disk, two fronts at once, and the files of dead
+fronts."""
 
 import errno
 import io
@@ -10,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from serve_app.apis.batches.disk import replacing, try_lock
 from serve_app.apis.batches.lines import Place, Requests, append, finished
 from serve_app.apis.batches.routes import CreateBatchRequest, _created
 from serve_app.apis.batches.store import BatchStore, Record
-from serve_app.http.disk import replacing, try_lock
 from serve_app.protocol.errors import ApiError
 from serve_app.settings import HttpSettings
 
@@ -84,7 +85,7 @@ def test_open_batches_are_limited(tmp_path: Path, name: str):
     create(store, file_id)
 
 
-def test_results_have_places_from_the_start(tmp_path: Path):
+def test_results_are_reserved_from_the_start(tmp_path: Path):
     store = store_of(tmp_path, files=3)
     record = create(store, upload(store))
     with pytest.raises(ApiError, match="3 files"):
@@ -141,7 +142,7 @@ def test_two_fronts_pass_no_limit_together(tmp_path: Path):
         assert sum(pool.map(attempt, range(24))) == 5
 
 
-def test_a_page_opens_no_record_of_another_key(tmp_path: Path, monkeypatch):
+def test_a_page_reads_no_record_of_another_key(tmp_path: Path, monkeypatch):
     store = store_of(tmp_path)
     own = [upload(store) for _ in range(3)]
     for _ in range(20):
@@ -238,7 +239,7 @@ def test_torn_lines_are_removed_from_results(tmp_path: Path, torn: bytes):
 # ---- what dead fronts leave ------------------------------------------------------------------------------------------
 
 
-def test_a_sweep_removes_what_has_no_record(tmp_path: Path):
+def test_a_sweep_removes_files_without_a_record(tmp_path: Path):
     store = store_of(tmp_path)
     record = create(store, upload(store))
     append(store.files.path(record.results[1]), [{"custom_id": "a"}])
@@ -274,7 +275,7 @@ def test_a_sweep_indexes_records_without_an_entry(tmp_path: Path):
     assert store.batches.page("one", None, 10, True, lambda record: True) == ([record], False)
 
 
-def test_an_input_that_is_deleted_meanwhile_is_not_found(tmp_path: Path, monkeypatch):
+def test_an_input_deleted_meanwhile_is_not_found(tmp_path: Path, monkeypatch):
     store = store_of(tmp_path)
     file_id = upload(store)
     new_id = store.batches.new_id

@@ -35,7 +35,7 @@ def short_waits(monkeypatch):
 
 
 class CountingEngine(FakeEngine):
-    """Answers so many requests and none after them; it knows how many there were at once."""
+    """Answers `num_answers` requests and none after them. It counts how many there were at once."""
 
     def __init__(self, num_answers: int = 1000, **more: Any) -> None:
         super().__init__(group=5, max_model_len=4096, **more)
@@ -107,7 +107,7 @@ async def answered(client: openai.AsyncOpenAI, batch_id: str, num: int):
 
 
 async def results(client: openai.AsyncOpenAI, file_id: str | None) -> dict[str, Any]:
-    """By custom_id, of which none may be there twice."""
+    """Results by custom_id. Each id is there once."""
     if file_id is None:
         return {}
     entries = [json.loads(text) for text in (await client.files.content(file_id)).text.splitlines()]
@@ -146,7 +146,7 @@ async def test_files(tmp_path: Path):
             )
 
 
-async def test_without_a_folder_all_routes_say_how_to_get_one():
+async def test_routes_without_a_folder_explain_the_setting():
     async with client_of(FakeEngine()) as client:
         for method, path in (("POST", "/v1/files"), ("GET", "/v1/files/x/content"), ("POST", "/v1/batches")):
             response = await client.request(method, path, json={})
@@ -166,7 +166,7 @@ async def test_pages_of_other_sites_upload_nothing(tmp_path: Path):
 # ---- batches ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_batch_of_each_endpoint_says_what_its_route_says(tmp_path: Path):
+async def test_a_batch_gives_the_same_answers_as_its_route(tmp_path: Path):
     chat = {"messages": [{"role": "user", "content": "hi"}], "seed": 1}
     async with front(tmp_path) as one:
         client = one.client()
@@ -192,7 +192,7 @@ async def test_a_batch_of_each_endpoint_says_what_its_route_says(tmp_path: Path)
             assert content
 
 
-async def test_answers_and_errors_have_files_of_their_own(tmp_path: Path):
+async def test_answers_and_errors_have_separate_files(tmp_path: Path):
     requests = [
         *lines(3),
         line("stream", prompt="a", stream=True),
@@ -204,7 +204,7 @@ async def test_answers_and_errors_have_files_of_their_own(tmp_path: Path):
         client = one.client()
         batch = await created(client, requests, metadata={"for": "me"})
         assert (batch.status, batch.metadata, batch.endpoint) == ("validating", {"for": "me"}, COMPLETIONS)
-        await client.files.delete(batch.input_file_id)  # the batch has what it needs
+        await client.files.delete(batch.input_file_id)  # the batch has its own copy
         batch = await ended(client, batch.id)
         assert batch.status == "completed"
         assert batch.completed_at >= batch.finalizing_at >= batch.in_progress_at
@@ -253,7 +253,7 @@ async def test_a_file_at_fault_fails_its_batch(tmp_path: Path, requests: list[An
         assert one.engine.requests == []
 
 
-async def test_so_many_requests_at_once_and_busy_engines_are_waited_for(tmp_path: Path, monkeypatch):
+async def test_a_batch_limits_requests_and_waits_for_busy_engines(tmp_path: Path, monkeypatch):
     engine, slept = CountingEngine(busy=True), asyncio.sleep
     async with front(tmp_path, engine, batch_concurrency=2) as one:
         monkeypatch.setattr(batches_module.asyncio, "sleep", lambda seconds: slept(min(seconds, 0.01)))
@@ -265,11 +265,11 @@ async def test_so_many_requests_at_once_and_busy_engines_are_waited_for(tmp_path
         assert engine.most_open == 2
 
 
-async def test_a_batch_goes_on_at_the_next_front_where_its_results_end(tmp_path: Path):
+async def test_the_next_front_continues_a_batch(tmp_path: Path):
     async with front(tmp_path, CountingEngine(num_answers=6), batch_concurrency=2) as one:
         batch = await created(one.client(), lines(12))
         await answered(one.client(), batch.id, 6)
-        async with front(tmp_path) as beside:  # which has nothing to do, and shows how far the first one is
+        async with front(tmp_path) as beside:  # an idle front that shows the progress of the first
             seen = await answered(beside.client(), batch.id, 6)
             assert (seen.status, seen.request_counts.total, seen.output_file_id) == ("in_progress", 12, None)
             assert beside.engine.requests == []
@@ -304,7 +304,7 @@ async def test_cancelled_by_another_front(tmp_path: Path):
         assert len(await results(other.client(), batch.output_file_id)) == batch.request_counts.completed == 4
 
 
-async def test_what_is_not_answered_in_time_is_an_error(tmp_path: Path):
+async def test_requests_past_the_deadline_are_errors(tmp_path: Path):
     async with front(tmp_path, FakeEngine(delay_s=0.002), batch_concurrency=2) as one:
         one.batches.stop()
         batch = await created(one.client(), lines(6))

@@ -176,7 +176,7 @@ def test_without_a_tokenizer_words_are_counted():
 # ---- figures --------------------------------------------------------------------------------------------------------
 
 
-def test_a_distribution_may_have_weights():
+def test_distributions_accept_weights():
     found = distribution([1.0, 2.0, 3.0, 4.0])
     assert (found["mean"], found["p50"]) == (2.5, 2.5)
     found = distribution([9.0, 1.0, 2.0], [1, 90, 9])
@@ -184,7 +184,7 @@ def test_a_distribution_may_have_weights():
     assert found["mean"] == pytest.approx(1.17)
 
 
-def test_figures_are_those_of_their_definitions():
+def test_figures_follow_their_definitions():
     first = Turn("", 3, sent=10.0, events=[11.0, 11.5, 12.0], ended=12.5, num_tokens=3, num_prompt_tokens=7)
     # Two tokens in its second event.
     other = Turn("", 3, sent=10.5, events=[11.5, 13.5], ended=14.0, num_tokens=3, num_prompt_tokens=9)

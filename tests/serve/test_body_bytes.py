@@ -16,7 +16,7 @@ from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
 
 
 class Sender:
-    """A body of pieces, each of which comes when it is let through."""
+    """A body of pieces. Each piece arrives when the test sends it."""
 
     def __init__(self, bodies: BodyBytes, settings: HttpSettings, owner: str = "one") -> None:
         self.pieces: asyncio.Queue[tuple[bytes, bool]] = asyncio.Queue()
@@ -54,7 +54,7 @@ async def test_bodies_received_at_once_are_limited(limit: str, other: str):
     assert (bodies._by_owner, bodies._num_bytes) == ({}, 0)
 
 
-async def test_a_body_that_is_given_up_counts_no_more():
+async def test_an_abandoned_body_no_longer_counts():
     settings = HttpSettings(max_body_bytes=10)
     bodies = BodyBytes(settings)
     sender = Sender(bodies, settings)

@@ -1,4 +1,4 @@
-"""`callboard chaos`: what it refuses to end, and how it counts."""
+"""`callboard chaos`: the processes it refuses to kill, and how it counts."""
 
 import asyncio
 import io
@@ -17,8 +17,9 @@ import pytest
 
 from runtime.spec.types import CallboardError
 from serve_app import cli
-from serve_app.tools import chaos, processes
-from serve_app.tools.processes import Process, Raylet, listeners, local_port, raylet_behind
+from serve_app.processes import application_processes as processes
+from serve_app.processes.application_processes import Process, Raylet, listeners, local_port, raylet_behind
+from serve_app.tools import chaos
 from serve_app.tools.token_client import Reading, Server
 
 
@@ -34,7 +35,7 @@ def test_ports_of_this_machine():
         local_port("http://127.0.0.1:port")
 
 
-def test_only_ports_of_this_user_that_somebody_listens_on(monkeypatch: pytest.MonkeyPatch):
+def test_only_ports_with_a_listener_of_this_user(monkeypatch: pytest.MonkeyPatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert listeners(port) == [os.getpid()]
@@ -74,7 +75,7 @@ def test_the_ray_behind_a_port_is_the_nearest(monkeypatch, listener: int, raylet
 
 
 class Actor:
-    """A process that looks like an actor of a Ray whose folder is `session`."""
+    """A process that looks like an actor of the Ray in the folder `session`."""
 
     def __init__(self, title: str, session: Path, log: str) -> None:
         (session / "logs").mkdir(exist_ok=True)
@@ -122,13 +123,13 @@ def test_an_actor_gets_the_signal(actor, tmp_path: Path, title: str, role: str):
     ("title", "log", "role"),
     [
         ("sleep", "logs/worker.out", "engine"),  # no actor
-        ("ray::EngineActor", "worker.out", "engine"),  # of no Ray, or of another one
+        ("ray::EngineActor", "worker.out", "engine"),  # of another Ray, or of none
         ("ray::EngineActorOfSomebody", "logs/worker.out", "engine"),
         ("ray::ServeReplica:app:Front", "logs/worker.out", "engine"),  # another role
         ("ray::ServeReplica:other:Front", "logs/worker.out", "front"),  # another application
     ],
 )
-def test_whatever_else_is_refused(actor, tmp_path: Path, title: str, log: str, role: str):
+def test_other_orders_are_refused(actor, tmp_path: Path, title: str, log: str, role: str):
     found = actor(title, log)
     with pytest.raises(CallboardError, match=f"is no {role} of the application 'app'; nothing was sent"):
         found.as_process(tmp_path, role).send(signal.SIGKILL)
@@ -157,14 +158,14 @@ def test_the_command_refuses(argv: list[str], says: str, capsys, monkeypatch):
     assert says.lower() in capsys.readouterr().err.lower()
 
 
-def test_what_cannot_be_killed_is_a_usage_error(capsys):
+def test_an_unknown_role_to_kill_is_a_usage_error(capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main(["chaos", "http://127.0.0.1", "--kill", "engine,raylet"])
     assert exit_.value.code == 2
     assert "'raylet' is none of engine, runner" in capsys.readouterr().err
 
 
-async def test_keys_of_the_terminal_say_what_is_killed(monkeypatch, capsys):
+async def test_terminal_keys_choose_the_process_to_kill(monkeypatch, capsys):
     keyboard, terminal = pty.openpty()
     with open(terminal) as stdin, open(keyboard, "wb", buffering=0) as keys:
         monkeypatch.setattr(sys, "stdin", stdin)
@@ -181,7 +182,7 @@ async def test_keys_of_the_terminal_say_what_is_killed(monkeypatch, capsys):
 
 
 class CuttingServer:
-    """Answers with the numbers from the prompt's last one on; connections end after so many tokens, by turns."""
+    """Answers with the numbers after the prompt's last one. Connections end after `cuts` tokens, by turns."""
 
     def __init__(self, *cuts: int | None) -> None:
         self.cuts, self.prompts = list(cuts), []
@@ -212,7 +213,7 @@ class CuttingServer:
         writer.close()
 
 
-async def test_a_cut_answer_goes_on_where_it_was():
+async def test_an_interrupted_answer_continues():
     server = CuttingServer(3, 0, 5, None)
     async with server as address:
         reading = Reading([1, 2], 20, {})
@@ -222,7 +223,7 @@ async def test_a_cut_answer_goes_on_where_it_was():
     assert server.prompts == [[1, 2], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5], list(range(1, 11))]
 
 
-async def test_nobody_there_is_a_refusal():
+async def test_a_role_without_a_process_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = Server("127.0.0.1", probe.getsockname()[1], "m", {})
     reading = Reading([1], 2, {})
@@ -238,7 +239,7 @@ async def test_nobody_there_is_a_refusal():
     [([5, 6, 7, 8], 0), ([5, 7, 8], 1), ([5, 5, 6, 7], 1), ([5, 6, 9, 8], 1)],
     ids=["equal", "lost", "doubled", "changed"],
 )
-def test_twins_tell_what_was_lost(said: list[int], differ: int):
+def test_a_twin_stream_shows_what_was_lost(said: list[int], differ: int):
     figures, twins = chaos._Figures(), chaos._Twins()
     first, second = (chaos._Conversation(i, twins, figures, 100, 10) for i in range(2))
     first.last_at = second.last_at = time.monotonic()

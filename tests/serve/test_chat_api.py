@@ -22,12 +22,12 @@ QWEN = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 LLAMA = QWEN.replace("\n<tool_call>\n", "").replace("\n</tool_call>", "").replace('arguments":', 'parameters":')
-# Opens the reasoning itself unless it is told not to.
+# Opens the reasoning itself unless the request turns it off.
 THINKING = QWEN + (
     "{% if add_generation_prompt %}{{ '<think>\n' if thinking is not defined or thinking else '<think></think>' }}"
     "{% endif %}"
 )
-PLAIN = (  # which knows no tools
+PLAIN = (  # without tools
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
@@ -95,7 +95,7 @@ def without_ids(message: dict) -> dict:
 
 
 async def answers(template: str, text: str, **fields) -> tuple[dict, str]:
-    """Message and finish reason of a plain answer, which a streamed one equals however the tokens come."""
+    """Message and finish reason of a plain answer. A streamed answer equals it, however the tokens arrive."""
     body = (await send(engine_of(text), template, **fields)).json()
     choice = body["choices"][0]
     for group in (1, 3, 1000):
@@ -135,14 +135,14 @@ async def test_calls_of_llama():
     assert reason == "tool_calls"
 
 
-async def test_a_call_cut_off_is_as_long_as_it_got():
+async def test_a_truncated_call_keeps_its_arguments():
     message, reason = await answers(QWEN, CALL, tools=TOOLS, max_tokens=57)
     assert called(message) == [("get_weather", '{"city":')]
     assert reason == "length"
 
 
 @pytest.mark.parametrize("text", ["Hi.", "<tool_call>{oops}</tool_call>", "<tool_call>\n", CALL.replace("get", "put")])
-async def test_text_that_is_no_call(text: str):
+async def test_text_that_is_not_a_call(text: str):
     message, reason = await answers(QWEN, text, tools=TOOLS)
     assert message == {"role": "assistant", "content": text, "refusal": None}
     assert reason == "stop"
@@ -225,7 +225,7 @@ async def test_marks_that_are_special_tokens_are_read():
 # ---- messages and what the template gets -----------------------------------------------------------------------------
 
 
-async def test_the_answers_way_back():
+async def test_answers_with_calls_can_be_sent_back():
     first = (await send(engine_of(CALL), QWEN, tools=TOOLS)).json()["choices"][0]["message"]
     messages = [
         {"role": "user", "content": "hi", "name": "Ann"},
@@ -253,7 +253,7 @@ async def test_a_tools_message_gets_the_name_of_its_function():
     assert re.findall(r"<\|tool ?(.*?)\|>", prompt_of(engine)) == ["g", "f", "", "own"]
 
 
-async def test_arguments_that_are_no_json_come_back_as_they_are():
+async def test_arguments_that_are_not_json_return_unchanged():
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": oops'}}
     engine = engine_of("ok")
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]
@@ -341,7 +341,7 @@ async def test_reasoning_that_the_request_turns_off():
 
 
 @pytest.mark.parametrize("name", ["self", "", "a b", "caller", "loop", "range", "bos_token", "raise_exception", "m"])
-async def test_any_names_may_be_handed_to_the_template(name: str):
+async def test_template_kwargs_accept_any_name(name: str):
     engine = engine_of("x")
     assert (await send(engine, QWEN, chat_template_kwargs={name: 1})).status_code == 200
     assert prompt_of(engine) == "<|user|>hi<|assistant|>"
@@ -362,13 +362,13 @@ async def test_logprobs_of_all_tokens():
     assert [entry for part in parts for entry in part] == plain["logprobs"]["content"]
 
 
-async def test_a_chat_that_uses_none_of_it_takes_the_short_way(monkeypatch):
+async def test_a_plain_chat_takes_the_short_path(monkeypatch):
     monkeypatch.delattr(ChatStream, "_message_events")
     events = events_of(await send(engine_of("Hi."), QWEN, stream=True))
     assert summed(events) == ({"role": "assistant", "content": "Hi.", "refusal": None}, "stop")
 
 
-# ---- OpenAI's client, which checks what it gets ----------------------------------------------------------------------
+# ---- OpenAI's client, which validates answers ------------------------------------------------------------------------
 
 
 def openai_client(engine: FakeEngine, template: str = THINKING) -> openai.AsyncOpenAI:

@@ -15,13 +15,13 @@ import pytest
 from click.testing import CliRunner
 from ray.exceptions import RayError
 
-from actors.ray.process import told_fault
+from actors.ray.process import reported_fault
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
 from serve_app import cli
 from serve_app.command_line.flags import engine_config, http_settings
+from serve_app.server.port import port_of_its_own
 from serve_app.settings import HttpSettings, ScalingSettings
-from serve_app.tools.port import port_of_its_own
 
 ROOT = Path(__file__).parents[2]
 
@@ -118,14 +118,14 @@ def test_the_number_of_replicas_is_fixed_or_has_bounds():
 
 
 def test_a_start_waits_for_an_engine_that_loads_its_model(monkeypatch):
-    """Serve calls an application running that needs no engine."""
-    from serve_app import server
+    """Serve reports an application as running although it does not need an engine."""
+    from serve_app.server import readiness
 
     front = SimpleNamespace(replica_states={"RUNNING": 2})
-    status = SimpleNamespace(applications={server.APP_NAME: SimpleNamespace(deployments={"Front": front})})
+    status = SimpleNamespace(applications={readiness.APP_NAME: SimpleNamespace(deployments={"Front": front})})
     engine = SimpleNamespace(stats=SimpleNamespace(remote=lambda: None))
     monkeypatch.setattr("ray.serve.status", lambda: status)
-    monkeypatch.setattr(server, "_engines", lambda: [engine])
+    monkeypatch.setattr(readiness, "_engines", lambda: [engine])
     settings = SimpleNamespace(scaling=ScalingSettings(min_replicas=0))
     for num_connections, is_connected in ((None, False), (1, False), (2, True)):
 
@@ -135,11 +135,11 @@ def test_a_start_waits_for_an_engine_that_loads_its_model(monkeypatch):
             return [{"connections": num_connections}]
 
         monkeypatch.setattr("ray.get", get)
-        assert server._fronts_are_connected(settings) == is_connected
+        assert readiness._fronts_are_connected(settings) == is_connected
 
 
 def failed_application(**messages: str) -> SimpleNamespace:
-    """Serve's status of an application whose deployments failed with these messages, if any."""
+    """Serve's status of an application with deployments that failed with these messages, if any."""
     deployments = {
         name: SimpleNamespace(status="DEPLOY_FAILED" if message else "UPDATING", message=message)
         for name, message in messages.items()
@@ -147,30 +147,32 @@ def failed_application(**messages: str) -> SimpleNamespace:
     return SimpleNamespace(deployments=deployments, message="Failed to update the deployments ['Front'].")
 
 
-def test_a_front_that_cannot_start_gives_its_last_line(capfd):
-    from serve_app import server
+def test_a_front_that_cannot_start_shows_its_last_line(capfd):
+    from serve_app.server import readiness
 
     told = 'Error:\nTraceback (most recent call last):\n  File "x.py"\nImportError: No module named y\n'
-    assert server._why(failed_application(Engine="", Front=told)) == "Front failed with ImportError: No module named y"
+    assert (
+        readiness._why(failed_application(Engine="", Front=told)) == "Front failed with ImportError: No module named y"
+    )
     assert capfd.readouterr().err == f"{told}\n", "the log has all of it"
-    assert server._why(failed_application(Front="")) == "Failed to update the deployments ['Front']"
+    assert readiness._why(failed_application(Front="")) == "Failed to update the deployments ['Front']"
 
 
-def test_a_front_that_fails_later_gives_its_sentence_and_file(tmp_path: Path):
+def test_a_front_that_fails_later_shows_its_error_and_log(tmp_path: Path):
     code = """
-from actors.ray.process import telling_faults
+from actors.ray.process import report_faults
 from runtime.spec.types import CallboardError
-with telling_faults("A front"):
+with report_faults("A front"):
     raise CallboardError("The tokenizer cannot be read; send another.")
 """
-    assert told_fault(tmp_path) == ""
+    assert reported_fault(tmp_path) == ""
     (tmp_path / "worker-1.err").write_text(":job_id:01000000\n")
     with (log := tmp_path / "worker-2.err").open("w") as stderr:
         subprocess.run([sys.executable, "-c", code], stderr=stderr, cwd=ROOT)
     sentence = "A front cannot start: The tokenizer cannot be read; send another"
-    assert told_fault(tmp_path) == f"{sentence}; see {log}."
+    assert reported_fault(tmp_path) == f"{sentence}; see {log}."
     log.write_text("callboard: cannot start: A front\nTraceback (most recent call last):\n  File")  # half written
-    assert told_fault(tmp_path) == ""
+    assert reported_fault(tmp_path) == ""
 
 
 def test_spans_without_opentelemetry_are_refused_before_ray(monkeypatch, capsys):
@@ -179,7 +181,7 @@ def test_spans_without_opentelemetry_are_refused_before_ray(monkeypatch, capsys)
     assert "pip install 'callboard[otel]'" in capsys.readouterr().err
 
 
-def test_without_keys_the_server_answers_to_its_own_names_only():
+def test_a_server_without_keys_accepts_only_its_own_names():
     own = ("10.0.0.1", socket.gethostname())
     assert HttpSettings().listening_on("10.0.0.1").allowed_host == own
     assert HttpSettings(allowed_host=("a.example",)).listening_on("10.0.0.1").allowed_host == ("a.example", *own)
@@ -218,7 +220,7 @@ def test_version():
     assert (done.returncode, done.stdout, done.stderr) == (0, f"callboard {version('callboard')}\n", "")
 
 
-def test_the_later_of_two_servers_on_one_port_is_told_before_the_other_listens():
+def test_a_second_server_on_a_port_fails_at_once():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with port_of_its_own("127.0.0.1", port):
@@ -243,8 +245,8 @@ def test_the_later_of_two_servers_on_one_port_is_told_before_the_other_listens()
         ),
     ],
 )
-def test_what_the_model_cannot_do_is_told_without_ray_and_torch(write_tiny_gguf, tmp_path: Path, flags, says):
-    for name in ("ray", "torch"):  # to import one of them would be an error
+def test_model_limits_are_reported_without_ray_and_torch(write_tiny_gguf, tmp_path: Path, flags, says):
+    for name in ("ray", "torch"):  # their import would fail the test
         (tmp_path / f"{name}.py").write_text("raise AssertionError")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
@@ -254,10 +256,10 @@ def test_what_the_model_cannot_do_is_told_without_ray_and_torch(write_tiny_gguf,
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"callboard: {says}\n")
 
 
-def test_port_in_use_is_told_before_anything_else():
+def test_a_port_in_use_is_reported_first():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        # A model that does not exist either: the port comes first.
+        # The model does not exist either: the port is checked first.
         done = callboard("serve", "/no/such/model", "--port", str(port), timeout=20)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
@@ -300,7 +302,7 @@ def test_errors_of_files_are_one_sentence(error, says, monkeypatch, capsys):
     assert says in capsys.readouterr().err
 
 
-def test_a_tokenizer_that_cannot_be_read_is_told_before_anything_is_started(write_tiny_gguf):
+def test_an_unreadable_tokenizer_is_reported_before_the_start(write_tiny_gguf):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     done = callboard("serve", str(write_tiny_gguf(tokenizer__ggml__pre="nope")), "--port", port, timeout=20)
@@ -326,7 +328,7 @@ def test_generate_and_chat_in_process(smollm2_path: Path):
 # ---- the Serve application ------------------------------------------------------------------------------------------
 
 
-def test_app_arguments_are_engine_config_and_what_concerns_serve():
+def test_app_arguments_are_engine_config_and_serve_settings():
     from serve_app.app import AppArgs
 
     more = {"served_model_name", "num_fronts"}
@@ -356,7 +358,7 @@ def test_serve_gives_the_builder_its_argument_model():
         call_user_app_builder_with_args_if_necessary(build_app, {"no_such_field": "1"})
 
 
-def test_serve_run_shows_one_sentence_on_a_model_that_cannot_be_had(monkeypatch):
+def test_serve_run_reports_a_missing_model_in_one_sentence(monkeypatch):
     from serve_app import app
 
     nodes = [{"Alive": True}]

@@ -1,4 +1,4 @@
-"""The end of a request from outside: its client leaves, the server stops it, its time is over."""
+"""The end of a request from outside: its client leaves, the server stops it, or its deadline passes."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from serve_app.service.generation import UntilClientLeaves
 
 
 class Client:
-    """The two ends of a request for one who sends nothing more and leaves, or not."""
+    """The two ends of a request. The client sends nothing more, and leaves or stays."""
 
     def __init__(self, *, leaves: bool) -> None:
         self.leaves, self.num_asked = leaves, 0
@@ -25,7 +25,7 @@ class Client:
         pass
 
 
-async def test_an_answer_that_is_short_asks_for_nothing_and_leaves_no_task():
+async def test_a_short_answer_leaves_no_task():
     client, tasks = Client(leaves=True), asyncio.all_tasks()
     async with UntilClientLeaves(client.receive, client.send) as send:
         await send({})
@@ -35,7 +35,7 @@ async def test_an_answer_that_is_short_asks_for_nothing_and_leaves_no_task():
     assert asyncio.all_tasks() == tasks
 
 
-async def test_a_client_that_has_left_at_once_is_noticed_and_the_caller_goes_on():
+async def test_a_client_that_left_at_once_is_noticed():
     client, tasks = Client(leaves=True), asyncio.all_tasks()
     async with asyncio.timeout(5), UntilClientLeaves(client.receive, client.send):
         await asyncio.Event().wait()
@@ -45,7 +45,7 @@ async def test_a_client_that_has_left_at_once_is_noticed_and_the_caller_goes_on(
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-async def test_the_servers_own_cancellation_goes_on(leaves: bool):
+async def test_a_cancellation_by_the_server_is_passed_on(leaves: bool):
     client, begun = Client(leaves=leaves), asyncio.Event()
 
     async def answer():
@@ -65,7 +65,7 @@ async def test_the_servers_own_cancellation_goes_on(leaves: bool):
         await asyncio.wait_for(task, 5)
 
 
-async def test_a_deadline_is_a_504_and_another_timeout_is_what_it_was():
+async def test_only_the_deadline_becomes_a_504():
     with pytest.raises(ApiError, match=r"0\.01 s, request_timeout_s") as refusal:
         async with Deadline(0.01):
             await asyncio.Event().wait()

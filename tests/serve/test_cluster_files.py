@@ -1,4 +1,4 @@
-"""The files that start the application elsewhere: what Serve, `ray up` and Kubernetes would say of them."""
+"""The files that start the application elsewhere are valid for Serve, `ray up` and Kubernetes."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ def test_serve_yaml_is_what_serve_and_the_builder_accept():
     check_serve_config(yaml.safe_load((ROOT / "docs/serve.yaml").read_text()))
 
 
-def test_serve_configs_of_the_page_on_clusters():
+def test_serve_configs_of_the_cluster_page_are_valid():
     parts = (ROOT / "docs/cluster.md").read_text().split("```yaml\n")[1:]
     configs = [yaml.safe_load(part.partition("```")[0]) for part in parts]
     assert configs
@@ -50,7 +50,7 @@ def test_cluster_yaml_is_what_ray_up_accepts():
         assert commands[-1].index("-m actors.ray.environment") < commands[-1].index("ray start")
 
 
-def test_a_shell_gets_the_settings_of_a_node(tmp_path: Path):
+def test_a_shell_gets_the_environment_of_a_node(tmp_path: Path):
     """As cluster.yaml has it evaluate them."""
     program = f"import sys; sys.prefix = {str(tmp_path)!r}; from actors.ray.environment import main; main()"
     (tmp_path / "bin").mkdir()

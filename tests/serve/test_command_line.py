@@ -1,4 +1,5 @@
-"""What the command line shows and refuses: help by subject, near misses, several names, keys, files of flags, GPUs."""
+"""The output and refusals of the command line: help by subject, near misses, several names, keys, files of flags,
+GPUs."""
 
 import os
 import shlex
@@ -129,7 +130,7 @@ def test_a_wrong_word_takes_three_lines_at_most(argv: str, says: str, capsys):
 )
 def test_several_names_leave_the_model_its_place(argv: str, model: str | None, names: list[str], monkeypatch):
     served = []
-    monkeypatch.setattr("serve_app.server.serve", served.append)
+    monkeypatch.setattr("serve_app.server.serve.serve", served.append)
     assert cli.main(["serve", *argv.split()]) == 0
     assert served[0].config == (EngineConfig() if model is None else EngineConfig(model))
     assert served[0].served_model_names == tuple(names)
@@ -187,7 +188,7 @@ def test_keys_come_from_the_environment_unless_they_are_given(monkeypatch):
         assert client_key(cli.parser().parse_args([*command, "--api-key", "three"])) == "three"
 
 
-def test_chat_sends_the_key_and_says_if_it_is_refused(monkeypatch, capsys):
+def test_chat_sends_the_key_and_reports_a_refusal(monkeypatch, capsys):
     import httpx
 
     sent = []
@@ -329,7 +330,7 @@ def test_a_gpu_is_missing_only_for_a_reason(monkeypatch):
     none = "this machine has no GPU that torch can use"
     for libraries, num_gpus, missing in (
         ((), 0, none),
-        (("libcuda.so.1",), 0, None),  # nothing that counts them
+        (("libcuda.so.1",), 0, None),  # without a counter
         (("libcuda.so.1", "libnvidia-ml.so.1"), 0, none),
         (("libcuda.so.1", "libnvidia-ml.so.1"), 2, None),
     ):
@@ -344,7 +345,7 @@ def test_a_gpu_is_missing_only_for_a_reason(monkeypatch):
 
 @pytest.mark.parametrize("module", ["argparse", "typing", "difflib"])
 def test_ctrl_c_while_modules_load_is_one_line(module: str, tmp_path: Path):
-    """The signal comes at the import of a module that the command needs."""
+    """The signal arrives at the import of a module that the command needs."""
     (tmp_path / f"{module}.py").write_text(f"import os\nos.kill(os.getpid(), {int(signal.SIGINT)})\n")
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from serve_app.cli import main; "
     code += f"sys.path.insert(0, {str(tmp_path)!r}); sys.modules.pop({module!r}, None); sys.exit(main(['models']))"

@@ -1,4 +1,4 @@
-"""What each field of a request does to the answer, and what is refused, ignored or capped."""
+"""How each field of a request changes the answer, and which fields are refused, ignored or capped."""
 
 import hashlib
 
@@ -41,7 +41,7 @@ async def test_stop_reason(stream: bool, fields: dict, text: str, reason: tuple)
     assert all((c["finish_reason"], c["stop_reason"]) == (None, None) for c in choices[:-1])
 
 
-async def test_a_stop_string_may_end_in_a_character_that_never_became_whole():
+async def test_a_stop_string_may_end_in_a_broken_character():
     engine = FakeEngine()
     engine.script = [97, 0xC3, EOS]
     choice = (await post(engine, {"prompt": "a", "stop": "\ufffd"})).json()["choices"][0]
@@ -57,7 +57,7 @@ async def test_token_ids_of_a_stream(path: str, n: int):
     for choice in plain["choices"]:
         parts = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
         assert [i for c in parts for i in c.get("token_ids", [])] == choice["token_ids"] == list(b"Hello, w")
-    # Of a chat, which has one prompt, it belongs to the answer; of a completion, to each choice.
+    # A chat has one prompt, so it belongs to the answer; for a completion, to each choice.
     expected, holders = (plain, events) if "chat" in path else (plain["choices"][0], [e["choices"][0] for e in events])
     shown = [holder["prompt_token_ids"] for holder in holders if "prompt_token_ids" in holder]
     assert shown == [expected["prompt_token_ids"]] * n
@@ -75,11 +75,11 @@ async def test_continuous_usage(path: str):
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == 8
     assert last["usage"]["prompt_tokens"] == counts[0][0]["prompt_tokens"]
-    only = {"continuous_usage_stats": True}  # means nothing without include_usage, as with vLLM
+    only = {"continuous_usage_stats": True}  # has no effect without include_usage, as with vLLM
     assert all("usage" not in e for e in events_of(await post(FakeEngine(), {**body, "stream_options": only}, path)))
 
 
-async def test_cached_tokens_count_a_prompt_once_and_only_if_no_choice_computed_it():
+async def test_cached_tokens_count_a_prompt_once():
     class Cached(FakeEngine):
         def _outputs(self, request: Request):
             for output in super()._outputs(request):
@@ -97,7 +97,7 @@ async def test_cached_tokens_count_a_prompt_once_and_only_if_no_choice_computed_
         assert events_of(await post(engine, body))[-1]["usage"] == usage
 
 
-async def test_each_choice_is_reproducible_and_the_first_is_that_of_n_1():
+async def test_each_choice_is_reproducible():
     class Seeded(FakeEngine):
         def _outputs(self, request: Request):
             self.script = [*hashlib.sha256(b"%d" % request.seed).hexdigest()[:9].encode(), EOS]
@@ -132,7 +132,8 @@ async def test_a_request_id_of_the_clients_choice(path: str):
         ({"truncate_prompt_tokens": 99}, b"0123456789"),
         ({"truncate_prompt_tokens": -1, "max_tokens": 4}, b"6789"),
         ({"truncate_prompt_tokens": -1, "max_tokens": 0}, b"23456789"),
-        ({"truncate_prompt_tokens": -1}, b"9"),  # 16 tokens of output are the default, but one of the prompt must stay
+        # 16 tokens of output are the default, but at least one token of the prompt must stay
+        ({"truncate_prompt_tokens": -1}, b"9"),
     ],
 )
 async def test_truncation_keeps_the_end(fields: dict, kept: bytes):
@@ -209,7 +210,7 @@ async def test_unknown_fields_are_named_in_a_header(path: str, stream: bool):
         ({"prompt": [[1], [999]]}, "prompt.1", "999"),
     ],
 )
-async def test_caps_are_said(fields: dict, param: str, cap: str):
+async def test_caps_are_named(fields: dict, param: str, cap: str):
     engine = FakeEngine()
     assert_error(await post(engine, {"prompt": "a", **fields}), 400, param, cap)
     assert engine.requests == []

@@ -1,7 +1,7 @@
-"""One client's costly request beside 50 other clients' streams: none of them may stand still for it.
+"""One client's costly request beside 50 other clients' streams: no stream may stall.
 
-A pause is measured in CPU time of this process: what the machine does beside it does not count, and neither does work
-that leaves Python's lock to others for a second core.
+A pause is measured in CPU time of this process. The rest of the machine does not count, and neither does work that
+releases Python's lock for a second core.
 """
 
 import asyncio
@@ -40,11 +40,11 @@ LLAMA = (Path(__file__).parents[1] / "data" / "chat_templates" / "llama3.2.jinja
 
 
 class Engine(FakeEngine):
-    """A stream whose prompt is "." goes on for ever, a token a tick; others get their tokens at once."""
+    """A stream for the prompt "." goes on forever, a token a tick. Other prompts get their tokens at once."""
 
     def __init__(self) -> None:
         super().__init__(max_model_len=CONTEXT)
-        self.token = ord("x")  # of which the others' answers consist
+        self.token = ord("x")  # the token of all other answers
 
     async def generate(self, request: Request, on_engine=None):
         if request.token_ids == [ord(".")]:
@@ -92,12 +92,12 @@ def of(**fields) -> bytes:
 
 
 def filled(before: bytes, unit: bytes, after: bytes, size: int = MAX_BODY) -> bytes:
-    """As many units, with commas between them, as a body may hold."""
+    """The most units, with commas between them, that fit a body."""
     return before + b",".join([unit] * ((size - len(before) - len(after)) // (len(unit) + 1))) + after
 
 
 def tools(number: int, depth: int) -> list[dict]:
-    """Templates write such with an indent for each level."""
+    """Templates write such lists with an indent for each level."""
     schema: dict = {"type": "string"}
     for _ in range(depth):
         schema = {"type": "object", "properties": {"a": schema}}
@@ -105,7 +105,7 @@ def tools(number: int, depth: int) -> list[dict]:
 
 
 def brackets(number: int, depth: int) -> list[dict]:
-    """Tools of which a template writes hundreds of times more than there is."""
+    """Tools that a template expands to hundreds of times their size."""
     lists = json.loads("[" + ",".join(["[" * depth + "]" * depth] * number) + "]")
     return [{"type": "function", "function": {"name": "f", "parameters": {"a": lists}}}]
 
@@ -254,7 +254,7 @@ class Streams:
 async def call(
     app, path: str, body: bytes, saw: Callable[[dict], None], after_body: Callable[[], Awaitable[dict]] | None = None
 ) -> None:
-    """One request to an ASGI application; `saw` gets what it sends."""
+    """One request to an ASGI application; `saw` gets the messages it sends."""
     pieces = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def receive() -> dict:
@@ -274,7 +274,7 @@ def peak_memory() -> int:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-async def test_no_stream_stands_still(name: str, shared_compiler: GrammarCompiler):
+async def test_costly_requests_stop_no_stream(name: str, shared_compiler: GrammarCompiler):
     attack = ATTACKS[name]
     engine = Engine()
     engine.token, engine.info = ord(attack.token), replace(engine.info, vocab_size=attack.vocab_size)
@@ -309,8 +309,8 @@ async def test_no_stream_stands_still(name: str, shared_compiler: GrammarCompile
     assert memory < MOST_MEMORY
 
 
-def test_as_much_logit_bias_as_may_be_costs_a_step_milliseconds():
-    """64 requests that come to one step: what the plan takes to travel, and the sampler to take it in."""
+def test_the_largest_logit_bias_costs_a_step_milliseconds():
+    """64 requests that join one step: the time to send the plan, and the time of the sampler to read it."""
     params = SamplingParams(logit_bias=tuple((i, 1.0) for i in range(MAX_BIASES)))
     new = [NewSlot(i, np.zeros(3, np.int32), 3, 0, params) for i in range(64)]
     sampler = Sampler(64, 2 * MAX_BIASES, (0,), torch.device("cpu"))

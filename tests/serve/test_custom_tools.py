@@ -1,4 +1,4 @@
-"""Custom tools, whose calls carry a text: over both of OpenAI's APIs, with its client's strict types."""
+"""Custom tools, which are called with a text, over both of OpenAI's APIs and with its client's strict types."""
 
 import json
 import re
@@ -23,7 +23,7 @@ HI: Any = [{"role": "user", "content": "hi"}]
 
 
 class CustomDelta(ChoiceDeltaToolCall):
-    """A piece of a call, for which the client's own type names functions alone."""
+    """A piece of a call. The client's own type allows only functions."""
 
     type: Literal["function", "custom"] | None = None  # type: ignore[assignment]
     custom: dict[str, str] | None = None
@@ -121,7 +121,7 @@ async def test_the_text_of_a_call_arrives(name: str):
     ("arguments", "text"),
     [
         ('{"input": "a\\ud83d\\ude00\\u00e9\\"\\/"}', 'a😀é"/'),
-        ('{ "input" : "a\nb", "more": 1}', "a\nb"),  # models write what JSON does not allow
+        ('{ "input" : "a\nb", "more": 1}', "a\nb"),  # models write values that JSON forbids
         ('{"input": "\\ud83d, \\uzzzzzzzzzz"}', "?, \\uzzzzzzzzzz"),
         ('{"text": "a"}', '{"text": "a"}'),
         ('{"input": 1}', '{"input": 1}'),
@@ -202,7 +202,7 @@ async def test_forced_texts_follow_their_grammar(template: str, choice: Any):
     assert names <= ({"nest"} if choice is NAMED else {"sum", "word"} if choice is REQUIRED else FITS.keys())
 
 
-async def test_a_forced_grammar_is_followed_in_json_where_calls_have_tags():
+async def test_a_forced_grammar_holds_in_json_between_tags():
     for choice in ("required", NAMED):
         engine = GrammarEngine(1, most=60)
         client = client_with(engine, tokenizer_of("qwen3_coder", []))
@@ -251,7 +251,7 @@ async def test_what_is_refused(fields: Any, param: str, says: str):
     assert says in error["message"]
 
 
-async def test_what_responses_refuse():
+async def test_responses_refuse_unsupported_tools():
     async with client_of(FakeEngine("x", max_model_len=4096), byte_tokenizer(QWEN)) as http:
         for form, param in (
             ({"type": "grammar", "syntax": "lark"}, "tools.0.format"),

@@ -34,7 +34,7 @@ async def test_every_name_of_the_default_model_is_accepted():
             assert answer.json()["model"] == DEFAULT_MODEL_NAMES[0]
 
 
-def test_recommended_sampling_is_the_default_models_alone(write_tiny_gguf: Callable[..., Path]):
+def test_recommended_sampling_is_for_the_default_model_only(write_tiny_gguf: Callable[..., Path]):
     silent = write_tiny_gguf()
     defaults = SamplingDefaults.load(silent, "auto", DEFAULT_MODEL)
     assert defaults.params() == SamplingParams(temperature=0)
@@ -56,7 +56,7 @@ async def test_server_info_has_the_defaults_of_sampling():
         assert (await client.get("/server_info")).json()["sampling"] == {"temperature": 0.0}
 
 
-def test_the_first_question_is_answered_right(smollm2_path: Path):
+def test_the_first_question_is_answered_correctly(smollm2_path: Path):
     llm = LLM(device="cpu", num_threads=1, kv_cache_memory=0.1)
     params = [llm.defaults.params(max_tokens=64, seed=seed) for seed in range(1, 41)]
     answers = llm.chat([QUESTION] * 40, params, progress=False)

@@ -1,4 +1,4 @@
-"""`return_draft_spans`: which characters of a completion a draft had guessed, whatever waits, is cut or is echoed."""
+"""`return_draft_spans`: the characters of a completion that a draft had guessed, in cut, echoed and delayed outputs."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ BYTES = byte_tokenizer()
 
 
 class Guessed(Scripted):
-    """Its outputs tell of the steps that they are made of: those tokens of each that were guessed."""
+    """Its outputs report the steps that they are made of: the number of guessed tokens of each."""
 
     def __init__(self, ids: list[int], cuts: list[int], steps: list[int], right: list[int]) -> None:
         super().__init__(ids, cuts)
@@ -29,7 +29,7 @@ class Guessed(Scripted):
         begin = 0
         async for output in super().generate(request):
             end = begin + len(output.token_ids)
-            for start, stop, right in self.rows:  # a row's end may be cut off by max_tokens, its begin is in one output
+            for start, stop, right in self.rows:  # a row's end may be cut by max_tokens, its start is in one output
                 if start >= begin and start < end:
                     output.verified = output.verified or []
                     output.verified.append(Verified(start - begin, 5, min(right, stop - start, end - start)))
@@ -66,7 +66,7 @@ def covered(spans: list[list[int]]) -> set[int]:
 
 @settings(max_examples=300, deadline=None)
 @given(cases())
-def test_spans_are_the_characters_that_guessed_tokens_complete(case):
+def test_spans_cover_the_characters_of_draft_tokens(case):
     text, request, engine = case
     service = Service(engine, BYTES, MODEL, "ngram")
     prepared = service.prepare(COMPLETIONS, request)
@@ -101,14 +101,14 @@ def test_spans_are_the_characters_that_guessed_tokens_complete(case):
     assert last["usage"] == plain["usage"]
 
 
-async def test_spans_come_only_when_asked_for_and_never_in_a_chat():
+async def test_spans_are_sent_only_if_requested_outside_chats():
     body = {"prompt": "p", "max_tokens": 5}
     plain = (await post(FakeEngine(), body)).json()
     assert "draft_spans" not in plain["choices"][0]
     for chunk in events_of(await post(FakeEngine(), {**body, "stream": True})):
         assert "draft_spans" not in chunk["choices"][0]
     asked = (await post(FakeEngine(), {**body, "return_draft_spans": True})).json()
-    assert asked["choices"][0]["draft_spans"] == []  # nothing guesses there
+    assert asked["choices"][0]["draft_spans"] == []  # no draft guesses there
     chat = {"messages": [{"role": "user", "content": "hi"}], "return_draft_spans": True}
     answer = await post(FakeEngine(), chat, "/v1/chat/completions")
     assert answer.headers["x-callboard-ignored-fields"] == "return_draft_spans"

@@ -1,4 +1,4 @@
-"""Calls that a request insists on, by an engine that writes whatever their grammar allows: none of them is lost."""
+"""Calls that a request requires, from an engine that writes any text of their grammar: every call arrives."""
 
 import json
 import random
@@ -11,7 +11,7 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from runtime.spec.types import Request
-from runtime.structured.vocabulary import BYTES
+from runtime.structured.matching.vocabulary import BYTES
 from tests.serve.test_chat_api import LLAMA, PLAIN, QWEN, prompt_of
 from tests.support.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, client_of
 from tests.support.structured_cases import BYTE_ENGINE
@@ -32,8 +32,8 @@ NAMED = {"type": "function", "function": {"name": "add"}}
 
 
 class GrammarEngine(FakeEngine):
-    """Answers with bytes drawn from those that the request's grammar allows; where the answer may end, half of all do,
-    and none beyond `most` bytes."""
+    """Answers with random bytes that the request's grammar allows. Where the answer may end, it ends in half of all
+    cases, and always beyond `most` bytes."""
 
     def __init__(self, seed: int, most: int = 400) -> None:
         super().__init__(max_model_len=4096)
@@ -55,7 +55,7 @@ class GrammarEngine(FakeEngine):
 
 
 def written(engine: GrammarEngine, template: str) -> list[tuple[str, Any]]:
-    """The calls in what prompt and answer say together, which have to be all that is there."""
+    """The calls in the prompt's last turn and the answer together. They have to be the whole text."""
     text = prompt_of(engine).rpartition("<|assistant|>")[2] + engine.text
     if template == LLAMA:
         bodies = text.split("; ")

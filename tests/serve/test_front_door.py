@@ -18,7 +18,7 @@ from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat
 
-http = httpx.Client(timeout=10)  # one for all: a new one reads the certificates of the system
+http = httpx.Client(timeout=10)  # one for all, because a new one reads the certificates of the system
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def assert_error(response: httpx.Response, status: int, code: str | None, says: 
 # ---- keys and CORS ---------------------------------------------------------------------------------------------------
 
 
-def test_every_route_but_the_probes_and_the_page_needs_one_of_the_keys(tmp_path):
+def test_routes_except_probes_and_the_page_need_a_key(tmp_path):
     (tmp_path / "keys").write_text("from-file\n")
     settings = HttpSettings(api_key=("one", "twö"), api_key_file=str(tmp_path / "keys"))
     with serving(settings) as (_, _, url):
@@ -98,7 +98,7 @@ async def test_an_application_under_a_prefix_has_its_own_open_paths():
 @pytest.mark.parametrize(
     ("content", "says"), [(None, "cannot be read"), (b"\xff", "cannot be read"), (b"#\n", "empty")]
 )
-def test_a_file_of_keys_that_opens_the_door_to_all_is_refused(tmp_path, content, says):
+def test_a_file_of_keys_without_a_key_is_refused(tmp_path, content, says):
     path = tmp_path / "keys"
     if content is not None:
         path.write_bytes(content)
@@ -150,7 +150,7 @@ def test_a_body_over_the_limit(declared: bool):
 
 
 @pytest.mark.parametrize("length", [b"9" * 30, b"1000001"])
-def test_a_content_length_over_the_limit_is_answered_before_the_body_comes(length: bytes):
+def test_a_large_content_length_is_refused_before_the_body(length: bytes):
     with (
         serving(HttpSettings(max_body_bytes=1_000_000)) as (_, _, url),
         socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=5) as sock,
@@ -160,7 +160,7 @@ def test_a_content_length_over_the_limit_is_answered_before_the_body_comes(lengt
         assert sock.recv(1000).split()[1] in (b"413", b"400")  # beyond 64 bits the parser itself refuses
 
 
-def test_an_abort_is_short_and_told_from_the_loop(monkeypatch):
+def test_an_abort_is_short_and_runs_on_the_event_loop(monkeypatch):
     with serving() as (engine, _, url):
         loops = []
         monkeypatch.setattr(engine, "abort", lambda *_: loops.append(asyncio.get_running_loop()))
@@ -170,7 +170,7 @@ def test_an_abort_is_short_and_told_from_the_loop(monkeypatch):
         assert_error(http.post(f"{url}/v1/abort", json=body | {"z": "z" * 5000}), 413, "body_too_large", "4096 bytes")
 
 
-def test_a_body_that_does_not_come_ends_with_an_answer_and_a_closed_connection():
+def test_a_body_that_does_not_arrive_closes_the_connection():
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
     with (
         serving(HttpSettings(body_timeout_s=0.2)) as (engine, _, url),
@@ -266,7 +266,7 @@ def test_counts_over_the_servers_own_limits(url, fields: dict, param: str, says:
     client.completions.create(model=MODEL, prompt=["a"] * 5, n=4, stop=["x", "y", "z"])
 
 
-# ---- what a client is told -------------------------------------------------------------------------------------------
+# ---- errors that a client gets ---------------------------------------------------------------------------------------
 
 
 def test_the_openai_client_raises_what_its_users_catch(url):
@@ -353,7 +353,7 @@ def test_probes_while_the_engine_loads():
         ("step 12:30:01, version 2.60.0", "step 12:30:01, version 2.60.0"),
     ],
 )
-def test_the_servers_places_stay_its_own(said: str, told: str):
+def test_errors_show_no_paths_of_the_server(said: str, told: str):
     assert ApiError(500, said).body()["error"]["message"] == told
     assert ApiError(400, said).body()["error"]["message"] == said  # the client's own words
 

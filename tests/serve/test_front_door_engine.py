@@ -1,6 +1,7 @@
-"""HTTP over real sockets, link and engine loop together: who leaves, who is late, who reads slowly, who comes too many.
+"""HTTP over real sockets, link and engine loop together, with clients that leave, come late, read slowly or are too
+many.
 
-Only the runner is a fake one (fake_runner.py), made as slow as a test needs it.
+Only the runner is a fake (fake_runner.py), as slow as a test needs it.
 """
 
 import asyncio
@@ -60,7 +61,7 @@ def state(engine):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("when", ["queued", "prefill", "decode"])
-async def test_a_client_that_leaves_is_gone_within_a_second(when: str, stream: bool):
+async def test_a_client_that_leaves_is_aborted_within_a_second(when: str, stream: bool):
     async with (
         serving(delay_s=0.01, max_num_seqs=1, max_num_batched_tokens=8) as (engine, url),
         httpx.AsyncClient() as c,
@@ -113,14 +114,14 @@ async def test_the_queue_is_limited_in_requests_and_in_tokens():
         assert (await complete(num_prompt=60, max_tokens=1)).usage.prompt_tokens == 60
 
 
-async def test_retry_after_is_the_time_that_the_queue_takes_to_drain():
+async def test_retry_after_is_the_time_to_drain_the_queue():
     async with serving(delay_s=0.001, max_num_seqs=1) as (engine, _):
         loop = engine.loop
-        assert loop._limits._retry_after_s(100) == 1.0  # nothing has finished yet
-        loop._limits._finish_times.extend([10.0, 10.5, 11.0])  # one every half second
-        assert loop._limits._retry_after_s(7) == 3.5
-        assert loop._limits._retry_after_s(1) == 1.0
-        assert loop._limits._retry_after_s(1000) == 60.0
+        assert loop.requests.limits._retry_after_s(100) == 1.0  # nothing has finished yet
+        loop.requests.limits._finish_times.extend([10.0, 10.5, 11.0])  # one every half second
+        assert loop.requests.limits._retry_after_s(7) == 3.5
+        assert loop.requests.limits._retry_after_s(1) == 1.0
+        assert loop.requests.limits._retry_after_s(1000) == 60.0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -150,7 +151,7 @@ async def test_a_waiting_stream_is_kept_alive_and_fails_as_an_event():
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == "queue_timeout"
         assert (done, end) == ("data: [DONE]", "")
         await first
-        # A comment harms no reader, and what follows is the whole answer.
+        # A comment harms no reader, and the rest is the whole answer.
         again = asyncio.create_task(c.post(f"{url}/v1/completions", json=body(max_tokens=15), timeout=60))
         await eventually(lambda: state(engine) == "decode")
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0)
@@ -162,8 +163,8 @@ async def test_a_waiting_stream_is_kept_alive_and_fails_as_an_event():
 
 
 @pytest.mark.parametrize("first", [b": the request waits", b"data: "])
-async def test_a_client_that_cannot_be_written_to_has_left(first: bytes):
-    """Also where nothing but the failed write tells so: of a keep-alive, which no body waits for, and of an event."""
+async def test_a_failed_write_means_that_the_client_left(first: bytes):
+    """A failed write is the only sign: for a keep-alive, which does not wait for a body, and for an event."""
     engine, complaints = Engine(delay_s=0.01, max_num_seqs=1), []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context.get("exception")))
     link = link_to(engine)
@@ -213,8 +214,8 @@ async def test_an_answer_that_takes_too_long_gets_504(stream: bool):
         await eventually(lambda: live(engine) == 0, seconds=1.0)
 
 
-async def test_a_stalled_reader_neither_blocks_the_engine_nor_grows_memory():
-    """The engine finishes; what the reader has not taken waits as token ids, of which there are at most max_tokens."""
+async def test_a_stalled_reader_blocks_nothing_and_uses_no_memory():
+    """The engine finishes. Tokens that the reader has not taken wait as ids, max_tokens of them at most."""
     async with serving(delay_s=0.0, max_num_seqs=4) as (engine, url):
         port = int(url.rpartition(":")[2])
         stalled = socket.socket()
@@ -236,7 +237,7 @@ async def test_a_stalled_reader_neither_blocks_the_engine_nor_grows_memory():
             got += await asyncio.wait_for(loop.sock_recv(stalled, 65536), 5)
         assert b"data: [DONE]" in got
         assert got.count(b'"finish_reason":"length"') == 4
-        assert got.count(b"data: {") < 4 * 480 / 2  # what waited came merged
+        assert got.count(b"data: {") < 4 * 480 / 2  # waiting tokens were merged
         stalled.close()
 
 
@@ -264,7 +265,7 @@ async def test_abort_by_the_clients_own_id():
         assert answer.headers["x-request-id"] == "mine-2"
 
 
-async def test_draining_takes_nothing_new_and_finishes_what_runs():
+async def test_draining_finishes_running_requests_only():
     async with serving(delay_s=0.01) as (engine, url), httpx.AsyncClient() as c:
         running = asyncio.create_task(c.post(f"{url}/v1/completions", json=body(max_tokens=60), timeout=30))
         await eventually(lambda: state(engine) == "decode")

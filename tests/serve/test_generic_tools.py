@@ -1,4 +1,4 @@
-"""Tools over HTTP where the chat template knows none, by the clients of OpenAI and Anthropic."""
+"""Tools over HTTP with a chat template that lacks them, by the clients of OpenAI and Anthropic."""
 
 import json
 from typing import Any
@@ -39,7 +39,7 @@ async def test_without_tools_nothing_is_described_or_read():
     assert "get_weather" not in prompt_of(engine)
 
 
-async def test_one_call_where_calls_may_not_be_parallel():
+async def test_one_call_if_parallel_calls_are_off():
     message, _ = await answers(PLAIN, f"{CALL}\n{TIME_CALL}", tools=TOOLS, parallel_tool_calls=False)
     assert [name for name, _ in called(message)] == ["get_weather"]
 

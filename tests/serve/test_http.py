@@ -116,7 +116,7 @@ async def test_stop_string_ends_the_text_and_aborts(group: int):
     body = (await post(engine, {"prompt": "a", "max_tokens": 40, "stop": ["two", "zzz"]})).json()
     assert body["choices"][0]["text"] == "one, "
     assert body["choices"][0]["finish_reason"] == "stop"
-    assert body["usage"]["completion_tokens"] == len("one, two")  # what came after was never asked for
+    assert body["usage"]["completion_tokens"] == len("one, two")  # later tokens were never requested
     assert len(engine.aborted) == (0 if group == 50 else 1)
     assert engine.num_running == 0
     included = {"prompt": "a", "max_tokens": 40, "stop": "two", "include_stop_str_in_output": True}
@@ -159,7 +159,7 @@ async def test_logprobs_end_with_the_stop_string():
     assert body["choices"][0]["logprobs"]["tokens"] == ["a", "b", "c"]
 
 
-async def test_a_server_without_engines_that_starts_one_when_asked_is_healthy():
+async def test_a_server_scaled_to_zero_is_healthy():
     engine = FakeEngine()
     engine.engines = list
     async with client_of(engine) as client:
@@ -187,7 +187,7 @@ async def test_models_and_health():
         assert response.json()["reason"] == "The engine is restarting."
 
 
-async def test_a_long_prompt_is_prepared_beside_the_loop():
+async def test_a_long_prompt_is_prepared_in_a_thread():
     engine = FakeEngine("ok", max_model_len=1 << 20)
     body = (await post(engine, {"prompt": "a" * 200_000})).json()
     assert body["usage"]["prompt_tokens"] == 200_000
@@ -204,7 +204,7 @@ async def test_a_long_prompt_is_prepared_beside_the_loop():
         ({"prompt": [30000] * 2000, "stop": ["word " * 2500]}, True),
     ],
 )
-def test_which_requests_are_read_beside_the_loop(body, expected):
+def test_only_long_requests_are_read_in_a_thread(body, expected):
     assert is_long(json.dumps(body).encode()) is expected
 
 
@@ -346,8 +346,8 @@ async def test_busy_engine(stream: bool, n: int):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_a_request_that_no_engine_can_serve_is_the_clients_fault(n: int):
-    """Its engine ended as it came, and the others have a shorter context, say."""
+async def test_a_request_that_no_engine_can_serve_is_a_400(n: int):
+    """For example, its engine ended when the request arrived, and the others have a shorter context."""
     engine = FakeEngine()
 
     async def refuse(request, on_engine=None):
@@ -405,7 +405,7 @@ async def test_body_size_cap(declared: bool):
     assert_error(response, 413, None, f"{HttpSettings().max_body_bytes} bytes", "body_too_large")
 
 
-def test_errors_survive_the_way_to_another_process():
+def test_errors_can_be_sent_to_another_process():
     error = ApiError(429, "Come back.", param="n", code="engine_busy", retry_after_s=2.0)
     assert error.body()["error"]["type"] == "rate_limit_error"
     copy = pickle.loads(pickle.dumps(error))

@@ -1,4 +1,4 @@
-"""Which thread does the work of a request, how much of it is done at once, and in which order."""
+"""The thread that does the work of a request, the amount of parallel work, and its order."""
 
 import asyncio
 import threading
@@ -65,7 +65,7 @@ def preparation(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 @pytest.mark.parametrize("path", CHATS)
-async def test_no_chat_waits_for_a_child_on_the_loop(path: str, children: Gate):
+async def test_chats_wait_for_children_outside_the_event_loop(path: str, children: Gate):
     children.open()
     async with client_of(FakeEngine()) as client:
         children.threads.clear()  # a template is compiled as its server starts
@@ -74,7 +74,7 @@ async def test_no_chat_waits_for_a_child_on_the_loop(path: str, children: Gate):
     assert threading.main_thread() not in children.threads
 
 
-async def test_chats_that_wait_for_children_stop_no_other(children: Gate, monkeypatch: pytest.MonkeyPatch):
+async def test_waiting_chats_do_not_stop_others(children: Gate, monkeypatch: pytest.MonkeyPatch):
     tokenizer = byte_tokenizer()
     children.open()
     async with client_of(FakeEngine(), tokenizer) as client:
@@ -150,7 +150,7 @@ async def test_cancelled_work_is_never_begun():
 async def test_waiting_work_has_a_limit_of_bytes():
     lane, gate = Lane("test", 1, max_bytes=100), threading.Event()
     first = asyncio.create_task(lane.run("a", gate.wait, 60))
-    await eventually(lambda: not lane._num_bytes)  # what is begun waits no more
+    await eventually(lambda: not lane._num_bytes)  # work in progress no longer waits
     second = asyncio.create_task(lane.run("a", int, 60))
     await asyncio.sleep(0)
     for owner, num_bytes in (("a", 60), ("b", 101)):
@@ -176,7 +176,7 @@ async def test_work_that_fails_raises_its_error():
 
 
 async def test_request_of_a_client_that_left_is_not_prepared(preparation: Gate):
-    """It waits behind others as its client leaves."""
+    """Its client leaves while it waits behind others."""
     gate = threading.Event()
     before = [asyncio.create_task(LONG_REQUESTS.run("", gate.wait)) for _ in range(2)]
     app = build_http_app(Service(FakeEngine(), byte_tokenizer(), MODEL))

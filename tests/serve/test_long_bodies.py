@@ -54,7 +54,7 @@ async def test_faults_in_long_prompts(prompt: list, param: str, says: str):
     assert_error(await post(FakeEngine(), {"prompt": prompt}), 400, param, says)
 
 
-async def test_what_stands_in_texts_is_no_value():
+async def test_brackets_in_strings_are_not_counted_as_values():
     text = '{"a": [1, 2], "b\\\\": "\\""}, ' * 5000
     assert prompt_of(json.dumps({"prompt": text}).encode()) == text
     assert prompt_of(json.dumps({"prompt": [text, "a,"] * 300}).encode()) == [text, "a,"] * 300
@@ -70,12 +70,12 @@ async def test_too_many_values(field: str, value: object):
     assert_error(await post(FakeEngine(), body), 400, None, f"over {MAX_VALUES} values")
 
 
-async def test_a_detokenized_list_is_read_in_pieces_too():
+async def test_a_list_to_detokenize_is_read_in_pieces():
     body = {"tokens": [ord("a")] * 100_000}
     assert (await post(FakeEngine(), body, "/detokenize")).json() == {"prompt": "a" * 100_000}
 
 
-async def test_arguments_with_half_a_character_are_a_text():
+async def test_arguments_with_half_a_character_stay_text():
     """The escape of a surrogate is valid in the JSON that a model wrote, and in the body that has it as a text."""
     engine = FakeEngine(max_model_len=500)
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":"\\ud800"}'}}
@@ -125,7 +125,7 @@ async def test_choices_share_their_stop_strings(monkeypatch: pytest.MonkeyPatch)
         ({"prompt": [7] * 13_000, "echo": True, "logprobs": 20}, "logprobs", "21 log-probabilities at each of 13000"),
     ],
 )
-async def test_work_that_is_too_much_for_one_request(fields: dict, param: str, says: str):
+async def test_a_request_with_too_much_work_is_refused(fields: dict, param: str, says: str):
     engine = FakeEngine(max_model_len=131_072)
     assert_error(await post(engine, {"max_tokens": 1, **fields}), 400, param, says)
     assert engine.requests == []

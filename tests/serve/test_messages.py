@@ -1,4 +1,4 @@
-"""The anthropic package as the client, with its strict validation on, and chats of the same requests beside it."""
+"""The anthropic package as the client, with strict validation, beside chats of the same requests."""
 
 import json
 from typing import Any
@@ -44,7 +44,7 @@ def fields_of(**fields: Any) -> dict[str, Any]:
 
 
 def content_of(message: anthropic.types.Message) -> list[dict[str, Any]]:
-    """Blocks without what is chosen at random, and without what the client adds."""
+    """Blocks without their random parts and without fields that the client adds."""
     blocks = [block.model_dump(exclude_none=True) for block in message.content]
     return [{k: v for k, v in block.items() if k not in ("id", "parsed_output")} for block in blocks]
 
@@ -54,7 +54,7 @@ def prompt_of(engine: FakeEngine, at: int = -1) -> str:
 
 
 async def answered(text: str, template: str = QWEN, **fields: Any) -> tuple[FakeEngine, anthropic.types.Message]:
-    """The plain answer, which a streamed one equals however the tokens come."""
+    """The plain answer. A streamed answer equals it, however the tokens arrive."""
     engine = engine_of(text)
     plain = await client_of(engine, template).messages.create(**fields_of(**fields))
     for group in (1, 3, 1000):
@@ -198,7 +198,7 @@ async def test_the_choice_of_a_tool():
     assert "<tools>" not in prompt_of(engine)
 
 
-async def test_arguments_that_are_cut_off_or_no_json():
+async def test_arguments_that_are_truncated_or_not_json():
     _, message = await answered(CALL, tools=TOOLS, max_tokens=63)
     assert message.stop_reason == "max_tokens"
     assert content_of(message) == [{"type": "tool_use", "name": "get_weather", "input": {}}]
@@ -229,7 +229,7 @@ async def test_reasoning():
     assert prompt_of(engine) == "<|user|>hi<|assistant|>(hm\nhm)So\nHi.\nHi.<|user|>hi<|assistant|>"
 
 
-async def test_an_answer_that_was_begun_is_continued():
+async def test_a_started_answer_is_continued():
     messages = [*HI, {"role": "assistant", "content": "The best "}]
     engine, message = await answered("one.", messages=messages)
     assert prompt_of(engine) == "<|user|>hi<|assistant|>The best "
@@ -345,7 +345,7 @@ async def test_keys_and_wrong_routes():
         assert (nowhere.status_code, nowhere.json()["error"]["type"]) == (404, "not_found_error")
 
 
-async def test_a_body_that_is_no_request():
+async def test_a_body_that_is_not_a_request():
     body = {"messages": HI}
     response = await post(engine_of(), body, "/v1/messages")
     assert response.json()["error"]["message"] == "max_tokens is missing; it is required."

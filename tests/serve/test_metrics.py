@@ -15,9 +15,9 @@ from actors.wire.metrics import METRICS, Histogram, MetricValues, Snapshot, all_
 from runtime.policy.admission import Admission
 from runtime.spec.types import Request, SamplingParams
 from serve_app.application import build_http_app
-from serve_app.service import ray_metrics as ray_metrics_module
-from serve_app.service.metrics import ChoiceStats
-from serve_app.service.ray_metrics import RayMetrics
+from serve_app.observability import ray_metrics as ray_metrics_module
+from serve_app.observability.context import ChoiceStats
+from serve_app.observability.ray_metrics import RayMetrics
 from serve_app.service.service import Service
 from tests.actors import test_link
 from tests.actors.test_link import Engine, eventually, link_to
@@ -28,7 +28,7 @@ MODEL = "m"
 
 
 def parsed(text: str) -> dict[str, float]:
-    """Samples by name, each with its labels but model_name and engine; those of several engines added up."""
+    """Samples by name, each with its labels except model_name and engine. Samples of several engines are summed."""
     samples: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -82,7 +82,7 @@ async def fronts():
     await made.close()
 
 
-async def test_every_metric_is_there_from_the_start_with_vllms_labels(fronts):
+async def test_every_metric_exists_from_the_start(fronts):
     text = (await fronts.clients[0].get("/metrics")).text
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert {f.removesuffix("_total") for f in families} == {
@@ -101,7 +101,7 @@ async def test_every_metric_is_there_from_the_start_with_vllms_labels(fronts):
 
 
 async def test_a_known_load_gives_exact_counts(fronts):
-    """8 requests of 10 + 6 tokens, three of a common prompt, one with two choices, a stream, and one that is wrong."""
+    """8 requests of 10 + 6 tokens, three with a common prompt, one with two choices, a stream, and an invalid one."""
     client = fronts.clients[0]
     answers = await asyncio.gather(*(complete(client, [10 + i] * 10, 6) for i in range(8)))
     assert {answer.status_code for answer in answers} == {200}
@@ -151,7 +151,7 @@ async def test_a_known_load_gives_exact_counts(fronts):
     assert samples["vllm:kv_cache_usage_perc"] == 0
 
 
-async def test_the_first_token_has_its_own_time_however_late_it_is_read():
+async def test_a_late_reader_does_not_delay_the_first_token_time():
     engine = Engine(delay_s=0.01)
     link = link_to(engine)
     await link.start()
@@ -160,7 +160,7 @@ async def test_the_first_token_has_its_own_time_however_late_it_is_read():
     try:
         first = asyncio.ensure_future(anext(outputs))
         await asyncio.sleep(0)  # the request is on its way
-        time.sleep(0.5)  # the event loop, and so the reader, stands still while tokens come
+        time.sleep(0.5)  # the event loop, and so the reader, stops while tokens arrive
         choice.note(await first)
         async for output in outputs:
             choice.note(output)
@@ -172,11 +172,11 @@ async def test_the_first_token_has_its_own_time_however_late_it_is_read():
 
 
 def sequence(answer: httpx.Response) -> list[int]:
-    """The token ids of an answer by a tokenizer that has one a byte."""
+    """The token ids of an answer by a tokenizer with one token a byte."""
     return list(answer.json()["choices"][0]["text"].encode())
 
 
-async def test_who_leaves_or_is_refused_is_counted_as_such():
+async def test_aborted_and_refused_requests_are_counted():
     fronts = Fronts(Engine(delay_s=0.01, max_num_seqs=1, max_queued_requests=1))
     client = await fronts.add()
     try:
@@ -211,7 +211,7 @@ async def test_a_preempted_request_waits_longer_between_two_tokens(monkeypatch):
     fronts = Fronts(engine)
     client = await fronts.add()
     try:
-        engine.loop.core.extras[Admission].lengths = FixedShare(0.0)  # admits both at once, and is wrong
+        engine.loop.core.extras[Admission].lengths = FixedShare(0.0)  # admits both at once, wrongly
         answers = [complete(client, [i] * 20, 100, ignore_eos=False) for i in (3, 4)]
         assert [a.json()["usage"]["completion_tokens"] for a in await asyncio.gather(*answers)] == [100, 100]
         samples = await fronts.scrape()
@@ -224,7 +224,7 @@ async def test_a_preempted_request_waits_longer_between_two_tokens(monkeypatch):
         await fronts.close()
 
 
-async def test_two_fronts_and_two_engines_are_told_as_one_and_a_dead_front_stays_counted():
+async def test_counts_of_all_fronts_are_summed_and_kept():
     fronts = Fronts(Engine(), Engine())
     clients = [await fronts.add(), await fronts.add()]
     try:
@@ -255,7 +255,7 @@ async def test_two_fronts_and_two_engines_are_told_as_one_and_a_dead_front_stays
         await fronts.close()
 
 
-async def test_an_engine_that_is_away_gets_what_was_counted_meanwhile_later(fronts):
+async def test_counts_during_an_outage_reach_the_engine_later(fronts):
     client, engine = fronts.clients[0], fronts.engines[0]
     await complete(client, [3] * 8, 5)
     engine.die()
@@ -279,7 +279,7 @@ async def test_lost_runners_count_as_restarts(fronts):
     assert samples["vllm:inter_token_latency_seconds_count"] == 199
 
 
-async def test_a_stop_string_is_a_stop_though_the_engine_was_told_to_abort():
+async def test_a_stop_string_counts_as_stop_not_as_abort():
     engine = FakeEngine("abcdef")
     async with client_of(engine) as client:
         answer = await client.post("/v1/completions", json={"prompt": "x", "stop": "c", "max_tokens": 9})
@@ -290,7 +290,7 @@ async def test_a_stop_string_is_a_stop_though_the_engine_was_told_to_abort():
     assert samples["vllm:request_generation_tokens_sum"] == 3
 
 
-async def test_one_log_line_a_request_and_never_its_text(caplog):
+async def test_a_request_has_one_log_line_without_its_text(caplog):
     caplog.set_level(logging.INFO, "ray.serve")
     async with client_of(FakeEngine("secret answer")) as client:
         await client.post(
@@ -310,11 +310,11 @@ async def test_one_log_line_a_request_and_never_its_text(caplog):
     assert "secret" not in good + busy
 
 
-@settings(deadline=None)  # a busy machine is no fault
+@settings(deadline=None)  # a busy machine does not fail the test
 @given(
     st.lists(st.tuples(st.floats(0, 100), st.integers(1, 5))), st.lists(st.tuples(st.floats(0, 100), st.integers(1, 5)))
 )
-def test_histograms_add_up_whoever_observed(mine, others):
+def test_histograms_of_all_observers_add_up(mine, others):
     bounds = (0.5, 1, 5, 50)
     one, two, both = Histogram.of(bounds), Histogram.of(bounds), Histogram.of(bounds)
     for histogram, observed in ((one, mine), (two, others), (both, mine + others)):
@@ -330,8 +330,8 @@ def test_histograms_add_up_whoever_observed(mine, others):
     assert one.counts == [a - b for a, b in zip(both.counts, two.counts, strict=True)]
 
 
-async def test_hits_expected_by_the_choice_of_an_engine_and_found():
-    """Where there is one engine, nothing is expected."""
+async def test_expected_and_actual_hits_are_counted():
+    """With a single engine, no hits are expected."""
     fronts = Fronts(Engine(), Engine())
     client = await fronts.add()
     try:
@@ -348,7 +348,7 @@ async def test_hits_expected_by_the_choice_of_an_engine_and_found():
 
 
 async def test_a_stream_that_moved_is_counted_once():
-    """Its first engine is gone for good; what was counted for that one goes to the other."""
+    """Its first engine is lost for good, and its counts go to the other."""
     fronts = Fronts(Engine(delay_s=0.01), Engine(delay_s=0.01))
     client = await fronts.add()
     try:
@@ -366,7 +366,7 @@ async def test_a_stream_that_moved_is_counted_once():
         assert samples["vllm:request_generation_tokens_sum"] == 80
         assert samples["vllm:request_queue_time_seconds_count"] == 5
         moved = second.loop.report(MetricValues()).figures.numbers["vllm:prompt_tokens"][""]
-        assert moved == 8 * (second.loop.core.scheduler.stats.prompt_tokens // 8 - 1)  # without the one that came
+        assert moved == 8 * (second.loop.core.scheduler.stats.prompt_tokens // 8 - 1)  # without the newcomer
     finally:
         await fronts.close()
 
@@ -379,7 +379,7 @@ def test_lengths_have_vllms_buckets():
 
 
 class RayMetric:
-    """A metric of Ray, which counts what it is told."""
+    """A metric of Ray that counts its updates."""
 
     def __init__(self, *about, **keys):
         self.num_told = 0
@@ -397,8 +397,8 @@ def ray_figures(monkeypatch):
     return RayMetrics(MODEL, "r1")
 
 
-async def test_engines_that_are_gone_cost_nothing_more(ray_figures):
-    """Scaling from zero makes an engine with a new id each time."""
+async def test_removed_engines_cost_nothing(ray_figures):
+    """Scaling from zero creates an engine with a new id each time."""
     for i in range(200):
         await ray_figures.publish_engine(str(i), Snapshot(all_at_zero(), {}))
         ray_figures.clear_gauges([str(i)])
@@ -408,7 +408,7 @@ async def test_engines_that_are_gone_cost_nothing_more(ray_figures):
 
 
 async def test_reports_go_on_after_one_failed(monkeypatch, caplog, fronts, ray_figures):
-    monkeypatch.setattr("serve_app.service.metrics._REPORT_PERIOD_S", 0.01)
+    monkeypatch.setattr("serve_app.observability.metrics._REPORT_PERIOD_S", 0.01)
     metrics, results = fronts.services[0].metrics, []
 
     def publishes_engines():

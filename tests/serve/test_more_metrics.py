@@ -1,4 +1,4 @@
-"""Metrics by vLLM's older names, the state of engines, and what processes use."""
+"""Metrics by vLLM's older names, the state of engines, and the memory and CPU time of processes."""
 # ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
 
 import time
@@ -9,7 +9,7 @@ from tests.actors.test_link import Engine, eventually
 from tests.serve.test_metrics import Fronts, complete, fronts, parsed  # noqa: F401
 
 
-async def test_older_names_have_the_values_of_the_new_ones(fronts):
+async def test_old_and_new_metric_names_have_equal_values(fronts):
     await complete(fronts.clients[0], [1] * 5, 4)
     samples = await fronts.scrape()
     for older, name in (("time_per_output_token", "inter_token_latency"), ("gpu_cache_usage", "kv_cache_usage")):

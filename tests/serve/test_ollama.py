@@ -168,7 +168,7 @@ async def test_a_format_binds_the_answer(path: str, body: dict[str, Any]):
 
 
 @pytest.mark.parametrize("think", [None, True, False])
-async def test_thinking_is_apart_from_the_content(think: bool | None):
+async def test_thinking_is_separate_from_the_content(think: bool | None):
     engine = engine_of("<think>\nHm.\n</think>\n\nHi!" if think is False else "Hm.\n</think>\n\nHi!")
     fields = {} if think is None else {"think": think}
     lines = lines_of(await post(engine, "/api/chat", HI | fields, THINKING))
@@ -209,7 +209,7 @@ async def test_calls_are_whole_lines(template: str, group: int):
     check_end(lines[-1])
 
 
-async def test_results_go_to_their_calls():
+async def test_results_are_matched_to_their_calls():
     functions = [{"function": {"name": name, "arguments": {"city": "Zürich"}}} for name in ("get_weather", "get_time")]
     called = {"role": "assistant", "content": "", "tool_calls": functions}
     for tools in (
@@ -224,7 +224,7 @@ async def test_results_go_to_their_calls():
         )
 
 
-async def test_an_answer_that_has_begun_goes_on():
+async def test_a_started_answer_goes_on():
     engine = engine_of()
     await post(engine, "/api/chat", HI | {"messages": [*HI["messages"], {"role": "assistant", "content": "Well,"}]})
     assert prompt_of(engine).endswith("<|assistant|>Well,")
@@ -266,6 +266,6 @@ async def test_models_are_listed_and_shown():
     architecture = shown["model_info"]["general.architecture"]
     assert shown["model_info"][f"{architecture}.context_length"] == 4096
     assert shown["template"] == THINKING
-    assert tuple(map(int, version.split("."))) > (0, 6, 4)  # clients ask for this much
+    assert tuple(map(int, version.split("."))) > (0, 6, 4)  # clients require a version above it
     assert (missing.status_code, list(missing.json())) == (404, ["error"])
     assert isinstance(missing.json()["error"], str)

@@ -1,8 +1,8 @@
 """The openai package as the client, with its strict validation on: every form of a completion and the shared fields.
 
-Two of its types are stricter than OpenAI's own server, and so than ours: in a stream of completions the finish reason
-is null until the last chunk, and an echoed prompt's first token has no log-probability. Those two are validated against
-types that allow just that null."""
+Two of its types are stricter than OpenAI's own server, and thus than ours. In a stream of completions the finish reason
+is null until the last chunk. The first token of an echoed prompt has a null log-probability. Those two are validated
+against types that allow just that null."""
 
 from typing import Any, Literal
 

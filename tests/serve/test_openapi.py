@@ -1,4 +1,4 @@
-"""The OpenAPI page tells the truth: generated requests, right and wrong, meet only what it declares."""
+"""The OpenAPI page is true: generated requests, right and wrong, get only responses that it declares."""
 
 import httpx
 import pytest
@@ -16,7 +16,7 @@ KEY = "a-key"
 
 
 async def kill(role: str) -> dict[str, object]:
-    """Of the scripted engine, which has no processes."""
+    """The scripted engine does not have processes."""
     return {"engine": "0", "pid": 7}
 
 
@@ -31,7 +31,8 @@ CONFIG = schemathesis.Config.from_dict(
         "seed": 1,
         "request-timeout": 60,  # the first grammar waits until a child has started, on a busy machine
         "checks": {
-            # What a schema cannot say is told by a 400: a token id beyond the vocabulary, rules between fields ...
+            # A schema cannot state everything, and a 400 reports the rest: a token id beyond the vocabulary, rules
+            # between fields ...
             "positive_data_acceptance": {"expected-statuses": ["200", "400", "404", "499"]},
         },
     }

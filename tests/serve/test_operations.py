@@ -1,4 +1,4 @@
-"""What those who run a server read: the doctor's report, spans, Grafana's board, and Ray's own dashboard."""
+"""The reports that operators read: the doctor's, spans, Grafana's board, and Ray's own dashboard."""
 
 import json
 import re
@@ -14,9 +14,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.wire.metrics import METRICS
-from serve_app import server
 from serve_app.application import build_http_app
-from serve_app.http.tracing import Tracing
+from serve_app.observability.tracing import Tracing
+from serve_app.server import ray_start
 from serve_app.service.service import Service
 from serve_app.tools import doctor
 from tests.support.fake_engine import FakeEngine, byte_tokenizer, client_of
@@ -49,7 +49,8 @@ def test_rays_shipped_dashboard_finds_its_metrics():
 
     asked = set(re.findall(r"\bray_(vllm_\w+?)" + _SUFFIXES + r"\b", Path(shipped.__file__).read_text()))
     published = {name.replace(":", "_") for name in METRICS}
-    elsewhere = re.compile("vllm_(nixl|kv_offload|external)_|vllm_num_requests_swapped|vllm_e$")  # what we have not
+    # packages that we lack
+    elsewhere = re.compile("vllm_(nixl|kv_offload|external)_|vllm_num_requests_swapped|vllm_e$")
     missing = {name for name in asked if not elsewhere.match(name)} - published
     assert not missing
     assert len(asked & published) >= 15
@@ -58,7 +59,7 @@ def test_rays_shipped_dashboard_finds_its_metrics():
 # ---- spans ----------------------------------------------------------------------------------------------------------
 
 
-async def test_queue_prefill_and_decode_are_spans_under_the_clients_own():
+async def test_request_phases_are_spans_below_the_clients_span():
     exporter = InMemorySpanExporter()
     service = Service(FakeEngine(), byte_tokenizer(), "m")
     tracing = Tracing("m", exporter)
@@ -90,7 +91,7 @@ def test_nothing_of_opentelemetry_is_imported_when_it_is_off():
 
 
 @pytest.mark.long
-def test_the_doctor_tells_of_everything_and_what_to_fix():
+def test_the_doctor_reports_every_check_and_fix():
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     command = [sys.executable, "-m", "serve_app.cli", "doctor"]
@@ -172,8 +173,8 @@ def test_the_doctor_on_a_port_in_use():
 
 
 def test_the_doctor_goes_on_without_a_network(monkeypatch):
-    """One place refuses connections, the other one's name is never resolved."""
-    monkeypatch.setattr(doctor, "_NETWORK_S", 0.2)
+    """One host refuses connections, and the other's name is never resolved."""
+    monkeypatch.setattr(doctor, "NETWORK_S", 0.2)
     monkeypatch.setenv("PIP_INDEX_URL", "http://index.invalid")
     never = threading.Event()
     why = {"https://huggingface.co": "refused"}
@@ -187,7 +188,7 @@ def test_the_doctor_goes_on_without_a_network(monkeypatch):
     assert [found.level for found in doctor.network()] == ["ok", "ok"]
 
 
-def test_an_answer_of_a_server_says_that_it_is_reached():
+def test_any_http_answer_means_that_a_host_is_reached():
     def answer(status: int, listener: socket.socket) -> None:
         connection = listener.accept()[0]
         connection.recv(1 << 16)
@@ -232,9 +233,9 @@ def test_ray_has_time_to_register_its_node(monkeypatch):
             raise answer
         return answer
 
-    monkeypatch.setattr("serve_app.server.time.sleep", lambda seconds: None)
-    assert server._patient(get_node)("address") == "node"
+    monkeypatch.setattr("serve_app.server.ray_start.time.sleep", lambda seconds: None)
+    assert ray_start._patient(get_node)("address") == "node"
     answers = iter([RuntimeError("never")])
-    monkeypatch.setattr("serve_app.server._RAYLET_START_S", -1.0)
+    monkeypatch.setattr("serve_app.server.ray_start._RAYLET_START_S", -1.0)
     with pytest.raises(RuntimeError, match="never"):
-        server._patient(get_node)("address")
+        ray_start._patient(get_node)("address")

@@ -1,4 +1,4 @@
-"""Every field that another server's requests may have is one of ours, refused by name, or ignored by name."""
+"""Every request field of another server is one of ours, refused by name, or ignored by name."""
 
 import re
 
@@ -16,7 +16,7 @@ from tests.support.fake_engine import FakeEngine, chat, client_of, post
 
 PATHS = {"/v1/completions": {"prompt": "a"}, "/v1/chat/completions": chat()}
 KINDS = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
-DOCUMENTED = {  # as their documentation lists them, without those that OpenAI has too
+DOCUMENTED = {  # as their documentation lists them, without the fields of OpenAI
     "vLLM": api_page.VLLM,
     "SGLang": api_page.SGLANG,
     "TGI": """
@@ -44,7 +44,7 @@ def known(path: str, name: str) -> bool:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_the_tables_have_all_of_them(path: str):
+def test_the_tables_have_every_field_of_other_servers(path: str):
     base = {"/v1/completions": completion_create_params, "/v1/chat/completions": chat_create_params}[path]
     names = {"openai": base.CompletionCreateParamsBase.__annotations__}
     names |= {server: listed.split() for server, listed in DOCUMENTED.items()}
@@ -53,7 +53,7 @@ def test_the_tables_have_all_of_them(path: str):
     }
 
 
-def test_what_is_told_to_send_is_there():
+def test_fields_recommended_instead_exist():
     fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields, "usage", "role", "strict", "tool_calls"}
     for name, refused in UNSUPPORTED_FIELDS.items():
         told = re.findall(r"\b(?:[a-z]+_[a-z_]+)\b", refused.instead)
@@ -61,7 +61,7 @@ def test_what_is_told_to_send_is_there():
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_what_each_of_them_does(path: str):
+async def test_each_field_has_its_documented_effect(path: str):
     async with client_of(FakeEngine()) as client:
         for name, refused in {**UNSUPPORTED_FIELDS, **dict.fromkeys(IGNORED_FIELDS)}.items():
             if name in KINDS[path].model_fields:
@@ -77,7 +77,7 @@ async def test_what_each_of_them_does(path: str):
                 assert all(answer.status_code == 200 for answer in answers), name
 
 
-def test_the_page_of_fields_is_what_the_models_say():
+def test_the_page_of_fields_follows_the_models():
     assert api_page.PAGE.read_text() == api_page.page(), "run python -m serve_app.apis.api_page"
     for name in api_page.names():
         for route, kind in api_page.ROUTES.items():
@@ -85,7 +85,7 @@ def test_the_page_of_fields_is_what_the_models_say():
             assert fate.why or fate.kind == "**works**", f"{name} needs a reason in {route}"
 
 
-async def test_the_page_tells_what_the_routes_do():
+async def test_the_page_describes_what_routes_do():
     bodies = {"responses": {"input": "a"}, "messages": {"messages": chat()["messages"], "max_tokens": 9}}
     async with client_of(FakeEngine()) as client:
         for route, body in bodies.items():
@@ -113,7 +113,7 @@ async def test_the_page_tells_what_the_routes_do():
         ({"reasoning_effort": "high"}, "chat_template_kwargs"),
     ],
 )
-async def test_a_client_is_told_what_to_send_instead(fields: dict, says: str):
+async def test_a_refusal_names_the_field_to_send_instead(fields: dict, says: str):
     http = client_of(FakeEngine())
     client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="-", http_client=http, max_retries=0)
     with pytest.raises(openai.BadRequestError, match=re.escape(says)) as error:
@@ -130,7 +130,7 @@ async def test_a_prediction_is_a_hint():
     assert raw.parse().choices[0].message.content.startswith("Hello")
 
 
-async def test_messages_with_what_is_not_supported():
+async def test_messages_with_unsupported_fields():
     for name in ("audio", "refusal"):
         body = chat(messages=[{"role": "assistant", "content": "a", name: {"id": "1"}}])
         assert_error(await post(FakeEngine(), body, "/v1/chat/completions"), 400, f"messages.0.{name}", "not supported")

@@ -1,4 +1,4 @@
-"""What one client may do to others' requests: nothing, but come after them."""
+"""A client cannot affect others' requests, except by requests of its own that are served first."""
 
 import asyncio
 
@@ -48,7 +48,7 @@ async def test_an_abort_ends_only_requests_of_the_same_key():
         operator.close()
 
 
-async def test_without_keys_everybody_may_abort():
+async def test_without_keys_any_client_may_abort():
     engine = FakeEngine()
     assert (await post(engine, {"request_id": "x"}, "/v1/abort")).json()["request_id"] == "x"
     assert engine.aborts == ["x"]
@@ -58,7 +58,7 @@ async def test_without_keys_everybody_may_abort():
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-async def test_priority_before_others_is_the_operators_to_allow(allowed: bool):
+async def test_a_higher_priority_needs_the_operators_permission(allowed: bool):
     engine = FakeEngine()
     app = build_http_app(Service(engine, byte_tokenizer(), MODEL), HttpSettings(client_priority=allowed))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:

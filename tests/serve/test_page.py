@@ -1,4 +1,4 @@
-"""The page at GET /: the files that are served, and what the browser is told of them."""
+"""The page at GET /: the files served, and their headers."""
 
 import re
 import tomllib

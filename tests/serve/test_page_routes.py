@@ -1,4 +1,4 @@
-"""Routes that the page uses: killing a process, checking a grammar, and what the server tells of itself."""
+"""Routes that the page uses: killing a process, checking a grammar, and the server's facts."""
 
 import os
 from contextlib import asynccontextmanager
@@ -9,16 +9,16 @@ import pytest
 from runtime.spec.types import CallboardError
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.application import build_http_app
+from serve_app.processes import application_processes as processes
+from serve_app.processes.application_processes import Process, kill_any
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
-from serve_app.tools import processes
-from serve_app.tools.processes import Process, kill_any
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
 
 
 @asynccontextmanager
 async def front(settings: HttpSettings = HttpSettings(), service: Service | None = None):  # noqa: B008  # frozen
-    """A client of a front, and the roles whose processes it was asked to kill."""
+    """A client of a front, and the roles of processes that the front was asked to kill."""
     killed: list[str] = []
 
     async def kill(role: str) -> dict[str, object]:
@@ -79,7 +79,7 @@ def test_chaos_elsewhere_needs_keys(host: str):
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
-    """What is found of an application whose Serve listens on all interfaces."""
+    """The processes found of an application that serves on all interfaces."""
     import ray
     from ray.serve import context
 
@@ -137,7 +137,7 @@ async def test_a_faulty_grammar_is_named_before_it_is_sent(shared_compiler, body
         assert says in error["message"]
 
 
-async def test_a_grammar_that_holds_is_accepted(shared_compiler):
+async def test_a_valid_grammar_is_accepted(shared_compiler):
     schema = {"type": "object", "properties": {"a": {"type": "array", "items": {}, "uniqueItems": True}}}
     async with front() as (client, _):
         for body, ignored in (
@@ -157,7 +157,7 @@ async def test_server_info_has_the_sampling_of_the_models_makers():
         assert (await client.get("/server_info")).json()["sampling"] == {"temperature": 0.2, "top_p": 0.9}
 
 
-async def test_ready_says_that_engines_sleep():
+async def test_ready_reports_sleeping_engines():
     service = Service(FakeEngine(), byte_tokenizer(), MODEL)
     async with front(service=service) as (client, _):
         assert (await client.get("/ready")).json() == {"status": "ready"}
@@ -179,7 +179,7 @@ async def test_ready_says_that_engines_sleep():
         ("http://", "", (), 403),
     ],
 )
-async def test_the_servers_own_page_may_do_all(origin: str, host: str, allowed: tuple[str, ...], status: int):
+async def test_the_servers_own_page_may_use_every_route(origin: str, host: str, allowed: tuple[str, ...], status: int):
     async with front(HttpSettings(allow_chaos=True, allowed_host=allowed)) as (client, _):
         response = await client.post("/chaos", headers={"origin": origin, "host": host})
         assert response.status_code == status

@@ -46,7 +46,7 @@ async def test_inputs_of_all_forms():
 
 
 async def test_the_openai_client():
-    """It asks for base64, and reads it; its strict validation knows only numbers."""
+    """The client requests base64 and decodes it; its strict validation knows only numbers."""
     engine = FakeEngine(pooling=CUTS)
 
     def client(strict: bool) -> openai.AsyncOpenAI:
@@ -63,7 +63,7 @@ async def test_the_openai_client():
     assert struct.unpack("<4f", base64.b64decode(body["data"][0]["data"])) == pytest.approx([0.5] * 4)
 
 
-async def test_a_text_is_cut_before_what_the_model_wants_at_its_end():
+async def test_a_text_is_truncated_before_its_end_token():
     engine, tokenizer = FakeEngine(pooling=EMBEDS, max_model_len=16), byte_tokenizer()
     from tokenizers.processors import TemplateProcessing
 
@@ -114,7 +114,7 @@ def qwen3_pair(query: str, document: str, instruction: str | None = None, most: 
     return bytes(prompter.ids(query, document)).decode()
 
 
-def test_pairs_of_qwen3_stand_in_a_chat():
+def test_pairs_of_qwen3_are_chat_messages():
     text = qwen3_pair("why", "because " * 9)
     assert text.startswith("<|im_start|>system\nJudge whether the Document meets")
     assert text.endswith("because <|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
@@ -133,7 +133,7 @@ QWEN_WORDS = (
 
 @pytest.fixture(scope="module")
 def qwen_words() -> tokenizers.Tokenizer:
-    """A tokenizer that joins whatever those words allow."""
+    """A tokenizer that joins all pairs that those words allow."""
     backend = tokenizers.Tokenizer(models.BPE())
     words = pre_tokenizers.Split(tokenizers.Regex(QWEN_WORDS), "isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -146,7 +146,7 @@ def qwen_words() -> tokenizers.Tokenizer:
 
 @settings(max_examples=50, deadline=None)
 @given(st.text("the \n:>,.1é'", max_size=8), st.text("the \n:>,.1é'", max_size=8))
-def test_document_apart_has_the_tokens_of_the_whole(qwen_words, query: str, document: str):
+def test_a_document_encoded_alone_has_the_same_tokens(qwen_words, query: str, document: str):
     def encode(text: str, special: bool, part: str) -> list[int]:
         return qwen_words.encode(text, add_special_tokens=special).ids
 
@@ -178,7 +178,7 @@ def test_document_apart_has_the_tokens_of_the_whole(qwen_words, query: str, docu
         (Pooling("last", num_labels=3), "/rerank", {"query": "a", "documents": ["b"]}, None),
     ],
 )
-async def test_what_is_wrong_is_named(pooling, path, body, named):
+async def test_errors_name_the_wrong_field(pooling, path, body, named):
     response = await post(FakeEngine(pooling=pooling), body, path)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, named), error

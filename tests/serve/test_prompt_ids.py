@@ -1,4 +1,4 @@
-"""What a long text costs before it is refused or cut, and who waits for it."""
+"""The cost of a long text before it is refused or truncated, and the requests that wait for it."""
 
 import threading
 import time
@@ -38,7 +38,7 @@ LONG = "word " * 400_000
         ("/tokenize", chat(messages=[{"role": "user", "content": LONG}]), "messages"),
     ],
 )
-async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(encoded, path: str, body: dict, where: str):
+async def test_a_text_that_cannot_fit_is_refused_unencoded(encoded, path: str, body: dict, where: str):
     response = await post(FakeEngine(), body, path)
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", where)
@@ -46,7 +46,7 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(encoded, p
     assert sum(encoded) < 100_000
 
 
-async def test_of_a_text_that_is_cut_only_the_end_is_encoded(encoded):
+async def test_a_truncated_text_is_encoded_only_at_its_end(encoded):
     engine = FakeEngine()
     assert (await post(engine, {"prompt": LONG + "end", "truncate_prompt_tokens": 5})).status_code == 200
     assert engine.requests[0].token_ids == list(b"d end")
@@ -68,7 +68,7 @@ async def test_query_is_encoded_once_and_not_to_its_end(encoded, path: str, pair
     assert sum(encoded) < 100_000
 
 
-async def test_pairs_of_too_many_tokens_are_not_all_made(encoded):
+async def test_pairs_stop_at_too_many_tokens(encoded):
     engine = FakeEngine(pooling=Pooling("last", num_labels=1), max_model_len=131_072)
     body = {"query": "word " * 100_000, "documents": ["a"] * 1000, "truncate_prompt_tokens": -1}
     response = await post(engine, body, "/v1/rerank")
@@ -88,7 +88,7 @@ def test_a_sparse_text_is_encoded_to_its_end(kept: str | None):
         assert prompt_ids(tokenizer, text, True, limit, "prompt", kept) == tokenizer.encode(text)
 
 
-def test_encoding_lets_other_threads_run():
+def test_encoding_does_not_block_other_threads():
     tokenizer, num_turns = byte_tokenizer(), 0
     for work in (tokenizer.encode, tokenizer.offsets):
         thread = threading.Thread(target=work, args=("some words to encode " * 100_000,))
@@ -100,7 +100,7 @@ def test_encoding_lets_other_threads_run():
         num_turns = 0
 
 
-async def test_detokenize_takes_so_many_ids():
+async def test_detokenize_limits_the_number_of_ids():
     async with client_of(FakeEngine()) as client:
         response = await client.post("/detokenize", json={"tokens": [1] * ((1 << 20) + 1)})
     assert response.status_code == 400

@@ -1,4 +1,4 @@
-"""`from callboard import LLM`: what an install has, and what happens beside modules of Callboard's own names."""
+"""`from callboard import LLM`: the contents of an install, and its behaviour beside modules of the same names."""
 
 import os
 import shutil
@@ -67,7 +67,7 @@ def test_importing_the_public_package_loads_nothing_heavy(installed: Path, tmp_p
 
 
 @pytest.mark.parametrize("place", ["checkout", "installed"])
-def test_a_script_beside_modules_of_the_same_names(place: str, shadows: Path, installed: Path, request):
+def test_a_script_may_be_beside_modules_of_the_same_names(place: str, shadows: Path, installed: Path, request):
     (shadows / "random.py").unlink()  # it would take the place of Python's own in the script itself
     path = [installed] if place == "installed" else [ROOT, ROOT / "serve_app/public"]
     code = "from callboard import LLM; import runtime, actors, serve_app; print(runtime.__file__, actors.__file__)"
@@ -85,7 +85,7 @@ def test_a_module_of_the_same_name_that_is_loaded_is_named(shadows: Path, instal
     )
 
 
-def test_the_command_finds_its_packages_before_those_of_pythonpath(shadows: Path, installed: Path):
+def test_the_command_finds_its_own_packages_first(shadows: Path, installed: Path):
     (shadows / "random.py").unlink()
     env = os.environ | {"PYTHONPATH": f"{shadows}{os.pathsep}{installed}"}
     command = [sys.executable, "-P", "-m", "callboard", "--version"]

@@ -1,4 +1,4 @@
-"""The fronts of an application as Ray lists them: what ids that a client makes up cost."""
+"""The fronts of an application as Ray lists them: the cost of made-up ids."""
 
 import asyncio
 from types import SimpleNamespace
@@ -7,9 +7,9 @@ import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve._private.common import DeploymentID, ReplicaID
 
+from serve_app.apis.responses import ray_fronts
+from serve_app.apis.responses.ray_fronts import RayFronts
 from serve_app.protocol.errors import ApiError
-from serve_app.service import ray_fronts
-from serve_app.service.ray_fronts import RayFronts
 
 
 class FakeRay:
@@ -62,14 +62,14 @@ async def test_made_up_fronts_cost_one_listing_in_all(fake):
     assert (fake.listings, fake.lookups) == (1, [name_of("other")])
 
 
-async def test_a_front_that_came_after_the_last_listing_is_found(fake):
+async def test_a_front_newer_than_the_last_listing_is_found(fake):
     fronts = RayFronts()
     assert await statuses(fronts, "late") == [404]
     fake.names.add(name_of("late"))
     assert await statuses(fronts, "late") == ["body"]
 
 
-async def test_a_front_that_died_is_looked_up_no_more(fake):
+async def test_a_dead_front_is_not_looked_up_again(fake):
     fronts = RayFronts()
     assert await statuses(fronts, "other") == ["body"]
     fake.dead.add(name_of("other"))

@@ -27,7 +27,7 @@ URL = "http://test"
 
 
 class Seeded(FakeEngine):
-    """Writes what follows from the seed, and from `salt`."""
+    """Writes a text that follows from the seed, and from `salt`."""
 
     salt = 0
 
@@ -90,7 +90,7 @@ def test_an_answer_is_drawn_again(server: TestClient, engine: Seeded, path: str,
 
 
 def test_one_seed_for_each_prompt(server: TestClient):
-    """Equal prompts without a seed get different answers, which can be had again at once or one by one."""
+    """Equal prompts without a seed get different answers. They can be replayed together or one by one."""
     first = server.post("/v1/completions", json={"prompt": ["a", "a"], "n": 2}).json()["choices"]
     assert len({choice["text"] for choice in first}) == 4
     seeds = [first[0]["seed"], first[2]["seed"]]
@@ -102,14 +102,14 @@ def test_one_seed_for_each_prompt(server: TestClient):
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "seed")
 
 
-def test_what_cannot_be_replayed_is_told(server: TestClient, tmp_path: Path):
+def test_requests_that_cannot_be_replayed_are_reported(server: TestClient, tmp_path: Path):
     server.post("/v1/completions", json={"prompt": "a", "request_id": "mine"})
     for source, key, says in (("mine", "two", "no front"), ("mine", None, "API key"), ("other", "one", "no front")):
         server.headers.pop("authorization", None)
         with pytest.raises(CallboardError, match=says):
             replay(source, URL, key, None)
     server.headers["authorization"] = "Bearer one"
-    for i in range(9):  # more than there is room for
+    for i in range(9):  # more than fits
         server.post("/v1/completions", json={"prompt": "a" * 100 * (i % 2), "request_id": f"{i}"})
     assert server.get("/v1/requests/mine").status_code == 404
     assert server.get("/v1/requests/cmpl-8").status_code == 404  # refused: no prompt
@@ -136,7 +136,7 @@ def test_recorded_requests_hold_what_they_count(running: bool):
     messages = [{"role": "user", "content": "a"}] * 200
     bodies = [json.dumps({"messages": messages, "n": 4, "user": f"{i}"}).encode() for i in range(60)]
     service.prepare(CHAT, CHAT.read(bodies[0]))
-    recorded, going = RecordedRequests(most), []
+    recorded, going = RecordedRequests(most, []), []
     gc.collect()
     tracemalloc.start()
     for i in range(len(bodies)):

@@ -9,14 +9,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.application import build_http_app
-from serve_app.request_log.line import quoted
-from serve_app.request_log.pipe import PipeWriter, RequestPipe, opened_pipe
+from serve_app.observability.line_pipe import PipeWriter, RequestPipe, opened_pipe
+from serve_app.observability.request_line import quoted
 from serve_app.service.service import Service
 from tests.support.fake_engine import FakeEngine, byte_tokenizer
 
 
 class Client(httpx.AsyncClient):
-    """A client of a front whose lines are kept."""
+    """A client of a front. It keeps the front's log lines."""
 
     def __init__(self, engine: FakeEngine | None = None) -> None:
         self.service = Service(engine or FakeEngine(), byte_tokenizer(), "m")
@@ -49,7 +49,7 @@ async def test_a_refused_request_has_its_reason_in_the_line(client):
     )
 
 
-async def test_what_the_engine_refuses_is_one_line():
+async def test_a_refusal_of_the_engine_is_one_log_line():
     async with Client(FakeEngine(busy=True)) as client:
         answer = await client.post("/v1/completions", json={"prompt": "a"})
     (line,) = client.lines
@@ -65,7 +65,7 @@ async def test_a_stream_that_fails_has_its_reason_in_the_line():
     assert line.endswith(' error="The model gave no finite logits."')
 
 
-async def test_a_programs_own_fault_has_its_kind_in_the_line(client, monkeypatch):
+async def test_an_internal_error_has_its_type_in_the_line(client, monkeypatch):
     monkeypatch.setattr(client.service, "model_cards", lambda: 1 / 0)
     assert (await client.get("/v1/models")).status_code == 500
     (line,) = client.lines
@@ -87,7 +87,7 @@ async def test_other_routes_have_a_short_line(client):
     assert ' error="There is no GET /nothing here; ' in nothing
 
 
-async def test_a_text_of_a_client_ends_no_line_and_moves_no_cursor(client):
+async def test_client_text_cannot_forge_log_lines(client):
     await client.get("/a%0Arequest%20id=1%1B[2J%7F%C2%9B")
     (line,) = client.lines
     assert line.isascii()
@@ -117,7 +117,7 @@ async def test_http_requests_are_counted_by_route_and_status(client):
     }
 
 
-def test_a_word_needs_no_quotes():
+def test_words_are_logged_without_quotes():
     assert quoted("org/model-1.5:Q4_K_M", 100) == "org/model-1.5:Q4_K_M"
     assert quoted("two words", 100) == '"two words"'
     assert quoted("", 100) == '""'
@@ -129,7 +129,7 @@ def test_a_word_needs_no_quotes():
 @pytest.fixture
 def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CALLBOARD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("serve_app.request_log.pipe._LAST_S", 60.0)
+    monkeypatch.setattr("serve_app.observability.line_pipe._LAST_S", 60.0)
     return RequestPipe(str(tmp_path), "127.0.0.1", 8000)
 
 
@@ -149,7 +149,7 @@ def test_lines_of_several_fronts_reach_the_terminal_and_the_file(pipe: RequestPi
 
 def test_a_front_drops_lines_rather_than_wait(pipe: RequestPipe, capfd):
     front = PipeWriter(pipe.path)
-    for _ in range(2000):  # of a kibibyte each, which nobody reads yet: the pipe has room for a mebibyte
+    for _ in range(2000):  # of a kibibyte each, unread so far: the pipe has room for a mebibyte
         front("x" * 1000)
     pipe.start()
     pipe.close()
@@ -161,7 +161,7 @@ def test_a_front_drops_lines_rather_than_wait(pipe: RequestPipe, capfd):
     assert told.endswith(" the next\n")
 
 
-def test_a_file_that_cannot_be_written_leaves_the_terminal(tmp_path: Path, monkeypatch, capfd):
+def test_the_terminal_gets_lines_if_the_file_fails(tmp_path: Path, monkeypatch, capfd):
     (tmp_path / "cache").write_text("a file where a folder should be")
     monkeypatch.setenv("CALLBOARD_CACHE", str(tmp_path / "cache"))
     with opened_pipe(str(tmp_path), "127.0.0.1", 8000, True) as pipe:

@@ -28,7 +28,7 @@ from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
 
 
 class Front:
-    """One of several fronts over an engine; they ask each other by a dictionary."""
+    """One of several fronts over an engine; they find each other in a dictionary."""
 
     def __init__(self, engine: FakeEngine, settings: HttpSettings, own: str, fronts: "dict[str, Front]") -> None:
         self.own, self._fronts = own, fronts
@@ -69,7 +69,7 @@ def prompts_of(engine: FakeEngine) -> list[str]:
 # ---- conversations ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_conversation_that_goes_on():
+async def test_a_conversation_continues_from_a_response():
     engine = engine_of(CALL)
     async with openai_client(engine, QWEN) as client:
         first = await client.responses.create(model=MODEL, input="hi", tools=TOOLS, instructions="Be.")
@@ -97,7 +97,7 @@ async def test_a_conversation_that_goes_on():
         await client.responses.create(model=MODEL, input="on", previous_response_id=third.id)  # it has all of it
 
 
-async def test_what_is_not_stored():
+async def test_responses_that_are_not_stored():
     async with fronts_of(engine_of("ok")) as (front, _):
         for fields in ({"store": False}, {"store": False, "stream": True}):
             answer = await front.http.post("/responses", json={"input": "hi", **fields})
@@ -115,7 +115,7 @@ async def test_what_is_not_stored():
             assert_error(answer, 400, name, "response_store_bytes is 0")
 
 
-async def test_the_store_has_an_end():
+async def test_the_store_has_a_size_limit():
     engine = engine_of("ok")
     async with fronts_of(engine, response_store_bytes=30_000) as (front, _):
         ids = [(await front.create(input=f"{i} " + "x" * 500))["id"] for i in range(20)]
@@ -125,7 +125,7 @@ async def test_the_store_has_an_end():
         await front.create(input="z" * 1000, max_output_tokens=1)
         before = front.store._num_bytes
         last = (await front.create(input="y" * 1000, store=True))["id"]
-        for _ in range(3):  # a conversation is kept once, however often it goes on
+        for _ in range(3):  # a conversation is stored once, however long it is
             last = (await front.create(input="so?", previous_response_id=last))["id"]
         assert front.store._num_bytes < before + 1000 + 4 * 2500
         for name in list(front.store._ended):
@@ -160,7 +160,7 @@ def kept_response(store: ResponseStore, items: list[dict], owner: str = "") -> s
     return prepared.id
 
 
-def test_items_are_charged_what_they_take():
+def test_items_count_with_the_bytes_they_take():
     store = ResponseStore(HttpSettings())
     gc.collect()
     tracemalloc.start()
@@ -171,7 +171,7 @@ def test_items_are_charged_what_they_take():
     assert held < 1.1 * store._num_bytes + 50_000
 
 
-def test_one_owners_responses_go_for_its_own():
+def test_an_owner_evicts_only_its_own_responses():
     store = ResponseStore(HttpSettings(response_store_bytes=20_000))
     small = kept_response(store, [said("user", "mine")], "one")
     large = [kept_response(store, [said("user", f"{i}" * 3000)], "two") for i in range(9)]
@@ -239,7 +239,7 @@ async def test_other_fronts_find_it():
 # ---- in the background -----------------------------------------------------------------------------------------------
 
 
-async def test_a_response_made_in_the_background():
+async def test_a_response_is_made_in_the_background():
     engine = engine_of("Hello", delay_s=0.01)
     async with fronts_of(engine) as (front, other):
         made = await front.create(background=True, metadata={"a": "b"})
@@ -264,7 +264,7 @@ async def test_a_response_made_in_the_background():
 
 
 @pytest.mark.parametrize("how", ["cancel", "delete", "abort"])
-async def test_a_response_in_the_background_that_is_ended(how: str):
+async def test_a_background_response_is_cancelled(how: str):
     engine = engine_of("Hello " * 500, delay_s=0.01)
     async with fronts_of(engine) as (front, other):
         made = await front.create(background=True)
@@ -288,7 +288,7 @@ async def test_a_response_in_the_background_that_is_ended(how: str):
 
 
 @pytest.mark.parametrize("page_bytes", [1, 1 << 20])
-async def test_a_stream_of_the_background_is_taken_up_again(page_bytes: int, monkeypatch: pytest.MonkeyPatch):
+async def test_a_background_stream_can_be_resumed(page_bytes: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("serve_app.apis.responses.store._PAGE_BYTES", page_bytes)
     engine = engine_of("Hello, wörld!", delay_s=0.005)
     async with fronts_of(engine) as (front, other):
@@ -320,7 +320,7 @@ async def test_a_stream_of_the_background_is_taken_up_again(page_bytes: int, mon
         assert data_of(await follows) == data_of(await reading)
 
 
-async def test_what_fails_in_the_background():
+async def test_a_background_response_can_fail():
     async with fronts_of(engine_of("ok", busy=True)) as (front, _):
         name = (await front.create(background=True))["id"]
         await eventually(lambda: not front.store._running)

@@ -1,4 +1,4 @@
-"""/v1/responses through OpenAI's client, which checks what it gets, and the agents SDK; against the same chat."""
+"""/v1/responses through OpenAI's client, which validates answers, and the agents SDK; against the same chat."""
 
 import json
 from typing import Any
@@ -44,7 +44,7 @@ async def events_of(client: openai.AsyncOpenAI, **fields: Any) -> list[Any]:
 
 
 def without_names(response: Any) -> dict[str, Any]:
-    """A response without what no two have in common."""
+    """A response without fields that differ in every response."""
     fields = response.model_dump(exclude={"id", "created_at", "completed_at", "seed"})
     for item in fields["output"]:
         item.pop("id")
@@ -67,7 +67,7 @@ def without_names(response: Any) -> dict[str, Any]:
         (f"{CALL}.", QWEN, {"tools": TOOLS, "tool_choice": "auto", "parallel_tool_calls": False}, 1000),
     ],
 )
-async def test_it_says_what_a_chat_says(text: str, template: str, fields: dict[str, Any], group: int):
+async def test_a_response_equals_the_same_chat(text: str, template: str, fields: dict[str, Any], group: int):
     asked = fields | ({"include": ["message.output_text.logprobs"]} if "include" in fields else {})
     chat = {k: v for k, v in fields.items() if k in ("temperature", "top_p", "parallel_tool_calls", "tool_choice")}
     chat |= {"max_tokens": fields.get("max_output_tokens"), "tools": CHAT_TOOLS if "tools" in fields else None}
@@ -235,7 +235,7 @@ async def test_tools_that_are_allowed():
         assert await prompt(input="hi", tools=[], tool_choice=choice) == "<|user|>hi<|assistant|>"
 
 
-async def test_efforts_that_the_template_reads():
+async def test_effort_reaches_the_template():
     for name, effort, shown in (
         ("enable_thinking", "none", "False"),
         ("enable_thinking", "low", "True"),

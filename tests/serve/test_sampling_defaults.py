@@ -1,4 +1,5 @@
-"""What a model's files and its operator say of sampling and of chats, and what requests get that do not say."""
+"""The sampling and chat settings of a model's files and of its operator, and the defaults that requests get from
+them."""
 
 import json
 import socket
@@ -34,7 +35,7 @@ def folder(path: Path, **values: Any) -> Path:
     return path
 
 
-def test_what_a_folder_says(tmp_path: Path):
+def test_a_folder_has_sampling_defaults(tmp_path: Path):
     assert SamplingDefaults.load(tmp_path) == SamplingDefaults()
     assert SamplingDefaults.load(folder(tmp_path)).params() == SamplingParams()
     defaults = SamplingDefaults.load(folder(tmp_path, **QWEN))
@@ -47,7 +48,7 @@ def test_what_a_folder_says(tmp_path: Path):
     assert SamplingDefaults.load(folder(tmp_path, top_k=-1, temperature=None)) == SamplingDefaults()
 
 
-def test_what_a_gguf_file_says(write_tiny_gguf: Callable[..., Path]):
+def test_a_gguf_file_has_sampling_defaults(write_tiny_gguf: Callable[..., Path]):
     assert SamplingDefaults.load(write_tiny_gguf()) == SamplingDefaults()
     defaults = SamplingDefaults.load(write_tiny_gguf(**GGUF))
     assert defaults.params() == SamplingParams(temperature=0.5, top_k=7, repetition_penalty=1.5)
@@ -64,7 +65,7 @@ def test_what_a_gguf_file_says(write_tiny_gguf: Callable[..., Path]):
         ({"repetition_penalty": 0}, "repetition_penalty is 0"),
     ],
 )
-def test_values_that_cannot_be_are_told_at_the_start(tmp_path: Path, values: dict, says: str):
+def test_impossible_defaults_are_reported_at_the_start(tmp_path: Path, values: dict, says: str):
     with pytest.raises(CallboardError, match="pass --generation-config none") as error:
         SamplingDefaults.load(folder(tmp_path, **values))
     assert says in str(error.value)
@@ -81,7 +82,7 @@ def client():
     return engine, client
 
 
-async def test_requests_that_do_not_say(client):
+async def test_requests_get_the_defaults(client):
     engine, openai_client = client
     await openai_client.chat.completions.create(**chat())
     await openai_client.completions.create(model=MODEL, prompt="a")
@@ -92,7 +93,7 @@ async def test_requests_that_do_not_say(client):
     assert sampled == [QWEN, QWEN, off]
 
 
-def test_offline_requests_that_do_not_say(write_tiny_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch):
+def test_offline_requests_get_the_defaults(write_tiny_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch):
     settings = {"device": "cpu", "num_threads": 1, "kv_cache_memory": 0.01}
     path = str(write_tiny_gguf(**GGUF))
     for use, want in (("auto", (0.5, 7, 1.5)), ("none", (1.0, 0, 1.0))):
@@ -108,7 +109,7 @@ def test_offline_requests_that_do_not_say(write_tiny_gguf: Callable[..., Path], 
         assert seen[-1] == SamplingParams()
 
 
-def test_inspect_tells_them(write_tiny_gguf: Callable[..., Path], tmp_path: Path):
+def test_inspect_shows_the_defaults(write_tiny_gguf: Callable[..., Path], tmp_path: Path):
     path = str(write_tiny_gguf(**GGUF))
     (tmp_path / "t.jinja").write_text("MINE {{ messages[0].content }}")
     report = model_report(EngineConfig(model=path, device="cpu", chat_template=str(tmp_path / "t.jinja")))
@@ -118,7 +119,7 @@ def test_inspect_tells_them(write_tiny_gguf: Callable[..., Path], tmp_path: Path
     assert "sampling       none: temperature 1" in report
 
 
-def test_a_chat_template_of_the_operators(write_tiny_gguf: Callable[..., Path], tmp_path: Path):
+def test_a_chat_template_of_the_operator(write_tiny_gguf: Callable[..., Path], tmp_path: Path):
     file = tmp_path / "t.jinja"
     file.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
     tokenizer = load_tokenizer(write_tiny_gguf(tokenizer__chat_template=None), str(file))
@@ -134,7 +135,7 @@ def test_a_chat_template_of_the_operators(write_tiny_gguf: Callable[..., Path], 
         (b"{% for %}", "cannot be used: The model's chat template has an error in line 1"),
     ],
 )
-def test_a_chat_template_that_is_none(
+def test_a_chat_template_with_an_error(
     content: bytes | None, says: str, write_tiny_gguf: Callable[..., Path], tmp_path: Path, capfd
 ):
     file = tmp_path / "t.jinja"

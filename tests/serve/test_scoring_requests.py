@@ -19,7 +19,7 @@ def prompt_logprob(char: str) -> float:
 
 @pytest.mark.parametrize("prompt", ["abc", [97, 98, 99]])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_lm_eval_asks_for(prompt, stream: bool):
+async def test_the_request_of_lm_eval(prompt, stream: bool):
     engine = FakeEngine("xyz")
     fields = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True, "stream": stream}
     response = await post(engine, {"prompt": prompt, **fields})
@@ -59,7 +59,7 @@ async def test_max_tokens_0_scores_and_generates_nothing(stream: bool, prompt: s
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("logprobs", [None, 2])
 async def test_max_tokens_0_without_scores(echo: bool, logprobs: int | None):
-    """OpenAI allows it: the prompt is computed, which fills the prefix cache, and the answer is empty."""
+    """OpenAI allows it. The prompt is computed, which fills the prefix cache, and the answer is empty."""
     engine = FakeEngine()
     fields = {"max_tokens": 0, "echo": echo, "seed": 1} | ({} if logprobs is None else {"logprobs": logprobs})
     body = (await post(engine, {"prompt": "ab", **fields})).json()
@@ -97,7 +97,7 @@ async def test_echoed_offsets_are_those_of_the_given_text():
 
 
 @pytest.mark.parametrize("add", [True, False])
-async def test_tokens_around_a_text_stand_for_none_of_it(add: bool):
+async def test_special_tokens_around_a_text_have_no_offsets(add: bool):
     tokenizer = byte_tokenizer()
     around = tokenizers.processors.TemplateProcessing("<eos> $A <eos>", special_tokens=[("<eos>", EOS)])
     tokenizer._backend.post_processor = around
@@ -113,7 +113,7 @@ async def test_tokens_around_a_text_stand_for_none_of_it(add: bool):
     assert [request.token_ids.count(EOS) for request in engine.requests] == [2 * add] * 2
 
 
-def test_offsets_of_tokens_whose_space_the_tokenizer_leaves_out():
+def test_offsets_of_tokens_with_a_dropped_space():
     """As GPT-2's tokenizer.json does (trim_offsets)."""
     vocab = {c: i for i, c in enumerate("abĠé")} | {"Ġa": 4, "ĠĠ": 5, "Ã": 6, "©": 7}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("Ġ", "a"), ("Ġ", "Ġ")]))
@@ -141,7 +141,7 @@ def _loaded(path: Path) -> Tokenizer:
     return Tokenizer.load(path)
 
 
-async def test_a_character_that_the_prompt_leaves_unfinished_belongs_to_the_output():
+async def test_a_character_unfinished_in_the_prompt_is_output():
     body = {"prompt": [97, 0xE6, 0x97], "echo": True, "logprobs": 0, "max_tokens": 2}
     engine = FakeEngine()
     engine.script = [0xA5, 98, EOS]
@@ -151,7 +151,7 @@ async def test_a_character_that_the_prompt_leaves_unfinished_belongs_to_the_outp
     assert (choice["text"], choice["logprobs"]["text_offset"]) == ("a\ufffd", [0, 1, 1])
 
 
-async def test_echo_says_what_a_busy_engine_says_before_it_streams():
+async def test_an_echo_of_a_busy_engine_fails_before_it_streams():
     response = await post(FakeEngine(busy=True), {"prompt": "a", "echo": True, "stream": True})
     assert response.status_code == 429
 
@@ -177,7 +177,7 @@ async def test_prompt_logprobs():
     assert engine.requests[0].params.prompt_logprobs == 3
 
 
-async def test_prompt_logprobs_of_a_chat_are_the_answers():
+async def test_prompt_logprobs_of_a_chat():
     body = chat(prompt_logprobs=0, return_token_ids=True, max_tokens=2)
     answer = (await post(FakeEngine(), body, "/v1/chat/completions")).json()
     text = "<user>hi<assistant>"
@@ -193,7 +193,7 @@ async def test_prompt_logprobs_are_not_streamed():
     assert response.json()["error"]["param"] == "prompt_logprobs"
 
 
-async def test_of_tokens_with_the_same_text_the_likeliest_counts():
+async def test_the_likeliest_of_tokens_with_one_text_counts():
     """An eval harness takes a token as greedy if no alternative is above it."""
     tokenizer = byte_tokenizer()
     tokenizer.pieces[66] = b"a"

@@ -1,4 +1,4 @@
-"""Requests that the end of the server cuts off: each client reads an error, never what looks like an end."""
+"""Requests that the end of the server cuts off: each client reads an error, never a normal end."""
 
 import asyncio
 import json
@@ -24,7 +24,8 @@ _STREAMS = {
 
 @pytest.fixture
 async def stopping():
-    """A client of a front whose answers take twenty seconds, and what ends its requests once all have begun."""
+    """A client of a front with answers that take twenty seconds, and the call that ends its requests once all have
+    begun."""
     engine = Engine(delay_s=0.05, info=replace(INFO, eos_token_ids=(), num_kv_blocks=1000))
     group = link_to(engine)
     await group.start()
@@ -59,7 +60,7 @@ async def test_every_stream_ends_with_an_error_event(stopping):
     assert not any(event["type"] == "message_stop" for event in message)
 
 
-async def test_an_answer_that_is_no_stream_becomes_a_503(stopping):
+async def test_an_unstreamed_answer_becomes_a_503(stopping):
     client, stop = stopping
     answer, _ = await asyncio.gather(client.post("/v1/completions", json=_STREAMS["/v1/completions"]), stop(1))
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, STOPPED)

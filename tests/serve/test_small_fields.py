@@ -70,7 +70,7 @@ async def test_prompt_logprobs_of_a_chat():
     assert len(answer.prompt_logprobs) == answer.usage.prompt_tokens
 
 
-async def test_some_of_the_tools_are_allowed():
+async def test_allowed_tools_can_be_a_subset():
     engine = engine_of(CALL)
     allowed: dict[str, Any] = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_weather"}}]}
 
@@ -96,7 +96,7 @@ async def test_some_of_the_tools_are_allowed():
     ("template", "effort", "end"),
     [(EFFORT, "high", "(high)"), (THINKING, "none", "<think></think>"), (QWEN, "none", "<|assistant|>")],
 )
-async def test_effort_is_what_the_template_reads(template: str, effort: Any, end: str):
+async def test_effort_is_passed_to_the_template(template: str, effort: Any, end: str):
     engine = FakeEngine()
     await client(engine, template).chat.completions.create(**chat(), reasoning_effort=effort)
     assert prompts(engine)[0].endswith(end)
@@ -194,7 +194,7 @@ async def test_log_probabilities_by_token_id():
             await client(FakeEngine()).completions.create(**of_prompt, logprobs=0, extra_body=wrong)
 
 
-async def test_bad_words_are_in_no_answer():
+async def test_bad_words_never_appear():
     engine = GrammarEngine(seed=1)
     answer = await client(engine).completions.create(
         model=MODEL, prompt="a", max_tokens=400, extra_body={"bad_words": ["cat", "e", "ä\n"]}

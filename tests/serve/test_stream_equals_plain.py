@@ -1,4 +1,4 @@
-"""However the engine's tokens come in, a stream adds up to the plain answer, and both are what the tokens spell."""
+"""However the engine's tokens arrive, a stream adds up to the plain answer, and both are the text of the tokens."""
 
 import asyncio
 import json
@@ -173,8 +173,8 @@ def check_choice(tokenizer: Tokenizer, request: CompletionRequest, choice: dict)
 
 
 def test_a_stream_cut_at_any_byte_is_the_same_to_a_client():
-    """A recorded stream with characters of two to four bytes, log-probabilities and two choices, through the parser of
-    the openai package: cut in two at every offset, and byte by byte."""
+    """A recorded stream is parsed by the openai package, cut in two at every offset, and byte by byte. It has
+    characters of two to four bytes, log-probabilities and two choices."""
     script = [*"é日😀 a".encode(), EOS]
     request = CompletionRequest(prompt=[[97]], n=2, logprobs=1, max_tokens=9, return_token_ids=True)
     stream = asyncio.run(streamed(BYTES, request, Scripted(script, [2, 5])))

@@ -1,4 +1,4 @@
-"""Structured output at the front door: every form becomes one grammar, and what cannot be enforced is a 400."""
+"""Structured output in the HTTP API: every form becomes one grammar, and an unenforceable one is a 400."""
 
 import asyncio
 import json
@@ -7,7 +7,7 @@ import re
 import httpx
 import pytest
 
-from actors.wire.messages import Submit, decode_from_front, encode
+from actors.wire.link_messages import Submit, decode_from_front, encode
 from runtime.spec.types import Grammar
 from runtime.structured.compiler import GrammarCompiler
 from serve_app.application import build_http_app
@@ -80,7 +80,7 @@ async def test_every_form_reaches_the_engine_as_a_grammar(path: str, fields: dic
     assert has_free_text or not fits(grammar, "[1]")
 
 
-async def test_text_is_no_structure_and_a_grammar_travels_in_its_frame():
+async def test_type_text_is_free_and_grammars_reach_the_engine():
     engine, response = await send({"response_format": {"type": "text"}})
     assert response.status_code == 200
     request = engine.requests[0]
@@ -91,7 +91,7 @@ async def test_text_is_no_structure_and_a_grammar_travels_in_its_frame():
 
 
 NESTED = {"type": "json_schema", "json_schema": {"name": "x"}}
-# Each of its values stands in its grammar 33 times, for all orders that they may have.
+# Each of its values is 33 times in its grammar, once for each possible order.
 PERMUTED = {"type": "array", "uniqueItems": True, "items": {"enum": [f"{i}" * 2000 for i in range(6)]}}
 
 
@@ -152,7 +152,7 @@ NAME = {"type": "function", "function": {"name": "get_time"}}
 
 
 @pytest.mark.parametrize("strict", [None, True])
-async def test_calls_that_are_asked_for_are_enforced(strict: bool | None):
+async def test_requested_calls_are_enforced(strict: bool | None):
     named = await grammar_of({"tools": tools_of(strict=strict), "tool_choice": NAME})
     assert fits(named, f" {CITY}}}\n</tool_call>")
     assert not fits(
@@ -171,7 +171,7 @@ async def test_calls_that_are_asked_for_are_enforced(strict: bool | None):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_a_schema_says_and_is_not_enforced_is_told_or_refused(stream: bool):
+async def test_unenforced_keywords_are_named_or_refused(stream: bool):
     tags = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
     schema = {"type": "object", "properties": {"city": {"type": "string", "not": {"const": ""}}, "tags": tags}}
 
@@ -187,7 +187,7 @@ async def test_what_a_schema_says_and_is_not_enforced_is_told_or_refused(stream:
     response = await ask(schema)
     assert response.status_code == 400
     assert "#/properties/city" in response.json()["error"]["message"]
-    del schema["properties"]["city"]["not"]  # a set's items come twice at worst, which is a set still
+    del schema["properties"]["city"]["not"]  # a set's items may repeat, and it is still a set
     response = await ask(schema)
     assert response.headers["x-callboard-ignored-fields"] == f"{path}/tags/uniqueItems"
     response = await ask(schema, strict=True)
@@ -198,7 +198,7 @@ async def test_what_a_schema_says_and_is_not_enforced_is_told_or_refused(stream:
     assert "x-callboard-ignored-fields" not in response.headers
 
 
-async def test_only_strict_functions_insist_on_their_schema():
+async def test_only_strict_functions_enforce_their_schema():
     odd = {"type": "object", "not": {"required": ["a"]}}
     body = {"tools": tools_of(parameters=odd), "tool_choice": NAME}
     engine, response = await send(body)
@@ -214,7 +214,7 @@ async def test_only_strict_functions_insist_on_their_schema():
     assert not fits(none, '{"a":1}}\n</tool_call>')
 
 
-async def test_strict_functions_bind_the_calls_of_a_model_that_may_choose():
+async def test_strict_functions_bind_calls_of_tool_choice_auto():
     call = f'<tool_call>\n{{"name": "get_time", "arguments": {CITY}}}\n</tool_call>'
     for choice in ({}, {"tool_choice": "auto"}):
         grammar = await grammar_of({"tools": tools_of(strict=True), **choice})
@@ -227,7 +227,7 @@ async def test_strict_functions_bind_the_calls_of_a_model_that_may_choose():
     assert not fits(one, f"{call}\n{call}")
     _, free = await send({"tools": tools_of()})
     assert free.status_code == 200
-    bare = await grammar_of({"tools": tools_of(strict=True)}, template=LLAMA)  # calls need no mark there
+    bare = await grammar_of({"tools": tools_of(strict=True)}, template=LLAMA)  # calls do not need a mark there
     call = f'{{"name": "get_time", "parameters": {CITY}}}'
     for text in ("", "It rains. {", call, f"\n{call}; {call}", '{"weather": "rain"}', f"See: {call}"):
         assert fits(bare, text), text
@@ -257,7 +257,7 @@ async def test_an_answer_in_json_or_calls():
     assert not fits(required, CITY)
     none = await grammar_of({**FORMS[1][0], "tools": TOOLS, "tool_choice": "none"})
     assert not fits(none, call)
-    _, response = await send({**FORMS[1][0], "tools": TOOLS}, template=LLAMA)  # calls need no mark there
+    _, response = await send({**FORMS[1][0], "tools": TOOLS}, template=LLAMA)  # calls do not need a mark there
     assert response.json()["error"]["param"] == "response_format.schema"
 
 
@@ -273,9 +273,7 @@ GRAMMAR_WAITS = "callboard:grammar_waits_total", "callboard:grammar_seconds_coun
 
 
 @pytest.mark.long
-async def test_a_bomb_is_a_400_in_time_and_delays_nobody(
-    shared_compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_bomb_is_a_400_and_delays_no_request(shared_compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shared_compiler, "_deadline_s", 1.0)
     names = {f"^a{i}.*(x|y){{1,50}}z": {"type": "string"} for i in range(250)}
     bomb = {"response_format": {"type": "json_schema", "schema": {"type": "object", "patternProperties": names}}}

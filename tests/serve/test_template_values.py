@@ -1,4 +1,4 @@
-"""What a request may hand to a chat template."""
+"""The values that a request may pass to a chat template."""
 
 import json
 import re
@@ -40,7 +40,7 @@ TOO_LONG = "prompt is over 4194304 characters|messages has more"
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-async def test_values_that_are_too_much_for_a_template(fields: dict, param: str | None, says: str, path: str):
+async def test_values_too_large_for_a_template_are_refused(fields: dict, param: str | None, says: str, path: str):
     engine = FakeEngine()
     async with client_of(engine, byte_tokenizer(LLAMA)) as client:
         response = await client.post(path, json=chat(**fields))
@@ -50,8 +50,8 @@ async def test_values_that_are_too_much_for_a_template(fields: dict, param: str 
     assert engine.requests == []
 
 
-async def test_roles_are_those_that_the_template_names():
-    """Llama's compares the role with "ipython" too; what is only a word of it is none."""
+async def test_roles_are_limited_to_names_in_the_template():
+    """Llama's template compares the role with "ipython" too. A part of that word is not a role."""
     async with client_of(engine := FakeEngine(max_model_len=1 << 12), byte_tokenizer(LLAMA)) as client:
         for role, status in (("ipython", 200), ("python", 400), ("Environment", 400), ("tools", 400), (None, 400)):
             messages = [{"role": "user", "content": "1 + 1?"}, {"role": role, "content": "2"}]
@@ -64,7 +64,7 @@ async def test_roles_are_those_that_the_template_names():
     assert ChatTemplate(source, {}).roles == {"critic", "judge", "robot"}
 
 
-async def test_ordinary_tools_are_no_matter():
+async def test_ordinary_tools_pass_the_limits():
     properties = {f"p{i}": {"type": "object", "properties": {"x": {"type": "string"}}} for i in range(20)}
     tools = [tool({"type": "object", "properties": properties})] * 20
     async with client_of(FakeEngine(max_model_len=1 << 20), byte_tokenizer(LLAMA)) as client:

@@ -1,4 +1,4 @@
-"""`callboard chat`: its commands, its defaults, what it shows, and its way to a server."""
+"""`callboard chat`: its commands, its defaults, its output, and its connection to a server."""
 
 import json
 import socket
@@ -179,7 +179,7 @@ def test_chat_with_a_server_remembers_the_conversation(fake_server):
     assert engine.requests[0].seed == 7
 
 
-def test_chat_tells_the_servers_error(fake_server):
+def test_chat_shows_the_error_of_the_server(fake_server):
     _, _, url = fake_server
     done = chat(f"{url}/v1/", stdin="x" * 100 + "\n")
     assert done.returncode == 1

@@ -1,5 +1,5 @@
-"""Tool calls of all formats over HTTP: forced ones by an engine that writes what their grammar allows, and one answer
-through each of the three APIs."""
+"""Tool calls of all formats over HTTP. An engine writes forced calls from their grammar. One answer goes through each
+of the three APIs."""
 
 import json
 from typing import Any
@@ -38,7 +38,7 @@ def tokenizer_of(name: str, special: list[str]) -> Tokenizer:
     ("name", "special", "choice", "opening", "may_be_many"),
     [
         ("mistral", MISTRAL_MARKS[:1], "required", '[TOOL_CALLS] [{"name": "', True),
-        ("mistral_v11", MISTRAL_MARKS, "required", '[TOOL_CALLS] [{"name": "', True),  # [ARGS] is nothing to write
+        ("mistral_v11", MISTRAL_MARKS, "required", '[TOOL_CALLS] [{"name": "', True),  # [ARGS] alone writes nothing
         ("mistral_v11", MISTRAL_MARKS, NAMED, "[TOOL_CALLS]add[ARGS]", False),
         ("deepseek_v3", [], "required", f"{DEEPSEEK}function<｜tool▁sep｜>", True),
         ("deepseek_v31", [], NAMED, f"{DEEPSEEK}add<｜tool▁sep｜>", False),
@@ -133,7 +133,7 @@ async def test_forced_calls_without_json_objects(name: str):
         ({}, False),
     ],
 )
-async def test_schemas_that_tags_are_not_enough_for(name: str, of: dict[str, Any], is_native: bool):
+async def test_schemas_that_need_json_arguments(name: str, of: dict[str, Any], is_native: bool):
     tokenizer, engine = tokenizer_of(name, []), FakeEngine("x", max_model_len=4096)
     tools = tools_with({"type": "object", "properties": {"a": of}, "required": ["a"]})
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tool_choice": NAMED, "tools": tools}
@@ -159,7 +159,7 @@ async def test_schemas_that_tags_are_not_enough_for(name: str, of: dict[str, Any
         ("pythonic", 'text="A <b>\\n")]', '"'),
     ],
 )
-async def test_free_text_ends_where_it_is_read_to_end(name: str, text: str, wrong: str):
+async def test_free_text_ends_where_the_parser_ends_it(name: str, text: str, wrong: str):
     tokenizer, engine = tokenizer_of(name, []), FakeEngine(text, group=7, max_model_len=4096)
     tools = tools_with({"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]})
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tool_choice": NAMED, "tools": tools}
@@ -229,7 +229,7 @@ async def test_the_three_apis_read_the_same(name: str):
     assert blocks[-1]["input"] == CITY
 
 
-async def test_channels_are_read_without_tools_too():
+async def test_channels_are_read_without_tools():
     tokenizer = tokenizer_of("harmony", HARMONY_MARKS)
     engine = FakeEngine(max_model_len=4096)
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi!"
@@ -242,7 +242,7 @@ async def test_channels_are_read_without_tools_too():
         answer = (await client.post("/v1/responses", json={"model": MODEL, "input": "hi"})).json()
         assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == len("analysisHm.") + 3
         engine.script = [*tokenizer.encode(ANSWERS["harmony"], add_special_tokens=False), 256]
-        fields = {"tools": CHAT_TOOLS, "tool_choice": "none"}  # then a call is no call, and not for the user
+        fields = {"tools": CHAT_TOOLS, "tool_choice": "none"}  # then a call is neither a call nor text for the user
         answer = (await client.post("/v1/chat/completions", json=body | fields)).json()
         message = answer["choices"][0]["message"]
         assert (message["content"], message["reasoning_content"]) == ("I see.", 'Hm.{"city": "Zürich"}')
@@ -278,15 +278,15 @@ WRITTEN = {
 
 
 def with_strict(first: dict[str, Any], second: dict[str, Any]) -> list[dict[str, Any]]:
-    """Two tools, of which only the first is strict."""
+    """Two tools; only the first is strict."""
     functions = {"name": "add", "parameters": first, "strict": True}, {"name": "sub", "parameters": second}
     return [{"type": "function", "function": function} for function in functions]
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-async def test_strict_functions_bind_calls_that_a_model_may_choose_to_write(name: str):
+async def test_strict_functions_bind_optional_calls(name: str):
     closed, engine = POINT | {"additionalProperties": False}, FakeEngine("x", max_model_len=4096)
-    free = {"type": "object", "properties": {"text": {"type": "string", "minLength": 2}}}  # as nobody can bind in tags
+    free = {"type": "object", "properties": {"text": {"type": "string", "minLength": 2}}}  # tags cannot enforce this
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tools": with_strict(closed, free)}
     tokenizer = tokenizer_of(name, [])
     async with client_of(engine, tokenizer) as client:
@@ -317,8 +317,8 @@ async def test_strict_functions_bind_calls_that_a_model_may_choose_to_write(name
     assert "schema" in refused["error"]["message"]
 
 
-async def test_a_forgotten_mark_frees_no_strict_call():
-    """Qwen3-Coder often forgets the first one."""
+async def test_a_missing_mark_does_not_free_a_strict_call():
+    """Qwen3-Coder often omits the first mark."""
     tools = with_strict(POINT | {"additionalProperties": False}, POINT)
     call = WRITTEN["qwen3_coder"].format("add", 2).removeprefix("<tool_call>\n")
     engine = FakeEngine(f"Now. {call}", group=5, max_model_len=4096)
@@ -330,7 +330,7 @@ async def test_a_forgotten_mark_frees_no_strict_call():
     assert grammar is not None
     assert fits(grammar, call)
     assert not fits(grammar, call.replace("2", "99"))
-    assert fits(grammar, "<tool_call>\nadd>")  # which is read as text
+    assert fits(grammar, "<tool_call>\nadd>")  # read as text
 
 
 async def test_strict_functions_bind_calls_in_python():

@@ -1,4 +1,4 @@
-"""What an answer's usage says of guesses: exact over steps, stop strings, choices, preemptions and lost engines."""
+"""The draft counts in an answer's usage: exact over steps, stop strings, choices, preemptions and lost engines."""
 
 import asyncio
 import random
@@ -28,7 +28,7 @@ WRONG = 2  # guesses of each of the scripted engine's steps that are
 
 
 def client_of(engine, draft: str | None = "ngram") -> openai.AsyncOpenAI:
-    """The openai package, strict about what it gets, over the HTTP front of `engine`."""
+    """The openai package with strict validation, over the HTTP front of `engine`."""
     app = build_http_app(Service(engine, byte_tokenizer(), MODEL, draft))
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
     return openai.AsyncOpenAI(
@@ -37,7 +37,7 @@ def client_of(engine, draft: str | None = "ngram") -> openai.AsyncOpenAI:
 
 
 async def usages(client: openai.AsyncOpenAI, chat: bool, **fields) -> list[Any]:
-    """Of a plain answer, and of each chunk of a stream that has one."""
+    """The usage of a plain answer, and of each chunk of a stream that has one."""
     ask: Any = client.chat.completions.create if chat else client.completions.create
     fields |= {"model": MODEL, **({"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": "hi"})}
     options = {"include_usage": True, "continuous_usage_stats": True}
@@ -65,12 +65,12 @@ def predictions(usage) -> tuple[int, int]:
         ({}, 11, 8, 8 + 3 * WRONG),  # of ten letters and EOS, four a step
         ({"n": 3}, 33, 24, 24 + 9 * WRONG),
         ({"max_tokens": 4}, 4, 3, 3 + WRONG),
-        # It ends with the second guess of the second step; what was right beyond it is no part of the answer.
+        # It ends with the second guess of the second step. Right guesses beyond it do not count.
         ({"stop": "ef"}, 6, 3 + 2, 2 * (3 + WRONG)),
         ({"stop": "a"}, 1, 1, 3 + WRONG),
     ],
 )
-async def test_usage_counts_the_guesses(chat: bool, fields: dict[str, Any], tokens: int, accepted: int, guessed: int):
+async def test_usage_counts_draft_tokens(chat: bool, fields: dict[str, Any], tokens: int, accepted: int, guessed: int):
     engine = FakeEngine("abcdefghij", group=4, num_wrong=WRONG)
     plain, *chunks, last = await usages(client_of(engine), chat, **{"max_tokens": 99, **fields})
     assert plain.completion_tokens == tokens
@@ -82,13 +82,13 @@ async def test_usage_counts_the_guesses(chat: bool, fields: dict[str, Any], toke
 
 
 @pytest.mark.parametrize("chat", [True, False])
-async def test_without_a_draft_there_are_no_details_and_with_an_idle_one_zeros(chat: bool):
+async def test_an_idle_draft_has_zeros_and_no_draft_no_details(chat: bool):
     assert all(u.completion_tokens_details is None for u in await usages(client_of(FakeEngine(), None), chat))
     assert all(predictions(u) == (0, 0) for u in await usages(client_of(FakeEngine()), chat))
 
 
 async def test_a_reader_that_lags_gets_the_sum(served_link):
-    """Several steps' tokens merged into one output keep each step's guesses apart."""
+    """Several steps' tokens merged into one output keep each step's guesses separate."""
     engine, link, oracle = served_link
     outputs = link.generate(request(0, max_tokens=60))
     first = await anext(outputs)
@@ -100,7 +100,7 @@ async def test_a_reader_that_lags_gets_the_sum(served_link):
 
 
 class Noting(Oracle):
-    """An Oracle that remembers what it has guessed, and where."""
+    """An Oracle that records its guesses and their positions."""
 
     def __init__(self, share_right: float) -> None:
         super().__init__(share_right)
@@ -144,7 +144,7 @@ def flagged(outputs: list[RequestOutput]) -> tuple[set[int], int]:
 
 
 def check(oracle: Noting, answers: list[tuple[Any, list[RequestOutput]]]) -> None:
-    """What the outputs say of their guesses is what the oracle guessed and the sequence has."""
+    """The guesses that the outputs report are the guesses of the oracle that the sequence has."""
     for asked, outputs in answers:
         whole = asked.token_ids + sequential(asked, INFO.max_model_len)[0]
         assert asked.token_ids + [t for output in outputs for t in output.token_ids] == whole
@@ -163,11 +163,11 @@ async def outputs_of(link: EngineGroup, asked) -> list[RequestOutput]:
     return [output async for output in link.generate(asked)]
 
 
-async def test_outputs_tell_exactly_which_tokens_were_guessed(served_link):
+async def test_outputs_mark_exactly_the_accepted_draft_tokens(served_link):
     _, link, oracle = served_link
     rng = random.Random(0)
     asked = [request(0, max_tokens=rng.randint(1, 60)), request(1, ignore_eos=False), request(5, max_tokens=40)]
-    # No two are alike: rows are told by their tokens.
+    # All differ, so tokens identify their row.
     asked = [replace(one, token_ids=[rng.randrange(1, VOCAB) for _ in range(6)], prompt_len=6) for one in asked]
     check(oracle, list(zip(asked, await asyncio.gather(*(outputs_of(link, a) for a in asked)), strict=True)))
 
@@ -178,7 +178,7 @@ async def test_a_preempted_request_keeps_its_counts():
     speculate(engine, oracle)
     scheduler = engine.loop.core.scheduler
     scheduler.pool.allocate(scheduler.pool.num_available - 20)
-    scheduler.extras[Admission].lengths = FixedShare(0.1)  # so it admits more than there is room for
+    scheduler.extras[Admission].lengths = FixedShare(0.1)  # so it admits more than fit
     link = link_to(engine)
     await link.start()
     asked = [request(i, max_tokens=60, ignore_eos=False) for i in range(12)]
@@ -209,14 +209,15 @@ async def test_a_lost_engine_loses_no_more_than_its_last_steps(served_link):
         assert num_guessed >= len(places)
 
 
-async def test_a_request_that_is_left_counts_what_it_saw(served_link):
-    """A stop string ends a request from here: the guesses of what came are known, and nothing else is counted."""
+async def test_an_abandoned_request_counts_what_it_saw(served_link):
+    """A stop string ends a request in the front. The guesses of delivered tokens are known, and nothing else is
+    counted."""
     engine, link, oracle = served_link
     engine.runners[-1].delay_s = 0.005
     client = client_of(link)
     asked = request(0, max_tokens=80)
     tokens, _ = sequential(asked, INFO.max_model_len)
-    num_used = max(tokens.index(token) for token in tokens) + 1  # up to the first of the token that comes last
+    num_used = max(tokens.index(token) for token in tokens) + 1  # up to the first character of the last token
     fields: Any = {"prompt": asked.token_ids, "max_tokens": 80, "extra_body": {"ignore_eos": True}}
     answer = await client.completions.create(model=MODEL, stop=chr(tokens[num_used - 1]), **fields)
     await eventually(lambda: not engine.loop.core.has_work)

@@ -16,7 +16,7 @@ def paged_case(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     seed: int = 0,
-    padding_rows: int = 0,  # behind the others, as in a graph: one token, position 0, the null block
+    padding_rows: int = 0,  # after the others, as in a graph: one token, position 0, the null block
 ) -> tuple[torch.Tensor, torch.Tensor, PagedRows]:
     """(q, kv, rows): blocks in random order, NaN at every position that no row has, q and tables strided."""
     rng, generator = np.random.default_rng(seed), torch.Generator(device).manual_seed(seed)
@@ -25,7 +25,7 @@ def paged_case(
     num_blocks = 1 + sum(needed)
     kv = torch.full((2, num_kv_heads, num_blocks, block_size, head_dim), torch.nan, dtype=dtype, device=device)
     kv[:, :, 0, 0] = 1
-    state = np.full((len(spans) + 3, max(needed) + 7), 1 << 30, np.int32)  # an entry nobody owns would fault
+    state = np.full((len(spans) + 3, max(needed) + 7), 1 << 30, np.int32)  # an entry without an owner would fault
     state[-1] = 0
     slots = rng.permutation(len(spans) + 2)[: len(spans)]
     free = rng.permutation(np.arange(1, num_blocks))

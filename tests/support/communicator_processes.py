@@ -1,4 +1,4 @@
-"""Groups of ranks that are processes, for tests of what happens between them."""
+"""Groups of ranks as processes, for tests of their communication."""
 
 import contextlib
 import multiprocessing
@@ -21,7 +21,7 @@ def communicator_processes(
 ) -> Iterator[list[Connection]]:
     """Ranks `make(rank, size, **options)`, each in a process that connects it and calls `run` with it.
 
-    What `run` returns, or the sentence of the CallboardError that it raises, is the `answer_of` a connection."""
+    The result of `run`, or the sentence of the CallboardError that it raises, is the `answer_of` a connection."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([make.__module__, run.__module__])  # torch is imported once
     pipes = [context.Pipe() for _ in range(size)]
@@ -59,7 +59,7 @@ def _live(
     torch.set_num_threads(1)
     ranks = make(rank, size, **options)
     connection.send(ranks.handle)
-    with ThreadPoolExecutor(1) as pool:  # an actor's calls come in whichever thread
+    with ThreadPoolExecutor(1) as pool:  # an actor's calls may come in any thread
         pool.submit(ranks.connect, connection.recv()).result()
     try:
         connection.send(run(ranks))

@@ -6,7 +6,8 @@ _ROUNDS = 200_000
 
 
 def reference_s() -> float:
-    """CPU seconds of a fixed piece of Python work: about 10 ms on a server's core. Measure it beside what it bounds."""
+    """CPU seconds of a fixed piece of Python work: about 10 ms on a server's core. Measure it beside the work that it
+    bounds."""
     times = []
     for _ in range(3):
         began, total = time.thread_time(), 0

@@ -35,9 +35,9 @@ from runtime.kernels.step.scatter_writes import scatter_writes, scatter_writes_t
 from runtime.kernels.step.step_inputs import build_inputs, build_inputs_torch
 from runtime.spec.types import SamplingParams
 from runtime.worker.cpu.sampler import Sampler
+from runtime.worker.cpu.slots import Slots
 from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.transfers import Transfers
-from runtime.worker.slots import Slots
 
 CPU = torch.device("cpu")
 EOS = 2
@@ -86,7 +86,7 @@ def check_masks(device: torch.device = CPU) -> None:
 
 
 def check_scatter_writes(device: torch.device = CPU) -> None:
-    """Runs of all lengths around a program's, next to each other: what lies between them stays."""
+    """Runs of all lengths around a program's, next to each other; the values between them stay."""
     generator = np.random.default_rng(0)
     for lengths in ([1], [1023, 1, 1024, 1025, 0, 3000], [1] * 40, [2] * 1030, []):
         gaps = generator.integers(0, 3, len(lengths) + 1)
@@ -102,7 +102,7 @@ def check_scatter_writes(device: torch.device = CPU) -> None:
 
 
 def check_graph_io(device: torch.device = CPU) -> None:
-    """Inputs of several graphs in turn, with and without writes, with repeats, more of them than there are entries."""
+    """Inputs of several graphs in turn, with and without writes, with repeats, and more inputs than entries."""
     generator, num_entries = np.random.default_rng(0), 4
     sizes = {"dtype": torch.int32, "pin_memory": device.type == "cuda"}
     input_ring, answers = torch.zeros((num_entries, 12_000), **sizes), torch.zeros((num_entries, 9000), **sizes)
@@ -133,7 +133,7 @@ def check_graph_io(device: torch.device = CPU) -> None:
 
 
 def check_inputs(device: torch.device = CPU) -> None:
-    """Decode rows alone, short rows, and long ones among them, with the padding of a graph."""
+    """Decode rows alone, short rows, and long rows among them, with the padding of a graph."""
     num_slots, max_len, block_size = 200, 400, 16
     state = torch.randint(1, 2**31 - 1, (num_slots + 1, max_len + 25 + 3), dtype=torch.int32, device=device)
     tables = state[:, max_len : max_len + 25]
@@ -217,8 +217,8 @@ def check_sample(device: torch.device = CPU, dtypes: tuple[torch.dtype, ...] = (
 
 
 def survivors(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """[vocab] bool: tokens that survive by definition, in float64, and those that may, where fp32 can't tell a sum of
-    probabilities, or min_p's logarithm, from its limit."""
+    """Two [vocab] bool masks in float64: tokens that survive by definition, and tokens that may. The latter are at a
+    limit that fp32 cannot decide for a sum of probabilities, or for min_p's logarithm."""
     logits = logits.double()
     certain, possible = (torch.ones_like(logits, dtype=torch.bool) for _ in range(2))
     if top_k:
@@ -239,7 +239,7 @@ def survivors(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> t
 
 def check_filters(device: torch.device = CPU, vocabs: tuple[int, ...] = (1, 100, 9000)) -> None:
     """Random filters on flat, usual, sharp, tied and partly banned logits: the best scored of the tokens that survive
-    by definition. A row alone, and one sampled again, has the same token."""
+    by definition. A row gives the same token alone and when it is sampled again."""
     torch.manual_seed(0)
     filters = [
         (k, p, m)
@@ -292,8 +292,8 @@ def check_filters(device: torch.device = CPU, vocabs: tuple[int, ...] = (1, 100,
 
 
 def check_penalties(device: torch.device = CPU, vocabs: tuple[int, ...] = (1, 50, 5000), rounds: int = 6) -> None:
-    """Rows with and without penalties, more of them than tables, of few and of many tokens, some of which come often,
-    in the prompt, in the output, or in both: the twin's logits, bit for bit, and tables that are empty again."""
+    """Rows with and without penalties, more rows than tables. Their few or many tokens may repeat in the prompt, in the
+    output, or in both. Logits equal the twin's bit by bit, and the tables are empty again."""
     num_slots, max_len = NUM_TABLES + 5, 4200
     state = torch.zeros((num_slots + 1, max_len + NUM_PARAMS), dtype=torch.int32)
     tokens, params = state[:, :max_len], state[:, max_len:]

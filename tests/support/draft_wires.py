@@ -24,7 +24,7 @@ class SlowWire(LocalWire):
 
 
 class BusyWire(LocalWire):
-    """A draft each of whose steps takes `step_s`, as one does that others share."""
+    """A draft with steps of `step_s`, like a draft that other engines use too."""
 
     def __init__(self, core, clock, step_s):
         super().__init__(core)

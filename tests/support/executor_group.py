@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.engine.step_channel import SocketExecutor, serve_steps
+from actors.runners.step_channel import SocketExecutor, serve_steps
 from actors.wire.transport import Address, connect
 from runtime.core.plan import NewSlot, StepPlan, StepResult, encode_plan, encode_result
 from runtime.spec.types import SamplingParams
@@ -27,7 +27,7 @@ def plan_of(step_id: int, num_rows: int = 1, num_ids: int = 0) -> StepPlan:
 
 
 def failing(step_id: int, rank: int) -> StepPlan:
-    """In this step `rank` fails (or none, for -1), and the others wait for it for ever, as in a collective."""
+    """In this step `rank` fails (-1 for none), and the others wait for it forever, as in a collective."""
     return msgspec.structs.replace(plan_of(step_id), freed=np.array([rank], np.int32))
 
 
@@ -43,7 +43,7 @@ class Runner:
         self.go.set()
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Only notes it: the work is left to the wait, as on a CPU."""
+        """Record the plan: the work happens at the wait, as on a CPU."""
         self.may_launch.wait()
         self.launched.append((plan.step_id, threading.current_thread()))
         if plan.step_id < 0:
@@ -74,7 +74,7 @@ def same(a: StepResult, b: StepResult) -> bool:
 
 
 class Group:
-    """A socket executor whose ranks are threads of this process."""
+    """A socket executor with threads of this process as ranks."""
 
     def __init__(self, num_ranks: int = 1, host: str = "", num_out: int = 1, asynchronous: bool = True) -> None:
         self.executor = SocketExecutor(num_ranks)

@@ -1,4 +1,4 @@
-"""An engine for tests of the front end: it answers with a script, and notes what it was asked and what was aborted."""
+"""An engine for tests of the front end: it answers with a script, and records requests and aborts."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ TEMPLATE = (
 
 
 def byte_tokenizer(chat_template: str | None = TEMPLATE) -> Tokenizer:
-    """One token per byte, whose id is the byte, and <eos> = 256."""
+    """One token per byte, with the byte as its id, and <eos> = 256."""
     alphabet = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in alphabet]
     vocab = {chr(b): b for b in alphabet} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -42,14 +42,14 @@ def byte_tokenizer(chat_template: str | None = TEMPLATE) -> Tokenizer:
 
 
 def vector_of(token_ids: list[int], pooling: Pooling) -> np.ndarray:
-    """What the engine pools of a prompt: how often it has each byte from a to d; or its length, as logits."""
+    """The vector of a prompt: the number of each byte from a to d; or its length, as logits."""
     if pooling.num_labels:
         return np.full(pooling.num_labels, len(token_ids) / 100, np.float32)
     return np.array([token_ids.count(byte) for byte in b"abcd"], np.float32)
 
 
 class FakeAdapters:
-    """Adapters that are loaded at once; one whose folder is called "bad" cannot be."""
+    """Adapters that are loaded at once; a folder called "bad" cannot be loaded."""
 
     def __init__(self) -> None:
         self.states: dict[str, AdapterState] = {}
@@ -69,9 +69,9 @@ class FakeAdapters:
 class FakeEngine:
     """Answers every request with the bytes of `text`, `group` tokens an output, `delay_s` apart, and then EOS.
 
-    The token at each position has logprob -0.5, and `params.logprobs` alternatives of -1.5, -2.5 ...; a token t of the
-    prompt has -t / 100, and so many alternatives as `params.prompt_logprobs` asks for. With `num_wrong` a draft guesses
-    all tokens of an output but the last, and so many more in vain."""
+    The token at each position has logprob -0.5, and `params.logprobs` alternatives of -1.5, -2.5 ... A token t of the
+    prompt has -t / 100, and `params.prompt_logprobs` alternatives. With `num_wrong` a draft guesses all tokens of an
+    output but the last, and `num_wrong` more in vain."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class FakeEngine:
         return ["0"]
 
     async def report(self, figures: dict[str, MetricValues]) -> dict[str, Snapshot]:
-        """As one engine that has counted nothing itself."""
+        """The report of one engine without counts of its own."""
         for new in figures.values():
             self.reported.add(new)
         return {"0": Snapshot(self.reported, {"block_size": "9"})}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-LARGE = 1000  # bytes from which on a file is one of Git LFS
+LARGE = 1000  # files of at least this many bytes are in Git LFS
 
 
 class FakeHub:
@@ -24,8 +24,8 @@ class FakeHub:
         self.repos, self.revisions, self.token = repos, revisions, token
         self.asked: list[str] = []  # the last part of each path
         self.ranges: list[str | None] = []  # of the requests for contents
-        self.cut_at: int | None = None  # bytes of a large file after which connections are closed
-        self.goes_on: threading.Event | None = None  # what they wait for before that
+        self.cut_at: int | None = None  # bytes of a large file until connections are closed
+        self.goes_on: threading.Event | None = None  # the event that they wait for before that
         self.wrong_bytes = self.is_gated = False
         hub = self
 
@@ -91,7 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _file(self, content: bytes, sha: str) -> None:
-        """A file, or what a range asks of it."""
+        """A file, or the range of it that was requested."""
         etag, start, status = f'"{hashlib.sha256(content).hexdigest()}"', 0, 200
         if self.command == "GET":
             self.hub.ranges.append(self.headers["Range"])
@@ -125,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _metadata(content: bytes) -> dict[str, Any]:
-    """What a listing has of a file."""
+    """The fields of a file in a listing."""
     facts: dict[str, Any] = {"size": len(content), "blobId": hashlib.sha1(content).hexdigest()}
     if len(content) >= LARGE:
         facts["lfs"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest(), "pointerSize": 130}

@@ -1,8 +1,8 @@
 """A runner that checks every block it reads, and the sequence that it must produce.
 
-It keeps paged memory: at each position it stores a hash of what it *reads* one position earlier and the token there,
-and samples from the last hash. A wrong block, a stale table, a lost or repeated token changes every later token, and
-the log-probabilities of every later token of a prompt.
+It keeps paged memory. At each position it stores a hash of two inputs: the hash that it *reads* one position earlier,
+and the token there. It samples from the last hash. A wrong block, a stale table, a lost or repeated token changes every
+later token, and the log-probabilities of every later token of a prompt.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from zlib import crc32
 
 import numpy as np
 
-from actors.wire.plan_wire import PlanReader, PlanWriter
+from actors.runners.plan_wire import PlanReader, PlanWriter
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor
 from runtime.core.extra import Extra
@@ -37,12 +37,12 @@ def sample(state: int) -> int:
 
 
 def before_all(adapter: str) -> int:
-    """What stands before the first token of a request with the adapter of this digest."""
+    """The hash before the first token of a request with the adapter of this digest."""
     return crc32(adapter.encode())
 
 
 def sequential(request: Request, max_len: int) -> tuple[list[int], FinishReason]:
-    """What the request must produce, computed alone and in order."""
+    """The tokens that the request must produce, computed alone and in order."""
     state, out, params = before_all(request.adapter), [], request.params
     for token in request.token_ids:
         state = mix(state, token)
@@ -96,8 +96,8 @@ class Recorded(Drafter):
 
 
 class FixedShare(OutputLengthEstimator):
-    """Expects that all answers get the same share of their max_tokens, whatever it sees. With less than they get, an
-    engine admits too many requests and has to preempt some."""
+    """Expects that all answers get the same share of their max_tokens. With a share that is too small, an engine admits
+    too many requests and preempts some."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -134,13 +134,13 @@ def score(state: int, num_top: int) -> tuple[float, int, tuple[tuple[int, float]
 
 
 def check_integrity(core: EngineCore) -> None:
-    """C1: no block leaked, reference counts match, a slot is in at most one live request."""
+    """C1: every block is owned, reference counts match, and a slot is in at most one live request."""
     s = core.scheduler
     assert s.find_faults() == []
     held = Counter(b for state in s.running for table in state.tables for b in table)
     if all(group.window is None for group in (s.info.kv_cache or KVCacheSpec(())).groups):
         assert 0 not in held
-    del held[0]  # stands where a window has freed a block
+    del held[0]  # in place of a block that a window has freed
     for block in range(1, s.pool.num_blocks):
         assert s.pool.refs(block) == held[block]
     assert s.pool.num_available == s.pool.num_blocks - 1 - len(held)
@@ -153,7 +153,7 @@ def check_integrity(core: EngineCore) -> None:
 
 
 class CheckedCore(EngineCore):
-    """A whole engine whose blocks and slots are checked after every commit."""
+    """A whole engine that checks its blocks and slots after every commit."""
 
     def __init__(self, config: EngineConfig, info: ModelInfo, executor: Executor, *more: Extra) -> None:
         super().__init__(config, info, executor, with_extras(config, info, *more))
@@ -165,7 +165,7 @@ class CheckedCore(EngineCore):
 
 
 class FixedPacing(StepPacing):
-    """So many prompt tokens beside rows that decode; None: as many as there are."""
+    """A fixed number of prompt tokens beside decode rows; unlimited if None."""
 
     def __init__(self, most: int | None) -> None:
         super().__init__(None, lambda: 0.0)
@@ -197,7 +197,7 @@ class FakeRunner:
         self.fails: int | None = None  # a sample of the next step that is not finite
 
     def forget(self) -> None:
-        """What a runner has lost that has slept: its requests and what it kept of them."""
+        """Lose the state that sleep discards: requests and their memory."""
         self.memory[:] = -1
         for of_slots in (self.tokens, self.tables, self.prompts, self.pooled, self.adapter_of):
             of_slots.clear()
@@ -215,7 +215,7 @@ class FakeRunner:
         return sample(state)
 
     def attend(self, slot: int, position: int) -> None:
-        """What other groups of the KV cache store and read at a position."""
+        """The stores and reads of other groups of the KV cache at a position."""
 
     def collect(self) -> StepResult:
         plan = self.reader.decode(self.queue.pop(0))

@@ -1,4 +1,4 @@
-"""A tiny random checkpoint of every family and of what its published variants differ in, saved by transformers."""
+"""A tiny random checkpoint of every family and of its published variants, saved by transformers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _rope(kind: str, theta: float = 1000.0, **parameters: Any) -> dict[str, Any]
 
 
 def yarn(original: int = CONTEXT, **parameters: Any) -> dict[str, Any]:
-    """The part of a config that asks for this rope type."""
+    """The part of a config that sets this rope type."""
     return _rope("yarn", factor=4.0, original_max_position_embeddings=original, **parameters)
 
 
@@ -62,7 +62,7 @@ def _longrope(original: int, **config: Any) -> dict[str, Any]:
     return _rope("longrope", **_LONG) | {"original_max_position_embeddings": original} | config
 
 
-# Name -> (configuration class, what it differs in)
+# name -> (configuration class, fields that differ)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama, all heads, biases": (
@@ -160,7 +160,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, narrow": ("GPT2Config", {"n_inner": 50, "n_head": 3, "layer_norm_epsilon": 1e-3}),
 }
 
-LIKE_OTHERS = {  # cases that differ from another in what is read, not in what is computed
+LIKE_OTHERS = {  # cases that differ from another in their files, not in their computation
     "mistral, some windows", "mistral, with a vision tower", "ministral3, with a vision tower", "olmo2",
     "smollm3, window", "granite 4", "seed", "glm",
 }  # fmt: skip
@@ -177,7 +177,7 @@ def spec_of(case: str, **changes: Any) -> DecoderSpec:
 
 
 def save_model(folder: Path, case: str) -> PreTrainedModel:
-    """The checkpoint, with norms and biases that are not the neutral ones that transformers begins with."""
+    """The checkpoint, with norms and biases unlike the neutral ones that transformers initialises."""
     import transformers  # a machine with a GPU may not have it
 
     kind, changes = CASES[case]
@@ -189,7 +189,7 @@ def save_model(folder: Path, case: str) -> PreTrainedModel:
     else:
         config = config_class(**(_GPT2 if kind == "GPT2Config" else _BASE) | changes, initializer_range=0.15)
         model_class = transformers.AutoModelForCausalLM._model_mapping[config_class]
-    config._attn_implementation = "eager"  # the one with soft caps, and of the plainest sums
+    config._attn_implementation = "eager"  # the one with soft caps, and one with the plainest sums
     config._experts_implementation = "eager"  # the others want aligned sizes of bf16
     torch.manual_seed(1)
     model = model_class(config).eval()

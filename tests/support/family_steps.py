@@ -8,9 +8,9 @@ from tests.support.runner_driver import Driver
 
 
 def logits_of(driver: Driver, long: list[int], short: list[int]) -> torch.Tensor:
-    """[steps, vocab]: a prompt in chunks beside another, then both decode; all tokens but the last are given."""
+    """[steps, vocab]: a prompt in chunks beside another, then both decode; all tokens except the last are given."""
     steps = driver.runner.steps
-    tokens = steps.tokens if hasattr(steps, "tokens") else steps.slots.tokens
+    tokens = steps.slots.tokens
     driver.open(0, long)
     driver.open(1, short)
     cut, kept = len(long) - 8, []
@@ -20,7 +20,7 @@ def logits_of(driver: Driver, long: list[int], short: list[int]) -> torch.Tensor
         driver.step(*rows)
         kept.append(driver.logits.float())
         for slot, start, count, sampled in rows:
-            if sampled:  # over what was sampled there
+            if sampled:  # in place of the sampled token
                 known = (long, short)[slot][start + count : start + count + 1]
                 tokens[slot, start + count : start + count + len(known)] = torch.tensor(known)
     return torch.cat(kept)

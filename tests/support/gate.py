@@ -1,4 +1,4 @@
-"""A gate before the load of each model, for tests of what happens while one is loaded.
+"""A gate before the load of each model, for tests that act during a load.
 
 Ray calls `install` in each of its workers before anything else (`__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR`)."""
 
@@ -8,13 +8,13 @@ from functools import wraps
 from pathlib import Path
 
 HOOK = f"{__name__}.install"
-GATE = "CALLBOARD_TEST_GATE"  # names a file: while it is there, models are loaded
+GATE = "CALLBOARD_TEST_GATE"  # the name of a file: models are loaded while it exists
 
 
 def install() -> None:
     """Let the runner that this worker may become wait at the gate, and do what Callboard does in each worker."""
-    from actors.engine.runner import ModelRunnerActor
     from actors.ray.process import listen_on_loopback
+    from actors.runners.runner import ModelRunnerActor
 
     listen_on_loopback()
     load, gate = ModelRunnerActor.load, Path(os.environ[GATE])

@@ -1,7 +1,7 @@
 """Writes a `transformers` model as a GGUF file, the way llama.cpp's convert_hf_to_gguf.py does.
 
-Names come from the `gguf` package's own table; what the converter does to weights and the metadata that it writes are
-spelled out here, a few lines for each architecture."""
+Names come from the `gguf` package's own table. The converter's changes to weights and its metadata are spelled out
+here, in a few lines for each architecture."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-INTERLEAVED = {"llama", "granite", "mistral3", "smollm3"}  # whose converter is a LlamaModel, which permutes q and k
+INTERLEAVED = {"llama", "granite", "mistral3", "smollm3"}  # converted as a LlamaModel, which permutes q and k
 _ARCH = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
@@ -20,9 +20,9 @@ def export(
     model: PreTrainedModel,
     arch: str,
     path: Path,
-    tables: dict[str, list[float]] | None = None,  # RoPE's, which the converter puts among the weights
+    tables: dict[str, list[float]] | None = None,  # RoPE's tables, which the converter puts among the weights
     parts: int = 1,
-    block_type: str = "F32",  # of tensors with more than one dimension
+    block_type: str = "F32",  # of tensors with several dimensions
     **metadata: Any,  # that not every architecture has
 ) -> Path:
     """Returns the path of the file, or of the first part."""
@@ -62,7 +62,7 @@ def _without_copies(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _stacked(state: dict[str, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:
-    """Experts' gate_up, which `transformers` keeps as one tensor, as the two that GGUF has."""
+    """Experts' gate_up, which `transformers` stores as one tensor, as the two tensors of GGUF."""
     for name, weight in state.items():
         if name.endswith("experts.gate_up_proj"):
             for part, half in zip(("gate", "up"), weight.chunk(2, dim=1), strict=True):

@@ -1,6 +1,6 @@
-"""What ranks on one GPU do in tests: in processes, which the device runs in turns, or on two streams of one.
+"""The work of ranks on one GPU: in processes, which the device runs in turns, or on two streams of one.
 
-It asks nothing of CUDA when it is imported: processes are forked after that."""
+Its import does not use CUDA, because processes are forked after it."""
 
 import os
 import random
@@ -56,8 +56,8 @@ def equal(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 class Replays:
-    """A graph of sums of small integers, each with another operand, whose total is exact: what a slot held before, or
-    holds twice, shows in it. Sums of several lengths follow each other."""
+    """A graph of sums of small integers. Each sum has another operand, and the total is exact, so a stale or duplicated
+    slot shows in it. Sums of several lengths follow each other."""
 
     def __init__(self, ranks: PeerMemory, num_sums: int) -> None:
         self.ranks, self.num_replays = ranks, 0
@@ -71,7 +71,7 @@ class Replays:
         self.own = [operand[ranks.rank].bfloat16().cuda() for operand in operands]
         self.keys, self.sum_of_keys = torch.zeros(8, dtype=torch.int64, device="cuda"), torch.zeros(8).long().cuda()
         self.start_keys = (torch.arange(8) * (-1) ** ranks.rank).cuda()
-        # A kernel of torch is loaded when it is first used, which waits for what runs: another rank, perhaps.
+        # Torch loads a kernel when it is first used, and the load waits for running kernels: another rank's, perhaps.
         self.sum_of_keys.add_(self.keys)
         torch.cuda._sleep(1)
         self.graph = torch.cuda.CUDAGraph()
@@ -84,7 +84,7 @@ class Replays:
         self.sum_of_keys.add_(self.keys)
 
     def capture(self) -> None:
-        """After a run of all ranks, so that every kernel is there."""
+        """Capture after a run of all ranks, so that every kernel is loaded."""
         self.num_replays = 1
         with torch.cuda.graph(self.graph):
             self.run()
@@ -124,8 +124,8 @@ def replay_in_processes(ranks: PeerMemory, num_replays: int = 100, num_sums: int
 
 @patch.object(inboxes, "use_pdl", lambda tensor: False)
 def replay_on_streams(num_replays: int, num_sums: int) -> None:
-    """Two ranks of this process. Without programmatic launch: all launches of one rank's graph would wait on the device
-    at once, and what comes between the other one's sums, a copy or torch's kernel, would not get past them."""
+    """Two ranks of this process. Without programmatic launch. With it, all launches of one rank's graph would wait on
+    the device at once. Work between the other rank's sums, such as a copy or a kernel of torch, could not pass them."""
     pair = [make(rank, 2) for rank in range(2)]
     streams = [torch.cuda.Stream() for _ in pair]
     handles = [ranks.handle for ranks in pair]
@@ -157,7 +157,7 @@ def replay_on_streams(num_replays: int, num_sums: int) -> None:
 
 
 def last_rank_dies(ranks: PeerMemory) -> tuple[str, float]:
-    """The error that the others find, and the seconds until then; a graph is in the middle of its replays."""
+    """The error of the other ranks, and the seconds until it; a graph is in the middle of its replays."""
     replays = Replays(ranks, 10)
     replays.run()
     torch.cuda.synchronize()

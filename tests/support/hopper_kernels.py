@@ -2,9 +2,9 @@
 
     python tests/support/hopper_kernels.py
 
-The steps of runtime.worker.gpu.gpu_steps run on meta tensors, which have shapes and no data; each launch becomes a
-compilation with the very arguments, hints and options of serving. Prints one JSON line a kernel. A process of its own,
-as it replaces Triton's driver.
+The steps of runtime.worker.gpu.gpu_steps run on meta tensors, which have shapes and no data. Each launch becomes a
+compilation with the same arguments, hints and options as in serving. Prints one JSON line a kernel. It runs in a
+separate process, because it replaces Triton's driver.
 """
 
 import json
@@ -32,23 +32,22 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.kernels.tune_quantized import FORMS, NF4  # noqa: E402
 from benchmarks.library.models import spec_of  # noqa: E402
 from runtime.core.plan import NewSlot, StepPlan  # noqa: E402
-from runtime.features.grammar_state import GrammarState  # noqa: E402
-from runtime.kernels import _triton  # noqa: E402
+from runtime.kernels import triton_language  # noqa: E402
 from runtime.kernels.collectives.all_gather import all_gather_triton  # noqa: E402
 from runtime.kernels.collectives.all_reduce import all_reduce_triton  # noqa: E402
 from runtime.kernels.collectives.inboxes import NUM_PROGRAMS, STATE_WORDS, Inboxes  # noqa: E402
-from runtime.kernels.experts.fp8_experts import Fp8Experts, has_fp8_experts  # noqa: E402
-from runtime.kernels.experts.quantized_experts import QuantizedExperts  # noqa: E402
+from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts, has_fp8_moe  # noqa: E402
+from runtime.kernels.experts.moe_wna16 import QuantizedExperts  # noqa: E402
 from runtime.kernels.linear import tiles  # noqa: E402
 from runtime.kernels.linear.fused_linear import FusedLinear  # noqa: E402
 from runtime.kernels.linear.lora import RowAdapters, add_adapters_triton, make_adapters  # noqa: E402
 from runtime.kernels.numerics import Numerics  # noqa: E402
-from runtime.kernels.quantized.fp8_encode import encode_fp8_rows_triton  # noqa: E402
-from runtime.kernels.quantized.fp8_linear import fp8_linear_triton  # noqa: E402
-from runtime.kernels.quantized.fp8_rows import fp8_rows_triton  # noqa: E402
-from runtime.kernels.quantized.integer_linear import IntegerLinear  # noqa: E402
-from runtime.kernels.quantized.quantized_linear import QuantizedLinear  # noqa: E402
-from runtime.kernels.quantized.quantized_weight import E2M1, QuantizedWeight, quantized_weight  # noqa: E402
+from runtime.kernels.quantized.activations import quantize_fp8_triton  # noqa: E402
+from runtime.kernels.quantized.fp8_w8a8_gemm import fp8_w8a8_gemm_triton  # noqa: E402
+from runtime.kernels.quantized.quantized_linear import Int16Linear, QuantizedLinear  # noqa: E402
+from runtime.kernels.quantized.quantized_weight import QuantizedWeight, quantized_weight  # noqa: E402
+from runtime.kernels.quantized.upcast import E2M1  # noqa: E402
+from runtime.kernels.quantized.weight_conversions import quantize_fp8_weight_triton  # noqa: E402
 from runtime.kernels.sampling.automata import advance_states_triton, mask_states_triton  # noqa: E402
 from runtime.kernels.sampling.bitmask import apply_bitmask_triton  # noqa: E402
 from runtime.kernels.sampling.sample import NUM_PARAMS  # noqa: E402
@@ -58,7 +57,8 @@ from runtime.spec.decoder_spec import ExpertsSpec  # noqa: E402
 from runtime.spec.types import SamplingParams  # noqa: E402
 from runtime.worker.gpu.device_sampler import DeviceSampler  # noqa: E402
 from runtime.worker.gpu.gpu_steps import GpuSteps  # noqa: E402
-from runtime.worker.gpu.graph_runner import Bucket  # noqa: E402
+from runtime.worker.gpu.graph_runner import DecodeShape  # noqa: E402
+from runtime.worker.gpu.step_rows import MixedShape  # noqa: E402
 from runtime.worker.gpu.transfers import Transfers  # noqa: E402
 from runtime.worker.kv_cache import KVCache  # noqa: E402
 from runtime.worker.ranks.split_logits import SplitLogits  # noqa: E402
@@ -68,9 +68,9 @@ VOCAB_SIZE = 128_256  # of all models: kernels of logits differ in this constant
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 H200 = SimpleNamespace(multi_processor_count=132, name="NVIDIA H200", total_memory=139 << 30)
 
-# (model, what differs from its spec, dtype, deterministic, rows of decode steps): a model for each kind of kernel, as
-# those of other sizes differ in constants alone. SmolLM2's texts are compared in float32. No benchmarked model has the
-# last two head sizes; 80 stands for all sizes that are padded to 128.
+# (model, changes of its spec, dtype, deterministic, rows of decode steps): a model for each kind of kernel. Models of
+# other sizes differ in constants only. SmolLM2's texts are compared in float32. No benchmarked model has the last two
+# head sizes; 80 covers all sizes that are padded to 128.
 SERVED: list[tuple[str, dict[str, Any], torch.dtype, bool, tuple[int, ...]]] = [
     ("llama-3.2-1b", {}, torch.bfloat16, False, (256,)),
     ("llama-3.1-8b", {}, torch.bfloat16, False, (1, 16, 256)),
@@ -87,13 +87,13 @@ SERVED: list[tuple[str, dict[str, Any], torch.dtype, bool, tuple[int, ...]]] = [
     *(("qwen3-0.6b", {"head_dim": size}, torch.bfloat16, False, (64,)) for size in (80, 256)),
 ]
 # Tokens of one row, and its sampling: without filters, and with them and a second pass. Models with one size of decode
-# steps take the last prefill alone.
+# steps have the last prefill only.
 _AGAIN = {"presence_penalty": 0.5, "logit_bias": ((3, 1.0),)}
 PREFILLS = ((300, SamplingParams()), (1024, SamplingParams(**_AGAIN)), (8192, SamplingParams(top_p=0.9, **_AGAIN)))
 
 
 class Hopper:
-    """What Triton asks of a driver before it compiles."""
+    """The calls of a driver that Triton makes before it compiles."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -124,13 +124,13 @@ def weight_of(name: str, size_out: int, size_in: int) -> QuantizedWeight:
     groups = -(-size_in // form.group) if form.group else 1
     scales = torch.empty((-(-size_out // form.scale_rows), groups), device=META)
     return quantized_weight(
-        form.code, codes, scales, scales if form.minimums else None, group=form.group, scale_rows=form.scale_rows,
+        form.code, codes, scales, scales if form.minimums else None, group_size=form.group, scale_rows=form.scale_rows,
         table={"table": NF4, "e2m1": E2M1}.get(form.code, ()),
     )  # fmt: skip
 
 
 def quantized_layers() -> Iterator[tuple[str, QuantizedLinear, tuple[int, ...]]]:
-    """Layers of the forms whose decoding differs, with numbers of rows."""
+    """Layers of the formats that are dequantized differently, with numbers of rows."""
     for size_out, size_in, names, rows in (
         (28672, 4096, ["fp8", "int4", "int4-minimums", "nf4"], (1, 64, 256)),
         (4096, 14336, ["int8", "int4"], (8, 16, 128, 512)),
@@ -148,14 +148,14 @@ def fp8_products() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Products of rows that are codes: few and many rows of the weight, scales of rows and of blocks; and how a weight
     becomes codes."""
     for size_in in (4096, 28672):
-        encode = partial(encode_fp8_rows_triton, inputs(64, size_in), (448.0, 416.0), 2.0**-100)
+        encode = partial(quantize_fp8_weight_triton, inputs(64, size_in), (448.0, 416.0), 2.0**-100)
         yield f"fp8 of 64x{size_in} torch.bfloat16", encode
     for size_out, size_in, block in ((4096, 14336, 0), (4096, 4096, 128)):
         whole = weight_of("fp8-block" if block else "fp8", size_out, size_in)
         for rows in (16, 32, 64, 256, 512):
-            x, residual = fp8_rows_triton(inputs(rows, size_in)), inputs(rows, size_out)
+            x, residual = quantize_fp8_triton(inputs(rows, size_in)), inputs(rows, size_out)
             name = f"fp8 rows, {size_out}x{size_in} block {block} torch.bfloat16, {rows} rows"
-            yield name, partial(fp8_linear_triton, x, whole, residual=residual)
+            yield name, partial(fp8_w8a8_gemm_triton, x, whole, residual=residual)
 
 
 def integer_products() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -163,14 +163,15 @@ def integer_products() -> Iterator[tuple[str, Callable[[], Any]]]:
     numbers_of = {"int8": (16, 64, 128, 256), "int8-g128": (64, 256), "int4": (16, 64), "int4-minimums": (32, 64)}
     for name, numbers in numbers_of.items():
         for size_out, size_in in ((28672, 4096), (4096, 14336)):
-            layer = IntegerLinear(weight_of(name, size_out, size_in), None, "silu")
+            layer = Int16Linear(weight_of(name, size_out, size_in), None, "silu")
             for rows in numbers:
                 run = partial(layer.add_to, inputs(rows, size_out), inputs(rows, size_in))
                 yield f"{name} by digits, {size_out}x{size_in} torch.bfloat16, {rows} rows", run
 
 
 def mixtures() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Mixtures of Qwen3-30B-A3B's shape, with fewer experts: of one choice a program, of few and of many an expert."""
+    """Mixtures of Qwen3-30B-A3B's shape, with fewer experts: with one row a program, and with few and many rows an
+    expert."""
     spec, hidden, ffn = ExpertsSpec(16, 8, True), 2048, 768
     router = FusedLinear(inputs(16, hidden), None, "silu", deterministic=False)
     for form, deterministic, numbers in (
@@ -178,7 +179,7 @@ def mixtures() -> Iterator[tuple[str, Callable[[], Any]]]:
         ("mxfp4", False, (1,)), ("nvfp4", False, (16,)), ("nf4", False, (256,)), ("int4", True, (1,)),
     ):  # fmt: skip
         pair = weight_of(form, 2 * ffn, hidden), weight_of(form, hidden, ffn)
-        kind = Fp8Experts if has_fp8_experts(pair) else QuantizedExperts
+        kind = Fp8Experts if has_fp8_moe(pair) else QuantizedExperts
         mixture = kind(spec, router, [pair] * 16, "silu", deterministic)
         for rows in numbers:
             name = f"{form} mixture{' deterministic' * deterministic} torch.bfloat16, {rows} rows"
@@ -186,7 +187,7 @@ def mixtures() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def adapters() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What adapters add to the maps of Llama-3.2-1B and 8B: rows one by one, and tiles of them."""
+    """The adapter kernels for the maps of Llama-3.2-1B and 8B: rows one by one, and tiles of them."""
     rows_of = partial(torch.empty, dtype=torch.int32, device=META)
     for rank, sizes, size_in in ((16, (2048, 512, 512), 2048), (16, (8192, 8192), 2048), (64, (4096,), 14336)):
         stacks = make_adapters(sizes, size_in, 8, rank, torch.bfloat16, META)
@@ -259,7 +260,7 @@ def main() -> None:
 
     JITFunction.run = compile_only
     driver.set_active(Hopper())
-    _triton._has_pdl = lambda device: True
+    triton_language._has_pdl = lambda device: True
     torch.cuda.get_device_properties = lambda device=None: H200
     tiles.multiplies_fp8 = lambda device: True
 
@@ -272,23 +273,28 @@ def main() -> None:
         shapes = spec.shapes()
         decoder = Decoder(spec, numerics, 16384, lambda name: (torch.empty(shapes[name], dtype=dtype, device=META),))  # noqa: B023
         cache = KVCache(spec.kv_cache(numerics.dtype_name, changed.get("kv_cache_dtype", "auto")), 4096, 16, META)
-        steps = GpuSteps(decoder, cache, 256, 16384, (), GrammarState(decoder.spec.vocab_size))
-        steps.graph_logits = torch.empty((256, spec.vocab_size), dtype=torch.float32, device=META)
-        steps.graph_hidden = torch.empty((256, spec.hidden_size), dtype=dtype, device=META)
+        steps = GpuSteps(decoder, cache, 256, 16384, ())
+        steps.kernels.graph_logits = torch.empty((256, spec.vocab_size), dtype=torch.float32, device=META)
+        steps.kernels.graph_hidden = torch.empty((256, spec.hidden_size), dtype=dtype, device=META)
         with torch.inference_mode():
             for rows in batches:
                 case = f"{name}, decode of {rows}"
-                steps.graph_runner.run(Bucket(1, rows), steps.decode)
+                steps.graph_runner.run(DecodeShape(1, rows), steps.kernels.decode)
             case = f"{name}, 7 guesses"
-            steps.graph_runner.run(Bucket(8, 1), steps.decode)
+            steps.graph_runner.run(DecodeShape(8, 1), steps.kernels.decode)
             for tokens, params in PREFILLS if len(batches) > 1 else PREFILLS[-1:]:
                 case = f"{name}, prefill of {tokens}"
                 new = NewSlot(0, np.zeros(tokens, np.int32), tokens, 0, params)
                 slot, start, count, one = np.array([[0], [0], [tokens], [1]], np.int32)
                 plan = StepPlan(0, new=[new], slots=slot, num_computed=start, num_tokens=count, num_samples=one)
-                steps._apply_writes(steps._state_writes(plan))
-                token_ids, logits, *_ = steps._run(plan, filters=params.top_p < 1, penalties=True)
-                steps.sampler.resample(logits, token_ids, slot, count, steps.tokens, steps.params)
+                steps.sampler.add(new)
+                upload, slots, shape = steps.transfers.upload, steps.slots, MixedShape.of(plan)
+                slots.apply(slots.writes(plan, steps.sampler.rows), upload)
+                packed = upload(shape.pack(plan, 256))
+                *_, after, sampled, positions = shape.split(packed)
+                logits = decoder.logits(steps.kernels.forward(shape, packed, False).index_select(0, after))
+                token_ids = steps.kernels.sample(logits, sampled, positions, params.top_p < 1, True)
+                steps.sampler.resample(logits, token_ids, slot, count, slots.tokens, slots.params)
             case = f"{name}, grammars"
             sizes = ((1,), (1, -(-spec.vocab_size // 32)), (4, 8), (256, 4), (256,), (1 << 20,))
             at, words, *automata = (torch.empty(size, dtype=torch.int32, device=META) for size in sizes)

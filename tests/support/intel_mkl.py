@@ -1,7 +1,7 @@
 """A pytest plugin (`-p tests.support.intel_mkl`): MKL takes this CPU for one of Intel's.
 
-On any other it knows only its oldest kernels, and MKL_ENABLE_INSTRUCTIONS has no effect: tests on such a CPU would miss
-what MKL does on most others. To be loaded before torch multiplies anything."""
+On other CPUs MKL has only its oldest kernels, and MKL_ENABLE_INSTRUCTIONS does nothing. Tests on such a CPU would miss
+the behaviour of MKL on most others. To be loaded before torch multiplies anything."""
 
 import ctypes
 import mmap
@@ -14,7 +14,7 @@ _READ, _WRITE, _EXECUTE = 1, 2, 4
 
 
 def pretend() -> None:
-    """Replace what MKL asks for the CPU's maker."""
+    """Replace the function by which MKL checks the CPU's maker."""
     asked = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so")).mkl_serv_intel_cpu_true
     address = ctypes.cast(asked, ctypes.c_void_p).value
     pages = ctypes.c_void_p(address & -mmap.PAGESIZE), ctypes.c_size_t(2 * mmap.PAGESIZE)

@@ -1,5 +1,6 @@
-"""Triton's interpreter without what it works out anew at each operation, which takes longer than the operations: types
-and shapes, and the patches of its language. Importing this module changes the interpreter of the process."""
+"""Triton's interpreter with caches for types, shapes and the patches of its language. Without them it derives these
+anew at each operation, which takes longer than the operations. Importing this module changes the interpreter of the
+process."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +28,7 @@ def _languages(fn: Callable) -> list[ModuleType]:
 
 
 def _patch_language_once(fn: Callable) -> interpreter._LangPatchScope:
-    """Triton patches its language anew whenever a kernel calls a function."""
+    """Triton patches its language again whenever a kernel calls a function."""
     is_patched = all(module.load is not _plain_load for module in _languages(fn))
     return interpreter._LangPatchScope() if is_patched else _patch_language(fn)
 
@@ -70,5 +71,5 @@ interpreter._patch_lang = _patch_language_once
 core.block_type.__init__, core.tensor.__init__ = _init_known_block, _init_tensor_of_known_shape
 core.dtype.__eq__ = _has_name_of
 interpreter._get_np_dtype, core._unwrap_if_constexpr = _known_np_dtype, _unwrap
-# Sums of integers are computed a second time to find overflows, which only a debugging session would tell.
+# Sums of integers are computed a second time to find overflows, which matters only in a debugging session.
 interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)

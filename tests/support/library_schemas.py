@@ -1,4 +1,4 @@
-"""Schemas as common libraries write them, each with a text that fits and one that does not.
+"""Schemas as common libraries write them, each with a text that fits and one that does not fit.
 
 pydantic's and msgspec's are made here by the libraries; the others' (TypeScript's, OpenAPI's, ...) are in the form that
 their tools print.

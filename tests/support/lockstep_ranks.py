@@ -1,5 +1,5 @@
-"""A group of ranks in one process, whose threads run one at a time and take turns where they exchange something: under
-Triton's interpreter, too, which knows no threads, and on one device, whose stream they share."""
+"""A group of ranks in one process. Its threads run one at a time and take turns where they exchange data. This works
+under Triton's interpreter, which lacks threads, and on one device, where ranks share the stream."""
 
 import threading
 from collections import Counter
@@ -20,7 +20,7 @@ class LockstepRank:
 
     def __init__(self, rank: int, group: list["LockstepRank"], turn: threading.Condition, tree: bool) -> None:
         self.rank, self.group, self.turn, self.tree = rank, group, turn, tree
-        self.operands: list[torch.Tensor] = []  # of all its exchanges in the run, or in the last one
+        self.operands: list[torch.Tensor] = []  # of all exchanges in the run, or of the last exchange
         self.counts = Counter[str]()
         self.error: BaseException | None = None
 
@@ -59,7 +59,7 @@ class LockstepRank:
 
 
 class LockstepGroup:
-    """Ranks that run what they are handed, together."""
+    """Ranks that run a function together."""
 
     def __init__(self, size: int, tree: bool = False) -> None:
         turn = threading.Condition()

@@ -14,21 +14,20 @@ from runtime.kernels.attention.paged_attention import paged_attention_torch
 from runtime.kernels.attention.prefill_attention import prefill_attention
 from runtime.kernels.attention.rope import rope_rows_triton, rope_store_kv_triton, rope_table
 from runtime.kernels.attention.stored_kv import restore_kv
-from runtime.kernels.experts.experts_torch import GroupedExperts
-from runtime.kernels.experts.fp8_experts import Fp8Experts
+from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts
+from runtime.kernels.experts.moe_w16a16 import GroupedExperts
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch, gated_activation_triton
 from runtime.kernels.norm.layer_norm import layer_norm_torch, layer_norm_triton
 from runtime.kernels.norm.rms_norm import rms_norm_torch, rms_norm_triton
-from runtime.kernels.quantized.fp8_encode import encode_fp8_rows_triton
-from runtime.kernels.quantized.fp8_linear import fp8_linear_triton
-from runtime.kernels.quantized.fp8_rows import fp8_rows_torch, fp8_rows_triton
-from runtime.kernels.quantized.integer_linear import integer_linear_triton
-from runtime.kernels.quantized.integer_rows import integer_rows_triton
-from runtime.kernels.quantized.quantized_skinny_gemm import quantized_skinny_gemm_triton
+from runtime.kernels.quantized.activations import quantize_fp8_torch, quantize_fp8_triton, quantize_int16_triton
+from runtime.kernels.quantized.fp8_w8a8_gemm import fp8_w8a8_gemm_triton
+from runtime.kernels.quantized.int_wna16_gemm import int_wna16_gemm_triton
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, pack_planes, plane_of, quantized_weight
+from runtime.kernels.quantized.weight_conversions import quantize_fp8_weight_triton
+from runtime.kernels.quantized.wna16_skinny_gemm import wna16_skinny_gemm_triton
 from runtime.kernels.sampling.sample import NUM_PARAMS, sample_tokens_triton
-from runtime.quant.forms import _GREATEST, _SMALLEST
+from runtime.quant.encodings import _GREATEST, _SMALLEST
 from runtime.spec.decoder_spec import ExpertsSpec, RopeSpec
 from runtime.spec.types import SamplingParams
 from runtime.worker.gpu.device_sampler import DeviceSampler
@@ -40,7 +39,7 @@ OTHERS = [0, 2]
 
 
 def check_alone(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, value: float) -> torch.Tensor:
-    """`compute` of x, whose row 1 gets the value; its row 1 of what comes out."""
+    """Compute x with the value in row 1, check that other rows are unchanged, and return row 1 of the result."""
     clean = compute(x)
     spoilt = x.clone()
     spoilt[1, 5] = value
@@ -54,38 +53,38 @@ def check_fp8_rows(x: torch.Tensor, value: float) -> None:
     ones = torch.ones_like(x[0])
     for options in ({}, {"norm_weight": ones, "eps": 1e-5}, {"activation": "silu"}):
         wide = torch.cat((x, x), 1) if "activation" in options else x
-        row = check_alone(lambda x: fp8_rows_triton(x, **options).dequantize(torch.float32), wide, value)  # noqa: B023
+        row = check_alone(lambda x: quantize_fp8_triton(x, **options).dequantize(torch.float32), wide, value)  # noqa: B023
         spoilt = wide.clone()
         spoilt[1, 5] = value
-        want = fp8_rows_torch(spoilt, **options).dequantize(torch.float32)[1]
+        want = quantize_fp8_torch(spoilt, **options).dequantize(torch.float32)[1]
         assert not want.isfinite().any()
         assert not row.isfinite().any(), options
 
 
 def check_fp8_product(x: torch.Tensor, value: float) -> None:
     weight = quantized_weight("fp8", _codes(x, 32, x.shape[1]), torch.ones(32, 1, device=x.device))
-    row = check_alone(lambda x: fp8_linear_triton(fp8_rows_triton(x), weight, dtype=torch.float32), x, value)
+    row = check_alone(lambda x: fp8_w8a8_gemm_triton(quantize_fp8_triton(x), weight, dtype=torch.float32), x, value)
     assert not row.isfinite().any()
 
 
 def check_fp8_weights(x: torch.Tensor, value: float) -> None:
-    row = check_alone(lambda x: encode_fp8_rows_triton(x, _GREATEST, _SMALLEST)[1], x, value)
+    row = check_alone(lambda x: quantize_fp8_weight_triton(x, _GREATEST, _SMALLEST)[1], x, value)
     assert row.isnan().all()
 
 
 def check_integer_product(x: torch.Tensor, value: float) -> None:
     weight = _int4(x, 32)
-    row = check_alone(lambda x: integer_linear_triton(integer_rows_triton(x), weight, dtype=torch.float32), x, value)
+    row = check_alone(lambda x: int_wna16_gemm_triton(quantize_int16_triton(x), weight, dtype=torch.float32), x, value)
     assert not row.isfinite().any()
 
 
 def check_one_row_product(x: torch.Tensor, value: float) -> None:
-    """The products of one row make digits of it, those of few rows multiply it as it is."""
+    """Products of one row split it into limbs; products of few rows multiply it directly."""
     for weight in (_int4(x, 32), quantized_weight("int8", _int8(x, 32), torch.ones(32, 1, device=x.device))):
         for rows in (slice(1, 2), slice(0, 3)):
             spoilt = x.clone()
             spoilt[1, 5] = value
-            got = quantized_skinny_gemm_triton(spoilt[rows], weight, out_dtype=torch.float32)
+            got = wna16_skinny_gemm_triton(spoilt[rows], weight, out_dtype=torch.float32)
             assert not got[got.shape[0] // 2].isfinite().any()
 
 
@@ -115,13 +114,13 @@ def check_mixture(x: torch.Tensor, value: float, kind: str) -> None:
 
 
 def check_routing(x: torch.Tensor, value: float) -> None:
-    """One router logit that is not finite spoils its token's weights, and names experts that there are."""
+    """One router logit that is not finite spoils its token's weights, but names existing experts."""
     for normalized in (False, True):
         layer = GroupedExperts.__new__(GroupedExperts)
         layer.spec = ExpertsSpec(12, 3, normalized)
         logits = x[:, :12].float().contiguous()
         row = check_alone(lambda x: layer._route(x)[1].view(3, 3), logits, value)  # noqa: B023
-        assert not row.isfinite().any() or value == -torch.inf  # which is a weight of 0
+        assert not row.isfinite().any() or value == -torch.inf  # a weight of 0
         logits[1, 5] = value
         ids = layer._route(logits)[0]
         assert ((ids >= 0) & (ids < 12)).all()
@@ -143,7 +142,7 @@ def check_norms(x: torch.Tensor, value: float) -> None:
 
 
 def check_stored_keys(x: torch.Tensor, value: float, kind: str) -> None:
-    """A head that is not finite stays so in the cache; the codes of fp8 alone have no infinity."""
+    """A head that is not finite stays so in the cache; only fp8 lacks an infinity."""
     kv_heads, dim = 2, 16
     x = x[:, : 4 * kv_heads * dim].contiguous()
     table, positions = rope_table(RopeSpec(), dim, 16, torch.float32).to(x.device), torch.arange(3, device=x.device)
@@ -157,7 +156,7 @@ def check_stored_keys(x: torch.Tensor, value: float, kind: str) -> None:
         if kind == "int8":
             scales = torch.ones(kv_heads, 3, 4, 2, dtype=torch.float16, device=x.device)
         rows = rope_rows_triton(table, positions.int())
-        # The last heads of a token are its values, which are not turned.
+        # The last heads of a token are its values, which are not rotated.
         qkv = x.flip(1).view(3, 4 * kv_heads, dim)
         rope_store_kv_triton(qkv.contiguous(), rows, kv, index, scales=scales)
         flat = kv.flatten(2, 3), scales.flatten(1, 2) if kind == "int8" else scales
@@ -198,7 +197,7 @@ def check_attention(x: torch.Tensor, value: float, kind: str) -> None:
 
 
 def check_samples(x: torch.Tensor, value: float) -> None:
-    """A row of logits fails with the token -1, whatever its parameters are."""
+    """A row of logits fails with the token -1, with any parameters."""
     device, vocab = x.device, 300
     logits = torch.randn(3, vocab, device=device)
     slots = torch.arange(3, dtype=torch.int32, device=device)
@@ -227,7 +226,7 @@ def _codes(x: torch.Tensor, size_out: int, size_in: int) -> torch.Tensor:
 def _int4(x: torch.Tensor, size_out: int) -> QuantizedWeight:
     codes = torch.randint(9, 16, (size_out, x.shape[1]), dtype=torch.uint8, device=x.device)
     scales = torch.ones(size_out, x.shape[1] // 128, device=x.device)
-    return quantized_weight("int4", pack_planes(codes, plane_of(128)), scales, group=128)
+    return quantized_weight("int4", pack_planes(codes, plane_of(128)), scales, group_size=128)
 
 
 CASES: dict[str, Callable[[torch.Tensor, float], None]] = {

@@ -23,7 +23,7 @@ class PacedServer:
     first_s: float = 0.0
     gap_s: float = 0.0
     refusals: int = 0  # completions that are answered with a 429 first
-    cut_after: int | None = None  # tokens after which a stream ends without its last events
+    cut_after: int | None = None  # tokens until a stream ends without its last events
     fails: bool = False  # with an error event after the first token
     has_tokenizer: bool = True
     end_of_line: bytes = b"\n"
@@ -60,7 +60,7 @@ class PacedServer:
             writer.close()
 
     async def _answer(self, path: str, headers: dict[str, str], body: bytes, writer: asyncio.StreamWriter) -> bool:
-        """Answer one request; returns whether the connection stays."""
+        """Answer one request; returns True if the connection stays open."""
         if self.api_key and headers.get("authorization") != f"Bearer {self.api_key}":
             return self._json(writer, 401, {"error": {"message": "wrong key"}})
         if path == "/health":

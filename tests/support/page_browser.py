@@ -1,12 +1,10 @@
-"""The page in headless Chromium over a scripted engine: what its tests share."""
+"""The page over a scripted engine, and the steps that its tests share."""
 
-import shutil
 import threading
 import time
 
-import pytest
 import uvicorn
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
@@ -16,14 +14,6 @@ from serve_app.settings import HttpSettings
 from tests.support.fake_engine import FakeEngine, byte_tokenizer
 
 MODEL = "library/tiny-model"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-in_browser = [
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine; `apt-get install chromium` brings one"),
-]
-FLAGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]  # fmt: skip
 ANSWER = "A **bow**:\n\n```python\nprint('<b>42</b>')\n```\nwith `n = 1.33` & <i>you</i>."
 METRICS = """# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{{model_name="a {{b}} c",engine="0"}} 3
@@ -42,7 +32,7 @@ vllm:time_to_first_token_seconds_bucket{{engine="0",le="+Inf"}} {count}
 
 
 class Server:
-    """The HTTP front over a scripted engine, on a thread of its own, with a /metrics of the test's making."""
+    """The HTTP front over a scripted engine, on a thread of its own, with a /metrics that the test sets."""
 
     def __init__(self, settings: HttpSettings | None = None) -> None:
         self.engine = FakeEngine(ANSWER, group=3, delay_s=0.002, max_model_len=4096)
@@ -72,7 +62,7 @@ class Server:
         self.engine.script, self.engine.delay_s = [*text.encode(), 256], delay_s
 
     def prompt(self) -> str:
-        """What the engine was last asked to go on with."""
+        """The prompt that the engine got last."""
         return bytes(self.engine.requests[-1].token_ids).decode()
 
     def until(self, condition) -> None:
@@ -84,61 +74,6 @@ class Server:
     def close(self) -> None:
         self._server.should_exit = True
         self._thread.join(20)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture(scope="module")
-def served():
-    server = Server()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def server(served):
-    served.answers(ANSWER)
-    served.engine.requests.clear()
-    served.engine.aborted.clear()
-    served.engine.sleep_level = 0
-    served.engine.group, served.engine.num_wrong, served.service.draft = 3, None, None
-    return served
-
-
-@pytest.fixture
-def visit(browser, server):
-    """Opens the page; at the end of the test there must be no error in its console and no request to another origin."""
-    contexts, requests, faults = [], [], []
-
-    def note(message):
-        by_browser = message.text.startswith("Failed to load resource")  # what it says of each status of 400 and above
-        if message.type in ("error", "warning") and (not by_browser or "/page/" in message.location["url"]):
-            faults.append(message.text)
-
-    def open_page(width: int = 1280, height: int = 800, **options):
-        context = browser.new_context(viewport={"width": width, "height": height}, **options)
-        context.set_default_timeout(10_000)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("request", lambda request: requests.append(request.url))
-        page.on("console", note)
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.goto(server.url)
-        page.wait_for_selector("#server[data-state=ready]")
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert faults == []
-    assert requests
-    assert [url for url in requests if not url.startswith(server.url)] == []
 
 
 def ask(page, text: str) -> None:

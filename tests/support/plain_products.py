@@ -1,14 +1,14 @@
-"""Products with codes of every form, in torch: weights stay codes in tests where there is no kernel."""
+"""Products with quantized weights of every format, in torch: weights stay quantized in tests without a kernel."""
 
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels import Kernels
 from runtime.kernels.linear.linear_torch import Linear
-from runtime.quant.format import Shape, Weight
-from runtime.quant.forms import Form, Integer4
-from runtime.quant.packing import unpack_nibbles
-from runtime.quant.products import Products
+from runtime.kernels.table import Kernels
+from runtime.quant.checkpoint_layouts import unpack_nibbles
+from runtime.quant.encodings import Encoding, Integer4
+from runtime.quant.products import QuantizedProducts
+from runtime.quant.weight_format import Shape, Weight
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
@@ -18,31 +18,31 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-class PlainProducts(Products):
-    """Two codes of 4 bits are a byte, the low nibble first; each product makes the weight's numbers anew."""
+class PlainProducts(QuantizedProducts):
+    """Two 4-bit values are a byte, the low nibble first; each product dequantizes the weight again."""
 
-    def takes(self, form: Form) -> bool:
+    def takes(self, form: Encoding) -> bool:
         return True
 
-    def fits(self, form: Form, shape: Shape) -> bool:
+    def fits(self, form: Encoding, shape: Shape) -> bool:
         return True
 
-    def packed(self, form: Form, weight: Weight) -> Weight:
+    def packed(self, form: Encoding, weight: Weight) -> Weight:
         codes, *more = weight
         return (pack_nibbles(codes.view(torch.uint8) & 15) if form.bits == 4 else codes), *more
 
-    def unpacked(self, form: Form, weight: Weight) -> Weight:
+    def unpacked(self, form: Encoding, weight: Weight) -> Weight:
         codes, *more = weight
         if form.bits == 8:
             return weight
         codes = unpack_nibbles(codes)
-        is_signed = isinstance(form, Integer4) and not form.has_minimum
+        is_signed = isinstance(form, Integer4) and not form.has_zero_points
         return (codes ^ 8).view(torch.int8) - 8 if is_signed else codes, *more
 
-    def device_bytes(self, form: Form, shape: Shape) -> int:
+    def device_bytes(self, form: Encoding, shape: Shape) -> int:
         return form.device_bytes(shape)
 
-    def linear(self, form: Form, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
+    def linear(self, form: Encoding, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
         def product(x: torch.Tensor) -> torch.Tensor:
             return F.linear(x, form.dequantize(self.unpacked(form, weight), x.dtype), bias)
 

@@ -1,5 +1,5 @@
-"""Clients in a closed loop over the real scheduler, with an executor that computes nothing: it knows from a request's
-seed how long its answer is."""
+"""Clients in a closed loop over the real scheduler. The executor computes nothing: a request's seed is the length of
+its answer."""
 
 import random
 from collections.abc import Callable
@@ -20,8 +20,8 @@ CONTEXT, BLOCK = 2048, 16
 
 @dataclass(frozen=True)
 class Clients:
-    """So many, who each send a request when the last one was answered; answers have random lengths, if they are not cut
-    at max_tokens (None: at the context)."""
+    """`num` clients that each send a request when the last one was answered. Answers have random lengths, up to
+    `max_tokens`, or up to the context if it is None."""
 
     num: int
     length: Callable[[random.Random], float]
@@ -39,10 +39,10 @@ class Simulation:
         if knows_lengths:
             self._admission._expect = self._know
         self._num_asked = 0
-        self._ends: dict[int, int] = {}  # slot -> tokens with which its request ends
+        self._ends: dict[int, int] = {}  # slot -> number of tokens with which its request ends
         self.num_steps = self.num_rows = self.num_done = 0
         for number, group in enumerate(g for g in groups for _ in range(g.num)):
-            self._ask(group, random.Random(f"{seed} {number}"))  # each client's own, whoever is served before it
+            self._ask(group, random.Random(f"{seed} {number}"))  # one for each client, whatever the order of service
 
     def _know(self, state: RequestState):
         """In the place of Admission._expect."""
@@ -61,7 +61,7 @@ class Simulation:
         )
 
     def run(self, num_requests: int) -> tuple[float, float]:
-        """Answer so many more; returns the mean number of rows of a step, and preemptions for each request."""
+        """Answer `num_requests` more; returns the mean number of rows of a step, and preemptions for each request."""
         scheduler = self.scheduler
         steps, rows, done, preemptions = self.num_steps, self.num_rows, self.num_done, scheduler.stats.preemptions
         while self.num_done < done + num_requests:

@@ -11,7 +11,8 @@ Tensors = dict[str, torch.Tensor]  # by the names that they have in their module
 
 @dataclass(frozen=True)
 class Format:
-    """One format with a config, a weight's tensors, and the dense weight that the format's library makes of them."""
+    """One format with a config, a weight's tensors, and the dense weight that the format's library derives from
+    them."""
 
     config: dict[str, Any]
     pack: Callable[[torch.Tensor, torch.Generator], Tensors]  # of a weight [out, in]
@@ -152,7 +153,7 @@ def awq(group: int) -> Format:
 
 
 def gptq(group: int, bits: int = 4, sym: bool = True, version: str = "gptq", desc_act: bool = False) -> Format:
-    """GPTQModel, gptqmodel/nn_modules/qlinear/torch.py (dequantize_weight), with zero points of v1 less one."""
+    """GPTQModel, gptqmodel/nn_modules/qlinear/torch.py (dequantize_weight), with zero points of v1 minus one."""
     largest, less = (1 << bits) - 1, int(version == "gptq")
 
     def pack(dense: torch.Tensor, generator: torch.Generator) -> Tensors:
@@ -184,8 +185,8 @@ def gptq(group: int, bits: int = 4, sym: bool = True, version: str = "gptq", des
 
 
 def reordered(form: Format, group: int) -> Format:
-    """compressed-tensors' actorder: the columns of groups lie apart. The library read it until 0.18: the group of each
-    column in weight_g_idx, as in GPTQ."""
+    """compressed-tensors' actorder: the columns of a group are not adjacent. The library read it until version 0.18:
+    the group of each column in weight_g_idx, as in GPTQ."""
 
     def order(tensors: Tensors) -> torch.Tensor:
         return tensors["weight_g_idx"].argsort(stable=True)
@@ -223,7 +224,7 @@ def bitsandbytes4(kind: str, nested: bool) -> Format:
         return {"weight": codes} | {f"weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
 
     def dequantize(tensors: Tensors, shape: tuple[int, ...]) -> torch.Tensor:
-        # Its formula for all devices: what it has for CPUs is another one where rows are no multiple of 64.
+        # Its formula for all devices. Its formula for CPUs differs if rows are not multiples of 64.
         from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
 
         state = {name.removeprefix("weight."): tensor for name, tensor in tensors.items() if name != "weight"}

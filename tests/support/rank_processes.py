@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from runtime.assembly.runner import build_runner
 from runtime.core.plan import StepPlan, StepResult
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.sharding import Shard
@@ -21,7 +22,7 @@ _ANSWER_S = 90  # at most; also until a process has imported torch
 
 
 class RankProcesses:
-    """Processes each of which can be a rank of one group after another."""
+    """Processes that can be ranks of one group after another."""
 
     def __init__(self, connections: list[Connection]) -> None:
         self.connections = connections
@@ -37,7 +38,7 @@ class RankProcesses:
         return RankedRunner(self, size, infos[0])
 
     def ask(self, size: int, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
-        """A call of the first `size` processes, at the same time; raises the first error that one answers."""
+        """Call a method of the first `size` processes at the same time; raises the first error."""
         for connection, own in zip(self.connections[:size], arguments, strict=True):
             connection.send((method, own))
         answers = []
@@ -75,7 +76,7 @@ class RankedRunner:
 
 @contextlib.contextmanager
 def rank_processes(size: int) -> Iterator[RankProcesses]:
-    """`size` processes, which end with the context."""
+    """`size` processes that end with the context."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # torch is imported once
     pipes = [context.Pipe() for _ in range(size)]
@@ -92,17 +93,17 @@ def rank_processes(size: int) -> Iterator[RankProcesses]:
 
 
 def _live(connection: Connection) -> None:
-    """A rank's process: a runner at a time, whose methods are called by name."""
+    """A rank's process: it has one runner at a time and calls its methods by name."""
     runner: ModelRunner | None = None
     while True:
         method, arguments = connection.recv()
         try:
             if method == "join":
-                runner = ModelRunner(*arguments)
+                runner = build_runner(*arguments)
                 connection.send(runner.handle)
             elif method == "attribute":
                 connection.send(attrgetter(".".join(arguments))(runner))
             else:
                 connection.send(getattr(runner, method)(*arguments))
-        except Exception as e:  # whatever it is, for the test's process
+        except Exception as e:  # of any kind, for the test's process
             connection.send(e)

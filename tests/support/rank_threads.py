@@ -1,4 +1,4 @@
-"""Groups of ranks over shared memory whose ranks are threads of this process, for tests of what ranks compute."""
+"""Groups of ranks over shared memory, as threads of this process, for tests of the ranks' results."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,9 +1,9 @@
 """Runs choose_kernel under Triton's interpreter with several programs a row, which wait for each other: as processes
-that share the memory of its arguments. Their tokens must be those of one program a row.
+that share the memory of its arguments. Their tokens must equal the tokens of one program a row.
 
     TRITON_INTERPRET=1 OMP_NUM_THREADS=1 python tests/support/row_programs.py
 
-A process of its own, as it changes the interpreter, and is forked before it has threads.
+It runs in a separate process, because it changes the interpreter, and forks before it has threads.
 """
 
 import builtins
@@ -24,14 +24,15 @@ from runtime.kernels.sampling import sample
 from tests.support.device_sampler_cases import CPU, make_state
 
 NUM_PROGRAMS = 3  # of a row
-SECONDS = 60  # for a launch; a program that misses a meeting lets others wait for ever
+SECONDS = 60  # limit of a launch, because a program may hang
+
 # top_k, top_p, min_p: first candidates survive or not, by few tokens or by counts, with one pass or with several.
 FILTERS = [(0, 0.9, 0), (0, 0.05, 0), (0, 1.0, 0.3), (5, 0.9, 0), (3000, 0.8, 0), (3000, 1.0, 0), (700, 0.2, 0.05)]
 CASES = [(9000, 0.01), (13000, 4.0)]  # tokens of the vocabulary, spread of the logits
 
 
 class RowPrograms:
-    """In a kernel's place: launches it with the grid's rows and so many programs for each."""
+    """In a kernel's place: launches it with the grid's rows and NUM_PROGRAMS programs for each."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -63,7 +64,7 @@ class RowPrograms:
 
 
 def main() -> None:
-    interpreter.GridExecutor._restore_args_dev = lambda *args: None  # they are the arguments already
+    interpreter.GridExecutor._restore_args_dev = lambda *args: None  # they are arguments already
     rng, kernel = np.random.default_rng(0), sample.choose_kernel
     torch.manual_seed(0)
     for vocab, spread in CASES:

@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from runtime.assembly.runner import build_runner
 from runtime.core.plan import EMPTY_TABLE, NewSlot, StepPlan, StepResult
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
@@ -25,7 +26,7 @@ TINY = DecoderSpec(
 def tiny_runner(spec: DecoderSpec = TINY, is_draft: bool = False, **config) -> ModelRunner:
     """A random model; `config` overrides EngineConfig's fields."""
     defaults = {"device": "cpu", "num_kv_blocks": 160, "max_num_seqs": 40, "max_model_len": 192, "num_threads": 1}
-    return ModelRunner(EngineConfig(**defaults | config), DummySource(spec), is_draft=is_draft)
+    return build_runner(EngineConfig(**defaults | config), DummySource(spec), is_draft=is_draft)
 
 
 class Driver:
@@ -67,7 +68,7 @@ class Driver:
         )
 
     def free(self, slot: int) -> None:
-        """The request leaves; its blocks are the next ones handed out."""
+        """The request leaves; its blocks are the next ones to be allocated."""
         self.plan.freed = np.append(self.plan.freed, np.int32(slot))
         self.free_blocks += self.tables.pop(slot)[::-1]
 
@@ -76,10 +77,14 @@ class Driver:
         plan.slots, plan.num_computed, plan.num_tokens, plan.num_samples = np.array(rows, np.int32).T.copy()
         self.logits = torch.zeros(0)
         result, steps = self.runner.execute(plan), self.runner.steps
-        if isinstance(steps, GpuSteps) and (graphs := steps.graphs_for(plan)):  # they do not pass `keep`
-            places = graphs[0][0].bucket.sample_places(plan)
+        if isinstance(steps, GpuSteps) and (
+            graphs := steps.graphs_for(plan, steps.needs(plan))
+        ):  # they do not pass `keep`
+            places = graphs[0][0].shape.sample_places(plan)
             # Of several graphs only the last one's are still there, which are not all.
-            self.logits = steps.graph_logits[torch.from_numpy(places)].clone() if len(graphs) == 1 else torch.zeros(0)
+            self.logits = (
+                steps.kernels.graph_logits[torch.from_numpy(places)].clone() if len(graphs) == 1 else torch.zeros(0)
+            )
         return result
 
     def prefill(self, slot: int, tokens: list[int], cuts: tuple[int, ...] = (), start: int = 0) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Runners in lockstep, as ranks whose logits are of parts of the vocabulary: each has the whole model, so that one rank
-must have the same logits to the bit, and answers the same."""
+"""Runners in lockstep, as ranks with the logits of parts of the vocabulary. Each has the whole model, so one rank must
+have the same logits to the bit, and the same answers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,8 +10,6 @@ import torch
 from runtime.core.plan import StepPlan, StepResult
 from runtime.features.grammar_state import GrammarState
 from runtime.spec.sharding import Shard
-from runtime.worker.gpu.device_sampler import DeviceSampler
-from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.ranks.split_logits import SplitLogits
 from runtime.worker.runner import ModelRunner
 from tests.support.lockstep_ranks import LockstepGroup, LockstepRank
@@ -20,12 +18,13 @@ from tests.support.lockstep_ranks import LockstepGroup, LockstepRank
 def split(runner: ModelRunner, rank: LockstepRank) -> ModelRunner:
     """The runner as one rank of its group."""
     steps, vocab_size = runner.steps, runner.decoder.spec.vocab_size
-    steps.split = parts = SplitLogits(vocab_size, rank)
+    steps.sampler.split = parts = SplitLogits(vocab_size, rank)
+    for extra in steps.extras:
+        if hasattr(extra, "split"):
+            extra.split = parts
     if rank.rank:
         shard = Shard(rank.rank, rank.size)
-        runner.grammar_state = steps.grammar_state = GrammarState(vocab_size, shard=shard)
-    if isinstance(steps, GpuSteps):
-        steps.sampler = DeviceSampler(steps.num_slots, vocab_size, steps.eos_token_ids, steps.transfers, parts)
+        runner.masks = steps.masks = GrammarState(vocab_size, shard=shard)
     compute = runner.decoder.logits
 
     def own_logits(hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -38,8 +37,8 @@ def split(runner: ModelRunner, rank: LockstepRank) -> ModelRunner:
 
 
 class SplitRunner:
-    """A `Runner` of all ranks. At each step all must have sampled the tokens of one rank, and rank 0 must answer all
-    that this one answers."""
+    """A `Runner` of all ranks. At each step all must have sampled the tokens of one rank, and rank 0's result must
+    equal that rank's."""
 
     def __init__(
         self, size: int, make: Callable[[], ModelRunner], prepare: Callable[[ModelRunner], None] = lambda runner: None
@@ -64,5 +63,5 @@ class SplitRunner:
         for name in ("logprob_rows", "ranks", "logprobs", "top_ids", "top_logprobs"):
             assert np.array_equal(getattr(results[0], name), getattr(want, name)), name
         assert results[0].failures == want.failures
-        assert sum(results[0].begun) == sum(want.begun)  # by which engine depends on time
+        assert sum(results[0].begun) == sum(want.begun)  # the engine used depends on time
         return results[0]

@@ -18,7 +18,7 @@ def device_steps(
     ranks: LockstepRank | None, device: torch.device, seed: int, vocab: int, num_steps: int
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Tokens and log-probabilities of several steps of random requests, and the state's tokens: by one rank, or by
-    those that have parts of the logits."""
+    ranks with parts of the logits."""
     num_slots, max_len, rng = 6, 24, np.random.default_rng(seed)
     split = SplitLogits(vocab, ranks)
     sampler = DeviceSampler(num_slots, vocab, (EOS,), Transfers(device), split)
@@ -58,11 +58,11 @@ def device_steps(
 def check_split_sampler(
     device: torch.device = CPU, cases: tuple[tuple[int, int, int], ...] = ((0, 2, 2100), (1, 3, 4))
 ) -> None:
-    """Ranks with parts of the logits, by seed, number and vocabulary: all have one rank's tokens and log-probabilities,
-    to the bit, also where one of them has a logit that is not finite, and where some have no token at all."""
+    """Ranks with parts of the logits, by seed, number and vocabulary. All have one rank's tokens and log-probabilities,
+    to the bit. This holds too if one has a logit that is not finite, or if some have no tokens."""
     for seed, size, vocab in cases:
         want, state = device_steps(None, device, seed, vocab, 4)
         for got, its_state in LockstepGroup(size).run(lambda rank: device_steps(rank, device, seed, vocab, 4)):  # noqa: B023
             assert torch.equal(its_state, state)
             for a, b in zip(got, want, strict=True):
-                assert torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))  # a row that fails has such log-probabilities
+                assert torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))  # a failed row has such log-probabilities

@@ -2,8 +2,8 @@
 
 from runtime.spec.types import CallboardError, Grammar, GrammarSpec
 from runtime.structured.grammar import compiled
-from runtime.structured.lazy import LazyEngine
-from runtime.structured.vocabulary import BYTES
+from runtime.structured.matching.lazy import LazyEngine
+from runtime.structured.matching.vocabulary import BYTES
 
 BYTE_ENGINE = LazyEngine(BYTES)
 

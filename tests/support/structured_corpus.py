@@ -1,8 +1,8 @@
-"""JSON Schemas with instances that fit them and instances that do not, for the grammars that are made of them.
+"""JSON Schemas with instances that fit them and instances that do not fit, for tests of their grammars.
 
-The valid ones are within what a grammar offers (properties in order, no free names that the schema does not ask for).
-Every keyword that is supported is there alone and in company. `REFUSED` are schemas that are not enforced, with what
-the message must name."""
+The valid ones are within what a grammar offers: properties in order, and only names that the schema requests. Every
+supported keyword is there alone and with others. `REFUSED` are schemas that cannot be enforced, with the name that the
+message must contain."""
 
 import json
 from pathlib import Path

@@ -5,13 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 from runtime.assembly.engine import build_engine
+from runtime.assembly.runner import build_runner
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import FinishReason, Grammar, Request, SamplingParams, TokenLogprobs
 from runtime.speculation.choose_k import Drafter, Speculation
-from runtime.structured.vocabulary import Vocabulary
-from runtime.worker.gpu.step_rows import StepShape
+from runtime.structured.matching.vocabulary import Vocabulary
+from runtime.worker.gpu.step_rows import MixedShape
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.grammar.test_structured_walks import SMALL
@@ -20,7 +21,7 @@ from tests.support.fake_runner import Recorded
 from tests.support.runner_driver import TINY
 
 SPEC = replace(TINY, vocab_size=len(SMALL.tokens))
-# What closes something is likely, or random answers would never end.
+# Closing characters are likely, because random answers would otherwise never end.
 CLOSING = tuple(
     (i, 2.0 + 2.0 * (i in SMALL.eos_ids))
     for i, token in enumerate(SMALL.tokens)
@@ -32,7 +33,7 @@ def runner_of(vocabulary: Vocabulary | None = SMALL, is_draft: bool = False, **c
     """In deterministic mode, so that answers can be compared."""
     sizes = {"num_kv_blocks": 400, "max_num_seqs": 32, "max_model_len": 176}
     defaults = {"device": "cpu", "num_threads": 1, "deterministic": True} | sizes
-    return ModelRunner(
+    return build_runner(
         EngineConfig(**defaults | config),
         DummySource(SPEC, eos_token_ids=SMALL.eos_ids, vocabulary=vocabulary),
         is_draft=is_draft,
@@ -40,7 +41,7 @@ def runner_of(vocabulary: Vocabulary | None = SMALL, is_draft: bool = False, **c
 
 
 def small_runner(backend: str, graphs: tuple[int, ...] = ()) -> ModelRunner:
-    """Of a backend, Triton's under its interpreter, with graphs for rows of so many tokens (triton_engine.py)."""
+    """With a backend, Triton's under its interpreter, and graphs for rows of `graphs` tokens (triton_engine.py)."""
     spec = replace(triton_engine.SHALLOW, vocab_size=len(SMALL.tokens))
     config = EngineConfig(
         device="cpu",
@@ -51,9 +52,9 @@ def small_runner(backend: str, graphs: tuple[int, ...] = ()) -> ModelRunner:
         num_threads=1,
         deterministic=True,
     )
-    runner = ModelRunner(config, DummySource(spec, eos_token_ids=SMALL.eos_ids, vocabulary=SMALL))
+    runner = build_runner(config, DummySource(spec, eos_token_ids=SMALL.eos_ids, vocabulary=SMALL))
     if graphs:
-        prefill = StepShape(64, 4, 5, 12, 64, runner.info.max_model_len)
+        prefill = MixedShape(64, 4, 5, 12, 64, runner.info.max_model_len)
         triton_engine.replayed_graphs(
             runner.steps, *((row_len, size) for row_len in graphs for size in (1, 4)), prefill
         )
@@ -101,7 +102,7 @@ def answers(
 
 
 def recorded(found: Answers, share_right: float) -> Recorded:
-    """A drafter of what was answered."""
+    """A drafter that repeats recorded answers."""
     return Recorded({name: tokens for name, (tokens, _, _) in found.items()}, share_right, SPEC.vocab_size)
 
 

@@ -1,4 +1,4 @@
-"""A model that is loaded in no time, in a file: its tokens depend on all that stands before them."""
+"""A tiny model in a file: each of its tokens depends on all tokens before it."""
 
 from pathlib import Path
 from typing import Any

@@ -8,14 +8,15 @@ import numpy as np
 import torch
 
 from runtime.assembly.engine import build_engine
+from runtime.assembly.runner import build_runner
 from runtime.core.executor import InProcess
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.types import Request, SamplingParams
 from runtime.speculation.choose_k import Speculation
 from runtime.speculation.draft import Commit, Open, Told
-from runtime.worker.gpu.graph_runner import Bucket, CapturedGraph
-from runtime.worker.gpu.step_rows import StepShape
+from runtime.worker.gpu.graph_runner import CapturedGraph, DecodeShape
+from runtime.worker.gpu.step_rows import MixedShape
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.support.engines import whole_draft
@@ -34,7 +35,7 @@ SPEC = DecoderSpec(
     norm_eps=1e-5,
     qk_norm=True,
 )
-SHALLOW = replace(SPEC, num_layers=1)  # for what is about plans, not about models
+SHALLOW = replace(SPEC, num_layers=1)  # for tests of plans, not of models
 PARAMS = [
     SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=3),
     SamplingParams(max_tokens=4, temperature=0.8, ignore_eos=True),
@@ -48,7 +49,7 @@ PARAMS = [
         presence_penalty=0.5,
         ignore_eos=True,
     ),
-    SamplingParams(  # a second pass, which has the penalties
+    SamplingParams(  # a second pass, with the penalties
         max_tokens=6,
         temperature=0.0,
         repetition_penalty=1.3,
@@ -65,38 +66,39 @@ GARBAGE = 1 << 30  # as an index it faults
 
 
 class Replay:
-    """In a CUDA graph's place: computes what it would have captured, on what is in the buffers now."""
+    """In a CUDA graph's place: computes the captured work on the current values of the buffers."""
 
-    def __init__(self, steps, bucket, has_adapters):
-        self.steps, self.bucket, self.step = steps, bucket, partial(steps.step, has_adapters=has_adapters)
-        self.token_ids = torch.zeros(bucket.num_samples, dtype=torch.int32)
+    def __init__(self, steps, shape, has_adapters):
+        self.steps, self.shape, self.step = steps, shape, partial(steps.kernels.step, has_adapters=has_adapters)
+        self.token_ids = torch.zeros(shape.num_samples, dtype=torch.int32)
         self.count = 0
 
     def replay(self):
-        self.token_ids.copy_(self.steps.graph_runner.run(self.bucket, self.step))
+        self.token_ids.copy_(self.steps.graph_runner.run(self.shape, self.step))
         self.count += 1
 
 
 def replayed_graphs(steps, *buckets, has_adapters=False):
     """Graphs of these buckets (tokens of a row and number of rows, or the shape of a step with prompts); their replays,
-    which count. What an earlier replay left in their buffers is garbage, as what it leaves between must not matter."""
-    shapes = [bucket if isinstance(bucket, StepShape) else Bucket(*bucket) for bucket in buckets]
+    which count. Garbage is written into their buffers before and between replays, because old values must not
+    matter."""
+    shapes = [bucket if isinstance(bucket, MixedShape) else DecodeShape(*bucket) for bucket in buckets]
     replays = [Replay(steps, shape, has_adapters) for shape in shapes]
     most = max(shape.num_samples for shape in shapes)
-    steps.graph_logits = torch.full((most, len(steps.split.own_ids)), torch.nan)
-    steps.graph_hidden = torch.full(
+    steps.kernels.graph_logits = torch.full((most, len(steps.sampler.split.own_ids)), torch.nan)
+    steps.kernels.graph_hidden = torch.full(
         (most, steps.decoder.spec.hidden_size), torch.nan, dtype=steps.decoder.numerics.dtype
     )
     for replay in replays:
         graph_runner = steps.adapter_graphs if has_adapters else steps.graph_runner
-        graph_runner.add(CapturedGraph(replay.bucket, replay, replay.token_ids))
+        graph_runner.add(CapturedGraph(replay.shape, replay, replay.token_ids))
     graph_runner, write_input = steps.graph_runner, steps.graph_runner.graph_io.write_input
 
     def write_on_garbage(*args):
         graph_runner.graph_io.input_ring.fill_(GARBAGE)
         graph_runner.rows.fill_(GARBAGE)
-        steps.graph_logits.fill_(torch.nan)
-        steps.graph_hidden.fill_(torch.nan)
+        steps.kernels.graph_logits.fill_(torch.nan)
+        steps.kernels.graph_hidden.fill_(torch.nan)
         for replay in replays:
             replay.token_ids.fill_(GARBAGE)
         return write_input(*args)
@@ -107,8 +109,8 @@ def replayed_graphs(steps, *buckets, has_adapters=False):
 
 def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, repeats=0, **config):
     """Tokens, ranks and rounded alternatives by request, and the prompt tokens that came from the cache. Rows verify up
-    to `guesses` tokens of `answers`, of which a share is right. With `repeats` a plan decodes up to so many tokens, and
-    no request has log-probabilities."""
+    to `guesses` tokens of `answers`; `share_right` of them are right. With `repeats` a plan decodes up to `repeats`
+    tokens, and requests are without log-probabilities."""
     settings = {
         "device": "cpu",
         "kernel_backend": backend,
@@ -119,13 +121,13 @@ def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, repeats
         "max_num_batched_tokens": 24,
         "dtype": "float32",
     } | config
-    runner = ModelRunner(EngineConfig(**settings), DummySource(SHALLOW if repeats else SPEC))
+    runner = build_runner(EngineConfig(**settings), DummySource(SHALLOW if repeats else SPEC))
     replays = []
     if graphs and backend == "triton":
         row_lens = (1, guesses + 1) if guesses else (1,)
         # Of 4 rows: a batch of 2 or 3 is padded.
         buckets = [(row_len, size) for row_len in row_lens for size in (1, 4)]
-        prefills = [StepShape(size, 4, 5, 12, size, 96) for size in (24, 100)]
+        prefills = [MixedShape(size, 4, 5, 12, size, 96) for size in (24, 100)]
         replays = replayed_graphs(runner.steps, *prefills, *buckets)[-2:]
     speculation = None
     if guesses:
@@ -158,7 +160,7 @@ def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, repeats
 
 
 def check_tokens(guesses, **config):
-    """With the prefix cache, log-probabilities and guesses of `run`, both backends answer alike."""
+    """With the prefix cache, log-probabilities and guesses of `run`, both backends give the same results."""
     *want, want_values = run("torch", **config)
     *got, values = run("triton", answers=want[0], guesses=guesses, **config)
     assert got == want, (want, got)
@@ -168,11 +170,11 @@ def check_tokens(guesses, **config):
 
 
 def chains(backend):
-    """What a draft answers as commits of right and wrong tokens come in, on graphs in the Triton path."""
+    """A draft's replies to commits of right and wrong tokens, on graphs in the Triton path."""
     settings = {"device": "cpu", "kernel_backend": backend, "num_kv_blocks": 24, "max_num_seqs": 4, "num_threads": 1}
     config = EngineConfig(**settings, max_model_len=96, dtype="float32")
     with mock.patch.object(ModelRunner, "_time_steps"):  # minutes under the interpreter
-        runner = ModelRunner(config, DummySource(SHALLOW), is_draft=True)
+        runner = build_runner(config, DummySource(SHALLOW), is_draft=True)
     replays = []
     if backend == "triton":
         replays = replayed_graphs(runner.steps, (1, 2), (2, 2))
@@ -202,7 +204,7 @@ def chains(backend):
 
 
 def logits_after_chunks(backend):
-    """Of a prompt of 12 tokens whose chunks fit into the graphs that the Triton path has; the last is sampled."""
+    """Logits of a prompt of 12 tokens in chunks that fit the Triton path's graphs; the last chunk is sampled."""
     config = {"kernel_backend": backend, "num_kv_blocks": 24, "max_num_seqs": 4, "max_model_len": 96}
     runner = tiny_runner(SHALLOW, dtype="float32", **config)
     replays = []

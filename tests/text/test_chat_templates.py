@@ -1,7 +1,8 @@
-"""Templates with tools: the same prompt as `transformers`, and what a template tells of its model's answers.
+"""Templates with tools: the prompt equals that of `transformers`, and the template determines the format of its model's
+answers.
 
-The templates are short ones of our own, each with the structure of a family's: where tools and calls stand, which
-fields it asks for, and what it refuses."""
+The templates are short ones of our own. Each has the structure of a family's template: the places of tools and calls,
+the fields it reads, and the messages it refuses."""
 
 import json
 
@@ -222,7 +223,7 @@ def test_prompts_are_those_of_transformers(name: str, num_messages: int, with_to
     sent = CONVERSATION[:num_messages]
     messages = [ChatMessage.model_validate(m).as_template_sees_it() for m in sent]
     tools = [Tool.model_validate(WEATHER).as_template_sees_it()] if with_tools else None
-    # As its documentation wants them, arguments as objects; and no null, on which some templates stumble.
+    # As its documentation requires: arguments as objects, and no null, which some templates cannot read.
     theirs = [m | {"content": m["content"] or ""} for m in json.loads(json.dumps(sent))]
     for message in theirs:
         for call in message.get("tool_calls", ()):
@@ -239,17 +240,17 @@ def test_prompts_are_those_of_transformers(name: str, num_messages: int, with_to
     assert ChatTemplate(TEMPLATES[name], SPECIAL).render(messages, tools=tools, **options) == rendered[0]
 
 
-def test_the_format_of_calls_is_the_one_that_the_template_writes():
+def test_the_call_format_is_the_one_of_the_template():
     forms = {name: ChatTemplate(source, SPECIAL).tool_format for name, source in TEMPLATES.items()}
     assert forms == {"qwen2.5": HERMES, "llama3.1": LLAMA3, "hermes3": HERMES, "mistral": FORMATS["mistral"]}
-    # An unknown mixture; and templates that know no tools.
+    # An unknown mixture, and templates without tools.
     xml = QWEN25.replace('{"name": "\' ~ tool_call.name ~ \'", "arguments": ', "<function=' ~ tool_call.name ~ '>")
     assert xml != QWEN25
     for source in (xml, "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}", "{{ messages[9].role.x }}"):
         assert ChatTemplate(source, SPECIAL).tool_format is GENERIC
 
 
-def test_a_template_of_its_own_for_tools():
+def test_a_separate_template_for_tools():
     template = ChatTemplate("plain", SPECIAL, QWEN25)
     assert template.render(CONVERSATION[:1]) == "plain"
     assert "# Tools" in template.render(CONVERSATION[:1], tools=[WEATHER])
@@ -272,7 +273,7 @@ def test_a_folder_with_a_template_for_tools(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"])
-def test_a_template_is_no_link_out_of_the_folder(tmp_path, name: str):
+def test_a_template_cannot_link_out_of_its_folder(tmp_path, name: str):
     from tests.support.fake_engine import byte_tokenizer
 
     folder, secret = tmp_path / "model", tmp_path / "secret"
@@ -289,7 +290,7 @@ def test_a_template_is_no_link_out_of_the_folder(tmp_path, name: str):
     assert "words" in (tokenizer.chat_template, tokenizer.tool_template)
 
 
-def test_the_links_of_a_hub_cache_are_its_own(tmp_path):
+def test_links_within_a_hub_cache_are_followed(tmp_path):
     from tests.support.fake_engine import byte_tokenizer
 
     snapshot, blobs = tmp_path / "models--a--b/snapshots/0123", tmp_path / "models--a--b/blobs"

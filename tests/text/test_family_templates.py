@@ -39,7 +39,7 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "turns": ([USER, ANSWER, MORE], {}),
     "system and turns": ([SYSTEM, USER, ANSWER, MORE], {}),
     "odd text": ([ODD], {}),
-    "two questions at once": ([USER, MORE], {}),  # which some refuse
+    "two questions at once": ([USER, MORE], {}),  # refused by some
     "a whole conversation": ([USER, ANSWER], {"add_generation_prompt": False}),
     "to be continued": ([USER, {"role": "assistant", "content": "The answer is "}], {"continue_final_message": True}),
     "tools": ([SYSTEM, USER], {"tools": [ADD]}),
@@ -59,7 +59,7 @@ REFUSED = {
 }
 
 
-def test_every_family_that_chats_is_here():
+def test_every_chat_family_is_tested():
     assert sorted(TEMPLATES) == [
         "gemma2", "gemma3", "llama2", "llama3", "llama3.2", "mistral-v0.1", "mistral-v0.3", "phi3", "phi4-mini",
         "qwen2.5", "qwen3", "smollm2",
@@ -103,6 +103,6 @@ def test_prompts_are_those_of_transformers(name: str, conversation: str):
         ("phi3", GENERIC),
     ],
 )
-def test_the_format_of_tool_calls_is_read_off_the_template(name: str, form: object):
+def test_the_tool_call_format_is_read_from_the_template(name: str, form: object):
     assert ChatTemplate(TEMPLATES[name], SPECIAL).tool_format is form
     assert ChatTemplate(TEMPLATES[name], SPECIAL).thinks is (name == "qwen3")

@@ -1,4 +1,5 @@
-"""The generic format of tool calls: what a template without tools shows the model, and what is read back."""
+"""The generic format of tool calls: the description that a template without tools gets, and the calls read from the
+output."""
 
 import json
 from itertools import pairwise
@@ -48,7 +49,7 @@ WRITTEN = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}
 
 
 def read(text: str, at: list[int] | None = None) -> tuple[str, list[tuple[str, str]]]:
-    """The content and the calls of an answer that comes in pieces, cut at these characters."""
+    """The content and the calls of an answer that arrives in pieces, cut at these characters."""
     parser, content, calls = GENERIC.parser(GENERIC, None), "", list[list[str]]()
     cuts = [0, *sorted(at or []), len(text)]
     for start, stop in pairwise(cuts):
@@ -64,7 +65,7 @@ def read(text: str, at: list[int] | None = None) -> tuple[str, list[tuple[str, s
 # ---- prompts ---------------------------------------------------------------------------------------------------------
 
 
-def test_tools_are_the_head_of_the_system_message():
+def test_tools_begin_the_system_message():
     template = ChatTemplate(PLAIN, {})
     assert template.tool_format is GENERIC
     alone = template.render(ASKED, tools=[WEATHER])
@@ -98,7 +99,7 @@ def test_calls_and_results_of_earlier_turns_are_text():
     )
 
 
-def test_results_share_one_turn_with_what_the_user_writes():
+def test_results_share_one_turn_with_the_users_text():
     parts = [{"type": "text", "text": "rain"}, {"type": "text", "text": "wind"}]
     messages = [*CALLED, result("sunny"), result(parts), {"role": "user", "content": "And now?"}]
     assert (
@@ -113,7 +114,7 @@ def test_results_share_one_turn_with_what_the_user_writes():
     assert "".join(part["text"] for part in last).endswith("</tool_response>\nAnd now?")
 
 
-def test_two_turns_of_a_user_stay_two():
+def test_two_user_turns_stay_two():
     messages = [*ASKED, {"role": "user", "content": "Please."}]
     assert ChatTemplate(PLAIN, {}).render(messages, tools=[WEATHER]).count("<|user|>") == 2
 
@@ -161,7 +162,7 @@ CALLS = st.lists(st.tuples(NAMES, st.dictionaries(st.text(), VALUES, max_size=4)
 
 @settings(max_examples=200, deadline=None)
 @given(CALLS, st.lists(st.integers(0, 1000), max_size=6), st.sampled_from(["", "Let me see."]))
-def test_calls_of_earlier_turns_are_read_as_they_were(calls: list, at: list[int], content: str):
+def test_calls_of_earlier_turns_are_read_unchanged(calls: list, at: list[int], content: str):
     message = {"role": "assistant", "content": content, "tool_calls": [call(name, value) for name, value in calls]}
     (shown,) = with_tools_as_text([message], None, True)
     text = shown["content"]

@@ -1,4 +1,4 @@
-"""Vocabularies of GGUF files: the ids are those of the `sentencepiece` package."""
+"""Vocabularies of GGUF files: the ids equal the ids of the `sentencepiece` package."""
 
 import io
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from sentencepiece import sentencepiece_model_pb2
 from runtime.spec.types import CallboardError
 from runtime.text.tokenizer import Tokenizer
 
-CORPUS = (Path(__file__).parents[1] / "data" / "text_corpus.md").read_text("utf-8").splitlines()
+CORPUS = (Path(__file__).parents[1] / "data" / "text_corpus.txt").read_text("utf-8").splitlines()
 SYMBOLS = {"control_symbols": ["<turn>"], "user_defined_symbols": ["\n", "<b>"]}
 
 
@@ -48,7 +48,7 @@ def _metadata(model: sentencepiece.SentencePieceProcessor, kind: str) -> dict[st
 
 
 _FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-# Words of the corpus, what has no piece, and white space of all sorts.
+# Words of the corpus, text without a piece, and white space of all sorts.
 _TEXTS = st.lists(
     st.one_of(
         st.sampled_from(["the", " engine", "Callboard", "▁", "  ", "<turn>", "</s>", "<unk>", "<0x41>", "aaaa"]),
@@ -78,14 +78,14 @@ def unigram() -> sentencepiece.SentencePieceProcessor:
 
 @pytest.fixture
 def encode_plainly(ours) -> Callable[[str], list[int]]:
-    """As sentencepiece encodes: what spells a special token is a text."""
+    """As sentencepiece encodes: the text of a special token is plain text."""
     backend = tokenizers.Tokenizer.from_str(ours._backend.to_str())
     backend.encode_special_tokens = True
     return lambda text: backend.encode(text, add_special_tokens=False).ids
 
 
 class TestBpe:
-    """Llama 2's and Mistral's kind, which puts a space before a text, and Gemma's, which does not."""
+    """The kind of Llama 2 and Mistral puts a space before a text; Gemma's does not."""
 
     @pytest.fixture
     def ours(self, bpe, prefix: bool, write_tiny_gguf: Callable[..., Path]) -> Tokenizer:
@@ -123,7 +123,7 @@ class TestUnigram:
 
     @_FUZZ
     @given(text=_TEXTS)
-    @example("ﬁne ½ ＡＢ  x ")  # which its normalisation spells out
+    @example("ﬁne ½ ＡＢ  x ")  # its normalisation spells it out
     def test_ids(self, ours, encode_plainly, unigram, text):
         ids = encode_plainly(text)
         assert ids == unigram.encode(text)
@@ -142,7 +142,7 @@ def test_phi3_sees_no_space_after_a_special_token(write_tiny_gguf):
     assert llama.encode("<|user|> \nthe") != llama.encode("<|user|>the")
 
 
-def test_padding_of_a_vocabulary_stands_for_nothing(write_tiny_gguf):
+def test_vocabulary_padding_decodes_to_nothing(write_tiny_gguf):
     tokens = ["<|end|>", "<|start|>", "a", "b", "ab", "[PAD5]", "[PAD6]"]
     tokenizer = Tokenizer.load(
         write_tiny_gguf(
@@ -159,7 +159,7 @@ def test_padding_of_a_vocabulary_stands_for_nothing(write_tiny_gguf):
 
 def test_ends_of_turns_end_a_text(write_tiny_gguf):
     tokens = ["<|end|>", "aa", "a", "<end_of_turn>", "<|eot_id|>", "<|im_end|>"]
-    types = [3, 1, 1, 3, 1, 3]  # one that is no special token is a text like any other
+    types = [3, 1, 1, 3, 1, 3]  # a plain token is a text like any other
     lists = {"tokens": tokens, "token_type": types, "merges": ["a a"]}
     metadata = {f"tokenizer__ggml__{name}": values for name, values in lists.items()}
     path = write_tiny_gguf(**metadata, tokenizer__ggml__eos_token_id=2, tokenizer__ggml__eot_token_id=5)

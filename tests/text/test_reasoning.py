@@ -1,4 +1,4 @@
-"""Reasoning: split off at its marks, the same however the text comes."""
+"""Reasoning is split off at its marks, the same however the text is cut."""
 
 import time
 
@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.output.message_parser import MessageFormat, MessageParser
-from runtime.text.reasoning import CLOSE, MAX_SPACES, OPEN, ReasoningSplitter
+from runtime.text.reasoning import CLOSE, OPEN, ReasoningSplitter
+from runtime.text.tool_calls.parser import MAX_SPACES
 from tests.support.cpu_time import reference_s
 
 
@@ -18,7 +19,7 @@ def split(parts: list[str], inside: bool) -> tuple[str, str]:
 
 
 def of_whole_text(text: str, inside: bool) -> tuple[str, str]:
-    """What the splitter must come to."""
+    """The expected result of the splitter."""
     if text.lstrip().startswith(OPEN):
         text, inside = text.lstrip().removeprefix(OPEN), True
     if not inside:
@@ -37,7 +38,7 @@ def num_chars_of_reasoning(text: str, inside: bool) -> int:
 
 
 def counted(parts: list[str], inside: bool) -> int:
-    """The tokens of reasoning, where each character is one."""
+    """The tokens of reasoning, with one token a character."""
     form = MessageFormat(True, inside, False, None, None, None, None, frozenset())
     parser, end, count = MessageParser(form), 0, 0
     for i, part in enumerate(parts):
@@ -73,7 +74,7 @@ PIECES = st.sampled_from([OPEN, CLOSE, "<", "<think", "</think", "</", ">", "\n"
 
 @settings(max_examples=250, deadline=None)
 @given(st.lists(st.tuples(PIECES, st.booleans()), max_size=12), st.booleans(), st.lists(st.integers(0, 99), max_size=9))
-def test_any_cut_gives_the_same(pieces: list, inside: bool, at: list[int]):
+def test_any_cut_gives_the_same_result(pieces: list, inside: bool, at: list[int]):
     text = "".join(piece for piece, _ in pieces)
     ends = sorted(i % (len(text) + 1) for i in at)
     parts = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
@@ -93,7 +94,7 @@ def test_text_that_cannot_be_a_mark_is_not_held_back():
 @pytest.mark.parametrize(
     ("begin", "space"), [("", " "), (OPEN, "\n"), (f"{OPEN}Hm.", "\n"), (f"{OPEN}Hm.{CLOSE}", "\n")]
 )
-def test_white_space_without_end_takes_linear_time(begin: str, space: str):
+def test_endless_white_space_takes_linear_time(begin: str, space: str):
     splitter = ReasoningSplitter(False)
     splitter.push(begin)
     started = time.thread_time()

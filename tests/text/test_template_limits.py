@@ -1,4 +1,4 @@
-"""What a chat template may compute, and that all else of it is as in `transformers`."""
+"""The limits of a chat template's computation; otherwise it acts as in `transformers`."""
 
 import time
 
@@ -11,7 +11,7 @@ from runtime.text.chat import ChatTemplate
 from tests.support.cpu_time import reference_s
 
 MESSAGES = [{"role": "user", "content": "How is the weather?"}]
-# The limits: of memory, of time, of time for what cannot be interrupted, of the prompt's length.
+# The limits: of memory, of time, of time for steps that cannot be interrupted, of the prompt's length.
 LIMIT = "took more memory than the limit|ran for over|took over|prompt is over 4194304 characters"
 ENDLESS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
 
@@ -55,7 +55,7 @@ def test_a_bomb_is_an_error(limits, source: str, reason: str):
         ChatTemplate(source, {}).render(MESSAGES)
 
 
-def test_a_bomb_spends_its_own_time_only(limits):
+def test_a_bomb_spends_only_its_own_time(limits):
     bomb, template = (
         ChatTemplate(ENDLESS, {}),
         ChatTemplate("{{ 'ab' * 2 ~ 3 }}{% set x | upper %}c{% endset %}{{ x }}", {}),
@@ -105,7 +105,7 @@ NESTED = "{% set x = [0] * 400000 %}{% set y = [x] * 400000 %}"  # small in memo
         "'{}'.format(y)",
     ],
 )
-def test_a_single_step_makes_no_large_value(limits, monkeypatch: pytest.MonkeyPatch, expression: str):
+def test_a_single_step_cannot_make_a_large_value(limits, monkeypatch: pytest.MonkeyPatch, expression: str):
     monkeypatch.setattr(chat, "_DEADLINE_S", 1.0)
     with pytest.raises(CallboardError, match=f"{LIMIT}|No filter"):
         ChatTemplate(f"{NESTED}{{{{ {expression} }}}}", {}).render([])
@@ -137,7 +137,7 @@ def test_a_single_step_makes_no_large_value(limits, monkeypatch: pytest.MonkeyPa
         "[{'a': 1}, {'a': 2}] | selectattr('a', 'equalto', 2) | list",
     ],
 )
-def test_a_small_value_is_the_one_of_transformers(expression: str):
+def test_small_values_equal_those_of_transformers(expression: str):
     source = f"{{{{ {expression} }}}}"
     rendered, _ = render_jinja_template([MESSAGES], chat_template=source)
     assert ChatTemplate(source, {}).render(MESSAGES) == rendered[0]

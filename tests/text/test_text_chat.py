@@ -1,4 +1,4 @@
-"""Chat templates: what they see, what they may do, and how their refusals read."""
+"""Chat templates: their variables, their permissions, and the texts of their refusals."""
 
 import re
 
@@ -26,7 +26,7 @@ def test_chatml():
     assert _render(CHATML, add_generation_prompt=False) == prompt
 
 
-def test_what_a_template_sees():
+def test_templates_see_the_documented_values():
     assert _render("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}") == "<s>Hello</s>"
     assert _render("{{ thinking }}{{ tools is none }}", thinking=False) == "FalseTrue"
     assert _render("{{ documents | tojson }}", documents=[{"name": "é<b>"}]) == '[{"name": "é<b>"}]'
@@ -73,7 +73,7 @@ def test_a_template_that_drops_the_message_to_continue():
         _render("{{ messages[0].content }}", TURNS, continue_final_message=True)
 
 
-def test_refusals_carry_the_templates_words():
+def test_refusals_carry_the_message_of_the_template():
     source = "{{ raise_exception('Roles must alternate.') }}"
     with pytest.raises(CallboardError, match=r"cannot use these messages: Roles must alternate\.$"):
         _render(source)
@@ -91,7 +91,7 @@ def test_refusals_carry_the_templates_words():
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     ],
 )
-def test_what_goes_wrong_within_a_template(source, reason):
+def test_errors_within_a_template(source, reason):
     with pytest.raises(CallboardError, match=f"cannot use these messages: .*({reason})") as caught:
         _render(source)
     assert "\n" not in str(caught.value)

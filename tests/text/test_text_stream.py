@@ -76,7 +76,7 @@ def test_pieces_add_up_to_the_whole_decode(data, name, skip):
 
 @settings(max_examples=600, deadline=None)
 @given(data=st.data(), name=NAMES, skip=st.booleans())
-def test_the_whole_decode_is_the_tokenizers_packages(data, name, skip):
+def test_the_whole_decode_equals_that_of_tokenizers(data, name, skip):
     tokenizer = TOKENIZERS[name]
     ids = data.draw(_ids(name))
     expected = tokenizer._backend.decode(ids, skip_special_tokens=skip)
@@ -129,7 +129,7 @@ def test_stop_strings_cut_where_the_definition_says(data, name, include):
         assert used == len(ids)
         return
     assert (stream.push(ids), stream.finish()) == (("", []), "")
-    # The token counted last is the one that completes the stop string.
+    # The last counted token is the one that completes the stop string.
     again = TextStream(tokenizer, stops)
     again.push(ids[: used - 1])
     assert again.stopped is None
@@ -139,7 +139,7 @@ def test_stop_strings_cut_where_the_definition_says(data, name, include):
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), name=NAMES)
-def test_nothing_is_held_that_cannot_be_a_stop_string(data, name):
+def test_only_possible_stop_strings_are_held_back(data, name):
     tokenizer = TOKENIZERS[name]
     stops = data.draw(st.lists(st.text("ab ", min_size=1, max_size=4), min_size=1, max_size=3))
     plain, stopping = TextStream(tokenizer), TextStream(tokenizer, stops)
@@ -181,7 +181,7 @@ def test_an_included_stop_string_holds_nothing_back():
     assert stream.push([0])[1] == []
 
 
-def test_a_stop_string_can_end_in_what_finish_releases():
+def test_a_stop_string_can_end_in_the_last_released_text():
     tokenizer = TOKENIZERS["gemma"]
     stream = TextStream(tokenizer, ("b\ufffd",))
     assert stream.push([tokenizer.token_to_id(t) for t in ("▁b", "<0xF0>")])[0] == " "
@@ -195,7 +195,7 @@ def test_empty_stop_string_is_refused():
 
 @settings(max_examples=400, deadline=None)
 @given(data=st.data(), name=NAMES, stops=st.sampled_from([(), ("a日",)]))
-def test_a_continuation_is_what_the_output_adds_to_the_prompt(data, name, stops):
+def test_a_continuation_is_the_text_added_to_the_prompt(data, name, stops):
     tokenizer = TOKENIZERS[name]
     prompt, ids = data.draw(_ids(name)), data.draw(_ids(name))
     before = TextStream(tokenizer).push(prompt)[0]  # its whole characters

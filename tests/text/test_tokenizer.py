@@ -44,7 +44,7 @@ def test_special_tokens_in_text_are_parsed(tiny):
     assert tiny.encode("<|end|>he") == [0, 258]
 
 
-def test_bos_is_added_when_the_file_says_so(write_tiny_gguf):
+def test_bos_is_added_if_the_file_requires_it(write_tiny_gguf):
     tokenizer = Tokenizer.load(write_tiny_gguf(tokenizer__ggml__add_bos_token=True))
     assert tokenizer.encode("he") == [1, 258]
     assert tokenizer.encode("he", add_special_tokens=False) == [258]

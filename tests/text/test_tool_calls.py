@@ -1,4 +1,4 @@
-"""Tool calls in text: what is a call, what is not, and the same result however the text comes."""
+"""Tool calls in text: which texts are calls, and the same result however the text is cut."""
 
 import json
 import time
@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.text.reasoning import MAX_SPACES
 from runtime.text.tool_calls import FORMATS, HERMES, LLAMA3, ForcedCall, ToolCallParser, ToolFormat
+from runtime.text.tool_calls.parser import MAX_SPACES
 from tests.support.cpu_time import reference_s
 
 NAMES = {"f": {}, "get_weather": {}}
@@ -22,7 +22,7 @@ def parser_of(form: ToolFormat, functions: dict | None, *options, **more_options
 
 
 def read(form: ToolFormat, parts: list[str], **options) -> tuple[str, list[tuple[str, str]]]:
-    """Content and (name, arguments) of the calls; checks that the pieces come as a stream wants them."""
+    """Content and (name, arguments) of the calls; checks that the pieces are a valid stream."""
     parser = parser_of(form, **{"functions": NAMES, **options})
     content, calls = "", []
     for new_content, pieces in [*map(parser.push, parts), parser.push("", is_last=True)]:
@@ -49,7 +49,7 @@ def read(form: ToolFormat, parts: list[str], **options) -> tuple[str, list[tuple
         (f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "", [("f", ARGUMENTS)] * 2),
         (f"<tool_call>{CALL}<tool_call>{CALL}", "", [("f", ARGUMENTS)] * 2),  # end marks forgotten
         (f"<tool_call>{CALL}</tool_call> There.", "There.", [("f", ARGUMENTS)]),
-        # Hermes' own order of keys; and what else models do
+        # Hermes' own order of keys, and variants of models
         ('<tool_call>\n{ "arguments": {"a": 1}, "name": "f"}\n</tool_call>', "", [("f", '{"a": 1}')]),
         ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
         ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
@@ -66,7 +66,7 @@ def read(form: ToolFormat, parts: list[str], **options) -> tuple[str, list[tuple
         ('<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
         ('<tool_call>{"name": "f", "arguments": {"a": "\\', "", [("f", '{"a": "\\')]),
         ('<tool_call>{"name": "f", "arguments": {"a": [1</tool_call>', "", [("f", '{"a": [1')]),
-        # no calls: given back as they stood
+        # not calls: returned unchanged
         ("a < b <tool", "a < b <tool", []),
         ("The mark \n<tool_call> is one. ", "The mark \n<tool_call> is one. ", []),
         ("<tool_call>{oops}</tool_call>", "<tool_call>{oops}</tool_call>", []),
@@ -183,11 +183,11 @@ def cut(text: str, at: list[int]) -> list[str]:
         ]
     ),
 )
-def test_any_cut_gives_the_same(form: ToolFormat, text: str, at: list[int], options: dict):
+def test_any_cut_gives_the_same_result(form: ToolFormat, text: str, at: list[int], options: dict):
     whole = read(form, [text], **options)
     assert read(form, cut(text, at), **options) == whole
     assert read(form, list(text), **options) == whole
-    if not whole[1]:  # then nothing is lost
+    if not whole[1]:  # then the whole text is kept
         assert whole[0] == (form.opening(None) if options.get("forced") == ForcedCall(None) else "") + text
 
 
@@ -210,7 +210,7 @@ def test_any_calls_are_read_back(form: ToolFormat, calls: list, at: list[int]):
 
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA3])
-def test_arguments_grow_as_they_come(form: ToolFormat):
+def test_arguments_stream_as_they_arrive(form: ToolFormat):
     parser = parser_of(form, NAMES)
     parser.push(form.opening("f"))
     (begin, first) = parser.push(' {"city"')[1]
@@ -236,17 +236,17 @@ def test_text_that_cannot_be_a_mark_is_not_held_back():
         (HERMES, "", ""),
     ],
 )
-def test_a_call_that_the_prompt_has_begun(form: ToolFormat, text: str, arguments: str):
+def test_a_call_started_in_the_prompt(form: ToolFormat, text: str, arguments: str):
     assert read(form, list(text), forced=ForcedCall("f"), functions=None, most=1) == ("", [("f", arguments)])
 
 
-def test_a_call_that_the_prompt_has_begun_without_a_name():
+def test_a_call_started_in_the_prompt_without_a_name():
     text = 'any", "arguments": {"a": 1}}</tool_call>'
     assert read(HERMES, list(text), forced=ForcedCall(None), functions=None) == ("", [("any", '{"a": 1}')])
     assert read(HERMES, ["any"], forced=ForcedCall(None), functions=None) == ('<tool_call>\n{"name": "any', [])
 
 
-def test_after_the_last_call_allowed_nothing_is_read():
+def test_nothing_is_read_after_the_last_allowed_call():
     parser = parser_of(HERMES, NAMES, most=1)
     parser.push(f"<tool_call>{CALL[:-1]}")
     assert not parser.done
@@ -266,7 +266,7 @@ def test_after_the_last_call_allowed_nothing_is_read():
         (LLAMA3, f"{LLAMA_CALL};"),
     ],
 )
-def test_white_space_without_end_takes_linear_time(form: ToolFormat, begin: str):
+def test_endless_white_space_takes_linear_time(form: ToolFormat, begin: str):
     parser = parser_of(form, NAMES)
     parser.push(begin)
     started = time.thread_time()
@@ -276,7 +276,7 @@ def test_white_space_without_end_takes_linear_time(form: ToolFormat, begin: str)
 
 
 @pytest.mark.parametrize("cut", [lambda text: [text], list])
-def test_so_much_white_space_may_stand_around_a_mark(cut):
+def test_white_space_around_a_mark_is_bounded(cut):
     spaces = " " * MAX_SPACES
     assert read(HERMES, cut(f"Sure.{spaces}<tool_call>{spaces}{CALL}")) == ("Sure.", [("f", ARGUMENTS)])
     assert read(HERMES, cut(f"Sure. {spaces}<tool_call>{CALL}")) == ("Sure. ", [("f", ARGUMENTS)])
@@ -290,7 +290,7 @@ def test_so_much_white_space_may_stand_around_a_mark(cut):
 )
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", '"\\ud800", "b": NaN', "1e999", "9" * 5000])
 def test_number_without_a_value_in_a_call(name: str, before: str, after: str, number: str):
-    """The keys come in another order, so that the object is read as a whole. What JSON does not allow is content."""
+    """The keys come in another order, so the object is read as a whole. Text that JSON forbids is content."""
     arguments = f'{{"a": {number}}}'
     text = f'{before}{{"arguments": {arguments}, "name": "f"}}{after}'
     expected = (text, []) if "N" in number or "I" in number else ("", [("f", arguments)])
@@ -299,6 +299,6 @@ def test_number_without_a_value_in_a_call(name: str, before: str, after: str, nu
 
 
 @pytest.mark.parametrize("none", ["null", '""', "[]", "0", "false", "{}"])
-def test_arguments_that_are_none(none: str):
+def test_calls_without_arguments(none: str):
     text = f'<tool_call>{{"arguments": {none}, "name": "f"}}</tool_call>'
     assert read(HERMES, [text]) == ("", [("f", "{}")])

@@ -1,4 +1,4 @@
-"""Kernels under Triton's interpreter, which is quickened in every process that imports a test, a rank's included."""
+"""Kernels under Triton's interpreter, which is made faster in every process that imports a test, a rank's included."""
 
 import os
 

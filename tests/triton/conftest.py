@@ -10,8 +10,8 @@ from tests.triton import INTERPRETING
 
 @pytest.fixture
 def wide_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of few rows for tests of whole steps: by a few programs, which the interpreter runs one after another,
-    instead of by as many as fill a GPU. test_linear_kernels.py has their shapes."""
+    """Products of few rows for tests of whole steps. A few programs compute them, because the interpreter runs one
+    after another; a GPU would run many. test_linear_kernels.py has their shapes."""
     wide = SkinnyGemmConfig(block_n=128, block_k=1024, num_warps=4)
     monkeypatch.setattr("runtime.kernels.linear.skinny_gemm.skinny_gemm_config", lambda *shape: wide)
 

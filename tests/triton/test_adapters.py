@@ -1,4 +1,4 @@
-"""What adapters add, by kernels: against the torch twin, and in steps that are launched and that are graphs."""
+"""The kernels of adapters: against the torch twin, and in steps that are launched and steps in graphs."""
 
 from dataclasses import replace
 from functools import partial
@@ -45,7 +45,7 @@ def test_kernels(dtype, sizes, size_in, monkeypatch):
         add_adapters_triton(alone, x[i : i + 1], ROWS[i : i + 1], stacks)
         assert torch.equal(alone[0], by_rows[i])
     monkeypatch.setattr(adapters, "MAX_SINGLE_ROWS", 0)
-    for num_rows in (len(ROWS), 40):  # one tile, and two of which the second begins within a request
+    for num_rows in (len(ROWS), 40):  # one tile, and two tiles; the second begins within a request
         rows, many, out = (t.repeat(-(-num_rows // len(ROWS)), *[1] * (t.ndim - 1))[:num_rows] for t in (ROWS, x, y))
         out = out.clone()
         add_adapters_triton(out, many, rows, stacks)
@@ -55,7 +55,7 @@ def test_kernels(dtype, sizes, size_in, monkeypatch):
 
 @pytest.mark.parametrize("index", [0, 2])
 def test_one_row_within_the_product(index):
-    """The fused forms of a product, with what its adapter adds, against the plain ones in torch."""
+    """The fused forms of a product with its adapter, against the plain ones in torch."""
     torch.manual_seed(0)
     sizes, size_in, rows = (24, 24), 40, torch.tensor([index], dtype=torch.int32)
     stacks = make_adapters(sizes, size_in, 2, 5, torch.float32, torch.device("cpu"))
@@ -82,10 +82,10 @@ def test_one_row_within_the_product(index):
 
 @pytest.mark.thorough
 def test_steps_and_graphs(tmp_path, monkeypatch):
-    """Logits are those of the torch path, whether steps are launched or graphs, and a step without adapters has graphs
-    of its own."""
+    """Logits equal the torch path's, for launched steps and for graphs. A step without adapters has graphs of its
+    own."""
     spec = replace(SHALLOW, hidden_size=64, num_heads=2, ffn_size=64)
-    # Products of few rows, and what is run before the first step, are other tests' matter.
+    # Other tests cover products of few rows and the warm-up before the first step.
     monkeypatch.setattr("runtime.kernels.linear.fused_linear.MAX_ROWS", 0)
     monkeypatch.setattr(ModelRunner, "_warm_up", lambda self: None)
     prompts = [np.random.default_rng(i).integers(0, 131, 5 + i).tolist() for i in range(3)]

@@ -12,7 +12,7 @@ from tests.support import device_sampler_cases, split_sampler_cases
 from tests.support.device_sampler_cases import CPU, EOS
 
 
-def test_what_a_slot_wants_and_what_the_state_gets():
+def test_slots_set_their_sampling_state():
     sampler = DeviceSampler(4, 100, (EOS,), Transfers(CPU))
     known = np.arange(5, dtype=np.int32)
     hot = SamplingParams(temperature=0.5, max_tokens=9, min_tokens=3, logit_bias=((100, 1.0),), stop_token_ids=(200,))
@@ -28,7 +28,7 @@ def test_what_a_slot_wants_and_what_the_state_gets():
 
     assert [is_plain(0, position) for position in (5, 6, 7)] == [False, False, True]  # the 4th output token is free
     assert [is_plain(slot, 5) for slot in (1, 2, 3)] == [True, True, False]  # filters are a part of every sample
-    assert sampler.filtered[:4].tolist() == [False, False, True, False]  # greedy rows need none
+    assert sampler.filtered[:4].tolist() == [False, False, True, False]  # greedy rows do not need them
     assert not sampler.is_plain(np.array([1, 3], np.int32), np.array([5, 5], np.int32))
     sampler.remove(0)
     sampler.add(NewSlot(0, known, 4, 0, SamplingParams()))
@@ -47,7 +47,7 @@ def test_what_a_slot_wants_and_what_the_state_gets():
         ({"grammar": Grammar("", "", "")}, 0),
     ],
 )
-def test_the_pass_that_applies_penalties(others, first):
+def test_the_penalty_pass(others, first):
     sampler = DeviceSampler(4, 100, (EOS,), Transfers(CPU))
     known = np.arange(5, dtype=np.int32)
     penalised = SamplingParams(max_tokens=9, repetition_penalty=1.1, **others)
@@ -76,5 +76,5 @@ def test_twins_agree(check: str):
 
 
 @pytest.mark.thorough
-def test_ranks_with_parts_of_the_vocabulary_answer_as_one():
+def test_ranks_with_parts_of_the_vocabulary_act_as_one():
     split_sampler_cases.check_split_sampler()

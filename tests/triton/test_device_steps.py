@@ -9,12 +9,12 @@ pytestmark = pytest.mark.usefixtures("wide_products")
 
 
 @pytest.mark.thorough
-def test_deterministic_tokens_are_those_of_the_torch_path():
+def test_deterministic_tokens_equal_those_of_torch():
     check_tokens(2, deterministic=True)
 
 
 @pytest.mark.thorough
-def test_tokens_are_those_of_the_torch_path():
+def test_tokens_equal_those_of_torch():
     check_tokens(2, graphs=True, max_num_seqs=4, max_num_batched_tokens=40, share_right=1.0)
 
 
@@ -27,11 +27,11 @@ def test_a_plan_of_several_steps():
 
 
 def test_short_chunks_of_a_prompt_on_graphs():
-    """Nothing is sampled after them, so nothing may be written where the prompt goes on."""
+    """Nothing is sampled after them, so nothing may be written where the prompt continues."""
     torch.testing.assert_close(logits_after_chunks("triton"), logits_after_chunks("torch"), rtol=0, atol=1e-4)
 
 
 @pytest.mark.thorough
 def test_a_draft_catches_up_on_graphs():
-    """After all guesses were right a row has two tokens, of which the plan brings the second."""
+    """After all guesses were right a row has two tokens; the plan brings the second."""
     assert chains("triton") == chains("torch")

@@ -1,4 +1,4 @@
-"""Steps of the families whose kernels differ: their logits are the torch path's."""
+"""Steps of the families with kernels of their own: their logits equal the torch path's."""
 
 from functools import partial
 from unittest import mock
@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.experts.experts_torch import Experts, GroupedExperts
+from runtime.assembly.runner import build_runner
+from runtime.kernels.experts.moe_w16a16 import Experts, GroupedExperts
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch
@@ -22,7 +23,7 @@ from tests.support.triton_engine import replayed_graphs
 
 pytestmark = pytest.mark.usefixtures("wide_products")
 
-KERNEL_CASES = {  # those whose kernels differ -> what makes them shorter
+KERNEL_CASES = {  # families with kernels of their own -> settings that make them shorter
     "mixtral": {"num_hidden_layers": 1},
     "gemma2": {"num_hidden_layers": 1, "sliding_window": 7},
     "gemma3": {"num_hidden_layers": 2, "sliding_window": 7},
@@ -39,7 +40,7 @@ def logits(spec: DecoderSpec, backend: str, deterministic: bool, graphs: bool) -
         max_model_len=40, num_threads=1, deterministic=deterministic,
     )  # fmt: skip
     with mock.patch.object(ModelRunner, "_warm_up"):
-        runner = ModelRunner(config, DummySource(spec))
+        runner = build_runner(config, DummySource(spec))
     driver = Driver(runner)
     if graphs:
         replayed_graphs(runner.steps, (1, 2))

@@ -5,17 +5,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.experts.experts_torch import Experts
-from runtime.kernels.experts.fp8_experts import Fp8Experts
+from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts
+from runtime.kernels.experts.moe_w16a16 import Experts
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.linear.tiles import Tiling
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch, rms_norm_triton
-from runtime.kernels.quantized.fp8_encode import encode_fp8_rows_triton
-from runtime.kernels.quantized.fp8_linear import Fp8Linear, fp8_linear_torch, fp8_linear_triton
-from runtime.kernels.quantized.fp8_rows import fp8_rows_torch, fp8_rows_triton
-from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize, quantized_weight
-from runtime.quant.forms import _GREATEST, _SMALLEST, FORMS
+from runtime.kernels.quantized.activations import quantize_fp8_torch, quantize_fp8_triton
+from runtime.kernels.quantized.fp8_w8a8_gemm import fp8_w8a8_gemm_torch, fp8_w8a8_gemm_triton
+from runtime.kernels.quantized.quantized_linear import Fp8Linear
+from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize_torch, quantized_weight
+from runtime.kernels.quantized.weight_conversions import quantize_fp8_weight_triton
+from runtime.quant.encodings import _GREATEST, _SMALLEST, ENCODINGS
 from runtime.spec.decoder_spec import ExpertsSpec
 
 ROWS, SIZE = 21, 272
@@ -37,29 +38,29 @@ def some_weight(size_out: int, size_in: int, block: int = 0) -> QuantizedWeight:
     if not block:
         return quantized_weight("fp8", codes, torch.rand(size_out, 1) * 2e-3)
     scales = torch.rand(-(-size_out // block), -(-size_in // block)) * 2e-3
-    return quantized_weight("fp8", codes, scales, group=block, scale_rows=block)
+    return quantized_weight("fp8", codes, scales, group_size=block, scale_rows=block)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_rows_are_those_of_the_twin(operation):
+def test_rows_equal_those_of_the_twin(operation):
     width, options = OPERATIONS[operation]
     x = torch.randn(ROWS, width + 8).half()[:, :width]
     x[3] = 0
     if "norm_weight" in options:
         options = options | {"norm_weight": torch.randn(SIZE).half()}
-    got, want = fp8_rows_triton(x, **options), fp8_rows_torch(x, **options)
+    got, want = quantize_fp8_triton(x, **options), quantize_fp8_torch(x, **options)
     assert torch.allclose(got.scales, want.scales, rtol=1e-5)
-    assert (got.codes.float() != want.codes.float()).float().mean() < 0.005  # the numbers between two codes
-    assert (got.codes[3].float() == 0).all()
+    assert (got.values.float() != want.values.float()).float().mean() < 0.005  # the numbers between two codes
+    assert (got.values[3].float() == 0).all()
     assert torch.allclose(got.dequantize(torch.float32), want.dequantize(torch.float32), rtol=0.13, atol=1e-3)
 
 
-def test_a_weights_rows_are_encoded_as_by_its_form():
+def test_weight_rows_are_quantized_as_by_their_format():
     dense = torch.randn(24, 300) * torch.randn(24, 1).exp()
     dense[2], dense[3, 7], dense[4, 9] = 0, torch.inf, torch.nan
     dense[5, 0] = 400.0
-    form = FORMS["fp8"]
-    codes, scales = encode_fp8_rows_triton(dense, _GREATEST, _SMALLEST)
+    form = ENCODINGS["fp8"]
+    codes, scales = quantize_fp8_weight_triton(dense, _GREATEST, _SMALLEST)
     want_codes, want_scales = form.encode(dense)
     assert torch.equal(scales.nan_to_num(), want_scales.nan_to_num())
     finite = torch.ones(24, dtype=torch.bool)
@@ -68,12 +69,12 @@ def test_a_weights_rows_are_encoded_as_by_its_form():
     assert torch.equal(codes[finite].float(), want_codes[finite].float())
 
 
-def test_numbers_become_the_nearest_codes():
+def test_values_become_the_nearest_quantized_ones():
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     codes = codes[codes.isfinite()].sort().values
     between = (codes[1:] + codes[:-1]) / 2
     x = torch.cat((codes, between, between * 1.001, between * 0.999))[None]  # 448 is among them: the scale is 1
-    assert torch.equal(fp8_rows_triton(x).codes.float(), x.to(torch.float8_e4m3fn).float())
+    assert torch.equal(quantize_fp8_triton(x).values.float(), x.to(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.parametrize("block", [0, 128])
@@ -86,19 +87,19 @@ def test_numbers_become_the_nearest_codes():
     ],
     ids=str,
 )
-def test_products_are_those_of_the_twin(tiling, block):
-    size_out, rows = 136, fp8_rows_triton(torch.randn(ROWS, SIZE).half())
+def test_products_equal_those_of_the_twin(tiling, block):
+    size_out, rows = 136, quantize_fp8_triton(torch.randn(ROWS, SIZE).half())
     weight, bias = some_weight(size_out, SIZE, block), torch.randn(size_out).half()
-    want = fp8_linear_torch(rows, weight, bias, dtype=torch.float32)
-    got = fp8_linear_triton(rows, weight, bias, dtype=torch.float32, tiling=tiling)
+    want = fp8_w8a8_gemm_torch(rows, weight, bias, dtype=torch.float32)
+    got = fp8_w8a8_gemm_triton(rows, weight, bias, dtype=torch.float32, tiling=tiling)
     assert (got - want).norm() < 1e-5 * want.norm()
     residual = torch.randn(ROWS, size_out).half()
-    want = fp8_linear_torch(rows, weight, residual=residual.clone())
-    got = fp8_linear_triton(rows, weight, residual=residual.clone(), tiling=tiling)
+    want = fp8_w8a8_gemm_torch(rows, weight, residual=residual.clone())
+    got = fp8_w8a8_gemm_triton(rows, weight, residual=residual.clone(), tiling=tiling)
     assert (got.float() - want.float()).norm() < 3e-3 * want.float().norm()
 
 
-def test_a_layer_is_near_its_dense_numbers_and_goes_row_by_row():
+def test_a_layer_is_near_dense_values_and_batch_invariant():
     hidden, ffn = 128, 160
     gate_up, down = (some_weight(*shape) for shape in ((2 * ffn, hidden), (hidden, ffn)))
     layers = [Fp8Linear(weight, None, "silu") for weight in (gate_up, down)]
@@ -106,8 +107,8 @@ def test_a_layer_is_near_its_dense_numbers_and_goes_row_by_row():
     got = h.clone()
     layers[0].gated_into(layers[1], got, norm, 1e-5)
     wide = F.rms_norm(h.float(), (hidden,), norm.float(), 1e-5)
-    gate, up = F.linear(wide, dequantize(gate_up)).chunk(2, -1)
-    want = h.float() + F.linear(F.silu(gate) * up, dequantize(down))
+    gate, up = F.linear(wide, dequantize_torch(gate_up)).chunk(2, -1)
+    want = h.float() + F.linear(F.silu(gate) * up, dequantize_torch(down))
     assert (got.float() - want).norm() < 0.05 * (want - h.float()).norm()
     separate = h.clone()  # each verb on its own: the activation is rounded to bfloat16 between
     layers[1].add_to(separate, layers[0].gated(h, norm, 1e-5))
@@ -118,11 +119,11 @@ def test_a_layer_is_near_its_dense_numbers_and_goes_row_by_row():
     assert torch.equal(others[-1], got[-1])
 
 
-def test_few_choices_of_wide_rows_have_a_counter_each(monkeypatch):
-    """Programs share the results of as many tiles as there are counters, and no more."""
+def test_few_rows_of_wide_experts_have_a_counter_each(monkeypatch):
+    """Programs share the results of as many tiles as there are counters."""
     counters = torch.zeros(1024, dtype=torch.int32)
     asked: list[int] = []
-    monkeypatch.setattr("runtime.kernels.experts.fp8_experts._counters", lambda device: counters)
+    monkeypatch.setattr("runtime.kernels.experts.moe_fp8_w8a8.split_counters", lambda device: counters)
     monkeypatch.setattr(Fp8Experts, "_fp8_product", lambda self, *args, is_single, **options: asked.append(is_single))
     monkeypatch.setattr(Fp8Experts, "_combine", lambda *args: None)
     hidden = 4096
@@ -138,21 +139,21 @@ def test_few_choices_of_wide_rows_have_a_counter_each(monkeypatch):
 
 
 @pytest.mark.parametrize("block", [0, 128])
-def test_mixtures_are_near_their_dense_numbers(block):
+def test_experts_are_near_their_dense_values(block):
     spec, hidden, ffn = ExpertsSpec(5, 2, True), 256, 128
     pairs = [(some_weight(2 * ffn, hidden, block), some_weight(hidden, ffn, block)) for _ in range(5)]
     router, norm = torch.randn(5, hidden).half(), torch.rand(hidden).half()
     route = Linear(lambda x: torch.cat([F.linear(row, router) for row in x.split(1)]), rms_norm_triton, torch.abs)
     twin = Experts(
         spec, Linear(lambda x: F.linear(x, router.float()), rms_norm_torch, torch.abs),
-        [tuple(dequantize(w) for w in pair) for pair in pairs],
+        [tuple(dequantize_torch(w) for w in pair) for pair in pairs],
         lambda w: lambda x: F.linear(x, w), lambda y: gated_activation_torch(y, "silu"),
     )  # fmt: skip
     x = torch.randn(20, hidden).half()
     for deterministic in (False, True):
         mixture = Fp8Experts(spec, route, pairs, "silu", deterministic)
         firsts = []
-        for num_rows in (1, 20):  # of one choice a program, if not deterministic, and of sorted ones
+        for num_rows in (1, 20):  # of one row a program, if not deterministic, and of sorted rows
             got, want = x[:num_rows].clone(), x[:num_rows].float()
             mixture.add_to(got, norm, 1e-5)
             twin.add_to(want, norm.float(), 1e-5)

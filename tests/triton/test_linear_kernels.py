@@ -5,11 +5,11 @@ import torch
 
 from runtime.kernels.linear import batch_invariant_linear
 from runtime.kernels.linear.batch_invariant_linear import (
-    Tiling,
     batch_invariant_linear_torch,
     batch_invariant_linear_triton,
 )
 from runtime.kernels.linear.skinny_gemm import skinny_gemm_torch, skinny_gemm_triton
+from runtime.kernels.linear.tiles import Tiling
 
 FORMS = (
     {},
@@ -89,7 +89,7 @@ def test_batch_invariant_linear(dtype, rows, size_out, size_in, with_bias):
         check(residual, total, dtype, "residual")
 
 
-@pytest.mark.parametrize("tiling", [Tiling(16, 32, 32, 4, 2), Tiling(32, 16, 64, 4, 2, split=True)])
+@pytest.mark.parametrize("tiling", [Tiling(16, 32, 32, 4, 2), Tiling(32, 16, 64, 4, 2, split=2)])
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("size_in", [1030, 2048, 2104])  # tiles by addresses, and by descriptors
 def test_tilings(monkeypatch, tiling, swap, size_in):

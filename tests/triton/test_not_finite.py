@@ -1,5 +1,5 @@
-"""NaN and infinities in kernels, under the interpreter: in float16, as it truncates to bfloat16. What the card's
-instructions do with them is in tests/compile (`drops_nan`) and tests/gpu, which has all values in all cases."""
+"""NaN and infinities in kernels, under the interpreter: in float16, because it truncates to bfloat16. The effect of the
+card's instructions is tested in tests/compile (`drops_nan`) and tests/gpu, which has all values in all cases."""
 
 import pytest
 import torch

@@ -1,14 +1,14 @@
-"""Paged attention kernels against their torch twin. (The interpreter has no bf16: tests/gpu/test_gpu_attention.py.)"""
+"""Paged attention kernels against their torch twin. (The interpreter lacks bf16: tests/gpu/test_gpu_attention.py.)"""
 
 import importlib
 
 import pytest
 import torch
 
-from runtime.kernels._triton import jit, tl
 from runtime.kernels.attention.decode_attention import decode_attention
 from runtime.kernels.attention.paged_attention import PagedRows, paged_attention_torch
 from runtime.kernels.attention.prefill_attention import _find_segment, prefill_attention
+from runtime.kernels.triton_language import jit, tl
 from tests.support.attention_cases import check, paged_case, rows_of
 
 
@@ -25,7 +25,7 @@ def test_the_twin_is_softmax_over_each_tokens_past():
                 torch.testing.assert_close(got[token, head * 64 : head * 64 + 64], weights @ v[head // 2])
 
 
-def test_the_grid_of_a_long_unchunked_prompt_is_one_that_devices_have(monkeypatch):
+def test_the_grid_of_a_long_prompt_fits_devices(monkeypatch):
     """A device takes at most 65,535 places in all dimensions of a grid but the first."""
     grids = []
 
@@ -70,7 +70,7 @@ def test_blocks_window_and_soft_cap(block_size, options):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize("heads", [(3, 1, 80), (4, 2, 64)])
-def test_codes(kind, heads):
+def test_stored_values(kind, heads):
     q, kv, rows = paged_case([(70, 3), (0, 1), (133, 1)], heads, dtype=torch.float16)
     check(decode_attention, (q, kv, rows), kind, window=100)
     rows.prefix_ready = True
@@ -82,7 +82,7 @@ def test_codes(kind, heads):
 @pytest.mark.parametrize("options", [{}, {"window": 19, "soft_cap": 2.0}])
 def test_settled_rows_within_a_window(count, options):
     q, kv, rows = paged_case([(70, count), (9, count), (140, count)], (3, 1, 64))
-    rows.prefix_ready = True  # as in a graph: what is in the cache is requested before the kernel before has ended
+    rows.prefix_ready = True  # as in a graph: the cache is read before the previous kernel has ended
     check(decode_attention, (q, kv, rows), **options)
 
 
@@ -101,7 +101,7 @@ def test_prefill(heads, dtype):
     ],
 )
 def test_few_new_tokens_behind_many(spans, options):
-    """Their positions are cut into segments, and the same in the form for steps of many tokens, which cuts none."""
+    """Their positions are cut into segments. The form for steps of many tokens, which cuts none, gives the same."""
     q, kv, rows = paged_case(spans, (4, 2, 64))
     for num_tokens in (rows.num_tokens, 2000):
         rows.num_tokens = rows.max_len = num_tokens
@@ -119,7 +119,7 @@ def _find_segments(q_starts_ptr, starts_ptr, out_ptr, num_rows, PROGRAMS: tl.con
 @pytest.mark.parametrize("window", [0, 500])
 @pytest.mark.parametrize("num_programs", [3, 8, 33])
 @pytest.mark.parametrize("spans", [[(0, 40)], [(14000, 128)], [(0, 0), (5000, 20), (0, 17), (900, 3), (0, 0)]])
-def test_segments_cover_what_tiles_walk_over(spans, num_programs, window):
+def test_segments_cover_the_tiles(spans, num_programs, window):
     starts, counts = torch.tensor(spans, dtype=torch.int32).T.contiguous()
     q_starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
     num_tiles = sum(-(-count // 16) for _, count in spans)
@@ -145,7 +145,7 @@ def test_segments_cover_what_tiles_walk_over(spans, num_programs, window):
 
 @pytest.mark.parametrize("before", [1, 15, 16, 33])
 def test_rows_behind_other_tokens_of_the_step(before):
-    """Nothing is written in the others' place, and more tokens may be announced than there are."""
+    """The others' rows are not written, and the announced number of tokens may be too large."""
     q, kv, rows = paged_case([(0, 1), (40, 1), (0, 0), (20, 35), (129, 17)], (4, 2, 64))
     want = paged_attention_torch(q, kv, rows, scale=0.1)
     q = torch.cat((torch.full((before, *q.shape[1:]), torch.nan), q))
@@ -157,7 +157,7 @@ def test_rows_behind_other_tokens_of_the_step(before):
         torch.testing.assert_close(out[before:], want, rtol=0, atol=1e-5)
 
 
-def test_bound_of_the_length_may_be_far_above_it_and_launches_repeat():
+def test_the_length_bound_may_be_large_and_launches_repeat():
     q, kv, rows = paged_case([(40, 1), (150, 1)], (4, 1, 64), padding_rows=1)
     rows.max_len = 1 << 17
     for _ in range(3):  # the counters of arrivals are zero again after each
@@ -165,11 +165,11 @@ def test_bound_of_the_length_may_be_far_above_it_and_launches_repeat():
 
 
 @pytest.mark.parametrize("window", [0, 100])
-def test_deterministic_bits_depend_on_nothing_but_the_token(window):
+def test_deterministic_bits_depend_only_on_the_token(window):
     total, heads = 560, (3, 1, 64)  # more than one segment of 512
     q, kv, rows = paged_case([(0, total)], heads)
-    # The interpreter's products come from a BLAS, where the place of a row in its tile may show. Here they are exact:
-    # whole scores, and in each tile at most one position has a value in a given dimension.
+    # The interpreter's products come from a BLAS, where a row's index in its tile may show. Here they are exact: scores
+    # are integers, and in each tile at most one position has a value in a given dimension.
     q, kv = q.round(), kv.nan_to_num(7.0)
     kv[0].round_()
     places = torch.arange(total)

@@ -1,4 +1,4 @@
-"""Steps with prompts as graphs: what a replay computes is what the same plan computes launched, in every bucket."""
+"""Steps with prompts as graphs: a replay computes the same as the launched plan, in every bucket."""
 
 from dataclasses import replace
 from unittest import mock
@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.features.pooler import Pooler
 from runtime.spec.pooling import Pooling
 from runtime.spec.types import SamplingParams
-from runtime.worker.gpu.step_rows import StepShape
+from runtime.worker.gpu.step_rows import MixedShape
 from runtime.worker.runner import ModelRunner
 from tests.support.runner_driver import GREEDY, Driver, tiny_runner
 from tests.support.triton_engine import SHALLOW, replayed_graphs
@@ -26,7 +27,7 @@ SIZES = (16, 24, 40)
 def runner():
     config = {"kernel_backend": "triton", "dtype": "float32", "num_kv_blocks": 64, "max_num_seqs": 4}
     with pytest.MonkeyPatch.context() as patch:
-        # Products of few rows are other tests' matter, and take minutes under the interpreter.
+        # Other tests cover products of few rows, which take minutes under the interpreter.
         patch.setattr("runtime.kernels.linear.fused_linear.MAX_ROWS", 0)
         patch.setattr("runtime.worker.gpu.graph_runner.prefill_sizes", lambda most: [n for n in SIZES if n <= most])
         # Memory that is allocated and not written is NaN, or the largest integer.
@@ -46,8 +47,8 @@ def without_graphs(runner) -> Driver:
 
 
 def mixed_step(driver: Driver, num_tokens: int, num_decoding: int) -> tuple[torch.Tensor, ...]:
-    """Token ids, logits, and what is in the state after a step of so many tokens: decoding rows, a chunk behind
-    another's prefix, and a new prompt."""
+    """Token ids, logits and state after a step of `num_tokens` tokens: decode rows, a chunk behind another's prefix,
+    and a new prompt."""
     shared = prompt(17)
     rows = []
     driver.open(0, shared)
@@ -68,7 +69,7 @@ def mixed_step(driver: Driver, num_tokens: int, num_decoding: int) -> tuple[torc
     steps = driver.runner.steps
     kept = [torch.from_numpy(result.token_ids), driver.logits.float(), torch.from_numpy(result.logprobs)]
     for slot, start, count, sampled in rows:
-        kept.append(steps.tokens[slot, : start + count + sampled].clone())
+        kept.append(steps.slots.tokens[slot, : start + count + sampled].clone())
         blocks = torch.tensor(driver.tables[slot])
         kv = steps.cache.layers[0].values[:, :, blocks].flatten(2, 3)[:, :, : start + count]
         kept.append(kv.clone())
@@ -76,20 +77,20 @@ def mixed_step(driver: Driver, num_tokens: int, num_decoding: int) -> tuple[torc
     return tuple(kept)
 
 
-# Each graph, with two of its four short rows or without; and one with one of them.
+# Each graph, with two of its four short rows or without them; and one with one of them.
 @pytest.mark.parametrize(("tokens", "num_decoding"), [*((size, n) for size in SIZES for n in (0, 2)), (24, 1)])
 @pytest.mark.thorough
 def test_every_bucket_at_its_edges(runner, tokens, num_decoding):
     for num_tokens in (tokens - 1, tokens, tokens + 1):
         want = mixed_step(without_graphs(runner), num_tokens, num_decoding)
         driver = without_graphs(runner)
-        replays = replayed_graphs(runner.steps, *runner.steps.graph_runner.prefill_buckets(160))
+        replays = replayed_graphs(runner.steps, *runner.steps.graph_runner.prefill_shapes(160))
         assert len(replays) == 2 * len(SIZES)
         got = mixed_step(driver, num_tokens, num_decoding)
         best = next((size for size in SIZES if size >= num_tokens), None)
-        used = [r.count for r in replays if r.bucket[:2] == (best, 4 * bool(num_decoding))]
+        used = [r.count for r in replays if r.shape[:2] == (best, 4 * bool(num_decoding))]
         assert used == ([] if best is None else [1]) or used == [2], "the graph of the steps before may be the same"
-        if best is None:  # it is several graphs, whose logits are not kept
+        if best is None:  # it is several graphs, which do not keep logits
             want, got = (want[0], *want[2:]), (got[0], *got[2:])
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
@@ -97,10 +98,10 @@ def test_every_bucket_at_its_edges(runner, tokens, num_decoding):
 
 @pytest.mark.parametrize("params", [HOT, replace(PENALISED, logit_bias=((3, 30.0),))])
 @pytest.mark.thorough
-def test_a_step_above_the_largest_graph_is_several(runner, monkeypatch, params):
-    """Each row goes on where the piece before left it, and all samples come in the plan's order: of guesses, of rows
-    that decode, and of a request that shares blocks which an earlier piece of the same step computes. Samples may be
-    looked at again, with the logits of their own piece."""
+def test_a_step_above_the_largest_graph_is_split(runner, monkeypatch, params):
+    """Each row continues where the last piece left it, and all samples come in the plan's order. The rows are guesses,
+    decode rows, and a request that shares blocks which an earlier piece of the same step computes. Samples may be read
+    again, with the logits of their own piece."""
 
     def step(driver: Driver) -> list[torch.Tensor]:
         first = prompt(50)
@@ -111,7 +112,7 @@ def test_a_step_above_the_largest_graph_is_several(runner, monkeypatch, params):
         driver.plan.draft_lens = np.array([2, 0, 0], np.int32)
         driver.plan.draft_token_ids = np.array([5, 6], np.int32)
         result = driver.step((0, 9, 3, 3), (1, 0, 50, 1), (2, 48, 9, 1))
-        kept = [torch.from_numpy(result.token_ids), driver.runner.steps.tokens[:3, :58].clone()]
+        kept = [torch.from_numpy(result.token_ids), driver.runner.steps.slots.tokens[:3, :58].clone()]
         kept.append(torch.from_numpy(result.logprobs))
         for slot, length in ((0, 12), (1, 50), (2, 57)):
             blocks = torch.tensor(driver.tables[slot])
@@ -121,7 +122,7 @@ def test_a_step_above_the_largest_graph_is_several(runner, monkeypatch, params):
     want = step(without_graphs(runner))
     monkeypatch.setattr("runtime.worker.gpu.graph_runner._LEAST_REST", 1)
     driver = without_graphs(runner)
-    replays = replayed_graphs(runner.steps, StepShape(16, 2, 4, 6, 16, 160), StepShape(40, 2, 4, 6, 40, 160))
+    replays = replayed_graphs(runner.steps, MixedShape(16, 2, 4, 6, 16, 160), MixedShape(40, 2, 4, 6, 40, 160))
     got = step(driver)
     assert [replay.count for replay in replays] == [1, 2], "9 tokens, and 62 in pieces of 40 and 22"
     assert len(want[0]) == 5
@@ -141,14 +142,14 @@ def test_penalties_of_a_request_that_resumes(runner):
         for length in range(20, 26):
             driver.open(0, known[:length], params, prompt_len=4, seed=1)
             driver.step((0, 0, length, 1))
-            sampled.append(int(driver.runner.steps.tokens[0, length]))
+            sampled.append(int(driver.runner.steps.slots.tokens[0, length]))
             driver.free(0)
         return sampled
 
     want = tokens(without_graphs(runner), everything)
     assert want != tokens(without_graphs(runner), GREEDY)
     driver = without_graphs(runner)
-    replays = replayed_graphs(runner.steps, *runner.steps.graph_runner.prefill_buckets(160))
+    replays = replayed_graphs(runner.steps, *runner.steps.graph_runner.prefill_shapes(160))
     assert tokens(driver, everything) == want
     assert sum(r.count for r in replays) == len(want)
 
@@ -163,11 +164,11 @@ def test_rows_of_guesses_beside_a_prompt(runner):
         driver.plan.draft_lens = np.array([2, 0], np.int32)
         driver.plan.draft_token_ids = np.array([5, 6], np.int32)
         result = driver.step((0, 9, 3, 3), (1, 0, 21, 1))
-        return [torch.from_numpy(result.token_ids), driver.runner.steps.tokens[:2, :24].clone()]
+        return [torch.from_numpy(result.token_ids), driver.runner.steps.slots.tokens[:2, :24].clone()]
 
     want = step(without_graphs(runner))
     driver = without_graphs(runner)
-    (replay,) = replayed_graphs(runner.steps, StepShape(32, 2, 4, 6, 32, 160))
+    (replay,) = replayed_graphs(runner.steps, MixedShape(32, 2, 4, 6, 32, 160))
     got = step(driver)
     assert replay.count == 2
     assert len(want[0]) == 4
@@ -175,12 +176,12 @@ def test_rows_of_guesses_beside_a_prompt(runner):
         assert torch.equal(a, b)
 
 
-def test_what_has_no_room_is_launched(runner, monkeypatch):
+def test_steps_without_a_fitting_graph_are_launched(runner, monkeypatch):
     """Rule by rule: tokens for too many pieces, short rows, long rows, samples; a prompt that is scored; a plan of
     several steps."""
     monkeypatch.setattr("runtime.worker.gpu.graph_runner.MAX_PIECES", 1)
     driver = without_graphs(runner)
-    (replay,) = replayed_graphs(runner.steps, StepShape(16, 1, 2, 2, 16, 160))
+    (replay,) = replayed_graphs(runner.steps, MixedShape(16, 1, 2, 2, 16, 160))
     for slot in range(4):
         driver.open(slot, prompt(20, salt=slot))
     for rows in (
@@ -205,14 +206,14 @@ def test_what_has_no_room_is_launched(runner, monkeypatch):
     assert replay.count == 3, "a prompt that is scored is in no piece, either"
 
 
-def test_a_prompt_longer_than_a_graphs_input_enters_before_it(runner, monkeypatch):
+def test_a_prompt_longer_than_graph_inputs_is_sent_before(runner, monkeypatch):
     """Only its first tokens are computed by the step."""
     monkeypatch.setattr("runtime.worker.gpu.graph_runner.MAX_PIECES", 1)
     results = []
     for graphs in (False, True):
         driver = without_graphs(runner)
         if graphs:
-            (replay,) = replayed_graphs(runner.steps, StepShape(16, 0, 2, 1, 16, 160))
+            (replay,) = replayed_graphs(runner.steps, MixedShape(16, 0, 2, 1, 16, 160))
             monkeypatch.setattr(runner.steps.graph_runner.graph_io, "has_room", lambda *args: False)
         driver.open(1, prompt(100))
         driver.step((1, 0, 12, 0))
@@ -226,8 +227,8 @@ POOLED = SamplingParams(max_tokens=1, temperature=0.0, pooled=True)
 
 @pytest.mark.parametrize("kind", ["last", "mean"])
 def test_vectors_of_prompts(runner, monkeypatch, kind):
-    """Beside rows that decode, in one step or in chunks, of which the last may have one token; in one graph or in
-    several, as by the torch kernels. Means are launched."""
+    """Beside decode rows, in one step or in chunks (the last may have one token), and in one graph or in several. The
+    vectors equal the torch kernels' vectors. Means are launched."""
 
     def steps(driver: Driver) -> list[np.ndarray]:
         driver.open(0, prompt(9), PENALISED, seed=1)
@@ -239,13 +240,14 @@ def test_vectors_of_prompts(runner, monkeypatch, kind):
         assert [len(r.logprob_rows) for r in (first, second)] == [1, 1]
         return [x for r in (first, second) for x in (r.pooled, np.delete(r.token_ids, r.pooled_rows))]
 
-    monkeypatch.setattr(runner.steps, "pooling", Pooling(kind))
+    pooler = Pooler(runner.decoder, runner.steps.num_slots, Pooling(kind))
+    monkeypatch.setattr(runner.steps, "extras", [pooler])
     monkeypatch.setattr("runtime.worker.gpu.graph_runner._LEAST_REST", 1)
     config = {"dtype": "float32", "num_kv_blocks": 64, "max_num_seqs": 4, "max_model_len": 160, "pooling": kind}
     with mock.patch.object(ModelRunner, "_warm_up"):
         want = steps(Driver(tiny_runner(SPEC, **config)))
     driver, counts = without_graphs(runner), [2, 1, 0]
-    shapes = StepShape(16, 2, 4, 6, 16, 160), StepShape(32, 2, 4, 6, 32, 160)
+    shapes = MixedShape(16, 2, 4, 6, 16, 160), MixedShape(32, 2, 4, 6, 32, 160)
     replays = replayed_graphs(runner.steps, *shapes, (1, 4))
     for a, b in zip(steps(driver), want, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)

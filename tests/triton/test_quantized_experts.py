@@ -1,16 +1,16 @@
-"""Mixtures of experts whose weights are codes against their torch twin: every form, one choice a program, few and many
-an expert; a row's bits in deterministic mode."""
+"""Mixtures of experts with quantized weights against their torch twin, in every format, with one row a program, and
+with few and many rows an expert. In deterministic mode a row's bits are fixed."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.experts.experts_torch import Experts
-from runtime.kernels.experts.quantized_experts import QuantizedExperts
+from runtime.kernels.experts.moe_w16a16 import Experts
+from runtime.kernels.experts.moe_wna16 import QuantizedExperts
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch, rms_norm_triton
-from runtime.kernels.quantized.quantized_weight import dequantize
+from runtime.kernels.quantized.quantized_weight import dequantize_torch
 from runtime.spec.decoder_spec import ExpertsSpec
 from tests.triton.test_quantized_kernels import some_weight
 
@@ -38,15 +38,15 @@ def test_mixtures(form, hidden, ffn, rows):
     torch.manual_seed(0)
     pairs = [(some_weight(form, 2 * ffn, hidden), some_weight(form, hidden, ffn)) for _ in range(SPEC.num_experts)]
     for weight in (weight for pair in pairs for weight in pair):
-        weight.scales.add_(0.01 * (weight.scales.numel() < 128))  # one block of all would be zero
+        weight.scales.add_(0.01 * (weight.scales.numel() < 128))  # one common block would be zero
     router, norm = torch.randn(SPEC.num_experts, hidden), torch.rand(hidden)
     route = Linear(lambda x: torch.cat([F.linear(row, router) for row in x.split(1)]), rms_norm_triton, torch.abs)
     twin = Experts(
         SPEC, Linear(lambda x: F.linear(x, router), rms_norm_torch, torch.abs),
-        [tuple(dequantize(w) for w in pair) for pair in pairs],
+        [tuple(dequantize_torch(w) for w in pair) for pair in pairs],
         lambda w: lambda x: F.linear(x, w), lambda y: gated_activation_torch(y, "silu"),
     )  # fmt: skip
-    x = torch.randn(ROWS[rows], hidden) * 1e-3  # small beside what is added
+    x = torch.randn(ROWS[rows], hidden) * 1e-3  # small beside the experts' output
     want = x.clone()
     twin.add_to(want, norm, 1e-5)
     for deterministic in (False, True)[: 1 + (rows == "many")]:

@@ -5,27 +5,21 @@ import pytest
 import torch
 
 from runtime.kernels.linear.tiles import Tiling
-from runtime.kernels.quantized.decoded_linear import decoded_linear_triton, has_decoded_product
-from runtime.kernels.quantized.quantized_configs import QuantizedConfig, QuantizedTiling, VectorConfig
-from runtime.kernels.quantized.quantized_linear import (
-    dequantize_triton,
-    quantized_linear_torch,
-    quantized_linear_triton,
-)
-from runtime.kernels.quantized.quantized_skinny_gemm import (
-    quantized_skinny_gemm_torch,
-    quantized_skinny_gemm_triton,
-)
-from runtime.kernels.quantized.quantized_vector import VECTOR_FORMS
+from runtime.kernels.quantized.launch_configs import GemvConfig, Wna16SkinnyConfig
 from runtime.kernels.quantized.quantized_weight import (
-    E2M1,
     QuantizedWeight,
-    dequantize,
+    dequantize_torch,
     pack_planes,
     plane_of,
     quantized_weight,
     unpack_planes,
 )
+from runtime.kernels.quantized.upcast import E2M1
+from runtime.kernels.quantized.w4a16_gemm import has_w4a16_gemm, w4a16_gemm_triton
+from runtime.kernels.quantized.weight_conversions import dequantize_triton
+from runtime.kernels.quantized.wna16_gemm import wna16_gemm_torch, wna16_gemm_triton
+from runtime.kernels.quantized.wna16_gemv import GEMV_ENCODINGS
+from runtime.kernels.quantized.wna16_skinny_gemm import wna16_skinny_gemm_torch, wna16_skinny_gemm_triton
 
 NF4 = (-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, 0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626,
        0.7230, 1.0)  # fmt: skip
@@ -68,7 +62,7 @@ def some_weight(form: tuple[str, int, int], size_out: int, size_in: int) -> Quan
     scales[-1, 0] = 0
     table = {"table": NF4, "e2m1": E2M1}.get(name, ())
     minimums = torch.rand(shape) * 0.1 if more else None
-    return quantized_weight(name, codes, scales, minimums, group=group, scale_rows=scale_rows, table=table)
+    return quantized_weight(name, codes, scales, minimums, group_size=group, scale_rows=scale_rows, table=table)
 
 
 def check(got: torch.Tensor, want: torch.Tensor, *what: object, most: float = 3e-5) -> None:
@@ -102,7 +96,7 @@ def test_few_rows(form, shift):
     rows, size_out, size_in = SIZES[(FORMS.index(form) + shift) % len(SIZES)]
     weight = some_weight(form, size_out, size_in)
     size_in = weight.shape[1]
-    config = QuantizedConfig(16, 128, 2, 1, 1 + rows % 2)
+    config = Wna16SkinnyConfig(16, 128, 2, 1, 1 + rows % 2)
     for option in OPTIONS:
         x = torch.randn(rows, size_in + 3)[:, :size_in]
         options = {k: v for k, v in option.items() if k in ("activation", "out_dtype")} | {"eps": 1e-5}
@@ -111,17 +105,17 @@ def test_few_rows(form, shift):
         options |= {"bias": torch.randn(size_out)} if "bias" in option else {}
         wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
         wide |= {"out_dtype": None, "residual": None if residual is None else residual.double()}
-        want = quantized_skinny_gemm_torch(x.double(), weight, **wide)
-        got = quantized_skinny_gemm_triton(x, weight, **options, residual=residual, config=config)
+        want = wna16_skinny_gemm_torch(x.double(), weight, **wide)
+        got = wna16_skinny_gemm_triton(x, weight, **options, residual=residual, config=config)
         check(got, want, form, option)
 
 
 @pytest.mark.parametrize(
-    "form", [form for form in FORMS if form[0].split()[0] in VECTOR_FORMS], ids=lambda form: " ".join(map(str, form))
+    "form", [form for form in FORMS if form[0].split()[0] in GEMV_ENCODINGS], ids=lambda form: " ".join(map(str, form))
 )
 @pytest.mark.thorough
-def test_one_row_without_matrix_units(form):
-    for size_out, size_in, config in ((34, 96, VectorConfig(4, 1, 3)), (18, 656, VectorConfig(8, 2, 1))):
+def test_one_row_without_tensor_cores(form):
+    for size_out, size_in, config in ((34, 96, GemvConfig(4, 1, 3)), (18, 656, GemvConfig(8, 2, 1))):
         weight = some_weight(form, size_out, size_in)
         size_in = weight.shape[1]
         x = torch.randn(1, size_in) * torch.randint(-9, 10, (1, size_in)).float().exp2()
@@ -133,8 +127,8 @@ def test_one_row_without_matrix_units(form):
             options |= {"bias": torch.randn(size_out)} if "bias" in option else {}
             wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
             wide |= {"out_dtype": None, "residual": None if residual is None else residual.double()}
-            want = quantized_skinny_gemm_torch(x.double(), weight, **wide)
-            got = quantized_skinny_gemm_triton(x, weight, **options, residual=residual, config=config)
+            want = wna16_skinny_gemm_torch(x.double(), weight, **wide)
+            got = wna16_skinny_gemm_triton(x, weight, **options, residual=residual, config=config)
             check(got, want, form, option, most=3e-4)  # x keeps 15 bits of the largest of 16 neighbours
 
 
@@ -143,16 +137,16 @@ def test_a_row_has_the_same_bits_whatever_the_number_of_rows(form):
     weight = some_weight(form, 20, 600)
     # Sums that are exact: the interpreter's own order depends on the tile. tests/gpu has the order of a card.
     weight.scales.copy_(2.0 ** torch.randint(-3, 1, weight.scales.shape))
-    if weight.minimums is not None:
-        weight.minimums.copy_(torch.randint(0, 16, weight.scales.shape) / 8)
+    if weight.zero_points is not None:
+        weight.zero_points.copy_(torch.randint(0, 16, weight.scales.shape) / 8)
     x = torch.zeros(16, weight.shape[1]).scatter_(1, torch.randint(600, (16, 4)), torch.randint(-2, 3, (16, 4)).float())
-    all_rows = quantized_skinny_gemm_triton(x, weight, fixed_order=True, config=QuantizedConfig(16, 128, 2, 1, 2))
-    for rows, config in ((1, QuantizedConfig(32, 128, 2, 1, 1)), (2, QuantizedConfig(16, 64, 1, 1, 2)),
-                         (9, QuantizedConfig(64, 128, 4, 1, 2))):  # fmt: skip
-        got = quantized_skinny_gemm_triton(x[:rows], weight, fixed_order=True, config=config)
+    all_rows = wna16_skinny_gemm_triton(x, weight, fixed_order=True, config=Wna16SkinnyConfig(16, 128, 2, 1, 2))
+    for rows, config in ((1, Wna16SkinnyConfig(32, 128, 2, 1, 1)), (2, Wna16SkinnyConfig(16, 64, 1, 1, 2)),
+                         (9, Wna16SkinnyConfig(64, 128, 4, 1, 2))):  # fmt: skip
+        got = wna16_skinny_gemm_triton(x[:rows], weight, fixed_order=True, config=config)
         assert torch.equal(got, all_rows[:rows]), rows
-    for tiling in (QuantizedTiling(16, 16, 128, 4, 1), QuantizedTiling(32, 64, 64, 4, 1, split=True)):
-        got = quantized_linear_triton(x, weight, fixed_order=True, tiling=tiling)
+    for tiling in (Tiling(16, 16, 128, 4, 1), Tiling(32, 64, 64, 4, 1, split=8)):
+        got = wna16_gemm_triton(x, weight, fixed_order=True, tiling=tiling)
         assert torch.equal(got, all_rows), tiling
 
 
@@ -163,42 +157,44 @@ def test_many_rows(form):
         size_in = weight.shape[1]
         x = torch.randn(rows, size_in + 3)[:, :size_in]
         bias, residual = torch.randn(size_out), torch.randn(rows, size_out)
-        want = quantized_linear_torch(x.double(), weight, bias.double())
-        check(quantized_linear_triton(x, weight, bias, tiling=QuantizedTiling(16, 32, 128, 4, 1, split)), want, form)
-        want = quantized_linear_torch(x.double(), weight, residual=residual.double())
-        got = quantized_linear_triton(x, weight, residual=residual, tiling=QuantizedTiling(32, 16, 64, 4, 1, split))
+        want = wna16_gemm_torch(x.double(), weight, bias.double())
+        check(wna16_gemm_triton(x, weight, bias, tiling=Tiling(16, 32, 128, 4, 1, split)), want, form)
+        want = wna16_gemm_torch(x.double(), weight, residual=residual.double())
+        got = wna16_gemm_triton(x, weight, residual=residual, tiling=Tiling(32, 16, 64, 4, 1, split))
         check(got, want, form)
 
 
 @pytest.mark.parametrize(
     "form", [form for form in FORMS if form[0].split()[0] not in ("fp8", "int8") and form[1] >= 32], ids=str
 )
-def test_tiles_of_decoded_codes(form):
+def test_tiles_of_dequantized_weights(form):
     cases = (17, 40, 200, Tiling(16, 64, 0, 4, 2)), (40, 24, 600, Tiling(32, 64, 0, 4, 2, 2))
     for rows, size_out, size_in, tiling in cases:
         weight = some_weight(form, size_out, size_in)
         size_in = weight.shape[1]
-        assert has_decoded_product(weight)
+        assert has_w4a16_gemm(weight)
         x = torch.randn(rows, size_in + 4)[:, :size_in]
         bias, residual = torch.randn(size_out), torch.randn(rows, size_out)
-        want = quantized_linear_torch(x.double(), weight, bias.double())
-        check(decoded_linear_triton(x, weight, bias, tiling=tiling), want, form)
-        want = quantized_linear_torch(x.double(), weight, residual=residual.double())
-        check(decoded_linear_triton(x, weight, residual=residual, tiling=tiling), want, form)
+        want = wna16_gemm_torch(x.double(), weight, bias.double())
+        check(w4a16_gemm_triton(x, weight, bias, tiling=tiling), want, form)
+        want = wna16_gemm_torch(x.double(), weight, residual=residual.double())
+        check(w4a16_gemm_triton(x, weight, residual=residual, tiling=tiling), want, form)
 
 
-def test_every_code_is_decoded_exactly():
-    """Each row of x picks out one column: a sum of one number is exact."""
+def test_every_quantized_value_is_dequantized_exactly():
+    """Each row of x selects one column, and a sum of one value is exact."""
     for form in FORMS:
         if form[1] in (0, 16, 32, 64) or "fp8" in form[0]:
             weight = some_weight(form, 64, 16)
             eye = torch.eye(16, weight.shape[1])
-            got = quantized_skinny_gemm_triton(eye, weight, out_dtype=torch.float32, config=QuantizedConfig(64, 32, 4))
-            torch.testing.assert_close(got, dequantize(weight)[:, :16].t(), rtol=2e-7, atol=0)
+            got = wna16_skinny_gemm_triton(eye, weight, out_dtype=torch.float32, config=Wna16SkinnyConfig(64, 32, 4))
+            torch.testing.assert_close(got, dequantize_torch(weight)[:, :16].t(), rtol=2e-7, atol=0)
 
 
 @forms
-def test_a_dense_copy_has_the_same_numbers(form):
+def test_a_dense_copy_has_the_same_values(form):
     for size_out, size_in in ((34, 200), (20, 600)):
         weight = some_weight(form, size_out, size_in)
-        torch.testing.assert_close(dequantize_triton(weight, torch.float32), dequantize(weight), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            dequantize_triton(weight, torch.float32), dequantize_torch(weight), rtol=1e-6, atol=1e-7
+        )

@@ -1,24 +1,24 @@
-"""Steps of a decoder whose weights stay codes: its logits are those of products in torch with the same codes."""
+"""Steps of a decoder with quantized weights: its logits equal products in torch with the same weights."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from runtime.kernels.quantized.quantized_configs import QuantizedConfig
-from runtime.quant.formats import LAYOUTS
-from runtime.quant.layouts import OneByOne
+from runtime.kernels.quantized.launch_configs import Wna16SkinnyConfig
+from runtime.quant.checkpoint_layouts import OneByOne
+from runtime.quant.model_formats import LAYOUTS
 from runtime.quant.products import products_of
-from runtime.quant.scheme import Scheme
+from runtime.quant.scheme import QuantizationScheme
 from runtime.spec.decoder_spec import ExpertsSpec
 from tests.support.plain_products import PLAIN
 from tests.support.triton_engine import SPEC
 from tests.triton.test_family_steps import logits
 
 KINDS = {
-    "fp8": Scheme("made-up", "fp8"),
-    "int4 with minimums": Scheme("made-up", "int4", columns=32, symmetric=False),
-    "int8 experts": Scheme("made-up", "int8"),
+    "fp8": QuantizationScheme("made-up", "fp8"),
+    "int4 with minimums": QuantizationScheme("made-up", "int4", group_size=32, symmetric=False),
+    "int8 experts": QuantizationScheme("made-up", "int8"),
 }
 
 
@@ -27,10 +27,10 @@ KINDS = {
 )
 @pytest.mark.thorough
 def test_steps(kind: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch):
-    wide = QuantizedConfig(block_n=128, block_k=128, num_warps=4)
-    monkeypatch.setattr("runtime.kernels.quantized.quantized_skinny_gemm.quantized_config", lambda *arguments: wide)
+    wide = Wna16SkinnyConfig(block_n=128, block_k=128, num_warps=4)
+    monkeypatch.setattr("runtime.kernels.quantized.wna16_skinny_gemm.wna16_skinny_config", lambda *arguments: wide)
     monkeypatch.setattr(
-        "runtime.quant.formats.products_of",
+        "runtime.quant.model_formats.products_of",
         lambda numerics: products_of(numerics) if numerics.backend == "triton" else PLAIN,
     )
     monkeypatch.setitem(LAYOUTS, "made-up", OneByOne)

@@ -1,5 +1,5 @@
-"""Kernels that sum, gather and compare over ranks, under Triton's interpreter: each rank is a process, and the memory
-into which all write is shared. Bits are those of the definition."""
+"""Kernels that sum, gather and compare over ranks, under Triton's interpreter. Each rank is a process, and all write
+into shared memory. Bits equal the definition."""
 
 import random
 import time
@@ -24,7 +24,7 @@ def make(rank: int, size: int, timeout_s: float, tree: bool = False) -> PeerMemo
 
 
 def operands(size: int, shape: tuple[int, int], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Of all ranks, with values that kernels must not take for missing ones."""
+    """Operands of all ranks, with values that kernels must not take for missing ones."""
     generator = torch.Generator().manual_seed(sum(shape))
     drawn = (torch.randn(size, *shape, generator=generator) * 10).to(dtype)
     drawn[:, 0, 3] = -0.0
@@ -64,7 +64,7 @@ def every_operation(ranks: PeerMemory) -> str:
 
 
 def last_rank_leaves(ranks: PeerMemory) -> float:
-    """The seconds that the operations took after the first one that failed."""
+    """The seconds of the operations after the first failed one."""
     x = torch.ones(1, 1500)
     assert ranks.reduced(x)[0, 0] == ranks.size
     if ranks.rank == ranks.size - 1:
@@ -84,6 +84,6 @@ def test_all_operations(size: int, tree: bool):
         assert [answer_of(rank) for rank in ranks] == ["equal"] * size
 
 
-def test_a_rank_that_does_not_come_is_named():
+def test_a_missing_rank_is_named():
     with communicator_processes(2, make, last_rank_leaves, timeout_s=0.1) as ranks:
         assert answer_of(ranks[0]) == "Rank 1 did not come within 0.1 s; all ranks must restart."

@@ -63,8 +63,8 @@ def test_rope_and_the_store_of_keys_and_values(dtype):
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_codes_of_keys_and_values(kind):
-    """A code may differ by one where the kernel's number, which is not rounded before, lies on the other side."""
+def test_quantized_keys_and_values(kind):
+    """A stored value may differ by one if the kernel's unrounded value is on the other side."""
     heads, kv_heads, dim = 3, 2, 80
     qkv = torch.randn(5, heads + 2 * kv_heads, dim) * torch.tensor([1e-6, 0.01, 1.0, 20.0, 900.0])[:, None, None]
     qkv[2, heads + 1 :] = 0
@@ -79,7 +79,7 @@ def test_codes_of_keys_and_values(kind):
         store(qkv.clone(), rows(table, positions), kv, index, scales=scales)
         caches.append((kv.flatten(2, 3), scales if kind == "fp8" else scales.flatten(1, 2)))
     got, want = (restore_kv(*cache) for cache in caches)
-    step = 2.0**-3 if kind == "fp8" else 1 / 120  # of a number, or of the largest one
+    step = 2.0**-3 if kind == "fp8" else 1 / 120  # of a value, or of the largest one
     allowed = want.abs() * step + 0.01 if kind == "fp8" else want.abs().amax(-1, keepdim=True) * step + 1e-5
     assert ((got - want).abs() <= allowed).all()
     assert (got != want).float().mean() < 0.01

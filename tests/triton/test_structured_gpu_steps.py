@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 
 from runtime.spec.types import FinishReason, Grammar, SamplingParams
-from runtime.structured.automaton_policy import AutomatonPolicy
+from runtime.structured.matching.automaton_policy import AutomatonPolicy
 from runtime.worker.gpu.gpu_steps import GpuSteps
-from runtime.worker.gpu.step_rows import StepShape
+from runtime.worker.gpu.step_rows import MixedShape
 from runtime.worker.runner import ModelRunner
 from tests.grammar.test_deferred_grammars import SLOW, both
 from tests.support.split_runners import SplitRunner
@@ -24,7 +24,7 @@ def tokens_and_reasons(found: Answers) -> dict[str, tuple[list[int], FinishReaso
 
 
 @pytest.mark.thorough
-def test_the_triton_path_gives_the_tokens_of_the_torch_path(monkeypatch):
+def test_triton_gives_the_same_tokens_as_torch(monkeypatch):
     pair = regex('[{]"age": ?[0-9]{1,2}[}]')
     params = [
         hot(pair, max_tokens=12, logprobs=0),
@@ -43,29 +43,29 @@ def test_the_triton_path_gives_the_tokens_of_the_torch_path(monkeypatch):
     assert tokens_and_reasons(answers(runner, params)) == want
     assert tokens_and_reasons(answers(runner, params, recorded(found, 0.8), guesses=2)) == want
     graphs = [g for graphs in runner.steps.graph_runner.graphs.values() for g in graphs]
-    assert all(g.graph.count for g in graphs if g.bucket.num_rows == 4)
+    assert all(g.graph.count for g in graphs if g.shape.num_rows == 4)
 
-    # Once more with automata, which take their outputs from the host after the first token.
-    engines = runner.grammar_state._engines.result()
+    # Again with automata, which take their outputs from the host after the first token.
+    engines = runner.masks._engines.result()
     engines.policy = AutomatonPolicy(0.0, 0)  # at once
     for grammar in (params[0].grammar, params[2].grammar, params[5].grammar):
         while engines.matcher(grammar).engine == "lazy":
             time.sleep(0.02)
     filled = []
-    fill = runner.grammar_state._fill
+    fill = runner.masks._fill
 
     def noting(rows, words):
         filled.extend(row.output.grammar.key for row in rows)
         fill(rows, words)
 
-    monkeypatch.setattr(runner.grammar_state, "_fill", noting)
+    monkeypatch.setattr(runner.masks, "_fill", noting)
     assert tokens_and_reasons(answers(runner, params, recorded(found, 0.8), guesses=2)) == want
     filled = sorted(key for key in filled if key != "broken")
     assert filled == sorted(params[i].grammar.key for i in (0, 2, 3, 5)), filled
 
 
 @pytest.mark.thorough
-def test_ranks_with_parts_of_the_vocabulary_sample_what_one_does():
+def test_ranks_with_parts_of_the_vocabulary_sample_as_one():
     """Plain and filtered rows within graphs; masks, penalties and log-probabilities beside them."""
     params = [
         hot(regex("(?:ab|c){2,4}"), max_tokens=2, logprobs=1, presence_penalty=1.0),
@@ -74,7 +74,7 @@ def test_ranks_with_parts_of_the_vocabulary_sample_what_one_does():
     ]
 
     def add_graphs(runner: ModelRunner) -> None:
-        replayed_graphs(runner.steps, (1, 3), StepShape(16, 3, 4, 4, 16, runner.info.max_model_len))
+        replayed_graphs(runner.steps, (1, 3), MixedShape(16, 3, 4, 4, 16, runner.info.max_model_len))
 
     found = answers(SplitRunner(2, partial(small_runner, "triton"), add_graphs), params)
     assert all(len(tokens) == 2 for tokens, _, _ in found.values())
@@ -82,6 +82,6 @@ def test_ranks_with_parts_of_the_vocabulary_sample_what_one_does():
 
 @pytest.mark.thorough
 def test_a_row_waits_for_its_matcher_and_others_go_on(monkeypatch):
-    """Within captured steps of two rows, of which one is not sampled."""
+    """Within captured steps of two rows; one of them is not sampled."""
     params = [hot(SLOW[0], max_tokens=3), hot(None, max_tokens=5)]
     both(small_runner("triton", (1,)), monkeypatch, params, {"1"})

@@ -16,7 +16,6 @@ from functools import cache
 
 import torch
 
-from runtime.kernels._triton import INTERPRETED, ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.attention.paged_attention import (
     LOG2_E,
     PagedRows,
@@ -31,6 +30,7 @@ from runtime.kernels.attention.paged_attention import (
     token_scales,
 )
 from runtime.kernels.attention.stored_kv import finish_total, prepare_q, scaling
+from runtime.kernels.triton_language import INTERPRETED, ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
 _TILE_ROWS = 16  # rows of the smallest matrix instruction; also of every tile in deterministic mode
 _FIXED_SEGMENT = 512  # positions, deterministic mode; otherwise a tile at least

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.kernels._triton import jit, next_power_of_2, tl
 from runtime.kernels.attention.stored_kv import WEIGHT_LOG2, decode_pairs, restore_kv
+from runtime.kernels.triton_language import jit, next_power_of_2, tl
 
 LOG2_E = 1.4426950408889634
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import torch
 
-from runtime.kernels._triton import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.attention.decode_attention import (
     arrival_counters,
     arrives_last,
@@ -31,6 +30,7 @@ from runtime.kernels.attention.paged_attention import (
     token_scales,
 )
 from runtime.kernels.attention.stored_kv import finish_total, prepare_q, scaling
+from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
 _LEAST_SEGMENT = 256  # positions, so that a walk outweighs storing and merging what it found
 _PROGRAMS_PER_SM = 2  # that run at a time

@@ -8,10 +8,10 @@ import math
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels._triton import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.attention.stored_kv import scaling, store_kv_torch, to_whole
 from runtime.kernels.magnitudes import larger, largest_magnitude, to_e4m3, within
 from runtime.kernels.norm.rms_norm import rms_norm_torch
+from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 from runtime.spec.decoder_spec import RopeSpec
 
 _TILE = 2048  # elements of a program

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from runtime.kernels._triton import INTERPRETED, constexpr, jit, tl
+from runtime.kernels.triton_language import INTERPRETED, constexpr, jit, tl
 
 # Weights times the scales of values are float16. With 2 ** 6 for the largest weight, scales of 1e-6 to 1,000 have all
 # their digits there.

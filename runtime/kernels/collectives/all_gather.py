@@ -1,10 +1,9 @@
-"""The operands of all ranks of a tensor-parallel group side by side. `inboxes.py` says how ranks reach each other."""
+"""All-gather: the operands of all ranks of a tensor-parallel group, side by side (protocol: `inboxes.py`)."""
 
 from __future__ import annotations
 
 import torch
 
-from runtime.kernels._triton import jit, tl
 from runtime.kernels.collectives.inboxes import (
     EMPTY_OF,
     SMALL_BYTES,
@@ -18,13 +17,14 @@ from runtime.kernels.collectives.inboxes import (
     push,
     sendable,
 )
+from runtime.kernels.triton_language import jit, tl
 
-_MOST_ROWS = 256  # that are gathered at once
+_MOST_ROWS = 256  # rows of one launch
 
 
 @jit
 def _moving(wanted_ptr, num_rows, SOME: tl.constexpr, MOST_ROWS: tl.constexpr):
-    """[MOST_ROWS] for each row, how many of the rows up to it are moved; the last number is that of all."""
+    """The running count of moved rows [MOST_ROWS]; the last number counts all of them."""
     rows = tl.arange(0, MOST_ROWS)
     moves = rows < num_rows
     if SOME:
@@ -34,7 +34,7 @@ def _moving(wanted_ptr, num_rows, SOME: tl.constexpr, MOST_ROWS: tl.constexpr):
 
 @jit
 def _row_of(moving, number):
-    """The row that has this number among those that are moved."""
+    """The index of the moved row with this number."""
     return tl.sum((moving <= number).to(tl.int32), axis=0)
 
 
@@ -42,7 +42,7 @@ def _row_of(moving, number):
 def _all_gather_kernel(
     x_ptr,  # [num_rows, width] bits
     out_ptr,  # [num_rows, SIZE * width]
-    wanted_ptr,  # [num_rows] int32, read if SOME: 0 for rows that stay where they are
+    wanted_ptr,  # [num_rows] int32, read with SOME; 0 for rows that do not move
     addresses_ptr,
     state_ptr,
     num_looks_ptr,
@@ -67,7 +67,7 @@ def _all_gather_kernel(
     in_row = tl.cdiv(width, BLOCK)  # blocks
     moving = _moving(wanted_ptr, num_rows, SOME, MOST_ROWS)
     num_blocks = tl.max(moving, axis=0) * in_row
-    if num_blocks > 0:  # else no rank waits for another, and who takes a turn may come too early to its next one
+    if num_blocks > 0:  # without blocks no rank waits, and a rank that took a turn could reach its next turn too early
         pages = tl.multiple_of(due[0].to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
         for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
             cols = block % in_row * BLOCK + tl.arange(0, BLOCK)
@@ -88,8 +88,9 @@ def _all_gather_kernel(
 
 
 def all_gather_triton(inboxes: Inboxes, x: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
-    """[n, size * width] from each rank's x [n, width], contiguous, of which one row of all ranks must fit into an
-    inbox. Of rows where `wanted` [n] int32 is 0 nothing is moved."""
+    """[n, size * width] from each rank's contiguous x [n, width]. Rows where `wanted` [n] int32 is 0 do not move.
+
+    One row of all ranks must fit into an inbox."""
     (num_rows, width), size, num_bytes = x.shape, inboxes.size, x.element_size()
     out = x.new_empty(num_rows, size * width)
     is_small = x.nbytes <= SMALL_BYTES

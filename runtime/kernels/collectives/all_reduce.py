@@ -1,8 +1,8 @@
-"""Sums and maxima over the ranks of a tensor-parallel group.
+"""All-reduce: sums and maxima over the ranks of a tensor-parallel group (protocol: `inboxes.py`).
 
-A few partials go to every rank, which adds them up itself in the order of the ranks (`_one_shot_kernel`). More go to
-the rank that owns their block; it adds them to its residual, which is everybody's, and sends the result to all others
-(`_two_shot_kernel`): the same bits. `inboxes.py` says how ranks reach each other."""
+Small operands go to every rank, and each rank adds them in the order of the ranks (`_one_shot_kernel`). Blocks of large
+operands go to the rank that owns the block. It adds them to the residual, which is the same on all ranks, and sends the
+result to the others (`_two_shot_kernel`). Both kernels return the same bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Literal
 
 import torch
 
-from runtime.kernels._triton import jit, tl
 from runtime.kernels.collectives.inboxes import (
     EMPTY_OF,
     SMALL_BYTES,
@@ -26,13 +25,15 @@ from runtime.kernels.collectives.inboxes import (
     push,
     sendable,
 )
+from runtime.kernels.triton_language import jit, tl
 
 _BITS = {2: tl.int16, 4: tl.int32, 8: tl.int64} if tl is not None else {}
 
 
 def sum_partials_torch(partials: Sequence[torch.Tensor], tree: bool = False) -> torch.Tensor:
-    """The sum in float32 of several ranks' partials, by rank: in their order, or as a binary tree, whose sums of 2, 4
-    and 8 ranks are those of one rank that adds up eight partials in the same tree."""
+    """The float32 sum of partials by rank, in rank order or as a binary tree.
+
+    With the tree, 2, 4 and 8 ranks get the sum that one rank gets from eight partials."""
     sums = [partial.float() for partial in partials]
     if not tree:
         total = sums[0] + sums[1]
@@ -57,8 +58,9 @@ def _reduced(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The sum or the maximum of SIZE pages that follow each other, as soon as all have come; and the looks that the
-    next wait may take: none after one that failed."""
+    """Wait for SIZE consecutive pages; return their sum or maximum, and the polls left for the next wait.
+
+    No polls are left after a failed wait."""
     WIDE: tl.constexpr = tl.int64 if OP == "max" else tl.float32
     total = tl.zeros((BLOCK,), WIDE)
     looks = 0
@@ -86,7 +88,7 @@ def _look(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The values that all pages hold now, and 1 for each value that some lack."""
+    """The sum or maximum of what the pages hold now, and 1 for each value that some page lacks."""
     absent = tl.zeros((BLOCK,), tl.int32)
     total = tl.zeros((BLOCK,), tl.float32)
     for rank in tl.static_range(SIZE):
@@ -116,7 +118,7 @@ def _look(
 
 @jit
 def _residual_of(residual_ptr, offsets, inside, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
-    """In float32, to be loaded while others' values are on their way."""
+    """The residual in float32; it is loaded while values of other ranks are in flight."""
     residual = tl.zeros((BLOCK,), tl.float32)
     if RESIDUAL:
         residual = tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -126,7 +128,7 @@ def _residual_of(residual_ptr, offsets, inside, RESIDUAL: tl.constexpr, BLOCK: t
 @jit(do_not_specialize=["rank", "numel"])
 def _one_shot_kernel(
     x_ptr,  # [numel] the operand; with OP "max" int64
-    residual_ptr,  # [numel], read if RESIDUAL
+    residual_ptr,  # [numel], read with RESIDUAL
     out_ptr,  # [numel], perhaps the residual
     addresses_ptr,
     state_ptr,
@@ -143,7 +145,7 @@ def _one_shot_kernel(
     EMPTY: tl.constexpr,
     OUT_EMPTY: tl.constexpr,
     BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,  # blocks that are sent before the first is waited for
+    AHEAD: tl.constexpr,  # blocks sent before the first wait
     ALIGNED: tl.constexpr,  # numel is a multiple of 16
     PDL: tl.constexpr,
 ):
@@ -157,7 +159,7 @@ def _one_shot_kernel(
     stride = tl.num_programs(0)
     pages = tl.multiple_of(due[0].to(tl.pointer_type(BITS)), 16)
     offsets = tl.program_id(0) * BLOCK + cols
-    x = tl.load(x_ptr + offsets, mask=offsets < numel, other=0)  # on its way together with the program's state
+    x = tl.load(x_ptr + offsets, mask=offsets < numel, other=0)  # in flight together with the program's state
     for block in range(tl.program_id(0), num_blocks + AHEAD * stride, stride):
         if block < num_blocks:
             at = (block * SIZE + rank) * BLOCK + cols
@@ -210,7 +212,7 @@ def _two_shot_kernel(
     ALIGNED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rank r owns blocks r * share and on. An inbox has the partials of its rank's own blocks, then all results."""
+    """Rank r owns `share` blocks from r * share. An inbox holds the partials of its own blocks, then all results."""
     turn, due, old_inbox, extent, num_looks = begin(
         addresses_ptr, state_ptr, num_looks_ptr, rank, inbox_bytes, SIZE, PDL
     )
@@ -264,9 +266,9 @@ def all_reduce_triton(
     inboxes: Inboxes,
     x: torch.Tensor,  # contiguous
     residual: torch.Tensor | None = None,  # of x's shape, contiguous: added to in place and returned
-    op: Literal["sum", "tree", "max"] = "sum",  # "tree": of 2, 4 or 8 ranks; "max": of int64, in place of x
+    op: Literal["sum", "tree", "max"] = "sum",  # "tree" is for 2, 4 or 8 ranks; "max" is for int64, in place
 ) -> torch.Tensor:
-    """The sum of all ranks' operands, or the maximum; in x's dtype, if it is not added to a residual."""
+    """The sum or the maximum of all ranks' operands, in x's dtype unless it is added to a residual."""
     out = residual if residual is not None else x if op == "max" else torch.empty_like(x)
     size, in_bytes, out_bytes = inboxes.size, x.element_size(), out.element_size()
     is_small = x.nbytes <= SMALL_BYTES

@@ -1,4 +1,4 @@
-"""The ranks of a tensor-parallel group, as a decoder and a sampler see them; and the group of one rank."""
+"""The interface of a tensor-parallel group for a decoder and a sampler, and the group of one rank."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch
 class Communicator(Protocol):
     """One rank's end of its group.
 
-    It is made in two steps: each rank allocates a buffer of its own, whose `handle` travels to all others, and
-    `connect` takes the handles of all ranks by rank. From then on all ranks call the same operations in the same order,
-    with operands of the same shapes and dtypes; each operation begins when all ranks have come to it.
+    Construction has two steps: each rank allocates a buffer and sends its `handle` to all others, then `connect` takes
+    the handles by rank. From then on, all ranks call the same operations in the same order, with operands of the same
+    shapes and dtypes. An operation begins when all ranks have reached it.
 
-    Results have the same bits on all ranks, whatever a row's neighbours are. Sums are taken in float32, in the order of
-    the ranks, or with `tree` as a binary tree over the ranks, and are rounded once, after the residual is added. A
-    negative zero may come out as zero.
+    Results have the same bits on all ranks and do not depend on the other rows. Sums are taken in float32, in rank
+    order or with `tree` as a binary tree, and are rounded once, after the residual is added. A negative zero may become
+    zero.
 
-    Every wait is bounded (TIMEOUT_S, if nothing else is set). A CPU's ends in a CallboardError that names the rank that
-    did not come; a GPU's leaves results without meaning behind, and the next `check` raises the error. The group is of
-    no use from then on."""
+    Every wait has a limit (TIMEOUT_S by default). On a CPU, a wait that fails raises a CallboardError that names the
+    missing rank. On a GPU, its results are garbage and the next `check` raises the error. The group is unusable after
+    that."""
 
     rank: int
     size: int
     handle: bytes
 
     def connect(self, handles: Sequence[bytes]) -> None:
-        """Reach the buffers of all ranks; returns when all others have reached this one's."""
+        """Map the buffers of all ranks; return when all others have mapped this one's."""
         ...
 
     def add_reduced(self, residual: torch.Tensor, partial: torch.Tensor) -> None:
@@ -40,32 +40,33 @@ class Communicator(Protocol):
         ...
 
     def all_gather(self, x: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """[n, size * width] from each rank's x [n, width], contiguous, by rank. Of rows where `wanted` [n] int32, equal
-        on all ranks, is 0, nothing needs to be moved, and the result may be anything."""
+        """[n, size * width] from each rank's contiguous x [n, width], by rank.
+
+        Rows where `wanted` [n] int32 is 0 on all ranks need not move; their result is undefined."""
         ...
 
     def all_max(self, keys: torch.Tensor) -> torch.Tensor:
-        """The largest of all ranks' keys [n] int64, in place of them; returned, too."""
+        """The largest of all ranks' keys [n] int64, written in place and returned."""
         ...
 
     def set_timeout(self, seconds: float) -> None:
-        """Bound the waits of what is called from now on."""
+        """Set the limit of later waits."""
         ...
 
     def check(self) -> None:
-        """Raise the CallboardError of a wait that ended without the other ranks; for whoever reads results."""
+        """Raise the CallboardError of a failed wait. Call it before results are read."""
         ...
 
     def close(self) -> None:
-        """Let go of the other ranks; the group is of no use from then on."""
+        """Unmap the buffers of the other ranks; the group is unusable after that."""
         ...
 
 
-TIMEOUT_S = 5.0  # ranks compute the same work: who comes later than this is gone, stopped, or at another step
+TIMEOUT_S = 5.0  # ranks do the same work, so a later rank is dead, stopped, or at another step
 
 
 class OneRank:
-    """A group of one: its partial results are whole, nothing waits and nothing is copied."""
+    """A group of one: partial results are whole, and operations neither wait nor copy."""
 
     rank, size, handle = 0, 1, b""
 

@@ -1,8 +1,8 @@
-"""Linear layers and mixtures of which each rank of a group has some inputs, so that results are sums over ranks; and
-maps in leaves, whose bits do not depend on how many ranks there are (EngineConfig.rank_invariant).
+"""Linear layers and mixtures divided over ranks, and maps in leaves for `EngineConfig.rank_invariant`.
 
-A leaf is an eighth of a map. Groups of 1, 2, 4 and 8 ranks compute the same leaves by calls of the same shapes, which
-therefore round alike, and add those that are sums as the same binary tree."""
+Each rank has some of the inputs of a divided map, and the result is the sum over ranks. A leaf is an eighth of a map.
+Groups of 1, 2, 4 and 8 ranks compute the same leaves with calls of the same shapes, which round alike. They add partial
+sums as the same binary tree, so the bits do not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 
 from runtime.kernels.collectives.all_reduce import sum_partials_torch
 from runtime.kernels.collectives.communicator import Communicator
-from runtime.kernels.experts.experts_torch import ExpertLayer, Experts
+from runtime.kernels.experts.moe_w16a16 import ExpertLayer, Experts
 from runtime.kernels.linear.linear_torch import Linear, Product
 from runtime.kernels.linear.lora import RowAdapters
 
 
 class ReducedLinear(Linear):
-    """A map whose product is a rank's part of the sum."""
+    """A linear layer that sums the products of all ranks."""
 
     def __init__(self, own: Linear, communicator: Communicator) -> None:
         super().__init__(own.product, own.norm, own.activate)
@@ -34,12 +34,12 @@ class ReducedLinear(Linear):
             self.norm(self.communicator.reduced(partial).to(x.dtype), post_norm, eps, residual)
 
     def with_adapters(self, adapters: RowAdapters) -> Linear:
-        """Adapters' matrices are divided as the weight is: what a rank adds is part of the sum, too."""
+        """Adapters are divided like the weight, so the addition of a rank is also part of the sum."""
         return ReducedLinear(super().with_adapters(adapters), self.communicator)
 
 
 class ReducedExperts:
-    """A mixture of which a rank has some of each expert's intermediate values."""
+    """A mixture in which each rank has some of each expert's intermediate values."""
 
     def __init__(self, own: ExpertLayer, communicator: Communicator) -> None:
         self.own, self.communicator = own, communicator
@@ -58,7 +58,7 @@ class ReducedExperts:
 
 
 class ExpertLeaves(ReducedExperts):
-    """A mixture whose products with down give the results of several leaves (`by_leaves_of_inputs`)."""
+    """A mixture with a `down` product of several leaves (`by_leaves_of_inputs`)."""
 
     def __init__(self, own: Experts, num_leaves: int, communicator: Communicator) -> None:
         super().__init__(own, communicator)
@@ -69,7 +69,7 @@ class ExpertLeaves(ReducedExperts):
 
 
 class ColumnLeaves(Linear):
-    """A map by its leaves, each of some outputs."""
+    """A linear layer as leaves of its outputs."""
 
     def __init__(self, leaves: Sequence[Linear]) -> None:
         products = [leaf.product for leaf in leaves]
@@ -85,8 +85,9 @@ class ColumnLeaves(Linear):
 
 
 def by_leaves_of_inputs(leaves: Sequence[tuple[int, Product]]) -> Product:
-    """x -> the results of all leaves side by side in float32, [num_tokens, len(leaves) * out]. Each comes with its
-    number of inputs, which are the next columns of x."""
+    """x -> the results of all leaves side by side in float32, [num_tokens, len(leaves) * out].
+
+    A leaf is its number of inputs, which are the next columns of x, and its product."""
     sizes, products = [size for size, _ in leaves], [product for _, product in leaves]
     return lambda x: torch.cat(
         [product(part.contiguous()).float() for product, part in zip(products, x.split(sizes, 1), strict=True)], 1

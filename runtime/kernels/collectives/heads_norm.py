@@ -1,4 +1,4 @@
-"""RMS norms of q and of k over all heads of each, before they are cut into heads; ranks have some heads each."""
+"""RMS norms of q and of k over all their heads, which tensor-parallel ranks divide."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class HeadsWeight(NamedTuple):
     """The weight of one of the norms."""
 
     weight: torch.Tensor  # [num_heads * head_dim] of this rank's heads
-    leaves: Sequence[int]  # lengths of its pieces that are summed one by one, so that all numbers of ranks sum alike
+    leaves: Sequence[int]  # lengths of pieces that are summed one by one, the same for any number of ranks
 
 
 class HeadsNorm:
-    """The norms of q and k in the product of their map, in place.
+    """The norms of q and k within the qkv product, in place.
 
-    One rank norms each by itself. More, of which each has as many heads as any other, add up their
-    sums of squares, those of q and k at once."""
+    A single rank calls `norm`. Several ranks, each with the same number of heads, add up their sums of squares of q and
+    k in one all-reduce."""
 
     def __init__(
         self,
@@ -32,10 +32,10 @@ class HeadsNorm:
         communicator: Communicator,
     ) -> None:
         self.weights, self.eps, self.communicator = weights, eps, communicator
-        self.norm = norm  # None: sums are taken by leaves, or over ranks
+        self.norm = norm  # None if sums are taken by leaves or over ranks
 
     def __call__(self, qkv: torch.Tensor) -> None:
-        """Norms what belongs to q and k of qkv [num_tokens, width of q, k and v]."""
+        """Normalise the q and k columns of qkv [num_tokens, width of q, k and v]."""
         q_width, k_width = (len(own.weight) for own in self.weights)
         parts = qkv[:, :q_width], qkv[:, q_width : q_width + k_width]
         if self.norm is not None:

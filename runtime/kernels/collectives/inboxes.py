@@ -1,18 +1,19 @@
-"""Inboxes: how the kernels of ranks on GPUs reach each other, by writing into the memory of all others.
+"""Inboxes: the protocol between the kernels of GPU ranks, which write into each other's memory.
 
-A rank pushes its operand into the inboxes of all ranks and reads its own until everything has come: values are their
-own flag, so nothing else is signalled and no rank waits for another to begin. An inbox is cleared to EMPTY_WORD; a
-value that has its bits is sent as zero. Of three inboxes one is in use, in turn. While rank A is in a launch, B may be
-in the next one, as A's values have reached it, but not in the one after that. So a launch may clear the inbox of the
-one before it, which is due again two launches later.
+A rank pushes its operand into the inboxes of all ranks and polls its own inbox until all values are there. A value is
+its own flag: ranks send nothing else, and do not wait for one another to begin. A cleared inbox holds EMPTY_WORD; a
+value with these bits is sent as zero. Three inboxes take turns. While rank A is in a launch, rank B may be in the next
+launch, because A's values have reached it. B cannot be in the launch after that. A launch may therefore clear the
+previous inbox, which is used again two launches later.
 
-Programs keep their turn in device memory, since a graph that is replayed has no other: program i of a rank talks to
-programs i of the others alone, and is launched by every operation. While one launch waits for other ranks, those that
-follow it may come to the device, too, and wait there: two ranks of one process on one device, which only tests have,
-need few programs, or launches that do not overlap. Every wait ends after a number of looks at the inbox and leaves the
-number of the rank that was missing, plus one, in a word that the host reads; what is launched then waits no more. The
-threads of a program must agree about each wait, as they meet in it: they decide by what all of them have reduced, and
-by state that only their own program writes."""
+- **Turns.** Each program keeps its turn in device memory, because a replayed graph has no other state. Program i
+  exchanges data with the programs i of other ranks only, and every operation launches it.
+- **Overlap.** While a launch waits for other ranks, later launches may start and wait, too. Two ranks on one device,
+  which only tests have, need few programs, or launches that do not overlap.
+- **Limits.** A wait ends after a number of polls. It then stores the missing rank, plus one, in a word for the host,
+  and later launches do not wait.
+- **Agreement.** All threads of a program take the same branch at a wait: they decide by reduced values, and by state
+  that only their own program writes."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from runtime.kernels._triton import INTERPRETED, constexpr, jit, tl, use_pdl
+from runtime.kernels.triton_language import INTERPRETED, constexpr, jit, tl, use_pdl
 
-NUM_PROGRAMS = 132  # as many as an H100 or H200 has multiprocessors, which 64 MB take; all ranks need the same number
+NUM_PROGRAMS = 132  # the multiprocessors of an H100 or H200, enough for 64 MB; the same on all ranks
 NUM_INBOXES = 3
-STATE_WORDS = 4  # of a program: the inbox that is due, words of the one before to clear, 1 after a failure, unused
+STATE_WORDS = 4  # of a program: next inbox, words of the previous one to clear, 1 after a failure, unused
 EMPTY_WORD = -0x7FFF8000  # 0x80008000: negative zeros of 16 bits, and in 32 bits a denormal number
-LOOKS_PER_S = 1 << (10 if INTERPRETED else 20)  # at an inbox; each takes about a microsecond
-SMALL_BYTES = 256 << 10  # of an operand; larger ones are bound by bandwidth
+LOOKS_PER_S = 1 << (10 if INTERPRETED else 20)  # polls of an inbox; each takes about a microsecond
+SMALL_BYTES = 256 << 10  # of an operand; bandwidth bounds larger ones
 
 
 class Inboxes(NamedTuple):
@@ -39,8 +40,8 @@ class Inboxes(NamedTuple):
     inbox_bytes: int
     addresses: torch.Tensor  # [size] int64: where each rank's inboxes begin
     state: torch.Tensor  # [num_programs, STATE_WORDS] int32, this rank's
-    num_looks: torch.Tensor  # [1] int32: after so many a wait fails
-    error: torch.Tensor  # [1] int32 that the host can read; the rank that was missing, plus one
+    num_looks: torch.Tensor  # [1] int32: polls after which a wait fails
+    error: torch.Tensor  # [1] int32 that the host can read: the missing rank, plus one
 
 
 EMPTY_OF = {2: -0x8000, 4: EMPTY_WORD, 8: -0x7FFF7FFF7FFF8000}  # by bytes of a value
@@ -52,8 +53,9 @@ _CLEARED = constexpr(1024)  # words at once
 
 @jit
 def begin(addresses_ptr, state_ptr, num_looks_ptr, rank, inbox_bytes, SIZE: tl.constexpr, PDL: tl.constexpr):
-    """Which inbox is due, and its address in all ranks' memory, from this rank on; the address of
-    this rank's inbox before and its words to clear; the looks that a wait may take."""
+    """Start a turn. Returns its number, the inbox addresses of all ranks from this rank on, and the polls of a wait.
+
+    Between these it returns this rank's previous inbox and the words to clear in it."""
     bases = ()
     for k in tl.static_range(SIZE):  # before the wait: no kernel writes them
         bases = bases + (tl.load(addresses_ptr + (rank + k) % SIZE),)  # type: ignore[assignment]  # noqa: RUF005
@@ -63,7 +65,7 @@ def begin(addresses_ptr, state_ptr, num_looks_ptr, rank, inbox_bytes, SIZE: tl.c
     state = state_ptr + tl.program_id(0) * _STATE
     turn = tl.load(state)
     extent = tl.load(state + 1)
-    # A program reads only what it has written itself, so that its threads agree about it: they must not part ways.
+    # A program reads only its own writes here, so that all of its threads take the same branches.
     num_looks = tl.load(num_looks_ptr) * (1 - tl.load(state + 2))
     due = ()
     for k in tl.static_range(SIZE):
@@ -74,10 +76,10 @@ def begin(addresses_ptr, state_ptr, num_looks_ptr, rank, inbox_bytes, SIZE: tl.c
 
 @jit
 def clear(inbox, extent):
-    """Make an inbox of this rank empty again; the programs share its words."""
+    """Clear an inbox of this rank; the programs share its words."""
     words = tl.multiple_of(inbox.to(tl.pointer_type(tl.int32)), 16)
     offsets = tl.arange(0, _CLEARED)
-    extent = extent // 16 * 16  # as it is; the compiler may store several words at once
+    extent = extent // 16 * 16  # no change; the compiler learns that it may store several words at once
     for start in range(tl.program_id(0) * _CLEARED, extent, tl.num_programs(0) * _CLEARED):
         tl.store(words + start + offsets, tl.full((_CLEARED,), _WORD, tl.int32), mask=start + offsets < extent)
 
@@ -93,13 +95,13 @@ def end(state_ptr, turn, extent, num_looks):
 
 @jit
 def sendable(bits, EMPTY: tl.constexpr):
-    """The values' bits, none of them EMPTY; one beside it where those of zero would be another number."""
+    """The bits of values with EMPTY replaced: by zero, or for int64, where zero is another value, by EMPTY + 1."""
     return tl.where(bits == EMPTY, EMPTY + 1 if bits.dtype == tl.int64 else 0, bits)
 
 
 @jit
 def push(bits, due, offsets, inside, SIZE: tl.constexpr):
-    """Store to the same place in all ranks' inboxes, each rank beginning with another one."""
+    """Store to the same place in all inboxes; each rank starts with another inbox."""
     for k in tl.static_range(SIZE):
         to = tl.multiple_of(due[k].to(tl.pointer_type(bits.dtype)), 16)
         tl.store(to + offsets, bits, mask=inside)
@@ -107,13 +109,13 @@ def push(bits, due, offsets, inside, SIZE: tl.constexpr):
 
 @jit
 def missing_of(bits, EMPTY: tl.constexpr):
-    """1 if some of the values have not come; the same in all threads."""
+    """1 if a value is missing; the same in all threads."""
     return tl.max((bits == EMPTY).to(tl.int32), axis=0)
 
 
 @jit
 def arrived(page, inside, error_ptr, num_looks, owner, EMPTY: tl.constexpr):
-    """A page of one rank, as soon as it has come, and the looks that the next wait may take."""
+    """Wait for a page of one rank; return it and the polls left for the next wait."""
     bits = tl.load(page, mask=inside, other=0, volatile=True)
     missing = missing_of(bits, EMPTY)
     looks = 0

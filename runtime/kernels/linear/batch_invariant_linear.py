@@ -1,25 +1,24 @@
-"""Linear layers whose every output has the same bits in any batch, for deterministic mode on a GPU.
+"""Linear layers whose outputs have the same bits in any batch, for deterministic mode on a GPU.
 
-An output is a sum over K, in the order that `sum_order` gives the weight. How many rows there are only decides how
-tiles are laid over the product, and whether its chunks are computed one after the other in a program (many rows) or by
-programs side by side, the last of which adds their sums (fewer rows: without that, too few programs would read the
-weight). Up to 16 rows `skinny_gemm` has the same order, and the same bits, in fewer and faster steps.
+An output is a sum over K in the order of `sum_order`. The number of rows decides two other things: the tiles, and
+whether one program computes all chunks of a tile. With few rows, programs compute chunks side by side, because too few
+programs would read the weight otherwise, and the last program adds their sums. Up to 16 rows, `skinny_gemm` uses the
+same order and returns the same bits in less time.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels._triton import TensorDescriptor, jit, tl, use_pdl
+from runtime.kernels.linear.split_k import add_parts, split_counters, store_part
 from runtime.kernels.linear.sum_order import SumOrder, sum_order
+from runtime.kernels.linear.tiles import Tiling, blocks_of, output_of, tile_place
+from runtime.kernels.triton_language import jit, tl, use_pdl
 
 _NUM_SMS = 132  # of an H100 or H200; on other cards the same tiling works, only slower
-_GROUP = 8  # tiles of x that neighbouring programs share a tile of the weight with
-MAX_SPLIT_TILES = 1024  # of a product whose chunks are computed side by side
 
 
 def batch_invariant_linear_torch(
@@ -51,28 +50,22 @@ def _product_kernel(
     K: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,  # out is added to
-    SPLIT: tl.constexpr,  # program (i, j): tile i, chunk j; otherwise tile i, all chunks
+    SPLIT: tl.constexpr,  # program (i, j): tile i, chunk j; else program i: all chunks of tile i
     NUM_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,  # columns; a multiple of BLOCK_K
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    SWAP: tl.constexpr,  # rows of the weight are those of the matrix instruction
+    SWAP: tl.constexpr,  # weight rows are the rows of the matrix instruction
     TENSOR_MAPS: tl.constexpr,
-    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tile = tl.program_id(0)
-    tiles_m, tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    group_start = tile // (GROUP * tiles_n) * GROUP
-    group_size = tl.minimum(tiles_m - group_start, GROUP)
-    within = tile % (GROUP * tiles_n)
-    token = (group_start + within % group_size) * BLOCK_M
-    row = within // group_size * BLOCK_N
+    token, row = tile_place(tile, num_rows, N, BLOCK_M, BLOCK_N)
     tokens = token + tl.arange(0, BLOCK_M)
     rows = row + tl.arange(0, BLOCK_N)
-    live = (tokens < num_rows)[:, None]  # reading some row in place of those past the end would make its lines hot
+    live = (tokens < num_rows)[:, None]  # reading an existing row for those past the end would make its lines hot
     if TENSOR_MAPS:
         xs, weights = x_ptr, weight_ptr
     else:
@@ -100,14 +93,9 @@ def _product_kernel(
     inside = (at_tokens < num_rows) & (at_rows < N)
     if SPLIT:
         size = num_rows.to(tl.int64) * N
-        tl.store(sums_ptr + tl.program_id(1) * size + at, total, mask=inside)
-        tl.debug_barrier()  # all of this program's stores come before its arrival
-        if tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu") != NUM_CHUNKS - 1:
+        if store_part(sums_ptr, size, at, total, inside, counters_ptr) != NUM_CHUNKS - 1:
             return
-        tl.store(counters_ptr + tile, 0)
-        total = tl.load(sums_ptr + at, mask=inside, other=0.0, cache_modifier=".cg")
-        for chunk in tl.static_range(1, NUM_CHUNKS):
-            total += tl.load(sums_ptr + chunk * size + at, mask=inside, other=0.0, cache_modifier=".cg")
+        total = add_parts(sums_ptr, size, at, inside, counters_ptr, NUM_CHUNKS)
     if BIAS:
         bias = tl.load(bias_ptr + tl.minimum(rows, N - 1)).to(tl.float32)
         total += bias[:, None] if SWAP else bias[None, :]
@@ -148,18 +136,6 @@ def _chunk_sum(
     return acc
 
 
-class Tiling(NamedTuple):
-    """How tiles are laid over a product. It does not affect the order of any sum."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    stages: int
-    split: bool = False
-    swap: bool = False
-
-
 def batch_invariant_linear_triton(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -170,47 +146,42 @@ def batch_invariant_linear_triton(
 ) -> torch.Tensor:
     """`batch_invariant_linear_torch` with fp32 sums in an order that only the weight's shape decides."""
     (num_rows, size_in), size_out = x.shape, weight.shape[0]
-    if residual is not None:
-        out = residual
-    elif out is None:
-        out = torch.empty((num_rows, size_out), dtype=out_dtype or x.dtype, device=x.device)
+    out = output_of(x, size_out, out_dtype, out, residual)
     if not num_rows:
         return out
     order = sum_order(size_out, size_in)
     tiling, pdl = choose_tiling(num_rows, size_out, order, x.dtype), use_pdl(x)
+    split = tiling.split > 1
     sums, counters = out, out  # the kernel needs pointers, but does not use them without SPLIT
-    if tiling.split:
+    if split:
         sums = torch.empty((order.num_chunks, num_rows, size_out), dtype=torch.float32, device=x.device)
-        counters = _counters(x.device)
+        counters = split_counters(x.device)
     rows_of, weights_of, tensor_maps = _operands(x, weight, tiling)
-    num_tiles = -(-num_rows // tiling.block_m) * -(-size_out // tiling.block_n)
-    _product_kernel[(num_tiles, order.num_chunks if tiling.split else 1)](
+    num_tiles = tiling.num_tiles(num_rows, size_out)
+    _product_kernel[(num_tiles, order.num_chunks if split else 1)](
         rows_of, weights_of, out if bias is None else bias, out, sums, counters, x.stride(0), num_rows, size_out,
         K=size_in, BIAS=bias is not None, RESIDUAL=residual is not None,
-        SPLIT=tiling.split, NUM_CHUNKS=order.num_chunks, CHUNK=order.chunk,
+        SPLIT=split, NUM_CHUNKS=order.num_chunks, CHUNK=order.chunk,
         BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, STAGES=tiling.stages, SWAP=tiling.swap,
-        TENSOR_MAPS=tensor_maps, GROUP=_GROUP, PDL=pdl, num_warps=tiling.num_warps, launch_pdl=pdl,
+        TENSOR_MAPS=tensor_maps, PDL=pdl, num_warps=tiling.num_warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
 
 def _operands(x: torch.Tensor, weight: torch.Tensor, tiling: Tiling) -> tuple[Any, Any, bool]:
-    """x and the weight as descriptors, which the card's copy engine reads tiles by, and True; if their addresses or
-    strides are not multiples of 16 bytes, the tensors, and False."""
+    """x and the weight as descriptors for the copy engine, and True.
+
+    If an address or a stride is not a multiple of 16 bytes, returns the tensors and False."""
     strides = x.stride(0) * x.element_size(), weight.stride(0) * weight.element_size()
     if x.element_size() == 4 or any(n % 16 for n in (x.data_ptr(), weight.data_ptr(), *strides)):
         return x, weight, False
-    blocks = [tiling.block_m, tiling.block_k], [tiling.block_n, tiling.block_k]
-    rows_of, weights_of = (
-        TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
-        for tensor, block in zip((x, weight), blocks, strict=True)
-    )
-    return rows_of, weights_of, True
+    return blocks_of(x, tiling.block_m, tiling.block_k), blocks_of(weight, tiling.block_n, tiling.block_k), True
 
 
 def choose_tiling(num_rows: int, size_out: int, order: SumOrder, dtype: torch.dtype) -> Tiling:
-    """The largest tiles of which there are still enough for the multiprocessors, as measured on an H200; chunks side by
-    side where there are not even enough small ones."""
+    """The largest tiles that still fill the multiprocessors, as measured on an H200.
+
+    Chunks run side by side where even small tiles are too few."""
     if dtype == torch.float32:  # on the FMA units
         return Tiling(32, 32, 32, 4, 2)
 
@@ -219,26 +190,21 @@ def choose_tiling(num_rows: int, size_out: int, order: SumOrder, dtype: torch.dt
 
     chunked = order.num_chunks > 1
     few = chunked and 2 * tiles(128, 64) <= _NUM_SMS
+    parts = order.num_chunks if few else 1
     if num_rows <= 32:
-        return Tiling(32, 64, 128, 4, 6, split=few, swap=True)
+        return Tiling(32, 64, 128, 4, 6, split=parts, swap=True)
     if size_out % 16 or (num_rows <= 64 and tiles(64, 128) < 2 * _NUM_SMS // 3):
-        return Tiling(64, 64, 128, 4, 4, split=few)  # of an odd size, larger tiles would spill registers
+        return Tiling(64, 64, 128, 4, 4, split=parts)  # larger tiles of an odd size would spill registers
     if num_rows <= 64:
         return Tiling(64, 128, 64, 4, 6)
-    if tiles(64, 64) <= _NUM_SMS and order.num_chunks * order.chunk <= 3072:  # so short that adding chunks would show
+    if tiles(64, 64) <= _NUM_SMS and order.num_chunks * order.chunk <= 3072:  # too short to hide the sum of chunks
         return Tiling(64, 64, 128, 4, 4)
     if few and 2 * tiles(128, 64) * order.num_chunks > 3 * _NUM_SMS:
-        return Tiling(128, 128, 64, 4, 4, split=True)
+        return Tiling(128, 128, 64, 4, 4, split=order.num_chunks)
     if tiles(128, 64) <= _NUM_SMS:
-        return Tiling(128, 64, 64, 4, 6, split=few)
+        return Tiling(128, 64, 64, 4, 6, split=parts)
     if chunked or tiles(128, 128) <= _NUM_SMS:
         return Tiling(128, 128, 64, 8, 4)
     if num_rows > 1024 or -num_rows % 256 <= num_rows // 8:
         return Tiling(256, 128, 64, 8, 4, swap=num_rows > 256)
     return Tiling(128, 256, 64, 8, 4)
-
-
-@cache
-def _counters(device: torch.device) -> torch.Tensor:
-    """Zeros between launches."""
-    return torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device)

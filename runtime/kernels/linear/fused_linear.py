@@ -1,4 +1,4 @@
-"""Linear layers on a GPU: up to 16 rows by kernels with the surrounding operations fused in, more rows by cuBLAS."""
+"""Linear layers on a GPU: fused kernels up to 16 rows, cuBLAS above."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from runtime.kernels.norm.rms_norm import rms_norm_triton
 
 
 class FusedLinear(Linear):
-    """`Linear` in the fewest launches: up to MAX_ROWS rows each verb is one kernel or two; above, the product itself
-    adds the residual. In deterministic mode all products of a weight sum in one order, and all else goes row by row."""
+    """`Linear` in the fewest launches: one or two kernels for each method up to MAX_ROWS rows.
+
+    Above, the product itself adds the residual. In deterministic mode, all products of a weight sum in one order, and
+    all other operations work row by row."""
 
     def __init__(
         self,
@@ -31,7 +33,7 @@ class FusedLinear(Linear):
     ) -> None:
         super().__init__(self._any_product, norm, partial(gated_activation_triton, activation=activation, gated=gated))
         self.weight, self.bias, self.deterministic = weight, bias, deterministic
-        self.folded = activation if gated else None  # what the skinny kernel can do after the product
+        self.folded = activation if gated else None  # the activation that the skinny kernel can include
         self.skinny_gemm = partial(skinny_gemm_triton, weight=weight, bias=bias, fixed_order=deterministic)
 
     def _is_skinny(self, x: torch.Tensor) -> bool:
@@ -84,7 +86,7 @@ class FusedLinear(Linear):
     def logits(
         self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """In float32: rounded to bfloat16, the best two of 128,000 logits are often equal."""
+        """Logits in float32: rounded to bfloat16, the best two of 128,000 are often equal."""
         weight, bias, wide = self.weight, self.bias, torch.float32
         if self._is_skinny(x):
             return self._skinny_normed(x, norm_weight, eps, out_dtype=wide, out=out)
@@ -100,8 +102,7 @@ class FusedLinear(Linear):
 
 
 class FusedAdaptedLinear(FusedLinear):
-    """`FusedLinear` for a step of one row that has an adapter: what that adds is made and added within the product.
-    Nothing is less fused than without."""
+    """`FusedLinear` for a step of one row with an adapter, which the product's own kernel applies."""
 
     def __init__(self, own: FusedLinear, adapters: RowAdapters) -> None:
         Linear.__init__(self, self._any_product, own.norm, own.activate)

@@ -1,11 +1,11 @@
 """Linear layers: the forms in which a decoder uses a weight, and the products behind them on a CPU.
 
-There, weights are packed once into oneDNN's own blocked layout, with F.linear as the fallback: packed is far faster at
-few rows (fp32 1.8x at one row). The two calls are private to torch, so a build without them falls back.
+Weights are packed once into oneDNN's blocked layout, which is faster at few rows (fp32: 1.8x at one row). The two calls
+are private to torch; a build without them uses F.linear.
 
-The order in which a library sums depends on the CPU's instructions, the library's version, the number of threads, the
-number of rows and a row's place among them. Deterministic mode therefore uses only calls that were measured to give a
-row the same bits everywhere (`batch_invariant_product`).
+A library's order of sums depends on the CPU, its version, the number of threads, the number of rows and a row's place.
+Deterministic mode therefore uses only calls that were measured to return the same bits for a row everywhere
+(`batch_invariant_product`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ Product = Callable[[torch.Tensor], torch.Tensor]  # [num_tokens, in] -> [num_tok
 Activate = Callable[[torch.Tensor], torch.Tensor]  # [num_tokens, 2 * ffn], or [num_tokens, ffn] -> [num_tokens, ffn]
 
 _EXPECTED_ROWS = 64  # rows for which oneDNN chooses its layout; 8 to 256 were measured to give the same speed
-# Candidate numbers of rows of a call in deterministic mode; `agreeing_sizes` keeps those that give the same bits.
+# Candidate numbers of rows of a call in deterministic mode; `agreeing_sizes` selects the ones with equal bits.
 _CALL_SIZES = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 128, 256)
 _MAX_MEASURED_ROWS = 8192  # rows of the weight that is measured: a longer one repeats the same work
 _REFERENCE_SIZE = 16  # the call size that the others are compared with
 
 
 class Norm(Protocol):
-    """norm(x) * weight for rows x [num_tokens, hidden]. With a residual, the result is added to it in place, and the
-    residual is returned."""
+    """norm(x) * weight for rows x [num_tokens, hidden]. A residual is added to in place and returned."""
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
@@ -62,7 +61,7 @@ class Linear:
     def gated(self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         """activation(gate) * up of the normed input; the weight's rows are the gate's, then the up projection's.
 
-        Where there is no gate, activation(up)."""
+        Without a gate, activation(up)."""
         return self.activate(self.normed(x, norm_weight, eps))
 
     def gated_into(
@@ -73,7 +72,7 @@ class Linear:
         eps: float,
         post_norm: torch.Tensor | None = None,
     ) -> None:
-        """The feed-forward layer whose gate and up this is: `down.add_to` of the `gated` residual."""
+        """A feed-forward layer with this gate and up: `down.add_to` of the `gated` residual."""
         down.add_to(residual, self.gated(residual, norm_weight, eps), post_norm, eps)
 
     def logits(
@@ -83,13 +82,12 @@ class Linear:
         return self.normed(x, norm_weight, eps)
 
     def with_adapters(self, adapters: RowAdapters) -> Linear:
-        """The same map for a step whose rows have adapters."""
+        """This layer for a step in which rows have adapters."""
         return AdaptedLinear(self, adapters)
 
 
 class AdaptedLinear(Linear):
-    """A map and what adapters add to it, which is computed from the normed input, too, so that nothing is fused but the
-    residual."""
+    """A linear layer plus adapters. Adapters read the normed input, too, so only the residual addition is fused."""
 
     def __init__(self, own: Linear, adapters: RowAdapters) -> None:
         super().__init__(self._sum, own.norm, own.activate)
@@ -144,9 +142,9 @@ def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
 def batch_invariant_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     """A product that gives a row the same bits whatever the other rows are, on this machine with this many threads.
 
-    Rows go through calls of a few fixed sizes that were measured to give a row the same bits at every place. If no
-    packed form of the weight's dtype passes that measurement (with AMX, say, or with bfloat16 on many threads of a CPU
-    without its instructions), the product is computed in float32."""
+    Rows go through calls of a few fixed sizes, which were measured to return the same bits for a row at every place.
+    If no packed form of the weight's dtype passes, the product is computed in float32. That happens with AMX, and with
+    bfloat16 on many threads of a CPU without bfloat16 instructions."""
     packed = [dtype for dtype in dict.fromkeys((weight.dtype, torch.float32)) if can_pack(dtype, weight.device)]
     for form, dtype in [*((packed_linear, dtype) for dtype in packed), (plain_linear, weight.dtype)]:
         if sizes := agreeing_sizes(form, *weight.shape, dtype, weight.device, torch.get_num_threads()):
@@ -166,9 +164,9 @@ def agreeing_sizes(
 ) -> tuple[int, ...]:
     """The call sizes in which a row has the same bits at every place, and the same bits in all of them; or none.
 
-    The order in which a product sums depends on shapes, not on values. The operands here have the opposite of each
-    column elsewhere: the exact sums are zero, so a result is nothing but rounding errors, and another order of sums
-    shows in its bits even after rounding to bfloat16."""
+    A product's order of sums depends on shapes, not on values. The operands have the negative of each column in another
+    column, so the exact sums are zero and a result consists of rounding errors. Another order of sums therefore shows
+    in the bits, even after rounding to bfloat16."""
     generator = torch.Generator().manual_seed(0)
     size_out = min(size_out, _MAX_MEASURED_ROWS + size_out % 64)
     order, half = torch.randperm(size_in, generator=generator), size_in // 2

@@ -1,9 +1,9 @@
-"""The addition of adapters (LoRA) to a linear map: y += B (A x) with the A and B of each row's own adapter.
+"""LoRA adapters of a linear layer: y += B (A x) with the A and B of each row's adapter.
 
-Two kernels: `shrink` makes the small results A x of each row, `expand` adds B times these. (A step of one row has both
-within the product of few rows.) Up to MAX_SINGLE_ROWS rows, and in deterministic mode always, a program has one row, so
-that its bits depend on nothing else; with more rows, tiles of rows go through the tensor cores, once for each adapter
-that a tile has, which in a prompt is one. Programs whose rows have no adapter end at once.
+Kernel `shrink` computes A x of each row, and kernel `expand` adds B times that. A step of one row does both within
+`skinny_gemm`. Up to MAX_SINGLE_ROWS rows, and in deterministic mode always, a program has one row, so the row's bits
+depend on nothing else. With more rows, tiles of rows use the tensor cores, once for each adapter in the tile; the rows
+of a prompt have one. Programs end at once if their rows are without an adapter.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels._triton import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.linear.small_results import EMPTY_WORD
+from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
 MAX_SINGLE_ROWS = 256
-_FEW_ROWS = 8  # whose programs of shrink are so few that each has one rank and, up to _MOST_COLUMNS, all columns
+_FEW_ROWS = 8  # rows up to which a shrink program has one rank and, up to _MOST_COLUMNS, all columns
 _MOST_COLUMNS = 16384
-_SHRINK_RANKS, _SHRINK_COLUMNS = 4, 1024  # of a program that has one of more rows
+_SHRINK_RANKS, _SHRINK_COLUMNS = 4, 1024  # of a shrink program with more rows
 _EXPAND_OUTPUTS = 128
 _TILE_ROWS, _TILE_COLUMNS, _TILE_OUTPUTS = 32, 64, 64
 _LEAST_RANK = 16  # of a matrix instruction
 
 
 class Adapters(NamedTuple):
-    """The matrices of all adapters for one fused linear map of some parts. A part that an adapter has not is zeros, as
-    is what is beyond its rank."""
+    """The matrices of all adapters for one fused linear layer of several parts.
+
+    Missing parts, and ranks beyond an adapter's own, are zeros."""
 
     a: torch.Tensor  # [max_loras, num_parts * rank, in]
     b: torch.Tensor  # [max_loras, out, rank], scaled; rows of the first part's outputs, then of the next one's
     ends: tuple[int, ...]  # outputs up to the end of each part
-    results: torch.Tensor  # [num_parts * rank] int32: A x of a step of one row, EMPTY_WORD until the map has made it
+    results: torch.Tensor  # [num_parts * rank] int32: A x of a step of one row; EMPTY_WORD until it is computed
 
     @property
     def rank(self) -> int:
@@ -48,9 +49,10 @@ class Adapters(NamedTuple):
     def write(
         self, index: int, parts: Sequence[tuple[torch.Tensor, torch.Tensor] | None], row_order: torch.Tensor | None
     ) -> None:
-        """Adapter `index`, from 1, has these A [rank, in] and B [out of the part, rank], which is scaled, on the host;
-        None: nothing for that part. `row_order` is that of the first outputs where the weight has another than the
-        parts. Copies are made on the current stream."""
+        """Copy adapter `index` (from 1) to the device, on the current stream.
+
+        A part is A [rank, in] and scaled B [out of the part, rank] on the host, or None. `row_order` is the order of
+        the first outputs, if the weight's differs from that of the parts."""
         a, b = (torch.zeros(stack.shape[1:], dtype=stack.dtype) for stack in (self.a, self.b))
         for i, pair in enumerate(parts):
             if pair is not None:
@@ -66,7 +68,7 @@ class Adapters(NamedTuple):
 def make_adapters(
     sizes: Sequence[int], size_in: int, max_loras: int, max_rank: int, dtype: torch.dtype, device: torch.device
 ) -> Adapters:
-    """Room for adapters of a map whose parts have `sizes` outputs; nothing has been made."""
+    """Zeroed matrices for `max_loras` adapters of a layer with parts of `sizes` outputs."""
     rank = padded_rank(max_rank)
     a = torch.zeros((max_loras, len(sizes) * rank, size_in), dtype=dtype, device=device)
     b = torch.zeros((max_loras, sum(sizes), rank), dtype=dtype, device=device)
@@ -75,7 +77,7 @@ def make_adapters(
 
 
 def padded_rank(max_rank: int) -> int:
-    """The rank that matrices have room for."""
+    """The rank of the allocated matrices."""
     return max(int(next_power_of_2(max_rank)), _LEAST_RANK)
 
 
@@ -88,7 +90,7 @@ class AddAdapters(Protocol):
 def add_adapters_torch(
     y: torch.Tensor,  # [num_tokens, out], added to in place
     x: torch.Tensor,  # [num_tokens, in], y's dtype
-    rows: torch.Tensor,  # [num_tokens] the index of each row's adapter; 0: none
+    rows: torch.Tensor,  # [num_tokens] the index of each row's adapter; 0 for none
     adapters: Adapters,
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear,  # of rows and a weight
 ) -> None:
@@ -107,14 +109,14 @@ def add_adapters_torch(
 
 
 class RowAdapters(NamedTuple):
-    """The adapters of a step's rows, for one fused map."""
+    """The adapters of a step's rows for one fused layer."""
 
     rows: torch.Tensor  # [num_tokens]
     adapters: Adapters
     add: AddAdapters
 
     def __call__(self, y: torch.Tensor, x: torch.Tensor) -> None:
-        """Add what they give for the map's inputs x to its result y."""
+        """Add B (A x) of each row to y."""
         self.add(y, x, self.rows, self.adapters)
 
 
@@ -131,8 +133,9 @@ def _shrink_row_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (i, j): BLOCK_R rows of A with row i of x. Each tile of A is requested before it is needed, the first one
-    before what the kernel before this one makes."""
+    """Program (i, j): BLOCK_R rows of A with row i of x.
+
+    Tiles of A are requested one iteration ahead, and the first one before the wait for the previous kernel."""
     token = tl.program_id(0)
     ranks = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     cols = tl.arange(0, BLOCK_K)[None, :]
@@ -162,7 +165,7 @@ def _expand_row_kernel(
     y_ptr,  # [num_tokens, N], rows y_stride apart
     y_stride,
     N,
-    END_0,  # outputs up to the end of the first part, and of the second
+    END_0,  # outputs up to the end of the first part; END_1: of the second
     END_1,
     RANK: tl.constexpr,
     NUM_RANKS: tl.constexpr,
@@ -211,7 +214,7 @@ def _shrink_tile_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    left = tl.load(rows_ptr + tokens, mask=tokens < num_tokens, other=0)  # whose adapter is still to be multiplied with
+    left = tl.load(rows_ptr + tokens, mask=tokens < num_tokens, other=0)  # adapters that remain to be multiplied
     acc = tl.zeros((BLOCK_M, RANK), tl.float32)
     index = tl.max(left, 0)
     while index > 0:

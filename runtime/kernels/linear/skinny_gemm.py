@@ -1,11 +1,12 @@
-"""Linear layers over at most 16 rows: the products of a decode step, whose time goes into reading weights.
+"""Linear layers over at most 16 rows, the products of a decode step. Reading the weight takes most of their time.
 
-Both kernels give a program a few rows of the weight and the whole of K, so results need no second pass and do not
-depend on timing, and both request their first weights before they wait for the kernel before them. One row is
-multiplied on the FMA units; more rows, and in deterministic mode one row as well, go through the tensor cores, in the
-order of `sum_order`. What follows a product, the activation or the residual addition, is folded in, and on the FMA
-units the norm before it: RMSNorm divides the row by one number, which is applied to the result while the squares are
-summed in the same loop. (Of more rows each program would repeat more norms than a kernel of their own costs.)
+A program has a few weight rows and the whole of K, so results do not need a second pass and do not depend on timing. It
+requests its first weights before it waits for the previous kernel. One row is multiplied on the FMA units. More rows,
+and in deterministic mode one row as well, use the tensor cores in the order of `sum_order`.
+
+The activation or the residual addition after a product is part of its kernel. On the FMA units, so is the norm before
+it: RMSNorm divides the row by one number, which the kernel applies to the result after summing the squares in the same
+loop. With more rows, programs would repeat more norms than a separate kernel costs.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels._triton import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.linear.lora import RowAdapters, add_adapters_torch
+from runtime.kernels.linear.skinny_blocks import add_chunks, store_block, weight_rows_of_block
 from runtime.kernels.linear.skinny_gemm_configs import SKINNY_GEMM_CONFIGS, SkinnyGemmConfig
 from runtime.kernels.linear.small_results import await_results, make_result
 from runtime.kernels.linear.sum_order import sum_order
-from runtime.kernels.norm.gated_activation import Activation, activated
+from runtime.kernels.linear.tiles import output_of
+from runtime.kernels.norm.gated_activation import Activation
 from runtime.kernels.norm.rms_norm import rms_norm_triton
+from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
 MAX_ROWS = 16
-_RESULT_COLUMNS = 1024  # of A at once, for each warp of a program that makes a small result
+_RESULT_COLUMNS = 1024  # columns of A at once, for each warp of a program that computes A x
 
 
 def skinny_gemm_torch(
@@ -34,7 +37,7 @@ def skinny_gemm_torch(
     eps: float = 0.0,
     residual: torch.Tensor | None = None,  # [num_rows, N], must not overlap x; added to in place and returned
     activation: Activation | None = None,  # N = 2 * ffn, rows of gate, then of up: act(gate) * up
-    out_dtype: torch.dtype | None = None,  # of a result without residual; x's dtype if None
+    out_dtype: torch.dtype | None = None,  # of a result without residual; None for x's dtype
     out: torch.Tensor | None = None,  # contiguous, for a result without residual
     adapters: RowAdapters | None = None,
 ) -> torch.Tensor:
@@ -52,58 +55,14 @@ def skinny_gemm_torch(
     return y.to(out_dtype or x.dtype) if out is None else out.copy_(y)
 
 
-@jit
-def _weight_rows(block, N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The rows of the weight [BLOCK_N] of a block: with an activation, rows of gate and of up in turn."""
-    rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    if ACTIVATION is not None:
-        rows = rows // 2 + rows % 2 * (N // 2)
-    return rows
-
-
-@jit
-def _finish(
-    y,  # [BLOCK_N, NUM_TOKENS] fp32: the block's rows of the weight times x.T
-    block,
-    tokens,  # [NUM_TOKENS]
-    rows,  # [BLOCK_N]
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    num_rows,
-    N,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    NUM_TOKENS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Bias, activation, residual; stores."""
-    if BIAS:
-        y += tl.load(bias_ptr + tl.minimum(rows, N - 1)).to(tl.float32)[:, None]
-    width = N
-    cols = rows
-    if ACTIVATION is not None:
-        y = y.to(out_ptr.dtype.element_ty).to(tl.float32)  # as where the activation is a kernel of its own
-        gate, up = tl.split(tl.trans(tl.reshape(y, (BLOCK_N // 2, 2, NUM_TOKENS)), 0, 2, 1))
-        y = activated(gate, ACTIVATION) * up
-        width = N // 2
-        cols = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-    at = tokens[None, :] * width + cols[:, None]
-    inside = (tokens < num_rows)[None, :] & (cols < width)[:, None]
-    if RESIDUAL:
-        y += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside)
-
-
 @jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=ROW_ARRAYS)
 def _vector_kernel(
     x_ptr,  # [num_rows, K], rows x_stride apart
     weight_ptr,  # [N, K] contiguous
-    bias_ptr,  # [N]; this and the next two are read if BIAS, NORM, RESIDUAL
+    bias_ptr,  # [N]; read with BIAS, as are the next two with NORM and RESIDUAL
     norm_ptr,  # [K]
     residual_ptr,  # [num_rows, N] contiguous
-    rows_ptr,  # [num_rows]; this and the next three are used if RANK; not written by the kernel right before this one
+    rows_ptr,  # [num_rows], not written by the previous kernel; used with RANK, as are the next three
     a_ptr,  # [max_loras, NUM_RANKS, K]
     b_ptr,  # [max_loras, N, RANK]
     results_ptr,  # [num_rows, NUM_RANKS] int32, as kernels/linear/small_results.py has them
@@ -111,7 +70,7 @@ def _vector_kernel(
     x_stride,
     end_0,  # outputs up to the end of an adapter's first part, and of the second
     end_1,
-    num_rows,  # not specialised on: a number that was not seen at start must not compile a kernel while serving
+    num_rows,  # not specialised: a new number of rows must not compile a kernel while serving
     N,
     eps,
     K: tl.constexpr,
@@ -119,7 +78,7 @@ def _vector_kernel(
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    RANK: tl.constexpr,  # 0: no row has an adapter
+    RANK: tl.constexpr,  # 0 without adapters
     NUM_RANKS: tl.constexpr,
     RESULT_K: tl.constexpr,  # columns of A at once
     BLOCK_N: tl.constexpr,
@@ -127,8 +86,9 @@ def _vector_kernel(
     AHEAD: tl.constexpr,  # steps from a load of the weight to its use, 1 or 2
     PDL: tl.constexpr,
 ):
-    """Program (i, j): rows i * BLOCK_N and on of the weight with row j of x. With adapters, NUM_RANKS programs come
-    before these, each of which makes one small result."""
+    """Program (i, j): weight rows from i * BLOCK_N with row j of x.
+
+    With adapters, NUM_RANKS programs come first and compute one element of A x each."""
     block, token = tl.program_id(0), tl.program_id(1)
     if RANK:
         index = tl.load(rows_ptr + token).to(tl.int64)
@@ -138,14 +98,14 @@ def _vector_kernel(
             make_result(results + block, x_ptr + token * x_stride, a, norm_ptr, index > 0, eps, K, NORM, RESULT_K, PDL)
             return
         block -= NUM_RANKS
-    rows = _weight_rows(block, N, ACTIVATION, BLOCK_N)
+    rows = weight_rows_of_block(block, N, ACTIVATION, BLOCK_N)
     cols = tl.arange(0, BLOCK_K)[None, :]
     weights = weight_ptr + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K + cols
     w = tl.load(weights, mask=cols < K, other=0.0, eviction_policy="evict_first")
     next_w = w
     if AHEAD == 2 and BLOCK_K < K:
         next_w = tl.load(weights + BLOCK_K, mask=cols < K - BLOCK_K, other=0.0, eviction_policy="evict_first")
-    if RANK:  # nothing of it waits for x, or x for it
+    if RANK:  # independent of x
         ranks = tl.arange(0, RANK)[None, :]
         part = (rows >= end_0).to(tl.int32) + (rows >= end_1).to(tl.int32)
         has = (rows < tl.where(index > 0, N, 0))[:, None]
@@ -154,7 +114,7 @@ def _vector_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     xs = x_ptr + token * x_stride + cols
-    # A thread holds 8 neighbouring columns, 16 bytes: it sums those at once and keeps an eighth of the registers.
+    # A thread holds 8 neighbouring columns, 16 bytes. It sums them at once and keeps an eighth of the registers.
     acc = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
     squares = tl.zeros((1, BLOCK_K // 8), tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
@@ -176,7 +136,7 @@ def _vector_kernel(
         y *= tl.rsqrt(tl.sum(squares) / K + eps)
     if RANK:
         y += tl.sum(b.to(tl.float32) * await_results(results + part[:, None] * RANK + ranks, has), 1)
-    _finish(
+    store_block(
         y[:, None], block, token + tl.arange(0, 1), rows, bias_ptr, residual_ptr, out_ptr, num_rows, N,
         BIAS, RESIDUAL, ACTIVATION, 1, BLOCK_N,
     )  # fmt: skip
@@ -196,17 +156,17 @@ def _tile_kernel(
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,  # 1, 2 or 4; of several, each is summed by a warp of its own
+    NUM_CHUNKS: tl.constexpr,  # 1, 2 or 4; a warp sums one of several chunks
     CHUNK: tl.constexpr,  # columns; a multiple of BLOCK_K
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # columns of a step, in each chunk
     NUM_TOKENS: tl.constexpr,  # 8 or 16, at least num_rows
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,  # steps, 1 or 2, whose weights are requested before the wait
+    AHEAD: tl.constexpr,  # steps, 1 or 2, of weights requested before the wait
     PDL: tl.constexpr,
 ):
-    """Program i: rows i * BLOCK_N and on of the weight with all rows of x, padded to NUM_TOKENS."""
-    rows = _weight_rows(tl.program_id(0), N, ACTIVATION, BLOCK_N)
+    """Program i: weight rows from i * BLOCK_N with all rows of x, padded to NUM_TOKENS."""
+    rows = weight_rows_of_block(tl.program_id(0), N, ACTIVATION, BLOCK_N)
     tokens = tl.arange(0, NUM_TOKENS)
     weight_rows = tl.minimum(rows, N - 1).to(tl.int64)
     if NUM_CHUNKS == 1:
@@ -221,7 +181,7 @@ def _tile_kernel(
         xs = x_ptr + (tokens * x_stride)[None, :, None] + cols
         live = (tokens < num_rows)[None, :, None]
         acc = tl.zeros((NUM_CHUNKS, BLOCK_N, NUM_TOKENS), tl.float32)
-    # The last steps' weights come first, so that neither they nor the loop's loads wait for one another.
+    # The weights of the last steps come first, so that they and the loads of the loop do not wait for one another.
     TAIL: tl.constexpr = CHUNK - AHEAD * BLOCK_K
     WHOLE: tl.constexpr = K == NUM_CHUNKS * CHUNK
     last_w = _load_weights(weights, cols, CHUNK - BLOCK_K, K, WHOLE)
@@ -239,15 +199,8 @@ def _tile_kernel(
     if AHEAD == 2:
         acc = _add_product(tail_w, tail_x, acc, NUM_CHUNKS)
     acc = _add_product(last_w, last_x, acc, NUM_CHUNKS)
-    if NUM_CHUNKS == 2:
-        first, second = tl.split(tl.permute(acc, (1, 2, 0)))
-        acc = first + second
-    elif NUM_CHUNKS == 4:
-        even, odd = tl.split(tl.permute(tl.reshape(acc, (2, 2, BLOCK_N, NUM_TOKENS)), (2, 3, 0, 1)))
-        first, third = tl.split(even)
-        second, fourth = tl.split(odd)
-        acc = ((first + second) + third) + fourth
-    _finish(
+    acc = add_chunks(acc, NUM_CHUNKS)
+    store_block(
         acc, tl.program_id(0), tokens, rows, bias_ptr, residual_ptr, out_ptr, num_rows, N, BIAS, RESIDUAL, ACTIVATION,
         NUM_TOKENS, BLOCK_N,
     )  # fmt: skip
@@ -283,25 +236,21 @@ def skinny_gemm_triton(
     activation: Activation | None = None,
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
-    adapters: RowAdapters | None = None,  # of one row, or in float32; not with `fixed_order`
-    fixed_order: bool = False,  # one row, too, is summed in the order of `sum_order`; not for float32
+    adapters: RowAdapters | None = None,  # for one row or float32; not with `fixed_order`
+    fixed_order: bool = False,  # one row, too, follows `sum_order`; not for float32
 ) -> torch.Tensor:
     """`skinny_gemm_torch` as one kernel with fp32 sums; x's rows may be strided."""
     (num_rows, size_in), size_out = x.shape, weight.shape[0]
     pdl = use_pdl(x)
-    if residual is not None:
-        out = residual
-    elif out is None:
-        width = size_out if activation is None else size_out // 2
-        out = torch.empty((num_rows, width), dtype=out_dtype or x.dtype, device=x.device)
-    one_by_one = (num_rows == 1 and not fixed_order) or x.dtype == torch.float32  # tensor cores have no fp32
+    out = output_of(x, size_out if activation is None else size_out // 2, out_dtype, out, residual)
+    one_by_one = (num_rows == 1 and not fixed_order) or x.dtype == torch.float32  # tensor cores lack fp32
     config = skinny_gemm_config(size_out, size_in, 1 if one_by_one else max(num_rows, 2))
     grid_n = -(-size_out // config.block_n)
     options = {
         "K": size_in, "BIAS": bias is not None, "RESIDUAL": residual is not None, "ACTIVATION": activation,
         "BLOCK_N": config.block_n, "PDL": pdl, "num_warps": config.num_warps, "launch_pdl": pdl,
     }  # fmt: skip
-    bias = x if bias is None else bias  # the kernel needs a pointer, but does not read it without BIAS
+    bias = x if bias is None else bias  # a pointer that the kernel does not read without BIAS
     if one_by_one:
         of_adapters, (end_0, end_1), rank, num_ranks = (x, x, x, x), (0, 0), 0, 0
         if adapters is not None:
@@ -309,7 +258,7 @@ def skinny_gemm_triton(
             of_adapters = rows, stacks.a, stacks.b, stacks.results
             rank, num_ranks = stacks.rank, stacks.a.shape[1]
         block_k = max(min(config.block_k, next_power_of_2(size_in)), 8)
-        # Adapters need some registers more, and must not cost a program on each multiprocessor.
+        # Adapters take more registers, which must not reduce the programs on a multiprocessor.
         max_registers = max(2 * config.block_n * block_k // (32 * config.num_warps), 64)
         result_k = min(next_power_of_2(size_in), _RESULT_COLUMNS * config.num_warps)
         _vector_kernel[(num_ranks + grid_n, num_rows)](
@@ -330,7 +279,7 @@ def skinny_gemm_triton(
 
 
 def skinny_gemm_config(size_out: int, size_in: int, num_rows: int) -> SkinnyGemmConfig:
-    """The measured configuration of a weight [size_out, size_in], or a rule's for shapes without a measurement."""
+    """The measured configuration of a weight [size_out, size_in], or the rule for other shapes."""
     most = next(n for n in (1, 8, 16) if num_rows <= n)
     if (config := SKINNY_GEMM_CONFIGS.get((size_out, size_in, most))) is not None:
         return config

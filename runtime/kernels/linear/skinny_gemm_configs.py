@@ -1,4 +1,4 @@
-"""Launch configurations measured on an H200 by benchmarks/kernels/tune_linear.py; other shapes fall back to a rule."""
+"""Launch configurations that benchmarks/kernels/tune_linear.py measured on an H200; other shapes use a rule."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 
 class SkinnyGemmConfig(NamedTuple):
-    """How `skinny_gemm` cuts a weight [N, K]; a program has block_n of its rows and the whole of K."""
+    """How `skinny_gemm` cuts a weight [N, K]: a program has block_n rows and the whole of K."""
 
     block_n: int
     block_k: int  # columns a step; more rows: in each chunk of the weight's `sum_order`
     num_warps: int
     stages: int = 1  # one row: steps in flight, 1 or 2; more rows: stages of the software pipeline
-    ahead: int = 1  # more rows: steps, 1 or 2, whose weights are requested before the wait for the previous kernel
+    ahead: int = 1  # more rows: steps, 1 or 2, of weights requested before the wait for the previous kernel
 
 
 SKINNY_GEMM_CONFIGS: dict[tuple[int, int, int], SkinnyGemmConfig] = {  # (N, K, most rows)

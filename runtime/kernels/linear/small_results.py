@@ -1,33 +1,32 @@
-"""The small results A x of a row's adapter (LoRA), which the first programs of a product's launch make and the others
-await when they have their own sums.
+"""Results A x of a row's LoRA adapter, shared between the programs of one launch.
 
-A result is its own flag: its place holds EMPTY_WORD until it has come. A step of one row clears the places of all maps
-before its first layer. Programs start in the order of their numbers, so that those that make results never wait for
-room that those that await them have.
+The first programs of a product compute A x; the other programs wait for it after their own sums. A result is its own
+flag: its place holds EMPTY_WORD until the result is stored. A step of one row clears the places of all layers before
+its first layer. Programs are scheduled in index order, so producers always run before the consumers that wait for them.
 """
 
 from __future__ import annotations
 
-from runtime.kernels._triton import constexpr, jit, tl
+from runtime.kernels.triton_language import constexpr, jit, tl
 
-EMPTY_WORD = -0x7FFF8000  # 0x80008000, a denormal number; a result that has its bits is kept as zero
+EMPTY_WORD = -0x7FFF8000  # 0x80008000, a denormal number; a result with these bits is stored as zero
 _EMPTY = constexpr(EMPTY_WORD)
 
 
 @jit
 def make_result(
-    result,  # its place
-    x,  # [K], to be RMS-normalised with NORM
+    result,  # where to store it
+    x,  # [K], not yet RMS-normalised with NORM
     a,  # [K]: a row of A
     norm,  # [K], read with NORM
-    has_adapter,  # if not, nothing is made
+    has_adapter,  # if false, nothing is computed
     eps,
     K: tl.constexpr,
     NORM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All of a program: one row of A, requested before the wait, times x."""
+    """A whole program: one row of A, requested before the wait, times x."""
     cols = tl.arange(0, BLOCK_K)
     weights = tl.load(a + cols, mask=cols < tl.where(has_adapter, K, 0), other=0.0)
     if PDL:
@@ -54,7 +53,7 @@ def make_result(
 
 @jit
 def await_results(places, mask):
-    """The results at these places [n, m], fp32, when all have come; zeros where the mask is false."""
+    """Wait for the results at these places [n, m], fp32; zeros where the mask is false."""
     bits = tl.load(places, mask=mask, other=0, volatile=True)
     while tl.max(tl.max((bits == _EMPTY).to(tl.int32), 1), 0) > 0:
         bits = tl.load(places, mask=mask, other=0, volatile=True)

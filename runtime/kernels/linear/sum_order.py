@@ -1,9 +1,8 @@
-"""The order in which a product sums over K: it belongs to the weight's shape alone, so that a row has the same bits in
-any batch.
+"""The order of a product's sums over K. The weight's shape alone decides it, so a row has the same bits in any batch.
 
-K is cut into chunks. Each is summed in ascending order by matrix instructions of 16 columns, the chunks' sums are added
-in ascending order. All of these instructions round alike on a card (mma.sync or wgmma, with the weight's rows on either
-side), so the tiles that cover a product do not show; tests/gpu/test_gpu_linear.py checks that on the device.
+K is cut into chunks. Matrix instructions of 16 columns sum a chunk in ascending order, and the sums of chunks are added
+in ascending order. On one card, all of these instructions round alike (mma.sync or wgmma, with the weight rows on
+either side). The tiles of a product therefore do not change the bits; tests/gpu/test_gpu_linear.py checks that.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ _MIN_CHUNK = 512
 
 
 class SumOrder(NamedTuple):
-    """1, 2 or 4 chunks of so many columns each, a multiple of 128; the last one may be shorter."""
+    """1, 2, 4 or 8 chunks of `chunk` columns, a multiple of 128; the last one may be shorter."""
 
     num_chunks: int
     chunk: int
 
 
 def sum_order(size_out: int, size_in: int) -> SumOrder:
-    """Chunks enough that most multiprocessors have a program of 64 rows of the weight and one chunk."""
+    """As many chunks as give most multiprocessors a program of 64 weight rows and one chunk."""
     num_chunks = 1
     while (
         -(-size_out // 64) * num_chunks < _NUM_SMS * 2 // 3

@@ -1,4 +1,4 @@
-"""What products that are laid out in tiles share: the order of tiles, sums of parts of K, and how a tile is stored."""
+"""Tiles of products: their order, their parts of K, and how a kernel stores one."""
 
 from __future__ import annotations
 
@@ -6,50 +6,64 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.kernels._triton import INTERPRETED, TensorDescriptor, constexpr, jit, tl
-from runtime.kernels.linear.batch_invariant_linear import MAX_SPLIT_TILES, _counters
+from runtime.kernels.linear.split_k import MAX_SPLIT_TILES, split_counters
+from runtime.kernels.triton_language import INTERPRETED, TensorDescriptor, constexpr, jit, tl
 
-_ADDS = constexpr(not INTERPRETED)  # the copy engine does, in the residual's type
-_GROUP = constexpr(8)  # tiles of x that neighbouring programs share a tile of the weight with
+_ADDS = constexpr(not INTERPRETED)  # the copy engine adds in the residual's dtype
+_GROUP = constexpr(8)  # neighbouring programs with different tiles of x and the same tile of the weight
 
 
 class Tiling(NamedTuple):
-    """How tiles are laid over a product."""
+    """How tiles cover a product. It does not affect the order of a sum, except that `split` orders parts of K."""
 
     block_m: int  # rows of x
-    block_n: int  # of the weight
-    block_k: int  # columns a step, where the form leaves a choice
+    block_n: int  # rows of the weight
+    block_k: int  # columns of a step, unless the weight's layout fixes them
     num_warps: int
     stages: int
     split: int = 1  # parts of K that programs sum side by side
-    swap: bool = False  # rows of the weight are those of the matrix instruction, where the product leaves a choice
+    swap: bool = False  # the weight rows, not the rows of x, are the rows of the matrix instruction
 
     def num_tiles(self, num_rows: int, size_out: int) -> int:
         return -(-num_rows // self.block_m) * -(-size_out // self.block_n)
 
     def parts(self, num_rows: int, size_out: int, out: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """The parts of K, and what their sums and their arrivals are kept in; of one part `out`, as a kernel needs
-        pointers, but does not use them."""
+        """The number of parts of K, the buffer for their sums, and their arrival counters.
+
+        With one part both buffers are `out`: the kernel needs pointers, but does not use them."""
         num_tiles = self.num_tiles(num_rows, size_out)
         if self.split == 1 or num_tiles > MAX_SPLIT_TILES:
             return 1, out, out
         size = num_tiles * self.split * self.block_m * self.block_n
-        return self.split, torch.empty(size, dtype=torch.float32, device=out.device), _counters(out.device)
+        return self.split, torch.empty(size, dtype=torch.float32, device=out.device), split_counters(out.device)
+
+
+def output_of(
+    x: torch.Tensor,
+    width: int,
+    out_dtype: torch.dtype | None,
+    out: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    """The tensor [num_rows, width] that a product writes: the residual, `out`, or a new one in x's dtype by default."""
+    if residual is not None:
+        return residual
+    return torch.empty((len(x), width), dtype=out_dtype or x.dtype, device=x.device) if out is None else out
 
 
 def multiplies_fp8(device: torch.device) -> bool:
-    """True if the device has matrix units for codes of e4m3 and the copy engine that brings them tiles."""
+    """True if the device has matrix units for e4m3, and a copy engine (TMA)."""
     return INTERPRETED or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))
 
 
 def blocks_of(tensor: torch.Tensor, *block: int) -> TensorDescriptor:
-    """What the copy engine needs to know of a matrix whose blocks it brings."""
+    """A descriptor with which the copy engine (TMA) loads blocks of a matrix."""
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
 
 
 @jit
 def tile_place(tile, num_rows, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first row of x and of the weight of a tile; neighbours share the weight's."""
+    """The first row of x and the first row of the weight of a tile; neighbouring tiles share the weight rows."""
     tiles_m, tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
     group_start = tile // (_GROUP * tiles_n) * _GROUP
     group_size = tl.minimum(tiles_m - group_start, _GROUP)
@@ -59,7 +73,7 @@ def tile_place(tile, num_rows, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @jit
 def part_of(K, SPLIT: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The first column of this program's part of K, and the one after its last."""
+    """The first column of this program's part of K, and the column after its last."""
     size = tl.cdiv(tl.cdiv(K, SPLIT), BLOCK_K) * BLOCK_K
     first = tl.program_id(1) * size
     return first, tl.minimum(first + size, K)
@@ -67,7 +81,9 @@ def part_of(K, SPLIT: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @jit
 def keep_part(sums_ptr, counters_ptr, total, SPLIT: tl.constexpr):
-    """Keeps the sums of this program's part of a tile; the number of parts that were kept before."""
+    """Store this program's part of a tile and count its arrival; return how many parts arrived before it.
+
+    The parts of a tile lie one behind another and need no mask, unlike the parts of `store_part`."""
     size: tl.constexpr = total.shape[0] * total.shape[1]
     tl.store(_first_part(sums_ptr, total, SPLIT) + tl.program_id(1) * size, total)
     tl.debug_barrier()  # all of this program's stores come before its arrival
@@ -76,7 +92,7 @@ def keep_part(sums_ptr, counters_ptr, total, SPLIT: tl.constexpr):
 
 @jit
 def sum_parts(sums_ptr, counters_ptr, total, SPLIT: tl.constexpr):
-    """The sum of all parts, in their order; there will be none again."""
+    """The sum of all parts in ascending order. Clears the counter for the next launch."""
     size: tl.constexpr = total.shape[0] * total.shape[1]
     tl.store(counters_ptr + tl.program_id(0), 0)
     sums = _first_part(sums_ptr, total, SPLIT)
@@ -95,7 +111,7 @@ def _first_part(sums_ptr, total, SPLIT: tl.constexpr):
 
 @jit
 def store_tile(outs, y, token, row, RESIDUAL: tl.constexpr):
-    """Stores a tile [BLOCK_M, BLOCK_N], or adds it."""
+    """Store a tile [BLOCK_M, BLOCK_N], or add it with RESIDUAL."""
     if RESIDUAL and _ADDS:
         outs.atomic_add([token, row], y)
     elif RESIDUAL:

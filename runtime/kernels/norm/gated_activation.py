@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels._triton import jit, tl, use_pdl
+from runtime.kernels.triton_language import jit, tl, use_pdl
 
 Activation = Literal["silu", "gelu_tanh"]
 

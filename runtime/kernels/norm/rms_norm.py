@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
+from runtime.kernels.triton_language import jit, next_power_of_2, tl, use_pdl
 
 
 def rms_norm_torch(

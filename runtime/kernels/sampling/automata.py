@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from runtime.kernels._triton import ROW_ARRAYS, jit, tl, use_pdl
 from runtime.kernels.sampling.bitmask import apply_bitmask_torch
+from runtime.kernels.triton_language import ROW_ARRAYS, jit, tl, use_pdl
 
 # Columns of a place, int32: where in the pool the three parts begin, and the number of classes.
 MASKS, CLASSES, NEXT, NUM_CLASSES = range(4)

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from runtime.kernels._triton import ROW_ARRAYS, jit, tl, use_pdl
+from runtime.kernels.triton_language import ROW_ARRAYS, jit, tl, use_pdl
 
 _TILE = 2048  # tokens of a program
 

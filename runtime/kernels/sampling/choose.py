@@ -21,7 +21,6 @@ depends neither on other rows nor on the number of programs.
 
 from __future__ import annotations
 
-from runtime.kernels._triton import ROW_ARRAYS, jit, tl
 from runtime.kernels.sampling.gumbel import noise_of_tokens
 from runtime.kernels.sampling.token_keys import (
     float_of,
@@ -33,6 +32,7 @@ from runtime.kernels.sampling.token_keys import (
     token_of,
     write_token,
 )
+from runtime.kernels.triton_language import ROW_ARRAYS, jit, tl
 
 
 @jit

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from runtime.kernels._triton import jit, tl
+from runtime.kernels.triton_language import jit, tl
 
 _MUL_1 = 0x7FEB352D
 _MUL_2 = 0x846CA68B - (1 << 32)  # as int32

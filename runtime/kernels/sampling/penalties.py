@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from runtime.kernels._triton import ROW_ARRAYS, jit, tl, use_pdl
 from runtime.kernels.sampling.sample import FREQUENCY, PENALISED_FROM, PRESENCE, PROMPT_LEN, REPETITION
 from runtime.kernels.sampling.token_keys import is_penalised, load_float
+from runtime.kernels.triton_language import ROW_ARRAYS, jit, tl, use_pdl
 
 NUM_TABLES = 64  # of counts, each the size of a vocabulary; rows beyond take turns
 _BLOCK = 2048  # tokens at once

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from runtime.kernels._triton import jit, tl
+from runtime.kernels.triton_language import jit, tl
 
 FAILED = (1 << 63) - 1  # the key of tokens with a logit that is not finite; larger than any other
 NONE = -FAILED  # that of no tokens; lower than any other

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import torch
 
-from runtime.kernels._triton import ROW_ARRAYS, jit, tl, use_pdl
 from runtime.kernels.sampling.sample import (
     FREQUENCY,
     MIN_P,
@@ -17,6 +16,7 @@ from runtime.kernels.sampling.sample import (
     TOP_P,
 )
 from runtime.kernels.sampling.token_keys import is_filtered, is_penalised
+from runtime.kernels.triton_language import ROW_ARRAYS, jit, tl, use_pdl
 
 _COLUMNS = {
     "TEMPERATURE": TEMPERATURE, "TOP_K": TOP_K, "TOP_P": TOP_P, "MIN_P": MIN_P,

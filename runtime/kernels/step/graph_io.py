@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import torch
 
-from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.step.scatter_writes import apply_writes, scatter_writes_torch
+from runtime.kernels.triton_language import jit, next_power_of_2, tl, use_pdl
 
 HEAD = 2  # ints of an input before its rows
 _BLOCK = 1024

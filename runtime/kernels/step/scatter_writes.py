@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from runtime.kernels._triton import jit, tl
+from runtime.kernels.triton_language import jit, tl
 
 _BLOCK = 1024  # values written at a time
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from runtime.kernels._triton import ROW_ARRAYS, jit, tl, use_pdl
+from runtime.kernels.triton_language import ROW_ARRAYS, jit, tl, use_pdl
 
 _TILE = 128  # tokens of a program: of 128 rows in a decode step, of one row in a long one
 

@@ -11,8 +11,7 @@ import re
 
 import msgspec
 
-from runtime.text.reasoning import MAX_SPACES
-from runtime.text.tool_calls.parser import MAX_HEAD_CHARS, JsonValue, ToolCallParser, ToolFormat
+from runtime.text.tool_calls.parser import MAX_HEAD_CHARS, MAX_SPACES, JsonValue, ToolCallParser, ToolFormat
 from runtime.text.tool_calls.written_values import dumped
 
 _HEAD = re.compile(

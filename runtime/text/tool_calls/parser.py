@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from runtime.text.reasoning import MAX_SPACES, tail_that_may_begin
 from runtime.text.tool_calls.argument_form import ArgumentForm
 
-MAX_HEAD_CHARS = 1024  # a call is certain within so many characters, so that no text is matched again and again
+MAX_HEAD_CHARS = 1024  # from a call's mark to its arguments: bounds the text that is matched again with each piece
+MAX_SPACES = 1024  # of white space before a mark: bounds the text that is searched again with each piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,3 +254,8 @@ class JsonValue:
                 return at, True
         # A backslash at the end waits for what it escapes.
         return len(text) - (self._in_string and text.endswith("\\", at)), False
+
+
+def tail_that_may_begin(mark: str, text: str) -> int:
+    """The length of the tail of `text` that is a beginning of `mark`."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

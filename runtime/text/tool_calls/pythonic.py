@@ -6,8 +6,8 @@ import re
 
 from runtime.text.tool_calls.argument_form import ArgumentForm
 from runtime.text.tool_calls.json_objects import LLAMA3
+from runtime.text.tool_calls.name_first import PlainArgumentsParser
 from runtime.text.tool_calls.parser import MAX_HEAD_CHARS, ToolFormat
-from runtime.text.tool_calls.plain_arguments import PlainArgumentsParser
 from runtime.text.tool_calls.python_literal import PythonLiteral
 
 _END_MARK = "<|python_end|>"

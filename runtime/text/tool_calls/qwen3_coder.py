@@ -6,8 +6,8 @@ import re
 
 from runtime.text.tool_calls.argument_form import ArgumentForm
 from runtime.text.tool_calls.json_objects import HERMES
+from runtime.text.tool_calls.name_first import TaggedParser
 from runtime.text.tool_calls.parser import ToolFormat
-from runtime.text.tool_calls.tagged import TaggedParser
 
 
 class Qwen3CoderParser(TaggedParser):

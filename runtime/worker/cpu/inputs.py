@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from runtime.core.plan import Int32s, StepPlan, last_tokens
 from runtime.kernels.attention.attention_torch import AttentionShape, decode_bucket, plan_attention
 from runtime.models.forward_batch import ForwardBatch
-from runtime.worker.slots import Slots
+from runtime.worker.cpu.slots import Slots
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The sampler whose parameters are on the device: runtime.worker.cpu.sampler's tokens, without a wait of the host."""
+"""DeviceSampler: the tokens of `Sampler`, drawn by Triton kernels from parameters on the device, without host waits."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import numpy as np
 import torch
 
 from runtime.core.plan import Int32s
-from runtime.features.grammar_state import Masks
 from runtime.kernels.sampling.automata import AT, FIRST
 from runtime.kernels.sampling.bitmask import apply_bitmask_triton
-from runtime.kernels.sampling.logprobs import token_logprobs
 from runtime.kernels.sampling.penalties import NUM_TABLES, penalise_triton
 from runtime.kernels.sampling.sample import OwnLogits, Resample, sample_tokens_triton, write_tokens_triton
 from runtime.kernels.sampling.wanted_logits import wanted_logits_triton
-from runtime.worker.cpu.sampler import Logprobs
+from runtime.worker.extras import TokenMasks
 from runtime.worker.gpu.transfers import Transfers
+from runtime.worker.logprobs import Logprobs
 from runtime.worker.ranks.split_logits import SplitLogits
-from runtime.worker.slot_sampling import MASKED_LOGIT, SlotSampling
+from runtime.worker.slot_sampling import SlotSampling
 
 
 class DeviceSampler(SlotSampling):
-    """Two parts: `sample` answers every row by penalties, temperature, filters, seed and position and can be captured
-    in a graph; `resample` then corrects the rows that want more. The caller writes what `add` returns into the slot's
-    columns of the state."""
+    """Samples in two passes. `sample` serves every row by penalties, temperature, filters, seed and position, and a
+    graph can capture it. `resample`, the second pass, then corrects the rows that need more.
+
+    `DeviceSlots` copies `rows`, the parameters of the slots, to the device."""
 
     def __init__(
         self,
@@ -32,20 +32,19 @@ class DeviceSampler(SlotSampling):
         transfers: Transfers,
         split: SplitLogits | None = None,
     ) -> None:
-        super().__init__(num_slots, vocab_size, eos_token_ids)
-        self._upload, self.split = transfers.upload, split or SplitLogits(vocab_size)
-        # Captured graphs have its address.
+        super().__init__(num_slots, vocab_size, eos_token_ids, transfers, split)
+        # Captured graphs read it at its address.
         self._tables = torch.zeros((NUM_TABLES, vocab_size), dtype=torch.int32, device=transfers.device)
 
     def sample(
         self,
-        logits: torch.Tensor,  # [n, vocab] float32, the model's own; penalties change them in place. Of ranks, a part
+        logits: torch.Tensor,  # [n, vocab] float32 of the model; of a rank, its part. Penalties change them in place
         slots: torch.Tensor,  # [n] int32
         positions: torch.Tensor,  # [n] int32, of the tokens to be sampled
-        tokens: torch.Tensor,  # [num_slots + 1, max_model_len] int32, the state's; sampled tokens are written into it
-        params: torch.Tensor,  # [num_slots + 1, NUM_PARAMS] int32, the state's
-        filters: bool = True,  # False: no row has one
-        penalties: bool = True,  # False: no row has one
+        tokens: torch.Tensor,  # [num_slots + 1, max_model_len] int32 of DeviceSlots; receives the sampled tokens
+        params: torch.Tensor,  # [num_slots + 1, NUM_PARAMS] int32 of DeviceSlots
+        filters: bool = True,  # False if no row has a filter
+        penalties: bool = True,  # False if no row has a penalty
     ) -> torch.Tensor:
         """Token ids [n] int32, -1 where the logits are not finite (C9)."""
         own = None
@@ -60,19 +59,19 @@ class DeviceSampler(SlotSampling):
 
     def resample(
         self,
-        logits: torch.Tensor,  # as `sample` had them; of rows that are only masked they are changed in place
-        token_ids: torch.Tensor,  # [n] int32, what `sample` returned; changed in place, as are the state's tokens
+        logits: torch.Tensor,  # those of `sample`; changed in place for rows that are only masked
+        token_ids: torch.Tensor,  # [n] int32 from `sample`; changed in place, like `tokens`
         host_slots: Int32s,  # [n]
         host_positions: Int32s,  # [n]
         tokens: torch.Tensor,
         params: torch.Tensor,
-        masks: Masks | None = None,
+        masks: TokenMasks | None = None,
     ) -> Logprobs | None:
-        """Correct the rows that want more than `sample`; the log-probabilities asked for, on the device."""
+        """Correct the rows that need more than `sample`. Returns the log-probabilities that rows report."""
         wanting = self.wants_second_pass(host_slots, host_positions)
         if self.split.is_split:
             wanted = wanting | (self.num_logprobs[host_slots] >= 0)
-            logits = self.split.whole(logits, self._upload(wanted.astype(np.int32)))
+            logits = self.split.whole(logits, self.upload(wanted.astype(np.int32)))
         if masks is not None:
             only_masked = self.only_masked[host_slots] & (host_positions >= self.held_until[host_slots])
             if only_masked[self.bound[host_slots]].all():
@@ -82,9 +81,9 @@ class DeviceSampler(SlotSampling):
         rows = np.flatnonzero(wanting)
         if len(rows):
             of_rows = host_slots[rows], host_positions[rows]
-            index, slots, positions = self._upload(rows.astype(np.int32), *of_rows).view(3, -1)
+            index, slots, positions = self.upload(rows.astype(np.int32), *of_rows).view(3, -1)
             chosen = logits.index_select(0, index).float()  # a copy, even where no type changes
-            self._hold_and_bias(chosen, *of_rows)
+            self.edit_logits(chosen, *of_rows)
             tracked = None if masks is None else self._mask(chosen, token_ids, rows, masks)
             if self.penalised[of_rows[0]].any():
                 penalise_triton(chosen, slots, positions, tokens, params, True, self._tables)
@@ -94,31 +93,31 @@ class DeviceSampler(SlotSampling):
             del chosen  # before log-probabilities want as much
         if self.split.is_split and self.bound[host_slots].any():
             self._take_first_ranks(token_ids, host_slots, host_positions, tokens)
-        return self._logprobs(logits, token_ids, host_slots)
+        return self.logprobs(logits, token_ids, host_slots)
 
     def _take_first_ranks(
         self, token_ids: torch.Tensor, host_slots: Int32s, host_positions: Int32s, tokens: torch.Tensor
     ) -> None:
-        """The step's token ids of rank 0, which alone follows grammars, in the place of this rank's."""
+        """Replace the step's token ids by those of rank 0, the only rank that follows grammars."""
         token_ids.copy_(self.split.of_first_rank(token_ids))
-        slots, positions = self._upload(host_slots, host_positions).view(2, -1).long()
+        slots, positions = self.upload(host_slots, host_positions).view(2, -1).long()
         tokens[slots, positions] = token_ids.clamp(min=0)
 
     def _resample_masked(
         self,
         logits: torch.Tensor,
         token_ids: torch.Tensor,
-        rows: np.ndarray,  # [m] all that have a grammar; they want nothing else
+        rows: np.ndarray,  # [m] all rows with a grammar; the second pass changes nothing else of them
         host_slots: Int32s,
         host_positions: Int32s,
         tokens: torch.Tensor,
         params: torch.Tensor,
-        masks: Masks,
+        masks: TokenMasks,
     ) -> None:
-        """Resample rows that want nothing but their mask: in place, without a copy of the logits."""
+        """Resample rows that are only masked, in place: the logits are not copied."""
         of_rows = rows.astype(np.int32), host_slots[rows], host_positions[rows]
         parts = [*of_rows, masks.numbers, masks.failed, masks.tracked.reshape(-1), masks.words.reshape(-1)]
-        sent = self._upload(*parts).split([len(part) for part in parts])
+        sent = self.upload(*parts).split([len(part) for part in parts])
         index, slots, positions, numbers, failed, tracked, words = sent
         if len(numbers):
             apply_bitmask_triton(logits, numbers, words.view(masks.words.shape))
@@ -136,60 +135,17 @@ class DeviceSampler(SlotSampling):
         self,
         logits: torch.Tensor,  # [m, vocab] float32, changed in place
         token_ids: torch.Tensor,  # of the step; -1 where a grammar fails
-        rows: np.ndarray,  # [m] which samples of the step these logits are of
-        masks: Masks,
+        rows: np.ndarray,  # [m] numbers of the samples that these logits belong to
+        masks: TokenMasks,
     ) -> torch.Tensor | None:
-        """Rule out what grammars do not allow; the rows whose automaton goes on by what is sampled."""
+        """Rule out tokens that grammars do not allow. Returns the rows whose automata follow the sampled tokens."""
         if len(masks.numbers):
             at = np.searchsorted(rows, masks.numbers).astype(np.int32)
-            apply_bitmask_triton(logits, self._upload(at), self._upload(masks.words))
-            token_ids.index_fill_(0, self._upload(masks.failed.astype(np.int64)), -1)
+            apply_bitmask_triton(logits, self.upload(at), self.upload(masks.words))
+            token_ids.index_fill_(0, self.upload(masks.failed.astype(np.int64)), -1)
         if not len(masks.tracked) or masks.automata is None:
             return None
         masks.tracked[:, AT] = np.searchsorted(rows, masks.tracked[:, FIRST])
-        tracked = self._upload(masks.tracked)
+        tracked = self.upload(masks.tracked)
         masks.automata.mask(logits, tracked)
         return tracked
-
-    def _hold_and_bias(
-        self,
-        logits: torch.Tensor,  # [m, vocab] float32, changed in place
-        host_slots: Int32s,  # [m]
-        host_positions: Int32s,  # [m]
-    ) -> None:
-        """Logit bias, min_tokens, and the only ids that are allowed, in this order."""
-        held = host_positions < self.held_until[host_slots]
-        restricted, allowed, biased, stopped = [], [], [], []
-        for row, slot in enumerate(host_slots.tolist()):
-            if slot in self.allowed:
-                restricted.append(row)
-                allowed.append(row * self.vocab_size + self.allowed[slot])
-            if slot in self.bias:
-                ids, values = self.bias[slot]
-                biased.append((row * self.vocab_size + ids, values))
-            if held[row]:
-                stopped.append(row * self.vocab_size + self.stops[slot])
-        if biased:
-            at, added = (self._upload(np.concatenate(parts)) for parts in zip(*biased, strict=True))
-            logits.view(-1).index_add_(0, at, added)
-        if stopped:
-            logits.view(-1).index_fill_(0, self._upload(np.concatenate(stopped)), MASKED_LOGIT)
-        if restricted:
-            at = self._upload(np.concatenate(allowed))
-            kept = logits.view(-1).index_select(0, at)
-            logits.index_fill_(0, self._upload(np.array(restricted, np.int64)), -torch.inf)
-            logits.view(-1).index_copy_(0, at, kept)
-
-    def _logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, host_slots: Int32s) -> Logprobs | None:
-        wanted = self.num_logprobs[host_slots]
-        rows = np.flatnonzero(wanted >= 0)
-        if not len(rows):
-            return None
-        index = self._upload(rows)
-        ids = token_ids.index_select(0, index).long().clamp(min=0)  # a failed row's are not delivered
-        scored = self.scored_ids(host_slots[rows])
-        others = None if scored is None else self._upload(scored.reshape(-1)).view(scored.shape)
-        chosen = logits.index_select(0, index).float()
-        own, ranks, top_ids, top = token_logprobs(chosen, ids, int(wanted.max()), others)
-        num_best = top.shape[1] - (0 if others is None else others.shape[1])
-        return Logprobs(rows.astype(np.int32), num_best, ranks, own, top_ids, top)

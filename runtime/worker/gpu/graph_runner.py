@@ -16,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from runtime.core.plan import MAX_DRAFT_TOKENS, MAX_STEPS, Int32s, StepPlan
+from runtime.worker.gpu.device_slots import NO_WRITES
 from runtime.worker.gpu.graph_io import MAX_PIECES, GraphIO
-from runtime.worker.gpu.step_rows import StepShape, cut
+from runtime.worker.gpu.step_rows import MixedShape, cut
 
 _LARGEST_GRAPH = 512  # rows of a decode step
 MAX_VERIFIED = 128  # tokens of a step of drafts that has a graph; larger batches do not gain by drafts
@@ -31,7 +32,6 @@ _FEW_TOKENS = 1024
 _LEAST_REST = 512  # tokens of a step that are left for its next piece
 _NEW_TOKENS = 8192  # of requests that enter by a graph's input
 _NO_ROWS = StepPlan(0)
-NO_WRITES: Int32s = np.zeros(1, np.int32)  # as kernels/step/scatter_writes.py has them
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-class Bucket(NamedTuple):
+class DecodeShape(NamedTuple):
     """The shape of a decode step's graph: `num_rows` rows of `row_len` tokens, a sample after each of them."""
 
     row_len: int
@@ -70,8 +70,8 @@ class Bucket(NamedTuple):
         return tuple(rows.split_with_sizes([self.num_rows, self.num_rows, self.num_tokens] * 2))
 
     def pack(self, plan: StepPlan, null_slot: int) -> Int32s:
-        """The rows of a graph's input for a plan, padded to the bucket. What is sampled in places where nothing is
-        wanted goes to the slot of the padding."""
+        """The rows of a graph's input for a plan, padded to this shape. Samples that the plan does not want go to the
+        null slot."""
         n, (row_len, size) = len(plan.slots), self
         rows = np.empty((2, size * (2 + row_len)), np.int32)
         slots, starts = rows[:, :size]
@@ -102,16 +102,16 @@ class Replayable(Protocol):
 
 @dataclass(slots=True)
 class CapturedGraph:
-    """The captured step of a bucket."""
+    """The captured step of a shape."""
 
-    bucket: Bucket | StepShape
+    shape: DecodeShape | MixedShape
     graph: Replayable
     token_ids: torch.Tensor  # [num_samples] int32, what the replay samples
 
 
 class GraphRunner:
-    """Captures a step that it is handed, in buckets, and replays the bucket that suits a plan. It keeps no reference to
-    the step itself, whose owner keeps this one."""
+    """Captures a step for each of several shapes, and finds the graphs for a plan. It keeps no reference to the step,
+    whose owner keeps this object."""
 
     def __init__(self, state: torch.Tensor, num_slots: int, max_model_len: int, block_size: int) -> None:
         """`state` is the requests' state as one line, which a step's input changes; slot `num_slots` is padding's."""
@@ -134,59 +134,59 @@ class GraphRunner:
     def __len__(self) -> int:
         return sum(map(len, self.graphs.values())) + len(self.prefill_graphs)
 
-    def buckets(self, row_lens: Sequence[int]) -> list[Bucket]:
+    def decode_shapes(self, row_lens: Sequence[int]) -> list[DecodeShape]:
         """One a batch size; and as many for rows of each of `row_lens` tokens, of batches for which they may pay."""
         largest = min(self.num_slots, _LARGEST_GRAPH)
-        buckets = [Bucket(1, size) for size in graph_sizes(largest)]
+        shapes = [DecodeShape(1, size) for size in graph_sizes(largest)]
         for row_len in row_lens:
-            buckets += [Bucket(row_len, size) for size in graph_sizes(min(largest, MAX_VERIFIED // row_len))]
-        return buckets
+            shapes += [DecodeShape(row_len, size) for size in graph_sizes(min(largest, MAX_VERIFIED // row_len))]
+        return shapes
 
-    def prefill_buckets(self, most_tokens: int) -> list[StepShape]:
+    def prefill_shapes(self, most_tokens: int) -> list[MixedShape]:
         """Of steps with prompts of up to `most_tokens` tokens. Their padding lies within the context of one slot. Those
         for the most decoding rows are for many prompts, too."""
-        buckets = []
+        shapes = []
         for num_tokens in prefill_sizes(min(most_tokens, self.max_model_len)):
             most_short = min(self.num_slots, num_tokens)
             for num_short in _up_to(most_short, [n for n, most in _SHORT_SIZES if num_tokens <= most]):
                 tokens_of_a_row = _MANY_LONG_ROWS if num_short == most_short else _FEW_LONG_ROWS
                 num_long = min(max(num_tokens // tokens_of_a_row, 8), self.num_slots)
                 num_samples = min(num_short + num_long, self.max_rows)
-                shape = num_tokens, num_short, num_long + 1, num_samples
-                buckets.append(StepShape(*shape, max_count=num_tokens, max_len=self.max_model_len))
-        return buckets
+                sizes = num_tokens, num_short, num_long + 1, num_samples
+                shapes.append(MixedShape(*sizes, max_count=num_tokens, max_len=self.max_model_len))
+        return shapes
 
     def capture(
         self,
-        buckets: Sequence[Bucket | StepShape],
-        step: Callable[[Bucket | StepShape, torch.Tensor], torch.Tensor],
+        shapes: Sequence[DecodeShape | MixedShape],
+        step: Callable[[DecodeShape | MixedShape, torch.Tensor], torch.Tensor],
     ) -> None:
-        """Capture `step` for each of the buckets: from the rows of its input to the token ids that it samples. The
+        """Capture `step` for each of the shapes: from the rows of its input to the token ids that it samples. The
         largest come first, so that the others find their memory in the pool."""
         self.pool = self.pool or torch.cuda.graph_pool_handle()
-        for bucket in sorted(buckets, key=lambda bucket: -bucket.num_tokens):
-            self.graph_io.write_input(1, bucket.pack(_NO_ROWS, self.num_slots), [NO_WRITES])
-            self.run(bucket, step)  # kernels are compiled and workspaces made outside of a capture
+        for shape in sorted(shapes, key=lambda shape: -shape.num_tokens):
+            self.graph_io.write_input(1, shape.pack(_NO_ROWS, self.num_slots), [NO_WRITES])
+            self.run(shape, step)  # kernels are compiled and workspaces made outside of a capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with no_garbage_collection(), torch.cuda.graph(graph, pool=self.pool):
-                token_ids = self.run(bucket, step)
-            self.add(CapturedGraph(bucket, graph, token_ids))
+                token_ids = self.run(shape, step)
+            self.add(CapturedGraph(shape, graph, token_ids))
 
     def add(self, graph: CapturedGraph) -> None:
         """Replay this graph from now on, where it suits."""
         graphs = self.prefill_graphs
-        if isinstance(graph.bucket, Bucket):
-            graphs = self.graphs.setdefault(graph.bucket.row_len, [])
-        insort(graphs, graph, key=lambda g: g.bucket)
+        if isinstance(graph.shape, DecodeShape):
+            graphs = self.graphs.setdefault(graph.shape.row_len, [])
+        insort(graphs, graph, key=lambda g: g.shape)
 
     def run(
-        self, bucket: Bucket | StepShape, step: Callable[[Bucket | StepShape, torch.Tensor], torch.Tensor]
+        self, shape: DecodeShape | MixedShape, step: Callable[[DecodeShape | MixedShape, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Read the input, run `step`, write the output: all that a graph captures."""
-        rows = self.rows[: bucket.num_ints]
+        rows = self.rows[: shape.num_ints]
         self.graph_io.read_input(rows, self.state)
-        token_ids = step(bucket, rows)
+        token_ids = step(shape, rows)
         self.graph_io.write_output(token_ids, rows)
         return token_ids
 
@@ -196,33 +196,33 @@ class GraphRunner:
             return None
         most = int(plan.num_tokens.max())
         row_len = min((n for n in self.graphs if n >= most), default=None)
-        if row_len is None or len(plan.slots) > self.graphs[row_len][-1].bucket.num_rows:
+        if row_len is None or len(plan.slots) > self.graphs[row_len][-1].shape.num_rows:
             return None
         if row_len > 1 and int(plan.num_computed.max()) + row_len > self.max_model_len:
             return None  # the tokens that fill up a row have positions, too
         graphs = self.graphs[row_len]
-        return graphs[bisect_left(graphs, len(plan.slots), key=lambda g: g.bucket.num_rows)]
+        return graphs[bisect_left(graphs, len(plan.slots), key=lambda g: g.shape.num_rows)]
 
     def find_prefill(self, plan: StepPlan) -> list[tuple[CapturedGraph, StepPlan]]:
         """The graphs of steps with prompts that have room for the plan, or one after another for the parts of it; none
         if there are not all."""
-        sizes = piece_sizes(int(plan.num_tokens.sum()), sorted({g.bucket.num_tokens for g in self.prefill_graphs}))
+        sizes = piece_sizes(int(plan.num_tokens.sum()), sorted({g.shape.num_tokens for g in self.prefill_graphs}))
         parts = [plan] if len(sizes) == 1 else cut(plan, sizes)
-        found = [(graph, part) for part in parts if (graph := self._smallest(StepShape.of(part))) is not None]
+        found = [(graph, part) for part in parts if (graph := self._smallest(MixedShape.of(part))) is not None]
         return found if len(found) == len(parts) <= MAX_PIECES else []
 
-    def _smallest(self, own: StepShape) -> CapturedGraph | None:
+    def _smallest(self, own: MixedShape) -> CapturedGraph | None:
         """The smallest graph of a step with prompts that has room, unless its padding takes longer than launches."""
-        first = bisect_left(self.prefill_graphs, own.num_tokens, key=lambda g: g.bucket.num_tokens)
+        first = bisect_left(self.prefill_graphs, own.num_tokens, key=lambda g: g.shape.num_tokens)
         for graph in islice(self.prefill_graphs, first, None):
-            if isinstance(graph.bucket, StepShape) and graph.bucket.has_room(own):
-                size = graph.bucket.num_tokens
+            if isinstance(graph.shape, MixedShape) and graph.shape.has_room(own):
+                size = graph.shape.num_tokens
                 return graph if size <= max(own.num_tokens + _MOST_PADDING, _FEW_TOKENS) else None
         return None
 
     def replay(self, graph: CapturedGraph, plan: StepPlan, writes: list[Int32s]) -> Int32s:
         """Start the plan's steps. Returns where their samples, and those of the padding, will be (GraphIO)."""
-        output = self.graph_io.write_input(plan.num_steps, graph.bucket.pack(plan, self.num_slots), writes)
+        output = self.graph_io.write_input(plan.num_steps, graph.shape.pack(plan, self.num_slots), writes)
         for _ in range(plan.num_steps):
             graph.graph.replay()
         return output

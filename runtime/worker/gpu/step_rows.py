@@ -22,7 +22,7 @@ from runtime.core.plan import EMPTY, EMPTY_TABLE, Int32s, StepPlan, last_tokens
 RowArray = TypeVar("RowArray", Int32s, torch.Tensor)
 
 
-class StepShape(NamedTuple):
+class MixedShape(NamedTuple):
     """How many of everything a step has; for a graph, at most."""
 
     num_tokens: int
@@ -33,7 +33,7 @@ class StepShape(NamedTuple):
     max_len: int  # positions that a row's last token sees
 
     @classmethod
-    def of(cls, plan: StepPlan) -> StepShape:
+    def of(cls, plan: StepPlan) -> MixedShape:
         """The plan's own."""
         num_short, num_samples = int((plan.num_tokens == 1).sum()), int(plan.num_samples.sum())
         num_long, max_count, max_len = len(plan.slots) - num_short, int(plan.num_tokens.max()), int(plan.ends.max())
@@ -48,7 +48,7 @@ class StepShape(NamedTuple):
         """Of the packed rows."""
         return 3 * self.num_rows + 1 + 3 * self.num_samples
 
-    def has_room(self, own: StepShape) -> bool:
+    def has_room(self, own: MixedShape) -> bool:
         """True if a plan of `own` shape fits, and a last row for padding beside it."""
         has_rows = own.num_short <= self.num_short and own.num_long < self.num_long
         return has_rows and own.num_tokens <= self.num_tokens and own.num_samples <= self.num_samples

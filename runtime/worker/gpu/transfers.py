@@ -70,8 +70,8 @@ class Transfers:
         return device.view(arrays[0].shape) if len(arrays) == 1 else device
 
     def download(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`, [size], on the host: there when the step is over, and until its result was made."""
-        return self._now.take(len(x), x.dtype).copy_(x, non_blocking=True)
+        """`x` on the host. Its content is valid from the end of the step until the result is made."""
+        return self._now.take(x.numel(), x.dtype).view(x.shape).copy_(x, non_blocking=True)
 
     def end(self, result: Callable[[], T]) -> PendingResult[T]:
         """The step's last copy has been asked for; `result` reads what has come when all of it is there."""

@@ -19,7 +19,7 @@ from runtime.kernels.collectives.all_reduce import all_reduce_triton
 from runtime.kernels.collectives.communicator import TIMEOUT_S
 from runtime.kernels.collectives.inboxes import EMPTY_WORD, LOOKS_PER_S, NUM_INBOXES, NUM_PROGRAMS, STATE_WORDS, Inboxes
 from runtime.spec.types import CallboardError
-from runtime.worker.gpu.cuda_driver import call, words_at
+from runtime.worker.cuda_driver import call, words_at
 
 _HANDLE = struct.Struct("<8sIIQQQ64s")  # mark, rank, size, process, address in it, bytes of an inbox, Memory's handle
 _MARK = b"cb-gpus "

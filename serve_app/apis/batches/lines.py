@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from runtime.output.fields import shortened
-from serve_app.http.disk import replacing
+from serve_app.apis.batches.disk import replacing
 from serve_app.protocol.answers import encode_json
 
 _MAX_FAULTS = 20  # that a failed batch names

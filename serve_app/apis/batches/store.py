@@ -31,8 +31,8 @@ import msgspec
 
 from runtime.output.fields import shortened
 from runtime.spec.types import CallboardError
+from serve_app.apis.batches.disk import holding, part_of, replacing, try_lock
 from serve_app.apis.batches.quota import KeyIndex, Usage, excess
-from serve_app.http.disk import holding, part_of, replacing, try_lock
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import ApiError
 from serve_app.settings import HttpSettings

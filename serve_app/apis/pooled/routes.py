@@ -16,10 +16,10 @@ from serve_app.apis.pooled.endpoint import POOLED_ENDPOINTS, PooledEndpoint, Pre
 from serve_app.http.auth import clean_id
 from serve_app.http.lanes import run_preparation, run_rendering
 from serve_app.http.limits import Deadline, check_priority, read_json_body
+from serve_app.observability.context import RequestContext
 from serve_app.protocol.errors import ApiError
 from serve_app.protocol.parsing import parse
 from serve_app.service.generation import UntilClientLeaves
-from serve_app.service.metrics import RequestContext
 from serve_app.service.service import MAX_PROMPT_TOKENS, Service, owned
 from serve_app.settings import HttpSettings
 

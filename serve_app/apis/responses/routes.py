@@ -21,12 +21,12 @@ from serve_app.apis.responses.input_items import ITEMS, as_list, listed
 from serve_app.apis.responses.store import MAX_ITEMS, StoredResponses
 from serve_app.http.lanes import LONG_REQUESTS, run_preparation
 from serve_app.http.limits import Deadline
+from serve_app.observability.context import RequestContext
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import INTERNAL_ERROR, ApiError, api_error
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.protocol.shapes import RequestModel
 from serve_app.service.generation import EVENT_STREAM, Generation, UntilClientLeaves
-from serve_app.service.metrics import RequestContext
 from serve_app.service.recorded import RecordedRequests
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings

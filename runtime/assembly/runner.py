@@ -1,0 +1,41 @@
+"""build_runner: a ModelRunner with everything that Callboard plugs into one."""
+
+from __future__ import annotations
+
+from runtime.core.plan import MAX_DRAFT_TOKENS
+from runtime.features.adapter_weights import RunnerAdapters
+from runtime.features.grammar_state import GrammarState
+from runtime.features.mapped_memory import RunnerMemory
+from runtime.features.pooler import Pooler
+from runtime.features.prompt_scorer import PromptScorer
+from runtime.spec.config import EngineConfig
+from runtime.spec.sharding import Shard
+from runtime.speculation.draft import CATCH_UP
+from runtime.worker.extras import RunnerExtras
+from runtime.worker.runner import ModelRunner
+from runtime.worker.sources import ModelSource
+
+
+def build_runner(
+    config: EngineConfig, source: ModelSource, shard: Shard | None = None, is_draft: bool = False
+) -> ModelRunner:
+    """A runner with all extras. See ModelRunner for the arguments and the errors."""
+    extras = RunnerExtras(
+        outputs=(PromptScorer.of, Pooler.of),
+        masks=GrammarState.of,
+        adapters=RunnerAdapters.of,
+        sleep_memory=RunnerMemory,
+        row_lens=_row_lens(config, is_draft),
+    )
+    return ModelRunner(config, source, shard, is_draft, extras)
+
+
+def _row_lens(config: EngineConfig, is_draft: bool) -> tuple[int, ...]:
+    """The numbers of tokens, besides one, that rows of decode steps often have under speculation: a token with its
+    draft tokens, or the tokens that a draft has to catch up with."""
+    if is_draft:
+        return CATCH_UP
+    if config.draft is None:
+        return ()
+    most = MAX_DRAFT_TOKENS if config.num_draft_tokens is None else config.num_draft_tokens
+    return tuple(range(2, most + 2))

@@ -1,0 +1,195 @@
+"""Mixtures of experts with fp8 activations and fp8 weights (w8a8).
+
+A token's row is quantized once for all of its experts. The first product of an expert quantizes its own result, with a
+scale for each row and each group of columns of a program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+
+from runtime.kernels.experts.moe_w16a16 import (
+    MOST_SINGLE,
+    GroupedExperts,
+    Tile,
+    add_results,
+    choices_of_tile,
+    stacked,
+)
+from runtime.kernels.linear.linear_torch import Linear
+from runtime.kernels.linear.split_k import MAX_SPLIT_TILES, split_counters
+from runtime.kernels.magnitudes import larger, largest_magnitude, to_e4m3, within
+from runtime.kernels.norm.gated_activation import Activation, activated
+from runtime.kernels.quantized.activations import Fp8Activations, quantize_normed_fp8
+from runtime.kernels.quantized.fp8_w8a8_gemm import has_fp8_gemm
+from runtime.kernels.quantized.quantized_weight import QuantizedWeight
+from runtime.kernels.triton_language import TensorDescriptor, jit, next_power_of_2, tl, use_pdl
+from runtime.spec.decoder_spec import ExpertsSpec
+
+
+@jit
+def _moe_fp8_w8a8_kernel(
+    x_ptr,  # fp8 [num_tokens, K], or without ACTIVATION [num_choices, K] sorted by expert
+    x_scales_ptr,  # [num_tokens], or without ACTIVATION [num_choices, K / BLOCK_K]
+    weights,  # descriptor of [num_experts * N, K], with ACTIVATION [num_experts * 2 * N, K]: gate's rows, then up's
+    scales_ptr,  # float32 [rows of weights], or [rows of weights / 128, K / 128]
+    out_ptr,  # [num_choices, N], with ACTIVATION fp8 sorted by expert
+    out_scales_ptr,  # with ACTIVATION [num_choices, N / BLOCK_N]
+    starts_ptr,  # [num_experts + 1], unused with SINGLE
+    order_ptr,  # choices by expert; with SINGLE the expert of each choice
+    mixture_ptr,  # [num_choices] float32 weights of experts; these three are used with SINGLE and no ACTIVATION
+    residual_ptr,  # [num_tokens, N], added to
+    counters_ptr,  # [num_tokens, tiles of N] int32 zeros
+    num_experts,
+    N,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_SCALES: tl.constexpr,
+    SINGLE: tl.constexpr,  # program (i, j): choice i
+    EXPERTS: tl.constexpr,  # power of two, at least num_experts
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (i, j): tile i of the choices sorted by expert, and tile j of the weight rows."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    place = tl.program_id(0)
+    expert, rows, live, choices = choices_of_tile(place, starts_ptr, order_ptr, num_experts, SINGLE, EXPERTS, BLOCK_M)
+    if expert >= num_experts:
+        return
+    sources = tl.where(live, choices // TOP_K if ACTIVATION is not None else rows, 0)
+    targets = rows if ACTIVATION is not None else choices
+    first = tl.program_id(1) * BLOCK_N
+    cols, inner = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    size = (2 if ACTIVATION is not None else 1) * N
+    row = expert * size + first
+    xs = x_ptr + sources.to(tl.int64)[:, None] * K + inner[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        x = tl.load(xs + start, mask=live[:, None] & (inner < K - start)[None, :], other=0.0).T
+        part = tl.dot(weights.load([row, start]), x)
+        if BLOCK_SCALES:
+            block = scales_ptr + start // 128
+            part *= tl.load(block + row // 128 * (K // 128))
+        if ACTIVATION is None:
+            part *= tl.load(x_scales_ptr + sources * (K // BLOCK_K) + start // BLOCK_K, mask=live, other=0.0)[None, :]
+        acc += part
+        if ACTIVATION is not None:
+            part = tl.dot(weights.load([row + N, start]), x)
+            if BLOCK_SCALES:
+                part *= tl.load(block + (row + N) // 128 * (K // 128))
+            up += part
+    if not BLOCK_SCALES:
+        row_of = expert * size + tl.minimum(cols, N - 1)
+        acc *= tl.load(scales_ptr + row_of)[:, None]
+        if ACTIVATION is not None:
+            up *= tl.load(scales_ptr + row_of + N)[:, None]
+    at = targets.to(tl.int64)[None, :] * N + cols[:, None]
+    inside = live[None, :] & (cols < N)[:, None]
+    if ACTIVATION is not None:
+        x_scales = tl.load(x_scales_ptr + sources, mask=live, other=0.0)[None, :]
+        y = tl.where(inside, activated(acc * x_scales, ACTIVATION) * (up * x_scales), 0.0)
+        largest = larger(largest_magnitude(y, 0), 7.888609052210118e-31)
+        tl.store(out_ptr + at, to_e4m3(within(y * (448.0 / largest)[None, :], 448.0)), mask=inside)
+        tl.store(out_scales_ptr + targets * (N // BLOCK_N) + tl.program_id(1), largest / 448.0, mask=live)
+    else:
+        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    if SINGLE and ACTIVATION is None:
+        token = place // TOP_K
+        counter = counters_ptr + token * tl.num_programs(1) + tl.program_id(1)
+        add_results(out_ptr, mixture_ptr, residual_ptr, counter, token, cols, N, TOP_K)
+
+
+class Fp8Experts(GroupedExperts):
+    """`GroupedExperts` with fp8 weights and activations.
+
+    Few choices take four launches: routing, quantization and two products. The second adds a token's results."""
+
+    def __init__(
+        self,
+        spec: ExpertsSpec,
+        router: Linear,
+        weights: Iterable[tuple[QuantizedWeight, QuantizedWeight]],  # that `has_fp8_moe`
+        activation: Activation,
+        deterministic: bool,
+    ) -> None:
+        self.spec, self.router, self.activation, self.deterministic = spec, router, activation, deterministic
+        tensors = ([(w.values, w.scales[:, : w.shape[0] // w.scale_rows].t()) for w in pair] for pair in weights)
+        (self.gate_up, self.gate_up_scales), (self.down, self.down_scales) = stacked(tensors, spec.num_experts)
+
+    def add_to(
+        self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    ) -> None:
+        out = residual if out is None else out
+        (num_tokens, hidden), ffn = residual.shape, self.down.shape[2]
+        num_choices = num_tokens * self.spec.top_k
+        tile = moe_fp8_tile(num_choices, self.spec.num_experts, self.deterministic)
+        num_counters = num_tokens * -(-hidden // tile.block_n)
+        is_single = num_choices <= MOST_SINGLE and num_counters <= MAX_SPLIT_TILES and not self.deterministic
+        ids, weights = self._route(self.router.normed(residual, norm_weight, eps))
+        starts, order = (ids, ids) if is_single else self._sort(ids)
+        rows = quantize_normed_fp8(residual, norm_weight, eps, self.router.norm)
+        inner = Fp8Activations(
+            torch.empty((num_choices, ffn), dtype=torch.float8_e4m3fn, device=residual.device),
+            torch.empty((num_choices, ffn // tile.block_n), dtype=torch.float32, device=residual.device),
+        )
+        results = residual.new_empty(num_choices, hidden, dtype=torch.float32 if is_single else residual.dtype)
+        product = partial(
+            self._fp8_product, starts=starts, order=order, weights=weights, residual=out, is_single=is_single
+        )
+        product(rows, self.gate_up, self.gate_up_scales, *inner, tile=tile, activation=self.activation)
+        # A step's columns share a scale.
+        tile = tile._replace(block_k=tile.block_n, num_stages=tile.num_stages * tile.block_k // tile.block_n)
+        product(inner, self.down, self.down_scales, results, results, tile=tile, activation=None)
+        if not is_single:
+            self._combine(results, weights, out)
+
+    def _fp8_product(
+        self,
+        x: Fp8Activations,  # [num_tokens, K], or [num_choices, K] sorted by expert
+        values: torch.Tensor,  # [num_experts, N, K]
+        scales: torch.Tensor,  # [num_experts, N, 1], or of blocks
+        out: torch.Tensor,
+        out_scales: torch.Tensor,
+        starts: torch.Tensor,
+        order: torch.Tensor,
+        weights: torch.Tensor,
+        residual: torch.Tensor,
+        is_single: bool,
+        tile: Tile,
+        activation: Activation | None,
+    ) -> None:
+        (num_experts, _, size_in), (num_choices, size_out), pdl = values.shape, out.shape, use_pdl(values)
+        num_tiles = num_choices
+        if not is_single:
+            num_tiles = (num_choices + min(num_experts, num_choices) * (tile.block_m - 1)) // tile.block_m
+        flat = values.view(-1, size_in)
+        descriptor = TensorDescriptor(flat, list(flat.shape), [size_in, 1], [tile.block_n, tile.block_k])
+        _moe_fp8_w8a8_kernel[(num_tiles, -(-size_out // tile.block_n))](
+            x.values, x.scales, descriptor, scales, out, out_scales, starts, order, weights, residual,
+            split_counters(values.device), num_experts, size_out, K=size_in, TOP_K=self.spec.top_k,
+            ACTIVATION=activation, BLOCK_SCALES=scales.shape[1] < values.shape[1], SINGLE=is_single,
+            EXPERTS=next_power_of_2(num_experts), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+            STAGES=tile.num_stages, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
+        )  # fmt: skip
+
+
+def moe_fp8_tile(num_choices: int, num_experts: int, deterministic: bool) -> Tile:
+    """Tall tiles where experts have many tokens. Deterministic mode has one tile."""
+    if num_choices > 16 * num_experts or deterministic:
+        return Tile(64, 128, 128, 8, 4)
+    return Tile(16, 64, 128, 4, 4 if num_choices <= MOST_SINGLE else 3)
+
+
+def has_fp8_moe(pair: tuple[QuantizedWeight, QuantizedWeight]) -> bool:
+    """True if this kernel takes experts with such gate_up and down weights."""
+    return all(has_fp8_gemm(weight) and not any(size % 128 for size in weight.shape) for weight in pair)

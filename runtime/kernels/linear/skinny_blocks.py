@@ -1,0 +1,76 @@
+"""Blocks of the kernels for few rows: the weight rows of a block, the sum of its chunks, and its stored result."""
+
+from __future__ import annotations
+
+from runtime.kernels.norm.gated_activation import activated
+from runtime.kernels.triton_language import jit, tl
+
+
+@jit
+def weight_rows_of_block(block, N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The weight rows [BLOCK_N] of a block; with an activation, rows of gate and of up alternate."""
+    rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    if ACTIVATION is not None:
+        rows = rows // 2 + rows % 2 * (N // 2)
+    return rows
+
+
+@jit
+def add_chunks(acc, NUM_CHUNKS: tl.constexpr):
+    """The sums of chunks [NUM_CHUNKS, BLOCK_N, NUM_TOKENS], added in ascending order."""
+    if NUM_CHUNKS == 1:
+        total = acc
+    elif NUM_CHUNKS == 2:
+        first, second = tl.split(tl.permute(acc, (1, 2, 0)))
+        total = first + second
+    elif NUM_CHUNKS == 4:
+        even, odd = tl.split(tl.permute(tl.reshape(acc, (2, 2, acc.shape[1], acc.shape[2])), (2, 3, 0, 1)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        total = ((first + second) + third) + fourth
+    else:
+        parts = tl.permute(tl.reshape(acc, (2, 2, 2, acc.shape[1], acc.shape[2])), (3, 4, 0, 1, 2))
+        even, odd = tl.split(parts)
+        low_even, high_even = tl.split(even)  # chunks 0 and 4, 2 and 6
+        low_odd, high_odd = tl.split(odd)
+        first, fifth = tl.split(low_even)
+        third, seventh = tl.split(high_even)
+        second, sixth = tl.split(low_odd)
+        fourth, eighth = tl.split(high_odd)
+        total = ((((((first + second) + third) + fourth) + fifth) + sixth) + seventh) + eighth
+    return total
+
+
+@jit
+def store_block(
+    y,  # [BLOCK_N, NUM_TOKENS] fp32: the block's weight rows times x.T
+    block,
+    tokens,  # [NUM_TOKENS]
+    rows,  # [BLOCK_N], from `weight_rows_of_block`
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    num_rows,
+    N,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    NUM_TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Add the bias, apply the activation, add the residual, and store."""
+    if BIAS:
+        y += tl.load(bias_ptr + tl.minimum(rows, N - 1)).to(tl.float32)[:, None]
+    width = N
+    cols = rows
+    if ACTIVATION is not None:
+        y = y.to(out_ptr.dtype.element_ty).to(tl.float32)  # rounds like a separate activation kernel
+        gate, up = tl.split(tl.trans(tl.reshape(y, (BLOCK_N // 2, 2, NUM_TOKENS)), 0, 2, 1))
+        y = activated(gate, ACTIVATION) * up
+        width = N // 2
+        cols = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    at = tokens[None, :] * width + cols[:, None]
+    inside = (tokens < num_rows)[None, :] & (cols < width)[:, None]
+    if RESIDUAL:
+        y += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside)

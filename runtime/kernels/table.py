@@ -1,0 +1,200 @@
+"""The operations of the model, each with a torch reference and, where it exists, a Triton kernel of the same signature.
+
+`select` is the only place that knows which is used (C7)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+
+from runtime.kernels.attention.attention_torch import attention_exact, attention_torch
+from runtime.kernels.attention.decode_attention import decode_attention
+from runtime.kernels.attention.paged_attention import PagedBatch
+from runtime.kernels.attention.prefill_attention import prefill_attention
+from runtime.kernels.attention.rope import rope_rows_torch, rope_rows_triton, rope_store_kv_torch, rope_store_kv_triton
+from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts, has_fp8_moe
+from runtime.kernels.experts.moe_w16a16 import ExpertLayer, Experts, GroupedExperts
+from runtime.kernels.experts.moe_wna16 import QuantizedExperts
+from runtime.kernels.linear.fused_linear import FusedLinear
+from runtime.kernels.linear.linear_torch import Activate, Linear, Norm, Product, cpu_product
+from runtime.kernels.linear.lora import AddAdapters, add_adapters_torch, add_adapters_triton
+from runtime.kernels.norm.gated_activation import (
+    Activation,
+    gated_activation_exact,
+    gated_activation_torch,
+    gated_activation_triton,
+)
+from runtime.kernels.norm.layer_norm import layer_norm_torch, layer_norm_triton
+from runtime.kernels.norm.rms_norm import (
+    rms_norm_in_place_torch,
+    rms_norm_in_place_triton,
+    rms_norm_torch,
+    rms_norm_triton,
+)
+from runtime.kernels.numerics import Numerics
+from runtime.kernels.quantized.fp8_w8a8_gemm import has_fp8_gemm
+from runtime.kernels.quantized.int_wna16_gemm import has_int_wna16_gemm
+from runtime.kernels.quantized.quantized_linear import Fp8Linear, Int16Linear, QuantizedLinear
+from runtime.kernels.quantized.quantized_weight import QuantizedWeight
+from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
+
+
+class RopeStoreKV(Protocol):
+    """`rope_store_kv_torch`."""
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        kv: torch.Tensor,
+        kv_index: torch.Tensor,
+        q_norm: torch.Tensor | None = None,
+        k_norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+        scales: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+
+class Attention(Protocol):
+    """`attention_torch`; a backend chooses the form of the plan, which its steps make and its attention reads."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        plan: Any,
+        scales: torch.Tensor | None = None,
+        *,
+        scale: float,
+        window: int,
+        soft_cap: float,
+    ) -> torch.Tensor: ...
+
+
+class DenseExperts(Protocol):
+    """The mixture of a router and, of each expert, gate and up as one weight and down."""
+
+    def __call__(
+        self, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[torch.Tensor, torch.Tensor]]
+    ) -> ExpertLayer: ...
+
+
+class QuantizedMixture(Protocol):
+    """The same of weights that are codes, all in one form."""
+
+    def __call__(
+        self, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[QuantizedWeight, QuantizedWeight]]
+    ) -> ExpertLayer: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The operations that a decoder is written with; signatures are those of the torch references."""
+
+    norm: Norm
+    norm_in_place: Callable[[torch.Tensor, torch.Tensor, float], None]  # an RMS norm of x with a weight and an epsilon
+    activate: Activate  # of the feed-forward layer
+    linear: Callable[[torch.Tensor, torch.Tensor | None], Linear]  # of a dense weight [out, in] and a bias [out]
+    experts: DenseExperts
+    rope_rows: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # of rotary table, positions
+    rope_store_kv: RopeStoreKV
+    attention: Attention
+    add_adapters: AddAdapters
+    quantized_linear: Callable[[QuantizedWeight, torch.Tensor | None], Linear] | None = None  # on a GPU
+    quantized_experts: QuantizedMixture | None = None
+
+
+def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
+    """The operations of a backend. Deterministic ones give a row the same bits whatever the other rows are."""
+    deterministic, activation, gated = numerics.deterministic, spec.activation, spec.gated
+    if numerics.backend == "triton":
+        norm: Norm = rms_norm_triton if spec.norm == "rms" else layer_norm_triton
+        around: dict[str, Any] = {"activation": activation, "gated": gated, "norm": norm}
+        return Kernels(
+            norm,
+            rms_norm_in_place_triton,
+            partial(gated_activation_triton, activation=activation, gated=gated),
+            partial(FusedLinear, deterministic=deterministic, **around),
+            partial(GroupedExperts, activation=activation, deterministic=deterministic),
+            rope_rows_triton,
+            rope_store_kv_triton,
+            partial(_attend, deterministic=deterministic),
+            partial(add_adapters_triton, deterministic=deterministic),
+            partial(_quantized_linear, deterministic=deterministic, dtype=numerics.dtype, **around),
+            partial(_quantized_experts, activation=activation, deterministic=deterministic, dtype=numerics.dtype),
+        )
+    norm = rms_norm_torch if spec.norm == "rms" else layer_norm_torch
+    activate = partial(
+        gated_activation_exact if deterministic else gated_activation_torch, activation=activation, gated=gated
+    )
+
+    def product(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
+        return cpu_product(weight, bias, numerics.packed, deterministic)
+
+    return Kernels(
+        norm,
+        rms_norm_in_place_torch,
+        activate,
+        lambda weight, bias: Linear(product(weight, bias), norm, activate),
+        partial(Experts, product=product, activate=activate),
+        rope_rows_torch,
+        rope_store_kv_torch,
+        partial(attention_exact, by_head=numerics.rank_invariant) if deterministic else attention_torch,
+        # Matrices of so few numbers are packed for each call, as the reference would otherwise not be batch-invariant.
+        partial(add_adapters_torch, multiply=lambda x, weight: product(weight)(x))
+        if deterministic
+        else add_adapters_torch,
+    )
+
+
+def _quantized_linear(
+    weight: QuantizedWeight, bias: torch.Tensor | None, deterministic: bool, dtype: torch.dtype, **around: Any
+) -> Linear:
+    if not deterministic and dtype != torch.float32 and has_fp8_gemm(weight):
+        return Fp8Linear(weight, bias, **around)
+    if not deterministic and dtype != torch.float32 and has_int_wna16_gemm(weight):
+        return Int16Linear(weight, bias, **around)
+    return QuantizedLinear(weight, bias, deterministic=deterministic, **around)
+
+
+def _quantized_experts(
+    spec: ExpertsSpec,
+    router: Linear,
+    weights: Iterable[tuple[QuantizedWeight, QuantizedWeight]],
+    activation: Activation,
+    deterministic: bool,
+    dtype: torch.dtype,
+) -> ExpertLayer:
+    pairs = iter(weights)
+    first = next(pairs)
+    takes_fp8_rows = dtype != torch.float32 and has_fp8_moe(first)
+    kind = Fp8Experts if takes_fp8_rows else QuantizedExperts
+    return kind(spec, router, chain([first], pairs), activation, deterministic)
+
+
+def _attend(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    batch: PagedBatch,
+    scales: torch.Tensor | None = None,
+    *,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    deterministic: bool,
+) -> torch.Tensor:
+    """[num_tokens, num_heads * head_dim]: rows of one token, or of guesses in a graph, and longer ones. Other short
+    rows do not take the first kernel: each length would compile it anew."""
+    out = q.new_empty(len(q), q.shape[1] * q.shape[2])
+    for rows in batch.parts:
+        attend = decode_attention if rows.max_count == 1 or rows.prefix_ready else prefill_attention
+        attend(
+            q, kv, rows, scale=scale, window=window, soft_cap=soft_cap, scales=scales, deterministic=deterministic,
+            out=out,
+        )  # fmt: skip
+    return out

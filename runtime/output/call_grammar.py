@@ -1,0 +1,175 @@
+"""The grammar that the tool calls of an output must follow. It depends on the place where calls may begin:
+
+forced          the prompt ends with the opening of a call; the output continues it
+beside JSON     the output is a JSON answer or calls
+at the start    a text without a mark that begins like a call is one
+after a mark    calls follow a mark, at any place of the text
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from runtime.output.fields import FieldError, invalid
+from runtime.output.response_format import RequestedGrammar
+from runtime.output.tools import AnyTool, CustomTool
+from runtime.spec.types import GrammarSpec
+from runtime.structured.grammar import Calls
+from runtime.structured.pattern import literal_text
+from runtime.text import reasoning
+from runtime.text.tool_calls import ForcedCall, ToolFormat
+
+_NO_ARGUMENTS = {"type": "object", "additionalProperties": False}
+
+
+def with_calls(
+    answer: RequestedGrammar | None,
+    tools: list[AnyTool],
+    form: ToolFormat | None,
+    forced: ForcedCall | None,
+    most_calls: int | None,
+    special_marks: Collection[str],
+    thinks: bool,
+) -> RequestedGrammar | None:
+    """Return the grammar of an output that may hold calls; None if the output is free.
+
+    Where the model may choose, a grammar binds calls only if a tool is strict or has a grammar of its own, or if the
+    content must be JSON. Arguments fit their schema. Without `strict`, any object is valid if the schema is not
+    supported, and any text if the format writes arguments one by one and cannot express the schema.
+
+    Args:
+        answer: the grammar of the content; None if it is free.
+        form: the model's format of calls.
+        forced: the call that the prompt begins; None if the model may choose.
+        most_calls: the highest number of calls; None if unlimited.
+        special_marks: special tokens, which a grammar cannot write. Text that has to follow one is left out.
+        thinks: the output may begin with reasoning.
+
+    Raises FieldError if the calls cannot be bound as required."""
+    strict = next((i for i, tool in enumerate(tools) if _is_strict(tool)), None)
+    if not tools or (forced is None and strict is None and answer is None):
+        return answer
+    assert form is not None, "tools without a format are refused before"
+    grammar = _CallGrammar(tools, form, special_marks, most_calls is None)
+    if forced is not None:
+        return grammar.forced(forced)
+    has_mark, no_text = grammar.can_follow_mark(thinks), grammar.bare_calls(thinks)
+    if answer is not None and not (has_mark and answer.spec.kind == "json"):
+        why = "only JSON can be" if has_mark else "this model marks no calls as text"
+        raise invalid(
+            answer.field, f"cannot be combined with tools that may be called ({why}); set tool_choice to none"
+        )
+    if answer is None and not has_mark and not no_text:
+        assert strict is not None, "a free output needs no grammar"
+        raise _not_strict(tools, strict, "for this model")
+    for i, tool in enumerate(tools):
+        if _is_strict(tool) and grammar.is_unbound(tool):
+            raise _not_strict(tools, i, "for this schema, which the model's own format of calls cannot keep to,")
+    if answer is not None:
+        return grammar.beside_json(answer)
+    return grammar.at_start(no_text) if no_text else grammar.after_mark()
+
+
+def _is_strict(tool: AnyTool) -> bool:
+    return bool(tool.function.strict or (isinstance(tool, CustomTool) and tool.grammar))
+
+
+def _not_strict(tools: Sequence[AnyTool], index: int, where: str) -> FieldError:
+    """Return the refusal of a strict tool that a grammar cannot bind where the model may choose."""
+    field = "custom.format" if isinstance(tools[index], CustomTool) else "function.strict"
+    return invalid(
+        f"tools.{index}.{field}", f"is supported {where} only where tool_choice is required or names a function"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _CallGrammar:
+    """The grammar of calls of `tools` in one format."""
+
+    tools: Sequence[AnyTool]
+    form: ToolFormat
+    special_marks: Collection[str]
+    may_repeat: bool  # several calls are allowed
+
+    # ---- one method for each place of calls -------------------------------------------------------------------------
+
+    def forced(self, forced: ForcedCall) -> RequestedGrammar:
+        return _requested(self._calls(forced.name, is_forced=True))
+
+    def beside_json(self, answer: RequestedGrammar) -> RequestedGrammar:
+        calls = self._calls(None)
+        calls.begin, calls.answer = self.form.opening(None), answer.spec.text
+        return _requested(calls, answer.spec.after, strict=answer.spec.strict, field=answer.field)
+
+    def at_start(self, no_text: list[str]) -> RequestedGrammar:
+        calls = self._calls(None)
+        calls.begin, calls.no_text = self.form.begin, no_text
+        return _requested(calls)
+
+    def after_mark(self) -> RequestedGrammar:
+        calls, mark = self._calls(None), self.form.last_mark
+        calls.begin = self.form.begin.partition(mark)[2].strip()
+        return _requested(calls, mark, may_stay_free=True)
+
+    # ---- conditions -------------------------------------------------------------------------------------------------
+
+    def can_follow_mark(self, thinks: bool) -> bool:
+        """True if calls follow a mark that a grammar can find."""
+        marks = (reasoning.OPEN, reasoning.CLOSE)
+        return self._can_bind(thinks) and not self.form.bare and bool(self.form.mark) and self._is_text(*marks)
+
+    def bare_calls(self, thinks: bool) -> list[str]:
+        """Return the regular expressions of texts that are read as calls without a mark; none if there are none.
+
+        A free text must match none of them."""
+        if not (self._can_bind(thinks) and self.form.bare):
+            return []
+        names = "|".join(tool.function.name for tool in self.tools)
+        marked = [f"(?s:.*){literal_text(self.form.mark)}(?s:.*)"] if self._is_text(self.form.mark) else []
+        return [f"({self.form.bare.replace('%s', names)})(?s:.*)", *marked]
+
+    def is_unbound(self, tool: AnyTool) -> bool:
+        """True if the format cannot bind the tool's arguments: any text is valid for them."""
+        return self.form.arguments is not None and tool.needs_json(self.form.arguments)
+
+    def _can_bind(self, thinks: bool) -> bool:
+        form, arguments = self.form, self.form.arguments
+        around = () if arguments is None else (arguments.begin, arguments.to_value, arguments.end)
+        is_text = self._is_text(form.begin, form.to_arguments, form.end, form.close, *around)
+        return is_text and not (form.bare and thinks)
+
+    def _is_text(self, *texts: str) -> bool:
+        return not any(mark in text for mark in self.special_marks for text in texts)
+
+    # ---- the calls --------------------------------------------------------------------------------------------------
+
+    def _calls(self, name: str | None, is_forced: bool = False) -> Calls:
+        """Return the grammar from within the first call on: of the function `name`, or of any (None)."""
+        form = self.form
+        tools = [tool for tool in self.tools if name in (None, tool.function.name)]
+        grammars = {tool.function.name: tool.grammar for tool in tools if isinstance(tool, CustomTool)}
+        schemas = {tool.function.name: tool.function.parameters for tool in tools}
+        again = form.again if name is None else f"{form.again}{name}{form.to_arguments}"
+        can_repeat = self.may_repeat and form.again and self._is_text(form.end, again)
+        return Calls(
+            functions={key: _NO_ARGUMENTS if schema is None else schema for key, schema in schemas.items()},
+            inputs={key: (of.syntax, of.definition) for key, of in grammars.items() if of is not None},
+            lenient=[tool.function.name for tool in tools if not tool.function.strict],
+            unbound=[] if is_forced else [tool.function.name for tool in tools if self.is_unbound(tool)],
+            named=name is not None,
+            to_arguments=form.to_arguments,
+            end=form.end if self._is_text(form.end) else form.end.partition("\n")[0],
+            again=again if can_repeat else "",
+            arguments=form.arguments,
+            close=form.close if self._is_text(form.end, form.close) else "",
+        )
+
+
+def _requested(
+    calls: Calls, after: str = "", *, may_stay_free: bool = False, strict: bool | None = None, field: str = "tools"
+) -> RequestedGrammar:
+    spec = GrammarSpec("calls", msgspec.json.encode(calls).decode(), after, may_stay_free, strict)
+    return RequestedGrammar(spec, field)

@@ -1,0 +1,280 @@
+"""Forms: what the layouts of all checkpoints become. Codes [out, in], and scales that blocks of them share.
+
+What multiplies with codes depends on the device: `runtime.quant.products`."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from runtime.kernels.quantized import weight_conversions as fp8_encode
+from runtime.quant.scheme import QuantizationScheme
+from runtime.quant.weight_format import Shape, Weight
+from runtime.spec.sharding import Part
+
+# Numbers that are widened or encoded at once: what is in float32 meanwhile is small beside the weight.
+_AT_ONCE = 1 << 20
+_AT_ONCE_ON_GPU = 1 << 23  # fewer launches
+_SMALLEST = 2.0**-100  # of scales that `encode` divides by, for blocks of zeros
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding(ABC):
+    """Numbers as code * scale - zero_points, each computed in float32.
+
+    A weight is a tuple of tensors: codes [out, in], one a byte; scales, float32 [ceil(out / rows), ceil(in / columns)];
+    minimums of the same shape if there are any; the order of the columns if they were reordered, int64 [in], which has
+    for each column of codes the column of the weight that it is."""
+
+    label: str  # "int4", say
+    scale_rows: int = 1  # rows of the weight that share a scale
+    group_size: int = 0  # columns that do; 0: all of them
+    has_zero_points: bool = False
+    reordered: bool = False
+
+    bits: ClassVar[int] = 8
+
+    @property
+    def name(self) -> str:
+        block = (
+            f" {self.scale_rows}x{self.group_size}"
+            if self.scale_rows > 1
+            else f" g{self.group_size}"
+            if self.group_size
+            else " rows"
+        )
+        return self.label + block + (" with minimums" if self.has_zero_points else "")
+
+    @abstractmethod
+    def values(self, codes: torch.Tensor) -> torch.Tensor:
+        """The numbers that codes stand for, in float32."""
+
+    @abstractmethod
+    def _shared(self, dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The scales, and minimums if there are any, with which `dense` is encoded."""
+
+    @abstractmethod
+    def _nearest(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The codes of numbers in float32 that have been divided by their scale."""
+
+    def encode(self, dense: torch.Tensor) -> Weight:
+        """Round to nearest: the weight whose numbers are those of `dense`, as near as the form gets."""
+        scale, *zero_points = self._shared(dense)
+        codes = torch.empty(dense.shape, dtype=self._nearest(scale[:0]).dtype, device=dense.device)
+        for rows, shared in self._pieces(dense):
+            numbers = dense[rows]
+            if zero_points:
+                numbers = numbers + self._spread(zero_points[0][shared], numbers.shape)
+            codes[rows] = self._nearest(numbers / self._spread(scale[shared], numbers.shape))
+        return codes, scale, *zero_points
+
+    def _extremes(self, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The least and the greatest number of each block, in float32."""
+        blocks = self._blocks(dense)
+        return blocks.amin((1, 3)).float(), blocks.amax((1, 3)).float()
+
+    def join(self, weights: Sequence[Weight]) -> Weight:
+        """Several weights, with the columns of one, as that of one map with the rows of all."""
+        order = weights[0][-1:] if self.reordered else ()
+        tensors = zip(*(weight[: len(weight) - len(order)] for weight in weights), strict=True)
+        return *(torch.cat(same) for same in tensors), *order
+
+    def part(self, weight: Weight, part: Part) -> Weight:
+        """Some rows or columns of a weight whose columns are in their order; they begin and end with a block."""
+        codes, *shared = weight
+        if per := (self.scale_rows, self.group_size)[part.dim]:
+            start = part.start // per
+            shared = [tensor.narrow(part.dim, start, -(-part.stop // per) - start) for tensor in shared]
+        return codes.narrow(part.dim, part.start, part.stop - part.start), *shared
+
+    def scale_shape(self, shape: Shape) -> Shape:
+        return -(-shape[0] // self.scale_rows), -(-shape[1] // self.group_size) if self.group_size else 1
+
+    def dequantize(self, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+        """The numbers [out, in], each rounded once to `dtype`."""
+        codes, scale, *more = weight
+        dense = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+        for rows, shared in self._pieces(codes):
+            part = codes[rows]
+            numbers = self.values(part).mul_(self._spread(scale[shared], part.shape))
+            if self.has_zero_points:
+                numbers.sub_(self._spread(more[0][shared], part.shape))
+            if self.reordered:
+                dense[rows].index_copy_(1, more[-1], numbers.to(dtype))
+            else:
+                dense[rows] = numbers
+        return dense
+
+    def _pieces(self, weight: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+        """A weight [out, in] in pieces of whole blocks: rows of it, and of what these blocks share."""
+        at_once = _AT_ONCE_ON_GPU if weight.device.type == "cuda" else _AT_ONCE
+        step = max(1, at_once // (weight.shape[1] * self.scale_rows)) * self.scale_rows
+        for start in range(0, len(weight), step):
+            yield slice(start, start + step), slice(start // self.scale_rows, (start + step) // self.scale_rows)
+
+    def _spread(self, shared: torch.Tensor, shape: Shape) -> torch.Tensor:
+        """One number for each code, of one for each block; a column of them where whole rows share."""
+        if self.scale_rows > 1:
+            shared = shared.repeat_interleave(self.scale_rows, 0)[: shape[0]]
+        return shared.repeat_interleave(self.group_size, 1)[:, : shape[1]] if self.group_size else shared
+
+    def _blocks(self, dense: torch.Tensor) -> torch.Tensor:
+        """[blocks of rows, rows, blocks of columns, columns], filled up with zeros."""
+        columns = self.group_size or dense.shape[1]
+        missing = 0, -dense.shape[1] % columns, 0, -dense.shape[0] % self.scale_rows
+        padded = F.pad(dense, missing) if any(missing) else dense
+        return padded.reshape(-1, self.scale_rows, padded.shape[1] // columns, columns)
+
+    def fits(self, shape: Shape) -> bool:
+        """True if weights of this shape can stay codes, beside others in one fused map."""
+        return not self.reordered and shape[0] % self.scale_rows == 0 and shape[1] * self.bits % 8 == 0
+
+    def device_bytes(self, shape: Shape) -> int:
+        """The bytes of a weight that stays codes, packed as densely as they can be."""
+        return math.prod(shape) * self.bits // 8 + 4 * math.prod(self.scale_shape(shape)) * (1 + self.has_zero_points)
+
+
+_GREATEST = (448.0, 416.0, 384.0, 352.0, 320.0, 288.0, 256.0, 240.0)  # e4m3 codes of an octave, the greatest first
+
+
+@dataclass(frozen=True, slots=True)
+class Float8(Encoding):
+    """e4m3 codes, 448 at most; no minimums."""
+
+    def values(self, codes: torch.Tensor) -> torch.Tensor:
+        return codes.float()
+
+    def encode(self, dense: torch.Tensor) -> Weight:
+        if self.scale_rows == 1 and not self.group_size and dense.is_cuda and dense.shape[1] <= fp8_encode.MAX_COLUMNS:
+            return fp8_encode.quantize_fp8_weight_triton(dense, _GREATEST, _SMALLEST)
+        return Encoding.encode(self, dense)  # super() finds no class that slots have replaced
+
+    def _shared(self, dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of the scales with which a block's greatest number is one of the codes of `_GREATEST`, that with the least
+        squared error: codes have one relative precision, and where their steps fall among the numbers decides. Errors
+        are summed in float64, so that every device chooses alike."""
+        low, high = self._extremes(dense)
+        greatest = torch.maximum(high, -low)
+        best = torch.full_like(greatest, torch.nan)  # it stays so where a number is not finite
+        for rows, shared in self._pieces(dense):
+            numbers = dense[rows].float()
+            least = torch.full_like(greatest[shared], torch.inf, dtype=torch.float64)
+            for code in _GREATEST:
+                scale = _divided(greatest[shared], code).clamp_min(_SMALLEST)
+                spread = self._spread(scale, numbers.shape)
+                rounding = self.values(self._nearest(numbers / spread)).mul_(spread).sub_(numbers).square_()
+                errors = self._blocks(rounding).sum((1, 3), dtype=torch.float64)
+                best[shared] = torch.where(errors < least, scale, best[shared])
+                torch.minimum(errors, least, out=least)
+        return (best,)
+
+    def _nearest(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.to(torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True, slots=True)
+class Integer8(Encoding):
+    """Whole numbers: int8, or with minimums uint8."""
+
+    def values(self, codes: torch.Tensor) -> torch.Tensor:
+        return codes.float()
+
+    def _shared(self, dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        low, high = self._extremes(dense)
+        if not self.has_zero_points:
+            return (_scale(low, high, (1 << self.bits - 1) - 1),)
+        low, high = low.clamp_max(0), high.clamp_min(0)
+        return _divided(high - low, (1 << self.bits) - 1).clamp_min(_SMALLEST), -low
+
+    def _nearest(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.round_().to(torch.uint8 if self.has_zero_points else torch.int8)
+
+
+@dataclass(frozen=True, slots=True)
+class Integer4(Integer8):
+    """Whole numbers from -8 to 7, or with minimums from 0 to 15."""
+
+    bits: ClassVar[int] = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Table(Encoding):
+    """Places in a table of 16 numbers; no minimums."""
+
+    table: tuple[float, ...] = ()
+
+    bits: ClassVar[int] = 4
+
+    def values(self, codes: torch.Tensor) -> torch.Tensor:
+        return _on_device(self.table, codes.device)[codes.int()]
+
+    def _shared(self, dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (_scale(*self._extremes(dense), max(map(abs, self.table))),)
+
+    def _nearest(self, numbers: torch.Tensor) -> torch.Tensor:
+        between, order = _nearest_in(self.table, numbers.device)
+        places = torch.bucketize(numbers, between, out_int32=True)
+        return order.index_select(0, places.flatten()).view(places.shape)
+
+
+@cache  # a copy to a GPU would wait for all that runs there
+def _on_device(table: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """A table of numbers."""
+    return torch.tensor(table, device=device)
+
+
+@cache
+def _nearest_in(table: tuple[float, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The middles between neighbouring numbers of a table, in rising order, and the places of the numbers."""
+    numbers, order = _on_device(table, device).sort()
+    return (numbers[1:] + numbers[:-1]) / 2, order.to(torch.uint8)
+
+
+def _scale(low: torch.Tensor, high: torch.Tensor, largest: float) -> torch.Tensor:
+    """The scale with which the number that is farthest from zero is the code `largest`."""
+    return _divided(torch.maximum(high, -low), largest).clamp_min(_SMALLEST)
+
+
+def _divided(numbers: torch.Tensor, by: float) -> torch.Tensor:
+    """A quotient that is rounded alike everywhere: by a number, GPUs multiply with the reciprocal."""
+    return numbers / numbers.new_full((), by)
+
+
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+ENCODINGS: dict[str, Encoding] = {
+    "fp8": Float8("fp8"),
+    "int8": Integer8("int8"),
+    "int4": Integer4("int4"),
+    "fp4": Table("fp4", table=(*_POSITIVE, *(-number for number in _POSITIVE))),  # e2m1
+    # bitsandbytes/functional.py, get_4bit_type
+    "nf4": Table(
+        "nf4",
+        table=(
+            -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+            -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+            0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+        ),
+    ),
+    "bitsandbytes fp4": Table(
+        "bitsandbytes fp4",
+        table=tuple(sign * n / 192 + 0.0 for sign in (1, -1) for n in (0.0, 1.0, 128.0, 192.0, 64.0, 96.0, 32.0, 48.0)),
+    ),
+}  # fmt: skip
+
+
+def encoding_of(scheme: QuantizationScheme) -> Encoding:
+    """The form that weights of a scheme are read into; a scale of a whole tensor becomes one of each row."""
+    return replace(
+        ENCODINGS[scheme.encoding],
+        scale_rows=scheme.scale_rows or 1,
+        group_size=scheme.group_size,
+        has_zero_points=not scheme.symmetric,
+        reordered=scheme.reordered,
+    )

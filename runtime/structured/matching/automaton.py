@@ -1,0 +1,151 @@
+"""The eager engine: a grammar worked out in full, as arrays that a device can hold.
+
+outlines-core builds the token automaton of a regular expression. It cannot be interrupted and aborts the process when
+memory runs out, so `build` belongs into a child process (child.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import outlines_core
+from numpy.typing import NDArray
+
+from runtime.structured.matching.matcher import Matcher
+from runtime.structured.matching.vocabulary import Vocabulary
+from runtime.structured.pattern import NO_CHARACTER, GrammarError
+
+MAX_STATES = 4096
+MAX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Automaton:
+    """States 0 (the beginning) to S - 1. Tokens that lead to the same place from everywhere share a class, so that the
+    table is small: `next_state[state, token_class[token]]` is where a token leads, -1 where it is not allowed.
+
+    EOS is in the masks of the accepting states; it has no state to lead to."""
+
+    eos_ids: tuple[int, ...]
+    token_class: NDArray[np.int32]  # [vocab_size], of C classes; class 0 is allowed nowhere
+    next_state: NDArray[np.int16]  # [S, C]
+    masks: NDArray[np.int32]  # [S, num_words]; bit i % 32 of word i // 32 is token i's
+    accepting: NDArray[np.bool_]  # [S]
+
+    @property
+    def nbytes(self) -> int:
+        return self.token_class.nbytes + self.next_state.nbytes + self.masks.nbytes + self.accepting.nbytes
+
+
+def build(expression: str, vocabulary: Vocabulary) -> Automaton:
+    """Raises GrammarError if the automaton is over a limit of ours or the package's."""
+    edge = f"\\x{{{NO_CHARACTER:x}}}"
+    try:
+        index = outlines_core.Index(f"{edge}(?:{expression}){edge}", _vocabulary(vocabulary))
+    except ValueError as e:
+        raise GrammarError(f"is refused by outlines-core ({e})") from None
+    transitions: dict[int, dict[int, int]] = index.get_transitions()
+    start = transitions.pop(index.get_initial_state())[len(vocabulary.tokens)]
+    alive, accepting_states = _alive(transitions, len(vocabulary.tokens))
+    states = {start: 0} | {state: at for at, state in enumerate(alive - {start}, start=1)}
+    size, num_words = len(vocabulary.tokens), vocabulary.num_words
+    if len(states) > MAX_STATES or len(states) * num_words * 4 > MAX_BYTES:
+        raise GrammarError(f"has {len(states)} states; the limits are {MAX_STATES} states and {MAX_BYTES} bytes")
+
+    columns = []
+    for state in states:
+        targets = {token: states[to] for token, to in transitions[state].items() if to in states and token < size}
+        columns.append([np.fromiter(of, np.int64, len(targets)) for of in (targets.keys(), targets.values())])
+    accepting = np.array([state in accepting_states for state in states])
+    token_class, num_classes = _classes(columns, size)
+    next_state = np.full((len(states), num_classes), -1, np.int16)
+    masks = np.zeros((len(states), num_words), np.int32)
+    for at, (tokens, reached) in enumerate(columns):
+        allowed = np.zeros(num_words * 32, np.bool_)
+        next_state[at, token_class[tokens]] = reached
+        allowed[tokens] = True
+        allowed[list(vocabulary.eos_ids)] = accepting[at]
+        masks[at] = np.packbits(allowed, bitorder="little").view(np.int32)
+    automaton = Automaton(vocabulary.eos_ids, token_class, next_state, masks, accepting)
+    if automaton.nbytes > MAX_BYTES:
+        raise GrammarError(f"has an automaton of {automaton.nbytes} bytes; the limit is {MAX_BYTES} bytes")
+    return automaton
+
+
+def _alive(transitions: dict[int, dict[int, int]], edge: int) -> tuple[set[int], set[int]]:
+    """The states from which a text can be completed, and those in which it is."""
+    accepting = {state for state, targets in transitions.items() if edge in targets}
+    before: dict[int, set[int]] = {}
+    for state, targets in transitions.items():
+        for to in {to for token, to in targets.items() if token != edge}:
+            before.setdefault(to, set()).add(state)
+    alive, todo = set(accepting), list(accepting)
+    while todo:
+        found = before.get(todo.pop(), set()) - alive
+        alive |= found
+        todo += found
+    return alive, accepting
+
+
+def _classes(columns: list[list[NDArray[Any]]], size: int) -> tuple[NDArray[np.int32], int]:
+    """Each token's class and their number. A class is told by a hash of all that its tokens do; with 2**18 tokens, two
+    have the same by chance once in 10**8 vocabularies."""
+    generator = np.random.default_rng(0)
+    hashes = np.zeros(size, np.uint64)
+    for tokens, reached in columns:
+        marks = generator.integers(1, 1 << 63, reached.max(initial=0) + 1, dtype=np.uint64)
+        hashes[tokens] += marks[reached]
+    _, classes = np.unique(np.append(hashes, np.uint64(0)), return_inverse=True)
+    return classes[:-1].astype(np.int32), int(classes.max()) + 1
+
+
+@cache
+def _vocabulary(vocabulary: Vocabulary) -> outlines_core.Vocabulary:
+    """With one token more, for the edges of a text. Of alternatives the package follows only those before the first
+    that matches: every text must end in a character that no text has, or what could have gone on would be lost. And an
+    expression that begins with digits takes it exponential time, unless something stands before them. Tokens of single
+    bytes can begin that character too; `_alive` finds that nothing comes of it."""
+    edge = chr(NO_CHARACTER).encode()
+    ids: dict[bytes, list[int]] = {edge: [len(vocabulary.tokens)]}
+    for i, token in enumerate(vocabulary.tokens):
+        if token and edge not in token:
+            ids.setdefault(token, []).append(i)
+    return outlines_core.Vocabulary(len(vocabulary.tokens) + 1, ids)
+
+
+class EagerMatcher(Matcher):
+    """A matcher over an automaton, on the host: what a device does with the arrays, in numpy."""
+
+    engine = "eager"
+
+    def __init__(self, automaton: Automaton) -> None:
+        super().__init__(automaton.eos_ids)
+        self.automaton = automaton
+        self._states = [0]  # after each token
+
+    @property
+    def state(self) -> int:
+        return self._states[-1]
+
+    @property
+    def is_accepting(self) -> bool:
+        return bool(self.automaton.accepting[self.state])
+
+    def _is_complete(self) -> bool:
+        return not (self.automaton.next_state[self.state] >= 0).any()
+
+    def _fill(self, mask: NDArray[np.int32]) -> None:
+        mask[:] = self.automaton.masks[self.state]
+
+    def _step(self, token: int) -> bool:
+        automaton = self.automaton
+        after = int(automaton.next_state[self.state, automaton.token_class[token]])
+        if after >= 0:
+            self._states.append(after)
+        return after >= 0
+
+    def _back(self, num_tokens: int) -> None:
+        del self._states[-num_tokens:]

@@ -1,0 +1,166 @@
+"""The lazy engine: llguidance works a grammar out as far as an output goes, on the host.
+
+A matcher is ready in about a millisecond at any vocabulary; the largest grammars take some 30. Fuel bounds what a mask
+may cost, and not a clock, so that it is the same everywhere: at most some 15 ms, in hostile grammars.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import llguidance
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.spec.types import CallboardError
+from runtime.structured.matching.matcher import Matcher
+from runtime.structured.matching.vocabulary import Vocabulary
+
+LIMITS = llguidance.LLParserLimits(
+    initial_lexer_fuel=1_000_000,  # 20 ms
+    step_lexer_fuel=200_000,  # 15 ms
+    step_max_items=50_000,  # 2.5 ms
+    max_items_in_row=8_000,
+    max_lexer_states=50_000,  # 1 to 2 kB each
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
+_MAX_COPIES = 1000  # of a matcher: they share lexer states, whose number grows
+# Slices of the vocabulary: texts within strings, which most tokens are. Where a whole slice is allowed, a mask takes it
+# at once. They are llguidance's own, less the characters that "." does not match, and the one that is never written.
+_IN_STRING = r"[^\"\\\x00-\x1F\x7F\x{2028}\x{2029}\x{10FFFF}]"
+_SLICES = [r"[\x20\x0A\x0D\x09]+", _IN_STRING + "{1,10}", _IN_STRING + "{1,30}", _IN_STRING + "+"]
+
+
+class SharedLimit(CallboardError):
+    """The lexer that a matcher shares with its copies came to a limit; one with its own lexer may go on."""
+
+
+class LazyEngine:
+    """Makes matchers for one vocabulary. Setting it up takes about a second for 128k tokens; threads may share it."""
+
+    name = "lazy"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self._executor = llguidance.LLExecutor(num_threads=min(8, os.cpu_count() or 1))
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Tokens(vocabulary)), eos_token=list(vocabulary.eos_ids), slices=_SLICES
+        )
+
+    def fill(
+        self, matchers: Sequence[LazyMatcher], masks: NDArray[np.int32], numbers: Sequence[int]
+    ) -> list[CallboardError | None]:
+        """`matchers[i].fill(masks[numbers[i]])` of all, in one call on several threads: for each what it would raise.
+        `masks` [n, num_words], in one piece."""
+        open_, ended = [], []
+        for matcher, number in zip(matchers, numbers, strict=True):
+            if matcher.has_ended:
+                ended.append((matcher, number))
+            else:
+                open_.append((matcher.inner, number))
+        if open_:
+            self._executor.unsafe_compute_mask_ptr(open_, masks.ctypes.data, masks.shape[1] * 4, len(masks))
+        for matcher, number in ended:
+            matcher.fill(masks[number])
+        return [matcher.error() for matcher in matchers]
+
+    def matcher(self, lark: str) -> LazyMatcher:
+        """At the beginning of an output; raises CallboardError if a limit is in the way of the grammar."""
+        inner = llguidance.LLMatcher(self._tokenizer, lark, log_level=0, limits=LIMITS)
+        return LazyMatcher(self.vocabulary.eos_ids, inner, _Lexer())
+
+
+@dataclass(slots=True)
+class _Lexer:
+    """The part of llguidance that copies of a matcher share: the states of the grammar's texts, as far as computed.
+
+    A lexer that comes to a limit is of no use to any copy any more, wherever that copy is in the grammar."""
+
+    num_copies: int = 0
+    has_failed: bool = False
+
+
+class LazyMatcher(Matcher):
+    """A matcher over llguidance's, which releases the GIL while it is made and while it computes a mask.
+
+    The lexer that it shares with its copies may come to a limit through them. It then raises SharedLimit: a matcher
+    with a lexer of its own may go on where it stood."""
+
+    engine = "lazy"
+
+    def __init__(self, eos_ids: tuple[int, ...], inner: llguidance.LLMatcher, lexer: _Lexer) -> None:
+        super().__init__(eos_ids)
+        self.inner, self._lexer = inner, lexer
+        self._has_gone_back = False  # and made no mask since
+        self._check()
+
+    @property
+    def may_be_copied(self) -> bool:
+        """True while copies work and are few enough: the states that they share grow with each."""
+        return not self._lexer.has_failed and self._lexer.num_copies < _MAX_COPIES
+
+    def copy(self) -> LazyMatcher:
+        """A matcher at the same position, for another output; the two share the lexer states."""
+        self._lexer.num_copies += 1
+        copy = LazyMatcher(self._eos_ids, self.inner.deep_copy(), self._lexer)
+        copy._has_gone_back = self._has_gone_back
+        return copy
+
+    @property
+    def is_accepting(self) -> bool:
+        return self.inner.is_accepting()
+
+    def _is_complete(self) -> bool:
+        return self.inner.is_stopped()
+
+    def _fill(self, mask: NDArray[np.int32]) -> None:
+        self._has_gone_back = False
+        self.inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._check()
+
+    def _step(self, token: int) -> bool:
+        if self._has_gone_back:
+            # llguidance 1.9 keeps what it has parsed beyond the place that it went back to, and takes it for what
+            # follows another token that one of the same terminals fits. Making a mask drops it.
+            self._has_gone_back = False
+            self.inner.compute_bitmask()
+        return bool(self.inner.try_consume_tokens([token]))
+
+    def _back(self, num_tokens: int) -> None:
+        self.inner.rollback(num_tokens)
+        self._has_gone_back = True
+        self._check()
+
+    def _check_limit(self) -> None:
+        self.inner.compute_bitmask()  # a lexer at its limit refuses tokens silently; computing a mask sets its error
+        self._check()
+
+    def error(self) -> CallboardError | None:
+        """The reason why it cannot be used any more; None if it can."""
+        inner = self.inner
+        if not (inner.is_error() or (inner.is_stopped() and not inner.is_accepting())):
+            return None
+        self._lexer.has_failed = True
+        reason = inner.get_error().partition("\n")[0][:200] or str(inner.stop_reason())
+        kind = SharedLimit if self._lexer.num_copies > 1 else CallboardError
+        return kind(f"This request's grammar is too complex to go on here ({reason}); ask for a simpler one.")
+
+    def _check(self) -> None:
+        if (error := self.error()) is not None:
+            raise error
+
+
+class _Tokens:
+    """A vocabulary as llguidance asks for it."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens = vocabulary.tokens
+        self.eos_token_id = vocabulary.eos_ids[0]
+        self.bos_token_id = None
+        self.special_token_ids = [i for i, token in enumerate(vocabulary.tokens) if not token]
+
+    def __call__(self, text: str) -> list[int]:
+        raise NotImplementedError  # only a grammar that forces tokens asks how a text is cut

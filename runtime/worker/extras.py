@@ -1,0 +1,201 @@
+"""Interfaces for what is plugged into a runner. A runner without extras samples the same tokens.
+
+| interface | adds | implemented in runtime/features by |
+|---|---|---|
+| StepExtra | outputs computed from hidden states | `Pooler` (vectors), `PromptScorer` (log-probabilities of prompts) |
+| MaskSource | masks of the tokens that samples may be | `GrammarState` |
+| AdapterLoader | weights of adapters (LoRA) | `RunnerAdapters` |
+| SleepMemory | memory that a sleeping runner gives back | `RunnerMemory` |
+
+`runtime/assembly/runner.py` makes a `RunnerExtras` of them and hands it to `ModelRunner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from runtime.core.plan import Int32s, NewSlot, StepPlan, StepResult
+from runtime.kernels.numerics import Numerics
+from runtime.models.decoder import Decoder
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.sharding import Shard
+from runtime.worker.sources import ModelSource
+
+_NOTHING = torch.empty(0)
+Report = Callable[[StepResult], None]  # writes one output into the result, once the step's data is on the host
+
+
+class Needs(IntEnum):
+    """The hidden states that an extra needs from a step."""
+
+    NOTHING = 0
+    SAMPLED_STATES = 1  # of the tokens before samples: launched steps and graphs with prompts have them
+    ALL_STATES = 2  # of every token: only launched steps have them
+
+
+class Copies(Protocol):
+    """Copies between the host and the device of a step."""
+
+    def upload(self, *arrays: np.ndarray) -> torch.Tensor:
+        """Arrays of one type, end to end, on the device; a single array keeps its shape."""
+
+    def download(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` on the host. Its content is valid from the end of the step until the result is made."""
+
+
+@dataclass(slots=True)
+class StepWork:
+    """One step while it is computed. Each stage reads what earlier stages have written here."""
+
+    plan: StepPlan
+    slots: Int32s  # [num_samples] of the samples, in the plan's order
+    positions: Int32s  # [num_samples] of the tokens to be sampled
+    tokens: torch.Tensor  # int32, flat: the token at `slot * stride + position`
+    stride: int
+    copies: Copies
+    hidden: torch.Tensor = _NOTHING  # [num_tokens, hidden]; empty if the step runs as graphs
+    last: np.ndarray | None = None  # [num_rows] index in `hidden` of each row's last token; None if it runs as graphs
+    sampled_states: torch.Tensor = _NOTHING  # [num_samples, hidden] of the tokens before samples
+    logits: torch.Tensor = _NOTHING  # [num_samples, vocab], of a rank its part
+    token_ids: torch.Tensor = _NOTHING  # [num_samples]
+    masks: TokenMasks | None = None  # of the samples
+    reports: list[Report] = field(default_factory=list)  # in the order in which they write into the result
+
+
+class StepExtra(Protocol):
+    """An output beside tokens. It keeps state for the slots of the requests that want it."""
+
+    def describe(self, info: ModelInfo) -> ModelInfo:
+        """`info` with what this extra lets the model serve."""
+
+    def reset(self) -> None:
+        """Forget all requests."""
+
+    def add(self, new: NewSlot) -> None:
+        """A request enters its slot."""
+
+    def remove(self, slot: int) -> None:
+        """A request leaves its slot."""
+
+    def needs(self, plan: StepPlan) -> Needs:
+        """The hidden states that it needs from this step."""
+
+    def run(self, work: StepWork) -> None:
+        """Compute the output of this step, if any, and append its report. Runs before the step samples."""
+
+
+class TokenAutomata(Protocol):
+    """Automata on the device, which rule out tokens and follow the sampled ones without the host."""
+
+    def mask(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
+        """Rule out tokens in `logits`; `rows` have the layout of kernels/sampling/automata.py."""
+
+    def advance(self, token_ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Follow the sampled tokens."""
+
+
+class TokenMasks(Protocol):
+    """The tokens that the samples of one step may be. Samples without a mask may be any token."""
+
+    numbers: Int32s  # [n] of the samples with a mask, rising
+    words: Int32s  # [n, num_words] a bit for each token
+    failed: Int32s  # numbers of samples that are not drawn
+    tracked: Int32s  # rows that automata on the device follow, in the layout of kernels/sampling/automata.py
+
+    @property
+    def automata(self) -> TokenAutomata | None:
+        """Those of `tracked`; None on a CPU."""
+
+    def report(self, result: StepResult) -> None:
+        """Write into the result which requests began, failed or must be planned again."""
+
+
+class MaskSource(Protocol):
+    """Follows outputs token by token and makes the masks of each step."""
+
+    def reset(self) -> None:
+        """Forget all requests."""
+
+    def add(self, new: NewSlot) -> None:
+        """A request enters its slot."""
+
+    def remove(self, slot: int) -> None:
+        """A request leaves its slot."""
+
+    def masks(self, plan: StepPlan) -> TokenMasks | None:
+        """The masks of the plan's samples; None if all of them may be any token."""
+
+    def sampled(self, masks: TokenMasks, tokens: Callable[[], Int32s]) -> None:
+        """`tokens()` waits for the samples, [num_samples], of the step that had these masks."""
+
+    def open(self, info: ModelInfo, asynchronous: bool, large_step_us: float) -> None:
+        """The runner is warm. `large_step_us` is the time of a decode step of many rows; infinite if not measured."""
+
+
+class AdapterLoader(Protocol):
+    """Loads adapters beside a decoder's weights."""
+
+    def load(self, index: int, path: str, digest: str = "") -> None:
+        """Load the adapter in a folder at an index. Raises CallboardError, before anything has changed."""
+
+
+class MemoryPart(Protocol):
+    """Memory of the device that can be given back and taken again."""
+
+    def use(self) -> AbstractContextManager[None]:
+        """A context: what this thread allocates on the device in it is in this memory. Used once."""
+
+    def for_graphs(self) -> tuple[int, int]:
+        """The id of the pool in which CUDA graphs have this memory."""
+
+
+class SleepMemory(Protocol):
+    """All memory that a runner gives back while it sleeps."""
+
+    @property
+    def weights(self) -> MemoryPart: ...
+
+    @property
+    def cache(self) -> MemoryPart: ...
+
+    @property
+    def graphs(self) -> MemoryPart: ...
+
+    def give_back(self) -> None:
+        """Give back the memory that is still here."""
+
+    def take_again(self) -> None:
+        """Take all of it again. Raises OSError if there is too little, and then all is given back."""
+
+
+class RunnerParts(NamedTuple):
+    """What a runner has when it makes its extras: the weights are read, and no step has run."""
+
+    config: EngineConfig
+    source: ModelSource
+    decoder: Decoder
+    numerics: Numerics
+    num_slots: int
+    shard: Shard
+    is_draft: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerExtras:
+    """What is plugged into a runner. The defaults plug in nothing."""
+
+    outputs: Sequence[Callable[[RunnerParts], StepExtra]] = ()
+    masks: Callable[[RunnerParts], MaskSource] | None = None
+    adapters: Callable[[RunnerParts], AdapterLoader] | None = None
+    sleep_memory: Callable[[torch.device], SleepMemory] | None = None
+    row_lens: Sequence[int] = ()  # tokens that many rows of decode steps have, besides one: those of speculation
+
+
+NO_EXTRAS = RunnerExtras()

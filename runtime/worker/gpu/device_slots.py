@@ -1,0 +1,75 @@
+"""DeviceSlots: the state of the requests on the device, one row of int32 a slot.
+
+    state[slot] = [ token ids: max_model_len | block table: max_blocks | sampling parameters: NUM_PARAMS | adapter ]
+
+The last row, the null slot, belongs to the padding of graphs. Its table and its parameters stay zero, so that padded
+rows compute into the null block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from runtime.core.plan import Int32s, StepPlan
+from runtime.kernels.sampling.sample import NUM_PARAMS
+from runtime.kernels.step.scatter_writes import scatter_writes
+
+NO_WRITES: Int32s = np.zeros(1, np.int32)  # in the layout of kernels/step/scatter_writes.py
+
+
+class DeviceSlots:
+    """Token ids, block tables, sampling parameters and adapters. Plans change them by lists of writes."""
+
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+        self.num_slots, self.max_model_len = num_slots, max_model_len
+        max_blocks = -(-max_model_len // block_size)
+        self.table_at, self.params_at = max_model_len, max_model_len + max_blocks
+        self.stride = -(-(self.params_at + NUM_PARAMS + 1) // 4) * 4
+        self.state = torch.zeros((num_slots + 1, self.stride), dtype=torch.int32, device=device)
+        self.flat_state = self.state.view(-1)
+        self.tokens = self.state[:, :max_model_len]
+        self.tables = self.state[:, self.table_at : self.params_at]
+        self.params = self.state[:, self.params_at : self.params_at + NUM_PARAMS]
+        self.adapters = self.state[:, self.params_at + NUM_PARAMS]
+        self.adapter_of = np.zeros(num_slots, np.int32)  # the adapters on the host
+
+    def reset(self) -> None:
+        """Forget all requests."""
+        self.state.zero_()
+        self.adapter_of[:] = 0
+
+    def writes(self, plan: StepPlan, params: Int32s) -> list[Int32s]:
+        """The plan's changes of the state: block tables, new requests with their row of `params`, draft tokens. The
+        arrays, end to end, have the layout of kernels/step/scatter_writes.py."""
+        if not (plan.new or plan.block_table_writes.shape[1] or len(plan.draft_token_ids)):
+            return [NO_WRITES]
+        slots, index, blocks = plan.block_table_writes
+        # A plan may write an entry twice. The last write counts, and kernels have no order, so a dict keeps one.
+        tables = dict(zip((slots * self.stride + self.table_at + index).tolist(), blocks.tolist(), strict=True))
+        at, values = np.fromiter(tables, np.int32, len(tables)), [np.fromiter(tables.values(), np.int32, len(tables))]
+        first = np.flatnonzero(np.diff(at, prepend=-2) != 1)  # neighbours are one write
+        places: list[int] = at[first].tolist()
+        lengths: list[int] = np.diff(first, append=len(at)).tolist()
+        for new in plan.new:
+            row = new.slot * self.stride
+            places += (row, row + self.params_at)
+            lengths += (len(new.token_ids), NUM_PARAMS + 1)
+            values += (new.token_ids, params[new.slot], np.array([new.adapter], np.int32))
+            self.adapter_of[new.slot] = new.adapter
+        given = np.flatnonzero(plan.draft_lens)
+        if len(given):
+            places += (plan.slots * self.stride + plan.ends - plan.draft_lens)[given].tolist()
+            lengths += plan.draft_lens[given].tolist()
+        return [np.array([len(places), *places, *lengths], np.int32), *values, plan.draft_token_ids]
+
+    def apply(self, writes: list[Int32s], upload: Callable[..., torch.Tensor]) -> None:
+        """Apply writes outside of a graph."""
+        if num_writes := int(writes[0][0]):
+            scatter_writes(self.flat_state, upload(*writes), num_writes)
+
+    def has_adapters(self, plan: StepPlan) -> bool:
+        """True if a row of the plan has an adapter."""
+        return bool(self.adapter_of[plan.slots].any())

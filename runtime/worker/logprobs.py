@@ -1,0 +1,45 @@
+"""Logprobs: log-probabilities of sampled tokens, or of prompt tokens, on their way into a StepResult."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from runtime.core.plan import Int32s, StepResult
+
+
+@dataclass(slots=True)
+class Logprobs:
+    """One row a token, with the columns of StepResult."""
+
+    rows: Int32s  # the samples that the rows belong to; empty for prompt tokens
+    num_best: int  # best alternatives of each row; alternatives by id come after them
+    ranks: torch.Tensor
+    logprobs: torch.Tensor
+    top_ids: torch.Tensor
+    top_logprobs: torch.Tensor
+
+    def downloaded(self, download: Callable[[torch.Tensor], torch.Tensor]) -> Logprobs:
+        """On the host, when the step is over."""
+        moved = map(download, (self.ranks, self.logprobs, self.top_ids, self.top_logprobs))
+        return Logprobs(self.rows, self.num_best, *moved)
+
+    def report(self, result: StepResult) -> None:
+        """Write the rows into the result: those of samples first, then those of prompt tokens.
+
+        Rows with fewer alternatives are filled up with zeros, which the engine does not read."""
+        ranks, ids = (x.numpy().astype(np.int32) for x in (self.ranks, self.top_ids))
+        values, top = self.logprobs.numpy().copy(), self.top_logprobs.numpy().copy()
+        if not len(result.ranks):
+            result.logprob_rows, result.num_best = self.rows, self.num_best
+        if len(result.ranks):
+            width = max(ids.shape[1], result.top_ids.shape[1])
+            ids, top = (
+                np.concatenate([np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in pair])
+                for pair in ((result.top_ids, ids), (result.top_logprobs, top))
+            )
+            ranks, values = np.concatenate((result.ranks, ranks)), np.concatenate((result.logprobs, values))
+        result.ranks, result.logprobs, result.top_ids, result.top_logprobs = ranks, values, ids, top

@@ -1,0 +1,1 @@
+"""The observation of requests: metrics, the request log and OpenTelemetry spans."""

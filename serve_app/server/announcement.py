@@ -1,0 +1,59 @@
+"""What `callboard serve` prints when it is ready: where to chat, where the API is, and what to try next."""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+import threading
+from contextlib import suppress
+
+from runtime.spec.config import DEFAULT_MODEL, EngineConfig, names_of
+
+NETWORK_S = 3.0  # for an answer of a hub or a package index
+_NEXT = "The default model is small and often wrong. For better answers: callboard serve Qwen/Qwen3-0.6B"
+
+
+def announcement(config: EngineConfig, names: tuple[str, ...], url: str) -> list[str]:
+    """The lines for stdout. `names` come from --served-model-name; `url` reaches the server."""
+    name = (names or names_of(config.model))[0]
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = json.dumps({"model": name, "messages": [question], "temperature": 0, "stream": True})
+    draft = f" (draft: {config.draft})" if config.draft else ""
+    adapters = f" with the adapters {', '.join(config.adapters)}" if config.lora else ""
+    return [
+        f"Callboard serves {name}{draft}{adapters} at {url}/v1",
+        f"Chat: {url}/   API: {url}/v1   Ctrl-C stops",
+        f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+    ]
+
+
+class NextStep:
+    """A better model to try after the default one, if the hub answers while the server starts."""
+
+    def __init__(self, model: str) -> None:
+        self._hub_answers = False
+        if model == DEFAULT_MODEL and not os.environ.get("HF_HUB_OFFLINE"):
+            threading.Thread(target=self._ask_hub, daemon=True).start()
+
+    def _ask_hub(self) -> None:
+        from huggingface_hub.constants import ENDPOINT
+
+        with suppress(Exception):  # of whatever kind: this is only advice
+            self._hub_answers = unreachable(ENDPOINT) is None
+
+    def line(self) -> str:
+        """The advice; "" if the model is another one or the hub has not answered yet."""
+        return _NEXT if self._hub_answers else ""
+
+
+def unreachable(url: str) -> str | None:
+    """Return the reason why a web address does not answer, or None if it answers."""
+    import httpx
+
+    try:
+        trusted = ssl.create_default_context(cafile=os.environ.get("PIP_CERT") or None)
+        status = httpx.head(url, timeout=NETWORK_S, verify=trusted).status_code
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as e:
+        return str(e) or type(e).__name__
+    return f"it answers {status}" if status >= 500 else None  # such as a proxy without a route

@@ -1,0 +1,147 @@
+"""The server's port until HAProxy has it: taken in the command's first moment and answered with the phase of the start.
+
+Two sockets listen on it for a while, this one and HAProxy's, and a filter in the kernel gives all connections to one of
+them: to this one until a front is there, and then to HAProxy's. So none is refused, and none is reset in between. This
+socket is closed before the server may stop: without HAProxy's, the kernel would give it what comes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import html
+import math
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from actors.ray.haproxy import answer
+from runtime.spec.types import CallboardError
+from serve_app.processes.process_tree import News
+
+_MAX_HEADERS_BYTES = 1 << 16
+_MAX_CLIENTS = 64  # answered at once; the others wait
+_CLIENT_S = 10.0  # for all that one client sends
+_POLL_S = 0.1
+_LAST_S = 1.0  # for connections that were on their way here when HAProxy got the port
+# For a browser that opens the page early: it shows the phase, and loads the page once that is there.
+_PAGE = """<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="1"><title>Callboard starts</title>
+<style>:root {{ color-scheme: light dark; font: 1rem system-ui }}
+body {{ margin: 20vh auto; text-align: center }}</style>
+<h1>Callboard</h1><p>The server is starting ({phase}).</p>"""
+_SO_ATTACH_REUSEPORT_CBPF = 51  # of Linux
+_BPF_RET_CONSTANT = 0x06
+
+
+class Port:
+    """A socket that answers everything with 503, in a thread, from the first phase that is heard of on."""
+
+    def __init__(self, family: int, address: tuple[Any, ...]) -> None:
+        """Raises OSError if this process cannot listen there."""
+        self._phase = ""
+        self._end = math.inf  # of time.monotonic(): the socket is closed then
+        self._thread = threading.Thread(target=self._serve, name="port", daemon=True)
+        self._clients = threading.BoundedSemaphore(_MAX_CLIENTS)
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(address)  # alone: another server's port would be shared otherwise
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            self._socket.listen(128)
+            self._give_all_to(0)
+        except OSError:
+            self._socket.close()
+            raise
+
+    def hear(self, news: News) -> None:
+        """Takes news of the server's process: `phase`, the last one that has ended; `port=True`: HAProxy listens;
+        `ready=True`: HAProxy may end from now on, so this returns when the socket is closed."""
+        if "phase" in news:
+            if not self._phase:
+                self._thread.start()
+            self._phase = str(news["phase"]).partition(":")[0]
+        if "port" in news and self._end == math.inf:
+            self._give_all_to(1)
+            self._end = time.monotonic() + _LAST_S
+        if "ready" in news:
+            self._end = min(self._end, time.monotonic() + _POLL_S)
+            self._thread.join(_LAST_S)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _give_all_to(self, index: int) -> None:
+        """Attaches a filter that chooses one of the sockets of this address, by the order in which they were bound."""
+        instruction = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RET_CONSTANT, 0, 0, index))
+        program = struct.pack("@HP", 1, ctypes.addressof(instruction))
+        with suppress(OSError):  # a kernel that has none: the sockets share the connections
+            self._socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, program)
+
+    def _serve(self) -> None:
+        with suppress(OSError, ValueError), self._socket:  # it is closed when the command ends
+            while time.monotonic() < self._end:
+                if select.select([self._socket], [], [], _POLL_S)[0]:
+                    client = self._socket.accept()[0]
+                    self._clients.acquire()
+                    threading.Thread(target=self._answer, args=(client,), daemon=True).start()
+
+    def _answer(self, client: socket.socket) -> None:
+        try:
+            with suppress(OSError), client:
+                self._refuse(client)
+        finally:
+            self._clients.release()
+
+    def _refuse(self, client: socket.socket) -> None:
+        """Reads a request, all of it: the connection would be reset with the answer if something were left unread."""
+        end, request = time.monotonic() + _CLIENT_S, b""
+        client.settimeout(_CLIENT_S)
+        while b"\r\n\r\n" not in request and len(request) < _MAX_HEADERS_BYTES and time.monotonic() < end:
+            if not (more := client.recv(_MAX_HEADERS_BYTES)):
+                return
+            request += more
+        client.sendall(self._refusal(request).encode())
+        client.shutdown(socket.SHUT_WR)
+        while time.monotonic() < end and client.recv(_MAX_HEADERS_BYTES):
+            pass
+
+    def _refusal(self, request: bytes) -> str:
+        headers = request.partition(b"\r\n\r\n")[0].lower()
+        if not (headers.startswith(b"get / ") and b"text/html" in headers):
+            return answer(503, self._phase)
+        page = _PAGE.format(phase=html.escape(self._phase))
+        lines = "HTTP/1.1 503 Service Unavailable", "content-type: text/html", f"content-length: {len(page)}"
+        return "\r\n".join([*lines, "cache-control: no-cache", "connection: close", "retry-after: 1", "", page])
+
+
+@contextmanager
+def port_of_its_own(host: str, port: int) -> Iterator[Port]:
+    """The port, for as long as this is open, or else HAProxy has it. Raises CallboardError if it cannot be used; this
+    comes before anything that takes time.
+
+    As long as the server lives, other servers of this machine find the name of a Unix socket taken; the kernel frees it
+    with the process."""
+    with socket.socket(socket.AF_UNIX) as name:
+        try:
+            name.bind(f"\0callboard/{host}:{port}")
+        except OSError as e:
+            raise _port_error(host, port, "another callboard serve starts there or runs") from e
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            held = Port(family, address)
+        except socket.gaierror as e:
+            raise CallboardError(f"{host!r} is no address of this machine ({e.strerror}); pass another --host.") from e
+        except OSError as e:
+            raise _port_error(host, port, e.strerror) from e
+        try:
+            yield held
+        finally:
+            held.close()
+
+
+def _port_error(host: str, port: int, reason: str | None) -> CallboardError:
+    return CallboardError(f"Port {port} on {host} cannot be used ({reason}); stop what has it or pass another --port.")

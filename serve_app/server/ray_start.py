@@ -1,0 +1,148 @@
+"""The start of Ray, of Serve with its HAProxy, and of the application."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from actors.ray import haproxy
+from actors.ray.environment import quiet_port, single_machine
+from runtime.spec.types import CallboardError
+from serve_app.processes.process_tree import Parent
+from serve_app.server.console import Console
+from serve_app.server.server_settings import APP_NAME, LOG_NAME, ServerSettings, last_line
+
+WORKERS_MODULES = (  # modules that Ray's workers import: Serve's actors, the replicas, the runner
+    "ray.serve._private.controller",
+    "ray.serve._private.haproxy",
+    "ray.serve._private.proxy",
+    "ray.serve._private.replica",
+    "serve_app.app",
+    "torch",
+    "runtime.worker.runner",
+    "runtime.worker.sources",
+)
+_OBJECT_STORE_BYTES = 100 << 20  # Ray's smallest sensible one, since no tensor goes through it
+_RAYLET_START_S = 120.0  # for the start of Ray's daemons on a busy machine
+_MAX_TRIES = 3
+
+
+def set_environment(settings: ServerSettings, folder: str) -> None:
+    """The environment of Ray and its processes; the user's own values stay."""
+    os.environ.setdefault("RAY_TMPDIR", tempfile.gettempdir())
+    os.environ["TMPDIR"] = folder  # what actors leave behind ends with the server
+    tempfile.tempdir = None
+    own = single_machine(folder, bind=f"{settings.host}:{settings.port}")
+    if "RAY_AUTH_TOKEN_PATH" in os.environ:
+        del own["RAY_AUTH_TOKEN"]
+    for name, value in own.items():
+        os.environ.setdefault(name, value)
+    os.environ[haproxy.COMMAND] = own[haproxy.COMMAND]  # it runs the user's
+
+
+def start_ray(settings: ServerSettings, console: Console, parent: Parent, python: str) -> Path:
+    """Starts Ray, with `python` for its workers' Python, and returns the folder of its logs."""
+    import ray
+
+    # Ray's autoscaler monitor, log monitor and dashboard have nothing to do here and take two seconds of a core. Ray
+    # has arguments that leave them out, but ray.init does not pass them on.
+    private: Any = ray._private
+    private.parameter.RayParams = partial(private.parameter.RayParams, no_monitor=True, include_log_monitor=False)
+    private.node.Node.start_api_server = lambda *_, **__: None
+    private.services.get_node = _patient(private.services.get_node)
+    num_actors = settings.scaling.most * (1 + settings.config.tensor_parallel_size) + (settings.num_fronts or 0)
+    importing = threading.Thread(target=import_module, args=("serve_app.app",))  # while Ray's daemons start
+    importing.start()
+    sys.executable, own = python, sys.executable
+    try:
+        context: Any = ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, num_actors),  # logical: they place actors, they do not limit threads
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            # Without this, Ray's workers search the current folder for modules before any other.
+            job_config=ray.job_config.JobConfig(_client_job=True),
+        )
+    except Exception as e:  # of many kinds
+        raise CallboardError(f"Ray did not start: {last_line(str(e))}") from e
+    finally:
+        sys.executable = own
+    importing.join()
+    logs = Path(context.address_info["session_dir"], "logs")
+    console.divert(logs / LOG_NAME)
+    parent.tell(log=str(logs))
+    parent.end_with("gcs_server", "raylet")  # nothing works without them, and Ray would wait for them for ever
+    console.phase("Ray started")
+    return logs
+
+
+def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `ray._private.services.get_node` wait for the node: on a busy machine Ray's own 30 s are too few."""
+
+    def wait_for_node(*args: Any) -> Any:
+        end = time.monotonic() + _RAYLET_START_S
+        while True:
+            try:
+                return get_node(*args)
+            except RuntimeError:  # the node is not registered yet
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
+
+    return wait_for_node
+
+
+def open_door(settings: ServerSettings, logs: Path) -> None:
+    """Starts Serve with its HAProxy, and again if the port of Serve's own proxy, which has no users, is taken."""
+    from ray import serve
+    from ray.exceptions import RayError
+
+    # HAProxy alone listens where the user wants it (actors/ray/haproxy.py); Serve's other ports stay on this machine.
+    options: dict[str, Any] = {
+        "http_options": {"host": "127.0.0.1", "port": settings.port},
+        "logging_config": {"enable_access_log": False},
+    }
+    for _ in range(_MAX_TRIES):
+        try:
+            serve.start(**options)
+            return
+        except (RayError, RuntimeError, TimeoutError) as e:
+            reason = str(e)
+        if "Failed to bind to address" not in reason:
+            break
+        serve.shutdown()  # type: ignore[no-untyped-call]
+        environment = {"RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(quiet_port())}
+        options["controller_options"] = {"runtime_env": {"env_vars": environment}}
+    raise CallboardError(f"Ray Serve did not start ({last_line(reason)}); see {logs}.")
+
+
+def deploy(settings: ServerSettings) -> None:
+    """Lets Serve start the application; returns at once."""
+    from ray import serve
+
+    from serve_app.app import AppArgs, application_of
+
+    app = application_of(
+        AppArgs(
+            **asdict(settings.config),
+            **asdict(settings.http),
+            served_model_name=settings.served_model_names,
+            **asdict(settings.scaling),
+            num_fronts=settings.num_fronts,
+        )
+    )
+    serve.run_many(
+        [serve.RunTarget(app, name=APP_NAME)],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
+    )

@@ -1,0 +1,35 @@
+"""The settings of `callboard serve`, and what its steps share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.spec.config import EngineConfig
+from serve_app.settings import HttpSettings, ScalingSettings
+
+APP_NAME = "callboard"
+LOG_NAME = "callboard-serve.log"  # beside Ray's logs: the stdout and stderr of this process
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """All that `callboard serve` can be told."""
+
+    config: EngineConfig
+    http: HttpSettings
+    host: str
+    port: int
+    served_model_names: tuple[str, ...]  # the first is that of answers; none: the model's own
+    scaling: ScalingSettings
+    num_fronts: int | None
+
+
+def reachable_host(host: str) -> str:
+    """An address of this machine at which a server that listens on `host` answers."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def last_line(text: str) -> str:
+    """Where a traceback says what happened."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "Ray gives no reason"

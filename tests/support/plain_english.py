@@ -1,0 +1,132 @@
+"""Find sentences that break a rule of plain English, in docstrings, comments and Markdown.
+
+    python -m tests.support.plain_english                    findings by file, against their allowance
+    python -m tests.support.plain_english --write            write the allowance
+    python -m tests.support.plain_english FILE_OR_FOLDER...  list the findings there
+
+CONTRIBUTING.md has the rules. Code spans, indented or fenced code, tables and headings are left out.
+"""
+
+import argparse
+import ast
+import json
+import re
+import subprocess
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+ALLOWANCE = ROOT / "tests" / "data" / "plain_english.json"
+MAX_WORDS = 25  # of a sentence
+MAX_PARAGRAPH_WORDS = 60  # of a paragraph of Markdown
+RULES = {
+    "a component is not a person": r"\b(who|whoever|whom|whose|nobody|somebody|everybody|anybody)\b",
+    "send, report or request": r"\b(tells?|told|says?|said|hears?|heard|asks? for|speaks?)\b",
+    "sentence within a relative clause": r"\b(of (which|whom)|that which|those (of|that|which)|what (is|has|it))\b",
+    "so many, as far as": r"\b(so (many|much|far as)|as (far|long|many|soon) as)\b",
+    "is not, instead of is no": r"\b(is|are|was|were|has|have|needs?) no\b",
+    "elliptic None:": r"(^|[.;:] )(None|False|True|Empty|0|-1): ",
+    "it is X that": r"\b[Ii]t is \w+ (that|which|who)\b",
+    "let": r"\b[Ll]et (it|them|streams|requests|others)\b",
+}
+_PATTERNS = {rule: re.compile(pattern) for rule, pattern in RULES.items()}
+_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`*\[(])|\n\s*\n|\n\s*[-*] ")
+_INDENTED = re.compile(r"(?<=\n\n)(    .*\n?)+")
+_ITEM = re.compile(r"^\s*([-*]|\d+\.)\s+", re.MULTILINE)
+
+
+class Finding(NamedTuple):
+    line: int
+    rule: str
+    text: str
+
+
+def findings(path: Path) -> list[Finding]:
+    """Each rule that a text of the file breaks, once for each sentence."""
+    found = []
+    is_markdown = path.suffix == ".md"
+    for line, text in (_markdown if is_markdown else _python)(path.read_text("utf-8")):
+        if is_markdown and len(text.split()) > MAX_PARAGRAPH_WORDS:
+            found.append(Finding(line, f"paragraph of more than {MAX_PARAGRAPH_WORDS} words", text))
+        for sentence in _sentences(text):
+            found += [Finding(line, rule, sentence) for rule, pattern in _PATTERNS.items() if pattern.search(sentence)]
+            if len(re.findall(r"[A-Za-z][A-Za-z'-]*", sentence)) > MAX_WORDS:
+                found.append(Finding(line, f"more than {MAX_WORDS} words", sentence))
+    return found
+
+
+def allowance() -> dict[str, int]:
+    """The findings that each file may have."""
+    return json.loads(ALLOWANCE.read_text()) if ALLOWANCE.exists() else {}
+
+
+def counts() -> dict[str, int]:
+    """The number of findings of each file of the tree that has any."""
+    listed = subprocess.run(["git", "ls-files", "*.py", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
+    paths = [ROOT / name for name in listed.stdout.split() if not name.startswith("tests/data/")]
+    found = {str(path.relative_to(ROOT)): len(findings(path)) for path in paths if path.exists()}
+    return {name: number for name, number in found.items() if number}
+
+
+def _python(source: str) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(source)):
+        has_docstring = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if has_docstring and (text := ast.get_docstring(node)):
+            yield getattr(node, "lineno", 1), _INDENTED.sub("", text)
+    block: list[str] = []
+    start = 0
+    for line, comment, is_whole_line in _comments(source):
+        if block and not (is_whole_line and line == start + len(block)):
+            yield start, " ".join(block)
+            block = []
+        start = start if block else line
+        block.append(comment)
+    if block:
+        yield start, " ".join(block)
+
+
+def _comments(source: str) -> Iterator[tuple[int, str, bool]]:
+    """The line and text of each comment, and whether it has the line for itself."""
+    lines = source.splitlines(keepends=True)
+    for token in tokenize.generate_tokens(iter(lines).__next__):
+        if token.type == tokenize.COMMENT and not token.string.startswith(("#!", "# type", "# noqa", "# fmt")):
+            yield token.start[0], token.string.lstrip("#").strip(), token.line.lstrip().startswith("#")
+
+
+def _markdown(source: str) -> Iterator[tuple[int, str]]:
+    source = re.sub(r"```.*?```", lambda block: "\n" * block[0].count("\n"), source, flags=re.DOTALL)
+    line = 1
+    for paragraph in re.split(r"\n\s*\n", source):
+        if not re.match(r"\s*(\||#|    )", paragraph):
+            yield line, paragraph if "\n- " in paragraph else _ITEM.sub("", paragraph)
+        line += paragraph.count("\n") + 2
+
+
+def _sentences(text: str) -> Iterator[str]:
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "CODE", text))
+    return (" ".join(part.split()) for part in _END.split(text))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="*", type=Path)
+    parser.add_argument("--write", action="store_true", help="write the allowance of each file")
+    args = parser.parse_args()
+    files = [file for path in args.paths for file in ([path] if path.is_file() else sorted(path.rglob("*.[pm][yd]")))]
+    for file in files:
+        for line, rule, text in findings(file):
+            print(f"{file}:{line} ({rule}): {' '.join(text.split())[:240]}")
+    if not files:
+        found = counts()
+        if args.write:
+            ALLOWANCE.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+        allowed = allowance()
+        for name in sorted(found.keys() | allowed.keys()):
+            print(f"{found.get(name, 0):5d} of {allowed.get(name, 0)} allowed: {name}")
+        print(f"{sum(found.values()):5d} of {sum(allowed.values())} allowed in all")
+
+
+if __name__ == "__main__":
+    main()
