@@ -124,7 +124,7 @@ class DraftActor(ModelActor):
         Raises CallboardError if the model cannot be loaded or its vocabulary differs from the engine's."""
         with self._loading:
             if self._loop is None:
-                with self._log.heard():
+                with self._log.recording():
                     from runtime.assembly.draft import load_draft
 
                     self._log.note("libraries imported")

@@ -32,7 +32,7 @@ class ModelRunnerActor(ModelActor):
     def join(self, config: EngineConfig, rank: int) -> bytes:
         """Become `rank` of a group. Returns the handle by which other ranks reach this one."""
         self._rank = rank
-        with self._log.heard():
+        with self._log.recording():
             from runtime.assembly.runner import build_runner
             from runtime.worker.sources import CheckpointSource
 

@@ -18,8 +18,7 @@ STEP_MS = "CALLBOARD_FAULTS_STEP_MS"
 
 def install() -> None:
     """Slow the runner that this worker may become, and do what Callboard does in each worker."""
-    import actors.engine.runner
-
+    import actors.runners.runner
     from actors.ray.process import listen_on_loopback
 
     listen_on_loopback()

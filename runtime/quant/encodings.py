@@ -50,7 +50,7 @@ class Encoding(ABC):
             if self.group_size
             else " rows"
         )
-        return self.label + block + (" with minimums" if self.has_zero_points else "")
+        return self.label + block + (" with zero points" if self.has_zero_points else "")
 
     @abstractmethod
     def values(self, codes: torch.Tensor) -> torch.Tensor:
@@ -181,7 +181,7 @@ class Float8(Encoding):
 
 @dataclass(frozen=True, slots=True)
 class Integer8(Encoding):
-    """Whole numbers: int8, or with minimums uint8."""
+    """Whole numbers: int8, or with zero points uint8."""
 
     def values(self, codes: torch.Tensor) -> torch.Tensor:
         return codes.float()
@@ -199,7 +199,7 @@ class Integer8(Encoding):
 
 @dataclass(frozen=True, slots=True)
 class Integer4(Integer8):
-    """Whole numbers from -8 to 7, or with minimums from 0 to 15."""
+    """Whole numbers from -8 to 7, or with zero points from 0 to 15."""
 
     bits: ClassVar[int] = 4
 

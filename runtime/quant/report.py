@@ -32,7 +32,7 @@ def weight_report(spec: DecoderSpec, numerics: Numerics) -> list[str]:
             how = ", quantized as they are read" if scheme.layout == PLAIN else ""
             sizes[weight_format.name, how].append((size, size))
         elif scheme and isinstance(weight_format, DequantizedFormat):
-            why = "quantization is none" if scheme.dequantized else "no kernel multiplies with these codes"
+            why = "quantization is none" if scheme.dequantized else "no kernel multiplies these quantized weights"
             sizes[weight_format.name, why].append((weight_format.form.device_bytes(shape), size))
         elif not name.endswith(("norm", "bias")):
             part = name.removesuffix(".weight").rpartition(".")[2]

@@ -9,9 +9,8 @@ from actors.engine.queue_limits import HeldRequests, QueueLimits
 from actors.front.link import EngineLink
 from actors.wire.engine_client import EngineRefusal, Refusal
 from actors.wire.link_messages import Submit, encode
-from runtime.features.grammar_store import GrammarUpdate
 from runtime.spec.config import EngineConfig
-from runtime.spec.types import Grammar
+from runtime.spec.types import Grammar, GrammarUpdate
 from tests.actors.test_link import INFO, Engine, SlowRunner, eventually, link_to, read, request
 from tests.support.engines import whole_scheduler
 from tests.support.fake_runner import sequential

@@ -27,8 +27,8 @@ from tests.support.gguf_export import export
 from tests.support.plain_products import PLAIN
 
 FORMS = {
-    "Q8_0": "int8 g32", "Q4_0": "int4 g32", "Q4_1": "int4 g32 with minimums", "Q4_K": "int4 g32 with minimums",
-    "Q5_K": "int8 g32 with minimums", "Q6_K": "int8 g16",
+    "Q8_0": "int8 g32", "Q4_0": "int4 g32", "Q4_1": "int4 g32 with zero points", "Q4_K": "int4 g32 with zero points",
+    "Q5_K": "int8 g32 with zero points", "Q6_K": "int8 g16",
 }  # fmt: skip
 
 

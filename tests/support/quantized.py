@@ -149,7 +149,7 @@ def awq(group: int) -> Format:
         return ((codes - zeros) * scales).t()
 
     config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
-    return Format(config | {"modules_to_not_convert": None}, pack, dequantize, f"int4 g{group} with minimums")
+    return Format(config | {"modules_to_not_convert": None}, pack, dequantize, f"int4 g{group} with zero points")
 
 
 def gptq(group: int, bits: int = 4, sym: bool = True, version: str = "gptq", desc_act: bool = False) -> Format:
@@ -180,7 +180,7 @@ def gptq(group: int, bits: int = 4, sym: bool = True, version: str = "gptq", des
         return (tensors["scales"].float()[groups] * (codes - zeros[groups])).t()
 
     config = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": sym, "desc_act": desc_act}
-    form = f"int{bits}" + (" rows" if group == -1 else f" g{group}") + ("" if sym else " with minimums")
+    form = f"int{bits}" + (" rows" if group == -1 else f" g{group}") + ("" if sym else " with zero points")
     return Format(config | {"checkpoint_format": version, "lm_head": False}, pack, dequantize, form)
 
 
@@ -325,16 +325,16 @@ FORMATS: dict[str, Format] = {
     ),
     "ct-int8-tensor": compressed_tensors("int8 rows", "int-quantized", strategy="tensor", **I8),
     "ct-int8-group-asymmetric": compressed_tensors(
-        "int8 g32 with minimums", "naive-quantized", **I8 | GROUPS | {"symmetric": False}
+        "int8 g32 with zero points", "naive-quantized", **I8 | GROUPS | {"symmetric": False}
     ),
     "ct-w4a16": compressed_tensors("int4 g32", "pack-quantized", **I4 | GROUPS),
     "ct-w4a16-channel": compressed_tensors("int4 rows", "pack-quantized", strategy="channel", **I4),
     "ct-w4a16-asymmetric": compressed_tensors(
-        "int4 g32 with minimums", "pack-quantized", **I4 | GROUPS | {"symmetric": False}
+        "int4 g32 with zero points", "pack-quantized", **I4 | GROUPS | {"symmetric": False}
     ),
     "ct-w8a16": compressed_tensors("int8 g32", "pack-quantized", **I8 | GROUPS),
     "ct-w8a16-asymmetric": compressed_tensors(
-        "int8 rows with minimums", "pack-quantized", strategy="channel", **I8 | {"symmetric": False}
+        "int8 rows with zero points", "pack-quantized", strategy="channel", **I8 | {"symmetric": False}
     ),
     "ct-w4a16-reordered": reordered(compressed_tensors("int4 g32", "pack-quantized", **I4 | GROUPS), 32),
     "awq": awq(32),

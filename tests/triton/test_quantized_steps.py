@@ -17,13 +17,13 @@ from tests.triton.test_family_steps import logits
 
 KINDS = {
     "fp8": QuantizationScheme("made-up", "fp8"),
-    "int4 with minimums": QuantizationScheme("made-up", "int4", group_size=32, symmetric=False),
+    "int4 with zero points": QuantizationScheme("made-up", "int4", group_size=32, symmetric=False),
     "int8 experts": QuantizationScheme("made-up", "int8"),
 }
 
 
 @pytest.mark.parametrize(
-    ("kind", "deterministic"), [("fp8", False), ("int4 with minimums", True), ("int8 experts", False)]
+    ("kind", "deterministic"), [("fp8", False), ("int4 with zero points", True), ("int8 experts", False)]
 )
 @pytest.mark.thorough
 def test_steps(kind: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch):
