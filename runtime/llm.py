@@ -411,9 +411,8 @@ class LLM:
         executor = InProcess(self.runner)
         executor.reset()
         if (culprit := self.engine.lose()) is not None:
-            owner = culprit.state.owner
-            owner.reason = FinishReason.ERROR
-            owner.error = f"{culprit.num_losses} steps with this request ended with an exception."
+            culprit.state.owner.reason = FinishReason.ERROR
+            culprit.state.owner.error = f"{culprit.num_losses} steps with this request ended with an exception."
         self.engine.recover(executor)
         if self._draft is not None:
             self._draft.recover()
