@@ -1,6 +1,6 @@
-"""Processes for work that may run away: each has a limit on its memory, and each piece of work a deadline.
+"""Child processes for work that may run away, with a limit on memory and a deadline for each piece of work.
 
-The module run with FD MEMORY NICENESS is the process; `Child` is its owner's side, `ChildPool` some of them.
+This module, run with FD MEMORY NICENESS, is the child. `Child` is the owner's side of one, `ChildPool` of several.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _START_S = 60.0  # at most, for a child to start
 
 
 class Overrun(CallboardError):
-    """Work went over a limit. The text is a predicate: what names the work goes before it."""
+    """Work exceeded a limit. The text is a predicate; the caller adds the subject."""
 
 
 class Child:
-    """One child, started at once. One thread at a time runs work in it; `kill` may come from any."""
+    """One child, started immediately. One thread at a time may run work in it; any thread may call `kill`."""
 
     def __init__(self, memory: int, niceness: int = 0) -> None:
         """Starts a process with at most `memory` bytes of address space."""
@@ -46,8 +46,9 @@ class Child:
         self._connection = Connection(ours.detach())
 
     def run(self, deadline_s: float, function: Callable[..., _T], *args: Any) -> _T:
-        """`function(*args)`, all of which must be picklable; raises what it raises. The process is killed when the
-        deadline passes or its memory runs out: Overrun then."""
+        """Return `function(*args)`, or raise its exception. Function, arguments and result must be picklable.
+
+        After the deadline, or out of memory, the process is killed and Overrun is raised."""
         try:
             self._connection.send((deadline_s, function, args))
             if not self._connection.poll(deadline_s):
@@ -70,19 +71,19 @@ class Child:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """End it; a second time does nothing."""
+        """End the process. Later calls are ignored."""
         self._process.kill()
         self._process.wait()
         self._connection.close()
 
 
 class ChildPool:
-    """Up to `max_children` children for work of one kind, of which an idle one is kept ready from the first work on."""
+    """Up to `max_children` children for work of one kind. From the first work on, an idle one is kept ready."""
 
     def __init__(
         self, max_children: int, memory: int, niceness: int, warm_up: Callable[..., object], *args: Any
     ) -> None:
-        """`warm_up(*args)` is the first work of each child: it does what all later work needs."""
+        """`warm_up(*args)` is the first work of each child, such as imports."""
         self._max_children, self._memory, self._niceness = max_children, memory, niceness
         self._warm_up = (warm_up, *args)
         self._idle: queue.SimpleQueue[Child | None] = queue.SimpleQueue()
@@ -92,17 +93,17 @@ class ChildPool:
         self._closed = False
 
     def start(self) -> None:
-        """Have a child ready before the first work comes."""
+        """Start a child before the first work."""
         with self._lock:
             if self._idle.empty() and self._num_children < self._max_children and not self._closed:
                 self._num_children += 1
                 try:
                     threading.Thread(target=self._add, daemon=True).start()
-                except RuntimeError:  # the system has no more threads
+                except RuntimeError:  # the system has run out of threads
                     self._lose_child()
 
     def run(self, deadline_s: float, function: Callable[..., _T], *args: Any) -> _T:
-        """As Child.run, in any thread: the deadline counts from when a child is free."""
+        """Like Child.run, from any thread. The deadline counts from the time when a child is free."""
         self.start()
         try:
             while (child := self._idle.get(timeout=_START_S)) is not None and not child.is_alive:
@@ -120,7 +121,7 @@ class ChildPool:
             self._give_back(child)
 
     def close(self) -> None:
-        """End all children, and what they are at."""
+        """End all children and their work."""
         self._closed = True
         for busy in self._at_work.copy():
             busy.kill()
@@ -135,7 +136,7 @@ class ChildPool:
         try:
             child = Child(self._memory, self._niceness)
             child.run(_START_S, *self._warm_up)
-        except Exception:  # there are no more processes, or it has no memory to start in
+        except Exception:  # too many processes, or too little memory
             if child is not None:
                 child.kill()
             with self._lock:
@@ -144,10 +145,10 @@ class ChildPool:
             self._give_back(child)
 
     def _lose_child(self) -> None:
-        """Count a child less that did not start. With the lock."""
+        """Uncount a child that did not start. The caller holds the lock."""
         self._num_children -= 1
         if not self._num_children:
-            self._idle.put(None)  # no other child will take the work that waits for this one
+            self._idle.put(None)  # wake the work that waits for this child, as there is no other
 
     def _give_back(self, child: Child) -> None:
         if child.is_alive and not self._closed:
@@ -162,12 +163,12 @@ class ChildPool:
 def _serve(connection: Connection) -> None:
     while True:
         deadline_s, function, args = connection.recv()
-        # A limit of CPU time: if the owner is gone, nothing else ends this process.
+        # The limit of CPU time ends this process even if the owner is gone.
         used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
         resource.setrlimit(resource.RLIMIT_CPU, (int(used + deadline_s) + 2, resource.RLIM_INFINITY))
         try:
             connection.send((function(*args), None))
-        except Exception as e:  # the owner decides about it
+        except Exception as e:  # the owner handles it
             connection.send((None, e))
 
 
@@ -175,7 +176,7 @@ if __name__ == "__main__":
     fd, memory, niceness = map(int, sys.argv[1:])
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is its owner's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
     os.nice(niceness)
     with contextlib.suppress(EOFError, OSError):
         _serve(Connection(fd))

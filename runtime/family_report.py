@@ -62,7 +62,7 @@ def family_details(name: str) -> str:
 
 
 def _words(architecture: str, family: Family) -> Iterator[str]:
-    """The names of a family and of its models, reduced to letters and digits."""
+    """Yield the names of a family and of its models, reduced to letters and digits."""
     yield _plain(architecture)
     yield _plain(family.models)
     yield _plain(family.example)

@@ -1,4 +1,4 @@
-"""The report of `callboard inspect`: what a model is, without its weights."""
+"""The report of `callboard inspect`: a description of a model, without its weights."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _LABEL_WIDTH = 14
 
 
 def model_report(config: EngineConfig) -> str:
-    """A description of `config.model` and of how it would run here. Safetensors of a hub model are not fetched.
+    """Describe `config.model` and its use of this machine. Safetensors of a hub model are not fetched.
 
-    Raises CallboardError if there is no such model, or if it is not supported."""
+    Raises CallboardError if the model does not exist or is not supported."""
     from runtime.loading.checkpoint import open_checkpoint  # torch loads here, not with the module
     from runtime.models.weights import locate_parameters
 
@@ -60,8 +60,9 @@ def model_report(config: EngineConfig) -> str:
 
 
 def check_model(config: EngineConfig) -> None:
-    """Raises CallboardError if the model cannot be had, is not supported or cannot do what `config` asks. It fetches
-    the model, reads what describes it and nothing else, and needs neither torch nor a second."""
+    """Fetch the model, and check that it supports `config`. Raises CallboardError if it does not.
+
+    Reads only the model's description, without torch, in less than a second."""
     path = resolve(config.model, config.revision)
     spec = _spec_of(path)
     spec.check(config)
@@ -80,7 +81,7 @@ def save_tokenizer(config: EngineConfig, target: Path) -> None:
 
 
 def _spec_of(path: Path) -> DecoderSpec:
-    """What the files of a model say about its decoder; its weights are not read."""
+    """Return the description of a model's decoder, without reading weights."""
     config = folder.model_config(path) if path.is_dir() else read_gguf_model(GgufFile(path)).config
     return load_spec(config)[0]
 
@@ -120,7 +121,7 @@ def _positions(spec: DecoderSpec) -> str:
 
 
 def _here(config: EngineConfig, spec: DecoderSpec, checkpoint: Checkpoint | None) -> list[str]:
-    """How the model would run on this machine; raises CallboardError if its weights cannot have the form asked for."""
+    """Describe the model's use of this machine. Raises CallboardError if its weights cannot have the requested form."""
     from runtime.quant.model_formats import check_products
     from runtime.quant.report import weight_report
     from runtime.worker.memory import available_memory, plan_memory
@@ -156,7 +157,7 @@ def _kv_cache(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, check
 
 
 def _text(config: EngineConfig, path: Path) -> list[str]:
-    """The tokenizer, how requests are sampled that do not say, and the chat template as it is."""
+    """Describe the tokenizer and the default sampling, and quote the chat template."""
     tokenizer = load_tokenizer(path, config.chat_template, config.tool_call_parser)
     ends = ", ".join(f"{i} {tokenizer.id_to_token(i)}" for i in tokenizer.eos_token_ids) or "none"
     begin = "none" if tokenizer.bos_token_id is None else f"{tokenizer.bos_token_id}"

@@ -1,8 +1,8 @@
-"""Find Callboard's own packages before modules of the same names elsewhere, and run a module that way.
+"""Finds Callboard's own packages before other modules of the same names, and runs a module with this order.
 
 `python -P runtime/start.py PATH MODULE ARGUMENTS` runs a module as `python -m` does, with the folders of PATH added to
-the end of the search path. Neither the current folder nor a user's own `runtime.py` takes part. Only the standard
-library is imported, since nothing of Callboard is found yet.
+the end of the search path. The current folder and a user's own `runtime.py` are ignored. This module
+imports only the standard library, because Callboard's packages cannot be found yet.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the folder
 
 
 class OwnPackages:
-    """Finds Callboard's packages beside this file; the import system calls it before it searches any path."""
+    """Finds Callboard's packages beside this file. The import system calls it before it searches any path."""
 
     home = HOME
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The package's specification; None for every other name."""
+        """Return the package's specification; None for other names."""
         return PathFinder.find_spec(name, [HOME]) if name in PACKAGES else None
 
 
 def find_own_packages() -> None:
-    """From now on, imports of Callboard's packages find them. Raises ImportError if another module has such a name."""
+    """Make imports find Callboard's packages. Raises ImportError if another module already has such a name."""
     for name in PACKAGES:
         if (module := sys.modules.get(name)) is not None and HOME not in _folders(module):
             place = getattr(module, "__file__", None) or "of unknown origin"
@@ -46,12 +46,12 @@ def find_own_packages() -> None:
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """The command line of a new process that runs a module of Callboard and finds the packages that this one finds."""
+    """Return the command line of a new process that runs a module of Callboard with the packages of this process."""
     return [sys.executable, "-P", __file__, os.pathsep.join(filter(None, sys.path)), module, *arguments]
 
 
 def _folders(package: ModuleType) -> list[str]:
-    """The folders in which a package lies."""
+    """Return the folders of a package."""
     return [os.path.dirname(os.path.abspath(place)) for place in getattr(package, "__path__", [])]
 
 

@@ -36,10 +36,10 @@ from runtime.spec.types import CallboardError
 from runtime.text.chat import load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.apis.batches.worker import Batches
-from serve_app.apis.chat.endpoint import message_delta
-from serve_app.apis.responses.ray_fronts import AskedStore, RayFronts
+from serve_app.apis.chat.endpoint import CHAT, message_delta
+from serve_app.apis.completions.endpoint import COMPLETIONS
+from serve_app.apis.responses.ray_fronts import RayFronts, StoreOnLoop
 from serve_app.apis.responses.store import ResponseStore, StoredResponses
-from serve_app.apis.table import CHAT, COMPLETIONS
 from serve_app.application import build_http_app
 from serve_app.http.lanes import run_preparation
 from serve_app.observability.line_pipe import line_writer
@@ -55,11 +55,11 @@ from serve_app.settings import HttpSettings, ScalingSettings
 logger = logging.getLogger("ray.serve")
 
 
-_HEALTH_TIMEOUT_S = 40  # Serve ends a replica after three; a head that was cut off for two minutes must end none
-_SHUTDOWN_POLL_S = 0.2  # how often Serve looks whether a replica that is to end still has requests
-_REPORTS_S = 1.0  # between two reports of an engine to the policy of scaling
+_HEALTH_TIMEOUT_S = 40  # Serve ends a replica after three; replicas must survive a head that is cut off for 2 min
+_SHUTDOWN_POLL_S = 0.2  # between Serve's checks whether an ending replica still has requests
+_REPORTS_S = 1.0  # between two reports of an engine to the scaling policy
 _LOOK_BACK_S = 3.0
-_SHUTDOWN_MARGIN_S = 2.0  # for the ways between the processes, beside the drain itself
+_SHUTDOWN_MARGIN_S = 2.0  # for messages between the processes, beside the drain itself
 
 
 class _ServeArgs(BaseModel):
@@ -73,15 +73,15 @@ class _ServeArgs(BaseModel):
     )
 
     def engine_config(self) -> EngineConfig:
-        """The engine's part; raises CallboardError if a value is out of range."""
+        """Return the engine's settings; raises CallboardError if a value is out of range."""
         return EngineConfig(**{f.name: getattr(self, f.name) for f in fields(EngineConfig)})
 
     def scaling(self) -> ScalingSettings:
-        """How many engines there are; raises CallboardError if a value is out of range."""
+        """Return the number of engines; raises CallboardError if a value is out of range."""
         return ScalingSettings(**{f.name: getattr(self, f.name) for f in fields(ScalingSettings)})
 
     def http_settings(self) -> HttpSettings:
-        """The fronts' part; raises CallboardError if a value is out of range."""
+        """Return the fronts' settings; raises CallboardError if a value is out of range."""
         return HttpSettings(**{f.name: getattr(self, f.name) for f in fields(HttpSettings)})
 
 
@@ -90,8 +90,9 @@ def _split(value: Any) -> Any:
 
 
 def _model_fields(config: type) -> dict[str, Any]:
-    """The fields of a dataclass for pydantic. `serve run name=a,b` gives text where several values may be; a number
-    that the engine may find itself can be "auto", as on the command line."""
+    """Return the fields of a dataclass for pydantic.
+
+    `serve run name=a,b` gives text for several values. An optional number may be "auto", as on the command line."""
     split = BeforeValidator(_split)
     auto = BeforeValidator(lambda value: None if value == "auto" else value)
     read = {tuple[str, ...]: split, int | None: auto}
@@ -105,7 +106,7 @@ else:
     AppArgs = create_model(
         "AppArgs",
         __base__=_ServeArgs,
-        __doc__="The settings of an application: those of EngineConfig, ScalingSettings and HttpSettings, and more.",
+        __doc__="The settings of an application: EngineConfig, ScalingSettings, HttpSettings, names and fronts.",
         **_model_fields(EngineConfig),
         **_model_fields(ScalingSettings),
         **_model_fields(HttpSettings),
@@ -113,7 +114,7 @@ else:
 
 
 class EngineHost:
-    """One Serve replica: the supervisor of one engine, whose placement group comes and goes with it."""
+    """One Serve replica: the supervisor of one engine, with a placement group of its own."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: EngineConfig, gpu: bool, drain_timeout_s: float
@@ -122,8 +123,10 @@ class EngineHost:
         self._drain_timeout_s = drain_timeout_s
         context = serve.get_replica_context()
         group = ray.util.get_current_placement_group()
-        assert group is not None, "build_app asks for one"
-        name = engines_of(context.app_name, config) + context.replica_id.unique_id  # a rank may soon be another's
+        assert group is not None, "build_app requests one"
+        name = (
+            engines_of(context.app_name, config) + context.replica_id.unique_id
+        )  # unlike a rank, this id is never reused
         self._supervisor = Supervisor(config, name, group, gpu)
         await self._supervisor.start()
 
@@ -133,19 +136,19 @@ class EngineHost:
             raise CallboardError(self._supervisor.failed)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve asks this once a second, and gives the answers of all replicas to the policy of scaling."""
+        """Return figures for the scaling policy; Serve calls this once a second for each replica."""
         return report_of(await self._supervisor.figures())
 
     async def wake(self) -> None:
-        """Returns as soon as there is an engine: Serve starts a replica for this call if there is none."""
+        """Return when an engine exists. Serve starts a replica for this call without one."""
 
     async def __del__(self) -> None:
-        """Serve calls this before it ends the replica, and the engine with it: what runs is finished first."""
+        """Drain the engine; Serve calls this before it ends the replica."""
         await self._supervisor.drain(self._drain_timeout_s)
 
 
 class Front:
-    """One Serve replica: HTTP, text and tokens, and a link to each engine. Several share the engines."""
+    """One Serve replica: HTTP, text and tokens, and a link to each engine. All fronts share the engines."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -155,13 +158,13 @@ class Front:
         engines: DeploymentHandle[Any],
         may_be_none: bool,
     ) -> None:
-        """Returns at once where nothing is served yet: until the tokenizer is loaded and an engine there, /ready says
-        what is still to come. Beside or in place of fronts that serve, it returns when it can serve as well.
+        """Returns at once at the first start; /ready then reports the phase. Beside serving fronts, it returns when
+        it can serve too.
 
-        Clients call the model by `names`.
-
-        `engines` is the deployment that this one needs. It is reached over sockets; only where there `may_be_none`, a
-        call through its handle has Serve start one."""
+        Args:
+            names: the model's names for clients.
+            engines: the deployment of engines, which fronts reach over sockets.
+            may_be_none: true if the engines scale to zero; then a call through `engines` starts one."""
         ignore_logging_errors()
         missing = [f"{name}={value}" for name, value in FAST_SERVE.items() if os.environ.get(name) != value]
         if missing:
@@ -176,7 +179,7 @@ class Front:
             else None,
             settings.routing_policy,
         )
-        draft = Path(config.draft).name if config.draft else None  # clients need not know where it lies
+        draft = Path(config.draft).name if config.draft else None  # without its folder
         self._service = Service(self._engines, None, names[0], draft, names[1:])
         metrics = self._service.metrics
         metrics.lines = RequestLines(self._service.model, line_writer()) if settings.request_log else None
@@ -187,7 +190,7 @@ class Front:
             metrics.add_sink(Tracing.to(self._service.model, settings.otlp_traces_endpoint))
         fronts = RayFronts()
         store = ResponseStore(settings, fronts.own)
-        self.responses = AskedStore(store)
+        self.responses = StoreOnLoop(store)
         stored = StoredResponses(store, fronts)
         self._batches = Batches(settings)
 
@@ -199,7 +202,7 @@ class Front:
             self._service, settings, stored=stored, batches=self._batches, kill=kill, echo_request_ids=False
         )
         self._start = asyncio.create_task(self._connect(config))
-        if await has_healthy_engine(engines_of(app_name)):  # of whichever model
+        if await has_healthy_engine(engines_of(app_name)):  # of any model
             await self._start
 
     async def _connect(self, config: EngineConfig) -> None:
@@ -216,12 +219,12 @@ class Front:
         self._batches.start()
         context = serve.get_replica_context()
         ray_metrics = RayMetrics(self._service.model, context.replica_id.unique_id)
-        is_first = lambda: serve.get_replica_context().rank.rank == 0  # noqa: E731  # the one that tells of the engines
+        is_first = lambda: serve.get_replica_context().rank.rank == 0  # noqa: E731  # it publishes engines' figures
         self._reporting = asyncio.create_task(self._service.metrics.run(ray_metrics, is_first))
         freeze_garbage()
 
     def check_health(self) -> None:
-        """Serve replaces this replica when it cannot get ready: the tokenizer cannot be read, say."""
+        """Raise the error of a failed start, such as an unreadable tokenizer; Serve then replaces this replica."""
         if self._start.done():
             self._start.result()
 
@@ -229,7 +232,7 @@ class Front:
         return self._app
 
     async def tool_call_format(self) -> str | None:
-        """How tools are described and called, by the name that --tool-call-parser takes; None if they cannot be."""
+        """Return the format of tool calls, as --tool-call-parser names it; None without one."""
 
         def find() -> str | None:
             chats = self._service.named(None).chats
@@ -238,8 +241,9 @@ class Front:
         return await asyncio.to_thread(find)  # a child process runs the template
 
     async def drain(self, reason: str) -> int:
-        """Take no new requests from now on, for `reason`; the number of live ones, which go on. Those of batches end:
-        whoever runs the batch next sends them again."""
+        """Refuse new requests from now on, for `reason`, and return the number of live ones, which go on.
+
+        Requests of batches end here; the next front that runs the batch sends them again."""
         self._batches.stop()
         return self._engines.drain(reason)
 
@@ -248,10 +252,10 @@ class Front:
         self._engines.end(reason)
 
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """For other Ray jobs: `body` is that of /v1/completions or, with messages, of /v1/chat/completions.
+        """Answer a request of another Ray job; docs/handle_call.py shows a caller.
 
-        Yields {"index", "text", "token_ids", "finish_reason", "seed"} as tokens come, with "reasoning" or "tool_calls"
-        (pieces of them, as in a stream) where a chat has some; docs/handle_call.py shows a caller."""
+        `body` is that of /v1/completions or, with messages, of /v1/chat/completions. Yields {"index", "text",
+        "token_ids", "finish_reason", "seed"} as tokens come. A chat adds pieces of "reasoning" or "tool_calls"."""
         content = encode_json(body)
         endpoint: Endpoint[Any] = CHAT if "messages" in body else COMPLETIONS
 
@@ -273,15 +277,15 @@ class Front:
 
 
 async def _wake(engines: DeploymentHandle[Any]) -> None:
-    """Returns when there is an engine; raises CallboardError if none can be started."""
+    """Wait until an engine exists; raises CallboardError if none can start."""
     try:
         await engines.wake.remote()
     except DeploymentUnavailableError as e:
-        raise CallboardError("No engine could be started; the log of the Serve controller says why.") from e
+        raise CallboardError("No engine could be started; see the log of the Serve controller.") from e
 
 
 def _replicas(scaling: ScalingSettings) -> dict[str, Any]:
-    """Serve's options for the number of engines."""
+    """Return Serve's options for the number of engines."""
     if scaling.least == scaling.most:
         return {"num_replicas": scaling.most}
     limits = {
@@ -296,9 +300,9 @@ def _replicas(scaling: ScalingSettings) -> dict[str, Any]:
         max_replicas=scaling.most,
         policy=policy,
         metrics_interval_s=_REPORTS_S,
-        # Serve's own rule, which starts the first replica, counts the calls of this time.
+        # Serve's own rule, which starts the first replica, counts the calls of this period.
         look_back_period_s=_LOOK_BACK_S,
-        # All delays are the policy's.
+        # The policy has all delays.
         upscale_delay_s=0,
         downscale_delay_s=0,
         downscale_to_zero_delay_s=0,
@@ -307,10 +311,10 @@ def _replicas(scaling: ScalingSettings) -> dict[str, Any]:
 
 
 def build_app(args: AppArgs) -> serve.Application:
-    """The application, for `serve run` and Serve's YAML files.
+    """Return the application for `serve run` and Serve's YAML files.
 
-    Raises CallboardError as `application_of` does, and if a cluster of one machine cannot have the model. `serve run`
-    shows that sentence alone, not the traceback of an engine that has failed."""
+    Raises CallboardError as `application_of` does, and if the only machine of a cluster cannot load the model. So
+    `serve run` shows one sentence instead of the traceback of a failed engine."""
     try:
         application = application_of(args)
         if sum(node["Alive"] for node in ray.nodes()) == 1:  # type: ignore[no-untyped-call]
@@ -323,23 +327,23 @@ def build_app(args: AppArgs) -> serve.Application:
 
 
 def application_of(args: AppArgs) -> serve.Application:
-    """A front that HTTP reaches, and the engines behind it.
+    """Return the application: fronts with HTTP, and the engines behind them.
 
-    Raises CallboardError if a value is out of range or the cluster lacks what is asked for."""
+    Raises CallboardError if a value is out of range or the cluster lacks resources."""
     config, settings, scaling = args.engine_config(), args.http_settings(), args.scaling()
     settings.check_extras()
     names = args.served_model_name or names_of(config.model)
     if twice := [name for name in names if name in config.adapters]:
         raise CallboardError(f"An adapter of lora is called {twice[0]!r}, as the model is; give it another name.")
     if not ray.is_initialized():
-        ray.init(namespace="serve")  # as `serve run` does, but after this: here the cluster's GPUs must be known
+        ray.init(namespace="serve")  # as `serve run` does later; the cluster's GPUs must be known here
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     gpu = uses_gpu(config, [node["Resources"] for node in nodes if node["Alive"]])
     free = ray._private.state.available_resources_per_node().values()  # type: ignore[no-untyped-call]
 
     def surge(wanted: list[dict[str, float]]) -> int:
-        """Of an update: where there is room, new replicas are there before old ones go."""
+        """Return the surge of an update: with room, new replicas start before old ones end."""
         return 100 if has_room(wanted, free) else 0
 
     engines: Any = serve.deployment(
@@ -350,19 +354,19 @@ def application_of(args: AppArgs) -> serve.Application:
         placement_group_bundles=bundles(config, gpu),
         placement_group_strategy="STRICT_PACK",
         max_surge_percent=surge(bundles(config, gpu)),
-        max_constructor_retry_count=1,  # a model that does not load will not load the second time either
+        max_constructor_retry_count=1,  # a second load of a model would fail too
         health_check_period_s=2,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=_SHUTDOWN_POLL_S,
         graceful_shutdown_timeout_s=settings.drain_timeout_s + _SHUTDOWN_MARGIN_S,
     )
     front: Any = serve.deployment(
-        serve.ingress()(Front),  # without an app: each replica builds its own, so none is ever pickled
+        serve.ingress()(Front),  # without an app: each replica builds its own, since apps cannot be pickled
         name="Front",
         num_replicas=args.num_fronts or default_fronts(resources),
         ray_actor_options={"num_cpus": FRONT_CPUS},
         max_surge_percent=surge([{"CPU": FRONT_CPUS}]),
-        # The engines' own limit of their queues comes first, with an error of OpenAI's shape.
+        # Higher than the limit of the engines' queues, which reports an error of OpenAI's shape.
         max_ongoing_requests=scaling.most * config.max_queued_requests + 4096,
         health_check_period_s=2,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,

@@ -48,7 +48,7 @@ def _run(argv: list[str] | None) -> int:
 
 def parser() -> CommandParser:
     """Return the parser of all commands; --help lists them in this order."""
-    from serve_app.command_line.parser import CommandParser, Version
+    from serve_app.command_line.parser import CommandParser, PrintVersion
     from serve_app.commands import (
         bench,
         chaos,
@@ -65,7 +65,7 @@ def parser() -> CommandParser:
     )  # fmt: skip
 
     found = CommandParser(prog="callboard", description="An LLM inference runtime made of Ray actors.")
-    found.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
+    found.add_argument("--version", action=PrintVersion, nargs=0, help="print the version and exit")
     commands = found.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=CommandParser)
     for command in (serve, chat, generate, models, inspect, pull, ls, rm, doctor, replay, bench, chaos):
         command.add_parser(commands)

@@ -15,16 +15,14 @@ from runtime.spec.types import CallboardError
 
 @dataclass(frozen=True, slots=True)
 class ScalingSettings:
-    """How many engines there are: always as many, or as there is work for."""
+    """The number of engines, fixed or by load."""
 
     num_replicas: int = setting(1, "model replicas, each an engine with its runners", 1)
-    min_replicas: int | None = setting(
-        None, "fewest of them, when there is little to do; 0 is allowed; default: num_replicas", 0
-    )
-    max_replicas: int | None = setting(None, "most of them, when there is much to do; default: num_replicas", 1)
-    scale_in_delay_s: float = setting(120.0, "a replica goes when it was not needed for so long", 0)
+    min_replicas: int | None = setting(None, "fewest replicas, at low load; 0 is allowed; default: num_replicas", 0)
+    max_replicas: int | None = setting(None, "most replicas, at high load; default: num_replicas", 1)
+    scale_in_delay_s: float = setting(120.0, "time for which a replica was not needed before it ends", 0)
     scale_to_zero_s: float = setting(
-        300.0, "with min_replicas 0, the last replica goes when nothing was asked of it for so long", above=0
+        300.0, "with min_replicas 0, time without requests before the last replica ends", above=0
     )
 
     def __post_init__(self) -> None:
@@ -34,12 +32,12 @@ class ScalingSettings:
 
     @property
     def least(self) -> int:
-        """Replicas that there are at any time."""
+        """The fewest replicas at any time."""
         return self.num_replicas if self.min_replicas is None else self.min_replicas
 
     @property
     def most(self) -> int:
-        """Replicas that there may be."""
+        """The most replicas at any time."""
         return self.num_replicas if self.max_replicas is None else self.max_replicas
 
 
@@ -49,34 +47,34 @@ class HttpSettings:
 
     api_key: tuple[str, ...] = setting(
         (),
-        "a key that lets clients in, sent as a Bearer token; may be given several times; without it `callboard serve` "
-        "takes those of $CALLBOARD_API_KEY",
+        "a key for clients, sent as a Bearer token; may be given several times; default of `callboard serve`: "
+        "$CALLBOARD_API_KEY",
     )
-    api_key_file: str | None = setting(None, "file with more of them, one a line, at this path on every node")
+    api_key_file: str | None = setting(None, "file with more keys, one a line, at this path on every node")
     cors_origin: tuple[str, ...] = setting(
-        (), "origin whose web pages may call this server, * for any; may be given several times"
+        (), "origin of web pages that may call this server, * for any; may be given several times"
     )
     allowed_host: tuple[str, ...] = setting(
         (),
-        "public name by which clients reach this server, * for any; may be given several times; requests that name "
-        "another host are refused, without keys even if this is not given",
+        "public name of this server for clients, * for any; may be given several times; requests for another host are "
+        "refused, without keys even if this is not given",
     )
     max_body_bytes: int = setting(8 << 20, "longest request body", 1)
     max_unread_bytes: int = setting(1 << 30, "most bytes of bodies that each front receives at once", 1)
     max_unread_bytes_per_key: int = setting(
         256 << 20, "most bytes of bodies that each front receives at once from one key", 1
     )
-    body_timeout_s: float = setting(60.0, "longest time for a request body to come", above=0)
+    body_timeout_s: float = setting(60.0, "longest time for a request body to arrive", above=0)
     max_header_bytes: int = setting(12 << 10, "longest request headers in all; HAProxy's own limit is 15 KiB", 1)
     max_n: int = setting(128, "most choices (n) of one request", 1)
     max_stop: int = setting(16, "most stop strings of one request", 1)
     max_prompts: int = setting(1024, "most prompts of one request", 1)
     client_priority: bool = setting(
-        False, "clients may send a priority below 0, to be served before others; above 0, to be served later, they may"
+        False, "clients may send a priority below 0, to be served before others; one above 0 is always allowed"
     )
     routing_policy: Literal["prefix", "least-load", "round-robin"] = setting(
         "prefix",
-        "which engine gets a request, of several: the one that holds most of its prompt and has least to do, the one "
+        "which of several engines gets a request: the one with most of its prompt cached and the least load, the one "
         "with the fewest requests, or the next one",
     )
     request_timeout_s: float | None = setting(None, "longest time for a whole answer; default: any", above=0)
@@ -84,24 +82,24 @@ class HttpSettings:
     lora_folder: str | None = setting(
         None,
         "folder from which clients may load adapters while the server runs (/v1/load_lora_adapter), at this path on "
-        "every node; without it they may not",
+        "every node; default: not allowed",
     )
     response_store_bytes: int = setting(
-        128 << 20, "memory of each front for stored responses (/v1/responses); 0: none are stored", 0
+        128 << 20, "memory of each front for stored responses (/v1/responses); 0 stores none", 0
     )
-    response_life_s: float = setting(86_400.0, "how long a stored response is kept, if there is room", above=0)
+    response_life_s: float = setting(86_400.0, "longest life of a stored response", above=0)
     recorded_request_bytes: int = setting(
-        16 << 20, "memory of each front for its latest requests, which `callboard replay` sends again; 0: none", 0
+        16 << 20, "memory of each front for its latest requests, which `callboard replay` sends again; 0 for none", 0
     )
     batch_folder: str | None = setting(
-        None, "folder for /v1/files and /v1/batches, on a disk that all fronts share; default: there are none"
+        None, "folder for /v1/files and /v1/batches, on a disk that all fronts share; default: no such routes"
     )
     batch_file_bytes: int = setting(200 << 20, "longest file that clients may upload", 1)
     batch_max_requests: int = setting(50_000, "most requests of one batch", 1)
-    batch_concurrency: int = setting(16, "requests of batches that each front has under way at once", 1)
-    batch_max_open: int = setting(256, "most batches of all keys that have not ended", 1)
-    batch_max_open_per_key: int = setting(32, "most batches of one key that have not ended", 1)
-    batch_max_ended_per_key: int = setting(1000, "ended batches of one key that are kept; older ones are forgotten", 1)
+    batch_concurrency: int = setting(16, "requests of batches that each front runs at once", 1)
+    batch_max_open: int = setting(256, "most open batches of all keys", 1)
+    batch_max_open_per_key: int = setting(32, "most open batches of one key", 1)
+    batch_max_ended_per_key: int = setting(1000, "most stored ended batches of one key; older ones are removed", 1)
     batch_max_files: int = setting(20_000, "most files of all keys, results of batches included", 1)
     batch_max_files_per_key: int = setting(2000, "most files of one key, results of batches included", 1)
     batch_max_bytes: int = setting(64 << 30, "most bytes of all keys' files, results of batches included", 1)
@@ -109,7 +107,7 @@ class HttpSettings:
     batch_max_uploads: int = setting(16, "most files that each front receives at once", 1)
     batch_max_uploads_per_key: int = setting(4, "most files that each front receives at once from one key", 1)
     request_log: bool = setting(
-        True, "a line for each request: on the terminal and in a file, or in Serve's log if Serve runs the application"
+        True, "a line for each request: on the terminal and in a file, or in Serve's log under `serve run`"
     )
     allow_chaos: bool = setting(
         False,
@@ -119,13 +117,13 @@ class HttpSettings:
     otlp_traces_endpoint: str | None = setting(
         None, "OTLP/HTTP endpoint for a span of each request (extra otel), such as http://127.0.0.1:4318/v1/traces"
     )
-    drain_timeout_s: float = setting(30.0, "how long running requests may take to end when the server stops", 0)
+    drain_timeout_s: float = setting(30.0, "time for running requests when the server stops", 0)
 
     def __post_init__(self) -> None:
         check_settings(self)
 
     def check_extras(self) -> None:
-        """Raises CallboardError if a package that a setting needs is not installed."""
+        """Raise CallboardError if a setting needs a missing package."""
         if self.otlp_traces_endpoint is not None and not _has_module("opentelemetry.exporter.otlp.proto.http"):
             raise CallboardError(
                 "otlp_traces_endpoint needs OpenTelemetry's exporter, which is not installed; "
@@ -133,28 +131,29 @@ class HttpSettings:
             )
 
     def listening_on(self, host: str) -> HttpSettings:
-        """The settings of a server that listens on `host`: without keys, which browsers do not send by themselves, it
-        answers only to its own names and those given. Raises CallboardError as `api_keys` and `check_chaos` do."""
+        """Return the settings of a server that listens on `host`. Without keys it answers only to known names.
+
+        Browsers do not send keys by themselves. Raises CallboardError as `api_keys` and `check_chaos` do."""
         self.check_chaos(host)
         if self.api_keys() and not self.allowed_host:
             return self
         return replace(self, allowed_host=(*self.allowed_host, host, socket.gethostname()))
 
     def check_chaos(self, host: str) -> None:
-        """Raises CallboardError if clients of other machines could kill processes without a key."""
+        """Raise CallboardError if clients of other machines could kill processes without a key."""
         if self.allow_chaos and not self.has_keys and not _is_loopback(host):
             raise CallboardError(
-                f"allow_chaos lets anyone who reaches {host} kill this server's processes; "
+                f"allow_chaos lets any client of {host} kill this server's processes; "
                 "give api_key, or listen on 127.0.0.1."
             )
 
     @property
     def has_keys(self) -> bool:
-        """True if clients need a key. The file of keys is not read again once the server has started."""
+        """True if clients need a key. The file of keys is read only at the start."""
         return bool(self.api_key) or self.api_key_file is not None
 
     def api_keys(self) -> tuple[str, ...]:
-        """All keys, none if everybody may come in; raises CallboardError if the file cannot be read or has none."""
+        """Return all keys, or none for an open server; raises CallboardError for an unreadable or empty file."""
         keys = [key.strip() for key in self.api_key]
         if self.api_key_file is not None:
             try:
@@ -170,7 +169,7 @@ class HttpSettings:
 def _has_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of a package that it is in
+    except ModuleNotFoundError:  # a parent package is missing
         return False
 
 

@@ -115,7 +115,7 @@ def test_kernel_functions_outside_triton_have_types():
         (["serve_app.application", "serve_app.protocol.sse"], ["torch", "ray", "actors.wire.transport"]),
         (
             ["actors.wire.engine_client"],
-            ["ray", "actors.wire.transport", "actors.wire.messages"],
+            ["ray", "actors.wire.transport", "actors.wire.link_messages"],
         ),  # an interface, whatever is behind
         pytest.param(["serve_app.app", "actors.engine.supervisor"], ["torch", "triton"], marks=pytest.mark.long),
         (["runtime.core.scheduler", "runtime.core.engine"], ["torch", "ray", "tokenizers"]),

@@ -17,7 +17,7 @@ STEP_MS = "CALLBOARD_FAULTS_STEP_MS"
 
 
 def install() -> None:
-    """Slow the runner that this worker may become, and do what Callboard does in each worker."""
+    """Slow the runner of this worker down, and do Callboard's own setup of a worker."""
     import actors.runners.runner
     from actors.ray.process import listen_on_loopback
 

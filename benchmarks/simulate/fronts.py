@@ -49,7 +49,7 @@ class Fronts:
         self._frames.append((now + LAG_S, engine.name, engine.feed.update(), engine.last_streams[:]))
 
     def choose(self, number: int, prompt: Prompt, now: float, refused: Collection[str]) -> Route:
-        """An engine for a request that has come to this front, which counts it from now on."""
+        """Choose an engine for a request at this front, which counts it from now on."""
         frames, router = self._frames, self._routers[number]
         while frames and frames[0][0] <= now:
             _, engine, update, last_streams = frames.popleft()

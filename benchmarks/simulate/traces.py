@@ -104,7 +104,7 @@ class Job:
     max_tokens: int
     salt: str
     sent: float
-    first_at: float | None = None  # when its first token left the engine
+    first_at: float | None = None  # when when its first token left the engine
     last_at: float = 0.0
     num_cached: int = 0
     num_expected: int = 0  # cached tokens that the router expected

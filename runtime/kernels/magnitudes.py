@@ -1,7 +1,7 @@
-"""Largest magnitudes and bounded numbers in kernels: a NaN stays a NaN.
+"""Largest magnitudes and bounded numbers in kernels, which keep NaN.
 
 `tl.max`, `tl.maximum` and `tl.clamp` return the other operand of a NaN. A row that is not finite would become plausible
-numbers, and the sampler could not refuse its token (C9). The functions here compile to `max.NaN` and `min.NaN`.
+numbers, and the sampler could not refuse its token (C9). These functions compile to `max.NaN` and `min.NaN`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def largest_magnitude(x, AXIS: tl.constexpr):
 
 @jit
 def within(x, LARGEST: tl.constexpr):
-    """x, or the nearest number of a magnitude up to LARGEST; NaN stays."""
+    """x clamped to a magnitude of LARGEST; NaN stays."""
     return tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @jit
 def to_e4m3(x):
-    """Numbers within 448 as the nearest codes of e4m3, ties to even; NaN stays."""
+    """Round numbers within 448 to e4m3, ties to even; NaN stays."""
     if (
         _INTERPRETED
     ):  # the interpreter's cast neither carries into the exponent nor keeps NaN; of codes' numbers it is exact

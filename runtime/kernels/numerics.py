@@ -1,4 +1,4 @@
-"""Numerics: everything that a decoder's bits depend on beside the weights and the machine."""
+"""Numerics: what a decoder's bits depend on, apart from the weights and the machine."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Numerics:
     dtype: torch.dtype
     device: torch.device
     backend: Literal["torch", "triton"]
-    packed: bool  # linear layers pre-packed for oneDNN
+    packed: bool  # true if linear layers are pre-packed for oneDNN
     deterministic: bool
-    rank_invariant: bool = False  # deterministic, too
+    rank_invariant: bool = False  # implies deterministic
 
     @property
     def dtype_name(self) -> str:
-        """The dtype without Torch's prefix, as configurations have it."""
+        """The dtype without torch's prefix, as in configurations."""
         return str(self.dtype).removeprefix("torch.")

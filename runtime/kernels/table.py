@@ -1,6 +1,6 @@
-"""The operations of the model, each with a torch reference and, where it exists, a Triton kernel of the same signature.
+"""The table of operations: each has a torch reference and, where it exists, a Triton kernel of the same signature.
 
-`select` is the only place that knows which is used (C7)."""
+Only `select` decides which one runs (C7)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class RopeStoreKV(Protocol):
 
 
 class Attention(Protocol):
-    """`attention_torch`; a backend chooses the form of the plan, which its steps make and its attention reads."""
+    """`attention_torch`; the plan's type belongs to the backend: its steps create it and its attention reads it."""
 
     def __call__(
         self,
@@ -77,7 +77,7 @@ class Attention(Protocol):
 
 
 class DenseExperts(Protocol):
-    """The mixture of a router and, of each expert, gate and up as one weight and down."""
+    """A mixture from a router and the weights of each expert: gate and up as one, and down."""
 
     def __call__(
         self, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[torch.Tensor, torch.Tensor]]
@@ -85,7 +85,7 @@ class DenseExperts(Protocol):
 
 
 class QuantizedMixture(Protocol):
-    """The same of weights that are codes, all in one form."""
+    """A mixture with quantized weights, all in one encoding."""
 
     def __call__(
         self, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[QuantizedWeight, QuantizedWeight]]
@@ -94,10 +94,10 @@ class QuantizedMixture(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The operations that a decoder is written with; signatures are those of the torch references."""
+    """The operations of a decoder, with the signatures of the torch references."""
 
     norm: Norm
-    norm_in_place: Callable[[torch.Tensor, torch.Tensor, float], None]  # an RMS norm of x with a weight and an epsilon
+    norm_in_place: Callable[[torch.Tensor, torch.Tensor, float], None]  # RMS norm of x with a weight and an epsilon
     activate: Activate  # of the feed-forward layer
     linear: Callable[[torch.Tensor, torch.Tensor | None], Linear]  # of a dense weight [out, in] and a bias [out]
     experts: DenseExperts
@@ -110,7 +110,7 @@ class Kernels:
 
 
 def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
-    """The operations of a backend. Deterministic ones give a row the same bits whatever the other rows are."""
+    """The operations of a backend. With `deterministic`, a row's bits do not depend on the other rows."""
     deterministic, activation, gated = numerics.deterministic, spec.activation, spec.gated
     if numerics.backend == "triton":
         norm: Norm = rms_norm_triton if spec.norm == "rms" else layer_norm_triton
@@ -145,7 +145,7 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
         rope_rows_torch,
         rope_store_kv_torch,
         partial(attention_exact, by_head=numerics.rank_invariant) if deterministic else attention_torch,
-        # Matrices of so few numbers are packed for each call, as the reference would otherwise not be batch-invariant.
+        # Small matrices are packed for each call, because the reference is not batch-invariant otherwise.
         partial(add_adapters_torch, multiply=lambda x, weight: product(weight)(x))
         if deterministic
         else add_adapters_torch,
@@ -188,8 +188,9 @@ def _attend(
     soft_cap: float,
     deterministic: bool,
 ) -> torch.Tensor:
-    """[num_tokens, num_heads * head_dim]: rows of one token, or of guesses in a graph, and longer ones. Other short
-    rows do not take the first kernel: each length would compile it anew."""
+    """[num_tokens, num_heads * head_dim]. Rows of one token, and draft tokens in a graph, use decode attention.
+
+    Other short rows do not, because each length would compile the kernel again."""
     out = q.new_empty(len(q), q.shape[1] * q.shape[2])
     for rows in batch.parts:
         attend = decode_attention if rows.max_count == 1 or rows.prefix_ready else prefill_attention

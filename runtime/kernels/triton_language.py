@@ -1,4 +1,4 @@
-"""Triton where it is installed; where it is not, kernels are never launched and only have to be importable."""
+"""Triton's names for kernels. Without Triton, kernels can be imported, but not launched."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ try:
     from triton import jit, knobs, next_power_of_2
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    constexpr = tl.constexpr  # of a number at the top of a module that kernels use
+    constexpr = tl.constexpr  # for module constants that kernels use
 
     INTERPRETED = bool(knobs.runtime.interpret)  # kernels run in numpy, on a CPU
 except ImportError:
@@ -29,7 +29,7 @@ except ImportError:
         return 1 << (n - 1).bit_length()
 
 
-# Arrays of one number a row: they are views of packed buffers, and must not compile a kernel anew at another offset.
+# Arrays with one number a row. They are views of packed buffers, and another offset must not compile a kernel again.
 ROW_ARRAYS = [
     "slots_ptr",
     "starts_ptr",
@@ -47,7 +47,7 @@ __all__ = ["INTERPRETED", "ROW_ARRAYS", "TensorDescriptor", "constexpr", "jit", 
 
 
 def use_pdl(tensor: torch.Tensor) -> bool:
-    """True if kernels on the tensor's device take part in programmatic dependent launch (Hopper and later).
+    """True if kernels on the tensor's device use programmatic dependent launch (Hopper and later).
 
     The rule for a kernel launched with `PDL=use_pdl(x), launch_pdl=use_pdl(x)`: every program runs
 
@@ -56,12 +56,12 @@ def use_pdl(tensor: torch.Tensor) -> bool:
             tl.extra.cuda.gdc_launch_dependents()
 
     in this order, exactly once, before any early return, any write, and any read of what earlier kernels of the step
-    wrote. Tensors that no kernel of a step writes (weights, tables) are better loaded before the wait. When a kernel
-    passes its wait its predecessor is complete, and so, as that one waited too, is everything before.
+    wrote. Load tensors that no kernel of a step writes (weights, tables) before the wait. When a kernel passes its
+    wait, its predecessor is complete. That kernel waited, too, so everything before it is complete as well.
 
-    Norms, linear layers of few rows and sums over ranks call gdc_launch_dependents first: a decode step is a chain of
-    them, and the next ones then request their weights while two before them still run. A kernel that follows another
-    kind may count on more before its wait: all but its immediate predecessor is complete when it starts."""
+    Norms, linear layers of few rows and sums over ranks call gdc_launch_dependents first. A decode step is a chain of
+    them, and a kernel then requests its weights while two kernels before it still run. A kernel after another kind may
+    rely on more before its wait: all kernels but its immediate predecessor are complete when it starts."""
     return not INTERPRETED and _has_pdl(tensor.device)
 
 

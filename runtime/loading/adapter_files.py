@@ -1,10 +1,10 @@
 """Adapters (LoRA) as peft writes them: a folder with adapter_config.json and adapter_model.safetensors.
 
-Only headers are parsed here, and without torch. What would change an answer in a way that is not supported is refused
-by name. Fields that only describe the training, or the choice of maps, do not matter: the tensors show the maps.
+This module parses only headers, without torch. It refuses unsupported fields that would change an answer, by name. It
+ignores fields about training, and the list of maps: the tensors show the maps.
 
-A folder may come from a client, and this code runs in the engine's process: sizes are bounded, and no text of the
-folder is used as a regular expression.
+A folder may come from a client, and this code runs in the engine's process. So sizes are bounded, and the folder's
+texts are not used as regular expressions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _READ_BYTES = 1 << 20  # a piece of a file
 _SHOWN = 200  # characters of a folder's text in an error
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-# Fields of the config that need more than matrices beside linear maps, unless they have one of these values.
+# Fields of the config that are supported only with one of these values: others need more than matrices.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_dora": (False,),
     "modules_to_save": ((), []),
@@ -79,16 +79,16 @@ class AdaptedMap(NamedTuple):
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter's files, whose headers are in order."""
+    """An adapter's files, with valid headers."""
 
     path: Path
     config: bytes
     head: bytes  # of the weights: the bytes before the first matrix
-    maps: Mapping[str, AdaptedMap]  # by the name of the module in the model, `model.layers.0.self_attn.q_proj` say
+    maps: Mapping[str, AdaptedMap]  # by the module's name in the model, such as `model.layers.0.self_attn.q_proj`
 
     @cached_property
     def digest(self) -> str:
-        """Of all bytes of both files, 128 bits in hex. Reads the weights. Raises CallboardError."""
+        """The hash of both files, 128 bits in hex. Reads the weights. Raises CallboardError."""
         hashed = blake2b(self.config + b"\0", digest_size=16)
         with _opened(self.path / _WEIGHTS, _MOST_WEIGHT_BYTES) as file:
             while piece := file.read(_READ_BYTES):
@@ -96,7 +96,7 @@ class Adapter:
         return hashed.hexdigest()
 
     def read(self, digest: str = "") -> bytearray:
-        """The bytes of the weights. Raises CallboardError if the files have another digest than this one."""
+        """Read the bytes of the weights. Raises CallboardError if the files have another digest."""
         path = self.path / _WEIGHTS
         with _opened(path, _MOST_WEIGHT_BYTES) as file:
             data = bytearray(os.fstat(file.fileno()).st_size)
@@ -111,11 +111,11 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """The highest of its maps."""
+        """The highest rank of its maps."""
         return max(one.rank for one in self.maps.values())
 
     def check_rank(self, max_lora_rank: int) -> None:
-        """Raises CallboardError if it does not fit into what is set aside for an adapter."""
+        """Raise CallboardError if the rank exceeds the limit."""
         if self.rank > max_lora_rank:
             raise CallboardError(
                 f"The adapter in {self.path} has rank {self.rank}; start with max_lora_rank {self.rank} or more "
@@ -124,7 +124,7 @@ class Adapter:
 
 
 def read_adapter(path: str | Path) -> Adapter:
-    """The adapter in a folder. Raises CallboardError with the first thing about it that is damaged or not supported."""
+    """Read the adapter in a folder. Raises CallboardError for the first damaged or unsupported part."""
     folder = Path(path)
     config_path, weights_path = own_file(folder, _CONFIG), own_file(folder, _WEIGHTS)
     if config_path is None:
@@ -160,7 +160,7 @@ def _opened(path: Path, most_bytes: int) -> BufferedReader:
 
 
 def _shown(text: str) -> str:
-    """Text of a folder, for an error: one line of a bounded length."""
+    """Return a text of a folder for an error: one line of a bounded length."""
     text = "".join(c if c.isprintable() else "?" for c in text[: _SHOWN + 1])
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
@@ -185,7 +185,7 @@ def _check(config: dict[str, Any], path: Path) -> None:
 
 
 def _header(file: BufferedReader, path: Path) -> tuple[bytes, dict[str, Any]]:
-    """The header of a safetensors file: its bytes, and what it says of each tensor. Raises CallboardError."""
+    """Read the header of a safetensors file: its bytes, and its entry for each tensor. Raises CallboardError."""
     num_bytes = os.fstat(file.fileno()).st_size
     head = file.read(8)
     size = int.from_bytes(head, "little")
@@ -205,7 +205,7 @@ def _header(file: BufferedReader, path: Path) -> tuple[bytes, dict[str, Any]]:
 
 
 def _place(name: str, one: dict[str, Any], start: int, path: Path) -> TensorPlace:
-    """A tensor of the header. Raises CallboardError if it is not a matrix of a supported type."""
+    """Return the place of a tensor. Raises CallboardError if it is not a matrix of a supported type."""
     dtype, shape, where = one.get("dtype"), one.get("shape", ()), one["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _ITEM_BYTES or not isinstance(shape, list) or len(shape) != 2:
         raise CallboardError(
@@ -221,7 +221,7 @@ def _place(name: str, one: dict[str, Any], start: int, path: Path) -> TensorPlac
 
 
 def _maps(config: dict[str, Any], tensors: dict[str, Any], start: int, path: Path) -> dict[str, AdaptedMap]:
-    """The maps of the tensors in a header, whose bytes begin at `start`. Raises CallboardError."""
+    """Return the maps of the tensors in a header. Tensor bytes begin at `start`. Raises CallboardError."""
     pairs: dict[str, dict[str, TensorPlace]] = {}
     for name, one in tensors.items():
         match = _TENSOR.fullmatch(name)

@@ -1,7 +1,7 @@
-"""rank_pattern and alpha_pattern of an adapter's config: numbers of modules whose names fit a pattern.
+"""rank_pattern and alpha_pattern of an adapter's config: numbers for modules with a matching name.
 
-peft matches a pattern as a regular expression against a module's name, or the end of it after a dot. Here a pattern is
-one of these, which takes time linear in the name:
+peft matches a pattern as a regular expression against a module's name, or the end of it after a dot. Here a pattern has
+one of these forms, which match in time linear in the name:
 
     q_proj                              the last part of a name
     layers.3.self_attn.q_proj           the last parts of a name
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from runtime.spec.types import CallboardError
 
-_MOST_WILD = 64  # patterns with .* in one field: each costs time for each module
+_MOST_WILD = 64  # patterns with .* in one field; each is tried for each module
 _SHOWN = 100  # characters of a pattern in an error
 _TOKEN = re.compile(r"(\.\*)|(\\\.)|(\.)|([A-Za-z0-9_-]+)")
 _ACCEPTED = (
@@ -27,7 +27,7 @@ _ACCEPTED = (
 
 
 class _Wild(NamedTuple):
-    """A pattern with .*, cut there: the pieces that a name must have in this order."""
+    """A pattern cut at each .*: a name must contain the pieces in this order."""
 
     order: int
     is_whole: bool
@@ -45,7 +45,7 @@ class _Wild(NamedTuple):
 
 
 class Patterns:
-    """One field: the first pattern that fits a name decides."""
+    """The patterns of one field. The first one that matches a name decides."""
 
     def __init__(self, patterns: Any, field: str) -> None:
         """`field` names it in errors. Raises CallboardError if a pattern is not accepted."""
@@ -78,7 +78,7 @@ class Patterns:
             (self._names if is_whole else self._ends).setdefault(pieces[0], (order, value))
 
     def value(self, name: str, default: Any) -> Any:
-        """The number of a module."""
+        """Return the number of a module."""
         found = [self._ends[end] for end in (name[at:] for at in _starts(name)) if end in self._ends]
         found += [self._names[name]] if name in self._names else []
         found += [(wild.order, wild.value) for wild in self._wild if wild.fits(name)]
@@ -86,7 +86,7 @@ class Patterns:
 
 
 def _starts(name: str) -> Iterator[int]:
-    """Where a name begins, and each of its parts after a dot."""
+    """Yield the start of a name, and of each of its parts after a dot."""
     at = 0
     while True:
         yield at

@@ -1,7 +1,7 @@
 """Model weights from disk, one tensor at a time: a folder of safetensors files, or a GGUF file.
 
-Both are mapped into memory and read tensor by tensor, and what was read is let go, so that loading needs no more than
-the model and one tensor's source beside it. Headers are checked before anything of a file is used.
+Both are mapped into memory and read tensor by tensor, and pages are released after use. So loading needs only the
+memory of the model and of one tensor's source. Headers are checked before any other use of a file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from runtime.loading.upload import Uploader
 from runtime.spec.sharding import Part
 from runtime.spec.types import CallboardError
 
-_MOST_MAPPED = 64 << 20  # bytes read of a safetensors file before its pages are let go
+_MOST_MAPPED = 64 << 20  # bytes read of a safetensors file before its pages are released
 _DEQUANTIZED_AT_ONCE = 1 << 17  # weights; half a MB of float32 stays in a core's cache
 _SAMPLE_BYTES = 256  # of the head, the middle and the tail of each tensor, for the fingerprint
 
@@ -53,8 +53,10 @@ class Checkpoint(ABC):
     def tensor(
         self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu", part: Part | None = None
     ) -> torch.Tensor:
-        """A new tensor, read, dequantised if need be, and converted; of a part no more is read than the file's layout
-        needs. Raises CallboardError if there is no such name."""
+        """Return a new tensor, read, dequantized if needed, and converted. Of a part, only its bytes are read if
+        possible.
+
+        Raises CallboardError for an unknown name."""
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
@@ -66,12 +68,12 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def _stored(self, name: str) -> memoryview:
-        """The bytes of a tensor as its file holds them, read where they are looked at."""
+        """Return the bytes of a tensor in its file, read on access."""
 
     def blocks(
         self, name: str, num_bytes: int, device: torch.device | str = "cpu", part: Part | None = None
     ) -> torch.Tensor:
-        """The blocks of a quantized GGUF tensor, or a part of them, as they are: uint8 [rows, blocks, bytes]."""
+        """Return blocks of a quantized GGUF tensor, unchanged: uint8 [rows, blocks, bytes]."""
         raise CallboardError(f"Tensor {name} has no blocks; its config.json calls it one of a GGUF file.")
 
     @cached_property
@@ -80,7 +82,7 @@ class Checkpoint(ABC):
 
     @cached_property
     def fingerprint(self) -> str:
-        """128 bits in hex that tell one model's weights from another's: equal wherever the same files are.
+        """128 bits in hex that identify a model's weights, equal on every machine with the same files.
 
         A hash over the configuration, every tensor's name, type and shape, and samples of its bytes."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
@@ -93,9 +95,9 @@ class Checkpoint(ABC):
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Opens what `resolve` returned: a .gguf file, or a folder with config.json and safetensors files.
+    """Open a result of `resolve`: a .gguf file, or a folder with config.json and safetensors files.
 
-    Reads headers only; raises CallboardError that names the file, the tensor and the reason if one is damaged."""
+    Reads only headers. Raises CallboardError with the file, the tensor and the reason if one is damaged."""
     if path.is_dir():
         return SafetensorsCheckpoint(path)
     if path.suffix == ".gguf" and path.is_file():
@@ -122,7 +124,7 @@ class GgufCheckpoint(Checkpoint):
         return self._source(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return torch.float32  # of what `dequantize` returns
+        return torch.float32  # the result of `dequantize`
 
     def tensor(
         self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu", part: Part | None = None
@@ -133,7 +135,7 @@ class GgufCheckpoint(Checkpoint):
         if part is not None:
             dim = len(stored_shape) - 1 - part.dim if source.transposed else part.dim
             stored_shape[dim] = part.stop - part.start
-            if dim == len(stored_shape) - 1:  # blocks of weights lie along it: they are dequantised whole
+            if dim == len(stored_shape) - 1:  # blocks lie along it, and are dequantized whole
                 columns = slice(part.start, part.stop)
             else:
                 raw = raw[part.start : part.stop]
@@ -240,7 +242,7 @@ class SafetensorsCheckpoint(Checkpoint):
         return _bytes_of(self._mapped(name))
 
     def _mapped(self, name: str) -> torch.Tensor:
-        """A tensor in its file's pages, which count as this process' memory until the file is opened anew."""
+        """Return a tensor in its file's pages. They count as memory of this process until the file is reopened."""
         path = self._announced(name).path
         if path != self._path or self._num_mapped > _MOST_MAPPED:
             self._path, self._file, self._num_mapped = path, _opened(path), 0

@@ -9,12 +9,12 @@ from typing import Any
 from runtime.spec.types import CallboardError
 
 INDEX_NAME = "model.safetensors.index.json"
-# Files of exporters that do not write to config.json -> the quant_method that it would have.
+# Files of exporters that do not write to config.json -> the missing quant_method.
 _QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; raises CallboardError if the file is missing or holds anything else."""
+    """Read the object in a JSON file. Raises CallboardError if the file is missing or invalid."""
     try:
         data = path.read_bytes()
     except OSError as e:
@@ -23,7 +23,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def json_object(data: bytes, path: Path) -> dict[str, Any]:
-    """The JSON object in the bytes of a file; raises CallboardError if they hold anything else."""
+    """Return the JSON object in the bytes of a file. Raises CallboardError if they are invalid."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as e:
@@ -34,7 +34,7 @@ def json_object(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def model_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model folder. A description of its quantization that is in a file of its own is put there."""
+    """Read config.json of a model folder, with the description of quantization from a separate file if there is one."""
     config = read_json(folder / "config.json")
     for name, method in _QUANTIZATION_FILES.items():
         if "quantization_config" not in config and (folder / name).exists():
@@ -43,10 +43,10 @@ def model_config(folder: Path) -> dict[str, Any]:
 
 
 def own_file(folder: Path, name: str) -> Path | None:
-    """The file `name` of a model folder whose text clients may see; None if it is not there.
+    """Return the path of a file of a model folder, with a text for clients; None if it is missing.
 
-    Raises CallboardError if it is a link to a file elsewhere, which a folder from anyone could have to any file of this
-    machine. The hub's cache is made of links, from a snapshot to the blobs beside it: these are the folder's own."""
+    Raises CallboardError if it is a link to a file elsewhere: an untrusted folder could expose any file of this
+    machine. Links of the hub's cache, from a snapshot to the blobs beside it, are allowed."""
     path, home = folder / name, folder.resolve()
     if not path.exists():
         return None

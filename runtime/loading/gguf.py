@@ -1,11 +1,11 @@
 """A strict reader of the GGUF container (versions 2 and 3), in one file or split over several, without torch.
 
-The `gguf` package, which is imported with the first such file, knows the types of tensors and dequantises them; its own
-reader takes seconds for the vocabulary of a model.
+The `gguf` package, imported with the first file, supplies the types of tensors and dequantizes them. Its own reader
+takes seconds for the vocabulary of a model.
 
 Layout (ggml/docs/gguf.md): magic, version, counts | metadata: key, type, value ... | tensor infos: name, dims, type,
-offset ... | padding | tensor data. Every length in the file is checked against the bytes that are left before anything
-is allocated for it. So a corrupt or hostile file costs at most ten times its own size in memory.
+offset ... | padding | tensor data. Every length in the file is checked against the remaining bytes before memory is
+allocated for it. So a corrupt or hostile file costs at most ten times its own size in memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_PARTS = 10_000  # of a split file
 
 @cache
 def ggml_types() -> dict[int, tuple[str, int, int]]:
-    """The types that `dequantize` knows, by their numbers: name, weights in one block, bytes of one block."""
+    """Return the types that `dequantize` supports, by number: name, weights and bytes of one block."""
     from gguf import GGML_QUANT_SIZES, quants
 
     types = {}
@@ -55,7 +55,7 @@ def dequantize(raw: NDArray[np.uint8], type_name: str) -> NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where one tensor lies in its file."""
+    """The place of one tensor in its file."""
 
     name: str
     shape: tuple[int, ...]  # outermost first, so a linear layer is [out, in]
@@ -78,9 +78,9 @@ class MappedFile:
         self.data = memoryview(self._map or b"")
 
     def forget(self, start: int, size: int) -> None:
-        """Drops the pages of `size` bytes from `start` on from this process' memory; a later access reads them again.
+        """Release the pages of `size` bytes from `start` on. A later access reads them again.
 
-        Without this, a model's files would count as memory of the process as long as it lives."""
+        Otherwise a model's files would count as memory of the process until its end."""
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         if self._map and size:
             self._map.madvise(mmap.MADV_DONTNEED, first, start + size - first)
@@ -89,7 +89,7 @@ class MappedFile:
 class GgufFile:
     """A GGUF file and, if it is the first part of a split one, all the others: metadata, tensor infos, mapped bytes.
 
-    Raises CallboardError, which names the file and the key or tensor at fault, if a file is not exactly in order."""
+    Raises CallboardError with the file and the key or tensor if a file is invalid."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -104,7 +104,7 @@ class GgufFile:
             raise CallboardError(f"{path} and its other parts have {len(self.tensors)} tensors, not {count}.")
 
     def _other_parts(self) -> list[Path]:
-        """The files beside this one that it names; their names end alike (llama.cpp's llama_split_path)."""
+        """Return the other parts of a split file, by llama.cpp's rule for names (llama_split_path)."""
         count, number = self.value("split.count", int, 0), self.value("split.no", int, 0)
         if count <= 1:
             return []
@@ -120,7 +120,7 @@ class GgufFile:
         return parts[1:]
 
     def _read(self, path: Path) -> dict[str, Any]:
-        """Adds one file's tensors; returns its metadata."""
+        """Add one file's tensors, and return its metadata."""
         cursor = _Cursor(path)
         if (magic := cursor.take(4)) != b"GGUF":
             raise cursor.error(f"starts with {magic!r}, not with b'GGUF', so it is no GGUF file")
@@ -178,7 +178,8 @@ class GgufFile:
         return metadata
 
     def value(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """The metadata value of `key`, checked to be of `kind`; without a default, a missing key is an error."""
+        """Return the metadata value of `key`, of type `kind`. Raises CallboardError for other types and missing
+        keys."""
         value = self.metadata.get(key, default)
         if value is None:
             raise CallboardError(f"{self.path} has no metadata key {key!r}; the file is incomplete, convert it anew.")
@@ -189,19 +190,19 @@ class GgufFile:
         return value
 
     def raw(self, name: str) -> NDArray[np.uint8]:
-        """The stored bytes of a tensor, one row of its last dimension a line: [num_rows, row_bytes], read-only."""
+        """Return the stored bytes of a tensor, read-only: [num_rows, row_bytes], rows along its last dimension."""
         tensor = self.tensors[name]
         stored = self._parts[tensor.part].data[tensor.offset : tensor.offset + tensor.nbytes]
         return np.frombuffer(stored, np.uint8).reshape(math.prod(tensor.shape[:-1]), -1)
 
     def forget(self, name: str) -> None:
-        """Takes a tensor's bytes, as far as they were read, out of this process' memory."""
+        """Release the pages of a tensor."""
         tensor = self.tensors[name]
         self._parts[tensor.part].forget(tensor.offset, tensor.nbytes)
 
 
 class _Cursor:
-    """Reads a mapped file from start to end, never beyond it; errors name the place."""
+    """Reads a mapped file sequentially, within its bounds. Errors name the place."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.at, self.where = path, 0, "the header"
@@ -230,7 +231,7 @@ class _Cursor:
         return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:
-        # Vocabularies and merges hold more than 10^5 strings: this loop does only what it must.
+        # Vocabularies and merges hold more than 10^5 strings: this loop is minimal.
         data, at, size = self.data, self.at, self.size
         read_length = struct.Struct("<Q").unpack_from
         out = []

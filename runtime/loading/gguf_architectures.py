@@ -1,9 +1,9 @@
 """The meaning of a GGUF file: its tensors under their Hugging Face names and order, and its metadata as a config.json.
 
-GGUF has the same names for the tensors of all models (`_PARAMETERS`); those of Hugging Face are in the family's
-WeightMap. An architecture is one entry of `ARCHITECTURES`: its family and its config. What llama.cpp's converter
-(convert_hf_to_gguf.py) did to the weights is undone here. Some facts that a config.json states are no metadata in GGUF,
-because llama.cpp has them in its code; so they are constants here too.
+GGUF has the same names for the tensors of all models (`_PARAMETERS`); Hugging Face's names are in the family's
+WeightMap. An architecture is one entry of `ARCHITECTURES`: its family and its config. This module undoes the changes of
+llama.cpp's converter (convert_hf_to_gguf.py) to the weights. Some values of a config.json are missing in GGUF because
+llama.cpp has them in its code. So they are constants here too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from runtime.models import FAMILIES
 from runtime.spec.types import CallboardError
 
 _CONTROL = 3  # the type of a special token in a GGUF vocabulary (llama.h: llama_token_type)
-# Special tokens that end a text or a turn, whether or not the metadata says so (as in llama-vocab.cpp).
+
+# Special tokens that end a text or a turn, even without metadata (as in llama-vocab.cpp).
 _END_TOKENS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"}
 # GGUF's names, without the layer's prefix and the experts' suffix -> our parameters (DecoderSpec.shapes). A tensor of
 # gate and up together has the name of up.
@@ -33,7 +34,7 @@ _PARAMETERS = {
     "ffn_norm": "ffn_norm", "ffn_gate_inp": "router", "ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down",
     "post_ffw_norm": "post_ffn_norm",
 }  # fmt: skip
-# Parameters that a family has in place of those, if its WeightMap does not have them.
+# Alternatives for families with a WeightMap that lacks the parameters above.
 _OTHERWISE = {"post_attn_norm": "ffn_norm", "q_norm": "q_heads_norm", "k_norm": "k_heads_norm"}
 _PARTLY_TURNED = {"phi3", "glm4"}  # architectures in which RoPE turns a part of each head
 _PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}  # of tensors that are not quantized
@@ -46,14 +47,14 @@ class Architecture:
     """How one value of `general.architecture` translates."""
 
     hf_class: str  # one of FAMILIES
-    model_type: str  # of a config.json
+    model_type: str  # in config.json
     config: Callable[[GgufFile], dict[str, Any]]  # the rest of it
-    interleaved: bool = False  # q and k have their rows in the order of interleaved RoPE pairs
+    interleaved: bool = False  # the rows of q and k are in the order of interleaved RoPE pairs
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the tensor of one HF name is, and how it differs there."""
+    """The place of the tensor with one HF name, and its differences there."""
 
     tensor: GgufTensor
     expert: int | None = None  # its index in a tensor of all experts
@@ -97,7 +98,7 @@ class GgufModel:
 
 
 def read_gguf_model(file: GgufFile) -> GgufModel:
-    """Translates names and metadata; raises CallboardError for an architecture or a tensor that is not known here."""
+    """Translate names and metadata. Raises CallboardError for an unknown architecture or tensor."""
     arch_name = file.value("general.architecture", str)
     arch = ARCHITECTURES.get(arch_name)
     if arch is None:
@@ -128,7 +129,7 @@ def read_gguf_model(file: GgufFile) -> GgufModel:
 
 
 def _sources(file: GgufFile, arch_name: str, arch: Architecture, tensor: GgufTensor) -> dict[str, Source]:
-    """The HF tensors in a GGUF tensor; raises KeyError if it has no name in the family's WeightMap."""
+    """Return the HF tensors in a GGUF tensor. Raises KeyError if the family's WeightMap lacks its name."""
     weight_map = FAMILIES[arch.hf_class].weight_map
     stem, _, kind = tensor.name.rpartition(".")
     block = re.match(r"blk\.(0|[1-9][0-9]{0,3})\.", stem)
@@ -272,10 +273,10 @@ def _llama_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _llama3_rope_scaling(file: GgufFile, rope_theta: float, rope_dim: int) -> dict[str, Any]:
-    """As `_rope_scaling`: Llama 3.1's is stored as the table of divisors that it results in.
+    """`_rope_scaling` for Llama 3.1, stored as the resulting table of divisors.
 
-    The one free parameter of the released models, the factor, is the table's largest entry, and the table made from
-    it must be the one in the file."""
+    The only free parameter of the released models is the factor, which is the table's largest entry. The table computed
+    from it must equal the table in the file."""
     if "rope_freqs.weight" not in file.tensors:
         return {}
     divisors = _table(file, "rope_freqs.weight")
@@ -283,7 +284,7 @@ def _llama3_rope_scaling(file: GgufFile, rope_theta: float, rope_dim: int) -> di
     if factor == 1.0:
         return {}
     not_llama3 = CallboardError(f"{file.path}: the table in rope_freqs.weight is not Llama 3's RoPE scaling.")
-    if len(divisors) != -(-rope_dim // 2):  # before arrays of the size that the metadata states
+    if len(divisors) != -(-rope_dim // 2):  # checked before arrays of this size are allocated
         raise not_llama3
     turns = original * rope_theta ** -(np.arange(0, rope_dim, 2) / rope_dim) / (2 * math.pi)
     smooth = np.clip((turns - low) / (high - low), 0, 1)
@@ -361,7 +362,7 @@ def _gemma_config(file: GgufFile, full_every: int, layers_of_27b: int) -> dict[s
     config = _decoder_config(file)
     del config["hidden_act"]
     num_layers = config["num_hidden_layers"]
-    # Queries are scaled by the width of a head, which in the 27B models is not the one that they have.
+    # Queries are scaled by a head width that differs from the actual one in the 27B models.
     by_width = config["hidden_size"] // config["num_attention_heads"]
     layer_types = ["full_attention" if i % full_every == 0 else "sliding_attention" for i in range(1, num_layers + 1)]
     return config | {
@@ -379,7 +380,7 @@ def _gemma2_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _gemma3_config(file: GgufFile) -> dict[str, Any]:
-    # RoPE's scaling is that of the layers with full attention.
+    # RoPE's scaling applies to the layers with full attention.
     every = _count(file, "gemma3.attention.sliding_window_pattern", 6)
     return _gemma_config(file, full_every=every, layers_of_27b=62) | {
         "rope_theta": _real(file, "gemma3.rope.freq_base", 1e6),

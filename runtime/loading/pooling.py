@@ -1,4 +1,4 @@
-"""How a model's files say that vectors are made of prompts: sentence-transformers' modules.json and what it names."""
+"""The pooling of a model, from sentence-transformers' modules.json and its folders."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from runtime.spec.pooling import Pooling
 from runtime.spec.types import CallboardError
 
 _KINDS = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
-_OF_MATRYOSHKA = "Qwen3"  # its embedding models are, and their files do not say so
+_OF_MATRYOSHKA = "Qwen3"  # its embedding models are trained for it, but their files omit it
 
 
 class PoolingFiles(NamedTuple):
-    """The pooling that the files of a model ask for."""
+    """The pooling in the files of a model."""
 
     pooling: Pooling
-    # The score is the logit of the first of these tokens as the next one, less that of the second if there are two.
+    # The score is the logit of the first of these tokens, minus the logit of the second if there are two.
     label_ids: tuple[int, ...] = ()
 
 
 def read_pooling(folder: Path, config: Mapping[str, Any]) -> PoolingFiles | None:
-    """None if the folder has no modules.json, or one that leaves the hidden states as they are.
+    """Read the pooling of a model; None without a modules.json, or with one that keeps the hidden states.
 
-    Raises CallboardError if it asks for what is not supported."""
+    Raises CallboardError for an unsupported module."""
     modules = _modules(folder) if (folder / "modules.json").exists() else []
     pooling: Pooling | None = None
     for kind, path in modules:
@@ -49,7 +49,7 @@ def read_pooling(folder: Path, config: Mapping[str, Any]) -> PoolingFiles | None
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
-    """The modules in order: the last part of each type's name, and its folder."""
+    """Return the modules in order: the last part of each type's name, and its folder."""
     path = folder / "modules.json"
     try:
         return [(str(m["type"]).rpartition(".")[2], folder / str(m["path"])) for m in json.loads(path.read_bytes())]
@@ -58,7 +58,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
 
 
 def _pooling_kind(path: Path) -> Any:
-    """The one mode that a pooling module's config.json has: a name, or true in the place of one."""
+    """Return the mode in a pooling module's config.json, given as a name or by a flag."""
     config = read_json(path)
     modes = [name.removeprefix("pooling_mode_") for name, value in config.items() if value is True]
     modes = [mode for mode in modes if f"pooling_mode_{mode}" in config]

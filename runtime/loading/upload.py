@@ -1,4 +1,4 @@
-"""Copies from this machine's memory to a GPU, as fast as the link between them."""
+"""Copies from host memory to a GPU at the full speed of the link."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 _BUFFER_BYTES = 64 << 20
-_THREADS = 4  # filling a buffer together: one core copies from the page cache slower than the link sends
+_THREADS = 4  # fill a buffer together: one core copies more slowly than the link sends
 
 
 class Uploader:
     """Two pinned buffers in turn: while the GPU fetches one, threads fill the other.
 
-    Memory that is not pinned would be copied once more, and new memory for each tensor would be mapped page by page."""
+    Pageable memory would be copied twice, and new memory for each tensor would be mapped page by page."""
 
     def __init__(self) -> None:
         self._buffers = [torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]

@@ -17,7 +17,7 @@ from runtime.output.fields import FieldError, invalid
 from runtime.output.response_format import RequestedGrammar
 from runtime.output.tools import AnyTool, CustomTool
 from runtime.spec.types import GrammarSpec
-from runtime.structured.grammar import Calls
+from runtime.structured.calls import Calls
 from runtime.structured.pattern import literal_text
 from runtime.text import reasoning
 from runtime.text.tool_calls import ForcedCall, ToolFormat
@@ -36,9 +36,9 @@ def with_calls(
 ) -> RequestedGrammar | None:
     """Return the grammar of an output that may hold calls; None if the output is free.
 
-    Where the model may choose, a grammar binds calls only if a tool is strict or has a grammar of its own, or if the
-    content must be JSON. Arguments fit their schema. Without `strict`, any object is valid if the schema is not
-    supported, and any text if the format writes arguments one by one and cannot express the schema.
+    Without a forced call, a grammar is needed only for strict tools, for tools with their own grammar, and for content
+    in JSON. Arguments fit their schema. For a tool that is not strict, any object is valid if the schema is not
+    supported. Any text is valid if the format writes arguments one by one and cannot express the schema.
 
     Args:
         answer: the grammar of the content; None if it is free.

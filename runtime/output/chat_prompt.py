@@ -1,4 +1,4 @@
-"""From a conversation to the prompt of a chat, and how what the model writes after it is bound and read."""
+"""The prompt of a chat, and the grammar and the format of the output that follows it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class ChatPrompt:
     """The prompt of one chat."""
 
     text: str
-    message_format: MessageFormat | None  # how the output is read; None: all of it is content
+    message_format: MessageFormat | None  # the format of the output; None if all of it is content
 
 
 class ChatPrompter:
     """Makes the prompts of one model's chats. Threads may share it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises CallboardError if the model has no chat template, or one that cannot be used."""
+        """Raises CallboardError if the model lacks a usable chat template."""
         self._template, self._tokenizer = ChatTemplate.of(tokenizer), tokenizer
         self._close_is_special = tokenizer.token_to_id(reasoning.CLOSE) in tokenizer.special_ids
 
@@ -46,7 +46,7 @@ class ChatPrompter:
 
     @property
     def tool_call_format(self) -> str | None:
-        """The name of the format of tool calls; None if there is none. The first time, a child process finds it."""
+        """The name of the format of tool calls; None if there is none. The first access runs a child process."""
         return name_of(self._template.tool_format)
 
     @property
@@ -56,11 +56,12 @@ class ChatPrompter:
 
     @property
     def has_channels(self) -> bool:
-        """True if the model reasons in channels, where `thinking_token_budget` is no limit."""
+        """True if the model reasons in channels, where `thinking_token_budget` is not enforced."""
         return self._template.has_channels
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
-        """Raises FieldError, of the template too if it refuses the messages."""
+        """Return the prompt of a chat. Raises FieldError for invalid options, or if the template refuses the
+        messages."""
         template, tools, forced = self._template, options.offered_tools(), options.forced_call()
         form = template.tool_format if tools else None
         if tools and form is None:
@@ -96,7 +97,7 @@ class ChatPrompter:
             text += form.opening(forced.name)
         elif template.has_channels:
             if options.requested_grammar() is not None and not options.continue_final_message:
-                text += FINAL  # it binds this message, and no header
+                text += FINAL  # the grammar binds this message, without a header
             begun = text.rpartition(START)[2]
         thinks = template.thinks and forced is None
         message_format = MessageFormat(
@@ -121,7 +122,7 @@ class ChatPrompter:
         return {mark: i for mark, i in ids.items() if i is not None and i in self._tokenizer.special_ids}
 
     def _effort(self, options: ChatOptions) -> dict[str, Any]:
-        """The template arguments for `reasoning_effort`; raises FieldError if the template reads none."""
+        """Return the template arguments for `reasoning_effort`. Raises FieldError if the template reads none."""
         source, effort = self._template.source, options.reasoning_effort
         if effort is None:
             return {}
@@ -135,7 +136,7 @@ class ChatPrompter:
         raise invalid("reasoning_effort", f"{problem}; leave it out, or send what it reads as chat_template_kwargs")
 
     def _budget(self, options: ChatOptions, in_reasoning: bool) -> ThinkingBudget | None:
-        """The budget of the output's reasoning; None if it has no limit."""
+        """Return the budget of the output's reasoning; None if it is unlimited."""
         num_tokens = options.thinking_token_budget
         if num_tokens is None or num_tokens < 0:
             return None
@@ -143,7 +144,7 @@ class ChatPrompter:
         return ThinkingBudget(num_tokens, close_ids, self._tokenizer.token_to_id(reasoning.OPEN), in_reasoning)
 
     def grammar(self, options: ChatOptions, form: MessageFormat | None) -> RequestedGrammar | None:
-        """The grammar of the output, counted from where its prompt ends, by its format; None if it is free."""
+        """Return the grammar of the output after its prompt; None if it is free."""
         grammar = options.requested_grammar()
         if form is None:
             return grammar
@@ -164,10 +165,10 @@ class ChatPrompter:
 
 
 def _most_calls(options: ChatOptions, form: ToolFormat | None) -> int | None:
-    """How many calls an answer may have; None: any number.
+    """Return the highest number of calls in an answer; None if unlimited.
 
-    A model that was not trained on calls repeats the one that a request insists on until its output is full. So it
-    writes one, unless the request says parallel_tool_calls."""
+    A model without training on calls repeats a required call until its output is full. So it writes only one, unless
+    the request sets parallel_tool_calls."""
     is_untrained = form is not None and form.is_text and options.forced_call() is not None
     return 1 if is_untrained and options.parallel_tool_calls is None else options.most_calls()
 

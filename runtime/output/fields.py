@@ -1,4 +1,4 @@
-"""Faults in the fields of a request, whether it came over HTTP or as a Python call."""
+"""Faults in the fields of a request, over HTTP or from a Python call."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from runtime.spec.types import CallboardError
 
 
 class FieldError(CallboardError):
-    """A field is at fault; the sentence names it."""
+    """A field is invalid; the sentence names it."""
 
     def __init__(self, field: str, sentence: str) -> None:
-        super().__init__(field, sentence)  # both, so that it can be pickled
+        super().__init__(field, sentence)  # pickle needs both
         self.field = field
 
     def __str__(self) -> str:
@@ -23,22 +23,22 @@ class FieldError(CallboardError):
 
 
 def invalid(field: str, problem: str) -> FieldError:
-    """The error for a field whose name is the subject of `problem`."""
+    """Return the error for a field. Its name is the subject of `problem`."""
     return FieldError(field, f"{shortened(field)} {problem}.")
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """A client's own text as a message may show it: not all of a long one."""
+    """Return a client's text for a message, cut if it is long."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def shown(value: Any) -> str:
-    """A client's own value as a message may show it."""
+    """Return a client's value for a message, cut if it is long."""
     return shortened(json.dumps(value, ensure_ascii=False, default=str), 60)
 
 
 def fault_of(path: str, fault: ErrorDetails) -> FieldError:
-    """The error for the field at `path`, as pydantic found it."""
+    """Return the error for the field at `path` that pydantic found."""
     if fault["type"] == "missing":
         return FieldError(path, f"{path} is missing; it is required.")
     reason = fault["msg"][:1].lower() + fault["msg"][1:]
@@ -46,24 +46,24 @@ def fault_of(path: str, fault: ErrorDetails) -> FieldError:
 
 
 def path_of(fault: ErrorDetails) -> str:
-    """Where pydantic found a fault; tags of unions, which begin with "<", are no part of it."""
+    """Return the path of a fault that pydantic found, without the tags of unions, which begin with "<"."""
     return shortened(".".join(str(at) for at in fault["loc"] if not str(at).startswith("<")))
 
 
 class Options(BaseModel):
-    """An object of a request that holds nothing but its own fields."""
+    """An object of a request without unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
     def check(self) -> None:
-        """Rules between fields; raises FieldError."""
+        """Check rules between fields. Raises FieldError."""
 
 
 _O = TypeVar("_O", bound=Options)
 
 
 def read_options(kind: type[_O], values: dict[str, Any]) -> _O:
-    """Options that were given as keywords; raises FieldError for the first one at fault."""
+    """Return options from keywords. Raises FieldError for the first invalid one."""
     try:
         return kind.model_validate(values)
     except ValidationError as e:

@@ -1,4 +1,4 @@
-"""How the text of a chat's output is read: reasoning, content and tool calls."""
+"""Parses the text of a chat's output into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from runtime.text.tool_calls.harmony import HarmonyParser
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """The parts that the text of one request's choices may hold beside content, and how its prompt has begun it."""
+    """The parts that the output of a request may have beside content, and the part that its prompt has begun."""
 
     thinks: bool  # it may begin with reasoning
     in_reasoning: bool  # the prompt ends within reasoning
     shows_reasoning: bool
-    tools: ToolFormat | None  # None: no calls are read
-    functions: Mapping[str, Any]  # that may be called, with the JSON Schemas of their arguments
+    tools: ToolFormat | None  # None if calls are not parsed
+    functions: Mapping[str, Any]  # callable ones, with the JSON Schemas of their arguments
     most_calls: int | None
     forced: ForcedCall | None  # the prompt ends with its opening
     kept_special_ids: frozenset[int]  # tokens that mark reasoning and calls
     begun: str = ""  # the part of a turn in channels that the prompt ends with
     budget: ThinkingBudget | None = None  # of reasoning
-    custom_tools: frozenset[str] = frozenset()  # those of the functions whose one argument is a text
+    custom_tools: frozenset[str] = frozenset()  # functions with one argument, a text
 
 
 class ParsedMessage(NamedTuple):
@@ -39,7 +39,7 @@ class ParsedMessage(NamedTuple):
 
 
 class MessageParser:
-    """Reads one choice."""
+    """Parses one choice."""
 
     def __init__(self, form: MessageFormat) -> None:
         self._shows_reasoning = form.shows_reasoning
@@ -48,17 +48,18 @@ class MessageParser:
         if form.tools is not None:
             self._calls = form.tools.parser(form.tools, form.functions, form.most_calls, form.forced)
         self._channels = self._calls if isinstance(self._calls, HarmonyParser) else None
-        self._num_begun = len(form.begun)  # characters that are of the prompt
+        self._num_begun = len(form.begun)  # characters of the prompt
         if self._channels is not None and form.begun:
             self._channels.push(form.begun)
             self._channels.new_reasoning()
-        self._reasoning = self._channels or self._splitter  # who tells it apart
+        self._reasoning = self._channels or self._splitter  # the parser of reasoning
         self.has_called = False
-        # The ends of tokens that may be reasoning; None: none may.
+        # The ends of tokens that may be reasoning; None if none may.
         self._ends: list[int] | None = None if self._reasoning is None else []
 
     def num_reasoning_tokens(self, ends: list[int], is_last: bool) -> int:
-        """How many more tokens are certainly reasoning, now that text was pushed which is whole up to `ends`."""
+        """Return the number of further tokens that are certainly reasoning. `ends` are the ends of the pushed
+        tokens."""
         if self._ends is None or self._reasoning is None:
             return 0
         self._ends += ends
@@ -71,11 +72,11 @@ class MessageParser:
 
     @property
     def is_done(self) -> bool:
-        """True once all calls that are allowed have been made: nothing more is read."""
+        """True after the last allowed call: later text is ignored."""
         return self._calls is not None and self._calls.done
 
     def push(self, text: str, is_last: bool) -> ParsedMessage:
-        """The parts of the message that are certain with this piece of text."""
+        """Add text, and return the parts of the message that are now certain."""
         reasoning = ""
         calls: list[CallDelta] = []
         if self._splitter is not None:

@@ -1,4 +1,4 @@
-"""The fields that say what an answer should be, alike over HTTP (serve_app.requests) and for `runtime.llm.LLM`."""
+"""The options of an answer, the same over HTTP (serve_app) and for `runtime.llm.LLM`."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class OutputOptions(Options):
 class ChatOptions(OutputOptions):
     """The options of a chat's answer.
 
-    `tool_choice` "required" or a function makes the model go on from the beginning of a call, whose grammar is that of
-    its arguments."""
+    With `tool_choice` "required" or a function, the prompt ends with the beginning of a call, and a grammar binds the
+    rest."""
 
     tools: Annotated[list[AnyTool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
     include_reasoning: bool = True
-    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None  # vLLM's; -1: no limit
+    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None  # vLLM's; -1 if unlimited
     reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -82,13 +82,13 @@ class ChatOptions(OutputOptions):
         return [tool.as_template_sees_it() for tool in self.offered_tools()] or None
 
     def offered_tools(self) -> list[AnyTool]:
-        """The tools that the model is told of."""
+        """The tools in the prompt."""
         if isinstance(choice := self.tool_choice, AllowedTools):
             return [tool for tool in self.tools or () if (tool.type, tool.function.name) in choice.names]
         return [] if choice == "none" else self.tools or []
 
     def forced_call(self) -> ForcedCall | None:
-        """The call that the answer must begin with; None if none is asked for."""
+        """The call that the answer must begin with; None if none is required."""
         match self.tool_choice:
             case ChosenTool() | ChosenCustomTool() as chosen:
                 return ForcedCall(chosen.function.name)
@@ -98,6 +98,6 @@ class ChatOptions(OutputOptions):
         return None
 
     def most_calls(self) -> int | None:
-        """How many calls the answer may have; None: any number."""
+        """The highest number of calls in the answer; None if unlimited."""
         names_one = isinstance(self.tool_choice, ChosenTool | ChosenCustomTool)
         return 1 if self.parallel_tool_calls is False or names_one else None

@@ -1,4 +1,4 @@
-"""From the engine's tokens to what was asked for: text, stop strings, reasoning, tool calls and log-probabilities."""
+"""From the engine's tokens to the parts of an answer: text, stop strings, reasoning, tool calls, log-probabilities."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from runtime.text.stream import StopStrings, TextStream
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import CallDelta
 
-_TAIL = 8  # prompt tokens that tell how the output's text begins
+_TAIL = 8  # prompt tokens that affect the beginning of the output's text
 
 
 @dataclass(slots=True)
 class Delta:
-    """The news of one choice: the unit of streaming, and with `add` the sum of a whole choice."""
+    """An addition to one choice: the unit of streaming. `add` sums them up to a whole choice."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)  # the characters of the output that are whole with each token
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token, if asked for
+    ends: list[int] = field(default_factory=list)  # the complete characters of the output after each token
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token, if requested
     finish_reason: Literal["stop", "length", "tool_calls"] | None = None
     num_cached: int = 0  # prompt tokens served from the prefix cache
-    stop_reason: str | int | None = None  # the stop string or the stop id that ended it
-    prompt_logprobs: Sequence[TokenLogprobs] = ()  # of the prompt's tokens but the first, if asked for
-    verified: list[Verified] | None = None  # if there were draft tokens; the right ones are tokens of this delta
+    stop_reason: str | int | None = None  # the stop string or the stop id that ended the choice
+    prompt_logprobs: Sequence[TokenLogprobs] = ()  # of the prompt's tokens except the first, if requested
+    verified: list[Verified] | None = None  # if there were draft tokens; the accepted ones are in this delta
     reasoning: str = ""
-    num_reasoning: int = 0  # of its tokens and earlier ones, those that have turned out to be reasoning
+    num_reasoning: int = 0  # tokens, of this delta and earlier ones, that are now known to be reasoning
     calls: Sequence[CallDelta] = ()  # pieces of tool calls; in a sum, the calls
 
     def add(self, new: Delta) -> None:
@@ -65,8 +65,9 @@ class OutputProcessor:
         form: MessageFormat | None = None,
         stops: StopStrings | None = None,
     ) -> None:
-        """`form` tells how the text is read: None takes all of it as content. `stops` are those of the request, if it
-        shares them with others."""
+        """Args:
+        form: the format of the text; None if all of it is content.
+        stops: the stop strings of the request, if several choices share them."""
         params = request.params
         self._index = index
         self._text = TextStream(
@@ -81,7 +82,8 @@ class OutputProcessor:
         self._parser = None if form is None else MessageParser(form)
 
     def process(self, output: RequestOutput) -> Delta:
-        """The delta of an output; a stop string or the last call allowed may finish a choice before its engine does."""
+        """Return the delta of an output. A stop string or the last allowed call may end a choice before its engine
+        does."""
         stream, token_ids, logprobs, verified = self._text, output.token_ids, output.logprobs, output.verified
         # The token that ended it (EOS or a stop id) counts as output but is not part of the text.
         hides_last = output.finish_reason is FinishReason.STOP and not self._shows_stop
@@ -89,7 +91,7 @@ class OutputProcessor:
         finish: Literal["stop", "length", "tool_calls"] | None = None
         stop_reason: str | int | None = None
         if stream.stopped is not None:
-            finish, stop_reason, num_used = "stop", stream.stopped, len(ends)  # later tokens were never asked for
+            finish, stop_reason, num_used = "stop", stream.stopped, len(ends)  # later tokens are dropped
             token_ids, logprobs = token_ids[:num_used], logprobs[:num_used]
             if verified is not None:
                 verified = [_within(v, num_used) for v in verified]
@@ -98,7 +100,7 @@ class OutputProcessor:
             text += stream.finish()
             finish = "stop" if output.finish_reason is FinishReason.STOP else "length"
             stop_reason = output.stop_token_id
-            if stream.stopped is not None:  # what was held back has completed a stop string
+            if stream.stopped is not None:  # the held text has completed a stop string
                 finish, stop_reason = "stop", stream.stopped
         delta = Delta(
             self._index,
@@ -121,6 +123,6 @@ class OutputProcessor:
 
 
 def _within(verified: Verified, num_used: int) -> Verified:
-    """Of the right draft tokens only those among the first tokens count: the others are not in the answer."""
+    """Count only accepted draft tokens among the first `num_used` tokens: the others are not in the answer."""
     at = min(verified.at, num_used)
     return Verified(at, verified.num_draft_tokens, min(verified.num_accepted, num_used - at))

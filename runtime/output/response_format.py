@@ -1,6 +1,6 @@
-"""The forms in which a request asks for structured output, all translated to one `GrammarSpec`.
+"""The forms of structured output in requests, all translated to one `GrammarSpec`.
 
-An unknown field is refused here, over HTTP too: it would be meant to constrain the answer.
+Unknown fields are refused, over HTTP too, because they may be constraints.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Schema = Annotated[dict[str, Any] | bool | None, Field(alias="schema")]
 
 
 class JsonSchema(Options):
-    """OpenAI's nesting. Keywords that cannot be enforced are refused, or with `strict: false` ignored and told."""
+    """OpenAI's nesting. Unsupported keywords are refused, or with `strict: false` ignored and reported."""
 
     name: str | None = None
     description: str | None = None
@@ -28,7 +28,7 @@ class JsonSchema(Options):
 
 
 class Structure(Options):
-    """A region of the older of XGrammar's forms."""
+    """A region in XGrammar's older form."""
 
     begin: str
     schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
@@ -49,7 +49,7 @@ class ResponseFormat(Options):
 
 
 class StructuredOutputs(Options):
-    """`structured_outputs`, vLLM's field; one of these."""
+    """`structured_outputs`, vLLM's field, with exactly one of these."""
 
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     regex: str | None = None
@@ -61,7 +61,7 @@ class StructuredOutputs(Options):
 
 @dataclass(frozen=True, slots=True)
 class RequestedGrammar:
-    """A grammar that a request asks for, and the path of the field that does."""
+    """A grammar from a request, and the path of its field."""
 
     spec: GrammarSpec
     field: str
@@ -77,7 +77,9 @@ def json_spec(schema: object, strict: bool | None = None) -> GrammarSpec:
 def requested_grammar(
     form: ResponseFormat | None, outputs: StructuredOutputs | None, specs: Mapping[str, GrammarSpec]
 ) -> RequestedGrammar | None:
-    """None if the output is free; raises FieldError. `specs` are those of fields that are nothing else."""
+    """Return the one grammar of a request; None if the output is free. Raises FieldError.
+
+    `specs` are the grammars of single-purpose fields."""
     asked = [] if form is None else [_of_response_format(form)]
     asked += [] if outputs is None else [_of_structured_outputs(outputs)]
     found = [each for each in asked if each is not None]
@@ -122,7 +124,7 @@ _FIELDS_OF_TYPES = {
 
 
 def _as_one_format(form: ResponseFormat) -> object:
-    """The format of structural tags, the older form as the newer one."""
+    """Return the format of structural tags; the older form is translated to the newer one."""
     if form.format is not None:
         if form.structures is not None or form.triggers is not None:
             raise invalid("response_format.format", "says what structures and triggers do; send one form of the two")
@@ -145,7 +147,7 @@ def _tags_spec(form: object) -> GrammarSpec:
 
 
 def _of_structural_tag(value: dict[str, Any] | str, field: str) -> GrammarSpec:
-    """vLLM's field, which is what `response_format` would be, as an object or as its JSON."""
+    """Return the grammar of vLLM's field, a `response_format` as an object or as JSON."""
     try:
         form = ResponseFormat.model_validate_json(value) if isinstance(value, str) else ResponseFormat(**value)
     except ValidationError as e:

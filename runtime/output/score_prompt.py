@@ -1,4 +1,4 @@
-"""The prompt that a classifier reads a query and a document from."""
+"""The prompt of a classifier for a query and a document."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _QWEN3_HEAD = (
 _QWEN3_TAIL = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
-Encode = Callable[[str, bool, Literal["query", "document"]], list[int]]  # a text, if special tokens go around it
+Encode = Callable[[str, bool, Literal["query", "document"]], list[int]]  # (text, adds special tokens, part)
 
 
 class PairPrompter:
-    """Token ids of pairs, as a model was trained on them: those of Qwen3's rerankers stand in a chat with an
-    instruction; of others the document follows the query.
+    """Token ids of pairs in the form of a model's training.
 
-    Each query is encoded once, however many documents there are."""
+    For Qwen3's rerankers a pair stands in a chat with an instruction. For others the document follows the query. Each
+    query is encoded once for all its documents."""
 
     def __init__(
         self, encode: Encode, pooling: Pooling, instruction: str | None = None, most: int | None = None
     ) -> None:
-        """`encode` may leave out what follows the first `most` ids of a text, since no prompt has more."""
+        """`encode` may cut a text after `most` ids, because prompts are not longer."""
         self._encode, self._most = encode, most
         self._is_chat, self._instruction = pooling.pairs == "qwen3", instruction or DEFAULT_INSTRUCTION
         self._queries: dict[str, list[int]] = {}
@@ -36,8 +36,9 @@ class PairPrompter:
             self._head, self._tail = (encode(text, False, "query") for text in (_QWEN3_HEAD, _QWEN3_TAIL))
 
     def ids(self, query: str, document: str) -> list[int]:
-        """The prompt of one pair, without the end of the document if it would have over `most` ids. A query that begins
-        a chat itself is taken as the client wrote it, its document as the rest of that chat."""
+        """Return the prompt of one pair. The document is cut to fit `most` ids.
+
+        A query that itself begins a chat stays unchanged, and its document is the rest of that chat."""
         has_chat = self._is_chat and query.startswith("<|im_start|>")
         if (before := self._queries.get(query)) is None:
             before = self._queries[query] = self._of_query(query, has_chat)[: self._most]
@@ -51,6 +52,6 @@ class PairPrompter:
     def _of_query(self, query: str, has_chat: bool) -> list[int]:
         if not self._is_chat or has_chat:
             return self._encode(query, not has_chat, "query")
-        # No token of these models joins a colon to the space after it, so that the document can be encoded alone.
+        # In these models no token joins a colon to the space after it, so the document can be encoded separately.
         text = f"<Instruct>: {self._instruction}\n<Query>: {query}\n<Document>:"
         return self._encode(text, False, "query")

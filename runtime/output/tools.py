@@ -14,7 +14,7 @@ _NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
 
 class Function(Options):
-    model_config = ConfigDict(extra="allow")  # what else there is may mean something to the template
+    model_config = ConfigDict(extra="allow")  # the template may use further fields
 
     name: Annotated[str, Field(pattern=_NAME)]
     description: str | None = None
@@ -29,7 +29,7 @@ class Tool(Options):
     function: Function
 
     def needs_json(self, form: ArgumentForm | None) -> bool:
-        """True if its arguments cannot be written in a form one by one."""
+        """True if its arguments cannot be written one by one in this form."""
         return form is not None and not can_write(form, self.function.parameters)
 
     def as_template_sees_it(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Custom(Options):
 
 
 class CustomTool(Options):
-    """A tool that takes a text, of which the model is told as of a function of one string, `input`."""
+    """A tool that takes a text. The model sees a function with one string, `input`."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -72,7 +72,7 @@ class CustomTool(Options):
 
     @property
     def grammar(self) -> InputGrammar | None:
-        """The grammar that the text follows; None: any text will do."""
+        """The grammar of the text; None if any text is valid."""
         return None if self.custom.format is None else self.custom.format.grammar
 
     @property
@@ -93,7 +93,7 @@ class CustomTool(Options):
 
 
 def kind_of_tool(value: Any) -> str:
-    """The tag of a tool, or of a call, in a union of functions and custom tools."""
+    """Return the tag of a tool or a call in a union of functions and custom tools."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return "<custom>" if kind == "custom" else "<function>"
 
@@ -134,7 +134,7 @@ AnyChosenTool = Annotated[
 
 
 class AllowedFunctions(Options):
-    """The tools that the model is told of, and whether it must call one."""
+    """The tools in the prompt, and whether the model must call one."""
 
     model_config = ConfigDict(extra="ignore")
 

@@ -1,4 +1,4 @@
-"""From what engines make of pooled prompts to what was asked for: embeddings, and scores between 0 and 1."""
+"""From the pooled vectors of engines to embeddings, and to scores between 0 and 1."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.spec.pooling import Pooling
 
 
 def check_dimensions(dimensions: int | None, pooling: Pooling) -> None:
-    """Raises FieldError if a model's vectors may not be cut to so many numbers, whatever their size."""
+    """Raise FieldError if a model's vectors may not be cut to `dimensions` numbers."""
     if dimensions is not None and not pooling.cuts_dimensions:
         raise invalid("dimensions", "is not supported by this model, whose vectors have one size; leave it out")
     if dimensions is not None and dimensions < 1:
@@ -21,8 +21,9 @@ def check_dimensions(dimensions: int | None, pooling: Pooling) -> None:
 
 
 def embedding(pooled: bytes, pooling: Pooling, dimensions: int | None = None) -> NDArray[np.float32]:
-    """The vector, or its first `dimensions` numbers, of length 1 if the model's are; raises FieldError if it has
-    fewer."""
+    """Return the vector or its first `dimensions` numbers, with length 1 if the model's vectors have it.
+
+    Raises FieldError if it has fewer numbers."""
     vector = np.frombuffer(pooled, np.float32)
     if dimensions is not None and dimensions > len(vector):
         raise invalid("dimensions", f"is {dimensions}; this model's vectors have {len(vector)}")
@@ -33,19 +34,20 @@ def embedding(pooled: bytes, pooling: Pooling, dimensions: int | None = None) ->
 
 
 def score(pooled: bytes) -> float:
-    """The probability that a classifier of one label gives."""
+    """Return the probability from a classifier with one label."""
     (logit,) = np.frombuffer(pooled, np.float32).tolist()
     return 1.0 / (1.0 + math.exp(-logit)) if logit >= 0 else 1.0 - 1.0 / (1.0 + math.exp(logit))
 
 
 def texts_of(pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """The texts whose embeddings give the scores of pairs, each once."""
+    """Return the texts to embed for the scores of pairs, each once."""
     return list(dict.fromkeys(text for pair in pairs for text in pair))
 
 
 def scores(pairs: Sequence[tuple[str, str]], pooled: Sequence[bytes], pooling: Pooling) -> list[float]:
-    """How well the texts of each pair go together: a classifier's probability, which pooled the pairs, or the cosine of
-    embeddings; then `texts_of(pairs)` were pooled."""
+    """Return the score of each pair: a classifier's probability, or the cosine of embeddings.
+
+    `pooled` are vectors of the pairs for a classifier, else of `texts_of(pairs)`."""
     if pooling.num_labels:
         return [score(p) for p in pooled]
     unit = Pooling(pooling.kind, normalized=True)

@@ -1,7 +1,7 @@
-"""Layouts: the tensors in which a checkpoint has a weight, and how they become a form's.
+"""Layouts: the tensors of a quantized weight in a checkpoint, and how they become the tensors of an encoding.
 
-Bytes go to the device as they are and are unpacked there. Tensors are named as their modules are: `weight` of a
-location's name gives way to the tensor's own name."""
+Bytes go to the device as they are and are unpacked there. A tensor's own name replaces the `weight` at the end of the
+location's name."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 
 
 class BlockTensor(NamedTuple):
-    """A tensor that has one number for each block of a weight [out, in]."""
+    """A tensor with one number for each block of a weight [out, in]."""
 
     dtypes: tuple[torch.dtype, ...]
-    rows: int = 1  # of a block; 0: all
+    rows: int = 1  # of a block; 0 for all
     columns: int = 1
-    transposed: bool = False  # the tensor's first dimension is that of the columns
+    transposed: bool = False  # the first dimension of the tensor counts columns
     optional: bool = False
-    size: int = 0  # of a third dimension: a block has so many numbers
+    size: int = 0  # numbers of a block, in a third dimension
 
     def shape(self, shape: Shape) -> Shape:
         sizes = [-(-size // per) if per else 1 for size, per in zip(shape, (self.rows, self.columns), strict=True)]
         return (*(sizes[::-1] if self.transposed else sizes), *([self.size] if self.size else []))
 
     def stored(self, shape: Shape) -> StoredTensor:
-        """Where there is one number for all rows or columns, the dimension may be missing, too."""
+        """The tensor in a checkpoint, which may lack a dimension of size 1."""
         whole = self.shape(shape)
         if self.rows and self.columns:
             return StoredTensor(whole, self.dtypes, self.optional)
@@ -51,7 +51,7 @@ class BlockTensor(NamedTuple):
     def read(
         self, source: TensorSource, name: str, shape: Shape, part: Part | None, device: torch.device
     ) -> torch.Tensor:
-        """The blocks of a part of the weight, rows first."""
+        """Read the blocks of a part of the weight, rows first."""
         own = None
         if part is not None:
             if (self.rows, self.columns)[part.dim]:
@@ -62,7 +62,7 @@ class BlockTensor(NamedTuple):
         return tensor.t() if self.transposed else tensor
 
     def part(self, part: Part, shape: Shape, name: str) -> Part:
-        """The blocks of a part of the weight; raises CallboardError if it does not consist of whole ones."""
+        """The blocks of a part of the weight. Raises CallboardError if the part does not consist of whole blocks."""
         per = (self.rows, self.columns)[part.dim]
         if part.start % per or (part.stop % per and part.stop != shape[part.dim]):
             what = ("rows", "columns")[part.dim]
@@ -74,31 +74,30 @@ class BlockTensor(NamedTuple):
 
 
 class CheckpointLayout(ABC):
-    """The tensors of the weights of one scheme."""
+    """How weights of one scheme lie in a checkpoint."""
 
     def __init__(self, scheme: QuantizationScheme) -> None:
-        self.scheme, self._form = scheme, encoding_of(scheme)
+        self.scheme, self._encoding = scheme, encoding_of(scheme)
 
-    def form(self, shape: Shape) -> Encoding:
-        """The form that a weight of this shape is read into."""
-        return self._form
+    def encoding(self, shape: Shape) -> Encoding:
+        """The encoding of a weight of this shape."""
+        return self._encoding
 
     def block_tensors(self) -> dict[str, BlockTensor]:
-        """The tensors by the names that they have in their module, for layouts that leave `stored` and `read` as they
-        are here."""
+        """The tensors by their names in the module, for layouts that do not override `stored` and `read`."""
         return {}
 
     @abstractmethod
     def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
-        """The form's codes and scales, from what was read of the tensors, and the shape of the part that they are of.
+        """Values and scales of the encoding, from the tensors of a part of this shape.
 
-        Raises CallboardError if they disagree with the config."""
+        Raises CallboardError if the tensors contradict the config."""
 
     def stored(self, location: Location) -> dict[str, StoredTensor]:
         return {_own_name(location, name): grid.stored(location.shape) for name, grid in self.block_tensors().items()}
 
     def read(self, source: TensorSource, location: Location, device: torch.device) -> Weight:
-        """The weight, or the parts of it that the location names, in the form."""
+        """The weight, or the parts that the location names, in the encoding."""
         weights = []
         for part in location.parts or (None,):
             shape = location.shape if part is None else _shape_of(part, location.shape)
@@ -111,59 +110,59 @@ class CheckpointLayout(ABC):
                 weights.append(self.unpack(tensors, shape))
             except CallboardError as e:
                 raise CallboardError(f"{location.name}: {e}") from e
-        return weights[0] if len(weights) == 1 else self._form.join(weights)
+        return weights[0] if len(weights) == 1 else self._encoding.join(weights)
 
     def _scale(self, *dtypes: torch.dtype) -> BlockTensor:
         return BlockTensor(dtypes or _SCALES, self.scheme.scale_rows, self.scheme.group_size)
 
     def _per_row(self, scale: torch.Tensor, shape: Shape) -> torch.Tensor:
-        """Scales in float32; one of a whole tensor as that of each row."""
+        """Scales in float32; the scale of a whole tensor is repeated for each row."""
         return scale.float() if self.scheme.scale_rows else scale.float().expand(shape[0], 1).contiguous()
 
-    def _grouped(self, codes: torch.Tensor, groups: torch.Tensor | None, *shared: torch.Tensor) -> Weight:
-        """A weight whose columns are brought together by their groups, if the scheme says that they are apart."""
+    def _grouped(self, quantized: torch.Tensor, groups: torch.Tensor | None, *shared: torch.Tensor) -> Weight:
+        """A weight with its columns sorted by group, if the scheme is reordered."""
         if groups is None:
             if self.scheme.reordered:
-                raise CallboardError("the config says that columns were reordered, but no tensor has their groups.")
-            return codes, *shared
-        groups, order = (groups - groups.min()).flatten().sort(stable=True)  # of a part, from its first group on
+                raise CallboardError("the config has reordered columns, but no tensor holds their groups.")
+            return quantized, *shared
+        groups, order = (groups - groups.min()).flatten().sort(stable=True)  # groups of a part start at its first group
         columns = torch.arange(len(groups), device=groups.device)
         if not torch.equal(groups, columns // (self.scheme.group_size or len(groups))):
             raise CallboardError("the groups of its columns (g_idx) are not all of group_size columns.")
         if self.scheme.reordered:
-            return codes[:, order], *shared, order
+            return quantized[:, order], *shared, order
         if not torch.equal(order, columns):
             raise CallboardError("its columns are reordered (g_idx), which desc_act or actorder of the config denies.")
-        return codes, *shared
+        return quantized, *shared
 
 
 class Plain(CheckpointLayout):
-    """Numbers that are encoded on the device as they are read: what a file with plain weights is quantized by."""
+    """Dense numbers that are quantized on the device as they are read."""
 
     def stored(self, location: Location) -> dict[str, StoredTensor]:
         return DENSE.stored(location)
 
     def read(self, source: TensorSource, location: Location, device: torch.device) -> Weight:
-        if location.parts and location.parts[0].dim == 1 and not self._form.group_size:
-            (part,) = location.parts  # a row has the scale of all its columns on each rank
-            codes, scale = self._form.part(self.read(source, location._replace(parts=()), device), part)
-            return codes.contiguous(), scale
+        if location.parts and location.parts[0].dim == 1 and not self._encoding.group_size:
+            (part,) = location.parts  # each rank uses the scale of the whole row
+            quantized, scale = self._encoding.part(self.read(source, location._replace(parts=()), device), part)
+            return quantized.contiguous(), scale
         stored = source.dtype(location.name)
         weight = read_plain(source, location, stored if stored in _SCALES else torch.float32, device)
         return self.unpack({"weight": weight}, location.shape)
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
-        return self._form.encode(tensors["weight"])
+        return self._encoding.encode(tensors["weight"])
 
 
 class OneByOne(CheckpointLayout):
-    """Codes of a byte in the order of the weight, and scales beside them."""
+    """Values of one byte in the order of the weight, with scales in other tensors."""
 
     def __init__(
         self, scheme: QuantizationScheme, scales: Sequence[str] = ("weight_scale",), factor: float = 1.0
     ) -> None:
         super().__init__(scheme)
-        self._names, self._factor = scales, factor  # exporters name the scales differently
+        self._names, self._factor = scales, factor  # exporters use different names for scales
 
     def block_tensors(self) -> dict[str, BlockTensor]:
         scheme = self.scheme
@@ -181,7 +180,7 @@ class OneByOne(CheckpointLayout):
         }
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
-        codes, scale = tensors["weight"], next((tensors[name] for name in self._names if name in tensors), None)
+        quantized, scale = tensors["weight"], next((tensors[name] for name in self._names if name in tensors), None)
         if scale is None:
             raise CallboardError(f"it has no {' or '.join(self._names)} beside it.")
         if "weight_format" in tensors and int(tensors["weight_format"]):
@@ -189,16 +188,16 @@ class OneByOne(CheckpointLayout):
         scale = self._per_row(exponents(scale) if scale.dtype in _EXPONENTS else scale.float() * self._factor, shape)
         groups = tensors.get("weight_g_idx")
         if self.scheme.symmetric:
-            return self._grouped(codes, groups, scale)
+            return self._grouped(quantized, groups, scale)
         zeros = self._per_row(tensors["weight_zero_point"], shape) + 128
-        return self._grouped(codes.view(torch.uint8) ^ 128, groups, scale, zeros * scale)
+        return self._grouped(quantized.view(torch.uint8) ^ 128, groups, scale, zeros * scale)
 
 
 class PackedWords(CheckpointLayout):
-    """compressed-tensors' pack-quantized: codes along rows in words of 32 bits, zero points down the rows."""
+    """pack-quantized of compressed-tensors: 32-bit words with values along rows, and with zero points down rows."""
 
     def block_tensors(self) -> dict[str, BlockTensor]:
-        scheme, per_word = self.scheme, 32 // self._form.bits
+        scheme, per_word = self.scheme, 32 // self._encoding.bits
         return {
             "weight_packed": BlockTensor(_INT32, 1, per_word),
             "weight_scale": self._scale(),
@@ -219,17 +218,17 @@ class PackedWords(CheckpointLayout):
         return super().read(source, location, device)
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
-        bits, groups = self._form.bits, tensors.get("weight_g_idx")
-        codes = unpack_words(tensors["weight_packed"], bits, shape[1])
+        bits, groups = self._encoding.bits, tensors.get("weight_g_idx")
+        quantized = unpack_words(tensors["weight_packed"], bits, shape[1])
         scale = self._per_row(tensors["weight_scale"], shape)
         if self.scheme.symmetric:
-            return self._grouped(_centred(codes, bits), groups, scale)
+            return self._grouped(_centred(quantized, bits), groups, scale)
         zeros = self._per_row(unpack_words(tensors["weight_zero_point"].t(), bits, shape[0]).t(), shape)
-        return self._grouped(codes, groups, scale, zeros * scale)
+        return self._grouped(quantized, groups, scale, zeros * scale)
 
 
 class Awq(CheckpointLayout):
-    """Words of eight codes along the outputs of a transposed weight."""
+    """Words of eight values along the outputs of a transposed weight."""
 
     _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble i of a word is output [0, 2, 4, 6, 1, 3, 5, 7][i]
 
@@ -243,22 +242,22 @@ class Awq(CheckpointLayout):
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
         scale = tensors["scales"].float().contiguous()
-        codes, zeros = (
+        quantized, zeros = (
             unpack_words(tensors[name].t(), 4, shape[0]).unflatten(1, (-1, 8))[..., self._ORDER].flatten(1).t()
             for name in ("qweight", "qzeros")
         )
-        return codes.contiguous(), scale, zeros * scale
+        return quantized.contiguous(), scale, zeros * scale
 
 
 class Gptq(CheckpointLayout):
-    """Words of codes down the inputs of a transposed weight; words of zero points along the outputs."""
+    """Words of values down the inputs of a transposed weight, and words of zero points along the outputs."""
 
     def __init__(self, scheme: QuantizationScheme, less: int) -> None:
         super().__init__(scheme)
-        self._less = less  # what stored zero points are less than meant
+        self._less = less  # subtracted from stored zero points
 
     def block_tensors(self) -> dict[str, BlockTensor]:
-        columns, per_word = self.scheme.group_size, 32 // self._form.bits
+        columns, per_word = self.scheme.group_size, 32 // self._encoding.bits
         return {
             "qweight": BlockTensor(_INT32, 1, per_word, transposed=True),
             "qzeros": BlockTensor(_INT32, per_word, columns, transposed=True),
@@ -267,37 +266,37 @@ class Gptq(CheckpointLayout):
         }
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
-        bits = self._form.bits
-        codes = unpack_words(tensors["qweight"], bits, shape[1])
+        bits = self._encoding.bits
+        quantized = unpack_words(tensors["qweight"], bits, shape[1])
         zeros = unpack_words(tensors["qzeros"].t(), bits, shape[0]).t()
-        zeros = (zeros + self._less) & (1 << bits) - 1  # 0, less one, wraps to the largest
+        zeros = (zeros + self._less) & (1 << bits) - 1  # 0 less one wraps to the largest value
         scale = tensors["scales"].float().contiguous()
         if not self.scheme.symmetric:
-            return self._grouped(codes, tensors.get("g_idx"), scale, zeros * scale)
+            return self._grouped(quantized, tensors.get("g_idx"), scale, zeros * scale)
         if bool((zeros != 1 << bits - 1).any()):
-            raise CallboardError("its qzeros are not those of symmetric codes, which sym of the config says they are.")
-        return self._grouped(_centred(codes, bits), tensors.get("g_idx"), scale)
+            raise CallboardError("its qzeros are not symmetric, although the config sets sym.")
+        return self._grouped(_centred(quantized, bits), tensors.get("g_idx"), scale)
 
 
 class Nibbles(CheckpointLayout):
-    """Places in the table of fp4, the low nibble first; scales of groups, and perhaps one of the tensor."""
+    """fp4 nibbles, the low one first; scales of groups, and perhaps one scale of the tensor."""
 
     def __init__(
         self,
         scheme: QuantizationScheme,
-        codes: str,
+        quantized: str,
         scale: str,
         of_tensor: str = "",
         divides: bool = False,
-        size: int = 0,  # bytes in the last of three dimensions; 0: there are two
+        size: int = 0,  # bytes in the third dimension; 0 for two dimensions
     ) -> None:
         super().__init__(scheme)
-        self._codes, self._name, self._of_tensor, self._divides = codes, scale, of_tensor, divides
+        self._quantized, self._name, self._of_tensor, self._divides = quantized, scale, of_tensor, divides
         self._grid = BlockTensor(_UINT8, 1, 2 * size or 2, size=size)
 
     def block_tensors(self) -> dict[str, BlockTensor]:
         block_tensors = {
-            self._codes: self._grid,
+            self._quantized: self._grid,
             self._name: self._scale(*(_FP8 if self._of_tensor else _EXPONENTS)),
             "input_scale": BlockTensor(_SCALES, 0, 0, optional=True),
             "input_global_scale": BlockTensor(_SCALES, 0, 0, optional=True),
@@ -305,26 +304,27 @@ class Nibbles(CheckpointLayout):
         return block_tensors | ({self._of_tensor: BlockTensor(_SCALES, 0, 0)} if self._of_tensor else {})
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
-        codes = unpack_nibbles(tensors[self._codes].flatten(1))[:, : shape[1]]
+        quantized = unpack_nibbles(tensors[self._quantized].flatten(1))[:, : shape[1]]
         if not self._of_tensor:
-            return codes, exponents(tensors[self._name])
+            return quantized, exponents(tensors[self._name])
         scale, of_tensor = tensors[self._name].float(), tensors[self._of_tensor].float()
-        return codes, scale / of_tensor if self._divides else scale * of_tensor
+        return quantized, scale / of_tensor if self._divides else scale * of_tensor
 
 
 class BitsAndBytes4(CheckpointLayout):
-    """Places in a table, the high nibble first; each 64 numbers of the flattened weight have a scale.
+    """Table indices, the high nibble first; 64 numbers of the flattened weight share a scale.
 
-    Nested scales are bytes, places in a table that have a scale of their own for each 256, less an offset."""
+    Nested scales are quantized themselves: bytes are indices of a table, 256 of them share a scale, and an offset is
+    added."""
 
     def __init__(self, scheme: QuantizationScheme, nested: bool) -> None:
         super().__init__(scheme)
-        assert isinstance(self._form, Table)
-        self._table, self._nested = self._form.table, nested
+        assert isinstance(self._encoding, Table)
+        self._table, self._nested = self._encoding.table, nested
         self._state = "weight.quant_state.bitsandbytes__" + scheme.encoding.split()[-1]
 
-    def form(self, shape: Shape) -> Encoding:
-        return replace(self._form, group_size=gcd(self.scheme.group_size, shape[1]))  # scales may end within a row
+    def encoding(self, shape: Shape) -> Encoding:
+        return replace(self._encoding, group_size=gcd(self.scheme.group_size, shape[1]))  # a group may span rows
 
     def stored(self, location: Location) -> dict[str, StoredTensor]:
         blocks = -(-prod(location.shape) // self.scheme.group_size)
@@ -344,12 +344,12 @@ class BitsAndBytes4(CheckpointLayout):
             name.removeprefix(_own_name(location, "")): source.tensor(name, source.dtype(name), device)
             for name in self.stored(location)
         }
-        codes, scale = self.unpack(tensors, location.shape)
-        form = self.form(location.shape)
+        quantized, scale = self.unpack(tensors, location.shape)
+        encoding = self.encoding(location.shape)
         for part in location.parts:
-            BlockTensor((), 1, form.group_size).part(part, location.shape, location.name)
-        weights = [form.part((codes, scale), part) for part in location.parts]
-        return form.join(weights) if weights else (codes, scale)
+            BlockTensor((), 1, encoding.group_size).part(part, location.shape, location.name)
+        weights = [encoding.part((quantized, scale), part) for part in location.parts]
+        return encoding.join(weights) if weights else (quantized, scale)
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
         state = json.loads(bytes(tensors[self._state].tolist()))
@@ -365,10 +365,10 @@ class BitsAndBytes4(CheckpointLayout):
         if self._nested:
             of_blocks = tensors["weight.nested_absmax"].repeat_interleave(256)[: len(scale)]
             scale = tensors["weight.nested_quant_map"][scale.int()] * of_blocks + state["nested_offset"]
-        codes = unpack_nibbles(tensors["weight"].flatten(), high_first=True)[: prod(shape)].view(shape)
-        group_size = self.form(shape).group_size
+        quantized = unpack_nibbles(tensors["weight"].flatten(), high_first=True)[: prod(shape)].view(shape)
+        group_size = self.encoding(shape).group_size
         scale = scale.float().repeat_interleave(self.scheme.group_size // group_size)[: prod(shape) // group_size]
-        return codes, scale.view(shape[0], -1)
+        return quantized, scale.view(shape[0], -1)
 
 
 def _shape_of(part: Part, shape: Shape) -> Shape:
@@ -381,25 +381,25 @@ def _own_name(location: Location, name: str) -> str:
     return location.name.removesuffix("weight") + name
 
 
-def _centred(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes from 0 on as those around 0."""
-    return codes.view(torch.int8) - 8 if bits == 4 else (codes ^ 128).view(torch.int8)
+def _centred(quantized: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unsigned values as signed ones around 0."""
+    return quantized.view(torch.int8) - 8 if bits == 4 else (quantized ^ 128).view(torch.int8)
 
 
 def unpack_nibbles(data: torch.Tensor, high_first: bool = False) -> torch.Tensor:
-    """uint8 [..., n] -> its nibbles, uint8 [..., 2 * n]; of a byte the low one first, or the high one."""
+    """uint8 [..., n] -> its nibbles, uint8 [..., 2 * n]; the low nibble of a byte first, or the high one."""
     nibbles = data & 15, data >> 4
     return torch.stack(nibbles[::-1] if high_first else nibbles, -1).flatten(-2)
 
 
 def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """int32 [n, m] -> the first `count` codes of 4 or 8 bits of each row, uint8 [n, count], from the lowest bits on."""
+    """int32 [n, m] -> the first `count` 4-bit or 8-bit values of each row, uint8 [n, count], lowest bits first."""
     if words.stride(-1) != 1:
         words = words.clone(memory_format=torch.contiguous_format)
     data = words.view(torch.uint8)
     return (unpack_nibbles(data) if bits == 4 else data)[:, :count]
 
 
-def exponents(codes: torch.Tensor) -> torch.Tensor:
-    """The float32 powers of two of e8m0 codes, which files also store as uint8; 255 is NaN."""
-    return codes.view(torch.float8_e8m0fnu).float()
+def exponents(quantized: torch.Tensor) -> torch.Tensor:
+    """e8m0 values, which files also store as uint8, as float32 powers of two; 255 is NaN."""
+    return quantized.view(torch.float8_e8m0fnu).float()

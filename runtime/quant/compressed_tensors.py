@@ -1,4 +1,4 @@
-"""compressed-tensors (llm-compressor): groups of modules, each with a format of its own.
+"""The parser of compressed-tensors (llm-compressor): groups of modules, each with its own format.
 
 https://github.com/vllm-project/compressed-tensors, src/compressed_tensors/quantization/quant_config.py"""
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from runtime.quant.scheme import QuantizationScheme, Rule, block_size, compiled, group_size_of, refusal, strings
 
-_ONE_BY_ONE = {"int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized"}  # a tensor's number a code
-_LINEAR = "Linear"  # the class of all modules that have a rule here
+_ONE_BY_ONE = {"int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized"}  # one value an element
+_LINEAR = "Linear"  # the class of all modules with a rule here
 
 
 def parse(config: Mapping[str, Any]) -> Rule:
@@ -22,7 +22,7 @@ def parse(config: Mapping[str, Any]) -> Rule:
         raise refusal("transform_config", transform, "weights that need a transform are not supported")
     by_name: dict[
         str, QuantizationScheme | None
-    ] = {}  # a module's own name counts before a pattern, and that before the class
+    ] = {}  # a module's name precedes a pattern, and a pattern precedes the class
     by_pattern: list[tuple[re.Pattern[str], QuantizationScheme | None]] = []
     for name, group in (config.get("config_groups") or {}).items():
         if not isinstance(group, Mapping):
@@ -47,13 +47,13 @@ def parse(config: Mapping[str, Any]) -> Rule:
     return rule
 
 
-def _scheme(group: Mapping[str, Any], form: str | None) -> QuantizationScheme | None:
+def _scheme(group: Mapping[str, Any], stored_as: str | None) -> QuantizationScheme | None:
     weights = group.get("weights")
-    if not weights or form == "dense":
+    if not weights or stored_as == "dense":
         return None
     kind = weights.get("type", "int"), weights.get("num_bits", 8)
-    if form in (None, "mixed-precision"):
-        form = "pack-quantized" if kind[0] == "int" and not group.get("input_activations") else "naive-quantized"
+    if stored_as in (None, "mixed-precision"):
+        stored_as = "pack-quantized" if kind[0] == "int" and not group.get("input_activations") else "naive-quantized"
     group_size = group_size_of(weights, "group_size")
     strategy = weights.get("strategy") or (
         "group" if group_size else "channel" if "group_size" in weights else "tensor"
@@ -71,16 +71,16 @@ def _scheme(group: Mapping[str, Any], form: str | None) -> QuantizationScheme | 
             raise refusal("strategy", strategy, "tensor, channel, group, tensor_group and block are known")
     symmetric = weights.get("symmetric", True)
     reordered = weights.get("actorder") in (True, "group", "dynamic")
-    match form, kind:
+    match stored_as, kind:
         case "pack-quantized", ("int", 4 | 8 as bits):
             return QuantizationScheme("compressed-tensors packed", f"int{bits}", *shared, symmetric, reordered)
         case "nvfp4-pack-quantized", ("float", 4):
             return QuantizationScheme("compressed-tensors nvfp4", "fp4", *shared)
         case "mxfp4-pack-quantized", ("float", 4):
             return QuantizationScheme("compressed-tensors mxfp4", "fp4", *shared)
-        case _, ("int", 8) if form in _ONE_BY_ONE:
+        case _, ("int", 8) if stored_as in _ONE_BY_ONE:
             return QuantizationScheme("compressed-tensors", "int8", *shared, symmetric, reordered)
-        case _, ("float", 8) if form in _ONE_BY_ONE:
+        case _, ("float", 8) if stored_as in _ONE_BY_ONE:
             return QuantizationScheme("compressed-tensors", "fp8", *shared)
-    described = f"{form} of {kind[0]} with num_bits {kind[1]}"
+    described = f"{stored_as} of {kind[0]} with num_bits {kind[1]}"
     raise refusal("format", described, "integers of 4 or 8 bits, fp8, nvfp4 and mxfp4 are supported")

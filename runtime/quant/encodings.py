@@ -1,6 +1,6 @@
-"""Forms: what the layouts of all checkpoints become. Codes [out, in], and scales that blocks of them share.
+"""Encodings: the few forms into which all checkpoint layouts are read. Values [out, in], and scales of blocks of them.
 
-What multiplies with codes depends on the device: `runtime.quant.products`."""
+The device decides which of them it multiplies without dequantizing: `runtime.quant.products`."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import Shape, Weight
 from runtime.spec.sharding import Part
 
-# Numbers that are widened or encoded at once: what is in float32 meanwhile is small beside the weight.
+# Numbers that are dequantized or encoded at once: their float32 copy stays small beside the weight.
 _AT_ONCE = 1 << 20
 _AT_ONCE_ON_GPU = 1 << 23  # fewer launches
-_SMALLEST = 2.0**-100  # of scales that `encode` divides by, for blocks of zeros
+SMALLEST_SCALE = 2.0**-100  # of `encode`, which divides by scales, for blocks of zeros
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding(ABC):
-    """Numbers as code * scale - zero_points, each computed in float32.
+    """number = value * scale - zero point, computed in float32. Zero points are stored times their scales.
 
-    A weight is a tuple of tensors: codes [out, in], one a byte; scales, float32 [ceil(out / rows), ceil(in / columns)];
-    minimums of the same shape if there are any; the order of the columns if they were reordered, int64 [in], which has
-    for each column of codes the column of the weight that it is."""
+    A weight is a tuple of tensors:
+    - quantized values [out, in], one a byte;
+    - scales, float32 [ceil(out / scale_rows), ceil(in / group_size)];
+    - with has_zero_points, zero points like scales;
+    - with `reordered`, int64 [in]: the column of the weight for each column of values."""
 
-    label: str  # "int4", say
+    label: str  # such as "int4"
     scale_rows: int = 1  # rows of the weight that share a scale
-    group_size: int = 0  # columns that do; 0: all of them
+    group_size: int = 0  # columns that share a scale; 0 for all
     has_zero_points: bool = False
     reordered: bool = False
 
@@ -53,57 +55,57 @@ class Encoding(ABC):
         return self.label + block + (" with zero points" if self.has_zero_points else "")
 
     @abstractmethod
-    def values(self, codes: torch.Tensor) -> torch.Tensor:
-        """The numbers that codes stand for, in float32."""
+    def upcast(self, quantized: torch.Tensor) -> torch.Tensor:
+        """Quantized values as float32 numbers, without their scales."""
 
     @abstractmethod
     def _shared(self, dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The scales, and minimums if there are any, with which `dense` is encoded."""
+        """The scales, and perhaps zero points, with which to encode `dense`."""
 
     @abstractmethod
     def _nearest(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The codes of numbers in float32 that have been divided by their scale."""
+        """The nearest quantized values of float32 numbers, which are divided by their scales."""
 
     def encode(self, dense: torch.Tensor) -> Weight:
-        """Round to nearest: the weight whose numbers are those of `dense`, as near as the form gets."""
+        """Quantize `dense` by rounding to nearest."""
         scale, *zero_points = self._shared(dense)
-        codes = torch.empty(dense.shape, dtype=self._nearest(scale[:0]).dtype, device=dense.device)
+        quantized = torch.empty(dense.shape, dtype=self._nearest(scale[:0]).dtype, device=dense.device)
         for rows, shared in self._pieces(dense):
             numbers = dense[rows]
             if zero_points:
                 numbers = numbers + self._spread(zero_points[0][shared], numbers.shape)
-            codes[rows] = self._nearest(numbers / self._spread(scale[shared], numbers.shape))
-        return codes, scale, *zero_points
+            quantized[rows] = self._nearest(numbers / self._spread(scale[shared], numbers.shape))
+        return quantized, scale, *zero_points
 
     def _extremes(self, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The least and the greatest number of each block, in float32."""
+        """The smallest and the largest number of each block, in float32."""
         blocks = self._blocks(dense)
         return blocks.amin((1, 3)).float(), blocks.amax((1, 3)).float()
 
     def join(self, weights: Sequence[Weight]) -> Weight:
-        """Several weights, with the columns of one, as that of one map with the rows of all."""
+        """Stack the rows of several weights with equal columns."""
         order = weights[0][-1:] if self.reordered else ()
         tensors = zip(*(weight[: len(weight) - len(order)] for weight in weights), strict=True)
         return *(torch.cat(same) for same in tensors), *order
 
     def part(self, weight: Weight, part: Part) -> Weight:
-        """Some rows or columns of a weight whose columns are in their order; they begin and end with a block."""
-        codes, *shared = weight
+        """Rows or columns of a weight that is not reordered; the part begins and ends with a block."""
+        quantized, *shared = weight
         if per := (self.scale_rows, self.group_size)[part.dim]:
             start = part.start // per
             shared = [tensor.narrow(part.dim, start, -(-part.stop // per) - start) for tensor in shared]
-        return codes.narrow(part.dim, part.start, part.stop - part.start), *shared
+        return quantized.narrow(part.dim, part.start, part.stop - part.start), *shared
 
     def scale_shape(self, shape: Shape) -> Shape:
         return -(-shape[0] // self.scale_rows), -(-shape[1] // self.group_size) if self.group_size else 1
 
     def dequantize(self, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
         """The numbers [out, in], each rounded once to `dtype`."""
-        codes, scale, *more = weight
-        dense = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-        for rows, shared in self._pieces(codes):
-            part = codes[rows]
-            numbers = self.values(part).mul_(self._spread(scale[shared], part.shape))
+        quantized, scale, *more = weight
+        dense = torch.empty(quantized.shape, dtype=dtype, device=quantized.device)
+        for rows, shared in self._pieces(quantized):
+            part = quantized[rows]
+            numbers = self.upcast(part).mul_(self._spread(scale[shared], part.shape))
             if self.has_zero_points:
                 numbers.sub_(self._spread(more[0][shared], part.shape))
             if self.reordered:
@@ -113,63 +115,65 @@ class Encoding(ABC):
         return dense
 
     def _pieces(self, weight: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-        """A weight [out, in] in pieces of whole blocks: rows of it, and of what these blocks share."""
+        """Cut a weight [out, in] into pieces of whole blocks: slices of its rows, and of the rows of its scales."""
         at_once = _AT_ONCE_ON_GPU if weight.device.type == "cuda" else _AT_ONCE
         step = max(1, at_once // (weight.shape[1] * self.scale_rows)) * self.scale_rows
         for start in range(0, len(weight), step):
             yield slice(start, start + step), slice(start // self.scale_rows, (start + step) // self.scale_rows)
 
     def _spread(self, shared: torch.Tensor, shape: Shape) -> torch.Tensor:
-        """One number for each code, of one for each block; a column of them where whole rows share."""
+        """Repeat one number a block to one number a value, or to one column if whole rows share a scale."""
         if self.scale_rows > 1:
             shared = shared.repeat_interleave(self.scale_rows, 0)[: shape[0]]
         return shared.repeat_interleave(self.group_size, 1)[:, : shape[1]] if self.group_size else shared
 
     def _blocks(self, dense: torch.Tensor) -> torch.Tensor:
-        """[blocks of rows, rows, blocks of columns, columns], filled up with zeros."""
+        """[blocks of rows, rows, blocks of columns, columns], padded with zeros."""
         columns = self.group_size or dense.shape[1]
         missing = 0, -dense.shape[1] % columns, 0, -dense.shape[0] % self.scale_rows
         padded = F.pad(dense, missing) if any(missing) else dense
         return padded.reshape(-1, self.scale_rows, padded.shape[1] // columns, columns)
 
     def fits(self, shape: Shape) -> bool:
-        """True if weights of this shape can stay codes, beside others in one fused map."""
+        """True if weights of this shape can stay quantized, also as a part of a fused layer."""
         return not self.reordered and shape[0] % self.scale_rows == 0 and shape[1] * self.bits % 8 == 0
 
     def device_bytes(self, shape: Shape) -> int:
-        """The bytes of a weight that stays codes, packed as densely as they can be."""
+        """The bytes of a quantized weight, packed as densely as possible."""
         return math.prod(shape) * self.bits // 8 + 4 * math.prod(self.scale_shape(shape)) * (1 + self.has_zero_points)
 
 
-_GREATEST = (448.0, 416.0, 384.0, 352.0, 320.0, 288.0, 256.0, 240.0)  # e4m3 codes of an octave, the greatest first
+LARGEST_E4M3 = (448.0, 416.0, 384.0, 352.0, 320.0, 288.0, 256.0, 240.0)  # one octave of e4m3, the largest first
 
 
 @dataclass(frozen=True, slots=True)
 class Float8(Encoding):
-    """e4m3 codes, 448 at most; no minimums."""
+    """e4m3, up to 448; without zero points."""
 
-    def values(self, codes: torch.Tensor) -> torch.Tensor:
-        return codes.float()
+    def upcast(self, quantized: torch.Tensor) -> torch.Tensor:
+        return quantized.float()
 
     def encode(self, dense: torch.Tensor) -> Weight:
         if self.scale_rows == 1 and not self.group_size and dense.is_cuda and dense.shape[1] <= fp8_encode.MAX_COLUMNS:
-            return fp8_encode.quantize_fp8_weight_triton(dense, _GREATEST, _SMALLEST)
-        return Encoding.encode(self, dense)  # super() finds no class that slots have replaced
+            return fp8_encode.quantize_fp8_weight_triton(dense, LARGEST_E4M3, SMALLEST_SCALE)
+        return Encoding.encode(self, dense)  # super() fails in a dataclass with slots
 
     def _shared(self, dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Of the scales with which a block's greatest number is one of the codes of `_GREATEST`, that with the least
-        squared error: codes have one relative precision, and where their steps fall among the numbers decides. Errors
-        are summed in float64, so that every device chooses alike."""
+        """The scale with the least squared error of each block.
+
+        Candidates map the block's largest magnitude to a value of `LARGEST_E4M3`. e4m3 has one relative precision, so
+        the error depends on where its steps fall among the numbers. Errors are summed in float64, so that every device
+        chooses the same scale."""
         low, high = self._extremes(dense)
         greatest = torch.maximum(high, -low)
-        best = torch.full_like(greatest, torch.nan)  # it stays so where a number is not finite
+        best = torch.full_like(greatest, torch.nan)  # stays NaN if a number is not finite
         for rows, shared in self._pieces(dense):
             numbers = dense[rows].float()
             least = torch.full_like(greatest[shared], torch.inf, dtype=torch.float64)
-            for code in _GREATEST:
-                scale = _divided(greatest[shared], code).clamp_min(_SMALLEST)
+            for code in LARGEST_E4M3:
+                scale = _divided(greatest[shared], code).clamp_min(SMALLEST_SCALE)
                 spread = self._spread(scale, numbers.shape)
-                rounding = self.values(self._nearest(numbers / spread)).mul_(spread).sub_(numbers).square_()
+                rounding = self.upcast(self._nearest(numbers / spread)).mul_(spread).sub_(numbers).square_()
                 errors = self._blocks(rounding).sum((1, 3), dtype=torch.float64)
                 best[shared] = torch.where(errors < least, scale, best[shared])
                 torch.minimum(errors, least, out=least)
@@ -181,17 +185,17 @@ class Float8(Encoding):
 
 @dataclass(frozen=True, slots=True)
 class Integer8(Encoding):
-    """Whole numbers: int8, or with zero points uint8."""
+    """Integers: int8, or with zero points uint8."""
 
-    def values(self, codes: torch.Tensor) -> torch.Tensor:
-        return codes.float()
+    def upcast(self, quantized: torch.Tensor) -> torch.Tensor:
+        return quantized.float()
 
     def _shared(self, dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
         low, high = self._extremes(dense)
         if not self.has_zero_points:
             return (_scale(low, high, (1 << self.bits - 1) - 1),)
         low, high = low.clamp_max(0), high.clamp_min(0)
-        return _divided(high - low, (1 << self.bits) - 1).clamp_min(_SMALLEST), -low
+        return _divided(high - low, (1 << self.bits) - 1).clamp_min(SMALLEST_SCALE), -low
 
     def _nearest(self, numbers: torch.Tensor) -> torch.Tensor:
         return numbers.round_().to(torch.uint8 if self.has_zero_points else torch.int8)
@@ -199,21 +203,21 @@ class Integer8(Encoding):
 
 @dataclass(frozen=True, slots=True)
 class Integer4(Integer8):
-    """Whole numbers from -8 to 7, or with zero points from 0 to 15."""
+    """Integers from -8 to 7, or with zero points from 0 to 15."""
 
     bits: ClassVar[int] = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Table(Encoding):
-    """Places in a table of 16 numbers; no minimums."""
+    """Indices of a table of 16 numbers; without zero points."""
 
     table: tuple[float, ...] = ()
 
     bits: ClassVar[int] = 4
 
-    def values(self, codes: torch.Tensor) -> torch.Tensor:
-        return _on_device(self.table, codes.device)[codes.int()]
+    def upcast(self, quantized: torch.Tensor) -> torch.Tensor:
+        return _on_device(self.table, quantized.device)[quantized.int()]
 
     def _shared(self, dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (_scale(*self._extremes(dense), max(map(abs, self.table))),)
@@ -224,26 +228,26 @@ class Table(Encoding):
         return order.index_select(0, places.flatten()).view(places.shape)
 
 
-@cache  # a copy to a GPU would wait for all that runs there
+@cache  # a copy to a GPU would wait for its running work
 def _on_device(table: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """A table of numbers."""
+    """The table as a tensor on the device."""
     return torch.tensor(table, device=device)
 
 
 @cache
 def _nearest_in(table: tuple[float, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The middles between neighbouring numbers of a table, in rising order, and the places of the numbers."""
+    """The midpoints between neighbouring numbers of a table, in rising order, and the indices of the numbers."""
     numbers, order = _on_device(table, device).sort()
     return (numbers[1:] + numbers[:-1]) / 2, order.to(torch.uint8)
 
 
 def _scale(low: torch.Tensor, high: torch.Tensor, largest: float) -> torch.Tensor:
-    """The scale with which the number that is farthest from zero is the code `largest`."""
-    return _divided(torch.maximum(high, -low), largest).clamp_min(_SMALLEST)
+    """The scale that maps the largest magnitude to the value `largest`."""
+    return _divided(torch.maximum(high, -low), largest).clamp_min(SMALLEST_SCALE)
 
 
 def _divided(numbers: torch.Tensor, by: float) -> torch.Tensor:
-    """A quotient that is rounded alike everywhere: by a number, GPUs multiply with the reciprocal."""
+    """A quotient with equal rounding everywhere: GPUs divide by a number as a product with its reciprocal."""
     return numbers / numbers.new_full((), by)
 
 
@@ -270,7 +274,7 @@ ENCODINGS: dict[str, Encoding] = {
 
 
 def encoding_of(scheme: QuantizationScheme) -> Encoding:
-    """The form that weights of a scheme are read into; a scale of a whole tensor becomes one of each row."""
+    """The encoding of a scheme; one scale of a whole tensor becomes one scale for each row."""
     return replace(
         ENCODINGS[scheme.encoding],
         scale_rows=scheme.scale_rows or 1,

@@ -1,6 +1,6 @@
-"""The blocks of GGUF's quantized types (llama.cpp, ggml/src/ggml-common.h) as whole numbers, scales and minimums.
+"""The blocks of GGUF's quantized types (llama.cpp, ggml/src/ggml-common.h) as integers, scales and zero points.
 
-Numbers are those of the `gguf` package to the bit: scales and minimums are made in float32, as there."""
+Numbers equal those of the `gguf` package to the bit: both compute scales and zero points in float32."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from runtime.quant.checkpoint_layouts import BlockTensor, CheckpointLayout
 from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import DENSE, Location, Shape, StoredTensor, TensorSource, Weight
 
-Fields = tuple[
-    torch.Tensor, ...
-]  # of blocks [..., bytes]: codes [..., groups, columns], scales [..., groups], minimums
+Fields = tuple[torch.Tensor, ...]  # values [..., groups, columns], scales [..., groups], and zero points like scales
 
 
 class BlockType(NamedTuple):
-    """A type's block."""
+    """The block of a type."""
 
     columns: int
     num_bytes: int
@@ -27,7 +25,7 @@ class BlockType(NamedTuple):
 
 
 class GgufBlocks(CheckpointLayout):
-    """A row of the weight is a row of blocks, each with its scales and codes."""
+    """A weight row is a row of blocks, each with its scales and values."""
 
     def __init__(self, scheme: QuantizationScheme) -> None:
         super().__init__(scheme)
@@ -38,25 +36,25 @@ class GgufBlocks(CheckpointLayout):
         return {"weight": self._grid}
 
     def stored(self, location: Location) -> dict[str, StoredTensor]:
-        return DENSE.stored(location)  # readers of GGUF call the tensor's numbers float32
+        return DENSE.stored(location)  # readers of GGUF report the tensor as float32
 
     def read(self, source: TensorSource, location: Location, device: torch.device) -> Weight:
         parts = [self._grid.part(part, location.shape, location.name) for part in location.parts]
         blocks = [source.blocks(location.name, self._type.num_bytes, device, part) for part in parts or (None,)]
-        return self._form.join([self.unpack({"weight": part}, location.shape) for part in blocks])
+        return self._encoding.join([self.unpack({"weight": part}, location.shape) for part in blocks])
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
-        codes, *scales = self._type.fields(tensors["weight"])
-        return codes.flatten(1), *(scale.flatten(1) for scale in scales)
+        quantized, *scales = self._type.fields(tensors["weight"])
+        return quantized.flatten(1), *(scale.flatten(1) for scale in scales)
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """The float16 at a byte of each block, as float32 [..., 1]."""
+    """The float16 at byte `start` of each block, as float32 [..., 1]."""
     return blocks[..., start : start + 2].view(torch.float16).float()
 
 
 def _shifted(data: torch.Tensor, count: int, bits: int) -> torch.Tensor:
-    """uint8 [..., n, m] -> [..., n * count, m]: the lowest bits of a run of m bytes, then the next ones."""
+    """uint8 [..., n, m] -> [..., n * count, m]: the lowest bits of m bytes, then the next bits."""
     shifts = torch.arange(0, count * bits, bits, dtype=torch.uint8, device=data.device)
     return ((data[..., None, :] >> shifts[:, None]) & ((1 << bits) - 1)).flatten(-3, -2)
 
@@ -66,21 +64,21 @@ def _q8_0(blocks: torch.Tensor) -> Fields:
 
 
 def _q4_0(blocks: torch.Tensor) -> Fields:
-    codes = _shifted(blocks[..., None, 2:], 2, 4).flatten(-2)
-    return codes[..., None, :].view(torch.int8) - 8, _half(blocks, 0)
+    quantized = _shifted(blocks[..., None, 2:], 2, 4).flatten(-2)
+    return quantized[..., None, :].view(torch.int8) - 8, _half(blocks, 0)
 
 
 def _q4_1(blocks: torch.Tensor) -> Fields:
-    codes = _shifted(blocks[..., None, 4:], 2, 4).flatten(-2)
-    return codes[..., None, :], _half(blocks, 0), -_half(blocks, 2)
+    quantized = _shifted(blocks[..., None, 4:], 2, 4).flatten(-2)
+    return quantized[..., None, :], _half(blocks, 0), -_half(blocks, 2)
 
 
 def _of_groups(blocks: torch.Tensor) -> Fields:
-    """The scales and minimums of eight groups, with 6 bits each in 12 bytes and a float16 for all before them."""
+    """The scales and zero points of eight groups: 6 bits each in 12 bytes, after a float16 factor for each kind."""
     low, middle, high = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
     scale = torch.cat((low & 63, (high & 15) | ((low >> 2) & 48)), -1)
-    minimum = torch.cat((middle & 63, (high >> 4) | ((middle >> 2) & 48)), -1)
-    return _half(blocks, 0) * scale, _half(blocks, 2) * minimum
+    zero_points = torch.cat((middle & 63, (high >> 4) | ((middle >> 2) & 48)), -1)
+    return _half(blocks, 0) * scale, _half(blocks, 2) * zero_points
 
 
 def _q4_k(blocks: torch.Tensor) -> Fields:
@@ -95,8 +93,8 @@ def _q5_k(blocks: torch.Tensor) -> Fields:
 def _q6_k(blocks: torch.Tensor) -> Fields:
     low = _shifted(blocks[..., :128].unflatten(-1, (2, 64)), 2, 4).unflatten(-1, (2, 32)).flatten(-3, -2)
     high = _shifted(blocks[..., 128:192].unflatten(-1, (2, 32)), 4, 2)
-    codes = (low | high << 4).view(torch.int8) - 32
-    return codes.unflatten(-1, (2, 16)).flatten(-3, -2), _half(blocks, 208) * blocks[..., 192:208].view(torch.int8)
+    quantized = (low | high << 4).view(torch.int8) - 32
+    return quantized.unflatten(-1, (2, 16)).flatten(-3, -2), _half(blocks, 208) * blocks[..., 192:208].view(torch.int8)
 
 
 TYPES = {

@@ -1,4 +1,4 @@
-"""The weight formats of a whole model, and what is derived from them."""
+"""The weight formats of a whole model, with the names, bytes and checks that derive from them."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.sharding import Shard, leaves_of
 from runtime.spec.types import CallboardError
 
-LAYOUTS: dict[str, Callable[[QuantizationScheme], CheckpointLayout]] = {  # by the scheme's
+LAYOUTS: dict[str, Callable[[QuantizationScheme], CheckpointLayout]] = {  # by `QuantizationScheme.layout`
     "compressed-tensors": OneByOne,
     "compressed-tensors packed": PackedWords,
     "compressed-tensors nvfp4": partial(
-        Nibbles, codes="weight_packed", scale="weight_scale", of_tensor="weight_global_scale", divides=True
+        Nibbles, quantized="weight_packed", scale="weight_scale", of_tensor="weight_global_scale", divides=True
     ),
-    "compressed-tensors mxfp4": partial(Nibbles, codes="weight_packed", scale="weight_scale"),
+    "compressed-tensors mxfp4": partial(Nibbles, quantized="weight_packed", scale="weight_scale"),
     "fp8": partial(OneByOne, scales=("weight_scale_inv", "weight_scale")),
     "awq": Awq,
     "gptq": partial(Gptq, less=1),
     "gptq_v2": partial(Gptq, less=0),
-    # The library multiplies by 1 / 127 in these digits.
+    # The library's own decimal value of 1 / 127.
     "bitsandbytes int8": partial(OneByOne, scales=("SCB",), factor=7.874015718698502e-3),
     "bitsandbytes": partial(BitsAndBytes4, nested=False),
     "bitsandbytes nested": partial(BitsAndBytes4, nested=True),
     "modelopt fp8": OneByOne,
-    "modelopt nvfp4": partial(Nibbles, codes="weight", scale="weight_scale", of_tensor="weight_scale_2"),
+    "modelopt nvfp4": partial(Nibbles, quantized="weight", scale="weight_scale", of_tensor="weight_scale_2"),
     PLAIN: Plain,
     **dict.fromkeys((f"gguf {name}" for name in TYPES), GgufBlocks),
-    "mxfp4": partial(Nibbles, codes="weight_blocks", scale="weight_scales", size=16),
+    "mxfp4": partial(Nibbles, quantized="weight_blocks", scale="weight_scales", size=16),
 }
 
 
 def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[str], WeightFormat]:
-    """The format of each parameter of `spec.shapes()` by name; the parts of a fused map get one that joins.
+    """A function from the name of a parameter of `spec.shapes()` to its format.
 
-    Without numerics, for what is stored in a checkpoint alone."""
+    The parts of a fused layer get formats that join. Without numerics, formats only describe the checkpoint."""
     schemes, shapes, whole_shapes = spec.quantization, _shapes(spec), _shapes(spec.whole)
     products = products_of(numerics) if numerics else None
     if not schemes:
@@ -74,33 +74,35 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         if experts:
             of_experts[layer].append(name)
 
-    def own_form(parameter: str) -> Encoding | None:
+    def own_encoding(parameter: str) -> Encoding | None:
         scheme = schemes.get(parameter)
-        return layout_of(scheme).form(whole_shapes[parameter]) if scheme and not scheme.dequantized else None
+        return layout_of(scheme).encoding(whole_shapes[parameter]) if scheme and not scheme.dequantized else None
 
-    def fits(form: Encoding, parameter: str) -> bool:
+    def fits(encoding: Encoding, parameter: str) -> bool:
         if products is None or numerics is None:
             return False
         own, whole = shapes[parameter], whole_shapes[parameter]
         pieces = _pieces(spec, parameter, own, whole, numerics.rank_invariant)
-        has_whole_groups = all(n == whole[1] or n % (form.group_size or 1) == 0 for _, n in pieces)
-        return has_whole_groups and all(form.fits(shape) and products.fits(form, shape) for shape in pieces)
+        has_whole_groups = all(n == whole[1] or n % (encoding.group_size or 1) == 0 for _, n in pieces)
+        return has_whole_groups and all(encoding.fits(shape) and products.fits(encoding, shape) for shape in pieces)
 
     @cache
     def agree(names: tuple[str, ...]) -> bool:
-        form = own_form(names[0])
+        encoding = own_encoding(names[0])
         if (
-            form is None
+            encoding is None
             or products is None
-            or not products.takes(form)
-            or (form.scale_rows > 1 and spec.rope.reorders_heads)
+            or not products.takes(encoding)
+            or (encoding.scale_rows > 1 and spec.rope.reorders_heads)
         ):
             return False
-        return all(own_form(name) == form and fits(form, name) for name in names)
+        return all(own_encoding(name) == encoding and fits(encoding, name) for name in names)
 
     def stays(parameter: str) -> bool:
-        """True if a weight can be codes on the device: it and what it is multiplied with at once are in one form, which
-        products there take. These are the parts of a fused map, and of a mixture all experts of the layer."""
+        """True if a weight can stay quantized on the device.
+
+        All weights of one product must have one encoding, and the device must have products for it. These weights are
+        the parts of a fused layer, or all experts of a layer."""
         prefix, _, part = parameter.removesuffix(".weight").rpartition(".")
         layer, experts, _ = parameter.partition(".experts.")
         parts = next((parts for parts in linears if part in parts), None)
@@ -111,8 +113,8 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
     @cache
     def of_kind(scheme: QuantizationScheme, shape: Shape, stay: bool) -> WeightFormat:
         layout = layout_of(scheme)
-        form = layout.form(shape)
-        return QuantizedFormat(layout, form, products) if stay and products else DequantizedFormat(layout, form)
+        encoding = layout.encoding(shape)
+        return QuantizedFormat(layout, encoding, products) if stay and products else DequantizedFormat(layout, encoding)
 
     @cache
     def format_of(parameter: str) -> WeightFormat:
@@ -125,23 +127,23 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
 
 
 def _pieces(spec: DecoderSpec, parameter: str, own: Shape, whole: Shape, in_leaves: bool) -> set[Shape]:
-    """The shapes of what ranks have of a weight, of which this one has `own`; or those of the weight's leaves."""
+    """The shapes of the ranks' parts of a weight (`own` on this rank), or of the weight's leaves."""
     if in_leaves:
         leaves = [(leaf.dim, leaf.stop - leaf.start) for leaf in leaves_of(spec.whole, parameter)]
         return {(whole[0], size) if dim else (size, whole[1]) for dim, size in leaves}
     if parameter != "head":
         return {own}
-    shards = [Shard(rank, spec.shard.size) for rank in range(spec.shard.size)]  # with different numbers of rows
+    shards = [Shard(rank, spec.shard.size) for rank in range(spec.shard.size)]  # shards may differ in rows
     return {(len(shard.vocabulary(spec.whole.vocab_size)), own[1]) for shard in shards}
 
 
 def _shapes(spec: DecoderSpec) -> dict[str, Shape]:
-    """The shapes of all parameters, a tied head's among them."""
+    """The shapes of all parameters, with a tied head."""
     return {"head": (spec.vocab_size, spec.hidden_size)} | spec.shapes()
 
 
 def format_names(spec: DecoderSpec, numerics: Numerics) -> str:
-    """The formats of a model's linear maps, that of most maps first."""
+    """The names of the formats of linear layers, the most frequent first."""
     format_of = weight_formats(spec, numerics)
     names = Counter(format_of(name).name for name in spec.shapes() if name == "head" or name.endswith(".weight"))
     return ", ".join(name for name, _ in names.most_common())
@@ -154,14 +156,15 @@ def weight_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
     head = format_of("head")
     if spec.tied_head and (
         numerics.packed or numerics.rank_invariant or head is not DENSE
-    ):  # it is a second copy of the embedding, in its layout
+    ):  # it is a second copy of the embedding, in its own layout
         size += head.device_bytes((spec.vocab_size, spec.hidden_size), numerics)
     return size
 
 
 def dequantized_copy_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
-    """The bytes, in the compute dtype, of the largest linear map of which a GPU's product of many rows makes a dense
-    copy: those of experts and of the head do not."""
+    """The bytes, in the compute dtype, of the largest linear layer that a GPU dequantizes for a product of many rows.
+
+    Products of experts and of the head do not dequantize their weights."""
     format_of, shapes = weight_formats(spec, numerics), spec.shapes()
     sizes = [0]
     for layer in range(spec.num_layers):
@@ -177,22 +180,23 @@ def _dequantizes(weight_format: WeightFormat, shape: Shape) -> bool:
 
 
 def encodings_on_device(spec: DecoderSpec, numerics: Numerics) -> dict[str, str]:
-    """The forms of the parameters that are codes on the device."""
+    """The encodings of the parameters that stay quantized on the device."""
     format_of = weight_formats(spec, numerics)
     formats = {name: format_of(name) for name in spec.quantization or ()}
     return {name: each.name for name, each in formats.items() if isinstance(each, QuantizedFormat)}
 
 
 def encodings_at_load(numerics: Numerics) -> list[str]:
-    """The forms that plain weights can become as they are read, as something multiplies with them on this device."""
+    """The encodings to which dense weights can be quantized at load, as this device has products for them."""
     products = products_of(numerics)
-    forms = {name: encoding_of(QuantizationScheme(PLAIN, name, group_size=group)) for name, group in GROUPS.items()}
-    return [name for name, form in forms.items() if products is not None and products.takes(form)]
+    encodings = {name: encoding_of(QuantizationScheme(PLAIN, name, group_size=group)) for name, group in GROUPS.items()}
+    return [name for name, encoding in encodings.items() if products is not None and products.takes(encoding)]
 
 
 def check_products(spec: DecoderSpec, numerics: Numerics, config: EngineConfig, is_draft: bool = False) -> None:
-    """Raises CallboardError if `config` asks for a form of plain weights that has no products here, or if codes of the
-    whole model cannot be those of its ranks, or if nothing computes in leaves."""
+    """Raise CallboardError if this device lacks products for the settings of `config`.
+
+    That is an encoding without products, leaves without kernels, or a quantized weight that ranks cannot divide."""
     if numerics.rank_invariant and numerics.backend == "triton" and spec.experts is not None:
         raise CallboardError(
             "rank_invariant is on, for which mixtures of experts have no kernels on a GPU; leave it off, or use "
@@ -200,23 +204,23 @@ def check_products(spec: DecoderSpec, numerics: Numerics, config: EngineConfig, 
         )
     encoded = {scheme.encoding for scheme in (spec.quantization or {}).values() if scheme.layout == PLAIN}
     can = encodings_at_load(numerics)
-    for field, form in requested_encodings(config, is_draft).items():
-        if form in encoded and form not in can:
+    for field, encoding in requested_encodings(config, is_draft).items():
+        if encoding in encoded and encoding not in can:
             in_half = encodings_at_load(replace(numerics, dtype=torch.bfloat16))
             advice = f"use {' or '.join(can or in_half)}{'' if can else ' with dtype=bfloat16'}"
             where = f"in {numerics.dtype_name} on {numerics.device.type} ({numerics.backend} kernels)"
             if lacks_vector_code(numerics):
                 where = "on a CPU without AVX2 and AVX-512"
             raise CallboardError(
-                f"{field} is {form}, which nothing multiplies with {where}; "
+                f"{field} is {encoding}, which has no products {where}; "
                 f"{advice if can or in_half else 'leave it at auto'}."
             )
     if (size := spec.shard.size) == 1:
         return
     of_rank = encodings_on_device(spec, numerics)
-    for name, form in encodings_on_device(spec.whole, numerics).items():
+    for name, encoding in encodings_on_device(spec.whole, numerics).items():
         if name not in of_rank:
             raise CallboardError(
-                f"tensor_parallel_size is {size}, but a rank's {list(_shapes(spec)[name])} of {name} cannot be {form} "
-                "codes; choose another size, or quantization=none."
+                f"tensor_parallel_size is {size}, but a rank's {list(_shapes(spec)[name])} of {name} cannot be "
+                f"{encoding}; choose another size, or quantization=none."
             )

@@ -1,4 +1,4 @@
-"""Products with weights that stay codes: which forms they take, and how a weight lies on their device."""
+"""Products with quantized weights: the encodings that a backend takes, and how it lays out a weight."""
 
 from __future__ import annotations
 
@@ -28,164 +28,172 @@ from runtime.spec.decoder_spec import ExpertsSpec
 
 
 class QuantizedProducts(Protocol):
-    """The products of one backend, on one kind of device."""
+    """The products of one backend on one type of device."""
 
-    def takes(self, form: Encoding) -> bool:
-        """True if weights of the form can stay codes; of those that the form itself says fit (`Encoding.fits`)."""
+    def takes(self, encoding: Encoding) -> bool:
+        """True if weights in this encoding can stay quantized, where their shape fits (`Encoding.fits`)."""
 
-    def fits(self, form: Encoding, shape: Shape) -> bool:
-        """True if a weight of this shape, in a form that is taken, can stay codes."""
+    def fits(self, encoding: Encoding, shape: Shape) -> bool:
+        """True if a weight of this shape can stay quantized, in an encoding that the backend takes."""
 
-    def packed(self, form: Encoding, weight: Weight) -> Weight:
-        """A form's weight as it stays on the device: tensors with as many rows for a block of the weight's as the
-        form's have, so that those of the parts of a fused map can be joined (`WeightFormat.join`)."""
+    def packed(self, encoding: Encoding, weight: Weight) -> Weight:
+        """A weight in the layout of the device.
 
-    def device_bytes(self, form: Encoding, shape: Shape) -> int:
+        Its tensors keep their rows for each block of rows, so that the parts of a fused layer can be joined
+        (`WeightFormat.join`)."""
+
+    def device_bytes(self, encoding: Encoding, shape: Shape) -> int:
         """The bytes of a weight on the device."""
 
-    def dequantizes(self, form: Encoding, shape: Shape) -> bool:
-        """True if the product of many rows with a weight of this shape makes a dense copy of it on a GPU."""
+    def dequantizes(self, encoding: Encoding, shape: Shape) -> bool:
+        """True if a product of many rows dequantizes a weight of this shape to a dense copy on a GPU."""
         return False
 
-    def linear(self, form: Encoding, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
-        """The product with a packed weight, and what surrounds it in a decoder."""
+    def linear(self, encoding: Encoding, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
+        """The linear layer with a packed weight."""
 
     def experts(
         self,
-        form: Encoding,
+        encoding: Encoding,
         spec: ExpertsSpec,
         router: Linear,
         weights: Iterable[tuple[Weight, Weight]],
         kernels: Kernels,
     ) -> ExpertLayer:
-        """A mixture from each expert's packed gate_up and down; here one expert's products after another's."""
+        """A mixture from the packed gate_up and down of each expert; here, one expert runs after another."""
         return Experts(
-            spec, router, weights, lambda weight: self.linear(form, weight, None, kernels).product, kernels.activate
+            spec, router, weights, lambda weight: self.linear(encoding, weight, None, kernels).product, kernels.activate
         )
 
 
 class CpuProducts(QuantizedProducts):
-    """Products of bfloat16 inputs on a CPU with AVX2 or AVX-512: with int8 weights that have a scale a row, and with
-    int4."""
+    """bfloat16 products on a CPU with AVX2 or AVX-512, for int4 weights, and for int8 weights with a scale a row."""
 
     def __init__(self, deterministic: bool) -> None:
         self._deterministic = deterministic
 
-    def takes(self, form: Encoding) -> bool:
-        if form.scale_rows > 1 or not isinstance(form, Integer8):
+    def takes(self, encoding: Encoding) -> bool:
+        if encoding.scale_rows > 1 or not isinstance(encoding, Integer8):
             return False
-        return isinstance(form, Integer4) or not (form.group_size or form.has_zero_points)
+        return isinstance(encoding, Integer4) or not (encoding.group_size or encoding.has_zero_points)
 
-    def fits(self, form: Encoding, shape: Shape) -> bool:
-        if form.bits == 8:
+    def fits(self, encoding: Encoding, shape: Shape) -> bool:
+        if encoding.bits == 8:
             return shape[1] % wna16_cpu.INT8_COLUMNS == 0
-        return shape[0] % wna16_cpu.int4_rows() == 0 and _group(form, shape) > 0
+        return shape[0] % wna16_cpu.int4_rows() == 0 and _group(encoding, shape) > 0
 
-    def packed(self, form: Encoding, weight: Weight) -> Weight:
-        codes, scale, *minimum = weight
-        if form.bits == 8:
-            return codes.contiguous(), scale.to(torch.bfloat16)
-        codes = codes if minimum else (codes + 8).view(torch.uint8)
-        zero = 8 * scale - minimum[0] if minimum else torch.zeros_like(scale)
-        repeats = codes.shape[1] // _group(form, tuple(codes.shape)) // scale.shape[1]
+    def packed(self, encoding: Encoding, weight: Weight) -> Weight:
+        quantized, scale, *zero_points = weight
+        if encoding.bits == 8:
+            return quantized.contiguous(), scale.to(torch.bfloat16)
+        quantized = quantized if zero_points else (quantized + 8).view(torch.uint8)
+        zero = 8 * scale - zero_points[0] if zero_points else torch.zeros_like(scale)
+        repeats = quantized.shape[1] // _group(encoding, tuple(quantized.shape)) // scale.shape[1]
         both = torch.stack((scale, zero), -1).to(torch.bfloat16).repeat_interleave(repeats, 1)
-        return codes[:, ::2] | codes[:, 1::2] << 4, both
+        return quantized[:, ::2] | quantized[:, 1::2] << 4, both
 
-    def device_bytes(self, form: Encoding, shape: Shape) -> int:
-        if form.bits == 8:
+    def device_bytes(self, encoding: Encoding, shape: Shape) -> int:
+        if encoding.bits == 8:
             return shape[0] * (shape[1] + 2)
-        return shape[0] * (shape[1] // 2 + 4 * (shape[1] // _group(form, shape)))
+        return shape[0] * (shape[1] // 2 + 4 * (shape[1] // _group(encoding, shape)))
 
-    def linear(self, form: Encoding, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
-        codes, scale = weight
-        if form.bits == 8:
-            product = wna16_cpu.int8_product(codes, scale.view(-1), bias, self._deterministic)
+    def linear(self, encoding: Encoding, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
+        quantized, scale = weight
+        if encoding.bits == 8:
+            product = wna16_cpu.int8_product(quantized, scale.view(-1), bias, self._deterministic)
         else:
             by_group = scale.transpose(0, 1).contiguous()
-            product = wna16_cpu.int4_product(wna16_cpu.pack_int4(codes), by_group, bias, self._deterministic)
+            product = wna16_cpu.int4_product(wna16_cpu.pack_int4(quantized), by_group, bias, self._deterministic)
         return Linear(product, kernels.norm, kernels.activate)
 
 
-def _group(form: Encoding, shape: Shape) -> int:
-    """The columns that share a scale on a CPU: as many of the form's as there are operations for; 0: none."""
-    columns = form.group_size or shape[1]
+def _group(encoding: Encoding, shape: Shape) -> int:
+    """The group size on a CPU: the largest supported one that divides the encoding's; 0 if there is none."""
+    columns = encoding.group_size or shape[1]
     if shape[1] % columns:
         return 0
     return next((group for group in wna16_cpu.INT4_GROUPS if columns % group == 0), 0)
 
 
 class TritonProducts(QuantizedProducts):
-    """The products of quantized_linear.py and quantized_experts.py in bfloat16, and with fp8 codes those of
-    fp8_linear.py and fp8_experts.py."""
+    """The kernels of runtime/kernels/quantized and runtime/kernels/experts."""
 
     def __init__(self, numerics: Numerics) -> None:
         self._numerics = numerics
 
-    def takes(self, form: Encoding) -> bool:
-        known = isinstance(form, Float8 | Integer8 | Table)
-        has_groups = form.group_size in (32, 64) or (form.group_size > 0 and form.group_size % MAX_GROUP == 0)
-        has_groups = has_groups or (form.group_size == 16 and form.bits == 4)
-        return known and (has_groups or (form.group_size == 0 and form.scale_rows == 1))
+    def takes(self, encoding: Encoding) -> bool:
+        known = isinstance(encoding, Float8 | Integer8 | Table)
+        has_groups = encoding.group_size in (32, 64) or (
+            encoding.group_size > 0 and encoding.group_size % MAX_GROUP == 0
+        )
+        has_groups = has_groups or (encoding.group_size == 16 and encoding.bits == 4)
+        return known and (has_groups or (encoding.group_size == 0 and encoding.scale_rows == 1))
 
-    def fits(self, form: Encoding, shape: Shape) -> bool:
-        return shape[1] % (2 * plane_of(form.group_size) if form.bits == 4 else 16) == 0
+    def fits(self, encoding: Encoding, shape: Shape) -> bool:
+        return shape[1] % (2 * plane_of(encoding.group_size) if encoding.bits == 4 else 16) == 0
 
-    def packed(self, form: Encoding, weight: Weight) -> Weight:
-        codes, *more = weight
-        if isinstance(form, Integer4 | Table):
-            codes = codes if codes.dtype == torch.uint8 else (codes + 8).view(torch.uint8)
-            return pack_planes(codes, plane_of(form.group_size)), *more
-        return ((codes ^ 128).view(torch.int8) if codes.dtype == torch.uint8 else codes), *more
+    def packed(self, encoding: Encoding, weight: Weight) -> Weight:
+        quantized, *more = weight
+        if isinstance(encoding, Integer4 | Table):
+            quantized = quantized if quantized.dtype == torch.uint8 else (quantized + 8).view(torch.uint8)
+            return pack_planes(quantized, plane_of(encoding.group_size)), *more
+        return ((quantized ^ 128).view(torch.int8) if quantized.dtype == torch.uint8 else quantized), *more
 
-    def device_bytes(self, form: Encoding, shape: Shape) -> int:
-        return form.device_bytes(shape)
+    def device_bytes(self, encoding: Encoding, shape: Shape) -> int:
+        return encoding.device_bytes(shape)
 
-    def dequantizes(self, form: Encoding, shape: Shape) -> bool:
-        name = "fp8" if isinstance(form, Float8) else ""
-        has_fp8 = fits_fp8_gemm(name, shape, form.group_size, form.scale_rows, self._numerics.device)
+    def dequantizes(self, encoding: Encoding, shape: Shape) -> bool:
+        name = "fp8" if isinstance(encoding, Float8) else ""
+        has_fp8 = fits_fp8_gemm(name, shape, encoding.group_size, encoding.scale_rows, self._numerics.device)
         return not self._numerics.deterministic and not has_fp8
 
-    def linear(self, form: Encoding, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
+    def linear(self, encoding: Encoding, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
         assert kernels.quantized_linear is not None
-        return kernels.quantized_linear(_quantized(form, weight), bias)
+        return kernels.quantized_linear(_quantized(encoding, weight), bias)
 
     def experts(
         self,
-        form: Encoding,
+        encoding: Encoding,
         spec: ExpertsSpec,
         router: Linear,
         weights: Iterable[tuple[Weight, Weight]],
         kernels: Kernels,
     ) -> ExpertLayer:
         assert kernels.quantized_experts is not None
-        pairs = ((_quantized(form, gate_up), _quantized(form, down)) for gate_up, down in weights)
+        pairs = ((_quantized(encoding, gate_up), _quantized(encoding, down)) for gate_up, down in weights)
         return kernels.quantized_experts(spec, router, pairs)
 
 
-def _quantized(form: Encoding, weight: Weight) -> QuantizedWeight:
-    """A packed weight as kernels read it."""
-    codes, scales, *more = weight
-    minimums = more[0] if more else None
+def _quantized(encoding: Encoding, weight: Weight) -> QuantizedWeight:
+    """A packed weight in the layout that kernels read."""
+    quantized, scales, *more = weight
+    zero_points = more[0] if more else None
     table: tuple[float, ...] = ()
     name = "fp8"
-    if isinstance(form, Table):
-        name, table = "e2m1" if form.table == E2M1 else "table", form.table
-    elif isinstance(form, Integer8):
-        name = "int8" if form.bits == 8 else "int4" if minimums is None else "uint4"
-        if minimums is not None and form.bits == 8:
-            minimums = minimums - 128 * scales  # of codes that were made signed
+    if isinstance(encoding, Table):
+        name, table = "e2m1" if encoding.table == E2M1 else "table", encoding.table
+    elif isinstance(encoding, Integer8):
+        name = "int8" if encoding.bits == 8 else "int4" if zero_points is None else "uint4"
+        if zero_points is not None and encoding.bits == 8:
+            zero_points = zero_points - 128 * scales  # values were made signed
     return quantized_weight(
-        name, codes, scales, minimums, group_size=form.group_size, scale_rows=form.scale_rows, table=table
+        name,
+        quantized,
+        scales,
+        zero_points,
+        group_size=encoding.group_size,
+        scale_rows=encoding.scale_rows,
+        table=table,
     )
 
 
 def lacks_vector_code(numerics: Numerics) -> bool:
-    """True for a CPU whose instructions torch has no products with quantized weights for."""
+    """True for a CPU on which torch lacks fast products with quantized weights."""
     return numerics.device.type == "cpu" and not wna16_cpu.has_vector_code()
 
 
 def products_of(numerics: Numerics) -> QuantizedProducts | None:
-    """The products of a backend; None: it has none, so that all weights are widened."""
+    """The products of a backend; None if it has none and dequantizes all weights."""
     on_cpu = numerics.backend == "torch" and numerics.device.type == "cpu"
     if on_cpu and numerics.dtype == torch.bfloat16 and not lacks_vector_code(numerics):
         return CpuProducts(numerics.deterministic)

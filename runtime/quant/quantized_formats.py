@@ -1,4 +1,4 @@
-"""Quantized weights: read by their layout, and then widened, or left as codes on the device."""
+"""The formats of quantized weights: dequantized as they are read, or quantized on the device."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from runtime.quant.weight_format import DenseFormat, Location, Shape, StoredTens
 from runtime.spec.decoder_spec import ExpertsSpec
 from runtime.spec.sharding import Part
 
-_SMALL = 1 << 20  # numbers of a weight that one thread dequantizes
+_SMALL = 1 << 20  # numbers up to which one thread dequantizes a weight
 
 
 @contextmanager
 def threads_for(num_values: int) -> Iterator[None]:
-    """Let one thread work on a small weight, and all of them on a large one.
+    """Use one thread for a small weight, and all threads for a large one.
 
-    Threads wait for one another after every operation on a tensor. Where other programs have the cores, thousands of
-    such waits on small weights took ten times the work itself."""
+    Threads wait for one another after every tensor operation. On busy cores, thousands of these waits for small weights
+    took ten times the work itself."""
     usual = torch.get_num_threads()
     if num_values > _SMALL or usual == 1:
         yield
@@ -40,52 +40,52 @@ def threads_for(num_values: int) -> Iterator[None]:
 
 
 class DequantizedFormat(DenseFormat):
-    """Codes in the checkpoint; dense weights of the same numbers on the device, which every product takes."""
+    """Quantized in the checkpoint, dense on the device, so that every product takes the weight."""
 
-    def __init__(self, layout: CheckpointLayout, form: Encoding) -> None:
-        self._layout, self.form = layout, form
-        self.name = form.name
+    def __init__(self, layout: CheckpointLayout, encoding: Encoding) -> None:
+        self._layout, self.encoding = layout, encoding
+        self.name = encoding.name
 
     def stored(self, location: Location) -> dict[str, StoredTensor]:
         return self._layout.stored(location)
 
     def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
-        if self.form.reordered and location.parts[:1] and location.parts[0].dim == 1:
-            ((_, start, stop),) = location.parts  # columns of a rank are of all groups
+        if self.encoding.reordered and location.parts[:1] and location.parts[0].dim == 1:
+            ((_, start, stop),) = location.parts  # the columns of a rank belong to all groups
             return (self.read(source, location._replace(parts=()), numerics)[0][:, start:stop].contiguous(),)
         with threads_for(math.prod(location.shape)):
-            return (self.form.dequantize(self._layout.read(source, location, numerics.device), numerics.dtype),)
+            return (self.encoding.dequantize(self._layout.read(source, location, numerics.device), numerics.dtype),)
 
 
 class QuantizedFormat(WeightFormat):
-    """Codes in the checkpoint and on the device, whose products multiply with them."""
+    """Quantized in the checkpoint and on the device."""
 
-    def __init__(self, layout: CheckpointLayout, form: Encoding, products: QuantizedProducts) -> None:
-        self._layout, self.form, self._products = layout, form, products
-        self.name = form.name
+    def __init__(self, layout: CheckpointLayout, encoding: Encoding, products: QuantizedProducts) -> None:
+        self._layout, self.encoding, self._products = layout, encoding, products
+        self.name = encoding.name
 
     def stored(self, location: Location) -> dict[str, StoredTensor]:
         return self._layout.stored(location)
 
     def device_bytes(self, shape: Shape, numerics: Numerics) -> int:
-        return self._products.device_bytes(self.form, shape)
+        return self._products.device_bytes(self.encoding, shape)
 
     def dequantizes(self, shape: Shape) -> bool:
-        """True if a product of many rows makes a dense copy of a weight of this shape."""
-        return self._products.dequantizes(self.form, shape)
+        """True if a product of many rows dequantizes a weight of this shape to a dense copy."""
+        return self._products.dequantizes(self.encoding, shape)
 
     def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
-        return self._products.packed(self.form, self._layout.read(source, location, numerics.device))
+        return self._products.packed(self.encoding, self._layout.read(source, location, numerics.device))
 
     def encode(self, dense: torch.Tensor, parts: tuple[Part, ...] = ()) -> Weight:
-        whole = self.form.encode(dense)
-        pieces = [self.form.part(whole, part) for part in parts]
-        return self._products.packed(self.form, self.form.join(pieces) if pieces else whole)
+        whole = self.encoding.encode(dense)
+        pieces = [self.encoding.part(whole, part) for part in parts]
+        return self._products.packed(self.encoding, self.encoding.join(pieces) if pieces else whole)
 
     def linear(self, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
-        return self._products.linear(self.form, weight, bias, kernels)
+        return self._products.linear(self.encoding, weight, bias, kernels)
 
     def experts(
         self, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
     ) -> ExpertLayer:
-        return self._products.experts(self.form, spec, router, weights, kernels)
+        return self._products.experts(self.encoding, spec, router, weights, kernels)

@@ -1,4 +1,4 @@
-"""The weights of a model as they will be on a device, in sentences for `callboard inspect` and the log."""
+"""The weights of a model on a device, in sentences for `callboard inspect` and the log."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ _GIB = 1 << 30
 
 
 def weight_report(spec: DecoderSpec, numerics: Numerics) -> list[str]:
-    """The forms of quantized weights with their bytes on the device, and which others are plain numbers there, and why;
-    nothing of a model whose weights are all plain."""
+    """One line for each encoding with its bytes on the device, then the dense weights with the reason.
+
+    Empty for a model without quantized weights."""
     schemes, dtype = spec.quantization or {}, numerics.dtype_name
     if not schemes:
         return []
@@ -32,18 +33,18 @@ def weight_report(spec: DecoderSpec, numerics: Numerics) -> list[str]:
             how = ", quantized as they are read" if scheme.layout == PLAIN else ""
             sizes[weight_format.name, how].append((size, size))
         elif scheme and isinstance(weight_format, DequantizedFormat):
-            why = "quantization is none" if scheme.dequantized else "no kernel multiplies these quantized weights"
-            sizes[weight_format.name, why].append((weight_format.form.device_bytes(shape), size))
+            why = "quantization is none" if scheme.dequantized else "this device has no products for it"
+            sizes[weight_format.name, why].append((weight_format.encoding.device_bytes(shape), size))
         elif not name.endswith(("norm", "bias")):
             part = name.removesuffix(".weight").rpartition(".")[2]
             (not_taken if scheme else plain)[f"experts' {part}" if ".experts." in name else part] = None
     lines = []
-    for (form, text), of_maps in sizes.items():
-        codes, held = (sum(part) / _GIB for part in zip(*of_maps, strict=True))
-        how = text if held == codes else f", dequantized to {held:.2f} GiB of {dtype} as {text}"
-        lines.append(f"{len(of_maps)} maps in {form}: {codes:.2f} GiB{how}")
+    for (encoding, text), of_maps in sizes.items():
+        quantized, held = (sum(part) / _GIB for part in zip(*of_maps, strict=True))
+        how = text if held == quantized else f", dequantized to {held:.2f} GiB of {dtype} as {text}"
+        lines.append(f"{len(of_maps)} maps in {encoding}: {quantized:.2f} GiB{how}")
     if not_taken:
-        lines.append(f"{', '.join(not_taken)} stay {dtype}, as nothing here multiplies with them as such codes")
+        lines.append(f"{', '.join(not_taken)} stay {dtype}, as this device has no products for their encoding")
     layouts = {scheme.layout for scheme in schemes.values()}
     if layouts == {PLAIN}:
         why = f"stay {dtype}{'; head_quantization is for the head' if 'head' not in schemes else ''}"

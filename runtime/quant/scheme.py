@@ -1,4 +1,4 @@
-"""Schemes: how a checkpoint stores the weight of one linear map, as its config says. Torch is not imported here."""
+"""Schemes: how a checkpoint's config describes one quantized weight. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from runtime.spec.types import CallboardError
 
 @dataclass(frozen=True, slots=True)
 class QuantizationScheme:
-    """How one weight is stored: a number is code * scale, less a minimum if there are zero points."""
+    """How one weight is stored: number = (value - zero point) * scale."""
 
-    layout: str  # which tensors there are, and where codes lie in them: a key of runtime.quant.model_formats.LAYOUTS
-    encoding: str  # what codes stand for: a key of runtime.quant.encodings.FORMS
-    scale_rows: int = 1  # rows of the weight that share a scale; 0: all
-    group_size: int = 0  # columns that share a scale; 0: all
-    symmetric: bool = True  # the codes have no zero points
-    reordered: bool = False  # the columns of a group need not be neighbours: a tensor has the group of each
-    dequantized: bool = False  # plain numbers on the device, whatever multiplies with such codes there
+    layout: str  # its tensors, and where values lie in them: a key of runtime.quant.model_formats.LAYOUTS
+    encoding: str  # what values mean: a key of runtime.quant.encodings.ENCODINGS
+    scale_rows: int = 1  # rows of the weight that share a scale; 0 for all
+    group_size: int = 0  # columns that share a scale; 0 for all
+    symmetric: bool = True  # without zero points
+    reordered: bool = False  # the columns of a group need not be neighbours; a tensor holds the group of each
+    dequantized: bool = False  # dense on the device, even if it has products for the encoding
 
 
-# A function of our parameter ("head", "layers.3.q.weight") and of the name of its module in the checkpoint
-# ("lm_head", "model.layers.3.self_attn.q_proj"), which returns None if that is stored as plain numbers.
+# (our parameter, its module in the checkpoint) -> its scheme, or None if it is not quantized. Examples of arguments:
+# ("head", "lm_head") and ("layers.3.q.weight", "model.layers.3.self_attn.q_proj").
 Rule = Callable[[str, str], QuantizationScheme | None]
-Parser = Callable[[Mapping[str, Any]], Rule]  # of a quantization_config
+Parser = Callable[[Mapping[str, Any]], Rule]  # takes a quantization_config
 
 
 def refusal(key: str, value: object, known: str) -> CallboardError:
-    """The error of a key that asks for what cannot be read."""
+    """The error for a key with a value that this reader does not support."""
     return CallboardError(f"The model's quantization_config has {key} {str(value)[:60]!r}; {known}.")
 
 
 def group_size_of(config: Mapping[str, Any], key: str) -> int:
-    """The columns that share a scale; 0 is all of them, which configs say by -1 or by nothing."""
+    """The columns that share a scale; 0 for all, which configs express as -1 or by leaving the key out."""
     value = config.get(key)
     if value in (None, -1):
         return 0
@@ -45,10 +45,10 @@ def group_size_of(config: Mapping[str, Any], key: str) -> int:
 
 
 def named_by(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """A function that says if one of the patterns, as lists of modules that stay unquantized have them, means a module.
+    """A function that returns True for a module that a config's list of unquantized modules names.
 
-    A pattern is the name of the module or of one around it, its last parts, or a regular expression. Models with many
-    experts have tens of thousands of modules and hundreds of patterns, so all are one expression."""
+    An entry is the name of the module or of an enclosing one, its last parts, or a regular expression. Models with many
+    experts have tens of thousands of modules and hundreds of entries, so all entries become one expression."""
     if not patterns:
         return lambda module: False
     whole = compiled("|".join(f"(?:{pattern.removeprefix('re:')})" for pattern in patterns), r"(?:(?<=\.)|(?=\.|$))")
@@ -60,11 +60,11 @@ def compiled(expression: str, end: str = "") -> re.Pattern[str]:
     try:
         return re.compile(f"(?:{expression}){end}" if end else expression)
     except re.error as e:
-        raise refusal("the pattern", expression, f"it is no regular expression ({e})") from e
+        raise refusal("the pattern", expression, f"it is not a regular expression ({e})") from e
 
 
 def strings(config: Mapping[str, Any], key: str) -> list[str]:
-    """A list of strings, which may be missing or null."""
+    """A list of strings; empty if the key is missing or null."""
     value = config.get(key) or []
     if not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
         raise refusal(key, value, "it must be a list of names")
@@ -72,7 +72,7 @@ def strings(config: Mapping[str, Any], key: str) -> list[str]:
 
 
 def block_size(config: Mapping[str, Any], key: str) -> tuple[int, int]:
-    """The rows and columns that share a scale."""
+    """The rows and columns of a block that shares a scale."""
     size = config.get(key)
     if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
         return size[0], size[1]

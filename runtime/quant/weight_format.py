@@ -1,6 +1,7 @@
-"""Weight formats: how the weight of a linear map is stored in a checkpoint, held on a device, multiplied with.
+"""Weight formats: how a linear layer's weight is stored in a checkpoint, held on a device, and multiplied.
 
-From this are derived the checks at loading, the memory plan, random weights and what `callboard inspect` tells."""
+The checks at loading, the memory plan, random weights and `callboard inspect` derive from them. This module has the
+interface and its dense implementation."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from runtime.spec.decoder_spec import ExpertsSpec
 from runtime.spec.sharding import Part
 
 Shape = tuple[int, ...]
-Weight = tuple[torch.Tensor, ...]  # one weight's tensors on the device, in an order that its format chooses
+Weight = tuple[torch.Tensor, ...]  # a weight's tensors on the device, in the order of its format
 
 
 class TensorSource(Protocol):
@@ -37,49 +38,48 @@ class TensorSource(Protocol):
 
 
 class Location(NamedTuple):
-    """Where a checkpoint has a parameter, and what of it is wanted."""
+    """Where a checkpoint has a parameter, and which parts of it to read."""
 
-    name: str  # the checkpoint's, from which a format makes the names of its tensors
-    shape: Shape  # of the whole parameter; (out, in) for the weight of a linear map
+    name: str  # in the checkpoint; a format derives the names of its tensors from it
+    shape: Shape  # of the whole parameter; (out, in) for a linear weight
     transposed: bool = False  # the checkpoint has it as (in, out)
-    parts: tuple[Part, ...] = ()  # the ranges to read, of one dimension; () is the whole
+    parts: tuple[Part, ...] = ()  # the ranges of one dimension to read; () for the whole
 
 
 class StoredTensor(NamedTuple):
     """A tensor of a weight in a checkpoint."""
 
-    shape: Shape | None  # None: any
-    dtypes: tuple[torch.dtype, ...]  # in one of which it is stored
+    shape: Shape | None  # None if any shape is right
+    dtypes: tuple[torch.dtype, ...]  # supported dtypes
     optional: bool = False
-    others: tuple[Shape, ...] = ()  # shapes that the same numbers may have
+    others: tuple[Shape, ...] = ()  # other supported shapes of the same numbers
 
 
 class WeightFormat(ABC):
-    """How weights [out, in] of linear maps are stored, held and multiplied with."""
+    """How weights [out, in] of linear layers are stored, held and multiplied."""
 
-    name: str  # as `callboard inspect` and error messages have it
+    name: str  # in `callboard inspect` and error messages
 
     @abstractmethod
     def stored(self, location: Location) -> dict[str, StoredTensor]:
-        """The tensors of a weight in a checkpoint by name, the whole weight whatever the parts."""
+        """The checkpoint tensors of the whole weight, by name."""
 
     @abstractmethod
     def device_bytes(self, shape: Shape, numerics: Numerics) -> int:
-        """The bytes of a weight of that shape on the device once it is read."""
+        """The bytes of a weight of this shape on the device."""
 
     @abstractmethod
     def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
-        """The parts of a weight that the location names, on the device; `stored` tensors have been checked."""
+        """The parts of a weight that the location names, on the device. The caller has checked the `stored` tensors."""
 
     @abstractmethod
     def encode(self, dense: torch.Tensor, parts: tuple[Part, ...] = ()) -> Weight:
-        """The weight that `read` would give for a checkpoint with these numbers, as near as the format gets; or the
-        parts of it that a rank holds."""
+        """The weight with these numbers, rounded to the format, or the parts of it that a rank holds."""
 
     def join(self, weights: Sequence[Weight], row_order: torch.Tensor | None = None) -> Weight:
-        """Several maps' weights as that of one map with the rows of all; then its first rows in another order.
+        """Stack the rows of several weights; then reorder the first rows.
 
-        This one serves formats that have a row of each tensor for a row of the weight; it may change the tensors."""
+        This method serves formats with one row of each tensor for a row of the weight. It may change the tensors."""
         joined = tuple(same[0] if len(same) == 1 else torch.cat(same) for same in zip(*weights, strict=True))
         if row_order is not None:
             for tensor in joined:
@@ -88,13 +88,13 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def linear(self, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
-        """The product with a weight and what surrounds it in a decoder."""
+        """The linear layer with a weight: its product and the operations around it in a decoder."""
 
     @abstractmethod
     def experts(
         self, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
     ) -> ExpertLayer:
-        """A mixture from each expert's gate_up and down."""
+        """A mixture of experts from the gate_up and down of each expert."""
 
 
 _FLOATS = (
@@ -103,9 +103,9 @@ _FLOATS = (
 
 
 class DenseFormat(WeightFormat):
-    """One tensor of any floating-point type in the checkpoint, converted to the compute dtype as it is read.
+    """One tensor of any floating-point dtype in the checkpoint, converted to the compute dtype as it is read.
 
-    Parameters that are no weight of a linear map (norms, biases, embeddings) are stored and read like this, too."""
+    Norms, biases and embeddings use this format, too."""
 
     name = "dense"
 
@@ -114,7 +114,7 @@ class DenseFormat(WeightFormat):
         return {location.name: StoredTensor(shape, _FLOATS)}
 
     def device_bytes(self, shape: Shape, numerics: Numerics) -> int:
-        # A CPU product that cannot be packed multiplies in float32 in deterministic mode (linear_torch.py).
+        # In deterministic mode, a CPU without packed products multiplies in float32 (linear_torch.py).
         in_float32 = numerics.deterministic and not numerics.packed and numerics.device.type == "cpu"
         return math.prod(shape) * (4 if in_float32 else numerics.dtype.itemsize)
 
@@ -135,7 +135,7 @@ class DenseFormat(WeightFormat):
 
 
 def read_plain(source: TensorSource, location: Location, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The parts of a tensor of plain numbers that the location names, [out, in] if it is a weight."""
+    """The parts of a dense tensor that the location names; [out, in] for a weight."""
     name = location.name
     if not location.parts:
         tensor = source.tensor(name, dtype, device)

@@ -1,7 +1,7 @@
 """Chat templates: a model's own Jinja program that turns messages into its prompt.
 
-`transformers`' chat_template_utils.py is the de facto specification of what a template sees. What a template writes
-also tells what the model writes: `tool_format` and `thinks` are read off it.
+`transformers`' chat_template_utils.py is the de facto specification of what a template sees. The
+output of a template shows the formats of the model, so `tool_format` and `thinks` are derived from it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from runtime.text.tool_calls.generic import with_tools_as_text
 from runtime.text.tool_calls.harmony import HARMONY, START
 
 MAX_PROMPT_CHARS = 4 << 20
-MAX_SECONDS = 1.0  # of CPU time, for one rendering; a long conversation takes milliseconds
-_MEMORY = 512 << 20  # address space of a process that renders; at rest it takes a twentieth
-_DEADLINE_S = 5.0  # until it is killed, if it cannot be interrupted
-_MAX_CHILDREN = 8  # prompts that are rendered at a time
+MAX_SECONDS = 1.0  # of CPU time for one rendering; a long conversation takes milliseconds
+_MEMORY = 512 << 20  # address space of a rendering process; idle, it uses a twentieth
+_DEADLINE_S = 5.0  # until a process that ignores interrupts is killed
+_MAX_CHILDREN = 8  # prompts that are rendered at the same time
 _T = TypeVar("_T")
-# In a template: what the role of a message is compared with, a text or a list of them.
+# In a template: the text, or the list of texts, that the role of a message is compared with.
 _COMPARED_ROLE = re.compile(r"""\brole['")\]]*\s*(?:[!=]=|(?:not\s+)?in\b)\s*('[^']*'|"[^"]*"|[\[(][^\[(\])]*[\])])""")
 _QUOTED = re.compile(r"""'([^']*)'|"([^"]*)\"""")
 
-# Marks the end of the message that is to be continued. Its trailing space tells whether the template trims messages.
+# Marks the end of the message to continue. Its trailing space shows whether the template trims messages.
 _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -39,19 +39,21 @@ class ChatTemplate:
     """One model's chat template, compiled once (in sandbox.py). Threads may share it."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
-        """Raises CallboardError if a source is not a valid template; `special_tokens` are visible to it by name.
+        """Args:
+        special_tokens: texts that the template sees by name.
+        tool_source: a separate template for conversations with tools, as some models have.
 
-        `tool_source` is a template of its own for conversations with tools, as some models have."""
+        Raises CallboardError if a source is not a valid template."""
         self.source, self._tool_source = source, source if tool_source is None else tool_source
         self._special_tokens = dict(special_tokens)
         for text in (source, self._tool_source):
             _run(sandbox.check, text, self._special_tokens, MAX_SECONDS)
-        self.thinks = reasoning.CLOSE in source  # whether the model may write reasoning before its answer
+        self.thinks = reasoning.CLOSE in source  # the model may write reasoning before its answer
         self.has_channels = START in source  # the model writes messages in channels (harmony.py)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ChatTemplate:
-        """The template that came with a tokenizer; raises CallboardError if none did."""
+        """Return the template of a tokenizer. Raises CallboardError if it has none."""
         if tokenizer.chat_template is None:
             raise CallboardError("This model has no chat template; use /v1/completions with a plain prompt instead.")
         template = cls(tokenizer.chat_template, tokenizer.special_tokens, tokenizer.tool_template)
@@ -63,16 +65,16 @@ class ChatTemplate:
 
     @cached_property
     def roles(self) -> frozenset[str]:
-        """The roles that the template names, which it tells apart from others; it may take more."""
+        """The roles that the template names. It may accept others."""
         compared = _COMPARED_ROLE.findall(self.source) + _COMPARED_ROLE.findall(self._tool_source)
         return frozenset(one or other for texts in compared for one, other in _QUOTED.findall(texts))
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes tool calls: the format that reads back the one that its template writes.
+        """The format of the model's tool calls: the format that parses the calls of its template.
 
-        GENERIC if the template describes no tools or writes calls in an unknown format; None if it then has channels,
-        in which nothing but HARMONY is read."""
+        GENERIC if the template ignores tools or writes calls in an unknown format; None if it then has channels,
+        because only HARMONY parses these."""
         own = self._probed[0]
         return GENERIC if own is None and not self.has_channels else own
 
@@ -89,7 +91,7 @@ class ChatTemplate:
 
     @cached_property
     def _probed(self) -> tuple[ToolFormat | None, bool]:
-        """The findings of a call that the template is given: its format, and if its arguments have to be a text."""
+        """The results of a call rendered on trial: its format, and whether the template requires arguments as text."""
         name, arguments = "callboard_probe", {"n": 1}
         schema = {"type": "object", "properties": {"n": {"type": "integer", "description": "A number."}}}
         function = {"name": name, "description": "Tells the format.", "parameters": schema}
@@ -118,19 +120,21 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        /,  # the keyword "self" is a request's to send
+        /,  # a request may send the keyword "self"
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt of a conversation; encode it with `add_special_tokens=False`, it has them.
+        """Return the prompt of a conversation. It has special tokens: encode it with `add_special_tokens=False`.
 
-        `messages`, `tools` and `kwargs` are plain JSON values, since the sandbox guards no others; in them, the
-        arguments of past tool calls are objects, not texts.
-        `continue_final_message` ends the prompt within the last message, in place of a new turn.
-        Raises CallboardError with the template's own words if it refuses the messages, and if the prompt is over
-        4 Mi characters or takes over 1 second of CPU time."""
+        Args:
+        messages, tools, kwargs: plain JSON values, because the sandbox guards only these. Arguments of past tool calls
+            are objects, not texts.
+        continue_final_message: end the prompt within the last message instead of a new turn.
+
+        Raises CallboardError if the template refuses the messages (with its own words), if the prompt exceeds 4 Mi
+        characters, or after 1 second of CPU time."""
         has_calls = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
         if (tools or has_calls) and self.tool_format is GENERIC:
             messages, tools = with_tools_as_text(messages, tools, bool(tools) and self._has_system), None
@@ -152,10 +156,13 @@ class ChatTemplate:
 
 
 def load_tokenizer(path: Path, template_file: str | None = None, tool_call_parser: str = "auto") -> Tokenizer:
-    """The tokenizer of a model folder or of a .gguf file, with the chat template of a file in place of its own, whose
-    model writes calls in a format of this name (auto: the one that its template writes).
+    """Load the tokenizer of a model folder or a .gguf file.
 
-    Raises CallboardError if there is none that is known, or if that file holds no template."""
+    Args:
+    template_file: holds the chat template; None for the model's own.
+    tool_call_parser: the name of the format of calls; auto for the format of the template.
+
+    Raises CallboardError if the tokenizer is missing or unknown, or if the template is not usable."""
     tokenizer = Tokenizer.load(path)
     tokenizer.tool_call_parser = tool_call_parser
     if template_file is not None:
@@ -181,7 +188,7 @@ def _with_arguments_as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The reasoning that led to calls, by the name that templates with channels know. Beside content they refuse it."""
+    """Rename the reasoning before calls for templates with channels. They refuse it beside content."""
     if message.get("tool_calls") and message.get("reasoning_content") and not message.get("content"):
         return {**message, "thinking": message["reasoning_content"]}
     return message
@@ -215,7 +222,7 @@ _CHILDREN = ChildPool(_MAX_CHILDREN, _MEMORY, 0, sandbox.check, "", {}, MAX_SECO
 
 
 def _run(function: Callable[..., _T], *args: Any) -> _T:
-    """A function of the sandbox, in a process of its own."""
+    """Run a function of the sandbox in a child process."""
     try:
         return _CHILDREN.run(_DEADLINE_S, function, *args)
     except Overrun as e:

@@ -1,8 +1,11 @@
 """A tokenizer of the `tokenizers` package, built from the vocabulary in a GGUF file's metadata.
 
-Three kinds, by `tokenizer.ggml.model`: byte-level BPE ("gpt2"), which needs to know how the model cuts text into words;
-sentencepiece's BPE ("llama": Llama 2, Mistral, Gemma, Phi-3), whose merges are implied by the pieces' scores; and
-sentencepiece's unigram model ("t5"). What the metadata leaves open is as in llama.cpp (src/llama-vocab.cpp).
+    tokenizer.ggml.model   kind                    notes
+    "gpt2"                 byte-level BPE          needs the model's rules for cutting text into words
+    "llama"                sentencepiece's BPE     Llama 2, Mistral, Gemma, Phi-3; scores of pieces imply the merges
+    "t5"                   sentencepiece's unigram
+
+Defaults for missing metadata are llama.cpp's (src/llama-vocab.cpp).
 """
 
 from __future__ import annotations
@@ -22,10 +25,10 @@ _T = TypeVar("_T")
 # Token types (llama.h: llama_token_type); 2 is the unknown token, 6 a byte.
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 
-_SPACE = "▁"  # what stands for a space in sentencepiece's vocabularies
+_SPACE = "▁"  # a space in sentencepiece's vocabularies
 _SPACES_OF_PIECES = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-_NEVER = -1e9  # the score of a piece that text must not become
-_MAX_PIECE_CHARS = 1024  # of sentencepiece's BPE, which looks at all splits of each piece; real ones are far shorter
+_NEVER = -1e9  # the score of a piece that encoding must not produce
+_MAX_PIECE_CHARS = 1024  # of sentencepiece's BPE, which tries all splits of each piece; real ones are far shorter
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +45,9 @@ class _Vocabulary:
 
 
 def tokenizer_of(file: GgufFile) -> tokenizers.Tokenizer:
-    """Encoding adds BOS and EOS where the model wants them; control tokens are special, user-defined ones are not.
+    """Build the tokenizer. Encoding adds the model's BOS and EOS; only control tokens are special.
 
-    Raises CallboardError if the vocabulary is damaged, or of a kind or with rules that are not known here."""
+    Raises CallboardError if the vocabulary is damaged, or if its kind or its rules are unknown."""
     model, pre = file.value("tokenizer.ggml.model", str), file.value("tokenizer.ggml.pre", str, "")
     vocabulary = _read(file)
     match model:
@@ -59,7 +62,7 @@ def tokenizer_of(file: GgufFile) -> tokenizers.Tokenizer:
                 f"{file.path} has a {model!r} tokenizer; of GGUF files gpt2 (byte-level BPE), llama (sentencepiece "
                 "BPE) and t5 (unigram) are read."
             )
-    # Phi-3 was trained on templates in which white space after a special token is not seen.
+    # Phi-3 was trained with templates that drop white space after special tokens.
     strips = model == "llama" and file.value("general.architecture", str, "") == "phi3"
     special = [
         AddedToken(t, special=True, normalized=False, rstrip=strips and t not in ("<s>", "<unk>", "<|endoftext|>"))
@@ -96,18 +99,18 @@ def _strings(file: GgufFile, key: str) -> list[str]:
 
 
 def _made(file: GgufFile, part: Callable[..., _T], *values: Any, **options: Any) -> _T:
-    """A part of a tokenizer; raises CallboardError if the values do not fit together."""
+    """Build a part of a tokenizer. Raises CallboardError if the values do not fit together."""
     try:
         return part(*values, **options)
-    except Exception as e:  # the package raises nothing more specific
-        reason = str(e).replace("\n", "\\n")  # a token that it names may be or have one
+    except Exception as e:  # the package raises only this class
+        reason = str(e).replace("\n", "\\n")  # a token in the message may contain one
         raise CallboardError(f"{file.path}: the lists of its vocabulary do not fit together: {reason}.") from e
 
 
 def _frame(
     file: GgufFile, backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, adds_bos: bool, adds_eos: bool
 ) -> None:
-    """The tokens that encoding puts around every text."""
+    """Set the tokens that encoding puts around every text."""
     frame = {}
     for name, default in (("bos", adds_bos), ("eos", adds_eos)):
         token_id = file.value(f"tokenizer.ggml.{name}_token_id", int, -1)
@@ -119,7 +122,7 @@ def _frame(
 
 
 def put_around(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None = None) -> None:
-    """Makes every encoded text begin with `bos` and end with `eos`, special tokens by their texts."""
+    """Make every encoded text begin with `bos` and end with `eos`, given by their texts."""
     around = [token for token in (bos, eos) if token is not None]
     if around:
         backend.post_processor = processors.TemplateProcessing(
@@ -147,7 +150,7 @@ def _byte_level_bpe(file: GgufFile, vocabulary: _Vocabulary, pre: str) -> tokeni
 
 
 def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
-    """A pattern of its own, then the byte alphabet without GPT-2's pattern."""
+    """Split by this pattern, then map bytes to their alphabet without GPT-2's pattern."""
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
@@ -157,7 +160,7 @@ def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 _GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-# In it the digits come first: a run of spaces before a number depends on it.
+# Digits are split first, which decides the split of a run of spaces before a number.
 _SMOLLM = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2])
 _ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"  # white space
@@ -175,7 +178,7 @@ _TEKKEN, _GPT4O = (
     for ending, digits in (("", r"\p{N}"), (f"{_ENDINGS}?", r"\p{N}{1,3}"))
 )
 
-# How text is cut into words before merging, by `tokenizer.ggml.pre`; the patterns are those of the models' own
+# The rules that cut text into words before merging, by `tokenizer.ggml.pre`. The patterns are from the models'
 # tokenizer.json files.
 _PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
     "gpt-2": _GPT2,
@@ -187,7 +190,7 @@ _PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
     **dict.fromkeys(("refact", "starcoder"), _SMOLLM),
     "seed-coder": _SEED,
 }
-# Models that keep a word which is a token whole, whatever the merges say, and that want a BOS.
+# Models that never split a word that is a token, and that expect a BOS.
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
 
 
@@ -212,7 +215,7 @@ def _sentencepiece_bpe(file: GgufFile, vocabulary: _Vocabulary) -> tokenizers.To
 
 
 def _unknown_id(file: GgufFile, vocabulary: _Vocabulary) -> int:
-    """The id of the unknown token; raises CallboardError if it or a list that sentencepiece needs is missing."""
+    """Return the id of the unknown token. Raises CallboardError if it or a required list is missing."""
     if not vocabulary.scores or not vocabulary.types:
         raise CallboardError(f"{file.path} has no tokenizer.ggml.scores or no token_type, which its tokenizer needs.")
     unknown = file.value("tokenizer.ggml.unknown_token_id", int, 0)
@@ -222,7 +225,7 @@ def _unknown_id(file: GgufFile, vocabulary: _Vocabulary) -> int:
 
 
 def _merges(file: GgufFile, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Every pair of pieces that make a third, the one of the highest score first: sentencepiece merges by that."""
+    """Return all pairs of pieces that form a piece, highest score first: sentencepiece merges in this order."""
     tokens, ids = vocabulary.tokens, vocabulary.ids
     if (longest := max(map(len, tokens), default=0)) > _MAX_PIECE_CHARS:
         raise CallboardError(
@@ -257,7 +260,7 @@ def _unigram(file: GgufFile, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _mark_spaces(backend: tokenizers.Tokenizer, prefix: bool, before: list[normalizers.Normalizer]) -> None:
-    """Spaces as sentencepiece's pieces have them; with `prefix`, one more at the start of a text."""
+    """Replace spaces as in sentencepiece's pieces. `prefix` adds one at the start of a text."""
     prepend = [normalizers.Prepend(_SPACE)] if prefix else []
     backend.normalizer = normalizers.Sequence([*before, *prepend, normalizers.Replace(" ", _SPACE)])
     strip = [decoders.Strip(" ", 1, 0)] if prefix else []

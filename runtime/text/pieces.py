@@ -1,16 +1,16 @@
-"""The exact bytes of each token, from what a tokenizer.json says about decoding.
+"""The exact bytes of each token, derived from the decoder in a tokenizer.json.
 
-A decoder of the `tokenizers` package maps a whole list of tokens to text, which a stream cannot repeat for each token.
-But the decoders of language models work token by token, except at the very start of a text, where some drop a space
-that encoding has put there. So a text is the bytes of its tokens one after another, with a rule for the start:
+A decoder of the `tokenizers` package maps a whole list of tokens to text, too slow to repeat for each token of a
+stream. But decoders of language models work token by token, except at the start of a text: some drop a space there that
+encoding has added. So a text is the concatenated bytes of its tokens, with a rule for the start:
 
     ByteLevel                                        each character stands for a byte (GPT-2's table)
     Replace("▁"," ") ByteFallback Fuse [Strip(" ",1)]  "▁" is a space, "<0x0A>" a byte; a leading space is dropped
-    Metaspace                                        "▁" is a space, and nothing in the first token
+    Metaspace                                        "▁" is a space, and empty in the first token
 
-One deviation, on purpose: where a run of byte tokens is not UTF-8 as a whole, ByteFallback makes every byte of the run
-U+FFFD, also those of its whole characters. Here whole characters stay, as in any other decoding of broken UTF-8, so
-that a character can be sent as soon as it is whole.
+One deviation is deliberate. If a run of byte tokens is not valid UTF-8, ByteFallback replaces every byte of the run by
+U+FFFD, also the bytes of its whole characters. Here whole characters stay, as in other decoders. So a stream can send
+each character when it is complete.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import tokenizers
 
 from runtime.spec.types import CallboardError
 
-_MAX_GROWTH = 16  # of a token by the decoder's replacements, which only shorten the tokens of real models
+_MAX_GROWTH = 16  # of a token by the decoder's replacements; in real models these only shorten
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's table from characters to bytes: printable Latin-1 stands for itself, the rest for U+0100 and up."""
+    """Return GPT-2's table from characters to bytes: printable Latin-1 as itself, other bytes from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
@@ -40,7 +40,7 @@ BYTE_OF_CHAR = _byte_alphabet()
 
 
 class Pieces(dict[int, bytes]):
-    """Token id -> bytes, filled as ids are asked for; empty bytes for ids without a token.
+    """Token id -> bytes, filled on demand. Ids without a token have empty bytes.
 
     `leading_spaces` is the number of spaces that are dropped at the start of a text."""
 
@@ -49,7 +49,7 @@ class Pieces(dict[int, bytes]):
         self._backend = backend
         self._byte_level = self._byte_fallback = False
         self._replacements: list[tuple[str, str]] = []
-        self._dropped_at_start = ""  # a character that the first token loses wherever it stands
+        self._dropped_at_start = ""  # a character that is removed from the first token
         self.leading_spaces = 0
         steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         for at, step in enumerate(steps):
@@ -61,7 +61,7 @@ class Pieces(dict[int, bytes]):
                 case {"type": "ByteFallback"}:
                     self._byte_fallback = True
                 case {"type": "Fuse"}:
-                    pass  # pieces are joined in any case; it only tells Strip to work on the whole text
+                    pass  # pieces are always joined; Fuse only makes Strip apply to the whole text
                 case {"type": "Strip", "content": " ", "start": int(n), "stop": 0} if {"type": "Fuse"} in steps[:at]:
                     self.leading_spaces = n
                 case {"type": "Metaspace", "replacement": str(space), "prepend_scheme": str(scheme)}:
@@ -85,12 +85,12 @@ class Pieces(dict[int, bytes]):
         return piece
 
     def first(self, token_id: int) -> bytes:
-        """The bytes of the first token of a text, before `leading_spaces` are taken off."""
+        """Return the bytes of the first token of a text, before `leading_spaces` are dropped."""
         token = self._backend.id_to_token(token_id) if self._dropped_at_start and token_id >= 0 else None
         return self[token_id] if token is None else self._bytes(token.replace(self._dropped_at_start, ""))
 
     def join(self, ids: Iterable[int]) -> bytes:
-        """The bytes of a whole text."""
+        """Return the bytes of a whole text."""
         ids = (i for i in ids if self[i])
         first = next(ids, -1)
         text = self.first(first) + b"".join(self[i] for i in ids)
@@ -109,12 +109,12 @@ class Pieces(dict[int, bytes]):
 
 
 def strip_spaces(text: bytes, most: int) -> bytes:
-    """`text` without its first `most` spaces, or as many as lead it."""
+    """Return `text` without its leading spaces, at most `most` of them."""
     return text[min(most, len(text) - len(text.lstrip(b" "))) :]
 
 
 def pieces_of(backend: tokenizers.Tokenizer) -> Pieces:
-    """Raises CallboardError if the tokenizer's decoder does not work token by token."""
+    """Return the pieces of a tokenizer. Raises CallboardError if its decoder does not work token by token."""
     if backend.decoder is None:
         raise CallboardError(
             "The tokenizer has no decoder; byte-level, byte-fallback and Metaspace decoders are known."

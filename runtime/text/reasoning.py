@@ -1,4 +1,4 @@
-"""Reasoning in a model's text: what stands in `<think>…</think>` before the answer, separated as it is written."""
+"""Reasoning in a model's text: the part in `<think>…</think>` before the answer, separated as it is written."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class ReasoningSplitter:
-    """Splits one output into reasoning and answer; what `push` returns adds up, however it was cut.
+    """Splits one output into reasoning and answer. The sum of all results does not depend on the cuts of the input.
 
-    A text has reasoning if it begins with `<think>`, or if the prompt ended with it (`inside`); reasoning that is never
-    closed goes to the end. Line ends beside the marks belong to them, as they do for the models' own templates."""
+    A text has reasoning if it begins with `<think>`, or if the prompt ended with it (`inside`). Reasoning without a
+    closing mark extends to the end. Line ends beside the marks belong to them, as in the models' templates."""
 
     def __init__(self, inside: bool) -> None:
         self._inside = inside
         self._is_undecided = True  # the text may still begin with the opening mark
-        self._at_start = True  # of a part whose leading line ends are dropped
-        self._num_line_ends = 0  # of the reasoning, not given yet: they belong to the mark if it follows
-        self._held = ""  # what comes after them and may begin a mark
+        self._at_start = True  # of a part that loses its leading line ends
+        self._num_line_ends = 0  # of the reasoning, held: they belong to the mark if it follows
+        self._held = ""  # text after them that may begin a mark
         self._num_chars = 0  # of the text so far
-        self._end = 0  # of reasoning that is closed, in the text
+        self._end = 0  # of closed reasoning, in the text
 
     @property
     def is_open(self) -> bool:
@@ -29,14 +29,13 @@ class ReasoningSplitter:
 
     @property
     def num_reasoning_chars(self) -> int:
-        """The characters of the text so far that are certainly reasoning, its marks included."""
+        """The characters of the text so far that are certainly reasoning, including marks."""
         if self._is_undecided:
             return 0
         return self._num_chars if self._inside else self._end
 
     def push(self, text: str, is_last: bool = False) -> tuple[str, str]:
-        """(reasoning, answer) that are now safe to send; with the last text, what looked like the beginning of a mark
-        was none."""
+        """Return the (reasoning, answer) that are now safe to send. The last text releases incomplete marks."""
         if not (self.is_open or self._at_start):
             return "", text
         self._num_chars += len(text)
@@ -55,7 +54,7 @@ class ReasoningSplitter:
         if begun.startswith(OPEN):
             self._inside, self._held = True, begun.removeprefix(OPEN)
         elif not self._inside:
-            self._at_start = False  # there is no mark whose line ends could be dropped
+            self._at_start = False  # without a mark, line ends stay
 
     def _reasoning(self, is_last: bool) -> str:
         at = self._held.find(CLOSE)

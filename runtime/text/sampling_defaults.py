@@ -1,4 +1,4 @@
-"""How a model's makers want it sampled: what requests get that do not say."""
+"""The sampling parameters that a model's makers recommend: the defaults of requests."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ RECOMMENDED = "recommended for the default model"
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """The fields of SamplingParams that a model's files name; OpenAI's defaults hold for the others."""
+    """The fields of SamplingParams that a model's files set. The others have OpenAI's defaults."""
 
     values: dict[str, Any] = field(default_factory=dict)
     source: str = ""  # the file's name, or RECOMMENDED; empty without values
 
     @classmethod
     def load(cls, path: Path, use: Literal["auto", "none"] = "auto", model: str = "") -> SamplingDefaults:
-        """The defaults of a model folder or a .gguf file, or else those recommended for a `model` of that name.
+        """Read the defaults of a model folder or a .gguf file; without any, use the recommendation for `model`.
 
         Raises CallboardError if a value is out of range."""
         if use == "none":
@@ -43,7 +43,7 @@ class SamplingDefaults:
             file, metadata = path, GgufFile(path).metadata
             found = {name: metadata.get(f"general.sampling.{key}") for name, key in _FIELDS.items()}
         values = {name: found[name] for name in _FIELDS if found.get(name) is not None}
-        if (top_k := values.get("top_k")) in (-1, 0):  # off; many files say so
+        if (top_k := values.get("top_k")) in (-1, 0):  # off, as in many files
             del values["top_k"]
         try:
             for name, value in values.items():
@@ -57,7 +57,7 @@ class SamplingDefaults:
         return cls(values, file.name if values else "")
 
     def params(self, **given: Any) -> SamplingParams:
-        """SamplingParams with these fields, where None is as good as none, and with the model's others."""
+        """Return SamplingParams with the given fields that are not None, and the model's defaults for the others."""
         return SamplingParams(**(self.values | {name: value for name, value in given.items() if value is not None}))
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
-"""Chat templates as `transformers` runs them, in Jinja's immutable sandbox: what a process of its own calls (chat.py).
+"""Chat templates as `transformers` runs them, in Jinja's immutable sandbox. A child process runs this code (chat.py).
 
-A template comes with the weights, from anyone. The sandbox keeps it from what lies outside, the limits of its process
-(child.py) from taking memory or time: of the CPU it has `max_seconds`, after which it is interrupted, and the process
-is killed if it cannot be.
+A template comes with the weights and is untrusted. The sandbox isolates it from the rest of the process. The limits of
+the process (child.py) bound its memory and time. It is interrupted after `max_seconds` of CPU time, and the process is
+killed if the interrupt has no effect.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ MAX_SOURCE_CHARS = 256 << 10
 
 
 def check(source: str, names: dict[str, str], max_seconds: float) -> None:
-    """Raises CallboardError if `source` is not a template that can be run; `names` are visible to it."""
+    """Raise CallboardError if `source` is not a valid template. `names` are visible to it."""
     try:
         if len(source) > MAX_SOURCE_CHARS:
             raise OverflowError(f"it has {len(source)} characters, above {MAX_SOURCE_CHARS}")
-        with _interrupted_after(max_seconds):  # what is constant is computed already
+        with _interrupted_after(max_seconds):  # constant expressions are computed here
             _template(source, tuple(names.items()))
     except MemoryError:
         raise
     except jinja2.TemplateSyntaxError as e:
         raise CallboardError(f"The model's chat template has an error in line {e.lineno}: {_sentence(e)}.") from None
-    except Exception as e:  # whatever Python makes of a program that it cannot take
+    except Exception as e:  # any error of Python's compiler
         raise CallboardError(f"The model's chat template cannot be compiled: {_sentence(e)}.") from None
 
 
 def render(source: str, names: dict[str, str], values: dict[str, Any], max_seconds: float, max_chars: int) -> str:
-    """The text that a template makes of `values`; raises CallboardError if it makes none, or goes over a limit."""
+    """Render a template with `values`. Raises CallboardError if it fails or exceeds a limit."""
     prompt: list[str] = []
     num_chars = 0
     try:
@@ -54,20 +54,20 @@ def render(source: str, names: dict[str, str], values: dict[str, Any], max_secon
                 prompt.append(part)
     except (CallboardError, MemoryError):
         raise
-    except Exception as e:  # a template is a program: what it meets in the messages can raise anything
+    except Exception as e:  # a template is a program, which can raise any error
         raise CallboardError(f"The model's chat template cannot use these messages: {_sentence(e)}.") from None
     return "".join(prompt)
 
 
 @contextlib.contextmanager
 def _interrupted_after(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError within its body once this process has spent so many seconds of CPU time in it."""
+    """Raise TimeoutError within the body after this process has spent `seconds` of CPU time in it."""
 
     def interrupt(*_: object) -> NoReturn:
         raise TimeoutError(f"it ran for over {seconds:g} seconds")
 
     signal.signal(signal.SIGPROF, interrupt)
-    signal.setitimer(signal.ITIMER_PROF, seconds, seconds)  # again and again, if a filter swallows the error
+    signal.setitimer(signal.ITIMER_PROF, seconds, seconds)  # repeats, in case a filter swallows the error
     try:
         yield
     finally:
@@ -84,7 +84,7 @@ def _sentence(error: Exception) -> str:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """Accepts `{% generation %}` around the assistant's words, a mark for training; it adds nothing to the text."""
+    """Accepts `{% generation %}` around the assistant's text, a mark for training without output."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -104,7 +104,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes HTML, which models never saw.
+    # Jinja's own filter escapes HTML, unlike the training data of models.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,9 +1,9 @@
 """Token ids in, text out, a piece at a time and exactly once.
 
-What is sent cannot be taken back, so two kinds of text wait: bytes of a character that is not whole yet, and the
-longest tail that may be the beginning of a stop string. Each token costs its own bytes and characters, however long
-the text has become: bytes go through an incremental UTF-8 decoder, characters through an Aho-Corasick automaton
-(CACM 18(6), 1975) over all stop strings, whose state *is* that tail.
+Sent text cannot be withdrawn, so two kinds of text wait: the bytes of an incomplete character, and the longest tail
+that may begin a stop string. The cost of a token depends only on its own length. Bytes go through an incremental UTF-8
+decoder, and characters through an Aho-Corasick automaton (CACM 18(6), 1975) over all stop strings. The state of the
+automaton is the tail that waits.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from runtime.text.tokenizer import Tokenizer
 class TextStream:
     """The text of one request's output.
 
-    The texts that `push` returns, and then `finish`, are together what `Tokenizer.decode` makes of all ids, cut at the
-    first stop string: of several, the one that is complete first, and of those that end at the same character, the
-    longest. So the result does not depend on how the tokens were grouped into pushes.
+    The concatenated results of `push` and `finish` equal `Tokenizer.decode` of all ids, cut at the first stop string.
+    Of several stop strings the first complete one counts, and of those with the same end the longest. So the result
+    does not depend on the grouping of tokens into pushes.
 
-    `prompt_tail_ids`, the prompt's last few ids, makes the output a continuation: a leading space is kept, and a
-    character that the prompt began is completed. Without it the output is a text of its own. Of the special tokens,
-    `kept_special_ids` are shown even so: they mean something to who reads the text."""
+    `prompt_tail_ids`, the last few ids of the prompt, make the output a continuation: a leading space stays, and a
+    character that the prompt began is completed. Without them the output is a text of its own. `kept_special_ids` are
+    the special tokens that are shown to the reader."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class TextStream:
         kept_special_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.stopped: str | None = None  # the stop string that ended the text
-        self.num_chars = 0  # decoded of the tokens pushed, whether or not they are cut off with a stop string
+        self.num_chars = 0  # decoded so far, including text that a stop string cut off
         self._pieces = tokenizer.pieces
         self._skipped = tokenizer.special_ids - kept_special_ids if skip_special_tokens else frozenset()
         self._at_start = True  # no token has been decoded yet
@@ -48,11 +48,12 @@ class TextStream:
         self._stops = stop if isinstance(stop, StopStrings) else StopStrings(stop) if stop else None
         self._state = 0
         self._include_stop_str = include_stop_str
-        self._held = ""  # decoded, not returned: it may be the beginning of a stop string
+        self._held = ""  # decoded, not returned: it may begin a stop string
 
     def push(self, token_ids: Iterable[int]) -> tuple[str, list[int]]:
-        """The text that is now safe to send, empty once a stop string has been found, and `num_chars` after each token
-        up to the one that completed the stop string: the later ones are not used."""
+        """Add tokens. Returns the text that is now safe to send, and `num_chars` after each used token.
+
+        Tokens after the one that completed a stop string are not used. From then on the text is empty."""
         text, ends = self._held, []
         for token_id in token_ids:
             if self.stopped is not None:
@@ -64,7 +65,7 @@ class TextStream:
         return self._release(text), ends
 
     def finish(self) -> str:
-        """The rest, when no more tokens come: a possible stop string was none, an incomplete character is U+FFFD."""
+        """Return the rest after the last token. An incomplete character becomes U+FFFD."""
         if self.stopped is not None:
             return ""
         text = self._append(self._held, self._utf8.decode(b"", final=True))
@@ -72,7 +73,7 @@ class TextStream:
         return text
 
     def _decode(self, token_id: int) -> str:
-        """The characters that a token completes."""
+        """Return the characters that a token completes."""
         if token_id in self._skipped or not (piece := self._pieces[token_id]):
             return ""
         if self._at_start:
@@ -85,7 +86,7 @@ class TextStream:
         return self._utf8.decode(piece)
 
     def _append(self, text: str, new: str) -> str:
-        """`text` + `new`, cut where a stop string says so."""
+        """Return `text` + `new`, cut at a stop string."""
         if self._stops is None:
             return text + new
         for at, char in enumerate(new, start=1):
@@ -106,16 +107,16 @@ class TextStream:
 
 
 class StopStrings:
-    """An Aho-Corasick automaton: state 0 is the root, a state is the longest tail that begins some stop string.
+    """An Aho-Corasick automaton. A state is the longest tail that begins a stop string; state 0 is the empty tail.
 
-    It takes a microsecond or two for each character of the stop strings to build, and never changes: streams that stop
-    alike share one."""
+    Construction takes one or two microseconds for each character of the stop strings. The automaton never changes, so
+    streams with equal stop strings share one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self.depths = [0]  # length of that tail
+        self.depths = [0]  # length of each state's tail
         self.matches: list[str | None] = [None]  # the longest stop string that ends here
         self._children: list[dict[str, int]] = [{}]
-        self._fallbacks = [0]  # the state of the next shorter such tail
+        self._fallbacks = [0]  # the state of the next shorter tail
         for stop in stops:
             if not stop:
                 raise CallboardError("stop holds an empty string, which would end every text; leave it out.")
@@ -137,7 +138,7 @@ class StopStrings:
                 self.matches[child] = self.matches[child] or self.matches[self._fallbacks[child]]
 
     def step(self, state: int, char: str) -> int:
-        """The state after one more character; amortised, a constant number of moves."""
+        """Return the state after one more character, in amortised constant time."""
         while state and char not in self._children[state]:
             state = self._fallbacks[state]
         return self._children[state].get(char, 0)

@@ -1,8 +1,8 @@
 """Text to token ids and back, from a folder's tokenizer.json or from a GGUF file's metadata.
 
-The work is done by the `tokenizers` package; what is ours is reading a vocabulary out of a GGUF file
-(gguf_vocabulary.py), and the exact bytes of each token (pieces.py), on which incremental detokenisation, logprobs and
-grammars stand.
+The `tokenizers` package does the work. Two parts are our own: reading a vocabulary from a GGUF file
+(gguf_vocabulary.py), and the exact bytes of each token (pieces.py). Incremental detokenization, logprobs and grammars
+use these bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_toke
 class Tokenizer:
     """One model's tokenizer. Threads may share it.
 
-    `special_tokens` maps names such as "bos_token" to their text, as chat templates want them."""
+    `special_tokens` maps names such as "bos_token" to their text, for chat templates."""
 
     def __init__(
         self,
@@ -44,23 +44,23 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self.special_tokens = special_tokens
         self.chat_template = chat_template
-        self.tool_template = tool_template  # of conversations with tools, where it is another one
-        self.tool_call_parser = "auto"  # or the name of the format in which the model writes calls
+        self.tool_template = tool_template  # for conversations with tools; None if it is the same
+        self.tool_call_parser = "auto"  # or the name of the format of tool calls
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.pieces: Pieces = pieces_of(backend)
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """The tokenizer of a model folder or of a .gguf file; raises CallboardError if there is none that is known."""
+        """Load the tokenizer of a model folder or a .gguf file. Raises CallboardError if it is missing or unknown."""
         return _from_folder(path) if path.is_dir() else _from_gguf(GgufFile(path))
 
     def ids(self) -> dict[str, int]:
-        """The id of every token."""
+        """Return the id of every token."""
         return self._backend.get_vocab(with_added_tokens=True)
 
     def settings(self, max_model_len: int) -> dict[str, Any]:
-        """The chat template and the special tokens, as a tokenizer_config.json has them."""
+        """Return the chat template and the special tokens in the form of a tokenizer_config.json."""
         return {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "chat_template": self.chat_template,
@@ -69,48 +69,50 @@ class Tokenizer:
         }
 
     def save(self, folder: Path, max_model_len: int) -> None:
-        """Write tokenizer.json and tokenizer_config.json, which transformers reads."""
+        """Write tokenizer.json and tokenizer_config.json for transformers."""
         folder.mkdir(parents=True, exist_ok=True)
         self._backend.save(str(folder / "tokenizer.json"))
         (folder / "tokenizer_config.json").write_text(json.dumps(self.settings(max_model_len), indent=1) + "\n")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `text`; special tokens that are spelled out in it become theirs.
+        """Return the ids of `text`. Special tokens that it spells out become their ids.
 
-        `add_special_tokens` adds what the model wants around a text (often a BOS); leave it off for a rendered chat,
-        which has them already."""
-        # A batch, even of one text, is encoded without the GIL: other threads go on, however long the text is.
+        `add_special_tokens` adds the model's tokens around a text, often a BOS. A rendered chat already has them."""
+        # Encoding a batch, even of one text, releases the GIL for other threads.
         ids: list[int] = _encoded(self._backend.encode_batch_fast, text, add_special_tokens).ids
         return ids
 
     def offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The index of the character of `text` at which each token of `encode(text)` begins. Tokens that share a
-        character begin at it; a token that stands for no text begins where the one before it ends."""
+        """Return the index of the character of `text` at which each token of `encode(text)` begins.
+
+        Tokens that share a character begin at it. A token without text begins at the end of the one before it."""
         starts, end = [], 0
         for start, stop in _encoded(self._backend.encode_batch, text, add_special_tokens).offsets:
-            starts.append(min(start, end) if stop > start else end)  # some leave a space out, which is the token's too
+            starts.append(
+                min(start, end) if stop > start else end
+            )  # some offsets omit a space that belongs to the token
             end = max(stop, end)
         return starts
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`; bytes that are no UTF-8 become U+FFFD, ids without a token become nothing."""
+        """Return the text of `ids`. Invalid UTF-8 becomes U+FFFD; ids without a token are skipped."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
         return self.pieces.join(i for i in ids if i not in skipped).decode("utf-8", errors="replace")
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it, or None if the id has none (padding rows of the output head)."""
+        """Return the token as the vocabulary spells it; None for ids without one (padding rows of the output head)."""
         return self._backend.id_to_token(token_id)
 
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes that a token adds to a text; empty if the id has no token."""
+        """Return the exact bytes that a token adds to a text; empty for ids without a token."""
         return self.pieces[token_id]
 
 
 def _encoded(encode: Callable[..., Any], text: str, add_special_tokens: bool) -> Any:
-    """The encoding of one text. Raises CallboardError if the package fails, as with damaged tables of a normalizer."""
+    """Encode one text. Raises CallboardError if the package fails, for example on damaged tables of a normalizer."""
     try:
         return encode([text], add_special_tokens=add_special_tokens)[0]
     except BaseException as e:
@@ -120,7 +122,7 @@ def _encoded(encode: Callable[..., Any], text: str, add_special_tokens: bool) ->
 
 
 def _is_of_package(error: BaseException) -> bool:
-    """True for what the package raises: plain exceptions, and panics of its Rust code, which derive from none."""
+    """True for errors of the package: exceptions, and panics of its Rust code, which do not derive from Exception."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -138,7 +140,7 @@ def _from_folder(folder: Path) -> Tokenizer:
         if not _is_of_package(e):
             raise
         raise CallboardError(f"{path} is not a tokenizer that can be read: {_sentence(e)}.") from e
-    # Settings for batches of training data that some files carry.
+    # Some files carry settings for batches of training data.
     backend.no_truncation()
     backend.no_padding()
     settings = _optional_json(folder / "tokenizer_config.json")
@@ -150,7 +152,7 @@ def _from_folder(folder: Path) -> Tokenizer:
         if isinstance(token, str):
             special_tokens[name] = token
     bos_token_id = backend.token_to_id(special_tokens.get("bos_token", ""))
-    # Where the settings ask for a BOS and tokenizer.json forgets it (DeepSeek's do), the model was trained with one.
+    # If the settings require a BOS but tokenizer.json omits it (DeepSeek's do), the model was trained with one.
     wants_bos = settings.get("add_bos_token") is True and bos_token_id is not None
     if wants_bos and bos_token_id not in _encoded(backend.encode_batch, "", True).ids:
         put_around(backend, special_tokens["bos_token"])
@@ -172,7 +174,7 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 
 def _folder_chat_template(folder: Path, settings: dict[str, Any], name: str) -> str | None:
-    """The template called `name`: a file of its own, or one of tokenizer_config.json's; a single one is the default."""
+    """Return the template `name`, from its own file or tokenizer_config.json. A single template is the default."""
     file = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
     if (path := own_file(folder, file)) is not None:
         try:

@@ -159,7 +159,7 @@ def resize_kv(plan: MemoryPlan, config: EngineConfig, room: int) -> MemoryPlan:
 
 
 def _working_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int, max_num_seqs: int, max_model_len: int) -> int:
-    """An upper bound for the largest step: activations of one layer and a widened weight, fp32 logits with three
+    """An upper bound for the largest step: activations of one layer and a dequantized weight, fp32 logits with three
     copies, counts of tokens, gathered KV."""
     activations, size = _activation_bytes(spec, numerics, tokens), numerics.dtype.itemsize
     vocab_size = spec.whole.vocab_size  # of which ranks have parts, until something is wanted of all

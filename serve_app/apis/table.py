@@ -1,14 +1,34 @@
-"""The ways of asking the model, one class each."""
+"""All APIs: a new one is a folder beside this file and a line in `api_routes`."""
+
+from __future__ import annotations
 
 from typing import Any
 
-from serve_app.apis.anthropic.endpoint import MessagesEndpoint
-from serve_app.apis.chat.endpoint import ChatEndpoint
-from serve_app.apis.completions.endpoint import CompletionsEndpoint
-from serve_app.apis.ollama.endpoint import OllamaChatEndpoint, OllamaGenerateEndpoint
-from serve_app.service.endpoint import Endpoint
+from starlette.routing import Route
 
-CHAT, COMPLETIONS = ChatEndpoint(), CompletionsEndpoint()
+from serve_app.apis.anthropic.count_tokens import count_tokens_route
+from serve_app.apis.anthropic.endpoint import MessagesEndpoint
+from serve_app.apis.batches.routes import batch_routes
+from serve_app.apis.batches.worker import Batches
+from serve_app.apis.chat.endpoint import CHAT
+from serve_app.apis.completions.endpoint import COMPLETIONS
+from serve_app.apis.management.adapters import adapter_routes
+from serve_app.apis.management.engine import Kill, engine_routes
+from serve_app.apis.management.requests import request_routes
+from serve_app.apis.management.status import status_routes
+from serve_app.apis.management.tokenization import tokenization_routes
+from serve_app.apis.ollama.endpoint import OllamaChatEndpoint, OllamaGenerateEndpoint
+from serve_app.apis.ollama.models import ollama_model_routes
+from serve_app.apis.pooled.routes import pooled_routes
+from serve_app.apis.responses.routes import response_routes
+from serve_app.apis.responses.store import StoredResponses
+from serve_app.protocol.operation import ApiRoute
+from serve_app.service.endpoint import Endpoint
+from serve_app.service.generation import Generation
+from serve_app.service.recorded import RecordedRequests
+from serve_app.service.service import Service
+from serve_app.settings import HttpSettings
+
 ENDPOINTS: tuple[Endpoint[Any], ...] = (
     COMPLETIONS,
     CHAT,
@@ -17,4 +37,21 @@ ENDPOINTS: tuple[Endpoint[Any], ...] = (
     OllamaGenerateEndpoint(),
 )
 
-__all__ = ["CHAT", "COMPLETIONS", "ENDPOINTS", "Endpoint"]
+
+def api_routes(
+    service: Service, settings: HttpSettings, stored: StoredResponses, batches: Batches, kill: Kill | None
+) -> list[Route]:
+    recorded = RecordedRequests(settings.recorded_request_bytes, [endpoint.id_prefix for endpoint in ENDPOINTS])
+    return [
+        *(ApiRoute(e.path, Generation(service, e, settings, recorded), e.operation) for e in ENDPOINTS),
+        count_tokens_route(service, settings),
+        *response_routes(service, settings, stored, recorded),
+        *pooled_routes(service, settings),
+        *batch_routes(settings, batches),
+        *ollama_model_routes(service, settings),
+        *tokenization_routes(service, settings),
+        *request_routes(service, settings, recorded),
+        *status_routes(service, settings),
+        *adapter_routes(service, settings),
+        *engine_routes(service, settings, kill),
+    ]

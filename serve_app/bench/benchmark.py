@@ -18,14 +18,14 @@ from runtime.spec.types import CallboardError
 from serve_app.bench.client import Client, Turn
 from serve_app.bench.figures import figures
 from serve_app.bench.load import Session, arrivals, play, play_streams
-from serve_app.bench.prompts import Prompts, prompts_of
+from serve_app.bench.prompts import RandomPrompts, prompts_of
 from serve_app.bench.report import draw, report
 
 _SHOW_S = 0.2  # between two looks at the progress
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoadPlan:
     """What is sent. Each of `levels` is a number of concurrent requests, or a rate in requests per second."""
 
     levels: list[float]
@@ -44,7 +44,7 @@ class Plan:
         return f"{level:g} requests/s" if self.is_rate else f"concurrency {level:g}"
 
 
-def bench(client: Client, plan: Plan, output: Path | None, plot: Path | None) -> int:
+def bench(client: Client, plan: LoadPlan, output: Path | None, plot: Path | None) -> int:
     """Run all levels, print the report and write the files; returns 1 if a request failed.
 
     After Ctrl-C it reports the answers that are complete, and raises KeyboardInterrupt.
@@ -101,7 +101,7 @@ def _times(turns: list[Turn]) -> list[dict[str, Any]]:
 # ---- the load -------------------------------------------------------------------------------------------------------
 
 
-async def _run(client: Client, plan: Plan, prompts: Prompts) -> tuple[list[tuple[float, list[Turn]]], bool]:
+async def _run(client: Client, plan: LoadPlan, prompts: RandomPrompts) -> tuple[list[tuple[float, list[Turn]]], bool]:
     """The requests of each level, and whether Ctrl-C ended the last one."""
     levels: list[tuple[float, list[Turn]]] = []
     for number, level in enumerate(plan.levels):
@@ -119,7 +119,7 @@ async def _run(client: Client, plan: Plan, prompts: Prompts) -> tuple[list[tuple
 
 
 async def _play(
-    client: Client, plan: Plan, level: float, prompts: Prompts, rng: np.random.Generator, seen: list[Turn]
+    client: Client, plan: LoadPlan, level: float, prompts: RandomPrompts, rng: np.random.Generator, seen: list[Turn]
 ) -> None:
     """Send the requests of one level. `seen` gets each of them as it is sent."""
 
@@ -143,7 +143,7 @@ async def _play(
 
 
 @asynccontextmanager
-async def _shown(plan: Plan, level: float, seen: list[Turn]) -> AsyncIterator[None]:
+async def _shown(plan: LoadPlan, level: float, seen: list[Turn]) -> AsyncIterator[None]:
     """Show the progress of a level in one line of a terminal."""
     if not sys.stderr.isatty():
         yield
@@ -163,7 +163,7 @@ async def _shown(plan: Plan, level: float, seen: list[Turn]) -> AsyncIterator[No
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def _progress(plan: Plan, level: float, seen: list[Turn], begin: float) -> str:
+def _progress(plan: LoadPlan, level: float, seen: list[Turn], begin: float) -> str:
     seconds, done = time.perf_counter() - begin, sum(bool(turn.ended) for turn in seen)
     failed, num_events = sum(bool(turn.error) for turn in seen), sum(len(turn.events) for turn in seen)
     of = "" if plan.num_requests is None else f" of {plan.num_requests}"

@@ -23,7 +23,7 @@ Count = Callable[[str], int | None]
 
 
 @dataclass(slots=True)
-class Prompts:
+class RandomPrompts:
     """Prompts of `length` words after a prefix that all of them share."""
 
     words: list[str]
@@ -34,7 +34,7 @@ class Prompts:
         return " ".join([*self.prefix, *_draw(self.words, self.length, rng)])
 
 
-def prompts_of(length: int, shared: int, count: Count, rng: np.random.Generator) -> tuple[Prompts, bool]:
+def prompts_of(length: int, shared: int, count: Count, rng: np.random.Generator) -> tuple[RandomPrompts, bool]:
     """Prompts of `length` tokens after `shared` common ones, and whether a tokenizer has counted them.
 
     `count` returns the tokens of a text, or None without a tokenizer: then a word is taken for a token.
@@ -43,7 +43,7 @@ def prompts_of(length: int, shared: int, count: Count, rng: np.random.Generator)
     is_counted = len(words) >= _FEWEST
     if not is_counted:
         words = WORDS
-    prompts = Prompts(words, _draw(words, shared, rng), length)
+    prompts = RandomPrompts(words, _draw(words, shared, rng), length)
     if is_counted and (total := count(prompts.draw(rng))) is not None:
         prompts.length = max(1, length - (total - length - shared))  # for a token that begins each prompt
     return prompts, is_counted

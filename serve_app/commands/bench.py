@@ -47,10 +47,10 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.seed is None:
         args.seed = random.SystemRandom().randrange(1 << 32)
-    from serve_app.bench.benchmark import Plan, bench
+    from serve_app.bench.benchmark import LoadPlan, bench
     from serve_app.bench.client import Client
 
-    plan = Plan(
+    plan = LoadPlan(
         levels=args.rate or args.concurrency or [_CONCURRENCY],
         is_rate=args.rate is not None,
         num_requests=args.requests,

@@ -12,7 +12,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("chaos", help="kill processes of a running server while it streams, and count")
     parser.add_argument("url", help="of a server of yours on this machine, such as http://127.0.0.1:8000")
     what = "what to kill, one after another, with commas between: engine, runner, draft, supervisor, front"
-    parser.add_argument("--kill", metavar="NAMES", type=_roles, default=(), help=f"{what}; default: keys say so")
+    parser.add_argument("--kill", metavar="NAMES", type=_roles, default=(), help=f"{what}; default: by keys")
     parser.add_argument("--every", type=seconds, default=5.0, metavar="SECONDS", help="between two kills")
     parser.add_argument("--streams", type=positive, default=100, metavar="N", help="conversations at once")
     parser.add_argument("--max-tokens", type=positive, default=200, metavar="N", help="tokens of each answer")
@@ -22,9 +22,9 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from serve_app.tools.chaos import Plan, chaos
+    from serve_app.tools.chaos import ChaosPlan, chaos
 
-    plan = Plan(args.kill, args.every, args.streams, args.max_tokens, args.application, client_key(args))
+    plan = ChaosPlan(args.kill, args.every, args.streams, args.max_tokens, args.application, client_key(args))
     return chaos(args.url, plan)
 
 

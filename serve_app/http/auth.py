@@ -1,5 +1,4 @@
-"""The checks before every HTTP route: the request's id, the limit of its headers, the host that it names, its API key;
-and CORS."""
+"""The checks before every HTTP route: request id, size of headers, host, API key and CORS."""
 
 from __future__ import annotations
 
@@ -24,27 +23,28 @@ from serve_app.protocol.errors import ApiError, error_response
 from serve_app.settings import HttpSettings
 
 _PROBES = frozenset({"/health", "/ping", "/ready"})
-# Load balancers have no key, and the page must be there before its reader can enter one; it holds nothing secret.
+# Load balancers lack keys. The page holds no secret, and it must load before a user can enter a key.
 _OPEN_PATHS = _PROBES | {route.path for route in PAGE_ROUTES}
 _MAX_ID_CHARS = 128
-_OWNER_CHARS = 16  # of a key's digest: enough to tell keys apart
-# Names below these are never in the public name service; names without a dot are not either.
+_OWNER_CHARS = 16  # of a key's digest; enough to distinguish keys
+# The public name service has neither names below these nor names without a dot.
 _PRIVATE_DOMAINS = (".localhost", ".local", ".internal")
 _PORT = re.compile(r":\d*$")
 _UNFIT_FOR_AN_ID = re.compile(r"[^A-Za-z0-9._:-]")
 
 
 def clean_id(text: str) -> str:
-    """A client's own id for a request, fit for headers, logs and ids of answers."""
+    """Return a client's id for a request, safe for headers, logs and ids of answers."""
     return _UNFIT_FOR_AN_ID.sub("_", text[:_MAX_ID_CHARS])
 
 
 class AuthMiddleware:
-    """ASGI middleware. It leaves the request's id in the scope as "request_id", a name for its API key as "owner",
-    empty where no key is needed, and the front's BodyBytes as "bodies"."""
+    """ASGI middleware that checks requests and adds three values to the scope.
+
+    They are "request_id", "owner" (a name for the API key, or empty) and "bodies" (the front's BodyBytes)."""
 
     def __init__(self, app: ASGIApp, settings: HttpSettings, keys: Sequence[str], *, echo_ids: bool) -> None:
-        """`echo_ids` is off under Serve, which itself adds X-Request-Id to every answer."""
+        """`echo_ids` is false under Serve, which adds X-Request-Id to every answer itself."""
         self._app = app
         self._max_header_bytes = settings.max_header_bytes
         self._allowed_hosts = frozenset(name.lower().rstrip(".") for name in settings.allowed_host)
@@ -85,25 +85,25 @@ class AuthMiddleware:
             )
         path = path_within(scope)
         if path not in _PROBES and (host := self._unknown_host(headers)):
-            text = f"This server does not answer as {shortened(host)!r}; pass that name to --allowed-host if it should."
+            text = f"This server does not answer as {shortened(host)!r}; pass that name to --allowed-host to allow it."
             return ApiError(403, text, code="host_not_allowed")
         if not self._digests or path in _OPEN_PATHS:
             return None
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         keys = [headers.get(b"x-api-key", b"").strip(), bearer.strip() if scheme.lower() == b"bearer" else b""]
         for presented in map(_digest, filter(None, keys)):
-            # Digests have one length, and all are compared: the time tells nothing of any key.
+            # All digests have one length and all are compared, so the time reveals no key.
             if sum(hmac.compare_digest(presented, digest) for digest in self._digests):
                 scope["owner"] = presented.hex()[:_OWNER_CHARS]
                 return None
-        what = "is not known here" if any(keys) else "is missing; send it as 'Authorization: Bearer KEY'"
+        what = "is unknown" if any(keys) else "is missing; send it as 'Authorization: Bearer KEY'"
         return ApiError(401, f"The API key {what}.", code="invalid_api_key")
 
     def _unknown_host(self, headers: dict[bytes, bytes]) -> str:
-        """The name that the request has for this server, if it is none of its own.
+        """Return the host that the request names, if it is not this server's; else an empty text.
 
-        A web page can let the name of its site point here, and browsers then let it read the answers. It can do so only
-        with names that the public name service has, so addresses and names of private networks are always known."""
+        Against DNS rebinding: a site's name may resolve to this server, and then its pages could read the answers.
+        That needs a public name, so addresses and names of private networks are always allowed."""
         if not self._allowed_hosts or "*" in self._allowed_hosts:
             return ""
         host = headers.get(b"host", b"").decode("latin-1").lower()
@@ -112,26 +112,26 @@ class AuthMiddleware:
 
 
 def check_origin(request: HttpRequest, settings: HttpSettings) -> None:
-    """Raises ApiError for a request without an API key of a web page that is neither the server's own nor named by
-    `--cors-origin`.
+    """Raise ApiError for a request without an API key from a web page that is not allowed.
 
-    For requests without JSON: browsers send those of any site's page without asking the server first."""
+    The server's own page and origins of `--cors-origin` are allowed. This check is for requests without JSON, which
+    browsers send from any page without a preflight request."""
     origin = request.headers.get("origin")
     if origin is None or settings.has_keys or _is_own_page(origin, request, settings):
         return
     if not {origin, "*"} & set(settings.cors_origin):
-        text = f"Web pages of {shortened(origin)} may not do this; pass their origin to --cors-origin if they should."
+        text = f"Web pages of {shortened(origin)} may not do this; pass their origin to --cors-origin to allow it."
         raise ApiError(403, text, code="origin_not_allowed")
 
 
 def path_within(scope: Scope) -> str:
-    """The path within the application; Serve may have given that a prefix."""
+    """Return the path within the application, without the prefix of Serve."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
 
 def _is_own_page(origin: str, request: HttpRequest, settings: HttpSettings) -> bool:
-    """True if the origin is the host that the request names, by a name that no other site can have."""
+    """Return whether the origin is the request's host, by a name that other sites cannot have."""
     host = request.headers.get("host", "").lower()
     name = _PORT.sub("", host).rstrip(".")
     is_known = _is_private(name) or name in {allowed.lower().rstrip(".") for allowed in settings.allowed_host}
@@ -139,7 +139,7 @@ def _is_own_page(origin: str, request: HttpRequest, settings: HttpSettings) -> b
 
 
 def _is_private(name: str) -> bool:
-    """True for addresses and names of private networks, which the public name service does not have."""
+    """Return whether a name is an address or a name outside the public name service."""
     return "." not in name or name.endswith(_PRIVATE_DOMAINS) or _is_address(name)
 
 

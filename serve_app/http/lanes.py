@@ -1,7 +1,7 @@
-"""Threads for the CPU work of requests that the event loop must not do, and for work that waits for a child process.
+"""Threads for long CPU work of requests, and for work that waits for a child process.
 
-Each thread that computes takes Python's lock from the event loop for some milliseconds at a time, so each lane has few
-threads. The owners of the waiting work take turns, so that one client's requests do not keep others waiting.
+A computing thread takes Python's lock from the event loop for some milliseconds at a time, so each lane has few
+threads. Owners of waiting work take turns, so one client's requests do not delay other clients.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from serve_app.protocol.errors import ApiError
 
 _T = TypeVar("_T")
 
-_MAX_WAITING_BYTES = 256 << 20  # of the bodies that wait, of one owner
+_MAX_WAITING_BYTES = 256 << 20  # bodies in waiting work, for each owner
 _BUSY_RETRY_S = 1.0
-_MANY_QUOTES = 128  # of prompts: each costs more than its length
+_MANY_QUOTES = 128  # a sign of many prompts, which cost more than their lengths
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """Work that no thread has begun."""
+    """Work before its start."""
 
-    work: Callable[[], Any] | None  # None: it was cancelled
+    work: Callable[[], Any] | None  # None after it was cancelled
     num_bytes: int
     done: Future[Any]
 
@@ -37,7 +37,7 @@ class Lane:
     """Threads for work of one kind. Any number of event loops may share it."""
 
     def __init__(self, name: str, num_threads: int, max_bytes: int = _MAX_WAITING_BYTES) -> None:
-        """Waiting work holds at most `max_bytes` for one owner and four times as much in all."""
+        """`max_bytes` limits the waiting work of one owner; all owners have four times as much."""
         self._threads = ThreadPoolExecutor(num_threads, name)
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
@@ -45,9 +45,9 @@ class Lane:
         self._num_bytes: Counter[str] = Counter()  # by owner
 
     async def run(self, owner: str, work: Callable[[], _T], num_bytes: int = 0) -> _T:
-        """The result of `work`, which a thread does at its owner's turn; cancelled before that, it is never done.
+        """Return the result of `work`, which a thread runs at its owner's turn. Cancellation removes waiting work.
 
-        Raises the 429 if waiting work, this one with its `num_bytes` included, would hold too many bytes."""
+        Raises the 429 if waiting work, including this one with its `num_bytes`, would hold too many bytes."""
         waiting = _Waiting(work, num_bytes, Future[_T]())
         with self._lock:
             of_owner, of_all = self._num_bytes[owner] + num_bytes, self._num_bytes.total() + num_bytes
@@ -60,11 +60,11 @@ class Lane:
         try:
             return await asyncio.wrap_future(waiting.done)
         except asyncio.CancelledError:
-            self._begun(owner, waiting)
+            self._remove(owner, waiting)
             raise
 
-    def _begun(self, owner: str, waiting: _Waiting) -> Callable[[], Any] | None:
-        """The work, which waits no more; None if it did not wait."""
+    def _remove(self, owner: str, waiting: _Waiting) -> Callable[[], Any] | None:
+        """Remove work from the waiting work and return it; None if it was removed before."""
         with self._lock:
             work, waiting.work = waiting.work, None
             if work is not None:
@@ -78,8 +78,8 @@ class Lane:
             owner, works = self._waiting.popitem(last=False)
             waiting = works.popleft()
             if works:
-                self._waiting[owner] = works  # at the end: the other owners come first
-        if (work := self._begun(owner, waiting)) is None or not waiting.done.set_running_or_notify_cancel():
+                self._waiting[owner] = works  # at the end, after the other owners
+        if (work := self._remove(owner, waiting)) is None or not waiting.done.set_running_or_notify_cancel():
             return
         try:
             waiting.done.set_result(work())
@@ -94,13 +94,14 @@ LONG_ANSWERS = Lane("long-answers", 1)
 
 
 async def run_preparation(body: bytes, owner: str, may_render: bool, work: Callable[[], _T]) -> _T:
-    """The result of `work`, which reads the request in `body`. `may_render` is true if it may render a chat template:
-    the event loop never waits for that."""
+    """Return the result of `work`, which parses the request in `body`.
+
+    `may_render` is true if it may render a chat template, which the event loop never does."""
     if is_long(body) or (not may_render and body.count(b'"') > _MANY_QUOTES):
         return await LONG_REQUESTS.run(owner, work, len(body))
     return await SHORT_CHATS.run(owner, work) if may_render else work()
 
 
 async def run_rendering(is_long: bool, owner: str, work: Callable[[], _T]) -> _T:
-    """The result of `work`, which renders an answer."""
+    """Return the result of `work`, which renders an answer."""
     return await LONG_ANSWERS.run(owner, work) if is_long else work()

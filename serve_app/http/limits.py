@@ -13,26 +13,26 @@ from serve_app.protocol.errors import ApiError
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.settings import HttpSettings
 
-# A shorter body is parsed, templated and tokenised in a few milliseconds, token ids in less than it takes to wake up a
-# thread, but not fields that a template writes out with indents. A name may be spelled with escapes, too.
+# Shorter bodies take a few milliseconds to parse, render and tokenise; token ids take less than the start of a thread.
+# Fields that a template indents may take longer. JSON may spell their names with escapes.
 _LONG_BODY_BYTES, _LONG_IDS_BYTES = 8 << 10, 16 << 10
 _WRITTEN_OUT = re.compile(rb'"(?:tools|tool_calls|tool_use|chat_template_kwargs)"|\\u')
 
 
 def is_long(body: bytes) -> bool:
-    """True if a request of this body may take a while to read."""
+    """Return whether a body may take long to parse."""
     rest = body if len(body) >= _LONG_IDS_BYTES else body.translate(None, b"0123456789, ")
     return len(rest) >= _LONG_BODY_BYTES or _WRITTEN_OUT.search(body) is not None
 
 
 async def read_json_body(scope: Scope, receive: Receive, settings: HttpSettings) -> bytes | None:
-    """The bytes of a request's JSON, or None if the client left while sending them.
+    """Return the bytes of a request's JSON, or None if the client left before their end.
 
-    Raises ApiError if they are not declared to be JSON, if they are too many (by Content-Length before any is read,
-    else as soon as they are), if they take too long to come, and if the front receives too much at once. Pages of other
-    sites can send any kind but JSON without asking the server first."""
+    Raises ApiError for a body that is not declared as JSON, is too long or too slow, or exceeds the front's limit for
+    all bodies. A Content-Length is checked before the body is read. Browsers send other types than JSON from pages of
+    any site without a preflight request."""
     max_bytes, timeout_s = settings.max_body_bytes, settings.body_timeout_s
-    bodies: BodyBytes | None = scope.get("bodies")  # none for a request of a batch, whose body is there
+    bodies: BodyBytes | None = scope.get("bodies")  # None for a request of a batch, which is complete
     headers = dict(scope["headers"])
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if kind != b"application/json":
@@ -67,7 +67,7 @@ async def read_json_body(scope: Scope, receive: Receive, settings: HttpSettings)
 
 
 class BodyBytes:
-    """The bytes of request bodies that have not come whole yet, of each API key and in all."""
+    """The bytes of incomplete request bodies, of each API key and in all."""
 
     def __init__(self, settings: HttpSettings) -> None:
         self._most, self._most_per_key = settings.max_unread_bytes, settings.max_unread_bytes_per_key
@@ -75,7 +75,7 @@ class BodyBytes:
         self._num_bytes = 0
 
     def add(self, owner: str, num_bytes: int) -> None:
-        """Count more of a body. Raises the 429 of a limit, and counts nothing then."""
+        """Count more of a body. Raises the 429 of a limit without counting."""
         of_owner = self._by_owner.get(owner, 0) + num_bytes
         for what, count, most, limit in (
             ("Your API key sends", of_owner, self._most_per_key, "max_unread_bytes_per_key"),
@@ -88,7 +88,7 @@ class BodyBytes:
         self._num_bytes += num_bytes
 
     def remove(self, owner: str, num_bytes: int) -> None:
-        """A body has come whole, or is given up."""
+        """Remove the bytes of a body that is complete or given up."""
         self._num_bytes -= num_bytes
         self._by_owner[owner] -= num_bytes
         if not self._by_owner[owner]:
@@ -100,14 +100,14 @@ def _too_long(max_bytes: int) -> ApiError:
 
 
 def check_priority(priority: int, settings: HttpSettings) -> None:
-    """Raises the 400 for a request that would go before others where no client may."""
+    """Raise the 400 for a priority above others' unless the settings allow it."""
     if priority < 0 and not settings.client_priority:
-        problem = f"is {priority}, but this server lets no client go before others (client_priority)"
-        raise invalid("priority", f"{problem}; 0 is the usual one, and what is above it is served later")
+        problem = f"is {priority}, but this server does not let clients precede others (client_priority)"
+        raise invalid("priority", f"{problem}; the default is 0, and higher values are served later")
 
 
 def check_counts(request: SamplingFields, settings: HttpSettings) -> None:
-    """Raises the 400 for a request that asks for more than the server's settings allow."""
+    """Raise the 400 for a request with higher counts than the settings allow."""
     check_priority(request.priority, settings)
     num_stops = len(request.stop) if isinstance(request.stop, list) else 1
     for name, what, count, most in (
@@ -116,11 +116,11 @@ def check_counts(request: SamplingFields, settings: HttpSettings) -> None:
         ("prompt", "prompts", request.num_prompts(), settings.max_prompts),
     ):
         if count > most:
-            raise invalid(name, f"asks for {count} {what}, but this server allows {most}")
+            raise invalid(name, f"has {count} {what}, but this server allows {most}")
 
 
 class Deadline:
-    """Ends its body after `seconds` with the 504."""
+    """Ends its block after `seconds` with the 504."""
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds

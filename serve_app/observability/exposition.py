@@ -75,7 +75,7 @@ class _Collector:
         return GaugeMetricFamily(name, about, labels=["model_name", "engine", *labels])
 
     def _infos(self, name: str, about: str, value: float, by_engine: Mapping[str, dict[str, str]]) -> Metric:
-        """Return a gauge whose labels are facts about each engine; it omits engines without facts."""
+        """Return a gauge with facts about each engine as labels; it omits engines without facts."""
         labels: list[str] = next((list(facts) for facts in by_engine.values() if facts), [])
         family = self._gauge(name, about, *labels)
         for engine, facts in by_engine.items():

@@ -151,11 +151,11 @@ class ServiceMetrics:
         lag.observe(max(time.time() - choice.last_at, 0.0))
 
     def waits_for_grammar(self) -> None:
-        """Count a request whose grammar is compiled before it is submitted to an engine."""
+        """Count a request that waits for its grammar."""
         self._pending[""].count("callboard:grammar_waits")
 
     def waited_for_grammar(self, seconds: float) -> None:
-        """Measure how long the compilation delayed a request."""
+        """Measure the wait for a grammar."""
         self._pending[""].histogram("callboard:grammar_seconds").observe(seconds)
 
     # ---- to the engines, and from them ------------------------------------------------------------------------------

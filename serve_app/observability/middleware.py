@@ -19,7 +19,7 @@ _QUIET_PATHS = {"/health", "/ping", "/ready", "/load", "/metrics"} | {route.path
 class ObserveRequests:
     """Calls `on_end` for each request, except for probes and files of the pages.
 
-    Its arguments are those of `ServiceMetrics.answered`."""
+    `ServiceMetrics.answered` names its arguments."""
 
     def __init__(
         self, app: ASGIApp, on_end: Callable[[RequestContext, str, str, int], None], routes: Iterable[Route]

@@ -1,8 +1,8 @@
-"""Figures through ray.util.metrics, under the names that vLLM has there (vllm_..., which Ray exports as ray_vllm_...):
-Ray's shipped "Serve LLM" dashboard reads them.
+"""Metrics through ray.util.metrics, for Ray's "Serve LLM" dashboard (docs/operations.md).
 
-That dashboard joins them with Serve's own request counter by worker, so they are published by the fronts: each its own
-requests, and one of them what only the engines know.
+They have vLLM's names: vllm_..., which Ray exports as ray_vllm_.... The dashboard joins them with Serve's request
+counter by worker, so fronts publish them. Each front publishes its own requests; one front publishes the engines' own
+figures too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ray.util import metrics as ray_metrics
 from actors.wire.metrics import ENGINE_METRICS, METRICS, Histogram, MetricValues, Snapshot
 
 _AT_ONCE = 200  # observations
-_MAX_GONE = 64  # engines whose last figures are kept after them: they may come back
+_MAX_GONE = 64  # ended engines with stored figures, since they may come back
 _LABELS = ("model_name", "engine", "ReplicaId")
 
 
@@ -26,18 +26,18 @@ class RayMetrics:
     def __init__(self, model: str, replica_id: str) -> None:
         self._tags = {"model_name": model, "ReplicaId": replica_id}
         self._metrics: dict[str, Any] = {}
-        self._last: dict[str, MetricValues] = {}  # by engine: its own figures when they were last published
-        self._gone: dict[str, None] = {}  # engines of these whose gauges are at zero, in the order of their ends
+        self._last: dict[str, MetricValues] = {}  # last published figures by engine
+        self._gone: dict[str, None] = {}  # ended engines, in the order of their ends
 
     async def publish(self, engine: str, new: MetricValues) -> None:
-        """Publishes new counts."""
+        """Publish new counts."""
         tags = {**self._tags, "engine": engine}
         for name, values in new.numbers.items():
             if ":" not in name:
-                continue  # of processes and HTTP: Ray and Serve have their own
+                continue  # figures of processes and HTTP, which Ray and Serve have themselves
             label = METRICS[name].label
             if label and not METRICS[name].label_values:
-                continue  # names of adapters: Ray would keep each that ever was
+                continue  # labels with adapters' names, which Ray would store forever
             for label_value, value in values.items():
                 labelled = {**tags, label: label_value} if label else tags
                 if METRICS[name].kind == "gauge":
@@ -45,8 +45,8 @@ class RayMetrics:
                 elif value > 0:
                     self._metric(name).inc(value, labelled)
         for name, histogram in new.histograms.items():
-            # Ray takes one observation at a time (2 us): streams must not wait for all of a busy second's. Of those
-            # that share a bucket it gets the mean; it keeps no more of them than their bucket.
+            # Ray takes one observation at a time (2 us), so a busy second must not block streams. Observations of a
+            # bucket are sent as their mean, since Ray stores only buckets.
             for count, total in zip(histogram.counts, histogram.sums, strict=True):
                 for i in range(count):
                     self._metric(name, histogram).observe(total / count, tags)
@@ -54,9 +54,9 @@ class RayMetrics:
                         await asyncio.sleep(0)
 
     async def publish_engine(self, engine: str, snapshot: Snapshot) -> None:
-        """Publishes an engine's own counts since it was last published; a new engine's all.
+        """Publish an engine's own counts since its last publication.
 
-        What was counted before this process first looked is left to the one that told of it then."""
+        Counts before this process's first look belong to the front that published then."""
         own = MetricValues(
             {name: dict(v) for name, v in snapshot.figures.numbers.items() if name in ENGINE_METRICS},
             {name: h for name, h in snapshot.figures.histograms.items() if name in ENGINE_METRICS},
@@ -76,7 +76,7 @@ class RayMetrics:
         self._metric("vllm:cache_config_info", labels=tuple(tags)).set(1, tags)
 
     def clear_gauges(self, engines: Collection[str]) -> None:
-        """All but these are gone and run nothing; Ray shows a last value for as long as this process lives."""
+        """Set the gauges of all other engines to zero, since Ray shows last values until this process ends."""
         for engine in self._last.keys() - engines - self._gone.keys():
             for name, metric in METRICS.items():
                 if metric.kind == "gauge" and ":" in name:
@@ -102,6 +102,6 @@ class RayMetrics:
 
 
 def _is_behind(now: MetricValues, last: MetricValues) -> bool:
-    """True if the engine began anew since: it has taken fewer steps than it had."""
+    """Return whether the engine restarted: its number of steps fell."""
     step = "callboard:step_seconds"
     return sum(now.histograms[step].counts) < sum(last.histograms[step].counts)

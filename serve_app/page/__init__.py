@@ -1,9 +1,9 @@
-"""The pages at `GET /` and `GET /docs`: this folder's static files, read once. They send requests to this server alone.
+"""The pages at `GET /` and `GET /docs`: static files of this folder. They send requests to this server only.
 
-`vendor` holds libraries of others as they are (vendor/LICENSES.txt): markdown-it and Temml make markup of what a model
-writes, and DOMPurify lets through what is harmless. Nothing else may make any: the browser enforces it.
+`vendor` holds unchanged libraries (vendor/LICENSES.txt): markdown-it and Temml render a model's output to markup, and
+DOMPurify sanitizes it. The browser enforces that no other code makes markup.
 
-The routes need no engine and no key: a page that cannot load could neither show the phase of a start nor ask for a key.
+The routes work without an engine and without a key, so the page can show the phase of a start and a field for the key.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _TYPES = {
 }
 _PAGES = {"index.html": "/", "docs.html": "/docs"}
 _HEADERS = {
-    "cache-control": "no-cache",  # kept by the browser, but asked about each time: a new version shows at once
+    "cache-control": "no-cache",  # browsers revalidate each time, so a new version shows at once
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    "require-trusted-types-for 'script'; trusted-types dompurify",  # only DOMPurify makes markup of text
+    "require-trusted-types-for 'script'; trusted-types dompurify",  # only DOMPurify may make markup
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
@@ -40,7 +40,7 @@ def _route(folder: str, file: Traversable) -> Route:
     headers = {**_HEADERS, "etag": f'"{blake2b(content, digest_size=8).hexdigest()}"'}
 
     async def answer(request: Request) -> Response:
-        if headers["etag"] in request.headers.get("if-none-match", ""):  # a list, perhaps, or W/"..." from a proxy
+        if headers["etag"] in request.headers.get("if-none-match", ""):  # it may be a list, or W/"..." from a proxy
             return Response(status_code=304, headers=headers)
         return Response(content, headers=headers, media_type=media_type)
 

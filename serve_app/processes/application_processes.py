@@ -1,8 +1,8 @@
-"""The processes of a running application on this machine, for whoever ends them on purpose.
+"""The processes of a running application on this machine, for tests of failures.
 
-Who listens on the application's port leads to its Ray (by /proc alone), Ray's actors tell their own processes, and
-before a signal is sent a process is looked at again: it must be this user's, of that Ray session, and an actor of
-Callboard. Whatever is not is refused.
+The listener on the application's port leads to its Ray through /proc, and Ray's actors report their processes. Before
+each signal the process is checked again: it must belong to this user and that Ray session, and be an actor of
+Callboard.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from runtime.spec.types import CallboardError
 from serve_app.processes.process_tree import children_of_all
 from serve_app.settings import HttpSettings
 
-ROLES = {  # of a process, and how Ray titles it
+ROLES = {  # role of a process -> its title by Ray
     "engine": "ray::EngineActor",
     "runner": "ray::ModelRunnerActor",
     "draft": "ray::DraftActor",
     "supervisor": "ray::ServeReplica:{application}:Engine",
     "front": "ray::ServeReplica:{application}:Front",
 }
-_CALL_S = 10.0  # for Ray to tell of a process; what does not answer has none to tell
+_CALL_S = 10.0  # for actors to report their processes
 
 
 class Raylet(NamedTuple):
@@ -54,14 +54,16 @@ class Process:
     """One process of an application."""
 
     role: str
-    engine: str  # the id of the engine that it belongs to; empty for a front
+    engine: str  # id of its engine; empty for a front
     pid: int
     application: str
     session: str
 
     def send(self, number: signal.Signals) -> None:
-        """Send it a signal. Raises CallboardError if it is not what it was found to be, and ProcessLookupError if it is
-        no more. What is looked at is what gets the signal: a descriptor of a process is never another's."""
+        """Check the process and send it a signal.
+
+        Raises CallboardError if the check fails, and ProcessLookupError if the process has ended. Check and signal use
+        one process descriptor, which cannot refer to a later process with the same id."""
         descriptor = os.pidfd_open(self.pid)
         try:
             check(self)
@@ -71,7 +73,7 @@ class Process:
 
 
 def check(process: Process) -> None:
-    """Raises CallboardError unless it is this user's, of its Ray session, and the actor that it is said to be."""
+    """Raise CallboardError unless the process belongs to this user and its Ray session, and has its role."""
     place = Path(f"/proc/{process.pid}")
     try:
         title = (place / "cmdline").read_bytes().decode(errors="replace").strip("\0 ")
@@ -81,12 +83,12 @@ def check(process: Process) -> None:
     except PermissionError:
         title, user, log = "", -1, ""
     if user != os.getuid():
-        raise CallboardError(f"Process {process.pid} belongs to another user; only your own are ended.")
+        raise CallboardError(f"Process {process.pid} belongs to another user; Callboard ends only your own.")
     wanted = ROLES[process.role].format(application=process.application)
     if not re.fullmatch(rf"{re.escape(wanted)}(\W.*)?", title) or not log.startswith(f"{process.session}/logs/"):
         raise CallboardError(
-            f"Process {process.pid} ({title[:60] or 'without a title'}) is no {process.role} of the application "
-            f"{process.application!r}; nothing was sent to it."
+            f"Process {process.pid} ({title[:60] or 'without a title'}) is not a {process.role} of the application "
+            f"{process.application!r}; it received no signal."
         )
 
 
@@ -94,22 +96,22 @@ def check(process: Process) -> None:
 
 
 def local_port(url: str) -> int:
-    """The port of a URL on this machine's loopback; raises CallboardError for any other."""
+    """Return the port of a URL on this machine's loopback; raises CallboardError for any other."""
     parts = urlsplit(url if "//" in url else f"http://{url}")
     try:
         found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
     except (OSError, ValueError) as e:
-        raise CallboardError(f"{url!r} is no URL of a server ({e}); give one such as http://127.0.0.1:8000.") from e
+        raise CallboardError(f"{url!r} is not a server's URL ({e}); give one such as http://127.0.0.1:8000.") from e
     if not all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found):
         raise CallboardError(
-            f"{url!r} is not on this machine's loopback, and processes of another machine are not ended; "
+            f"{url!r} is not on this machine's loopback, and Callboard ends only processes of this machine; "
             "give a URL such as http://127.0.0.1:8000."
         )
     return int(parts.port or 80)
 
 
 def listeners(port: int) -> list[int]:
-    """This user's processes that listen on a port; raises CallboardError if nobody does, or another user."""
+    """Return this user's processes that listen on a port; raises CallboardError without a listener of this user."""
     users: dict[str, int] = {}  # by inode
     for table in ("tcp", "tcp6"):
         with suppress(FileNotFoundError):
@@ -120,12 +122,12 @@ def listeners(port: int) -> list[int]:
     if not users:
         raise CallboardError(f"Nothing listens on port {port} of this machine; start `callboard serve` first.")
     if set(users.values()) != {os.getuid()}:
-        raise CallboardError(f"Port {port} belongs to another user; only processes of your own are ended.")
+        raise CallboardError(f"Port {port} belongs to another user; Callboard ends only your own processes.")
     return [pid for pid in _own_processes() if users.keys() & _descriptors(pid)]
 
 
 def raylet_behind(port: int) -> Raylet:
-    """The Ray whose Serve listens on a port: the one beneath the nearest ancestor that has any."""
+    """Return the Ray behind a port: the descendant of the listener's nearest ancestor with a Ray."""
     children = children_of_all()
     parents = {child: parent for parent, pids in children.items() for child in pids}
     raylets = {pid for pid in _own_processes() if _program(pid) == "raylet"}
@@ -136,14 +138,14 @@ def raylet_behind(port: int) -> Raylet:
             if len(found) == 1:
                 return Raylet.of(found.pop())
             ancestor = None if found else parents.get(ancestor)
-    raise CallboardError(f"What listens on port {port} is no Ray Serve of this machine; give a Callboard server's URL.")
+    raise CallboardError(f"Port {port} is not Ray Serve's on this machine; give a Callboard server's URL.")
 
 
 def connect(raylet: Raylet) -> None:
-    """Make this process a driver of that Ray, with the secret that its daemon has."""
+    """Make this process a driver of a Ray, with the environment of its daemon, which holds its secret."""
     pairs = Path(f"/proc/{raylet.pid}/environ").read_bytes().decode(errors="replace").split("\0")
     settings = dict(pair.partition("=")[::2] for pair in pairs if pair.startswith(("RAY_", "__RAY_")))
-    os.environ.update(settings)  # Ray reads them when it is imported
+    os.environ.update(settings)  # before the import of Ray, which reads them
     import ray
 
     ray.init(address=raylet.gcs_address, log_to_driver=False, logging_level=logging.ERROR)
@@ -151,7 +153,7 @@ def connect(raylet: Raylet) -> None:
 
 def _own_processes() -> Iterator[int]:
     for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended since
+        with suppress(OSError):  # it has ended
             if path.stat().st_uid == os.getuid():
                 yield int(path.name)
 
@@ -181,19 +183,20 @@ def _below(pid: int, children: dict[int, list[int]]) -> Iterator[int]:
 
 
 def the_application(wanted: str | None) -> str:
-    """The name of the application of Callboard that runs on the Ray of this process; raises CallboardError if there is
-    none, or several and none is wanted."""
+    """Return the name of the application on this process's Ray, or the `wanted` one.
+
+    Raises CallboardError without such an application, or with several and no `wanted` one."""
     from actors.ray.names import living_actors
 
     names = sorted({name.partition("/engine/")[0] for name in living_actors("") if "/engine/" in name})
     if wanted in names or (wanted is None and len(names) == 1):
         return wanted or names[0]
     known = ", ".join(names) or "none"
-    raise CallboardError(f"Which application is meant is not clear; name one with --application (running: {known}).")
+    raise CallboardError(f"The application is ambiguous; name one with --application (running: {known}).")
 
 
 def processes_of(application: str, session: str) -> list[Process]:
-    """The application's processes on this machine, as its actors and Serve tell of them now."""
+    """Return the application's processes on this machine, from reports of its actors and Serve."""
     import ray
     from ray.serve.context import _get_global_client
 
@@ -203,36 +206,37 @@ def processes_of(application: str, session: str) -> list[Process]:
     here = {node["NodeID"] for node in nodes if node["NodeManagerHostname"] == socket.gethostname()}
     asked: dict[Any, str] = {}
     for name in living_actors(engines_of(application)):
-        with suppress(ValueError):  # it has died since
+        with suppress(ValueError):  # it has died
             asked[ray.get_actor(name, NAMESPACE).processes.remote()] = engine_id(name)
     answers, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_CALL_S) if asked else ([], [])
-    told = []
+    reported = []
     for answer in answers:
-        with suppress(ray.exceptions.RayError):  # it dies, or has not begun
-            told += [(asked[answer], *found) for found in ray.get(answer)]
+        with suppress(ray.exceptions.RayError):  # it is dying or starting
+            reported += [(asked[answer], *found) for found in ray.get(answer)]
     client: Any = _get_global_client()
     deployments = client.get_serve_details()["applications"].get(application, {"deployments": {}})["deployments"]
     for deployment, role in (("Engine", "supervisor"), ("Front", "front")):
         for replica in deployments.get(deployment, {"replicas": []})["replicas"]:
             if replica["state"] == "RUNNING" and replica["pid"]:
                 engine = replica["replica_id"] if role == "supervisor" else ""
-                told.append((engine, role, replica["node_id"], replica["pid"]))
-    return [Process(role, engine, pid, application, session) for engine, role, node, pid in told if node in here]
+                reported.append((engine, role, replica["node_id"], replica["pid"]))
+    return [Process(role, engine, pid, application, session) for engine, role, node, pid in reported if node in here]
 
 
 def kill_any(application: str, role: str, settings: HttpSettings) -> Process:
-    """Kill a process of this role on this machine, drawn at random. Raises CallboardError if there is none, or if
-    clients of other machines can ask for it without a key."""
+    """Kill a random process of this role on this machine.
+
+    Raises CallboardError without one, or if clients of other machines could do this without a key."""
     import ray
     from ray.serve.context import _get_global_client
 
     client: Any = _get_global_client()
-    settings.check_chaos(client.http_config.host)  # under `serve run`, which alone chooses it
+    settings.check_chaos(client.http_config.host)  # which `serve run` alone chooses
     node: Any = ray._private.worker._global_node
     found = [process for process in processes_of(application, node.get_session_dir_path()) if process.role == role]
     random.shuffle(found)
     for process in found:
-        with suppress(ProcessLookupError):  # it has ended since
+        with suppress(ProcessLookupError):  # it has ended
             process.send(signal.SIGKILL)
             return process
-    raise CallboardError(f"This machine has no {role} of the server now, so none was killed; try again in a second.")
+    raise CallboardError(f"This machine runs no {role} of the server now, so none was killed; try again in a second.")

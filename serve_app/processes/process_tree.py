@@ -1,8 +1,8 @@
-"""A child process in a session of its own, all of whose offspring ends with it.
+"""A child process in its own session, with an end for all its descendants.
 
-Ray starts a dozen processes, replaces signal handlers, writes to stderr and may end the process that it is in. So the
-command's own process has nothing of Ray: it forks, passes signals on as orders to stop, tells why the child ended, and
-kills whatever is left then.
+Ray starts a dozen processes, replaces signal handlers, writes to stderr and may end its process. Therefore the
+command's own process does not use Ray. It forks, forwards signals as orders to stop, reports the child's end, and
+kills the remaining processes.
 """
 
 from __future__ import annotations
@@ -24,32 +24,33 @@ from runtime.spec.types import CallboardError
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SAME_SIGNAL_S = 0.5  # `timeout` and others send a signal to a process and to its group
-_INTERRUPT_S = 1.0  # for what a child that is not ready yet puts in order
+_INTERRUPT_S = 1.0  # for the cleanup of a child that is not ready
 _MAX_FAULT_CHARS = 300
 News = dict[str, str | bool]
-_KILL_S = 10.0  # the kernel ends no process that is within a system call of some kinds
+_KILL_S = 10.0  # some system calls delay a process's end
 
 
 class Parent:
-    """A child's view of its parent."""
+    """A child's channel to its parent."""
 
     def __init__(self, orders: int, news: int) -> None:
         self._orders, self._news = orders, news
 
-    def tell(self, **news: str | bool) -> None:
-        """`ready=True`: signals are orders from now on. `log`: where to look if this process ends without a word. The
-        parent's `hear` gets everything."""
+    def send(self, **news: str | bool) -> None:
+        """Send news to the parent, which passes them to `on_news`.
+
+        With `ready=True`, signals become orders from now on. `log` is the place to look if this process just ends."""
         os.write(self._news, json.dumps(news).encode() + b"\n")
 
     def wait_for_order(self, timeout_s: float | None = None) -> bool:
-        """Waits for one more order to stop; False if none has come in time. A parent that is gone wants a stop, too."""
+        """Wait for one more order to stop; return False after the timeout. The parent's end is an order too."""
         if not select.select([self._orders], [], [], timeout_s)[0]:
             return False
         os.read(self._orders, 1)
         return True
 
     def end_with(self, *names: str) -> None:
-        """Ends this process, with the reason, as soon as one of its own children with these names ends."""
+        """End this process, and report why, when one of its children with these names ends."""
         ends = select.poll()
         watched = {}
         for pid in children_of_all().get(os.getpid(), []):
@@ -60,19 +61,20 @@ class Parent:
 
         def wait() -> None:
             (descriptor, _), *_ = ends.poll()
-            self.tell(fault=f"its {watched[descriptor]} ended")
+            self.send(fault=f"its {watched[descriptor]} ended")
             os._exit(1)
 
         threading.Thread(target=wait, name="end-with", daemon=True).start()
 
 
-def run(work: Callable[[Parent], None], hear: Callable[[News], None] = lambda _: None) -> None:
-    """Runs `work` in a child until it returns, and ends all that descends from it. `hear` gets what the child tells.
+def run(work: Callable[[Parent], None], on_news: Callable[[News], None] = lambda _: None) -> None:
+    """Run `work` in a child until it returns, and end all its descendants. `on_news` receives the child's news.
 
-    A signal before the child is ready interrupts it; then the first one orders it to stop, a second one to hurry, and a
-    third one kills it. Raises CallboardError as `work` does, and if the child just ends, and KeyboardInterrupt."""
+    A signal interrupts a child that is not ready. Later the first signal orders a stop, the second one a faster stop,
+    and the third one kills the child. Raises CallboardError as `work` does, and if the child just ends, and
+    KeyboardInterrupt."""
     strangers = _descendants()
-    # Who loses its parent becomes a child of this process, where it is found.
+    # Orphaned descendants become children of this process, which can then find them.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     (orders_out, orders), (news, news_in) = os.pipe(), os.pipe()
     with _signals() as (signals, restore_handlers):
@@ -84,15 +86,15 @@ def run(work: Callable[[Parent], None], hear: Callable[[News], None] = lambda _:
         os.close(orders_out)
         os.close(news_in)
         try:
-            _watch(pid, signals, orders, news, hear)
+            _watch(pid, signals, orders, news, on_news)
         finally:
             _end(strangers)
             os.close(orders)
             os.close(news)
 
 
-def _watch(pid: int, signals: int, orders: int, news: int, hear: Callable[[News], None]) -> None:
-    """Until the child has ended."""
+def _watch(pid: int, signals: int, orders: int, news: int, on_news: Callable[[News], None]) -> None:
+    """Handle signals and news until the child has ended."""
     known: News = {}
     unread, num_orders, last = b"", 0, -_SAME_SIGNAL_S
     while True:
@@ -107,16 +109,16 @@ def _watch(pid: int, signals: int, orders: int, news: int, hear: Callable[[News]
                 raise KeyboardInterrupt
             if num_orders > 2:
                 raise KeyboardInterrupt
-            with suppress(BrokenPipeError):  # it ends by itself
+            with suppress(BrokenPipeError):  # the child ends by itself
                 os.write(orders, b"s")
         if news in readable:
             if not (new := os.read(news, 1 << 16)):
                 break
             *lines, unread = (unread + new).split(b"\n")
             for line in lines:
-                told: News = json.loads(line)
-                known |= told
-                hear(told)
+                new_facts: News = json.loads(line)
+                known |= new_facts
+                on_news(new_facts)
     if "error" in known:
         raise CallboardError(str(known["error"]))
     if "done" not in known:
@@ -127,7 +129,7 @@ def _watch(pid: int, signals: int, orders: int, news: int, hear: Callable[[News]
 
 
 def _interrupt(pid: int) -> None:
-    """Ctrl-C for a child, and the time that it has for what it puts in order."""
+    """Send Ctrl-C to a child, and give it time for its cleanup."""
     os.kill(pid, signal.SIGINT)
     end = time.monotonic() + _INTERRUPT_S
     while time.monotonic() < end and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -137,24 +139,24 @@ def _interrupt(pid: int) -> None:
 def _be_child(work: Callable[[Parent], None], parent: Parent) -> NoReturn:
     try:
         os.setsid()  # Ctrl-C, a closed terminal and `timeout` reach the parent alone
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent's way to interrupt, whatever it inherited
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # for `_interrupt`, even if SIGINT was ignored
         try:
             work(parent)
-            parent.tell(done=True)
+            parent.send(done=True)
         except CallboardError as e:
-            parent.tell(error=str(e))
+            parent.send(error=str(e))
         except KeyboardInterrupt:
             pass
         except BaseException as e:
             traceback.print_exc()
-            parent.tell(fault=f"{type(e).__name__}: {' '.join(str(e).split())[:_MAX_FAULT_CHARS]}")
+            parent.send(fault=f"{type(e).__name__}: {' '.join(str(e).split())[:_MAX_FAULT_CHARS]}")
     finally:
         os._exit(1)
 
 
 @contextmanager
 def _signals() -> Iterator[tuple[int, Callable[[], None]]]:
-    """A file descriptor with a byte for each signal that asks this process to end, and what sets all back again."""
+    """Yield a file descriptor with a byte for each signal to end, and a function that restores the handlers."""
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
     numbers = [signal.SIGINT, signal.SIGTERM]
@@ -177,30 +179,30 @@ def _signals() -> Iterator[tuple[int, Callable[[], None]]]:
 
 
 def _end(strangers: set[int]) -> None:
-    """Kills all descendants of this process but `strangers`, and waits for them."""
+    """Kill all descendants of this process except `strangers`, and wait for their ends."""
     end = time.monotonic() + _KILL_S
     while (pids := _descendants() - strangers) and time.monotonic() < end:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for pid in pids:
-            with suppress(ChildProcessError):  # not a child yet: its parent is about to end
+            with suppress(ChildProcessError):  # not a child before its parent ends
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(0.01)
 
 
 def children_of_all() -> dict[int, list[int]]:
-    """The children of every process, by its id."""
+    """Return the children of every process by its id."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended since
+        with suppress(OSError):  # it has ended
             parent = int(path.read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(path.parent.name))
     return children
 
 
 def _descendants() -> set[int]:
-    """Process ids of all that descend from this process."""
+    """Return the ids of all descendants of this process."""
     children = children_of_all()
     found: set[int] = set()
     todo = [os.getpid()]

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 def listed(values: Sequence[_T], entry: Callable[[_T], Any]) -> list[Any] | msgspec.Raw:
-    """The entry of each value as a list; a long one as JSON, encoded in pieces, which also takes less memory."""
+    """Return the entry of each value as a list. A long list is JSON, encoded in pieces, which takes less memory."""
     if len(values) <= _PIECE:
         return [entry(value) for value in values]
     pieces = [encode_json([entry(v) for v in values[at : at + _PIECE]]) for at in range(0, len(values), _PIECE)]
@@ -27,16 +27,16 @@ def listed(values: Sequence[_T], entry: Callable[[_T], Any]) -> list[Any] | msgs
 
 
 def finite(logprob: float) -> float:
-    return max(logprob, -9999.0)  # JSON has no infinity
+    return max(logprob, -9999.0)  # JSON lacks infinity
 
 
 def token_id_text(token_id: int) -> str:
-    """A token as vLLM's `return_tokens_as_token_ids` shows it."""
+    """Return a token in the form of vLLM's `return_tokens_as_token_ids`."""
     return f"token_id:{token_id}"
 
 
 def logprob_entry(tokenizer: Tokenizer, as_ids: bool | None, logprobs: TokenLogprobs) -> dict[str, Any]:
-    """One position of OpenAI's log-probabilities of chats and responses."""
+    """Return one position of OpenAI's log-probabilities for chats and responses."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         piece = tokenizer.token_bytes(token_id)
@@ -48,7 +48,7 @@ def logprob_entry(tokenizer: Tokenizer, as_ids: bool | None, logprobs: TokenLogp
 
 
 def num_scores(deltas: Iterable[Delta]) -> int:
-    """Positions with log-probabilities."""
+    """Return the number of positions with log-probabilities."""
     return sum(len(delta.logprobs) + len(delta.prompt_logprobs) for delta in deltas)
 
 
@@ -58,8 +58,8 @@ class ChoiceUsage:
 
     num_output: int = 0
     num_cached: int = 0  # of its prompt
-    num_draft_tokens: int = 0  # that were verified
-    num_accepted: int = 0  # of these: they are output
+    num_draft_tokens: int = 0  # verified ones
+    num_accepted: int = 0  # accepted draft tokens, which are output
 
     def add(self, delta: Delta) -> None:
         self.num_output += len(delta.token_ids)
@@ -70,8 +70,9 @@ class ChoiceUsage:
 
 
 def usage(num_prompt: int, num_cached: int, choices: Sequence[ChoiceUsage], speculates: bool) -> dict[str, Any]:
-    """OpenAI's usage object. Without a draft it has no details of the completion: zeros would look like one whose
-    tokens are never right. Accepted predictions are a part of completion_tokens, rejected ones are not."""
+    """Return OpenAI's usage object. Only servers with a draft report details of the completion.
+
+    completion_tokens include accepted predictions but not rejected ones."""
     num_output = sum(choice.num_output for choice in choices)
     counts: dict[str, Any] = {
         "prompt_tokens": num_prompt,
@@ -89,14 +90,14 @@ def usage(num_prompt: int, num_cached: int, choices: Sequence[ChoiceUsage], spec
 
 
 def prompt_logprobs(logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer, num_top: int) -> list[Any] | msgspec.Raw:
-    """vLLM's `prompt_logprobs`: for each prompt token, the first excepted, its own and the `num_top` best entries."""
+    """Return vLLM's `prompt_logprobs`: an entry for each prompt token after the first, and its `num_top` best ones."""
 
     def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         decoded = tokenizer.token_bytes(token_id).decode("utf-8", "replace")
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": decoded}
 
     def position(lp: TokenLogprobs | None) -> dict[str, Any] | None:
-        if lp is None:  # of the first
+        if lp is None:  # for the first token
             return None
         top = {str(i): entry(i, value, rank) for rank, (i, value) in enumerate(lp.top[:num_top], start=1)}
         return top | {str(lp.token_id): entry(lp.token_id, lp.logprob, lp.rank)}

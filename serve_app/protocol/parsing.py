@@ -1,7 +1,7 @@
 """Requests from the bytes of their JSON.
 
-Parsing holds Python's lock, and with it all streams of a process, so what a body may cost is bounded before it is
-parsed: the number of its values, and token ids, which may be many, are read a piece at a time.
+Parsing holds Python's lock and so delays all streams of a process. Therefore the number of values is checked before
+parsing, and long lists of token ids are parsed a piece at a time.
 """
 
 from __future__ import annotations
@@ -9,36 +9,24 @@ from __future__ import annotations
 from typing import Annotated, TypeVar
 
 import msgspec
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
+from starlette.requests import Request as HttpRequest
 
 from runtime.output.fields import FieldError, fault_of, invalid, path_of
-from runtime.output.options import OutputOptions
 from runtime.spec.types import CallboardError
 from serve_app.protocol.errors import ApiError
 from serve_app.protocol.sampling import MAX_CHOICES
 from serve_app.protocol.shapes import MAX_VALUES, RequestModel, TokenIds, has_too_many_values
 
-_LONG_BYTES = 64 << 10  # a shorter body is no matter, whatever it holds
-_PIECE_BYTES = 64 << 10  # of token ids that are read at once
-
-
-class AbortRequest(RequestModel):
-    """POST /v1/abort: the id of an answer, or the client's own for the request (X-Request-Id, request_id)."""
-
-    request_id: Annotated[str, Field(min_length=1, max_length=256)]
-
-
-class GrammarRequest(RequestModel, OutputOptions):
-    """POST /check_grammar: the fields of a completion's or a chat's request that bind its output."""
-
-    model_config = ConfigDict(extra="ignore")
+_LONG_BYTES = 64 << 10  # a shorter body parses fast enough with any content
+_PIECE_BYTES = 64 << 10  # of token ids that are parsed at once
 
 
 _R = TypeVar("_R", bound=RequestModel)
 
 
 def parse(kind: type[_R], body: bytes) -> _R:
-    """A request from the bytes of its JSON; raises FieldError for the first field at fault, and ApiError."""
+    """Return a request from the bytes of its JSON; raises FieldError for the first field at fault, and ApiError."""
     ids: dict[str, list[int] | list[list[int]]] = {}
     if len(body) >= _LONG_BYTES:
         if kind.token_ids_field is not None:
@@ -54,6 +42,15 @@ def parse(kind: type[_R], body: bytes) -> _R:
     return request
 
 
+def read_query(kind: type[_R], request: HttpRequest) -> _R:
+    """Return the parameters of a URL; raises FieldError for the first one at fault."""
+    try:
+        return kind.model_validate(dict(request.query_params))
+    except ValidationError as e:
+        first = e.errors(include_url=False)[0]
+        raise fault_of(path_of(first), first) from None
+
+
 # ---- long bodies -----------------------------------------------------------------------------------------------------
 
 _token_ids_decoder = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]])
@@ -61,9 +58,10 @@ _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def _without_token_ids(name: str, body: bytes) -> tuple[bytes, dict[str, list[int] | list[list[int]]]]:
-    """`body` with a short list in place of a long one of token ids, or of lists of them, as its field `name`; and
-    that field, if it is such a list. What is no JSON is left to who reads the rest."""
-    if body.count(b":") > MAX_VALUES:  # of fields; a text may have as many, but then it is not long ids that come
+    """Return `body` with a short list as field `name`, and the field's long list of token ids or of such lists.
+
+    Any other body is returned as it is, with no fields. Faults of its JSON are reported by the parser of the rest."""
+    if body.count(b":") > MAX_VALUES:  # a body with so many colons does not consist of long lists of ids
         return body, {}
     try:
         fields = _fields_decoder.decode(body)
@@ -109,7 +107,7 @@ def _no_token_id(name: str, num_before: int, piece: bytes) -> FieldError:
         fault = e.errors(include_url=False)[0]
         if fault["loc"]:
             return fault_of(f"{name}.{num_before + int(fault['loc'][0])}", fault)
-    return invalid(name, "holds something that is no token id; those are whole numbers from 0 on")
+    return invalid(name, "holds a value that is not a token id; token ids are whole numbers from 0 on")
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------

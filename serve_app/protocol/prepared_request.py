@@ -1,4 +1,4 @@
-"""An API request on its way through the service."""
+"""An API request after its checks, and the model that it names."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ R = TypeVar("R", bound=SamplingFields)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model as the endpoints need it."""
+    """The facts about the model that endpoints need."""
 
-    name: str  # that clients use
+    name: str  # for clients
     tokenizer: Tokenizer
-    chats: ChatPrompter | None  # None: it has no chat template
+    chats: ChatPrompter | None  # None without a chat template
     info: ModelInfo
-    draft: str | None  # what guesses for it; None if nothing does
-    adapter: str = ""  # digest of the adapter that this name means; "": it means the model itself
+    draft: str | None  # the draft's name; None without speculation
+    adapter: str = ""  # digest of the adapter with this name; empty for the model itself
 
     @property
     def speculates(self) -> bool:
-        """True if usage tells how well guesses do."""
+        """True if usage reports draft tokens."""
         return self.draft is not None
 
     @property
@@ -44,34 +44,34 @@ class ServedModel:
         return f"fp_{self.info.fingerprint[:16]}{own}"
 
     def encode(self, request: SamplingFields, text: str, special: bool, where: str) -> list[int]:
-        """The token ids of the text of the field `where`; raises ApiError if they are clearly too many."""
+        """Return the token ids of the text of field `where`; raises ApiError for a text far above the context."""
         special = special if request.add_special_tokens is None else request.add_special_tokens
-        kept: Literal["end"] | None = None if request.truncate_prompt_tokens is None else "end"
-        return prompt_ids(self.tokenizer, text, special, self.info.max_model_len, where, kept)
+        part: Literal["end"] | None = None if request.truncate_prompt_tokens is None else "end"
+        return prompt_ids(self.tokenizer, text, special, self.info.max_model_len, where, part)
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt at the head of its completion."""
+    """A prompt that its completion repeats."""
 
     text: str
-    offsets: list[int]  # where the text of each of its tokens begins; empty unless log-probabilities are asked for
+    offsets: list[int]  # start of each token's text; empty without log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The prompts of one request, and what holds for the output of each."""
+    """The prompts of one request, and the rules for their outputs."""
 
     token_ids: list[list[int]]
-    where: str  # the field that they come from
-    grammar: RequestedGrammar | None  # that the output must match, counted from where the prompt ends
-    message_format: MessageFormat | None = None  # how the output is read; None: all of it is content
-    prediction: tuple[int, ...] = ()  # the output that a client expects
-    ignored_fields: tuple[str, ...] = ()  # that mean nothing to this model
-    echoes: list[Echo] = field(default_factory=list)  # of each prompt; empty unless echo was asked for
+    where: str  # the field with the prompts
+    grammar: RequestedGrammar | None  # that the output after the prompt must match
+    message_format: MessageFormat | None = None  # of the output; None if all of it is content
+    prediction: tuple[int, ...] = ()  # the output that the client expects
+    ignored_fields: tuple[str, ...] = ()  # fields without an effect on this model
+    echoes: list[Echo] = field(default_factory=list)  # of each prompt; empty without echo
 
     def path(self, index: int) -> str:
-        """The path of one prompt in the request."""
+        """Return the path of one prompt in the request."""
         return self.where if len(self.token_ids) == 1 else f"{self.where}.{index}"
 
 
@@ -80,42 +80,41 @@ class PreparedRequest(Generic[R]):
     """An API request, checked and tokenised: one engine request per choice, in the order of the choices' indices."""
 
     id: str
-    owner: str  # who asks: nobody else can abort it, or find its answer
-    request: R  # what the client asked for
+    owner: str  # the only one that can abort it or read its stored answer
+    request: R
     model: ServedModel
     prompts: Prompts
-    requests: list[Request]  # without their grammar, which they get when they run
+    requests: list[Request]  # without their grammar, which is added when they run
     stops: StopStrings | None  # of all choices
     ignored_fields: list[str]
-    on_delta: Callable[[Delta], None] | None = None  # is told of each
+    on_delta: Callable[[Delta], None] | None = None  # called with each delta
 
     @property
     def num_choices(self) -> int:
-        """Choices of each prompt: engine request i is about prompt i // num_choices."""
+        """Choices of each prompt: engine request i belongs to prompt i // num_choices."""
         return self.request.n or 1
 
     @property
     def seed(self) -> int | list[int]:
-        """The `seed` of a request that gets the same answer: one number, or one for each prompt."""
+        """The `seed` that reproduces the answer: one number, or one for each prompt."""
         seeds = [request.seed for request in self.requests[:: self.num_choices]]
         return seeds[0] if len(set(seeds)) == 1 else seeds
 
     def headers(self) -> dict[str, str]:
-        """Headers for facts that the answer's shape may have no place for."""
+        """Return headers with facts that some answers omit."""
         headers = {"x-callboard-system-fingerprint": self.model.fingerprint}
-        if isinstance(seed := self.seed, int):  # of several there may be too many; choices have their own
+        if isinstance(seed := self.seed, int):  # several may be too many for a header; choices have theirs
             headers["x-callboard-seed"] = str(seed)
         if self.ignored_fields:
             headers["x-callboard-ignored-fields"] = ", ".join(self.ignored_fields)
         return headers
 
     def echo(self, index: int) -> Echo | None:
-        """The head of choice `index`."""
+        """Return the repeated prompt of choice `index`."""
         return self.prompts.echoes[index // self.num_choices] if self.prompts.echoes else None
 
     def usage(self, choices: Sequence[ChoiceUsage]) -> dict[str, Any]:
-        """OpenAI's usage object. A prompt counts once, whatever its number of choices, and what is cached of it is what
-        the first of them found."""
+        """Return OpenAI's usage object. A prompt counts once for all its choices, with the fewest cached tokens."""
         n, num_prompt = self.num_choices, sum(map(len, self.prompts.token_ids))
         num_cached = sum(min(c.num_cached for c in choices[at : at + n]) for at in range(0, len(choices), n))
         return usage(num_prompt, num_cached, choices, self.model.speculates)

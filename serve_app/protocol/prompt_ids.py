@@ -1,8 +1,8 @@
-"""The token ids of a prompt's text, at a cost that is bounded by the model's context and not by the text.
+"""The token ids of a prompt's text, at a cost bounded by the model's context.
 
 Encoding takes microseconds and a hundred bytes for each character, so a text far beyond the context is not encoded to
-its end only to be refused. Characters say little about tokens, since normalisers and special tokens swallow any number
-of them; so the beginning of a long text is encoded, and twice as much until it has too many tokens.
+its end. The number of characters does not bound tokens, since normalisers and special tokens absorb any number of
+characters. So the start of a long text is encoded, then twice as much, until it has too many tokens.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Literal
 from runtime.text.tokenizer import Tokenizer
 from serve_app.protocol.errors import ApiError
 
-_FIRST_CHARS = 64 << 10  # so short a text is encoded at once
-_CHARS_PER_TOKEN = 16  # far more than any prose has
-_MARGIN = 1024  # tokens: where a text is cut, a few tokens beside the cut are other ones
+_FIRST_CHARS = 64 << 10  # up to this length a text is encoded at once
+_CHARS_PER_TOKEN = 16  # far above that of prose
+_MARGIN = 1024  # tokens, since a cut changes a few tokens beside it
 
 
 def prompt_ids(
@@ -23,15 +23,16 @@ def prompt_ids(
     add_special_tokens: bool,
     limit: int,
     where: str,
-    kept: Literal["start", "end"] | None = None,
+    part: Literal["start", "end"] | None = None,
 ) -> list[int]:
-    """The ids of `text`, the value of the field `where`. Of one with clearly more than `limit` tokens at least the
-    first or last `limit` ids, as `kept` says; without it, raises the 400."""
+    """Return the ids of `text`, the value of field `where`.
+
+    For a text far above `limit` tokens, returns at least `limit` ids of its `part`, or raises the 400 without one."""
     num_chars = max(_FIRST_CHARS, _CHARS_PER_TOKEN * limit)
     while num_chars < len(text):
-        ids = tokenizer.encode(text[-num_chars:] if kept == "end" else text[:num_chars], add_special_tokens)
+        ids = tokenizer.encode(text[-num_chars:] if part == "end" else text[:num_chars], add_special_tokens)
         if len(ids) > limit + _MARGIN:
-            if kept is not None:
+            if part is not None:
                 return ids
             raise ApiError(
                 400,

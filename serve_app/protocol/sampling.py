@@ -1,4 +1,4 @@
-"""The fields that both endpoints share, and what they mean for the engine."""
+"""The fields that all generating endpoints share, and their translation to the engine's parameters."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from runtime.output.options import OutputOptions
 from runtime.spec.sampling_fields import table_of
 from runtime.spec.types import SamplingParams
 from runtime.text.sampling_defaults import SamplingDefaults
-from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS, Refused
+from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS, UnsupportedField
 from serve_app.protocol.shapes import OpenRequestModel, RequestModel, TokenId, text_or_list
 
 MAX_SCORED_IDS = 64  # of one request: entries at each token of its answer, beside the best
-MAX_BIASES = 1024  # of one request; a step of all slots with so many takes a few milliseconds longer
+MAX_BIASES = 1024  # of one request; at this number a step of all slots takes a few milliseconds longer
 MAX_CHOICES = 1024  # of one request: its prompts times n
 
 
@@ -53,7 +53,7 @@ _Stop = Annotated[
 
 
 def _not_too_many(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MAX_BIASES:  # before each of them is looked at
+    if isinstance(value, dict) and len(value) > MAX_BIASES:  # before the check of each entry
         raise PydanticCustomError("too_long", f"it should have at most {MAX_BIASES} entries")
     return value
 
@@ -65,7 +65,7 @@ class SamplingFields(OpenRequestModel, OutputOptions):
     """The fields that both endpoints share; those from `top_k` on are extensions."""
 
     model_config = ConfigDict(extra="allow")  # OutputOptions forbid them
-    refused: ClassVar[dict[str, Refused]] = UNSUPPORTED_FIELDS
+    refused: ClassVar[dict[str, UnsupportedField]] = UNSUPPORTED_FIELDS
 
     model: str | None = None
     temperature: Annotated[float, _limits("temperature")] | None = None
@@ -93,22 +93,24 @@ class SamplingFields(OpenRequestModel, OutputOptions):
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     add_special_tokens: bool | None = None  # default: around a text, not around what a template has rendered
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # of its end; -1: what fits
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = (
+        None  # kept from the end; -1 keeps what fits
+    )
     prompt_logprobs: Annotated[int, _limits("prompt_logprobs")] | None = None
     return_token_ids: bool | None = None
     return_prompt_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # in log-probabilities
 
     def max_output(self) -> int | None:
-        """Tokens of output asked for; None if the request does not say."""
+        """Return the requested tokens of output; None without a number."""
         raise NotImplementedError
 
     def num_logprobs(self) -> int | None:
-        """Alternatives to report at each position; None if no log-probabilities are asked for."""
+        """Return the alternatives to report at each position; None without log-probabilities."""
         raise NotImplementedError
 
     def num_prompt_logprobs(self) -> int | None:
-        """Alternatives to compute at each position of the prompt; None if the prompt need not be scored."""
+        """Return the alternatives to compute at each position of the prompt; None without its scores."""
         return self.prompt_logprobs
 
     def num_prompts(self) -> int:
@@ -123,37 +125,34 @@ class SamplingFields(OpenRequestModel, OutputOptions):
         return bool(self.return_token_ids)
 
     def check(self) -> None:
-        """Rules between fields, and fields that are known elsewhere; raises FieldError."""
+        """Check rules between fields, and fields of other servers; raises FieldError."""
         if self.truncate_prompt_tokens == 0:
             raise invalid("truncate_prompt_tokens", "is 0, which would leave no prompt; use -1 for all that fits")
         if self.prompt_logprobs is not None and self.stream:
             raise invalid("prompt_logprobs", "is not available when stream is true; leave one out")
         if self.logprob_token_ids and self.num_logprobs() is None:
-            raise invalid(
-                "logprob_token_ids", "is only allowed when log-probabilities are asked for; send logprobs, too"
-            )
+            raise invalid("logprob_token_ids", "is only allowed with log-probabilities; send logprobs, too")
         if isinstance(self.seed, list) and len(self.seed) != (num_prompts := self.num_prompts()):
             problem = f"is a list of length {len(self.seed)}, and the number of prompts is {num_prompts}"
             raise invalid("seed", f"{problem}; send one number, or one for each prompt")
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "is only allowed when stream is true")
         if (grammar := self.requested_grammar()) is not None:
-            for name, asks in (("min_tokens", self.min_tokens), ("ignore_eos", self.ignore_eos)):
-                if asks:
-                    raise invalid(name, f"cannot be combined with {grammar.field}, which says where the output ends")
+            for name, is_set in (("min_tokens", self.min_tokens), ("ignore_eos", self.ignore_eos)):
+                if is_set:
+                    raise invalid(name, f"cannot be combined with {grammar.field}, which sets where the output ends")
             if self.allowed_token_ids:
-                raise invalid(
-                    "allowed_token_ids", f"cannot be combined with {grammar.field}, which says what is allowed"
-                )
+                problem = f"cannot be combined with {grammar.field}, which sets the allowed tokens"
+                raise invalid("allowed_token_ids", problem)
         super().check()
 
     @cached_property
     def _bias(self) -> tuple[tuple[int, float], ...]:
-        """`logit_bias` as the engine takes it; raises FieldError. All prompts of a request share it."""
+        """`logit_bias` for the engine, shared by all prompts of a request; raises FieldError."""
         return tuple((_token_id_key(key), value) for key, value in (self.logit_bias or {}).items())
 
     def sampling_params(self, max_tokens: int, defaults: SamplingDefaults, index: int = 0) -> SamplingParams:
-        """The engine's parameters for prompt `index`, with `max_tokens` resolved; raises FieldError."""
+        """Return the engine's parameters for prompt `index`, with `max_tokens` resolved; raises FieldError."""
         if self.min_tokens > max_tokens:
             raise invalid("min_tokens", f"is {self.min_tokens}, more than the {max_tokens} tokens of output allowed")
         seed = self.seed[index] if isinstance(self.seed, list) else self.seed
@@ -175,5 +174,7 @@ class SamplingFields(OpenRequestModel, OutputOptions):
 
 def _token_id_key(key: str) -> int:
     if not (key.isascii() and key.isdecimal() and len(key) <= 10 and (key == "0" or key[0] != "0")):
-        raise invalid(f"logit_bias.{key}", "is no token id; keys are numbers such as 50256")  # 050256 would be a second
+        raise invalid(
+            f"logit_bias.{key}", "is not a token id; keys are numbers such as 50256"
+        )  # 050256 would be another spelling
     return int(key)

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from runtime.output.fields import Options, invalid, shown
-from serve_app.protocol.other_servers import Refused
+from serve_app.protocol.other_servers import UnsupportedField
 
 _T = TypeVar("_T")
 
@@ -18,24 +18,24 @@ MAX_VALUES = 20_000  # of a JSON that is parsed at once: pydantic takes up to 3 
 
 
 class RequestModel(Options):
-    """An object of a request; fields that it does not have are left out."""
+    """An object of a request; unknown fields are left out."""
 
-    token_ids_field: ClassVar[str | None] = None  # which field may be a long list of token ids, or of such lists
+    token_ids_field: ClassVar[str | None] = None  # field that may hold a long list of token ids, or of such lists
     model_config = ConfigDict(extra="ignore")
 
 
 class OpenRequestModel(RequestModel):
-    """A request that keeps the fields which it does not have: some are refused, the others named in a header."""
+    """A request that keeps unknown fields: some are refused, and a header names the others."""
 
     model_config = ConfigDict(extra="allow")
-    refused: ClassVar[dict[str, Refused]] = {}
+    refused: ClassVar[dict[str, UnsupportedField]] = {}
 
     def ignored_fields(self) -> list[str]:
-        """The first of the names that mean nothing here, fit for a header."""
+        """Return the first names of fields without an effect, safe for a header."""
         return [quote(name, safe="")[:64] for name in list(self.model_extra or ())[:_MAX_IGNORED]]
 
     def check(self) -> None:
-        """Fields that are known elsewhere; raises FieldError."""
+        """Check fields of other servers; raises FieldError."""
         for name, value in (self.model_extra or {}).items():
             if (refused := self.refused.get(name)) is not None and value not in refused.harmless:
                 problem = f"is {shown(value)}: it would change the answer but is not supported"
@@ -44,31 +44,36 @@ class OpenRequestModel(RequestModel):
 
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]  # a long list of faults would cost minutes
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]  # since a long list of faults takes minutes
 
 
-def only(*harmless: Any, says: LiteralString = "this field is not supported yet; leave it out") -> AfterValidator:
-    """Allows a field that is not supported only the values that ask for nothing."""
+def only(*harmless: Any, remedy: LiteralString = "this field is not supported yet; leave it out") -> AfterValidator:
+    """Allow an unsupported field only its values without an effect."""
 
     def check(value: Any) -> Any:
         if value not in harmless:
-            raise PydanticCustomError("not_supported", says)
+            raise PydanticCustomError("not_supported", remedy)
         return value
 
-    check.says = says  # type: ignore[attr-defined]  # for the page of all fields
+    check.remedy = remedy  # type: ignore[attr-defined]  # for docs/api.md
     return AfterValidator(check)
 
 
-LEGACY = only(None, [], says="this field is OpenAI's old one; use tools, tool_choice and tool_calls instead")
+LEGACY = only(None, [], remedy="this field is OpenAI's old one; use tools, tool_choice and tool_calls instead")
+
+
+def type_of(value: Any, default: str | None = None) -> Any:
+    """Return the `type` of an object, which may be a dict or a checked model."""
+    return value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
 
 
 def text_or_list(value: Any) -> str | None:
-    """The union tag of a text or a list of things; tags start with "<" and are left out of field paths."""
+    """Return the union tag of a text or a list. Tags start with "<" and are left out of field paths."""
     return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
 
 
 def has_too_many_values(json: bytes) -> bool:
-    """True if there may be over MAX_VALUES values; marks within texts do not count, if they are not too many."""
+    """Return whether JSON may have over MAX_VALUES values. A moderate number of marks within texts does not count."""
     if _num_marks(json) <= MAX_VALUES:
         return False
     most = 2 * MAX_VALUES
@@ -77,10 +82,10 @@ def has_too_many_values(json: bytes) -> bool:
 
 
 def _num_marks(json: bytes) -> int:
-    """The number of marks of which every value but the outermost has at least one before it."""
+    """Return the number of marks, an upper bound for the number of values but one."""
     return json.count(b",") + json.count(b"[") + json.count(b"{")
 
 
 def or_default(value: _T | None, default: _T) -> _T:
-    """A field's value, where null is as good as none."""
+    """Return a field's value, with null as its absence."""
     return default if value is None else value

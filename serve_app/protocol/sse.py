@@ -12,12 +12,12 @@ from serve_app.protocol.answers import ChoiceUsage, encode_json, num_scores, usa
 from serve_app.protocol.errors import ApiError
 from serve_app.protocol.prepared_request import PreparedRequest
 
-MANY_SCORES = 100  # positions whose log-probabilities take a while to render
+MANY_SCORES = 100  # positions with log-probabilities, which are slow to render
 DONE = b"data: [DONE]\n\n"
 
 
 def header(prepared: PreparedRequest[Any], kind: str) -> dict[str, Any]:
-    """The beginning of an answer or an event."""
+    """Return the first fields of an answer or an event."""
     return {
         "id": prepared.id,
         "object": kind,
@@ -28,17 +28,17 @@ def header(prepared: PreparedRequest[Any], kind: str) -> dict[str, Any]:
 
 
 class ChoiceRenderer(ABC):
-    """Renders one choice: its deltas in their order, or their sum."""
+    """Renders one choice: its deltas in order, or their sum."""
 
     def __init__(self, prepared: PreparedRequest[Any], index: int) -> None:
         self._prepared, self._index = prepared, index
 
     @abstractmethod
     def logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        """The `logprobs` object; None if there is none."""
+        """Return the `logprobs` object; None without tokens."""
 
     def rest(self, delta: Delta) -> dict[str, Any]:
-        """All that a delta has beside its text."""
+        """Return the fields of a delta beside its text."""
         rest = {
             "logprobs": self.logprobs(delta),
             "finish_reason": delta.finish_reason,
@@ -50,38 +50,38 @@ class ChoiceRenderer(ABC):
 
 
 class EventStream(ABC):
-    """Renders one request's deltas as server-sent events, or in another `media_type`: `first()`, `events()` any number
-    of times, and `last()` or `failed()`."""
+    """Renders one request's deltas as server-sent events, or in another `media_type`.
+
+    The calls are `first()`, any number of `events()`, and `last()` or `failed()`."""
 
     media_type = b"text/event-stream; charset=utf-8"
-    keep_alive = b": the request waits\n\n"  # a comment, which readers of event streams skip
+    keep_alive = b": the request waits\n\n"  # a comment, which clients skip
 
     def first(self) -> bytes:
-        """The events before any text."""
+        """Return the events before any text."""
         return b""
 
     @abstractmethod
     def events(self, deltas: list[Delta]) -> bytes:
-        """The events of one write; empty if there is nothing to show yet."""
+        """Return the events of one write; empty without new text."""
 
     def is_long(self, deltas: list[Delta]) -> bool:
-        """True if the events of these deltas take a while to render."""
+        """Return whether the events of these deltas are slow to render."""
         return num_scores(deltas) > MANY_SCORES
 
     @abstractmethod
     def last(self) -> bytes:
-        """The events after all deltas."""
+        """Return the events after all deltas."""
 
     @abstractmethod
     def failed(self, error: ApiError) -> bytes:
-        """The events in place of an error status, of a stream that has begun."""
+        """Return the events that report an error after the stream's start."""
 
 
 class ChunkStream(EventStream):
     """Chunks of OpenAI's completions and chats.
 
-    All of an event but its text is rendered once per request, so that a token costs one escape and one
-    concatenation."""
+    All parts of an event except its text are rendered once, so a token costs one escape and one concatenation."""
 
     opening, closing = b',"text":', b""  # around a text
 
@@ -116,7 +116,7 @@ class ChunkStream(EventStream):
         return b"".join(parts)
 
     def last(self) -> bytes:
-        """The usage, if it was asked for, and the end mark."""
+        """Return the usage, if the request wants it, and the end mark."""
         if not self._include_usage:
             return DONE
         counts = self._prepared.usage(self._usages)
@@ -126,13 +126,13 @@ class ChunkStream(EventStream):
         return b"data: " + encode_json(error.body()) + b"\n\n" + DONE
 
     def _event(self, delta: Delta) -> bytes:
-        """An event with more than text."""
+        """Return an event with more than text."""
         text = encode_json(delta.text) + self.closing
         rest = encode_json(self._choices[delta.index].rest(delta))[1:]
         return self._prefixes[delta.index] + text + b"," + rest + b"]" + self._end(delta.index)
 
     def _end(self, index: int) -> bytes:
-        """The end of an event, with the usage of this choice so far if that was asked for."""
+        """Return the end of an event, with the choice's usage so far if the request wants it."""
         if not self._continuous_usage:
             return self._close
         num_prompt, so_far = self._prepared.requests[index].prompt_len, self._usages[index]

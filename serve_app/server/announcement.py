@@ -1,4 +1,4 @@
-"""What `callboard serve` prints when it is ready: where to chat, where the API is, and what to try next."""
+"""The lines of a ready `callboard serve`: the page, the API, and a model to try next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NEXT = "The default model is small and often wrong. For better answers: callboa
 
 
 def announcement(config: EngineConfig, names: tuple[str, ...], url: str) -> list[str]:
-    """The lines for stdout. `names` come from --served-model-name; `url` reaches the server."""
+    """Return the lines for stdout. `names` come from --served-model-name; `url` reaches the server."""
     name = (names or names_of(config.model))[0]
     question = {"role": "user", "content": "What is the capital of France?"}
     body = json.dumps({"model": name, "messages": [question], "temperature": 0, "stream": True})
@@ -39,11 +39,11 @@ class NextStep:
     def _ask_hub(self) -> None:
         from huggingface_hub.constants import ENDPOINT
 
-        with suppress(Exception):  # of whatever kind: this is only advice
+        with suppress(Exception):  # any error, since this is only advice
             self._hub_answers = unreachable(ENDPOINT) is None
 
     def line(self) -> str:
-        """The advice; "" if the model is another one or the hub has not answered yet."""
+        """Return the advice; empty for another model or without an answer of the hub so far."""
         return _NEXT if self._hub_answers else ""
 
 

@@ -1,8 +1,8 @@
-"""The server's port until HAProxy has it: taken in the command's first moment and answered with the phase of the start.
+"""The server's port before HAProxy takes it. The command opens it first, and answers with the phase of the start.
 
-Two sockets listen on it for a while, this one and HAProxy's, and a filter in the kernel gives all connections to one of
-them: to this one until a front is there, and then to HAProxy's. So none is refused, and none is reset in between. This
-socket is closed before the server may stop: without HAProxy's, the kernel would give it what comes.
+For a while two sockets listen on the port, this one and HAProxy's. A kernel filter gives all connections to this one
+until a front exists, then to HAProxy's, so clients see no refusal and no reset. This socket closes before the server
+may stop, since the kernel would give it all connections after HAProxy's end.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from serve_app.processes.process_tree import News
 
 _MAX_HEADERS_BYTES = 1 << 16
 _MAX_CLIENTS = 64  # answered at once; the others wait
-_CLIENT_S = 10.0  # for all that one client sends
+_CLIENT_S = 10.0  # for all bytes of one client
 _POLL_S = 0.1
-_LAST_S = 1.0  # for connections that were on their way here when HAProxy got the port
-# For a browser that opens the page early: it shows the phase, and loads the page once that is there.
+_LAST_S = 1.0  # for connections to this socket after HAProxy takes the port
+# A page for early browsers. It shows the phase and reloads until the server's page exists.
 _PAGE = """<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="1"><title>Callboard starts</title>
 <style>:root {{ color-scheme: light dark; font: 1rem system-ui }}
 body {{ margin: 20vh auto; text-align: center }}</style>
@@ -38,12 +38,12 @@ _BPF_RET_CONSTANT = 0x06
 
 
 class Port:
-    """A socket that answers everything with 503, in a thread, from the first phase that is heard of on."""
+    """A socket that answers every request with 503, in a thread, from the news of the first phase on."""
 
     def __init__(self, family: int, address: tuple[Any, ...]) -> None:
-        """Raises OSError if this process cannot listen there."""
+        """Raises OSError if this process cannot listen on the address."""
         self._phase = ""
-        self._end = math.inf  # of time.monotonic(): the socket is closed then
+        self._end = math.inf  # time.monotonic() at which the socket closes
         self._thread = threading.Thread(target=self._serve, name="port", daemon=True)
         self._clients = threading.BoundedSemaphore(_MAX_CLIENTS)
         self._socket = socket.socket(family, socket.SOCK_STREAM)
@@ -57,9 +57,11 @@ class Port:
             self._socket.close()
             raise
 
-    def hear(self, news: News) -> None:
-        """Takes news of the server's process: `phase`, the last one that has ended; `port=True`: HAProxy listens;
-        `ready=True`: HAProxy may end from now on, so this returns when the socket is closed."""
+    def on_news(self, news: News) -> None:
+        """Handle news of the server's process.
+
+        `phase` is the last complete phase. `port` means that HAProxy listens. `ready` means that HAProxy may end, so
+        this waits until the socket is closed."""
         if "phase" in news:
             if not self._phase:
                 self._thread.start()
@@ -75,14 +77,14 @@ class Port:
         self._socket.close()
 
     def _give_all_to(self, index: int) -> None:
-        """Attaches a filter that chooses one of the sockets of this address, by the order in which they were bound."""
+        """Attach a filter that chooses one of the address's sockets by its index in the order of binding."""
         instruction = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RET_CONSTANT, 0, 0, index))
         program = struct.pack("@HP", 1, ctypes.addressof(instruction))
-        with suppress(OSError):  # a kernel that has none: the sockets share the connections
+        with suppress(OSError):  # without filters in the kernel, the sockets share connections
             self._socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, program)
 
     def _serve(self) -> None:
-        with suppress(OSError, ValueError), self._socket:  # it is closed when the command ends
+        with suppress(OSError, ValueError), self._socket:  # the end of the command closes it
             while time.monotonic() < self._end:
                 if select.select([self._socket], [], [], _POLL_S)[0]:
                     client = self._socket.accept()[0]
@@ -97,7 +99,7 @@ class Port:
             self._clients.release()
 
     def _refuse(self, client: socket.socket) -> None:
-        """Reads a request, all of it: the connection would be reset with the answer if something were left unread."""
+        """Read a whole request and refuse it. Unread bytes would reset the connection before the client's read."""
         end, request = time.monotonic() + _CLIENT_S, b""
         client.settimeout(_CLIENT_S)
         while b"\r\n\r\n" not in request and len(request) < _MAX_HEADERS_BYTES and time.monotonic() < end:
@@ -119,22 +121,22 @@ class Port:
 
 
 @contextmanager
-def port_of_its_own(host: str, port: int) -> Iterator[Port]:
-    """The port, for as long as this is open, or else HAProxy has it. Raises CallboardError if it cannot be used; this
-    comes before anything that takes time.
+def reserved_port(host: str, port: int) -> Iterator[Port]:
+    """Yield the port, first of all steps of a start. Raises CallboardError if it is not available.
 
-    As long as the server lives, other servers of this machine find the name of a Unix socket taken; the kernel frees it
-    with the process."""
+    A Unix socket's name marks the port as taken for other servers of this machine. The kernel frees it with the
+    process."""
     with socket.socket(socket.AF_UNIX) as name:
         try:
             name.bind(f"\0callboard/{host}:{port}")
         except OSError as e:
-            raise _port_error(host, port, "another callboard serve starts there or runs") from e
+            raise _port_error(host, port, "another callboard serve starts or runs there") from e
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             held = Port(family, address)
         except socket.gaierror as e:
-            raise CallboardError(f"{host!r} is no address of this machine ({e.strerror}); pass another --host.") from e
+            text = f"{host!r} is not an address of this machine ({e.strerror}); pass another --host."
+            raise CallboardError(text) from e
         except OSError as e:
             raise _port_error(host, port, e.strerror) from e
         try:
@@ -144,4 +146,4 @@ def port_of_its_own(host: str, port: int) -> Iterator[Port]:
 
 
 def _port_error(host: str, port: int, reason: str | None) -> CallboardError:
-    return CallboardError(f"Port {port} on {host} cannot be used ({reason}); stop what has it or pass another --port.")
+    return CallboardError(f"Port {port} on {host} cannot be used ({reason}); stop its user or pass another --port.")

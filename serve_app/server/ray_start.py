@@ -37,24 +37,24 @@ _MAX_TRIES = 3
 
 
 def set_environment(settings: ServerSettings, folder: str) -> None:
-    """The environment of Ray and its processes; the user's own values stay."""
+    """Set the environment of Ray and its processes; the user's values stay."""
     os.environ.setdefault("RAY_TMPDIR", tempfile.gettempdir())
-    os.environ["TMPDIR"] = folder  # what actors leave behind ends with the server
+    os.environ["TMPDIR"] = folder  # files of actors are removed with the server
     tempfile.tempdir = None
     own = single_machine(folder, bind=f"{settings.host}:{settings.port}")
     if "RAY_AUTH_TOKEN_PATH" in os.environ:
         del own["RAY_AUTH_TOKEN"]
     for name, value in own.items():
         os.environ.setdefault(name, value)
-    os.environ[haproxy.COMMAND] = own[haproxy.COMMAND]  # it runs the user's
+    os.environ[haproxy.COMMAND] = own[haproxy.COMMAND]  # this command runs the user's
 
 
 def start_ray(settings: ServerSettings, console: Console, parent: Parent, python: str) -> Path:
-    """Starts Ray, with `python` for its workers' Python, and returns the folder of its logs."""
+    """Start Ray with `python` for its workers, and return the folder of its logs."""
     import ray
 
-    # Ray's autoscaler monitor, log monitor and dashboard have nothing to do here and take two seconds of a core. Ray
-    # has arguments that leave them out, but ray.init does not pass them on.
+    # Ray's autoscaler monitor, log monitor and dashboard are useless here and take two seconds of a core. Ray has
+    # arguments that omit them, but ray.init does not pass them on.
     private: Any = ray._private
     private.parameter.RayParams = partial(private.parameter.RayParams, no_monitor=True, include_log_monitor=False)
     private.node.Node.start_api_server = lambda *_, **__: None
@@ -66,28 +66,28 @@ def start_ray(settings: ServerSettings, console: Console, parent: Parent, python
     try:
         context: Any = ray.init(
             address="local",
-            num_cpus=max(os.cpu_count() or 1, num_actors),  # logical: they place actors, they do not limit threads
+            num_cpus=max(os.cpu_count() or 1, num_actors),  # logical CPUs, which place actors but do not limit threads
             include_dashboard=False,
             log_to_driver=False,
             object_store_memory=_OBJECT_STORE_BYTES,
             # Without this, Ray's workers search the current folder for modules before any other.
             job_config=ray.job_config.JobConfig(_client_job=True),
         )
-    except Exception as e:  # of many kinds
+    except Exception as e:  # Ray raises many kinds
         raise CallboardError(f"Ray did not start: {last_line(str(e))}") from e
     finally:
         sys.executable = own
     importing.join()
     logs = Path(context.address_info["session_dir"], "logs")
     console.divert(logs / LOG_NAME)
-    parent.tell(log=str(logs))
-    parent.end_with("gcs_server", "raylet")  # nothing works without them, and Ray would wait for them for ever
+    parent.send(log=str(logs))
+    parent.end_with("gcs_server", "raylet")  # without them Ray would wait forever
     console.phase("Ray started")
     return logs
 
 
 def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `ray._private.services.get_node` wait for the node: on a busy machine Ray's own 30 s are too few."""
+    """Make `ray._private.services.get_node` wait longer, since a busy machine may need more than Ray's 30 s."""
 
     def wait_for_node(*args: Any) -> Any:
         end = time.monotonic() + _RAYLET_START_S
@@ -103,11 +103,11 @@ def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def open_door(settings: ServerSettings, logs: Path) -> None:
-    """Starts Serve with its HAProxy, and again if the port of Serve's own proxy, which has no users, is taken."""
+    """Start Serve with its HAProxy; try other ports if that of Serve's own unused proxy is taken."""
     from ray import serve
     from ray.exceptions import RayError
 
-    # HAProxy alone listens where the user wants it (actors/ray/haproxy.py); Serve's other ports stay on this machine.
+    # Only HAProxy listens on the user's address (actors/ray/haproxy.py); Serve's other ports stay on this machine.
     options: dict[str, Any] = {
         "http_options": {"host": "127.0.0.1", "port": settings.port},
         "logging_config": {"enable_access_log": False},
@@ -127,7 +127,7 @@ def open_door(settings: ServerSettings, logs: Path) -> None:
 
 
 def deploy(settings: ServerSettings) -> None:
-    """Lets Serve start the application; returns at once."""
+    """Submit the application to Serve; returns at once."""
     from ray import serve
 
     from serve_app.app import AppArgs, application_of

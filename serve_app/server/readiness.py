@@ -21,8 +21,9 @@ _STATUS_POLL_S = 1.0
 
 
 def wait_until_up(settings: ServerSettings, console: Console, parent: Parent, logs: Path) -> None:
-    """Returns when all fronts have all engines and HAProxy has the fronts; meanwhile tells how the model is loaded.
-    HAProxy gets the port as soon as there is a front to answer."""
+    """Wait until all fronts have all engines and HAProxy has the fronts, and print the phases of the load.
+
+    HAProxy gets the port when the first front can answer."""
     from ray import serve
 
     shown: list[str] = []
@@ -35,12 +36,12 @@ def wait_until_up(settings: ServerSettings, console: Console, parent: Parent, lo
         if is_loaded or time.monotonic() >= due:  # Serve's status takes 20 ms of what the model's load needs
             due = time.monotonic() + _STATUS_POLL_S
             application = serve.status().applications[APP_NAME]
-            told = [application.message, *(deployment.message for deployment in application.deployments.values())]
-            if sentences := re.findall(r"CallboardError: (.+)", "\n".join(told)):
+            texts = [application.message, *(deployment.message for deployment in application.deployments.values())]
+            if sentences := re.findall(r"CallboardError: (.+)", "\n".join(texts)):
                 raise CallboardError(sentences[-1])
             front = application.deployments.get("Front")
             if front is not None and front.status == "HEALTHY":
-                parent.tell(port=True)
+                parent.send(port=True)
             fault = reported_fault(logs)
             if fault or application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise CallboardError(
@@ -52,7 +53,7 @@ def wait_until_up(settings: ServerSettings, console: Console, parent: Parent, lo
 
 
 def _why(application: Any) -> str:
-    """The last line of what Serve reports of a deployment that failed: its exception. All of it goes to the log."""
+    """Return the last line of Serve's report of a failed deployment, its exception. The log gets the whole report."""
     for name, deployment in application.deployments.items():
         if deployment.status in ("DEPLOY_FAILED", "UNHEALTHY") and deployment.message:
             print(deployment.message, file=sys.stderr, flush=True)
@@ -61,7 +62,7 @@ def _why(application: Any) -> str:
 
 
 def _engine_phases() -> list[str]:
-    """The first engine's report on its start; empty if there is none yet, or if it is too busy to tell."""
+    """Return the first engine's report of its start; empty without an engine or if it is too busy."""
     import ray
 
     with suppress(CallboardError, ray.exceptions.RayError):
@@ -79,7 +80,7 @@ def _engines() -> list[Any]:
 
 
 def _fronts_are_connected(settings: ServerSettings) -> bool:
-    """True when each front has opened its link to each engine, which it does when it has all else."""
+    """Return whether each front has its link to each engine, which a front opens last."""
     import ray
     from ray import serve
 
@@ -87,13 +88,13 @@ def _fronts_are_connected(settings: ServerSettings) -> bool:
     num_fronts = sum(deployment.replica_states.values())
     try:
         stats = ray.get([engine.stats.remote() for engine in _engines()])
-    except (CallboardError, ray.exceptions.RayError):  # one loads its model, or goes
+    except (CallboardError, ray.exceptions.RayError):  # an engine loads its model or ends
         return False
     return len(stats) >= settings.scaling.least and all(s["connections"] >= num_fronts for s in stats)
 
 
 def _answers(settings: ServerSettings) -> bool:
-    """True when a client would find the server ready."""
+    """Return whether /ready answers 200."""
     connection = http.client.HTTPConnection(reachable_host(settings.host), settings.port, timeout=5)
     try:
         connection.request("GET", "/ready")

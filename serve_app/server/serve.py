@@ -14,16 +14,16 @@ from serve_app.observability.line_pipe import VARIABLE, RequestPipe, opened_pipe
 from serve_app.processes.process_tree import News, Parent, run
 from serve_app.server.announcement import NextStep, announcement
 from serve_app.server.console import Console
-from serve_app.server.port import Port, port_of_its_own
+from serve_app.server.port import Port, reserved_port
 from serve_app.server.ray_start import WORKERS_MODULES, deploy, open_door, set_environment, start_ray
 from serve_app.server.readiness import wait_until_up
 from serve_app.server.server_settings import APP_NAME, ServerSettings, reachable_host
 from serve_app.server.shutdown import drain
 
 _CALL_S = 1.0  # for a front's answer to a call
-_MAX_TEMPORARY_LEN = 8  # of the path of the folder with HAProxy's Unix sockets, whose own paths have 107 bytes at most
-# For requests that HAProxy has read when all else has ended. It tries three more times, 0.2 s apart, to reach a front
-# that has closed its port, and then answers that the server is stopping.
+_MAX_TEMPORARY_LEN = 8  # of the folder with HAProxy's Unix sockets, whose paths have at most 107 bytes
+# For requests that HAProxy has read at the end. It tries three more times, 0.2 s apart, to reach a front, and then
+# answers that the server is stopping.
 _LAST_ANSWERS_S = 2.0
 
 
@@ -33,27 +33,29 @@ def serve(settings: ServerSettings) -> None:
     usual = tempfile.gettempdir()
     place = usual if len(usual) <= _MAX_TEMPORARY_LEN else "/tmp"
     with (
-        port_of_its_own(settings.host, settings.port) as port,
+        reserved_port(settings.host, settings.port) as port,
         tempfile.TemporaryDirectory(prefix="callboard-", dir=place) as folder,
         opened_pipe(folder, settings.host, settings.port, settings.http.request_log) as requests,
     ):
 
-        def hear(news: News) -> None:
-            port.hear(news)
+        def on_news(news: News) -> None:
+            port.on_news(news)
             if requests is not None:
                 requests.start()
 
-        run(lambda parent: _live(settings, folder, parent, port, requests), hear)
+        run(lambda parent: _serve_in_child(settings, folder, parent, port, requests), on_news)
 
 
-def _live(settings: ServerSettings, folder: str, parent: Parent, port: Port, requests: RequestPipe | None) -> None:
-    """All that the server's process does."""
-    port.close()  # it is the other process that has it
-    parent.tell(phase="checking the model")
+def _serve_in_child(
+    settings: ServerSettings, folder: str, parent: Parent, port: Port, requests: RequestPipe | None
+) -> None:
+    """Run the server in its child process."""
+    port.close()  # the parent holds it
+    parent.send(phase="checking the model")
     from runtime.inspection import check_model
 
-    console = Console(lambda phase: parent.tell(phase=phase))
-    check_model(settings.config)  # what cannot be is told now, not by actors later
+    console = Console(lambda phase: parent.send(phase=phase))
+    check_model(settings.config)  # before actors find the same faults later
     console.phase("model checked")
     next_step = NextStep(settings.config.model)
     set_environment(settings, folder)
@@ -69,27 +71,27 @@ def _live(settings: ServerSettings, folder: str, parent: Parent, port: Port, req
     wait_until_up(settings, console, parent, logs)
     _announce(settings, console, next_step)
     if requests is not None:
-        console.say(requests.describe())
-    parent.tell(ready=True)
+        console.report(requests.describe())
+    parent.send(ready=True)
     _report_generic_tools(settings, console)
     parent.wait_for_order()
-    console.say(f"Stopping; running requests have {settings.http.drain_timeout_s:g} s to end.")
+    console.report(f"Stopping; running requests have {settings.http.drain_timeout_s:g} s to end.")
     drain(settings, folder, parent)
     haproxy.stop(folder, parent.wait_for_order, _LAST_ANSWERS_S)
 
 
 def _announce(settings: ServerSettings, console: Console, next_step: NextStep) -> None:
-    """How to use the server."""
+    """Print how to use the server."""
     host = reachable_host(settings.host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
     for line in announcement(settings.config, settings.served_model_names, url):
         console.announce(line)
     if advice := next_step.line():
-        console.say(advice)
+        console.report(advice)
 
 
 def _report_generic_tools(settings: ServerSettings, console: Console) -> None:
-    """Print a line if the model's chat template has no format of tool calls, and the generic one is taken instead."""
+    """Print a line if the server uses the generic format of tool calls."""
     from ray import serve
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
@@ -98,4 +100,4 @@ def _report_generic_tools(settings: ServerSettings, console: Console) -> None:
         with suppress(RayError, RayServeException, TimeoutError):
             found = serve.get_app_handle(APP_NAME).tool_call_format.remote().result(timeout_s=_CALL_S)
             if found == "generic":
-                console.say("Tools: the chat template has no known format of tool calls, so the generic one is used.")
+                console.report("Tools: the chat template has no known format of tool calls; the generic one is used.")

@@ -13,23 +13,23 @@ LOG_NAME = "callboard-serve.log"  # beside Ray's logs: the stdout and stderr of 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """All that `callboard serve` can be told."""
+    """All settings of `callboard serve`."""
 
     config: EngineConfig
     http: HttpSettings
     host: str
     port: int
-    served_model_names: tuple[str, ...]  # the first is that of answers; none: the model's own
+    served_model_names: tuple[str, ...]  # answers have the first; empty for the model's own name
     scaling: ScalingSettings
     num_fronts: int | None
 
 
 def reachable_host(host: str) -> str:
-    """An address of this machine at which a server that listens on `host` answers."""
+    """Return an address of this machine for a server that listens on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def last_line(text: str) -> str:
-    """Where a traceback says what happened."""
+    """Return the last line of a traceback."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "Ray gives no reason"

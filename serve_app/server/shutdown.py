@@ -15,7 +15,7 @@ _CALL_S = 1.0  # for the fronts' answers to a call
 
 
 def drain(settings: ServerSettings, folder: str, parent: Parent) -> None:
-    """No new requests, and time for those that run. Another order or the end of that time ends them with an error."""
+    """Refuse new requests, and wait for running ones. The timeout or another order ends them with an error."""
     from ray import serve
     from ray.exceptions import RayError
 
@@ -26,7 +26,7 @@ def drain(settings: ServerSettings, folder: str, parent: Parent) -> None:
             if parent.wait_for_order(_POLL_S) or time.monotonic() > end:
                 _end_requests(fronts)
                 return
-        # The fronts still write what their readers have not taken; HAProxy lives until they are done.
+        # The fronts still write to slow readers, and HAProxy lives until they end.
         haproxy.leave_fronts(folder)
         serve.delete(APP_NAME, _blocking=False)
         while APP_NAME in serve.status().applications:
@@ -35,7 +35,7 @@ def drain(settings: ServerSettings, folder: str, parent: Parent) -> None:
 
 
 def _end_requests(fronts: Any) -> None:
-    """Clients read an error at the end of what they have; HAProxy passes it on before it ends."""
+    """End all requests with an error, which HAProxy forwards before it ends."""
     from ray.serve.exceptions import DeploymentUnavailableError
 
     from actors.engine.supervisor import STOPPED
@@ -45,8 +45,9 @@ def _end_requests(fronts: Any) -> None:
 
 
 def _num_live(fronts: Any) -> int:
-    """How many requests the fronts have, which are told to take no more. They know those that no engine has yet, too; a
-    front that does not answer may have some."""
+    """Make the fronts refuse new requests, and return the number of their live ones, also those without an engine.
+
+    A front that does not answer counts as one."""
     from ray.exceptions import RayActorError
     from ray.serve.exceptions import DeploymentUnavailableError
 
@@ -54,7 +55,7 @@ def _num_live(fronts: Any) -> int:
 
     try:
         answers = fronts.broadcast("drain", DRAINING).results(timeout_s=_CALL_S, return_exceptions=True)
-    except DeploymentUnavailableError:  # there is no front
+    except DeploymentUnavailableError:  # without a front
         return 0
     except TimeoutError:
         return 1

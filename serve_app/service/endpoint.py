@@ -1,4 +1,4 @@
-"""Endpoint: how one kind of request becomes prompts, and how its answer and its stream look."""
+"""Endpoint: the translation of one kind of request to prompts, and of outputs to its answer or stream."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any, ClassVar, Generic
 
 from runtime.output.processor import Delta
 from serve_app.protocol.answers import ChoiceUsage, encode_json, prompt_logprobs
+from serve_app.protocol.operation import Operation
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.prepared_request import PreparedRequest, Prompts, R, ServedModel
 from serve_app.protocol.sse import EventStream, header
 
 
 class AnsweredAtOnce(Exception):
-    """A request that asks nothing of the model; `content` is the JSON of its answer."""
+    """Raised for a request without output of the model; `content` is the JSON of its answer."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__(content)
@@ -22,42 +23,43 @@ class AnsweredAtOnce(Exception):
 
 
 class Endpoint(ABC, Generic[R]):
-    """One kind of request. A new one is a class of its own, listed in ENDPOINTS."""
+    """One kind of request, listed in ENDPOINTS."""
 
     path: ClassVar[str]
     request_type: type[R]
+    operation: ClassVar[Operation]
     id_prefix: ClassVar[str]  # of answers
-    default_max_tokens: ClassVar[int | None]  # of a request that does not say; None: all that fit
+    default_max_tokens: ClassVar[int | None]  # for requests without a number; None for the rest of the context
 
-    renders_chats: ClassVar[bool] = False  # a prompt is rendered by the model's chat template
-    max_tokens_field: ClassVar[str] = "max_tokens"  # what a client may lower for a prompt to fit
+    renders_chats: ClassVar[bool] = False  # true if prompts need the model's chat template
+    max_tokens_field: ClassVar[str] = "max_tokens"  # field that a client may lower for a longer prompt
 
     def new_id(self, request_id: str) -> str:
-        """The id of an answer: that of its request, or, without one, random."""
+        """Return the id of an answer, from that of its request or random without one."""
         return self.id_prefix + (request_id or secrets.token_hex(12))
 
     def read(self, body: bytes) -> R:
-        """The request in a body of JSON; raises FieldError or ApiError."""
+        """Return the request in a body of JSON; raises FieldError or ApiError."""
         return parse(self.request_type, body)
 
     @abstractmethod
     def prompts(self, request: R, model: ServedModel) -> Prompts:
-        """The request as token ids; raises FieldError or ApiError."""
+        """Return the request's prompts as token ids; raises FieldError or ApiError."""
 
     def choices(self, prepared: PreparedRequest[R]) -> list[Delta]:
-        """What the deltas of each choice are added to."""
+        """Return an empty sum of deltas for each choice."""
         return [Delta(i) for i in range(len(prepared.requests))]
 
     @abstractmethod
     def answer(self, prepared: PreparedRequest[R], choices: list[Delta]) -> bytes:
-        """The whole answer of a request that is not streamed; `choices` have all of each choice's deltas."""
+        """Return the answer of a request without a stream; `choices` are the sums of all deltas."""
 
     @abstractmethod
     def stream(self, prepared: PreparedRequest[R], include_usage: bool) -> EventStream:
-        """The same in events."""
+        """Return the answer's stream of events."""
 
     def truncated(self, request: R, prompt: list[int], model: ServedModel) -> list[int]:
-        """The end of a prompt, as much as the request wants."""
+        """Return the end of a prompt, as `truncate_prompt_tokens` sets it."""
         if (last := request.truncate_prompt_tokens) is None:
             return prompt
         asked = request.max_output()
@@ -66,7 +68,7 @@ class Endpoint(ABC, Generic[R]):
 
 
 def of_prompt(prepared: PreparedRequest[Any], choice: Delta) -> dict[str, Any]:
-    """Fields about the prompt of a choice, those that were asked for."""
+    """Return the fields about the prompt of a choice that the request wants."""
     request, found = prepared.request, dict[str, Any]()
     if (num_top := request.prompt_logprobs) is not None:
         found["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, prepared.model.tokenizer, num_top)
@@ -78,7 +80,7 @@ def of_prompt(prepared: PreparedRequest[Any], choice: Delta) -> dict[str, Any]:
 def answer_with(
     prepared: PreparedRequest[Any], kind: str, choices: list[Delta], rendered: list[dict[str, Any]], **more: Any
 ) -> bytes:
-    """An answer of OpenAI's shape with these rendered choices."""
+    """Return an answer of OpenAI's shape with these rendered choices."""
     usages = [ChoiceUsage() for _ in choices]
     for choice, its_usage in zip(choices, usages, strict=True):
         its_usage.add(choice)

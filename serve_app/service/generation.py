@@ -1,4 +1,4 @@
-"""The HTTP of a generation: a body that is read, prepared and run, and an answer or a stream that is sent."""
+"""The HTTP of a generation: from the body of a request to its answer or stream."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from serve_app.settings import HttpSettings
 
 logger = logging.getLogger(__name__)
 
-_WATCHED_AFTER_S = 0.02  # a client that leaves before is noticed then
+_WATCHED_AFTER_S = 0.02  # from the start to the first check whether the client has left
 
 _UNBUFFERED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 EVENT_STREAM = [(b"content-type", EventStream.media_type), *_UNBUFFERED]
 
 
 class Generation:
-    """POST of one endpoint: an ASGI application of its own, since each token is a `send`."""
+    """POST of one endpoint. It is an ASGI application, so each token is one `send`."""
 
     def __init__(
         self, service: Service, endpoint: Endpoint[Any], settings: HttpSettings, recorded: RecordedRequests
@@ -99,7 +99,7 @@ class Generation:
     async def _stream(
         self, prepared: PreparedRequest[Any], deltas: AsyncGenerator[list[Delta], None], send: Send
     ) -> None:
-        """The status stays open until there is something to send, so that an engine that refuses gets its own."""
+        """Send a stream. Its status is sent with the first event, so a refusal by an engine can have its own status."""
         options = prepared.request.stream_options
         stream = self._endpoint.stream(prepared, options is not None and options.include_usage)
         may_be_long = prepared.request.num_logprobs() is not None
@@ -129,20 +129,20 @@ class Generation:
         except Exception as e:
             if not has_begun:
                 raise
-            await deltas.aclose()  # at the deadline of a reader that takes nothing: it may never take this event either
+            await deltas.aclose()  # now, since a slow reader may never take the last event
             if not isinstance(e, ApiError):
                 logger.exception("request %s failed", prepared.id)
             end = stream.failed(e if isinstance(e, ApiError) else INTERNAL_ERROR)
         await send({"type": "http.response.body", "body": end})
 
     async def _events(self, stream: EventStream, new: list[Delta], owner: str) -> bytes:
-        """Deltas as events; for a reader that was away, or of a prompt, there may be many."""
+        """Return deltas as events. After a pause of the reader, or with scores of a prompt, these may be many."""
         return await run_rendering(stream.is_long(new), owner, partial(stream.events, new))
 
 
 @asynccontextmanager
 async def _kept_alive(period_s: float, write: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-    """Writes something again and again while its body takes long: proxies and clients see that the request is alive."""
+    """Call `write` periodically during its block, so proxies and clients see that the request is alive."""
 
     async def beat() -> None:
         while True:
@@ -157,10 +157,10 @@ async def _kept_alive(period_s: float, write: Callable[[], Awaitable[None]]) -> 
 
 
 class UntilClientLeaves:
-    """Cancels its body, and swallows that cancellation, when the client disconnects: `receive` tells so, or nothing can
-    be sent any more by the `send` that this yields, whichever task sends.
+    """Cancels its block, and suppresses that cancellation, when the client disconnects.
 
-    `receive` is asked from _WATCHED_AFTER_S on: a shorter answer needs no task that waits."""
+    It notices this by `receive`, or by a failed `send`, which it yields for use in any task. A task waits for `receive`
+    only after _WATCHED_AFTER_S, since shorter answers do not need one."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
@@ -178,7 +178,7 @@ class UntilClientLeaves:
         self._start.cancel()
         if self._watcher is not None:
             self._watcher.cancel()
-        # The server cancels, too: that goes on.
+        # A cancellation by the server is not suppressed.
         return isinstance(error, asyncio.CancelledError) and self._has_left and not self._task.uncancel()
 
     def _start_watching(self) -> None:
@@ -199,4 +199,4 @@ class UntilClientLeaves:
             await self._send(message)
         except OSError:
             self._leave()
-            await asyncio.sleep(0)  # the body ends here, if it is the body that sends
+            await asyncio.sleep(0)  # ends the block here, if it sends

@@ -1,4 +1,4 @@
-"""The grammar that a request asks for, compiled or refused with its field's name."""
+"""The grammar of a request, compiled or refused with its field's name."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from runtime.structured.compiler import CompilerBusy, GrammarCompiler
 from runtime.structured.pattern import GrammarError
 from serve_app.protocol.errors import ApiError, api_error
 
-_MAX_IGNORED = 32  # keywords of a schema that are not enforced, in a header
+_MAX_IGNORED = 32  # unenforced keywords of a schema, in a header
 
 
 async def compiled(compiler: GrammarCompiler, asked: RequestedGrammar) -> Grammar:
-    """The grammar. Raises ApiError: 400 if it cannot be enforced, 429 if the compiler is full."""
+    """Return the compiled grammar. Raises ApiError: 400 if it cannot be enforced, 429 if the compiler is full."""
     try:
         return await compiler.compile(asked.spec)
     except GrammarError as e:
@@ -25,5 +25,5 @@ async def compiled(compiler: GrammarCompiler, asked: RequestedGrammar) -> Gramma
 
 
 def ignored_paths(grammar: Grammar, asked: RequestedGrammar) -> list[str]:
-    """The first keywords that are not enforced, each by its path, fit for a header."""
+    """Return the paths of the first unenforced keywords, safe for a header."""
     return [quote(f"{asked.field}{path}", safe="/#$.")[:128] for path in grammar.ignored[:_MAX_IGNORED]]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from msgspec import Struct
 
 from actors.wire.adapter_entry import AdapterEntry
 from serve_app.protocol.prepared_request import ServedModel
 
-_PERMISSION = {  # as OpenAI's models once had it, and vLLM's have
+_PERMISSION = {  # vLLM still has it, and OpenAI's models once had
     "object": "model_permission",
     "organization": "*",
     "group": None,
@@ -18,17 +20,30 @@ _PERMISSION = {  # as OpenAI's models once had it, and vLLM's have
 }
 
 
-def model_card(name: str, base: str, model: ServedModel, adapter: AdapterEntry | None, created: int) -> dict[str, Any]:
+class ModelCard(Struct):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    permission: list[dict[str, Any]]
+    max_model_len: int
+    weights: str
+    draft: str | None
+
+
+def model_card(name: str, base: str, model: ServedModel, adapter: AdapterEntry | None, created: int) -> ModelCard:
     """Return the object of `name`, for the model or for an adapter; `base` is the first name of the model."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": adapter.version // 10**9 if adapter and adapter.version else created,
-        "owned_by": "callboard",
-        "root": base if adapter is None else Path(adapter.path).name,  # not where it lies
-        "parent": None if adapter is None else base,
-        "permission": [{**_PERMISSION, "id": f"modelperm-{name}", "created": created}],
-        "max_model_len": model.info.max_model_len,
-        "weights": model.info.weight_formats,
-        "draft": model.draft,
-    }
+    return ModelCard(
+        id=name,
+        object="model",
+        created=adapter.version // 10**9 if adapter and adapter.version else created,
+        owned_by="callboard",
+        root=base if adapter is None else Path(adapter.path).name,  # without its folder
+        parent=None if adapter is None else base,
+        permission=[{**_PERMISSION, "id": f"modelperm-{name}", "created": created}],
+        max_model_len=model.info.max_model_len,
+        weights=model.info.weight_formats,
+        draft=model.draft,
+    )

@@ -40,7 +40,7 @@ class RecordedRequests:
     """The latest requests that fit into `max_bytes`. One thread calls its methods."""
 
     def __init__(self, max_bytes: int, id_prefixes: Sequence[str]) -> None:
-        """`id_prefixes` are those that answers put before a client's own id."""
+        """`id_prefixes` precede a client's own id in ids of answers."""
         self._max_bytes, self._num_bytes = max_bytes, 0
         self._prefixes = ("", *id_prefixes)
         self._kept: dict[tuple[str, str], _Recorded] = {}  # by owner and the answer's id, oldest first

@@ -1,7 +1,7 @@
-"""From an API request to engine requests, and from the engine's tokens to text: all of the front end but HTTP.
+"""The front without HTTP: API requests to engine requests, and the engine's tokens to text.
 
-A plain class over an EngineClient, so that it runs in a test without Ray: an API request -> `PreparedRequest` -> lists
-of `Delta`.
+Service is a plain class over an EngineClient, so tests run it without Ray. An API request becomes a `PreparedRequest`,
+and its run yields lists of `Delta`.
 """
 
 from __future__ import annotations
@@ -28,30 +28,29 @@ from runtime.text.stream import StopStrings
 from runtime.text.tokenizer import Tokenizer
 from serve_app.observability.context import RequestContext
 from serve_app.observability.metrics import RequestRecord, ServiceMetrics
-from serve_app.protocol.errors import ApiError, redacted
+from serve_app.protocol.errors import ApiError, redacted, unavailable
 from serve_app.protocol.prepared_request import PreparedRequest, R, ServedModel
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.service.endpoint import Endpoint
 from serve_app.service.grammars import compiled, ignored_paths
-from serve_app.service.model_card import model_card
+from serve_app.service.model_card import ModelCard, model_card
 
-_RECOVERY_RETRY_S = 1.0
 _LOADING_RETRY_S = 5.0
-_REFUSALS: dict[Refusal, tuple[int, str | None, float | None]] = {  # status, code, and when to come back
+_REFUSALS: dict[Refusal, tuple[int, str | None, float | None]] = {  # status, code, retry-after
     Refusal.BUSY: (429, "engine_busy", None),
-    Refusal.DRAINING: (503, "engine_unavailable", _RECOVERY_RETRY_S),
+    Refusal.DRAINING: (503, "engine_unavailable", 1.0),
     Refusal.LATE: (504, "queue_timeout", None),
     Refusal.NEVER: (400, None, None),
 }
-MAX_PROMPT_TOKENS = 4_000_000  # of one request: its prompts and their predictions, once for each choice
-_BURST, _CHOICE_COST = 1 << 18, 1 << 10  # tokens submitted at once, some milliseconds' work; a choice is work itself
-_MOST_POOLED = 256  # prompts of one request for vectors that engines have at a time: their queues are for others, too
+MAX_PROMPT_TOKENS = 4_000_000  # of one request: its prompts and predictions, once for each choice
+_BURST, _CHOICE_COST = 1 << 18, 1 << 10  # tokens submitted at once (a few milliseconds of work); overhead of a choice
+_MOST_POOLED = 256  # prompts of one pooling request in the engines' queues, which other requests share
 _MAX_NAMES = 8  # of models, in an error
-_MAX_SCORES = 1 << 18  # log-probabilities of prompts that one request may ask for: 80 bytes of JSON each
+_MAX_SCORES = 1 << 18  # log-probabilities of prompts in one request; each takes 80 bytes of JSON
 
 
 class Service:
-    """Answers API requests with one model, whatever brings the requests here."""
+    """Answers API requests with one model."""
 
     def __init__(
         self,
@@ -61,23 +60,24 @@ class Service:
         draft: str | None = None,
         aliases: Iterable[str] = (),
     ) -> None:
-        """`model` is the name that clients use, `draft` that of what guesses for it, None if nothing does. `aliases`
-        are more names for the model; answers have the first. Without a tokenizer the service is loading until `start`.
-        """
+        """`model` is the name for clients, `draft` the draft's name or None, and `aliases` are more names of the model.
+
+        Answers have the first name. Without a tokenizer the service is loading until `start`."""
         self.model, self.draft = model, draft
         self._aliases = tuple(name for name in dict.fromkeys(aliases) if name != model)
         self._client = client
         self.metrics = ServiceMetrics(client, model)
         self._created = int(time.time())
         self.grammars = GrammarCompiler()
-        self.num_live = 0  # requests that are answered now
+        self.num_live = 0  # running requests
         self._tokenizer: Tokenizer | None = None
         if tokenizer is not None:
             self.start(tokenizer)
 
     def start(self, tokenizer: Tokenizer, defaults: SamplingDefaults | None = None) -> None:
-        """The client is connected, and these are the model's tokenizer and how requests are sampled that do not say:
-        they can be served."""
+        """Serve requests from now on, since the client is connected.
+
+        `defaults` are sampling parameters for requests without values."""
         self._defaults = defaults or SamplingDefaults()
         self._chats = ChatPrompter(tokenizer) if tokenizer.chat_template is not None else None
         self._tokenizer = tokenizer
@@ -88,13 +88,13 @@ class Service:
         return self._tokenizer is None
 
     def named(self, name: str | None) -> ServedModel:
-        """What a request for this model, or for none, gets: the model as it is now, or one of its adapters.
+        """Return the model, or the adapter with this name; None names the model.
 
-        Raises the 404 if nothing has the name, and the 503 while the service is loading."""
+        Raises the 404 for an unknown name, and the 503 while the service is loading."""
         name = self.model if name is None or name in self._aliases else name
         adapter = None if name == self.model else self._client.adapters.served().get(name)
         if self._tokenizer is None:
-            raise _unavailable(self.health() or "", _LOADING_RETRY_S)
+            raise unavailable(self.health() or "", _LOADING_RETRY_S)
         if adapter is None and name != self.model:
             raise self._unknown(name, "model")
         digest = "" if adapter is None else adapter.digest
@@ -106,7 +106,7 @@ class Service:
         return ApiError(404, text, param=param, code="model_not_found")
 
     def engines(self) -> list[str]:
-        """The ids of the engines that there are; a healthy server may have none, and start one for the next request."""
+        """Return the ids of the engines. A healthy server scaled to zero has none."""
         return self._client.engines()
 
     @property
@@ -115,42 +115,40 @@ class Service:
         return self._client.is_asleep
 
     def health(self) -> str | None:
-        """None if requests can be served now; else one sentence that says why not."""
+        """Return a sentence with the reason if requests cannot be served now, else None."""
         return self._client.health() or ("The server is loading the tokenizer." if self.loading else None)
 
     def abort(self, request_id: str, owner: str = "") -> None:
-        """End a request by the id of its answer or its client's own id, if it is `owner`'s; an unknown one is no
-        error."""
+        """End a request of `owner` by the id of its answer or the client's own id; unknown ids are ignored."""
         self._client.abort(owned(request_id, owner))
 
     def engine_client(self) -> EngineClient:
-        """The engines; raises the 503 while they take no requests."""
+        """Return the client of the engines; raises the 503 while they refuse requests."""
         if reason := self.health():
-            raise _unavailable(reason, _RECOVERY_RETRY_S)
+            raise unavailable(reason)
         return self._client
 
     def description(self) -> dict[str, Any]:
-        """The model and how it computes; raises the 503 while the service is loading."""
+        """Return facts about the model and its numerics; raises the 503 while the service is loading."""
         model = self.named(None)
         facts = asdict(model.info) | {"model": self.model, "draft": self.draft, "version": version("callboard")}
         return facts | {"system_fingerprint": model.fingerprint, "sampling": self._defaults.values}
 
-    def model_card(self, name: str | None = None) -> dict[str, Any]:
-        """OpenAI's model object, of the model, of another name for it or of an adapter; raises what `named` does."""
+    def model_card(self, name: str | None = None) -> ModelCard:
+        """Return OpenAI's model object for a name of the model or of an adapter; raises errors as `named` does."""
         model = self.named(name)
         adapter = self._client.adapters.served().get(model.name) if model.adapter else None
         card_id = name if name in self._aliases else model.name
         return model_card(card_id, self.model, model, None if adapter is None else adapter.entry, self._created)
 
-    def model_cards(self) -> list[dict[str, Any]]:
-        """Of all that a request may ask for, the model itself first."""
+    def model_cards(self) -> list[ModelCard]:
+        """Return the objects of all names, the model's first."""
         return [self.model_card(name) for name in (None, *self._aliases, *self._client.adapters.served())]
 
     async def load_adapter(self, name: str, path: str, may_replace: bool) -> None:
-        """Let requests ask for the adapter in a folder by this name; returns when all engines have it, or raises
-        ApiError."""
+        """Load the adapter in a folder under this name; returns when all engines have it, or raises ApiError."""
         if name in (self.model, *self._aliases):
-            raise invalid("lora_name", f"is {shortened(name)!r}, which the model itself is called already")
+            raise invalid("lora_name", f"is {shortened(name)!r}, which is already a name of the model itself")
         if name in self._client.adapters.served() and not may_replace:
             text = "which is a model here already; unload it first, or send load_inplace"
             raise invalid("lora_name", f"is {shortened(name)!r}, {text}")
@@ -162,7 +160,7 @@ class Service:
             raise ApiError(400, redacted(str(e)), param="lora_path", code="adapter_not_loaded") from e
 
     async def unload_adapter(self, name: str) -> None:
-        """Let no new request ask for it; returns when those that have it have come to their end."""
+        """Refuse new requests with the adapter; returns when running ones have ended."""
         if name not in self._client.adapters.served():
             raise self._unknown(name, "lora_name")
         await self._client.adapters.unload(name)
@@ -170,12 +168,11 @@ class Service:
     def prepare(self, endpoint: Endpoint[R], request: R, request_id: str = "", owner: str = "") -> PreparedRequest[R]:
         """Template, tokenise and check one API request; raises FieldError or ApiError.
 
-        `request_id` becomes a part of the answer's id; without one it is random. Of those who ask, only `owner` can
-        abort it.
-        Pure CPU work and thread-safe, so that a long prompt can be prepared beside the event loop."""
+        `request_id` becomes a part of the answer's id, which is random without one. Only `owner` can abort the request.
+        This is pure CPU work and thread-safe, so threads can prepare long prompts."""
         model = self.named(request.model)
         if not model.info.makes_text:
-            raise ApiError(400, "This model makes no text; ask it for embeddings or scores.", param="model")
+            raise ApiError(400, "This model makes vectors, not text; use it for embeddings or scores.", param="model")
         prompts = endpoint.prompts(request, model)
         lengths = [len(prompt) for prompt in prompts.token_ids]
         max_tokens = [_max_tokens(endpoint, request, length, model, prompts.where) for length in lengths]
@@ -185,7 +182,7 @@ class Service:
         budget = None if prompts.message_format is None else prompts.message_format.budget
         if (prompts.grammar or budget) and not model.info.eos_token_ids:
             field = "thinking_token_budget" if prompts.grammar is None else prompts.grammar.field
-            raise invalid(field, "needs a model with an end-of-sequence token, and this one has none")
+            raise invalid(field, "needs a model with an end-of-sequence token, which this one lacks")
         answer_id = endpoint.new_id(request_id)
         names = (f"{owned(answer_id, owner)}-{i}" for i in count())
         requests: list[Request] = []
@@ -215,15 +212,15 @@ class Service:
     async def run(
         self, prepared: PreparedRequest[Any], context: RequestContext | None = None
     ) -> AsyncGenerator[list[Delta], None]:
-        """Yields the deltas of the choices as they come, until all have finished. Close it to abort the rest.
+        """Yield the deltas of the choices as they come, until all have finished. Close it to abort the others.
 
-        Raises ApiError: 400 if no engine can serve it or a grammar is too complex, 429 if the engines or the compiler
-        are full, 503 if the engines are away, 504 if they are late, 500 if one fails."""
+        Raises ApiError: 400 if no engine can serve the request or the grammar is too complex, 429 for full queues, 503
+        without engines, 504 for late engines, 500 for a failure."""
         context = context or RequestContext()
         context.model, context.ignored_fields = prepared.model.name, prepared.ignored_fields
         with self._counted(), self.metrics.request(prepared.id, context, prepared.num_choices) as record:
             if reason := self._client.health():
-                raise _unavailable(reason, _RECOVERY_RETRY_S)
+                raise unavailable(reason)
             if (grammar := prepared.prompts.grammar) is not None:
                 prepared = replace(prepared, requests=await self._bound_requests(prepared, grammar))
             with _as_answers():
@@ -237,10 +234,10 @@ class Service:
                             yield deltas
 
     async def pool(self, answer_id: str, requests: list[Request], context: RequestContext) -> list[bytes]:
-        """What the engines pool of each request's prompt. Raises ApiError as `run` does; cancelling it aborts them."""
+        """Return the pooled result of each request. Raises ApiError as `run` does; its cancellation aborts them."""
         with self._counted(), self.metrics.request(answer_id, context, 1) as record:
             if reason := self._client.health():
-                raise _unavailable(reason, _RECOVERY_RETRY_S)
+                raise unavailable(reason)
             with _as_answers():
                 if len(requests) == 1:
                     return [await self._pooled(requests[0], record)]
@@ -279,7 +276,7 @@ class Service:
             self.num_live -= 1
 
     async def _merged(self, prepared: PreparedRequest[Any], record: RequestRecord) -> AsyncGenerator[list[Delta], None]:
-        """All choices side by side."""
+        """Yield the deltas of all choices, which run at the same time."""
         num_open = len(prepared.requests)
         ready: asyncio.Queue[Delta | Exception] = asyncio.Queue(maxsize=2 * num_open)
 
@@ -297,7 +294,7 @@ class Service:
             burst = 0
             for i, request in enumerate(prepared.requests):
                 burst += request.prompt_len + len(request.prediction) + _CHOICE_COST
-                if burst > _BURST:  # others have their turn; below it, all choices come to the engine's same step
+                if burst > _BURST:  # give others a turn; smaller bursts join the same step of the engine
                     await asyncio.sleep(0)
                     burst = 0
                 pumps.append(asyncio.create_task(pump(i)))
@@ -318,13 +315,15 @@ class Service:
         finally:
             starting.cancel()
             for task in pumps:
-                task.cancel()  # each closes its generator, which aborts its request; nothing here waits for it
+                task.cancel()  # each closes its generator, which aborts its request, without a wait here
 
     async def _choice(
         self, prepared: PreparedRequest[Any], index: int, record: RequestRecord
     ) -> AsyncGenerator[Delta, None]:
-        """One choice. Closing it, a stop string or the last call allowed closes the engine's generator, which aborts
-        the request."""
+        """Yield the deltas of one choice.
+
+        Its end by `aclose`, a stop string or the last allowed call closes the engine's generator and so aborts the
+        request."""
         request, echo = prepared.requests[index], prepared.echo(index)
         form = prepared.prompts.message_format
         processor = OutputProcessor(prepared.model.tokenizer, request, index, form, prepared.stops)
@@ -347,7 +346,7 @@ class Service:
                         return
 
     async def _bound_requests(self, prepared: PreparedRequest[Any], asked: RequestedGrammar) -> list[Request]:
-        """The engine requests with their grammar; what of it is not enforced is noted for the headers."""
+        """Return the engine requests with their grammar, and add its unenforced keywords to the ignored fields."""
         asked_at = time.monotonic()
         self.metrics.waits_for_grammar()
         try:
@@ -369,8 +368,7 @@ def _check_token_ids(where: str, ids: Iterable[int], model: ServedModel) -> None
 
 
 def _max_tokens(endpoint: Endpoint[R], request: R, prompt_len: int, model: ServedModel, where: str) -> int:
-    """Tokens of output, the endpoint's default (None: all that fit) if the request does not say; never beyond the
-    context."""
+    """Return the tokens of output within the context, from the request or the endpoint's default."""
     asked, default, limit = request.max_output(), endpoint.default_max_tokens, model.info.max_model_len
     room = limit - prompt_len
     if (1 if asked is None else asked) > room:
@@ -386,28 +384,28 @@ def _max_tokens(endpoint: Endpoint[R], request: R, prompt_len: int, model: Serve
 
 
 def owned(request_id: str, owner: str) -> str:
-    """A name that the engine knows a request by."""
+    """Return the engine's id of a request, which contains its owner."""
     return f"{owner}/{request_id}" if owner else request_id
 
 
 def _check_work(request: SamplingFields, num_tokens: int, num_predicted: int, where: str) -> None:
-    """Raises the 400 for choices or scores of prompts of so many tokens that are too much for one request."""
+    """Raise the 400 if the choices or scores of these prompts are too much work for one request."""
     n, top = request.n or 1, request.num_prompt_logprobs()
     if (num_tokens + num_predicted) * n > MAX_PROMPT_TOKENS:
         what = f"{num_tokens} tokens of prompt" + (f" and {num_predicted} of prediction" if num_predicted else "")
         what += f" for {n} choices each" if n > 1 else ""
-        raise invalid("n" if n > 1 else where, f"asks for {what}; at most {MAX_PROMPT_TOKENS} in all are allowed")
+        raise invalid("n" if n > 1 else where, f"needs {what}; at most {MAX_PROMPT_TOKENS} in all are allowed")
     if top is not None and num_tokens * n * (top + 1) > _MAX_SCORES:
         raise invalid(
             "logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
-            f"asks for {top + 1} log-probabilities at each of {num_tokens * n} tokens of prompt; at most "
+            f"needs {top + 1} log-probabilities at each of {num_tokens * n} tokens of prompt; at most "
             f"{_MAX_SCORES} in all are allowed",
         )
 
 
 @contextmanager
 def _as_answers() -> Iterator[None]:
-    """Errors of engines become those of an answer."""
+    """Turn errors of engines into ApiError."""
     try:
         yield
     except EngineRefusal as e:
@@ -415,13 +413,13 @@ def _as_answers() -> Iterator[None]:
     except ApiError:
         raise
     except ServerStopped as e:
-        raise _unavailable(str(e), _RECOVERY_RETRY_S) from e
+        raise unavailable(str(e)) from e
     except CallboardError as e:
         raise ApiError(500, str(e), code="engine_error") from e
 
 
 def _failure(output: RequestOutput, grammar: RequestedGrammar | None) -> ApiError:
-    """The error for a choice that has not come to its end."""
+    """Return the error of a choice that ended early."""
     if output.finish_reason is FinishReason.ABORT:
         return ApiError(499, "This request was aborted by its id.", code="request_aborted")
     if output.finish_reason is FinishReason.GRAMMAR:
@@ -432,7 +430,3 @@ def _failure(output: RequestOutput, grammar: RequestedGrammar | None) -> ApiErro
 def _refused(refusal: EngineRefusal) -> ApiError:
     status, code, retry_after_s = _REFUSALS[refusal.reason]
     return ApiError(status, str(refusal), code=code, retry_after_s=refusal.retry_after_s or retry_after_s)
-
-
-def _unavailable(reason: str, retry_after_s: float) -> ApiError:
-    return ApiError(503, reason, code="engine_unavailable", retry_after_s=retry_after_s)

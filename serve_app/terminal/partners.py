@@ -35,7 +35,7 @@ class LocalModel:
     """A model in this process."""
 
     def __init__(self, config: EngineConfig, given: dict[str, Any]) -> None:
-        """`given` are fields of SamplingParams; the others are the model's own, or those of a terminal."""
+        """`given` are fields of SamplingParams; other values come from the model, or from TERMINAL_DEFAULTS."""
         self._llm = load(config)
         self._fields = TERMINAL_DEFAULTS | self._llm.defaults.values | given
 
@@ -53,8 +53,8 @@ class RemoteModel:
     """A model behind an OpenAI-compatible server."""
 
     def __init__(self, url: str, given: dict[str, Any], api_key: str | None = None) -> None:
-        """`given` are fields of SamplingParams. The others are as in `LocalModel` if the server is Callboard, which
-        reports the model's own; they are the server's if it is another."""
+        """`given` are fields of SamplingParams. Other values are as in `LocalModel` if the server is Callboard, which
+        reports the model's own; another server uses its own."""
         import httpx
 
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}

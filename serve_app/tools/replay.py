@@ -1,4 +1,4 @@
-"""`callboard replay`: sends a request again, with the seed of its answer, and compares the two answers."""
+"""`callboard replay`: send a request again with the seed of its answer, and compare the two answers."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ import httpx
 
 from runtime.spec.types import CallboardError
 
-_MOST_FRONTS = 32  # that are asked for a request, each on a connection of its own
+_MOST_FRONTS = 32  # tries to find the front with a request, each on a new connection
 _PATHS = {
     "text_completion": "/v1/completions",
     "chat.completion": "/v1/chat/completions",
     "response": "/v1/responses",
     "message": "/v1/messages",
 }
-_ALL_PATHS = (*_PATHS.values(), "/api/chat", "/api/generate")  # answers of Ollama's tell no path: their files have it
+_ALL_PATHS = (
+    *_PATHS.values(),
+    "/api/chat",
+    "/api/generate",
+)  # Ollama's answers do not contain their path, so their files must
 _DRAWN = ("choices", "output", "content", "message", "response")
-_CHANCE = frozenset({"id", "call_id"})  # what no two answers have in common
+_CHANCE = frozenset({"id", "call_id"})  # fields that differ in any two answers
 
 
 def replay(source: str, url: str, api_key: str | None, save: str | None) -> int:
-    """Replays a request by its id, or of a file; returns 0 if the answer is the same to the bit."""
+    """Replay a request by its id or from a file; return 0 if the answer is the same to the bit."""
     server, file = _Server(url, api_key), Path(source)
     is_recorded = not file.exists()
     first = server.recorded(source) if is_recorded else _read(file)
@@ -35,7 +39,7 @@ def replay(source: str, url: str, api_key: str | None, save: str | None) -> int:
     if is_recorded:
         before, after = first["choices"], server.recorded(answer["id"])["choices"]
         if any(choice["finish_reason"] is None for choice in before):
-            raise CallboardError(f"The answer to {source} did not come to its end; there is nothing to compare.")
+            raise CallboardError(f"The answer to {source} is incomplete, so it cannot be compared.")
         was, now = first["system_fingerprint"], answer.get("system_fingerprint", first["system_fingerprint"])
     else:
         before, after = _drawn(first["answer"]), _drawn(answer)
@@ -46,9 +50,9 @@ def replay(source: str, url: str, api_key: str | None, save: str | None) -> int:
         return 0
     print(f"The answer differs: {difference}.")
     if was != now:
-        print(f"The model or its settings are others: {was} then, {now} now.")
+        print(f"The model or its settings have changed: {was} then, {now} now.")
     else:
-        print("Only a server that runs with --deterministic promises the same answer, whatever else it computes.")
+        print("Only a server with --deterministic promises the same answer under any load.")
     return 1
 
 
@@ -60,7 +64,7 @@ class _Server:
         self._headers = {"connection": "close"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
 
     def recorded(self, request_id: str) -> dict[str, Any]:
-        """A request that one of the fronts remembers."""
+        """Return a recorded request of any front."""
         for _ in range(_MOST_FRONTS):
             response = self._send("GET", f"/v1/requests/{request_id}")
             if response.status_code != 404:
@@ -91,8 +95,7 @@ def _content(response: httpx.Response) -> dict[str, Any]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """An exchange from a file: `request` and `answer`, where they went as `path`, and the `seed` if the answer has
-    none."""
+    """Return an exchange from a file: `request`, `answer`, and their `path` and `seed` unless the answer has them."""
     try:
         exchange = json.loads(file.read_text())
         request, answer = exchange["request"], exchange["answer"]
@@ -102,14 +105,14 @@ def _read(file: Path) -> dict[str, Any]:
             seeds = [choice.get("seed") for choice in choices][:: request.get("n") or 1]
             seed = seeds[0] if len(set(seeds)) == 1 else seeds
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise CallboardError(f"{file} holds no JSON object of a request and its answer; it must have both.") from e
-    if path not in _ALL_PATHS:  # appended to a URL, another one may lead to another host, with the API key
+        raise CallboardError(f"{file} must hold a JSON object with a request and its answer.") from e
+    if path not in _ALL_PATHS:  # any other text after the URL could send the API key to another host
         raise CallboardError(f"{file} has the path {str(path)[:60]!r}; it must be one of {', '.join(_ALL_PATHS)}.")
     return {"path": path, "seed": seed, "request": request, "answer": answer}
 
 
 def _plain(path: str, request: dict[str, Any]) -> dict[str, Any]:
-    """The request of the same answer, sent at once and kept nowhere."""
+    """Return the equivalent request without a stream and without storage."""
     same = {
         name: value for name, value in request.items() if name not in ("stream_options", "background", "request_id")
     }
@@ -117,13 +120,13 @@ def _plain(path: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _drawn(answer: dict[str, Any]) -> Any:
-    """The part of an answer that the seed decides."""
+    """Return the part of an answer that depends on the seed."""
     drawn = next((answer[name] for name in _DRAWN if name in answer), None)
     return drawn if isinstance(drawn, list) else [drawn]
 
 
 def _difference(before: Any, after: Any, at: str) -> str | None:
-    """One of the differences between two values of JSON; None if there is none."""
+    """Return the first difference between two JSON values; None for equal ones."""
     if isinstance(before, dict) and isinstance(after, dict):
         names = [name for name in {**before, **after} if name not in _CHANCE]
         pairs = [(str(name), before.get(name), after.get(name)) for name in names]

@@ -1,7 +1,7 @@
-"""A client that counts: token ids over HTTP and SSE, with their times, and every connection that was lost on the way.
+"""A client that records token ids with their times, and counts lost connections.
 
-A connection that ends before its answer is asked for again with all the tokens that have come: noise depends on the
-position, so the answer goes on as it would have (C4), and its reader has each token once.
+After a lost connection the client sends the prompt again with all received tokens. Noise depends on the position (C4),
+so the answer continues as before, and each token arrives once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 from runtime.spec.types import CallboardError
 
-_RETRY_S = 0.1  # after an answer that says to come back, or a connection that was not to be had
+_RETRY_S = 0.1  # after an answer with a retryable status, or a refused connection
 _LIMIT_BYTES = 1 << 20  # of a line
 
 
@@ -26,7 +26,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """The fields of an event that are read."""
+    """The fields of an event that this client reads."""
 
     choices: list[_Choice] = []
     error: dict[str, Any] | None = None
@@ -36,7 +36,7 @@ _event_of = msgspec.json.Decoder(_Event).decode
 
 
 class Server(NamedTuple):
-    """Where a model is asked, and the headers of each request."""
+    """The address of a server, its model, and the headers of each request."""
 
     host: str
     port: int
@@ -44,7 +44,7 @@ class Server(NamedTuple):
     headers: dict[str, str]
 
     async def request(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """A whole answer; raises OSError or _Refused if there is none."""
+        """Return a whole answer; raises OSError or _RefusedError."""
         reader, writer = await self.open(method, path, body)
         try:
             text = b"".join([part async for part in _body(reader)])
@@ -55,7 +55,7 @@ class Server(NamedTuple):
     async def open(
         self, method: str, path: str, body: dict[str, Any]
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection whose answer is a 200 and begins now; raises OSError, or _Refused for another answer."""
+        """Return a connection before the headers of a 200; raises OSError, or _RefusedError for another status."""
         content = msgspec.json.encode(body) if body else b""
         headers = {"host": f"{self.host}:{self.port}", "content-type": "application/json", **self.headers}
         lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
@@ -67,14 +67,14 @@ class Server(NamedTuple):
             if len(status) < 2:
                 raise ConnectionResetError("the connection ended without an answer")
             if status[1] != b"200":
-                raise _Refused(int(status[1]), (await reader.read(_LIMIT_BYTES)).decode(errors="replace"))
+                raise _RefusedError(int(status[1]), (await reader.read(_LIMIT_BYTES)).decode(errors="replace"))
         except BaseException:
             writer.close()
             raise
         return reader, writer
 
 
-class _Refused(CallboardError):
+class _RefusedError(CallboardError):
     """An answer with another status than 200."""
 
     def __init__(self, status: int, text: str) -> None:
@@ -84,26 +84,26 @@ class _Refused(CallboardError):
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """One request's answer, as its reader has it. `sampling` are fields of the request."""
+    """One request and its received answer. `sampling` are fields of the request."""
 
     prompt: list[int]
     max_tokens: int
     sampling: dict[str, Any]
     on_tokens: Callable[[Reading, list[int]], None] = lambda *_: None
     tokens: list[int] = field(default_factory=list)
-    times: list[tuple[float, int]] = field(default_factory=list)  # when something came, and how many tokens
-    num_cuts: int = 0  # connections that ended before the answer did
-    num_refusals: int = 0  # answers that said to come back, and connections that were not to be had
-    error: str = ""  # why there is no more to come
-    cut_at: float = 0.0  # the first time
+    times: list[tuple[float, int]] = field(default_factory=list)  # arrivals and their numbers of tokens
+    num_cuts: int = 0  # connections that ended before the answer
+    num_refusals: int = 0  # answers with a retryable status, and refused connections
+    error: str = ""  # reason of a final failure
+    cut_at: float = 0.0  # time of the first cut
 
     async def read(self, server: Server, reads: asyncio.Event | None = None) -> None:
-        """Returns when the answer is complete, or ended with an error. While `reads` is not set, nothing is read."""
+        """Read until the answer is complete or fails. While `reads` is not set, reading pauses."""
         while not self.error and len(self.tokens) < self.max_tokens:
             try:
                 await self._ask(server, reads)
                 return
-            except _Refused as e:
+            except _RefusedError as e:
                 if e.status < 429:
                     self.error = str(e)[-300:]
                 self.num_refusals += 1
@@ -147,7 +147,7 @@ class Reading:
 
 
 async def _body(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The pieces of an answer's body, after its status; raises IncompleteReadError if it is cut off."""
+    """Yield the pieces of an answer's body; raises IncompleteReadError if it is cut off."""
     length = -1
     while line := (await reader.readline()).strip().lower():
         if line.startswith(b"content-length:"):
@@ -167,10 +167,10 @@ async def _body(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 async def first_model(host: str, port: int, headers: dict[str, str]) -> tuple[Server, int]:
-    """The model that a server serves, and its context's length; raises CallboardError if none answers."""
+    """Return a server with its model, and the context's length; raises CallboardError without an answer."""
     server = Server(host, port, "", headers)
     try:
         model = (await server.request("GET", "/v1/models", {}))["data"][0]
         return server._replace(model=model["id"]), int(model["max_model_len"])
-    except (OSError, EOFError, KeyError, IndexError, _Refused, ValueError) as e:
+    except (OSError, EOFError, KeyError, IndexError, _RefusedError, ValueError) as e:
         raise CallboardError(f"No Callboard server answers at {host}:{port} ({e or type(e).__name__}).") from e

@@ -7,8 +7,8 @@ import pytest
 
 from runtime.core.requests import requests_of
 from runtime.spec.types import Request, SamplingParams
+from serve_app.apis.completions.endpoint import COMPLETIONS
 from serve_app.apis.completions.request import CompletionRequest
-from serve_app.apis.table import COMPLETIONS
 from serve_app.protocol.answers import ChoiceUsage
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.service.service import Service

@@ -33,7 +33,7 @@ SHAPE = (264, 1024)
 
 
 def both(layout, source, location: Location) -> list[torch.Tensor]:
-    widened = DequantizedFormat(layout, layout.form(location.shape))
+    widened = DequantizedFormat(layout, layout.encoding(location.shape))
     devices = torch.device("cpu"), torch.device("cuda")
     numerics = [Numerics(torch.bfloat16, device, "torch", packed=False, deterministic=False) for device in devices]
     return [widened.read(source, location, each)[0].cpu() for each in numerics]

@@ -13,7 +13,7 @@ from runtime.kernels.attention.rope import (
     rope_store_kv_triton,
     rope_table,
 )
-from runtime.kernels.attention.stored_kv import restore_kv
+from runtime.kernels.attention.stored_kv import dequantize_kv
 from runtime.spec.decoder_spec import RopeSpec
 from tests.support.attention_cases import check, encoded, every_fp8, paged_case, rows_of
 
@@ -83,7 +83,7 @@ def test_stored_values(heads, qk_norm, kind):
     for store, rows in ((rope_store_kv_triton, rope_rows_triton), (rope_store_kv_torch, rope_rows_torch)):
         kv, scales = encoded(kind, torch.ones(2, kv_heads, 16, 16, dim, device="cuda"))
         store(qkv.clone(), rows(table, positions), kv, index, *norms[0], norms[1], scales)
-        caches.append(restore_kv(kv.flatten(2, 3), scales if kind == "fp8" else scales.flatten(1, 2)))
+        caches.append(dequantize_kv(kv.flatten(2, 3), scales if kind == "fp8" else scales.flatten(1, 2)))
     got, want = caches
     allowed = want.abs() / 8 + 1e-3 if kind == "fp8" else want.abs().amax(-1, keepdim=True) / 100 + 1e-5
     assert ((got - want).abs() <= allowed).all()

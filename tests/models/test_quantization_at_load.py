@@ -250,7 +250,7 @@ def test_weights_without_a_kernel_stay_plain_and_are_named(tmp_path, monkeypatch
     Tokenizer.load(write_tiny_gguf())._backend.save(str(plain / "tokenizer.json"))
     report = model_report(EngineConfig(model=str(plain), device="cpu", dtype="bfloat16", quantization="fp8"))
     assert "\nweights        12 maps in fp8 rows: 0.00 GiB, quantized as they are read\n" in report
-    assert "\n               down stay bfloat16, as nothing here multiplies with them as such codes\n" in report
+    assert "\n               down stay bfloat16, as this device has no products for their encoding\n" in report
     end = "embed, head, norms and biases stay bfloat16; head_quantization is for the head"
     assert f"\n               {end}\n" in report
 
@@ -308,7 +308,7 @@ def test_a_format_without_a_kernel_here_is_refused(monkeypatch):
             with pytest.raises(CallboardError) as error:
                 tiny_runner(dtype="float32", **{field: form})
             assert str(error.value) == (
-                f"{field} is {form}, which nothing multiplies with in float32 on cpu (torch kernels); {refusal}"
+                f"{field} is {form}, which has no products in float32 on cpu (torch kernels); {refusal}"
             )
 
 

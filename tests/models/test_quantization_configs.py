@@ -52,7 +52,7 @@ def quantized_modules(config, *modules):
         (groups({**INT4, "num_bits": 3}, format="pack-quantized"), "num_bits 3"),
         (groups({**INT4, "group_size": 0}, format="pack-quantized"), r"group_size '0'; it must be a positive"),
         (groups({**FP8, "strategy": "block"}), r"block_structure 'None'; it must be two positive whole numbers"),
-        (groups(FP8, ignore=["re:("]), r"the pattern '\('; it is no regular expression"),
+        (groups(FP8, ignore=["re:("]), r"the pattern '\('; it is not a regular expression"),
         (groups(FP8, ignore="lm_head"), r"ignore 'lm_head'; it must be a list of names"),
         ({"quant_method": "compressed-tensors", "config_groups": {"W4A16": ["Linear"]}}, r"config_groups\.W4A16"),
         ({"quant_method": "compressed-tensors", "config_groups": 5}, "is not one of compressed-tensors"),
@@ -184,8 +184,8 @@ def test_scales_of_activations_and_kv_are_ignored(fp8_model):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("gptq-asymmetric", {"sym": True}, "its qzeros are not those of symmetric codes, which sym of the config says"),
-        ("gptq", {"checkpoint_format": "gptq_v2"}, "its qzeros are not those of symmetric codes"),
+        ("gptq-asymmetric", {"sym": True}, "its qzeros are not symmetric, although the config sets sym"),
+        ("gptq", {"checkpoint_format": "gptq_v2"}, "its qzeros are not symmetric"),
         ("gptq-desc-act", {"desc_act": False}, r"columns are reordered \(g_idx\), which desc_act or actorder"),
         ("gptq-desc-act", {"group_size": 16}, r"has shape \[2, 8\]; the checkpoint's config asks for \[4, 8\]"),
         ("bnb-nf4", {"bnb_4bit_quant_type": "fp4"}, r"lacks tensor .*quant_state\.bitsandbytes__fp4"),
@@ -221,7 +221,7 @@ def test_zero_points_of_the_first_gptq_format_wrap(tmp_path):
     tensors = form.pack(torch.randn(8, 32), torch.Generator().manual_seed(1))
     tensors["qzeros"] = torch.full_like(tensors["qzeros"], -1)
     layout = layout_of(form)
-    (got,) = DequantizedFormat(layout, layout.form((8, 32))).read(
+    (got,) = DequantizedFormat(layout, layout.encoding((8, 32))).read(
         source_of(tensors), Location("q_proj.weight", (8, 32)), numerics(torch.float32)
     )
     assert torch.equal(got, form.dequantize(tensors, (8, 32)))

@@ -64,7 +64,7 @@ def test_values_equal_those_of_the_gguf_package(name):
     want = torch.from_numpy(quants.dequantize(raw, kind))
     layout = LAYOUTS[f"gguf {name}"](parse_gguf({"types": {"a.weight": name}})("", "a"))
     shape = tuple(want.shape)
-    form = layout.form(shape)
+    form = layout.encoding(shape)
     assert form.name == FORMS[name]
 
     def read(*parts: Part) -> torch.Tensor:

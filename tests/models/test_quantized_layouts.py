@@ -79,7 +79,7 @@ def test_values_equal_those_of_the_library(name, shape):
     tensors = form.pack(dense, generator)
     want, layout = form.dequantize(tensors, shape), layout_of(form)
     location = Location("q_proj.weight", shape)
-    widened = DequantizedFormat(layout, layout.form(shape))
+    widened = DequantizedFormat(layout, layout.encoding(shape))
     source = source_of(tensors)
     stored = widened.stored(location)
     assert {own for own, tensor in stored.items() if not tensor.optional} <= set(source.names()) <= stored.keys()
@@ -88,11 +88,13 @@ def test_values_equal_those_of_the_library(name, shape):
         assert source.dtype(own) in stored[own].dtypes
     (got,) = widened.read(source, location, numerics(want.dtype))
     assert equal(got, want)
-    if layout.form(shape).fits(shape):
-        kept = QuantizedFormat(layout, layout.form(shape), PLAIN)
+    if layout.encoding(shape).fits(shape):
+        kept = QuantizedFormat(layout, layout.encoding(shape), PLAIN)
         weight = kept.read(source, location, numerics(want.dtype))
         assert sum(tensor.nbytes for tensor in weight) == kept.device_bytes(shape, numerics(want.dtype))
-        assert equal(layout.form(shape).dequantize(PLAIN.unpacked(layout.form(shape), weight), want.dtype), want)
+        assert equal(
+            layout.encoding(shape).dequantize(PLAIN.unpacked(layout.encoding(shape), weight), want.dtype), want
+        )
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -101,7 +103,7 @@ def test_parts_equal_slices_of_the_whole(name):
     dense, generator = random_weight(shape)
     tensors = form.pack(dense, generator)
     source, layout = source_of(tensors), layout_of(form)
-    widened = DequantizedFormat(layout, layout.form(shape))
+    widened = DequantizedFormat(layout, layout.encoding(shape))
     (whole,) = widened.read(source, Location("q_proj.weight", shape), numerics(torch.float32))
 
     def read(*parts: Part) -> torch.Tensor:
@@ -110,9 +112,9 @@ def test_parts_equal_slices_of_the_whole(name):
     assert equal(read(Part(0, 128, 256)), whole[128:])
     assert equal(read(Part(0, 0, 128), Part(0, 128, 256)), whole)
     assert equal(read(Part(1, 256, 512)), whole[:, 256:])
-    if layout.form(shape).reordered:  # groups are anywhere: a rank reads them all, and any columns are its own
+    if layout.encoding(shape).reordered:  # groups are anywhere: a rank reads them all, and any columns are its own
         assert equal(read(Part(1, 0, 19)), whole[:, :19])
-    elif layout.form(shape).group_size > 1:
+    elif layout.encoding(shape).group_size > 1:
         with pytest.raises(CallboardError, match=r"a rank's columns 0 to 19 begin or end within \d+ that are stored"):
             read(Part(1, 0, 19))
 
@@ -121,7 +123,7 @@ def test_all_fp8_values_equal_those_of_torch():
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 16)
     tensors = {"weight": codes, "weight_scale_inv": torch.tensor(1.0)}
     layout = layout_of(FORMATS["fp8-tensor-inv"])
-    (got,) = DequantizedFormat(layout, layout.form((16, 16))).read(
+    (got,) = DequantizedFormat(layout, layout.encoding((16, 16))).read(
         source_of(tensors), Location("q_proj.weight", (16, 16)), numerics(torch.float32)
     )
     assert equal(got, codes.float())

@@ -95,7 +95,7 @@ def test_inspect_and_the_runner_report_weight_formats(tmp_path, write_tiny_gguf)
     shapes = {name: shape for name, shape in spec.shapes().items() if name in spec.quantization}
     dense = sum(4 * rows * columns for rows, columns in shapes.values())
     codes = dense / 8 + sum(4 * rows * columns // 32 for rows, columns in shapes.values())
-    widened = f"dequantized to {dense / (1 << 30):.2f} GiB of float32 as no kernel multiplies these quantized weights"
+    widened = f"dequantized to {dense / (1 << 30):.2f} GiB of float32 as this device has no products for it"
     assert f"\nweights        21 maps in int4 g32: {codes / (1 << 30):.2f} GiB, {widened}\n" in report
     assert "\n               embed, head, norms and biases are plain numbers in the checkpoint\n" in report
     runner = open_runner(folder, dtype="float32")

@@ -120,7 +120,7 @@ def test_memory_is_planned_for_the_largest_dequantized_map(monkeypatch):
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_a_cpu_without_vector_code_refuses_the_set_field(form, monkeypatch):
     monkeypatch.setattr("runtime.kernels.quantized.wna16_cpu.has_vector_code", lambda: False)
-    wanted = f" is {form}, which nothing multiplies with on a CPU without AVX2 and AVX-512; leave it at auto."
+    wanted = f" is {form}, which has no products on a CPU without AVX2 and AVX-512; leave it at auto."
     with pytest.raises(CallboardError) as error:
         tiny_runner(quantization=form)
     assert str(error.value) == "quantization" + wanted

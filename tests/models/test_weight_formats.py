@@ -261,7 +261,7 @@ def test_ranks_read_parts_that_make_up_the_whole(tmp_path, family):
 def test_weights_that_cannot_be_split_are_refused_unread(monkeypatch):
     monkeypatch.setattr(Int8Products, "fits", lambda self, form, shape: shape[1] % 24 == 0)
     spec, _ = load_spec(LLAMA | {"quantization_config": QUANTIZATION})
-    says = r"tensor_parallel_size is 2, but a rank's \[48, 36\] of layers.0.down.weight cannot be made-up rows codes;"
+    says = r"tensor_parallel_size is 2, but a rank's \[48, 36\] of layers.0.down.weight cannot be made-up rows;"
     with pytest.raises(CallboardError, match=says):
         check_products(spec.of_rank(Shard(1, 2)), FLOAT32, EngineConfig())
     check_products(replace(spec, ffn_size=96).of_rank(Shard(1, 2)), FLOAT32, EngineConfig())

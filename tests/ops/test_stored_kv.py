@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from runtime.kernels.attention.attention_torch import AttentionShape, attention_exact, attention_torch, plan_attention
-from runtime.kernels.attention.stored_kv import restore_kv, store_kv_torch
+from runtime.kernels.attention.stored_kv import dequantize_kv, store_kv_torch
 from tests.support.attention_cases import encoded, every_fp8
 
 
@@ -16,7 +16,7 @@ def test_e4m3_values_round_trip_and_saturate():
     both = torch.cat((finite.reshape(1, 1, 254) * 0.3, finite.reshape(1, 1, 254) * 2.0), 1)
     store_kv_torch(both, kv, scales, torch.tensor([0]))
     assert torch.equal(kv.float().view(2, 254), finite.reshape(1, 254).expand(2, -1))
-    assert torch.equal(restore_kv(kv, scales).flatten(), both.flatten())
+    assert torch.equal(dequantize_kv(kv, scales).flatten(), both.flatten())
     big = torch.tensor([1e9, -1e9, 500.0, torch.nan]).repeat(64)[:254].view(1, 1, 254)
     store_kv_torch(torch.cat((big, big), 1), kv, scales, torch.tensor([0]))
     assert kv.float().view(2, 254)[0, :3].tolist() == [448.0, -448.0, 448.0]
@@ -31,7 +31,7 @@ def test_int8_scales_are_per_token_and_head():
     store_kv_torch(numbers, kv, scales, places)
 
     def read() -> torch.Tensor:
-        return restore_kv(kv.flatten(2, 3), scales.flatten(1, 2)).view(6, 8, 32)
+        return dequantize_kv(kv.flatten(2, 3), scales.flatten(1, 2)).view(6, 8, 32)
 
     got = read()[:, places].transpose(0, 1)
     largest = numbers.abs().amax(-1, keepdim=True)
@@ -49,7 +49,7 @@ def test_attention_reads_dequantized_values(kind, dtype):
     rows."""
     generator = torch.Generator().manual_seed(0)
     kv, scales = encoded(kind, torch.randn(2, 2, 12, 8, 24, generator=generator))
-    flat = restore_kv(kv.flatten(2, 3), scales if kind == "fp8" else scales.flatten(1, 2))
+    flat = dequantize_kv(kv.flatten(2, 3), scales if kind == "fp8" else scales.flatten(1, 2))
     plain = flat.view(kv.shape).to(dtype)
     tables = np.array([[3, 4, 5, 6], [9, 1, 8, 0], [2, 7, 11, 10]], np.int32)
     starts, counts = np.array([20, 11, 3], np.int32), np.array([1, 1, 25], np.int32)

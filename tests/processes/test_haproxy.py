@@ -325,7 +325,7 @@ def test_the_last_front_ends_before_it_answers(haproxy):
 
 
 def test_fronts_serve_while_serve_rebuilds_an_application(haproxy):
-    """Serve's configuration has no fronts then; when the application is gone, the fronts are gone."""
+    """Serve's configuration lacks fronts then; when the application is gone, the fronts are gone."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as front:
         threading.Thread(target=front.serve_forever, daemon=True).start()
         for servers, fallback, status in ([front.server_port], None, 200), ([], quiet_port(), 200), ([], None, 404):

@@ -15,7 +15,7 @@ from openai import APIStatusError, OpenAI
 
 from actors.ray.environment import quiet_port
 from actors.ray.haproxy import write_command
-from serve_app.server.port import port_of_its_own
+from serve_app.server.port import reserved_port
 from tests.processes.test_haproxy import Healthy, Running, serve_config
 
 
@@ -76,17 +76,17 @@ def haproxy_at(number: int, front: ThreadingHTTPServer, folder: Path) -> Iterato
 def test_the_port_passes_to_haproxy_unnoticed(front, tmp_path: Path, monkeypatch):
     monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH")
     number = quiet_port()
-    with port_of_its_own("127.0.0.1", number) as port:
-        port.hear({"phase": "model checked"})
+    with reserved_port("127.0.0.1", number) as port:
+        port.on_news({"phase": "model checked"})
         clients = Clients(number, 4)
         try:
             clients.wait_for(503, "The server is starting (model checked); try again in a moment.")
-            port.hear({"phase": "weights: 3 GiB in 2 s"})
+            port.on_news({"phase": "weights: 3 GiB in 2 s"})
             clients.wait_for(503, "(weights)")
             with haproxy_at(number, front, tmp_path):
                 time.sleep(0.5)
                 assert all("(model checked)" in text or "(weights)" in text for _, text in clients.answers)
-                port.hear({"port": True})
+                port.on_news({"port": True})
                 clients.wait_for(200, "")
                 time.sleep(1.5)  # the command's socket is closed meanwhile
                 num_before = len(clients.answers)
@@ -103,11 +103,11 @@ def test_a_stop_at_ready_leaves_no_client_unanswered(front, tmp_path: Path, monk
     moment."""
     monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH")
     number = quiet_port()
-    with port_of_its_own("127.0.0.1", number) as port:
-        port.hear({"phase": "weights"})
+    with reserved_port("127.0.0.1", number) as port:
+        port.on_news({"phase": "weights"})
         with haproxy_at(number, front, tmp_path) as haproxy:
-            port.hear({"port": True})
-            port.hear({"ready": True})
+            port.on_news({"port": True})
+            port.on_news({"ready": True})
             assert httpx.get(f"http://127.0.0.1:{number}/ready").status_code == 200
             haproxy.process.send_signal(signal.SIGUSR1)
             haproxy.process.wait(10)
@@ -117,10 +117,10 @@ def test_a_stop_at_ready_leaves_no_client_unanswered(front, tmp_path: Path, monk
 
 def test_clients_read_the_phase_while_the_server_starts():
     number = quiet_port()
-    with port_of_its_own("127.0.0.1", number) as port:
+    with reserved_port("127.0.0.1", number) as port:
         with pytest.raises(OSError, match="in use"):
             socket.create_server(("127.0.0.1", number))
-        port.hear({"phase": "Ray started"})
+        port.on_news({"phase": "Ray started"})
         for _ in range(100):  # connections without a byte
             socket.create_connection(("127.0.0.1", number)).close()
         client = OpenAI(base_url=f"http://127.0.0.1:{number}/v1", api_key="none", max_retries=0, timeout=10)
@@ -135,8 +135,8 @@ def test_clients_read_the_phase_while_the_server_starts():
 def test_browser_sees_the_phase_while_the_server_starts():
     number = quiet_port()
     browser = {"accept": "text/html,application/xhtml+xml"}
-    with port_of_its_own("127.0.0.1", number) as port:
-        port.hear({"phase": "<Ray> started"})
+    with reserved_port("127.0.0.1", number) as port:
+        port.on_news({"phase": "<Ray> started"})
         page = httpx.get(f"http://127.0.0.1:{number}/", headers=browser)
         others = [httpx.get(f"http://127.0.0.1:{number}{path}", headers=browser) for path in ("/ready", "/v1/models")]
         others.append(httpx.get(f"http://127.0.0.1:{number}/"))

@@ -101,7 +101,7 @@ def program() -> Iterator[type[Program]]:
             "error: The server's process ended by itself (signal 6).\n",
         ),
         (
-            "parent.tell(log='/the/logs'); parent.tell(ready=True); os._exit(3)",
+            "parent.send(log='/the/logs'); parent.send(ready=True); os._exit(3)",
             "error: The server's process ended by itself (exit code 3); see /the/logs.\n",
         ),
     ],
@@ -178,7 +178,7 @@ def test_signals_stop_a_ready_child_gracefully(program):
     """A second signal at once is the same order, as `timeout` sends it; a later one is a second order."""
     started = program(
         """
-        parent.tell(ready=True)
+        parent.send(ready=True)
         print("ready", flush=True)
         print("stop:", parent.wait_for_order(), flush=True)
         print("hurry:", parent.wait_for_order(0.7), flush=True)
@@ -197,7 +197,7 @@ def test_signals_stop_a_ready_child_gracefully(program):
 
 
 def test_a_third_signal_kills(program):
-    started = program("parent.tell(ready=True)\nprint('ready', flush=True)\ntime.sleep(60)")
+    started = program("parent.send(ready=True)\nprint('ready', flush=True)\ntime.sleep(60)")
     assert started.process.stdout.readline() == "ready\n"
     num_sent, end = 0, time.monotonic() + 60
     while started.process.poll() is None:  # on a busy machine two may arrive as one
@@ -210,7 +210,7 @@ def test_a_third_signal_kills(program):
 
 
 def test_a_child_without_a_parent_stops(program):
-    started = program("parent.tell(ready=True)\nprint('ready', flush=True)\nparent.wait_for_order()")
+    started = program("parent.send(ready=True)\nprint('ready', flush=True)\nparent.wait_for_order()")
     assert started.process.stdout.readline() == "ready\n"
     (child,) = (c for c in children(started.process.pid))
     started.process.kill()

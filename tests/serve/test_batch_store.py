@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from serve_app.apis.batches.disk import replacing, try_lock
-from serve_app.apis.batches.lines import Place, Requests, append, finished
+from serve_app.apis.batches.lines import Position, Requests, append, finished
 from serve_app.apis.batches.routes import CreateBatchRequest, _created
 from serve_app.apis.batches.store import BatchStore, Record
 from serve_app.protocol.errors import ApiError
@@ -314,4 +314,4 @@ def test_places_are_read_a_window_at_a_time(tmp_path: Path):
     content = path.read_bytes()
     assert [content[p.start : p.start + p.length] for w in windows for p in w] == lines[101::2]
     assert list(requests.without_result()) == [str(i) for i in range(101, 300, 2)]
-    assert isinstance(windows[0][0], Place)
+    assert isinstance(windows[0][0], Position)

@@ -31,7 +31,7 @@ def test_other_machines_are_refused(url: str):
 
 def test_ports_of_this_machine():
     assert [local_port(url) for url in ("http://127.0.0.1:8000/v1", "localhost:81", "http://[::1]")] == [8000, 81, 80]
-    with pytest.raises(CallboardError, match="is no URL of a server"):
+    with pytest.raises(CallboardError, match="is not a server's URL"):
         local_port("http://127.0.0.1:port")
 
 
@@ -70,7 +70,7 @@ def test_the_ray_behind_a_port_is_the_nearest(monkeypatch, listener: int, raylet
     if found is not None:
         assert raylet_behind(8000) == found
         return
-    with pytest.raises(CallboardError, match="no Ray Serve of this machine"):
+    with pytest.raises(CallboardError, match="is not Ray Serve's on this machine"):
         raylet_behind(8000)
 
 
@@ -131,7 +131,7 @@ def test_an_actor_gets_the_signal(actor, tmp_path: Path, title: str, role: str):
 )
 def test_other_orders_are_refused(actor, tmp_path: Path, title: str, log: str, role: str):
     found = actor(title, log)
-    with pytest.raises(CallboardError, match=f"is no {role} of the application 'app'; nothing was sent"):
+    with pytest.raises(CallboardError, match=f"is not a {role} of the application 'app'; it received no signal"):
         found.as_process(tmp_path, role).send(signal.SIGKILL)
     assert found.process.poll() is None
 
@@ -147,7 +147,7 @@ def test_processes_of_other_users_are_refused(actor, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["http://192.0.2.1"], "without a terminal"),
+        (["http://192.0.2.1"], "no terminal for keys"),
         (["http://192.0.2.1", "--kill", "engine"], "not on this machine's loopback"),
         (["http://127.0.0.1:1", "--kill", "engine"], "Nothing listens on port 1"),
     ],
@@ -169,13 +169,13 @@ async def test_terminal_keys_choose_the_process_to_kill(monkeypatch, capsys):
     keyboard, terminal = pty.openpty()
     with open(terminal) as stdin, open(keyboard, "wb", buffering=0) as keys:
         monkeypatch.setattr(sys, "stdin", stdin)
-        run = chaos._Chaos("http://127.0.0.1", chaos.Plan((), 1.0, 2, 10, None, None), "app", list)
+        run = chaos._Chaos("http://127.0.0.1", chaos.ChaosPlan((), 1.0, 2, 10, None, None), "app", list)
         orders = aiter(run._orders())
         first = asyncio.ensure_future(anext(orders))
         await asyncio.sleep(0)
         keys.write(b"xerq")
         assert [await first, *[role async for role in orders]] == ["engine", "runner"]
-    assert "e: engine, r: runner" in capsys.readouterr().out
+    assert "e kills the engine, r kills the runner" in capsys.readouterr().out
 
 
 # ---- counting --------------------------------------------------------------------------------------------------------
@@ -243,8 +243,8 @@ def test_a_twin_stream_shows_what_was_lost(said: list[int], differ: int):
     figures, twins = chaos._Figures(), chaos._Twins()
     first, second = (chaos._Conversation(i, twins, figures, 100, 10) for i in range(2))
     first.last_at = second.last_at = time.monotonic()
-    first._hear(Reading([], 10, {}), [5, 6])
-    second._hear(Reading([], 10, {}), said[:1])
-    second._hear(Reading([], 10, {}), said[1:])
-    first._hear(Reading([], 10, {}), [7, 8])
+    first._on_tokens(Reading([], 10, {}), [5, 6])
+    second._on_tokens(Reading([], 10, {}), said[:1])
+    second._on_tokens(Reading([], 10, {}), said[1:])
+    first._on_tokens(Reading([], 10, {}), [7, 8])
     assert figures.counts["differ"] == differ

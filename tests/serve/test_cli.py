@@ -20,7 +20,7 @@ from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
 from serve_app import cli
 from serve_app.command_line.flags import engine_config, http_settings
-from serve_app.server.port import port_of_its_own
+from serve_app.server.port import reserved_port
 from serve_app.settings import HttpSettings, ScalingSettings
 
 ROOT = Path(__file__).parents[2]
@@ -195,8 +195,8 @@ def test_a_server_without_keys_accepts_only_its_own_names():
     [
         ([], "COMMAND"),
         (["serve", "--port", "0"], "between 1 and 65535"),
-        (["serve", "--port", "http"], "'http' is no port"),
-        (["serve", "--dtype", "int3"], "'int3' is no choice"),
+        (["serve", "--port", "http"], "'http' is not a port"),
+        (["serve", "--dtype", "int3"], "'int3' is not a choice"),
         (["serve", "--num-replicas", "0"], "at least 1"),
         (["serve", "--num-draft-tokens", "some"], "'some' must be a whole number or auto"),
         (["serve", "--max-num-seqs", "0"], "--max-num-seqs is 0; it must be at least 1"),
@@ -223,14 +223,14 @@ def test_version():
 def test_a_second_server_on_a_port_fails_at_once():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    with port_of_its_own("127.0.0.1", port):
+    with reserved_port("127.0.0.1", port):
         done = callboard("serve", "/no/such/model", "--port", str(port), timeout=20)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        f"callboard: Port {port} on 127.0.0.1 cannot be used (another callboard serve starts there or runs); "
-        "stop what has it or pass another --port."
+        f"callboard: Port {port} on 127.0.0.1 cannot be used (another callboard serve starts or runs there); "
+        "stop its user or pass another --port."
     ]
-    with port_of_its_own("127.0.0.1", port):  # it is free again
+    with reserved_port("127.0.0.1", port):  # it is free again
         pass
 
 
@@ -264,7 +264,7 @@ def test_a_port_in_use_is_reported_first():
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         f"callboard: Port {port} on 127.0.0.1 cannot be used (Address already in use); "
-        "stop what has it or pass another --port."
+        "stop its user or pass another --port."
     ]
 
 
@@ -273,7 +273,7 @@ def test_a_port_in_use_is_reported_first():
     [
         (["serve", "--api-key-file", "/no/such/keys"], "'/no/such/keys' cannot be read"),
         (["serve", "/no/such/model", "--port", "{free}"], "no model at '/no/such/model'"),
-        (["serve", "--host", "no.such.host.invalid", "--port", "{free}"], "'no.such.host.invalid' is no address"),
+        (["serve", "--host", "no.such.host.invalid", "--port", "{free}"], "'no.such.host.invalid' is not an address"),
         (["serve", "--host", "192.0.2.1", "--port", "{free}"], "Cannot assign requested address"),
         (["generate", "hi", "--model", "/no/such/model"], "no model at '/no/such/model'"),
         (["chat", "--url", "http://127.0.0.1:{free}"], "No OpenAI-compatible server answers"),

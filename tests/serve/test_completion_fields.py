@@ -75,7 +75,7 @@ async def test_continuous_usage(path: str):
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == 8
     assert last["usage"]["prompt_tokens"] == counts[0][0]["prompt_tokens"]
-    only = {"continuous_usage_stats": True}  # has no effect without include_usage, as with vLLM
+    only = {"continuous_usage_stats": True}  # does nothing without include_usage, as with vLLM
     assert all("usage" not in e for e in events_of(await post(FakeEngine(), {**body, "stream_options": only}, path)))
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from runtime.output.processor import Delta
 from runtime.spec.types import Verified
+from serve_app.apis.completions.endpoint import COMPLETIONS
 from serve_app.apis.completions.request import CompletionRequest
-from serve_app.apis.table import COMPLETIONS
 from serve_app.service.service import Service
 from tests.serve.test_stream_equals_plain import Scripted, events
 from tests.support.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, events_of, post

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from runtime.text.stream import StopStrings, TextStream
+from serve_app.apis.chat.endpoint import CHAT
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.completions.request import CompletionRequest
-from serve_app.apis.table import CHAT
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.shapes import MAX_VALUES
 from serve_app.service.service import Service

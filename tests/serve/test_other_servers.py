@@ -7,11 +7,11 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from serve_app.apis import api_page
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.completions.request import CompletionRequest
 from serve_app.protocol.other_servers import IGNORED_FIELDS, UNSUPPORTED_FIELDS
 from tests.serve.test_http import assert_error
+from tests.support import api_page
 from tests.support.fake_engine import FakeEngine, chat, client_of, post
 
 PATHS = {"/v1/completions": {"prompt": "a"}, "/v1/chat/completions": chat()}
@@ -78,7 +78,7 @@ async def test_each_field_has_its_documented_effect(path: str):
 
 
 def test_the_page_of_fields_follows_the_models():
-    assert api_page.PAGE.read_text() == api_page.page(), "run python -m serve_app.apis.api_page"
+    assert api_page.PAGE.read_text() == api_page.page(), "run python -m tests.support.api_page"
     for name in api_page.names():
         for route, kind in api_page.ROUTES.items():
             fate = api_page.fate(kind, name)

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from runtime.output.processor import Delta
 from runtime.spec.types import CallboardError, Request
 from serve_app import cli
-from serve_app.apis.table import CHAT
+from serve_app.apis.chat.endpoint import CHAT
 from serve_app.application import build_http_app
 from serve_app.service.recorded import RecordedRequests
 from serve_app.service.service import Service
@@ -117,7 +117,7 @@ def test_requests_that_cannot_be_replayed_are_reported(server: TestClient, tmp_p
     file = tmp_path / "x.json"
     for text in ("no JSON", json.dumps({"request": {}}), json.dumps({"request": {}, "answer": {"object": "x"}})):
         file.write_text(text)
-        with pytest.raises(CallboardError, match="must have both"):
+        with pytest.raises(CallboardError, match="must hold a JSON object with a request and its answer"):
             replay(str(file), URL, "one", None)
 
 

@@ -167,7 +167,7 @@ async def test_a_completion_between_two_texts():
         assert engine.requests[-1].token_ids == [first, 97, 98, second, 99, third]
     with pytest.raises(openai.BadRequestError, match="suffix cannot be combined with echo"):
         await asked.completions.create(model=MODEL, prompt="ab", suffix="c", echo=True)
-    with pytest.raises(openai.BadRequestError, match="no marks to fill in a text"):
+    with pytest.raises(openai.BadRequestError, match="lacks fill-in-the-middle marks"):
         await client(engine).completions.create(model=MODEL, prompt="ab", suffix="c")
 
 

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.output.processor import Delta
+from serve_app.apis.completions.endpoint import COMPLETIONS
 from serve_app.apis.completions.request import CompletionRequest
-from serve_app.apis.table import COMPLETIONS
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat, events_of, post

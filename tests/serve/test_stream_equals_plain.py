@@ -11,8 +11,8 @@ from openai._streaming import SSEDecoder
 from runtime.output.processor import Delta
 from runtime.spec.types import FinishReason, Request, RequestOutput, TokenLogprobs
 from runtime.text.tokenizer import Tokenizer
+from serve_app.apis.completions.endpoint import COMPLETIONS
 from serve_app.apis.completions.request import CompletionRequest
-from serve_app.apis.table import COMPLETIONS
 from serve_app.service.service import Service
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
 from tests.text.test_text_stream import TOKENIZERS

@@ -12,7 +12,7 @@ GATE = "CALLBOARD_TEST_GATE"  # the name of a file: models are loaded while it e
 
 
 def install() -> None:
-    """Let the runner that this worker may become wait at the gate, and do what Callboard does in each worker."""
+    """Make the runner of this worker wait at the gate, and do Callboard's own setup of a worker."""
     from actors.ray.process import listen_on_loopback
     from actors.runners.runner import ModelRunnerActor
 

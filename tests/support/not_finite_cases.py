@@ -13,7 +13,7 @@ from runtime.kernels.attention.decode_attention import decode_attention
 from runtime.kernels.attention.paged_attention import paged_attention_torch
 from runtime.kernels.attention.prefill_attention import prefill_attention
 from runtime.kernels.attention.rope import rope_rows_triton, rope_store_kv_triton, rope_table
-from runtime.kernels.attention.stored_kv import restore_kv
+from runtime.kernels.attention.stored_kv import dequantize_kv
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts
 from runtime.kernels.experts.moe_w16a16 import GroupedExperts
 from runtime.kernels.linear.linear_torch import Linear
@@ -27,7 +27,7 @@ from runtime.kernels.quantized.quantized_weight import QuantizedWeight, pack_pla
 from runtime.kernels.quantized.weight_conversions import quantize_fp8_weight_triton
 from runtime.kernels.quantized.wna16_skinny_gemm import wna16_skinny_gemm_triton
 from runtime.kernels.sampling.sample import NUM_PARAMS, sample_tokens_triton
-from runtime.quant.encodings import _GREATEST, _SMALLEST
+from runtime.quant.encodings import LARGEST_E4M3, SMALLEST_SCALE
 from runtime.spec.decoder_spec import ExpertsSpec, RopeSpec
 from runtime.spec.types import SamplingParams
 from runtime.worker.gpu.device_sampler import DeviceSampler
@@ -68,7 +68,7 @@ def check_fp8_product(x: torch.Tensor, value: float) -> None:
 
 
 def check_fp8_weights(x: torch.Tensor, value: float) -> None:
-    row = check_alone(lambda x: quantize_fp8_weight_triton(x, _GREATEST, _SMALLEST)[1], x, value)
+    row = check_alone(lambda x: quantize_fp8_weight_triton(x, LARGEST_E4M3, SMALLEST_SCALE)[1], x, value)
     assert row.isnan().all()
 
 
@@ -160,7 +160,7 @@ def check_stored_keys(x: torch.Tensor, value: float, kind: str) -> None:
         qkv = x.flip(1).view(3, 4 * kv_heads, dim)
         rope_store_kv_triton(qkv.contiguous(), rows, kv, index, scales=scales)
         flat = kv.flatten(2, 3), scales.flatten(1, 2) if kind == "int8" else scales
-        return restore_kv(*flat)[:, :, index.long()].permute(2, 0, 1, 3).reshape(3, 2, -1)
+        return dequantize_kv(*flat)[:, :, index.long()].permute(2, 0, 1, 3).reshape(3, 2, -1)
 
     row = check_alone(stored, x, value)
     if kind == "int8":

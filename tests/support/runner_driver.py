@@ -81,7 +81,7 @@ class Driver:
             graphs := steps.graphs_for(plan, steps.needs(plan))
         ):  # they do not pass `keep`
             places = graphs[0][0].shape.sample_places(plan)
-            # Of several graphs only the last one's are still there, which are not all.
+            # Of several graphs, only the last one's logits remain, which are not all.
             self.logits = (
                 steps.kernels.graph_logits[torch.from_numpy(places)].clone() if len(graphs) == 1 else torch.zeros(0)
             )

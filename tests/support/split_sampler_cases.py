@@ -59,7 +59,7 @@ def check_split_sampler(
     device: torch.device = CPU, cases: tuple[tuple[int, int, int], ...] = ((0, 2, 2100), (1, 3, 4))
 ) -> None:
     """Ranks with parts of the logits, by seed, number and vocabulary. All have one rank's tokens and log-probabilities,
-    to the bit. This holds too if one has a logit that is not finite, or if some have no tokens."""
+    to the bit. This holds too if one has a logit that is not finite, or if some are without tokens."""
     for seed, size, vocab in cases:
         want, state = device_steps(None, device, seed, vocab, 4)
         for got, its_state in LockstepGroup(size).run(lambda rank: device_steps(rank, device, seed, vocab, 4)):  # noqa: B023

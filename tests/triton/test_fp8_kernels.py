@@ -16,7 +16,7 @@ from runtime.kernels.quantized.fp8_w8a8_gemm import fp8_w8a8_gemm_torch, fp8_w8a
 from runtime.kernels.quantized.quantized_linear import Fp8Linear
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize_torch, quantized_weight
 from runtime.kernels.quantized.weight_conversions import quantize_fp8_weight_triton
-from runtime.quant.encodings import _GREATEST, _SMALLEST, ENCODINGS
+from runtime.quant.encodings import ENCODINGS, LARGEST_E4M3, SMALLEST_SCALE
 from runtime.spec.decoder_spec import ExpertsSpec
 
 ROWS, SIZE = 21, 272
@@ -60,7 +60,7 @@ def test_weight_rows_are_quantized_as_by_their_format():
     dense[2], dense[3, 7], dense[4, 9] = 0, torch.inf, torch.nan
     dense[5, 0] = 400.0
     form = ENCODINGS["fp8"]
-    codes, scales = quantize_fp8_weight_triton(dense, _GREATEST, _SMALLEST)
+    codes, scales = quantize_fp8_weight_triton(dense, LARGEST_E4M3, SMALLEST_SCALE)
     want_codes, want_scales = form.encode(dense)
     assert torch.equal(scales.nan_to_num(), want_scales.nan_to_num())
     finite = torch.ones(24, dtype=torch.bool)

@@ -10,7 +10,7 @@ from runtime.kernels.attention.rope import (
     rope_store_kv_triton,
     rope_table,
 )
-from runtime.kernels.attention.stored_kv import restore_kv
+from runtime.kernels.attention.stored_kv import dequantize_kv
 from runtime.kernels.norm.gated_activation import gated_activation_torch, gated_activation_triton
 from runtime.kernels.norm.rms_norm import rms_norm_in_place_triton, rms_norm_torch, rms_norm_triton
 from runtime.spec.decoder_spec import RopeSpec
@@ -78,7 +78,7 @@ def test_quantized_keys_and_values(kind):
             scales = torch.tensor([[0.5, 1.0], [0.25, 3.0]])
         store(qkv.clone(), rows(table, positions), kv, index, scales=scales)
         caches.append((kv.flatten(2, 3), scales if kind == "fp8" else scales.flatten(1, 2)))
-    got, want = (restore_kv(*cache) for cache in caches)
+    got, want = (dequantize_kv(*cache) for cache in caches)
     step = 2.0**-3 if kind == "fp8" else 1 / 120  # of a value, or of the largest one
     allowed = want.abs() * step + 0.01 if kind == "fp8" else want.abs().amax(-1, keepdim=True) * step + 1e-5
     assert ((got - want).abs() <= allowed).all()

@@ -1,9 +1,9 @@
 """Attention over the paged KV cache.
 
-One layer's cache is kv [2, num_kv_heads, num_blocks, block_size, head_dim]: k and v of one head in one block are one
-contiguous run, and so are those of neighbouring blocks. `plan_attention` turns a step's block tables into gather
-indices once, all layers use them. The unit of a gather is a tile of gcd(block_size, 64) positions, so that a block as
-long as the context (contiguous layout) is read no further than a row needs.
+One layer's cache is kv [2, num_kv_heads, num_blocks, block_size, head_dim]. The k of one head is contiguous within a
+block and across neighbouring blocks, and so is v. `plan_attention` turns a step's block tables into gather indices once
+for all layers. A gather reads tiles of gcd(block_size, 64) positions. In the contiguous layout a block is as long as
+the context, and a row then reads only what it needs.
 
 Rows of one token (decode) are padded and attend together; longer rows (prefill chunks) attend one by one.
 """
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from runtime.core.plan import Int32s
-from runtime.kernels.attention.stored_kv import restore_kv
+from runtime.kernels.attention.stored_kv import dequantize_kv
 
 MAX_GATHERED = 1 << 15  # positions that decode rows gather in one call, unless one row has more
 _MAX_SCORES = 1 << 22  # scores held at a time by attention with a soft cap
@@ -31,7 +31,7 @@ _ALIGNED = 16  # floats; MKL's products depend on how their operands are aligned
 
 @dataclass(slots=True)
 class KVView:
-    """Where a span's keys and values are: an index of cache tiles, or, if they are one run of positions, its place."""
+    """The place of a span's keys and values: indices of cache tiles, or the start of one run of positions."""
 
     num_rows: int
     length: int  # positions, the same for all rows
@@ -40,15 +40,14 @@ class KVView:
     tile_size: int  # positions
 
     def read(self, kv: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-        """[2, num_rows, num_kv_heads, length, head_dim]: a view, or a gathered copy; of codes, their numbers in
-        float32."""
+        """[2, num_rows, num_kv_heads, length, head_dim]: a view or a gathered copy; float32 from a quantized cache."""
         stored = self._read(kv, 2)
         if scales is None:
             return stored
-        return restore_kv(stored, scales if scales.dim() == 2 else self._read(scales[None], 1)[0])
+        return dequantize_kv(stored, scales if scales.dim() == 2 else self._read(scales[None], 1)[0])
 
     def _read(self, blocks: torch.Tensor, count: int) -> torch.Tensor:
-        """Of [count, num_kv_heads, num_blocks, block_size, size], count being 1 or 2."""
+        """Read blocks [count, num_kv_heads, num_blocks, block_size, size]; count is 1 or 2."""
         num_kv_heads, size = blocks.shape[1], blocks.shape[4]
         if self.tiles is None:
             return blocks.view(count, 1, num_kv_heads, -1, size).narrow(3, self.run, self.length)
@@ -64,13 +63,13 @@ class Span:
     start: int  # its tokens in the step
     stop: int
     view: KVView
-    mask: torch.Tensor | None  # what is added to the scores, of a shape that suits the call; None: nothing is masked
+    mask: torch.Tensor | None  # added to the scores; None without a mask
     causal: bool  # one row from position 0: causal without a mask
     lengths: torch.Tensor  # [num_tokens] int32, positions that each token sees: all before it and itself
-    windowed: tuple[int, torch.Tensor] | None = None  # (window, mask) of sliding layers, made by the first of them
+    windowed: tuple[int, torch.Tensor] | None = None  # (window, mask) of sliding layers; the first of them sets it
 
     def hidden(self, window: int) -> torch.Tensor:
-        """[num_tokens, length] bool: positions that a token does not see, or not within its window; 0: no window."""
+        """[num_tokens, length] bool: positions that a token does not see; `window` 0 means no window."""
         positions, ends = torch.arange(self.view.length, device=self.lengths.device), self.lengths[:, None]
         hidden = positions >= ends
         return hidden | (positions < ends - window) if window else hidden
@@ -100,7 +99,7 @@ class AttentionPlan:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The model's heads and the cache's geometry, which a plan depends on beside the step."""
+    """The model's heads and the cache's geometry, on which a plan depends."""
 
     num_heads: int
     num_kv_heads: int
@@ -117,7 +116,7 @@ def plan_attention(
     counts: Int32s,  # [num_rows] tokens of each row; rows of one token first, by rising `decode_bucket`
     shape: AttentionShape,
 ) -> AttentionPlan:
-    """The spans of a step whose tokens lie row after row."""
+    """The spans of a step; its tokens lie row after row."""
     num_decode = int((counts == 1).sum())
     buckets = decode_bucket(starts[:num_decode])
     edges = [0, *(np.flatnonzero(np.diff(buckets)) + 1).tolist(), num_decode] if num_decode else []
@@ -136,7 +135,7 @@ def plan_attention(
 
 
 def decode_bucket(starts: Int32s) -> NDArray[np.int64]:
-    """Rows of one bucket attend together: padding at most doubles their work, and up to 256 positions all share one."""
+    """Rows of a bucket attend together. Padding at most doubles their work; up to 256 positions share one bucket."""
     return np.ceil(np.log2(np.maximum(starts + 1, 256))).astype(np.int64)
 
 
@@ -185,11 +184,11 @@ def attention_torch(
     q: torch.Tensor,  # [num_tokens, num_heads, head_dim]
     kv: torch.Tensor,  # [2, num_kv_heads, num_blocks, block_size, head_dim], this step's k and v already in it
     plan: AttentionPlan,
-    scales: torch.Tensor | None = None,  # of the cache's codes (stored_kv.py)
+    scales: torch.Tensor | None = None,  # of a quantized cache (stored_kv.py)
     *,
     scale: float,
-    window: int = 0,  # positions that a token sees, itself included; 0: all
-    soft_cap: float = 0.0,  # scores become soft_cap * tanh(score / soft_cap); 0: they stay
+    window: int = 0,  # positions that a token sees, itself included; 0 for all
+    soft_cap: float = 0.0,  # scores become soft_cap * tanh(score / soft_cap); 0 for no cap
 ) -> torch.Tensor:
     """[num_tokens, num_heads * head_dim]: softmax(q k^T * scale) v over each token's past and itself."""
     outs = []
@@ -227,7 +226,7 @@ def _attend(
 def _attend_capped(
     q: torch.Tensor, hidden: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, soft_cap: float
 ) -> torch.Tensor:
-    """`_attend` with a soft cap, which no library call has: many rows of a token, or one row of many."""
+    """`_attend` with a soft cap, which library calls lack: many rows of one token, or one row of many."""
     num_tokens, num_kv_heads, head_dim = len(q), k.shape[1], k.shape[3]
     q = q.view(num_tokens, num_kv_heads, -1, head_dim)
     to_k, to_v = ("tngd,tnsd->tngs", "tngs,tnsd->tngd") if len(k) > 1 else ("tngd,rnsd->tngs", "tngs,rnsd->tngd")
@@ -247,11 +246,11 @@ def attention_exact(
     soft_cap: float = 0.0,
     by_head: bool = False,  # a head's bits do not depend on which heads share its keys and values here, either
 ) -> torch.Tensor:
-    """`attention_torch` where a token's bits depend on nothing but its own q, k and v (EngineConfig.deterministic).
+    """`attention_torch` for `EngineConfig.deterministic`: a token's bits depend only on its own q, k and v.
 
-    Each token attends to chunks of 64 absolute positions with an online softmax (arXiv 1805.02867) in fp32: products
-    of one fixed shape, sums of one fixed length, chunks in order. What is masked adds an exact zero, so neither the
-    length of a batch mate nor where a chunk of the prompt ended can show."""
+    Each token attends to chunks of 64 absolute positions with an online softmax (arXiv 1805.02867) in fp32. Products
+    have one shape, sums have one length, and chunks are in order. A masked position adds an exact zero, so the result
+    depends neither on the length of other rows nor on the chunks of the prompt."""
     head_dim = q.shape[-1]
     pad = (0, -head_dim % _ALIGNED)
     outs = []
@@ -273,7 +272,7 @@ def _exact_decode(
     soft_cap: float,
     by_head: bool,
 ) -> torch.Tensor:
-    """A row a token: rows and kv heads are one batch."""
+    """One token a row: rows and kv heads are one batch."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, length = k.shape[1:3]
     q = q.reshape(num_rows * num_kv_heads, -1, head_dim)

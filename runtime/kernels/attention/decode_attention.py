@@ -1,13 +1,13 @@
 """Attention of rows of a few tokens (decode, verification) over the paged cache, each row's positions split.
 
-Split-KV ("flash decoding"): a row's positions are cut into segments that different programs attend to, so that few
-rows still fill the GPU. All query heads of a kv head, and all tokens of a row, share one tile, so keys and values are
-read once. The program that finishes a tile last merges its segments, in their order (the counter it finds that out
-with is back at zero afterwards, so that a captured launch can be replayed).
+Split-KV ("flash decoding"): different programs attend to segments of a row's positions, so that few rows still fill the
+GPU. All query heads of a kv head, and all tokens of a row, share one tile, so keys and values are read once. The last
+program of a tile merges its segments in their order. Its arrival counter returns to zero, so a captured launch can be
+replayed.
 
-By default the number of segments follows the number of rows, and their length each row's own length; the grid depends
-on neither. In deterministic mode segments lie at fixed positions and tiles have one shape, so a token's bits depend on
-nothing but its own q, k and v.
+By default, the number of segments follows the number of rows, and their length follows the length of the row. The grid
+depends on neither. In deterministic mode, segments lie at fixed positions and tiles have one shape. A token's bits then
+depend only on its own q, k and v.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def _decode_attention_kernel(
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a kv head
     TILE_TOKENS: tl.constexpr,  # at most, of a row in one tile
-    NUM_ROWS: tl.constexpr,  # power of two, at least num_rows; 0: a row is one tile
-    SEGMENT: tl.constexpr,  # positions of a segment if FIXED, else its least number of them
+    NUM_ROWS: tl.constexpr,  # power of two, at least num_rows; 0 if a row is one tile
+    SEGMENT: tl.constexpr,  # positions of a segment with FIXED, else at least that many
     FIXED: tl.constexpr,  # segments lie at multiples of SEGMENT
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -112,8 +112,8 @@ def _decode_attention_kernel(
         k_scales, v_scales = None, None
         if SCALES == "token":
             k_scales, v_scales = load_scales(token_scales_ptr + places, old)
-    # The launch before this one (RoPE and the store of k and v) has waited before it let this one start: rows, tables
-    # and, with prefix_ready, all keys before them were complete then.
+    # The previous launch (RoPE and the store of k and v) waited before it let this one start. Rows, tables and, with
+    # prefix_ready, all keys before the rows were complete by then.
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -210,7 +210,7 @@ def _decode_attention_kernel(
 def store_segment(
     acc_ptr, sums_ptr, place, m, total, acc, lanes, dims, used, whole, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """Leaves a segment's result for the program that merges."""
+    """Store a segment's result for the program that merges."""
     sums_at = sums_ptr + place * (2 * ROWS) + lanes
     tl.store(sums_at, m, mask=used)
     tl.store(sums_at + ROWS, total, mask=used)
@@ -219,8 +219,7 @@ def store_segment(
 
 @jit
 def arrives_last(counter, num_programs):
-    """True in the last of so many programs that call it, which sees what the others have stored before; the counter is
-    zero again."""
+    """True in the last of `num_programs` programs, which sees the stores of the others. Clears the counter."""
     tl.debug_barrier()  # all of this program's stores come before its arrival
     is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_programs - 1
     if is_last:
@@ -233,7 +232,7 @@ def merge_segments(
     acc_ptr, sums_ptr, place, segments, num_used, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     MERGE: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
-    """(sum of weights, weighted sum of values) of all segments from `place` on, in their order, MERGE at a time."""
+    """(sum of weights, weighted sum of values) of all segments from `place` on, in order, MERGE at a time."""
     rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     m = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -255,7 +254,7 @@ def merge_segments(
 
 @jit
 def merge(m, total, acc, other_m, other_total, other_acc):
-    """Two results over different positions as one; explicit fma, so that it rounds the same wherever it is inlined."""
+    """Merge results over different positions; explicit fma, so that it rounds alike wherever it is inlined."""
     top = tl.maximum(m, other_m)
     weight = tl.exp2(m - top)
     other_weight = tl.exp2(other_m - top)
@@ -272,11 +271,11 @@ def decode_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
-    scales: torch.Tensor | None = None,  # of the cache's codes (stored_kv.py)
+    scales: torch.Tensor | None = None,  # of a quantized cache (stored_kv.py)
     deterministic: bool = False,
     out: torch.Tensor | None = None,  # [num_tokens, num_heads * head_dim] contiguous
 ) -> torch.Tensor:
-    """`paged_attention_torch` for rows of few tokens (deterministic: of any number), in a grid free of lengths."""
+    """`paged_attention_torch` for rows of few tokens, or deterministic of any number; lengths do not shape the grid."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
     if out is None:
@@ -336,7 +335,7 @@ def _tile(block_d: int, dtype: torch.dtype, eager: bool, deterministic: bool, sc
 
 @cache
 def arrival_counters(device: torch.device) -> torch.Tensor:
-    """Zeros between launches; where tiles are split, tiles times kv heads are fewer."""
+    """Arrival counters, zero between launches; split tiles times kv heads are fewer."""
     return torch.zeros(4 * num_sms(device), dtype=torch.int32, device=device)
 
 

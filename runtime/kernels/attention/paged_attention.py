@@ -1,4 +1,4 @@
-"""The common parts of attention over the paged KV cache: the rows of a step, how a tile finds its row, the torch twin.
+"""Paged attention: the rows of a step, the search of a tile for its row, one step of softmax, and the torch twin.
 
 One layer's cache is kv [2, num_kv_heads, num_blocks, block_size, head_dim]. Position p of a row lies in block
 tables[slot, p // block_size] at offset p % block_size. A row is a run of new tokens of one request; its k and v are
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.kernels.attention.stored_kv import WEIGHT_LOG2, decode_pairs, restore_kv
+from runtime.kernels.attention.stored_kv import WEIGHT_LOG2, dequantize_kv, upcast_pairs
 from runtime.kernels.triton_language import jit, next_power_of_2, tl
 
 LOG2_E = 1.4426950408889634
@@ -28,14 +28,14 @@ class PagedRows:
     num_rows: int
     num_tokens: int
     max_count: int  # most tokens of a row
-    max_len: int  # most positions that a row's last token sees
-    # No launch of this step writes a key before a row's start, as another row that shares its prefix might.
+    max_len: int  # the most positions that the last token of a row sees
+    # True if no launch of this step writes a key before a row's start. A row that shares the prefix could do that.
     prefix_ready: bool = False
 
 
 @dataclass(slots=True)
 class PagedBatch:
-    """A step's rows in parts, each of which attends by one call; they cover its tokens in order."""
+    """A step's rows in parts, one attention call each; they cover its tokens in order."""
 
     num_tokens: int
     parts: list[PagedRows]
@@ -47,12 +47,12 @@ def paged_attention_torch(
     rows: PagedRows,
     *,
     scale: float,
-    window: int = 0,  # positions that a token sees, itself included; 0: all
-    soft_cap: float = 0.0,  # scores become soft_cap * tanh(score / soft_cap); 0: they stay
-    scales: torch.Tensor | None = None,  # of the cache's codes (stored_kv.py)
+    window: int = 0,  # positions that a token sees, itself included; 0 for all
+    soft_cap: float = 0.0,  # scores become soft_cap * tanh(score / soft_cap); 0 for no cap
+    scales: torch.Tensor | None = None,  # of a quantized cache (stored_kv.py)
     out: torch.Tensor | None = None,  # [num_tokens, num_heads * head_dim]
 ) -> torch.Tensor:
-    """[num_tokens, num_heads * head_dim] in q's dtype, computed in fp32 or what is wider; one row after another."""
+    """[num_tokens, num_heads * head_dim] in q's dtype, computed in fp32 or wider, row by row."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -64,7 +64,7 @@ def paged_attention_torch(
         blocks = rows.tables[slot, : -(-length // block_size)].long()
         own_kv = kv[:, :, blocks].flatten(2, 3)
         if scales is not None:
-            own_kv = restore_kv(own_kv, scales if scales.dim() == 2 else scales[:, blocks].flatten(1, 2))
+            own_kv = dequantize_kv(own_kv, scales if scales.dim() == 2 else scales[:, blocks].flatten(1, 2))
         k, v = own_kv[:, :, :length].to(wide)
         own = q[first:end].to(wide).view(end - first, num_kv_heads, group, head_dim)
         scores = torch.einsum("tngd,nsd->ngts", own, k) * scale
@@ -86,9 +86,8 @@ def rows_searched(num_rows: int) -> int:
 def find_row(q_starts_ptr, tile, num_rows, TILE_TOKENS: tl.constexpr, ROWS: tl.constexpr):
     """(row, its tile) of the tile-th of num_tokens // TILE_TOKENS + num_rows places for tiles of TILE_TOKENS tokens.
 
-    Row r, with t tokens in the rows before it, owns the places from t // TILE_TOKENS + r on: at least as many as it has
-    tiles. A place that is not needed has its first token beyond the row's last. ROWS is a power of two, at least
-    num_rows."""
+    Row r, with t tokens in the rows before it, owns the places from t // TILE_TOKENS + r on. It has at least as many
+    places as tiles. A spare place starts behind the row's last token. ROWS is a power of two, at least num_rows."""
     indices = tl.arange(0, ROWS)
     origin = tl.load(q_starts_ptr)
     first = tl.load(q_starts_ptr + indices, mask=indices < num_rows, other=0) - origin
@@ -170,7 +169,7 @@ def softmax_step(
     m,  # [M] highest score so far; scores count in log2 units; at first finite and below all
     total,  # [M] sum of 2**(score - m)
     scale_log2,  # scale * log2(e), positive
-    MASKED: tl.constexpr,  # False: each of q sees all positions
+    MASKED: tl.constexpr,  # false if each of q sees all positions
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SCALES: tl.constexpr,
@@ -216,7 +215,7 @@ def attend_range(
                 q, k, v, None, None, positions, q_positions, m, total, acc, scale_log2, MASKED, WINDOW, SOFT_CAP, SCALES
             )
     else:
-        m, total, acc = _attend_codes(
+        m, total, acc = _attend_quantized(
             q, q_positions, k_ptr, kv_stride, scales_ptr, table_ptr, begin, stop, m, total, acc,
             BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, WINDOW, SOFT_CAP, SCALES,
         )  # fmt: skip
@@ -224,13 +223,15 @@ def attend_range(
 
 
 @jit
-def _attend_codes(
+def _attend_quantized(
     q, q_positions, k_ptr, kv_stride, scales_ptr, table_ptr, begin, stop, m, total, acc,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """`attend_range` of codes. A product takes values by pairs of positions, and shared memory turns pairs of bytes
-    round: so two neighbouring dimensions are read as one number, and even and odd ones are multiplied apart."""
+    """`attend_range` of a quantized cache.
+
+    A product takes values by pairs of positions, and shared memory would swap the bytes of a pair. Two neighbouring
+    dimensions are therefore read as one int16, and even and odd dimensions are multiplied separately."""
     PAIRS: tl.constexpr = HEAD_DIM // 2
     HALF: tl.constexpr = BLOCK_D // 2
     CODE: tl.constexpr = k_ptr.dtype.element_ty
@@ -246,8 +247,8 @@ def _attend_codes(
         else:
             places = find_places(table_ptr, positions, inside, BLOCK_SIZE)
         pointers = tile_pointers(k_ptr, places, PAIRS, HALF)
-        k_even, k_odd = decode_pairs(load_tile(pointers, inside, PAIRS, HALF), CODE, q.dtype)
-        v_even, v_odd = decode_pairs(load_tile(pointers + kv_stride // 2, inside, PAIRS, HALF), CODE, q.dtype)
+        k_even, k_odd = upcast_pairs(load_tile(pointers, inside, PAIRS, HALF), CODE, q.dtype)
+        v_even, v_odd = upcast_pairs(load_tile(pointers + kv_stride // 2, inside, PAIRS, HALF), CODE, q.dtype)
         if SCALES == "token":
             k_scales, v_scales = load_scales(scales_ptr + places, inside)
         else:

@@ -1,12 +1,12 @@
 """Attention of rows of many tokens (prompts, chunks of them behind a cached prefix) over the paged cache.
 
-A program takes a tile of consecutive tokens with all query heads of one kv head, so each key and value it reads serves
-them all. It walks over the row's positions: those that all its tokens see need no mask, the last few do. Places in the
-grid run from the last tile of the last row to the first of the first: the longest walks start first.
+A program takes a tile of consecutive tokens with all query heads of one kv head, which share each key and value that it
+reads. It walks over the row's positions, and masks only the last ones, which some of its tokens do not see. The grid
+runs from the last tile of the last row to the first tile of the first row, so the longest walks start first.
 
-In steps of few tokens, whose tiles would leave most of the GPU idle, positions are cut into segments for different
-programs, of such a length that as many programs as run at a time share all of the step's work; the last one of a tile
-merges them, as in decode attention. The device finds that length, since a captured launch does not know its rows.
+In steps of few tokens, tiles alone would leave most of the GPU idle. Different programs then walk over segments of the
+positions, and the last program of a tile merges them, as in decode attention. The segment length spreads the step's
+work over all programs that run at a time. The device computes it, because a captured launch does not know its rows.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from runtime.kernels.attention.paged_attention import (
 from runtime.kernels.attention.stored_kv import finish_total, prepare_q, scaling
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
-_LEAST_SEGMENT = 256  # positions, so that a walk outweighs storing and merging what it found
-_PROGRAMS_PER_SM = 2  # that run at a time
-_MERGED_ELEMENTS = 8192  # fp32 elements of segments' results that are loaded at a time
+_LEAST_SEGMENT = 256  # positions: a walk then outweighs the store and the merge of its result
+_PROGRAMS_PER_SM = 2  # programs that run at a time
+_MERGED_ELEMENTS = 8192  # fp32 elements of segments' results loaded at a time
 
 
 @jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=ROW_ARRAYS)
@@ -62,7 +62,7 @@ def _prefill_attention_kernel(
     GROUP: tl.constexpr,  # query heads of a kv head
     TILE_TOKENS: tl.constexpr,  # BLOCK_M // GROUP
     NUM_ROWS: tl.constexpr,  # power of two, at least num_rows
-    SHARED: tl.constexpr,  # programs that share the work of steps whose tiles are fewer; 0: a tile is one program's
+    SHARED: tl.constexpr,  # programs that share the work of a step with fewer tiles; 0 for one program a tile
     LEAST_SEGMENT: tl.constexpr,  # positions, a multiple of BLOCK_N
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -187,7 +187,7 @@ def _find_segment(
 
 @jit
 def _walk(length, TILE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Positions that the last tile of a row of so many positions walks over, at most."""
+    """An upper bound of the positions that the last tile of a row of this length walks over."""
     if WINDOW > 0:
         length = tl.minimum(length, WINDOW + TILE_TOKENS + BLOCK_N)
     return length
@@ -201,7 +201,7 @@ def prefill_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
-    scales: torch.Tensor | None = None,  # of the cache's codes (stored_kv.py)
+    scales: torch.Tensor | None = None,  # of a quantized cache (stored_kv.py)
     deterministic: bool = False,
     out: torch.Tensor | None = None,  # [num_tokens, num_heads * head_dim] contiguous
 ) -> torch.Tensor:
@@ -247,8 +247,10 @@ def prefill_attention(
 
 
 def _tile(block_d: int, dtype: torch.dtype, short: bool, scales: str) -> tuple[int, int, dict[str, int]]:
-    """(rows of q, positions, launch options), as measured on an H200; `short` if either is few. Two programs on an SM
-    take turns at the tensor cores; that needs a limit on registers, which costs a few spills outside of the loops."""
+    """(rows of q, positions, launch options), as measured on an H200; `short` if either is few.
+
+    Two programs on an SM take turns at the tensor cores. That needs a register limit, which costs a few spills outside
+    of the loops."""
     if dtype == torch.float32:  # no matrix instruction multiplies fp32: small tiles, for exactness rather than speed
         return 32, 32, {"num_warps": 4, "num_stages": 1}
     if block_d > 128:

@@ -1,5 +1,4 @@
-"""Rotary position embedding of q and k, normed before it in some families, and the store of k and v into the paged
-cache: everything between the QKV product and attention."""
+"""Everything between the QKV product and attention: norms of q and k, rotary embedding, the store of k and v."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.attention.stored_kv import scaling, store_kv_torch, to_whole
+from runtime.kernels.attention.stored_kv import round_to_integer, scaling, store_kv_torch
 from runtime.kernels.magnitudes import larger, largest_magnitude, to_e4m3, within
 from runtime.kernels.norm.rms_norm import rms_norm_torch
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
@@ -20,8 +19,8 @@ _TILE = 2048  # elements of a program
 def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, dtype: torch.dtype) -> torch.Tensor:
     """[2, num_positions, head_dim]: cos, and sin with its first half negated, so that rotate_half is a plain roll.
 
-    Dimension i is rotated with dimension i + head_dim / 2. Where only a share of the head is rotated, its dimensions
-    come first in either half (the decoder orders the weights so), and the others have cos 1 and sin 0."""
+    Dimension i is rotated with dimension i + head_dim / 2. If only a share of the head is rotated, its dimensions come
+    first in either half, and the others have cos 1 and sin 0. The decoder orders the weights accordingly."""
     rotary_dim = int(head_dim * rope.partial)
     positions = torch.arange(num_positions)
     angles = positions.float()[:, None] * _frequencies(rope, rotary_dim, positions)
@@ -32,7 +31,7 @@ def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, dtype: torch.d
 
 
 def query_scale_table(rope: RopeSpec, num_positions: int) -> torch.Tensor | None:
-    """[num_positions, 1, 1] float32: what q of each position is multiplied with (arXiv 2501.19399); None: with 1."""
+    """[num_positions, 1, 1] float32: a factor of q by position (arXiv 2501.19399); None if all are 1."""
     if not rope.query_beta or num_positions <= rope.original_positions:
         return None
     periods = torch.arange(num_positions) // rope.original_positions
@@ -42,15 +41,15 @@ def query_scale_table(rope: RopeSpec, num_positions: int) -> torch.Tensor | None
 def _frequencies(rope: RopeSpec, dim: int, positions: torch.Tensor) -> torch.Tensor:
     """[dim / 2], or [num_positions, dim / 2]: as in transformers' modeling_rope_utils.
 
-    linear    all frequencies divided by the factor
-    dynamic   a larger theta beyond the original context (NTK). transformers takes it from the length of the whole
-              sequence at each step; a cache that requests share cannot, so a position has that of the sequence that
-              it ends, which is what transformers computes where it decodes from a prompt within the context
-    llama3    the smooth band between kept short wavelengths and fully stretched long ones, of Llama 3.1's code
-    yarn      the same between two numbers of turns in the original context, linear in the dimension (2309.00071)
-    longrope  divisors by dimension (2402.13753), another set beyond the original context. transformers changes sets,
-              and computes all keys anew, when a sequence becomes so long; here the sets differ between servers, not
-              between requests: one of up to the original context has the short set, any other the long one"""
+    - linear: all frequencies divided by the factor.
+    - dynamic: a larger theta beyond the original context (NTK). transformers derives theta from the sequence length at
+      each step, which a shared cache cannot do. Here, a position has the theta of the sequence that it ends. That
+      equals transformers if it decodes from a prompt within the context.
+    - llama3: short wavelengths stay, long ones are stretched, with a smooth band between (Llama 3.1's code).
+    - yarn: the same between two numbers of turns in the original context, linear in the dimension (2309.00071).
+    - longrope: divisors by dimension (2402.13753), with another set beyond the original context. transformers changes
+      the set when a sequence becomes longer, and computes all keys again. Here, the server's context length selects the
+      set: short up to the original context, else long."""
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     freqs = 1.0 / rope.theta**exponents
     original = rope.original_positions
@@ -89,7 +88,7 @@ def rope_rows_torch(table: torch.Tensor, positions: torch.Tensor) -> tuple[torch
 
 
 def rope_rows_triton(table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `rope` argument of `rope_store_kv_triton`, whose kernel reads its rows of the table itself."""
+    """The `rope` argument of `rope_store_kv_triton`; the kernel itself reads its rows of the table."""
     return table, positions
 
 
@@ -101,7 +100,7 @@ def rope_store_kv_torch(
     q_norm: torch.Tensor | None = None,  # [head_dim] weight of an RMS norm of each head's q before rotation
     k_norm: torch.Tensor | None = None,  # [head_dim], with q_norm
     eps: float = 0.0,  # of the norms
-    scales: torch.Tensor | None = None,  # of the cache's codes (stored_kv.py)
+    scales: torch.Tensor | None = None,  # of a quantized cache (stored_kv.py)
 ) -> torch.Tensor:
     """q, normed and rotated: [num_tokens, num_heads, head_dim], here a view of qkv; k, the same, and v go into the
     cache."""
@@ -129,7 +128,7 @@ def _rope_store_kv_kernel(
     q_norm_ptr,  # [HEAD_DIM]; not read without QK_NORM
     k_norm_ptr,  # [HEAD_DIM]
     q_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM] contiguous
-    scales_ptr,  # of the cache's codes (stored_kv.py), contiguous; not used without SCALES
+    scales_ptr,  # of a quantized cache (stored_kv.py), contiguous; not used without SCALES
     sin_offset,
     cache_positions,  # of one head's cache
     eps,
@@ -187,8 +186,8 @@ def _rope_store_kv_kernel(
         tl.store(scales_ptr + of_key * 2 + is_v, scale, mask=(heads < TOTAL) & ~is_q)
         scale = scale.to(tl.float32)
         inverse = tl.where(scale > 0.0, tl.div_rn(1.0, scale), 0.0)  # a head of zeros has scale 0
-        turned_low = to_whole(within(turned_low * inverse, 127.0))
-        turned_high = to_whole(within(turned_high * inverse, 127.0))
+        turned_low = round_to_integer(within(turned_low * inverse, 127.0))
+        turned_high = round_to_integer(within(turned_high * inverse, 127.0))
     tl.store(at_kv, turned_low.to(kv_ptr.dtype.element_ty), mask=inside & (heads >= NUM_HEADS))
     tl.store(at_kv + HALF, turned_high.to(kv_ptr.dtype.element_ty), mask=inside & (heads >= NUM_HEADS))
 

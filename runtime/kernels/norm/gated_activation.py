@@ -1,4 +1,4 @@
-"""The gated activation of the feed-forward layer: act(gate) * up, where act(x) is x * sigmoid(z(x)); or act(up) alone.
+"""The gated activation of a feed-forward layer, act(gate) * up, or act(up) alone. act(x) is x * sigmoid(z(x)).
 
 silu       z = x
 gelu_tanh  z = 2 sqrt(2 / pi) (x + 0.044715 x^3), as (1 + tanh(y)) / 2 is sigmoid(2 y)
@@ -28,9 +28,10 @@ def gated_activation_torch(gate_up: torch.Tensor, activation: Activation, gated:
 
 
 def gated_activation_exact(gate_up: torch.Tensor, activation: Activation, gated: bool = True) -> torch.Tensor:
-    """`gated_activation_torch` whose bits do not depend on the number of rows: F.silu's vector body and scalar tail
-    differ in the last bit, and where the tail falls depends on how threads share the rows; exp's do not, and the rest
-    is exactly rounded."""
+    """`gated_activation_torch` with bits that do not depend on the number of rows.
+
+    F.silu's vector body and scalar tail differ in the last bit, and the threads' shares of rows decide where the tail
+    falls. Those of exp agree, and all other operations are exactly rounded."""
     gate, *up = gate_up.float().chunk(2, -1) if gated else (gate_up.float(),)
     z = gate if activation == "silu" else (gate * gate * gate).mul_(0.044715).add_(gate).mul_(_GELU_SCALE)
     out = gate / z.neg().exp_().add_(1.0)

@@ -1,22 +1,22 @@
-"""The choice of rows' tokens among those that top-k, top-p and min-p leave: a kernel that decode graphs capture.
+"""Top-k, top-p and min-p sampling as one kernel, which decode graphs capture.
 
-`top_k_top_p.py` says which tokens survive, and computes their lower bound. The kernel finds out only as much as the
-answer depends on:
+`top_k_top_p.py` defines the surviving tokens. The kernel computes only what the answer depends on:
 
-- *Top-p and min-p.* The best scored of all tokens is the answer if it survives, and it does if less than `top_p` of the
-  probability lies above it: one sum over the tiles that have such tokens, or less than all that these tiles have. Where
-  it does not survive, no token of its logit or below does, and the best scored of the others is the next candidate.
-  This is the rejection sampling of FlashInfer (arXiv 2501.01005), without chance, since noise is a function of position
-  and token id. The sums above some levels over the candidate, taken in the same pass, rule out more tokens at once, and
-  tell others to survive, so that the next candidate rarely needs a pass of its own. It is the best of the tiles' best
-  ones again, and only tiles whose best one fell are scored anew.
-- *Top-k.* At least k groups of 128 tokens have a best logit that reaches the k-th best of these bests, so the k-th best
-  token reaches it, too. The few tokens that do are gathered, and compared with each other. Where they are not few, the
-  k-th best logit is found four bits at a time; then it is as above.
+- **Top-p and min-p.** The candidate is the token with the best score. It survives if less than `top_p` of the
+  probability lies above its logit. One sum over the tiles with such tokens decides that, unless the known mass of these
+  tiles suffices. If the candidate does not survive, neither does any token of its logit or below, and the best score
+  among the others is the next candidate. This is the rejection sampling of FlashInfer (arXiv 2501.01005) without
+  chance, because noise is a function of position and token id.
+- **Levels.** The same pass sums the mass above a few levels over the candidate. These sums exclude more tokens, or
+  prove that others survive, so the next candidate rarely needs a pass. It is again the best of the tiles' best scores,
+  and only tiles that lost their best token are scored again.
+- **Top-k.** Take the best logit of each group of 128 tokens. At least k tokens reach the k-th best of these logits. The
+  kernel gathers the tokens that reach it and compares them with each other. If they are too many, it finds the k-th
+  best logit four bits at a time, and continues as above.
 
-The programs of a row share its tiles, wait for each other between the phases, and draw the same conclusions from what
-all have found. Sums of probabilities are always those of whole tiles, added in one order, so that a row's answer
-depends neither on other rows nor on the number of programs.
+The programs of a row share its tiles, wait for each other between phases, and draw the same conclusions from shared
+results. Sums of probabilities always cover whole tiles in one order. A row's answer therefore depends neither on other
+rows nor on the number of programs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from runtime.kernels.triton_language import ROW_ARRAYS, jit, tl
 
 @jit
 def _logits_of(logits_ptr, rows_ptr, row, logits_stride, INDEXED: tl.constexpr):
-    """Where the row's logits begin."""
+    """A pointer to the row's logits."""
     if INDEXED:
         row = tl.load(rows_ptr + row).to(tl.int64)
     return logits_ptr + row * logits_stride
@@ -45,21 +45,22 @@ def _logits_of(logits_ptr, rows_ptr, row, logits_stride, INDEXED: tl.constexpr):
 
 @jit
 def _best_of_tiles(keys_ptr, num_tiles, TILES: tl.constexpr, FAILED: tl.constexpr):
-    """The best of a row's packed keys; none is as low as -FAILED."""
+    """The best of a row's packed keys; all keys are above -FAILED."""
     tiles = tl.arange(0, TILES)
     return tl.max(tl.load(keys_ptr + tiles, mask=tiles < num_tiles, other=-FAILED, cache_modifier=".cg"), axis=0)
 
 
 @jit
 def _digit(counts, wanted):
-    """The largest of sixteen digits that `counts` [16], which fall, show to be reached by as many as wanted."""
+    """The largest digit i with counts[i] >= wanted; `counts` [16] never rise."""
     return tl.maximum(tl.sum((counts >= wanted).to(tl.int32), axis=0) - 1, 0)
 
 
 @jit
 def _top_k_floor(groups_ptr, num_groups, top_k, GROUPS: tl.constexpr):
-    """A key above that of -inf which at least top_k of the groups' keys reach, or as many as are above it; exact in
-    its upper half."""
+    """A key that at least top_k of the groups' keys reach, exact in its upper half, and above the key of -inf.
+
+    If fewer keys are above that of -inf, all of these reach it."""
     at = tl.arange(0, GROUPS)
     keys = tl.load(groups_ptr + at, mask=at < num_groups, other=-2147483648)
     floor = tl.full([], -2147483648, tl.int32)
@@ -81,13 +82,13 @@ def _kth_bits(counters_ptr, top_k, num_digits):
 
 @jit
 def _fixed_point(mass):
-    """In units of 2^-40: sums of integers do not depend on the order in which tokens were gathered."""
+    """mass in units of 2^-40: integer sums do not depend on the order of gathered tokens."""
     return (mass * 1099511627776.0).to(tl.int64)
 
 
 @jit
-def _best_of_few(kept_ptr, num, top_k, top_p, floor, best, temperature, position, low, high, FEW: tl.constexpr):
-    """The packed key of the best scored of `num` gathered tokens [2, FEW], keys and ids, that survive."""
+def _best_of_gathered(kept_ptr, num, top_k, top_p, floor, best, temperature, position, low, high, FEW: tl.constexpr):
+    """The packed key of the surviving token with the best score among `num` gathered tokens [2, FEW] (keys, ids)."""
     at = tl.arange(0, FEW)
     keys = tl.load(kept_ptr + at, mask=at < num, other=-2139095041, cache_modifier=".cg")
     ids = tl.load(kept_ptr + FEW + at, mask=at < num, other=0, cache_modifier=".cg")
@@ -113,7 +114,7 @@ def _best_of_few(kept_ptr, num, top_k, top_p, floor, best, temperature, position
 
 @jit
 def _best_scored(logits, ids, reach, temperature, position, low, high):
-    """The packed key of the best scored of these tokens that reach a floor; if none does, one below all others."""
+    """The packed key of the best score where `reach` is true; below all others if it is true nowhere."""
     best = tl.full([], -0x7FFFFFFFFFFFFFFF, tl.int64)
     if tl.max(reach.to(tl.int32), axis=0) > 0:
         scores = tl.div_rn(logits, temperature) + noise_of_tokens(ids, position, low, high)
@@ -124,29 +125,29 @@ def _best_scored(logits, ids, reach, temperature, position, low, high):
 
 
 LEVELS = 4
-NUM_COUNTERS = 2 + 8 * 16  # arrivals at meetings; gathered tokens; those that reach each level of each digit
+NUM_COUNTERS = 2 + 8 * 16  # arrivals at barriers; gathered tokens; tokens that reach each level of each digit
 
 
 @jit
-def _level(candidate, safe, i):
-    """Level number `i`, at 0, 1/16, 1/8 or 1/4 of the way from the candidate's logit to one that survives."""
-    return tl.where(i == 0, candidate, candidate + (safe - candidate) * ((1 << i).to(tl.float32) * 0.03125))
+def _level(candidate, lowest_surviving, i):
+    """Level `i`: 0, 1/16, 1/8 or 1/4 of the way from the candidate's logit to the lowest surviving one."""
+    return tl.where(i == 0, candidate, candidate + (lowest_surviving - candidate) * ((1 << i).to(tl.float32) * 0.03125))
 
 
 @jit
-def _meet(arrived_ptr, meeting):
-    """Wait until the row's programs have all come to this meeting, the first being 1: what they wrote can be read."""
+def _grid_barrier(arrived_ptr, barrier_count):
+    """Wait until all programs of the row reach barrier number `barrier_count`, from 1; their writes are visible."""
     tl.debug_barrier()
     if tl.num_programs(0) > 1:
         tl.atomic_add(arrived_ptr, 1, sem="acq_rel")
-        while tl.atomic_add(arrived_ptr, 0, sem="acquire") < tl.num_programs(0) * meeting:
+        while tl.atomic_add(arrived_ptr, 0, sem="acquire") < tl.num_programs(0) * barrier_count:
             pass
         tl.debug_barrier()
 
 
 @jit
 def _gather(logits_ptr, floor, counters_ptr, kept_ptr, vocab, num_tiles, TILE: tl.constexpr, FEW: tl.constexpr):
-    """This program's share of the tokens that reach the floor, counted; as many as there is room for, kept."""
+    """Count the tokens in this program's tiles that reach the floor, and store the first FEW of them."""
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         ids = tile * TILE + tl.arange(0, TILE)
         keys = key_of(tl.load(logits_ptr + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32))
@@ -167,7 +168,7 @@ def _load_span(logits_ptr, span, vocab, SPAN: tl.constexpr, TILE: tl.constexpr):
 
 @jit
 def _count_digit(logits_ptr, digit, counters_ptr, top_k, vocab, num_spans, SPAN: tl.constexpr, TILE: tl.constexpr):
-    """This program's share of the tokens that reach each of the levels of a digit of the k-th best key."""
+    """Count the tokens in this program's tiles that reach each level of a digit of the k-th best key."""
     kth = _kth_bits(counters_ptr, top_k, digit)
     for span in range(tl.program_id(0), num_spans, tl.num_programs(0)):
         _, ids, logits = _load_span(logits_ptr, span, vocab, SPAN, TILE)
@@ -183,7 +184,7 @@ def _mass_of_kept(
     logits_ptr, kth, best, temperature, above_ptr, vocab, num_tiles, num_spans,
     SPAN: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """The mass of the tokens of this program's tiles that reach the k-th best key."""
+    """The mass of the tokens that reach the k-th best key, for each of this program's tiles."""
     for span in range(tl.program_id(0), num_spans, tl.num_programs(0)):
         tiles, _, logits = _load_span(logits_ptr, span, vocab, SPAN, TILE)
         mass = tl.sum(tl.where(key_of(logits) >= kth, mass_of(logits, best, temperature), 0.0), axis=1)
@@ -191,22 +192,24 @@ def _mass_of_kept(
 
 
 @jit
-def _mass_above_levels(
-    logits, candidate, safe, best, temperature, above_ptr, inside, LEVELS: tl.constexpr
+def _mass_above_in_tile(
+    logits, candidate, lowest_surviving, best, temperature, above_ptr, inside, LEVELS: tl.constexpr
 ):  # fmt: skip
     """The mass above each level in a tile."""
     mass = mass_of(logits, best, temperature)
     for i in tl.static_range(LEVELS):
-        above = tl.sum(tl.where(logits > _level(candidate, safe, tl.full([], i, tl.int32)), mass, 0.0), axis=0)
+        above = tl.sum(
+            tl.where(logits > _level(candidate, lowest_surviving, tl.full([], i, tl.int32)), mass, 0.0), axis=0
+        )
         tl.store(above_ptr + i, above.to(tl.int32, bitcast=True), mask=inside)
 
 
 @jit
-def _mass_above(
-    logits_ptr, candidate, safe, best, temperature, tops, above_ptr, vocab, num_tiles,
+def _mass_above_in_tiles(
+    logits_ptr, candidate, lowest_surviving, best, temperature, tops, above_ptr, vocab, num_tiles,
     TILE: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """The mass above each level in each of this program's tiles, of which two are read at once, if at all."""
+    """The mass above each level in each of this program's tiles; reads two tiles at once, or skips both."""
     tiles, no_levels = tl.arange(0, tops.shape[0]), tl.arange(0, 2 * LEVELS)
     for pair in range(tl.program_id(0), tl.cdiv(num_tiles, 2), tl.num_programs(0)):
         of_pair = above_ptr + pair * (2 * LEVELS)
@@ -214,19 +217,21 @@ def _mass_above(
             ids = pair * (2 * TILE) + tl.arange(0, TILE)
             first = tl.load(logits_ptr + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
             second = tl.load(logits_ptr + TILE + ids, mask=ids + TILE < vocab, other=-float("inf")).to(tl.float32)
-            _mass_above_levels(first, candidate, safe, best, temperature, of_pair, True, LEVELS)
+            _mass_above_in_tile(first, candidate, lowest_surviving, best, temperature, of_pair, True, LEVELS)
             inside = 2 * pair + 1 < num_tiles
-            _mass_above_levels(second, candidate, safe, best, temperature, of_pair + LEVELS, inside, LEVELS)
+            _mass_above_in_tile(
+                second, candidate, lowest_surviving, best, temperature, of_pair + LEVELS, inside, LEVELS
+            )
         else:
             tl.store(of_pair + no_levels, 0, mask=2 * pair + no_levels // LEVELS < num_tiles)
 
 
 @jit
-def _score_fallen(
+def _rescore_tiles(
     logits_ptr, floor, keys_ptr, temperature, position, low, high, vocab, num_tiles,
     TILE: tl.constexpr, FAILED: tl.constexpr,
 ):  # fmt: skip
-    """Find the best scored token that reaches the floor in those of this program's tiles whose best one does not."""
+    """Find a new best token above the floor in each of this program's tiles that lost its best one."""
     none = tl.full([], -0x7FFFFFFFFFFFFFFF, tl.int64)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         key = tl.load(keys_ptr + tile, cache_modifier=".cg")
@@ -240,20 +245,20 @@ def _score_fallen(
 
 @jit(do_not_specialize_on_alignment=ROW_ARRAYS)
 def choose_kernel(
-    logits_ptr,  # [n, vocab], or those of a whole step if INDEXED; rows logits_stride apart
+    logits_ptr,  # [n, vocab], or with INDEXED of a whole step; rows logits_stride apart
     slots_ptr,  # [n]
     positions_ptr,  # [n]
     params_ptr,  # [num_slots + 1, NUM_PARAMS] int32, rows state_stride apart
     rows_ptr,  # [n]; not read without RESAMPLE
-    keys_ptr,  # [n, num_tiles] int64: packed keys of the tiles' best scored tokens; overwritten
-    # Workspace in rows that are work_stride apart; the first three, and counters, are as the scores' kernel left them.
+    keys_ptr,  # [n, num_tiles] int64: packed keys of the tiles' best scores; overwritten
+    # Workspace in rows work_stride apart. The kernel of scores has written the first three and cleared the counters.
     tops_ptr,  # [n, num_tiles] int32: the tiles' best logits, as bits
-    masses_ptr,  # [n, num_tiles] int32: the tiles' masses as bits, of which their best tokens have 1
+    masses_ptr,  # [n, num_tiles] int32: the tiles' masses, as bits, in units of their best token's
     groups_ptr,  # [n, num_tiles * TILE / GROUP] int32: keys of the groups' best logits
     counters_ptr,  # [n, NUM_COUNTERS] int32, 0
     above_ptr,  # [n, num_tiles, LEVELS] int32: the mass above each level, as bits
     kept_ptr,  # [n, 2, FEW] int32: keys and ids of the tokens that reach the floor of top-k
-    token_ids_ptr,  # [num_rows] int32; keys, [n] int64, if SPLIT
+    token_ids_ptr,  # [num_rows] int32; with SPLIT keys, [n] int64
     tokens_ptr,  # [num_slots + 1, max_model_len] int32, rows state_stride apart
     vocab,
     num_tiles,
@@ -278,11 +283,11 @@ def choose_kernel(
     LEVELS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row's programs, the first axis of the grid, must be able to run at the same time."""
+    """Program (i, j): part i of row j. All programs of a row must be able to run at the same time."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
     filtered = is_filtered(params, TEMPERATURE, TOP_K, TOP_P, MIN_P)
-    if PDL:  # rows and their parameters are there since the head of the step
+    if PDL:  # the head of the step wrote rows and parameters
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if (part == 0) | filtered:
@@ -307,31 +312,37 @@ def choose_kernel(
             best = tl.max(tops, axis=0)
             masses *= mass_of(tops, best, temperature)
             wanted = tl.sum(masses, axis=0) * top_p
-            safe = tl.where(top_p < 1.0, best, -float("inf"))  # tokens of this logit survive top-p
-            floor = tl.full([], -2147483648, tl.int32)  # tokens of lower keys do not survive
+            lowest_surviving = tl.where(
+                top_p < 1.0, best, -float("inf")
+            )  # tokens of this logit and above survive top-p
+            floor = tl.full([], -2147483648, tl.int32)  # tokens below this key do not survive
             if min_p > 0.0:
                 floor = tl.minimum(key_of(best + temperature * tl.log(min_p)), key_of(best))
-            num_spans, meeting, going = tl.cdiv(num_tiles, SPAN), tl.full([], 0, tl.int32), tl.full([], 1, tl.int32)
+            num_spans, barrier_count, searching = (
+                tl.cdiv(num_tiles, SPAN),
+                tl.full([], 0, tl.int32),
+                tl.full([], 1, tl.int32),
+            )
 
             if top_k > 0:
                 groups = num_tiles * (TILE // GROUP)
                 kept_floor = _top_k_floor(groups_ptr + row * work_stride, groups, top_k, TILES * (TILE // GROUP))
                 _gather(logits_ptr, kept_floor, counters_ptr, kept_ptr, vocab, num_tiles, TILE, FEW)
-                meeting += 1
-                _meet(counters_ptr, meeting)
+                barrier_count += 1
+                _grid_barrier(counters_ptr, barrier_count)
                 num_kept = tl.load(counters_ptr + 1, cache_modifier=".cg")
                 if num_kept <= FEW:
-                    going = tl.full([], 0, tl.int32)
+                    searching = tl.full([], 0, tl.int32)
                     if part == 0:
-                        key = _best_of_few(
+                        key = _best_of_gathered(
                             kept_ptr, num_kept, top_k, top_p, floor, best, temperature, position, low, high, FEW
                         )
                         key = tl.where(num_kept > 0, key, FAILED)  # no logit is above -inf
                 else:
                     for digit in range(8):
                         _count_digit(logits_ptr, digit, counters_ptr, top_k, vocab, num_spans, SPAN, TILE)
-                        meeting += 1
-                        _meet(counters_ptr, meeting)
+                        barrier_count += 1
+                        _grid_barrier(counters_ptr, barrier_count)
                     kth = _kth_bits(counters_ptr, top_k, 8)
                     floor = tl.maximum(floor, kth)
                     if top_p < 1.0:
@@ -339,45 +350,57 @@ def choose_kernel(
                             logits_ptr, kth, best, temperature, above_ptr, vocab, num_tiles, num_spans,
                             SPAN, TILE, LEVELS,
                         )  # fmt: skip
-                        meeting += 1
-                        _meet(counters_ptr, meeting)
+                        barrier_count += 1
+                        _grid_barrier(counters_ptr, barrier_count)
                         kept = tl.load(above_ptr + tiles * LEVELS, mask=inside, other=0, cache_modifier=".cg")
                         wanted = tl.sum(kept.to(tl.float32, bitcast=True), axis=0) * top_p
 
-            while going > 0:
+            while searching > 0:
                 if key_of(candidate) < floor:
-                    if meeting == 0:  # nobody has yet to read the keys that now change
-                        meeting += 1
-                        _meet(counters_ptr, meeting)
-                    _score_fallen(
+                    if barrier_count == 0:  # no program still reads the keys that change now
+                        barrier_count += 1
+                        _grid_barrier(counters_ptr, barrier_count)
+                    _rescore_tiles(
                         logits_ptr, floor, keys_ptr, temperature, position, low, high, vocab, num_tiles, TILE, FAILED
                     )
-                    meeting += 1
-                    _meet(counters_ptr, meeting)
+                    barrier_count += 1
+                    _grid_barrier(counters_ptr, barrier_count)
                     key = _best_of_tiles(keys_ptr, num_tiles, TILES, FAILED)
                     candidate = tl.load(logits_ptr + token_of(key)).to(tl.float32)
                 most_above = tl.sum(tl.where(tops > candidate, masses, 0.0), axis=0)
-                if (candidate >= safe) | (most_above < wanted):
-                    going = tl.full([], 0, tl.int32)
+                if (candidate >= lowest_surviving) | (most_above < wanted):
+                    searching = tl.full([], 0, tl.int32)
                 else:
-                    _mass_above(
-                        logits_ptr, candidate, safe, best, temperature, tops, above_ptr, vocab, num_tiles, TILE, LEVELS
+                    _mass_above_in_tiles(
+                        logits_ptr,
+                        candidate,
+                        lowest_surviving,
+                        best,
+                        temperature,
+                        tops,
+                        above_ptr,
+                        vocab,
+                        num_tiles,
+                        TILE,
+                        LEVELS,
                     )
-                    meeting += 1
-                    _meet(counters_ptr, meeting)
+                    barrier_count += 1
+                    _grid_barrier(counters_ptr, barrier_count)
                     levels = tl.arange(0, LEVELS)
                     above = tl.load(
                         above_ptr + tiles[:, None] * LEVELS + levels[None, :], mask=inside[:, None], other=0,
                         cache_modifier=".cg",
                     )  # fmt: skip
                     survives = tl.sum(above.to(tl.float32, bitcast=True), axis=0) < wanted
-                    at = _level(candidate, safe, levels)
+                    at = _level(candidate, lowest_surviving, levels)
                     if tl.max(tl.where(levels == 0, survives.to(tl.int32), 0), axis=0) > 0:
-                        going = tl.full([], 0, tl.int32)
+                        searching = tl.full([], 0, tl.int32)
                     else:
                         excluded = tl.max(tl.where(survives, candidate, at), axis=0)
                         floor = tl.maximum(floor, tl.minimum(key_of(excluded) + 1, key_of(best)))
-                        safe = tl.minimum(safe, tl.min(tl.where(survives, at, float("inf")), axis=0))
+                        lowest_surviving = tl.minimum(
+                            lowest_surviving, tl.min(tl.where(survives, at, float("inf")), axis=0)
+                        )
         if part == 0:
             write_token(
                 row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride,

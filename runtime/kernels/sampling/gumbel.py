@@ -1,13 +1,13 @@
 """Gumbel noise as a pure function of (seed, position, token id): no generator, no state, no order of evaluation (C4).
 
     key    64-bit seed and position -> two 32-bit words a row
-    hash   (token id, key) -> 32 bits, of which the upper 23 are k
+    hash   (token id, key) -> 32 bits; the upper 23 are k
     u      (k + 1/2) / 2^23, exact in fp32, never 0 or 1
     noise  -log(-log1p(-u)): -log1p(-u) is an exponential variate, precise for small u, where the noise is largest
 
 Words are int32 with wrap-around products and masked shifts, so every backend gets the same integers. The finaliser is
-lowbias32, of the hash-prospector project; the second key word enters between its two rounds, so
-that two rows never see permutations of the same noise.
+lowbias32 of the hash-prospector project. The second key word enters between its two rounds, so two rows never see
+permutations of the same noise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from runtime.kernels.triton_language import jit, tl
 
 _MUL_1 = 0x7FEB352D
 _MUL_2 = 0x846CA68B - (1 << 32)  # as int32
-_GOLDEN = 0x9E3779B9 - (1 << 32)  # 2^32 / golden ratio: tells the key's two words apart
+_GOLDEN = 0x9E3779B9 - (1 << 32)  # 2^32 / golden ratio: makes the two words of the key differ
 
 
 def _xor_shift(h: torch.Tensor, bits: int) -> torch.Tensor:
@@ -34,7 +34,7 @@ def _keyed_hash(h: torch.Tensor, key: torch.Tensor | int) -> torch.Tensor:
 
 def noise_keys(
     seeds: torch.Tensor,  # [n] int64
-    positions: torch.Tensor,  # [n] int32, of the token that is sampled, counted from the sequence's first
+    positions: torch.Tensor,  # [n] int32, of the sampled token, counted from the first of the sequence
 ) -> torch.Tensor:
     """[2, n] int32: the two words of each row's key."""
     low, high = _low_word(seeds), _low_word(seeds >> 32)
@@ -48,7 +48,7 @@ def _low_word(x: torch.Tensor) -> torch.Tensor:
 
 
 def noise_bits(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """k, int32 in [0, 2^23), for keys [2, ...] and token_ids int32, whose shapes broadcast against each other."""
+    """k, int32 in [0, 2^23), for keys [2, ...] and int32 token_ids with shapes that broadcast."""
     hashed = _keyed_hash(token_ids ^ keys[0], keys[1])
     return (hashed >> 9).bitwise_and_((1 << 23) - 1)
 
@@ -64,13 +64,13 @@ def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 @jit
 def _shift_right(h, BITS: tl.constexpr):
-    """Logical, of int32."""
+    """A logical shift of int32."""
     return (h >> BITS) & ((1 << (32 - BITS)) - 1)
 
 
 @jit
 def _hash_of_words(h, key):
-    """`_keyed_hash`; 0x846CA68B is written as the int32 that it is."""
+    """`_keyed_hash`, with 0x846CA68B as an int32."""
     h = (h ^ _shift_right(h, 16)) * 0x7FEB352D
     h = h ^ key
     h = (h ^ _shift_right(h, 15)) * -0x7B935975
@@ -81,8 +81,8 @@ def _hash_of_words(h, key):
 def noise_of_tokens(ids, position, low, high):
     """`gumbel_noise` of token ids [.] at a position, for a seed's two words.
 
-    Of -log(-log1p(-u)), the inner logarithm is taken as log(1 - u): u is (k + 1/2) / 2^23 and 1 - u is exact in fp32,
-    so that nothing is lost without log1p, which Triton lacks."""
+    Triton lacks log1p. The inner logarithm is log(1 - u), which loses nothing: u is (k + 1/2) / 2^23, and 1 - u is
+    exact in fp32."""
     first = _hash_of_words(_hash_of_words(position ^ low, 0) ^ high, -0x61C88647)
     second = _hash_of_words(first ^ low, 0)
     bits = _shift_right(_hash_of_words(ids ^ first, second), 9)

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens and of the best ones: row-wise, and without a wait for the device."""
+"""Log-probabilities of chosen tokens and of the best tokens, row by row, without a wait for the device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ def token_logprobs(
     num_top: int,
     others: torch.Tensor | None = None,  # [m, num_others] int64
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(logprob [m], rank from 1 [m], top ids [m, num_top] best first, their logprobs [m, num_top]). After the best come
-    `others`, if there are any."""
+    """(logprob [m], rank from 1 [m], top ids [m, num_top] best first, their logprobs [m, num_top]).
+
+    `others` follow the top ids."""
     logprobs = logits.log_softmax(-1)
     own = logprobs.gather(1, token_ids[:, None])
     ranks = (logprobs > own).sum(-1) + 1

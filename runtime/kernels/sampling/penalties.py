@@ -1,7 +1,7 @@
-"""Penalties of the tokens that stand in a request already, applied to its logits before a token is chosen.
+"""Penalties for the tokens of a request, applied to its logits before a token is chosen.
 
-What a request has is read from the tokens of its slot, up to the position that is sampled: guesses of a draft and
-tokens that the host has not seen yet are among them, and no count can be wrong after a preemption.
+The kernel counts the tokens of the request's slot up to the sampled position. These include draft tokens and tokens
+that the host has not received, and counts stay right after a preemption.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from runtime.kernels.sampling.sample import FREQUENCY, PENALISED_FROM, PRESENCE,
 from runtime.kernels.sampling.token_keys import is_penalised, load_float
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, tl, use_pdl
 
-NUM_TABLES = 64  # of counts, each the size of a vocabulary; rows beyond take turns
+NUM_TABLES = 64  # tables of counts, each of the size of a vocabulary; more rows take turns
 _BLOCK = 2048  # tokens at once
 _COLUMNS = {
     "REPETITION": REPETITION, "FREQUENCY": FREQUENCY, "PRESENCE": PRESENCE,
@@ -24,11 +24,11 @@ def penalise_torch(
     logits: torch.Tensor,  # [n, vocab] float32, changed in place
     slots: torch.Tensor,  # [n] int32
     positions: torch.Tensor,  # [n] int32, of the token to be sampled
-    tokens: torch.Tensor,  # [num_slots, max_model_len] int32; what lies beyond a row's position is ignored
+    tokens: torch.Tensor,  # [num_slots, max_model_len] int32; ignored from the row's position on
     params: torch.Tensor,  # [num_slots, NUM_PARAMS] int32
-    all_rows: bool,  # else those from the position on that their parameters name; 0: never
+    all_rows: bool,  # false for rows at or after PENALISED_FROM alone, if that is not 0
 ) -> None:
-    """Repetition (arXiv 1909.05858) over prompt and output; frequency and presence, as OpenAI's, over output."""
+    """Repetition (arXiv 1909.05858) over prompt and output; OpenAI's frequency and presence over output."""
     own = params.index_select(0, slots)
     penalties = own.view(torch.float32)[:, REPETITION : PRESENCE + 1]
     is_penalised = (penalties != torch.tensor([1.0, 0.0, 0.0], device=own.device)).any(1)
@@ -55,7 +55,7 @@ def _penalties_kernel(
     positions_ptr,  # [n]
     tokens_ptr,  # [num_slots + 1, max_model_len] int32, rows state_stride apart
     params_ptr,  # [num_slots + 1, NUM_PARAMS] int32, rows state_stride apart
-    tables_ptr,  # [at least the number of programs, vocab] int32: 0, before and after
+    tables_ptr,  # [at least the number of programs, vocab] int32 zeros, before and after
     n,
     vocab,
     logits_stride,
@@ -69,15 +69,14 @@ def _penalties_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each program counts a row's tokens in its table. Of all that are the same, the first that comes to take the count
-    away applies it."""
+    """Each program counts a row's tokens in its table. Among equal tokens, the first to clear the count applies it."""
     num_penalised = tl.full([], 0, tl.int32)
     for row in range(tl.program_id(0), n, tl.num_programs(0)):
         params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
         num_penalised += is_penalised(
             params, tl.load(positions_ptr + row), REPETITION, FREQUENCY, PRESENCE, PENALISED_FROM, ALL_ROWS
         ).to(tl.int32)
-    if PDL:  # rows and their parameters are there since the head of the step
+    if PDL:  # the head of the step wrote rows and parameters
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if num_penalised > 0:
@@ -115,7 +114,7 @@ def penalise_triton(
     slots: torch.Tensor,
     positions: torch.Tensor,
     tokens: torch.Tensor,
-    params: torch.Tensor,  # rows as far apart as those of tokens
+    params: torch.Tensor,  # with the row stride of tokens
     all_rows: bool,
     tables: torch.Tensor,  # [NUM_TABLES, vocab] int32: 0, before and after
 ) -> None:

@@ -1,12 +1,10 @@
-"""One token a row of logits: greedy, or Gumbel-max with noise by position (C4) among the tokens that top-k, top-p and
-min-p leave, written into the requests' state.
+"""One token for each row of logits, written into the state of its request.
 
-The vocabulary is cut into tiles of a fixed size, so that one row fills the device and a row's token depends on no
-other row. A tile's best score and its token id become one int64 key that orders first by score and then by lowest id;
-a row's token is the largest of its keys, unless it is filtered out: `choose.py` says how that is found. Where ranks
-have parts of the vocabulary, the largest key of each goes to the others.
-
-The noise is runtime.kernels.sampling.gumbel's, integers bit for bit.
+Sampling is greedy, or Gumbel-max with noise by position (C4) among the tokens that survive top-k, top-p and min-p. The
+vocabulary is cut into tiles of a fixed size: one row fills the device, and a row's token depends on no other row. A
+tile's best score and its token id become one int64 key, which orders by score and then by lowest id. A row's token has
+the largest of its keys, unless a filter excludes it (`choose.py`). Where ranks have parts of the vocabulary, each rank
+sends its largest key to the others. The noise has the integers of `gumbel.py`, bit for bit.
 """
 
 from __future__ import annotations
@@ -31,13 +29,13 @@ _column_of = {name: column for column, name, _ in table_of(SamplingParams).colum
 TEMPERATURE, TOP_K, TOP_P, MIN_P = (_column_of[name] for name in ("temperature", "top_k", "top_p", "min_p"))
 REPETITION, FREQUENCY, PRESENCE = (_column_of[f"{name}_penalty"] for name in ("repetition", "frequency", "presence"))
 SEED_LOW, SEED_HIGH, PROMPT_LEN = 1, 2, 9
-PENALISED_FROM = 12  # the position from which on the captured pass applies penalties; 0: it never does
+PENALISED_FROM = 12  # first position at which the captured pass applies penalties; 0 for never
 NUM_PARAMS = 16
 
 _TILE = 2048  # tokens of a program
-_SPAN = 2  # tiles that are filtered at once
-_GROUP = 128  # tokens whose best one is a first guess at top-k
-_FEW = 512  # tokens that are gathered for top-k and compared with each other
+_SPAN = 2  # tiles filtered at once
+_GROUP = 128  # tokens of a group; the best ones of groups bound top-k
+_FEW = 512  # tokens gathered for top-k and compared with each other
 _PROGRAMS_PER_SM = 4  # of 128 threads with at most 128 registers each
 _COLUMNS = {
     "TEMPERATURE": TEMPERATURE, "SEED_LOW": SEED_LOW, "SEED_HIGH": SEED_HIGH,
@@ -47,32 +45,32 @@ _COLUMNS = {
 
 @dataclass(slots=True)
 class Resample:
-    """Some rows of a step are sampled once more, from logits that may be -inf; a row fails if it had failed before."""
+    """Rows of a step to sample once more, from logits that may be -inf. A row that had failed fails again."""
 
     token_ids: torch.Tensor  # [num_rows] int32 of the whole step, changed in place
     rows: torch.Tensor  # [n] int32, where in token_ids the rows are
-    gathered: bool  # the logits are of these rows alone; else of the whole step, as token_ids are
+    gathered: bool  # true if the logits are of these rows alone, false if they are of the whole step
 
 
 @dataclass(slots=True)
 class OwnLogits:
-    """A rank's part of the logits; rows that are not `wanted` are answered from it."""
+    """A rank's part of the logits, which decides all rows that are not `wanted`."""
 
     logits: torch.Tensor  # [n, num_own] float32
     first: int  # token id of the first column
-    wanted: torch.Tensor  # [n] int32: not 0 for rows that are answered from all ranks' logits
+    wanted: torch.Tensor  # [n] int32: not 0 for rows that need the logits of all ranks
 
 
 def sample_tokens_torch(
-    logits: torch.Tensor,  # [n, vocab], or those of all rows of a step that some are sampled again from
+    logits: torch.Tensor,  # [n, vocab]; with an ungathered `resample` of all rows of the step
     slots: torch.Tensor,  # [n] int32
     positions: torch.Tensor,  # [n] int32, of the token to be sampled
     tokens: torch.Tensor,  # [num_slots + 1, max_model_len] int32; the token goes to [slot, position], a failed one as 0
-    params: torch.Tensor,  # [num_slots + 1, NUM_PARAMS] int32, rows as far apart as those of tokens
+    params: torch.Tensor,  # [num_slots + 1, NUM_PARAMS] int32, with the row stride of tokens
     resample: Resample | None = None,
-    filters: bool = True,  # False: no row has a filter
+    filters: bool = True,  # false if all rows are without filters
 ) -> torch.Tensor:
-    """token_ids [n] int32: the best token, or with a temperature a drawn one; -1 for a row that is not finite (C9)."""
+    """token_ids [n] int32: the best token, or with a temperature a sampled one; -1 if a row is not finite (C9)."""
     if resample is not None and not resample.gathered:
         logits = logits.index_select(0, resample.rows)
     logits = logits.float()
@@ -102,14 +100,14 @@ def _best_of_tile_kernel(
     slots_ptr,  # [n]
     positions_ptr,  # [n]
     params_ptr,  # [num_slots + 1, NUM_PARAMS] int32, rows state_stride apart
-    rows_ptr,  # [n], of the logits; read if INDEXED
-    # Read if SPLIT:
+    rows_ptr,  # [n], rows of the logits; read with INDEXED
+    # Read with SPLIT:
     own_ptr,  # [n, num_own] fp32: of the token ids from first_own on
-    wanted_ptr,  # [n] int32: 0 for rows that are answered from them
+    wanted_ptr,  # [n] int32: 0 for rows that own_ptr decides
     keys_ptr,  # [n, num_tiles] int64
-    # Set for filtered rows, in rows that are work_stride apart:
+    # Written for filtered rows; rows are work_stride apart:
     tops_ptr,  # [n, num_tiles] int32: the best logit of each tile, as bits
-    masses_ptr,  # [n, num_tiles] int32: the mass of each tile as bits, of which its best token has 1
+    masses_ptr,  # [n, num_tiles] int32: the mass of each tile, as bits, in units of its best token's
     groups_ptr,  # [n, num_tiles * TILE / GROUP] int32: keys of groups' best logits, set for rows with top-k
     counters_ptr,  # [n, NUM_COUNTERS] int32: 0
     vocab,
@@ -278,13 +276,14 @@ def write_tokens_triton(
 
 @cache
 def _num_resident(device: torch.device) -> int:
-    """Programs of choose_kernel that surely run at the same time: those of a row wait for each other."""
+    """Programs of choose_kernel that certainly run at the same time; the programs of a row wait for each other."""
     return 1 if INTERPRETED else _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _workspace(n: int, sizes: list[int], device: torch.device) -> list[torch.Tensor]:
-    """int32 views [n, size] of one allocation, all with one stride and 16-byte alignment, so that no number of rows
-    makes Triton compile a kernel anew. Floats are stored as their bits."""
+    """int32 views [n, size] of one allocation; floats are stored as their bits.
+
+    All views have one stride and 16-byte alignment, so that Triton compiles one kernel for any number of rows."""
     ends = list(accumulate((-(-size // 4) * 4 for size in sizes), initial=0))
     work = torch.empty((n, ends[-1]), dtype=torch.int32, device=device)
     return [work[:, start : start + size] for start, size in zip(ends, sizes, strict=False)]

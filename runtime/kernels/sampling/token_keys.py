@@ -1,4 +1,4 @@
-"""Integers that order tokens: by their logits, or by their scores and then their ids; and a row's answer from one."""
+"""Integer keys that order tokens by logit, or by score and then by id; and the token of a row's best key."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from runtime.kernels.triton_language import jit, tl
 
 FAILED = (1 << 63) - 1  # the key of tokens with a logit that is not finite; larger than any other
-NONE = -FAILED  # that of no tokens; lower than any other
+NONE = -FAILED  # the key without tokens; lower than any other
 
 
 def best_keys_torch(
@@ -23,19 +23,19 @@ def best_keys_torch(
 
 
 def tokens_of_keys_torch(keys: torch.Tensor) -> torch.Tensor:
-    """[n] int64 the token ids of keys; -1 of those that have FAILED."""
+    """The token ids [n] int64 of keys; -1 for FAILED."""
     return (0x7FFFFFFF - (keys & 0x7FFFFFFF)).masked_fill_(keys == FAILED, -1)
 
 
 @jit
 def load_float(ptr):
-    """A float32 that is stored as the bits of an int32."""
+    """A float32, stored as the bits of an int32."""
     return tl.load(ptr, cache_modifier=".cg").to(tl.float32, bitcast=True)
 
 
 @jit
 def is_filtered(params, TEMPERATURE: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr):
-    """True if rows with these parameters (pointers to them) are drawn from a part of the vocabulary."""
+    """True if a row with these parameters (pointers) samples from a part of the vocabulary."""
     drawn = load_float(params + TEMPERATURE) > 0
     top_p = load_float(params + TOP_P)
     min_p = load_float(params + MIN_P)

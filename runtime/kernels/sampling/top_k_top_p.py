@@ -1,5 +1,6 @@
-"""Top-k, top-p and min-p as one lower bound a row: a token survives if its logit reaches it. Ties survive together, so
-that no order among equals can show. `choose.py` is the kernel's way to the same tokens."""
+"""Top-k, top-p and min-p as one lower bound for each row: a token survives if its logit reaches it.
+
+Ties survive together, so the order of equal tokens does not matter. `choose.py` is the kernel for the same tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ def top_k_top_p_bounds_torch(
     top_p: torch.Tensor,  # [n] float32, 1 is off
     min_p: torch.Tensor,  # [n] float32, 0 is off
 ) -> torch.Tensor:
-    """[n] float32: the least logit that survives top-k, then top-p among those, and min-p."""
+    """[n] float32: the least logit that survives top-k, then top-p among the survivors, and min-p."""
     best = logits.amax(-1, keepdim=True)
     bounds = best + min_p[:, None].log()
     vocab = logits.shape[-1]
@@ -35,9 +36,9 @@ def top_k_top_p_bounds_torch(
 
 
 def _nucleus_bounds(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """[n, 1]: the last logit of the smallest set of best tokens whose probability reaches top_p."""
+    """[n, 1]: the last logit of the smallest set of best tokens with a probability of at least top_p."""
     vocab = logits.shape[-1]
-    # The best log-probability, unlike logsumexp, is summed alike for any number of rows.
+    # The best log-probability, unlike logsumexp, has the same order of sums for any number of rows.
     best_logprob = logits.log_softmax(-1).amax(-1, keepdim=True)
     for size in (*(s for s in _NUCLEUS_GUESSES if s < vocab), vocab):
         ordered = logits.topk(size).values

@@ -1,5 +1,6 @@
-"""The rows of a captured step whose tokens depend on more than one key of each rank: the other ranks' logits of these
-rows are gathered, and of no others. All ranks have the same parameters and positions, and so find the same rows."""
+"""The rows of a captured step that need the logits of all ranks, because one key of each rank cannot decide them.
+
+All ranks have the same parameters and positions, and therefore find the same rows."""
 
 from __future__ import annotations
 
@@ -58,14 +59,14 @@ def _wanted_logits_kernel(
     filtered = is_filtered(params, TEMPERATURE, TOP_K, TOP_P, MIN_P)
     position = tl.load(positions_ptr + row)
     penalised = is_penalised(params, position, REPETITION, FREQUENCY, PRESENCE, PENALISED_FROM, False)
-    if PDL:  # rows and their parameters are there since the head of the step
+    if PDL:  # the head of the step wrote rows and parameters
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     tl.store(wanted_ptr + row, (filtered | penalised).to(tl.int32))
 
 
 def wanted_logits_triton(slots: torch.Tensor, positions: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
-    """`wanted_logits_torch` as one kernel; rows of parameters may lie further apart."""
+    """`wanted_logits_torch` as one kernel; rows of parameters may be strided."""
     wanted, pdl = torch.empty_like(slots), use_pdl(slots)
     if len(slots):
         _wanted_logits_kernel[(len(slots),)](

@@ -1,8 +1,7 @@
-"""The two ends of a decode step's graph: it reads its input from memory of the host, and writes its output there.
+"""Input and output of a decode step's graph, which reads and writes memory of the host.
 
-A copy before a graph and another after it cost the host 0.15 ms a step, and the device a pause at each. A graph's
-kernels always read the same addresses, so the host writes inputs into the entries of a ring, in turn, and the graphs
-count along on the device:
+Copies before and after a graph cost the host 0.15 ms a step, and the device two pauses. A graph's kernels always read
+the same addresses. The host therefore writes inputs into the entries of a ring, and graphs count entries on the device:
 
     input   = [ repeats | num_writes | rows: 2 * (2 * size + num_samples) | the writes, as scatter_writes.py ]
     rows    = [ slots: size | tokens: size | slots of the samples: num_samples, and as many again that move on:
@@ -10,7 +9,7 @@ count along on the device:
     output  = [ token ids of the first replay: num_samples | of the second, if there are repeats | ... ]
     control = [ entry of the next input | replays done of it | its repeats ]
 
-An input with `repeats` is for as many replays, the rows of each a token further than before.
+An input with `repeats` serves that many replays; the rows of each are one token further.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def write_output_torch(
     rows: torch.Tensor,  # [2 * (2 * size + num_samples)] int32
     output_ring: torch.Tensor,  # [num_entries, output_size] int32, memory of the host that the device writes
 ) -> None:
-    """Copy the samples behind those of the replays before, and make rows and counts ready for the next replay."""
+    """Append the samples to those of earlier replays, and advance rows and counts for the next replay."""
     entry, replays_done, repeats = control.tolist()
     n = len(token_ids)
     output_ring[entry, replays_done * n : (replays_done + 1) * n] = token_ids

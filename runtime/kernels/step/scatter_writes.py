@@ -1,5 +1,6 @@
-"""Staged writes: what the host changes in the requests' device state goes up in one copy and is scattered here, in
-stream order with the steps that read it (C2)."""
+"""Staged writes: one copy brings the host's changes of the requests' device state, and a kernel scatters them.
+
+Both are in stream order with the steps that read the state (C2)."""
 
 from __future__ import annotations
 
@@ -12,11 +13,10 @@ _BLOCK = 1024  # values written at a time
 
 def scatter_writes_torch(
     state: torch.Tensor,  # [size] int32, the state as one line
-    writes: torch.Tensor,  # [1 + 2 * num_writes + num_values] int32, and whatever follows:
-    # num_writes; of each write its first place in the state; of each its length; the values of all, end to end.
-    # No place is written twice.
+    writes: torch.Tensor,  # [1 + 2 * num_writes + num_values] int32, perhaps longer: num_writes, then the first place
+    # of each write in the state, then the length of each, then all values end to end. Writes do not overlap.
 ) -> None:
-    """Write the writes' values to their places."""
+    """Write the values to their places."""
     num_writes = int(writes[0])
     places, lengths = writes[1 : 1 + 2 * num_writes].view(2, num_writes).tolist()
     values = writes[1 + 2 * num_writes :]

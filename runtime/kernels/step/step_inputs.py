@@ -6,7 +6,7 @@ import torch
 
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, tl, use_pdl
 
-_TILE = 128  # tokens of a program: of 128 rows in a decode step, of one row in a long one
+_TILE = 128  # tokens of a program: one of 128 rows in a decode step, or all of one row
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
@@ -20,13 +20,12 @@ def build_inputs_torch(
     block_size: int,
     num_tokens: int,
     max_count: int,  # most tokens of a row
-    own_counts: torch.Tensor | None = None,  # [num_rows] int32: the rest of a row's tokens are nobody's
-    adapters: torch.Tensor | None = None,  # [num_slots + 1] int32, as far apart as rows of tokens
+    own_counts: torch.Tensor | None = None,  # [num_rows] int32: real tokens of a row; the rest is padding
+    adapters: torch.Tensor | None = None,  # [num_slots + 1] int32, with the row stride of tokens
 ) -> Inputs:
-    """token ids, positions and kv_index (block * block_size + offset) of the step's tokens, and the index of each one's
-    adapter, if wanted; each [num_tokens] int32.
+    """token ids, positions, kv_index (block * block_size + offset) and perhaps adapters, each [num_tokens] int32.
 
-    Nobody's tokens have id 0, keys and values in the null block, and no adapter."""
+    Padding tokens have id 0, store k and v in the null block, and use adapter 0 (none)."""
     counts = q_starts.diff()
     row_of = torch.repeat_interleave(torch.arange(len(slots), device=slots.device), counts, output_size=num_tokens)
     step = torch.arange(num_tokens, dtype=torch.int32, device=slots.device)
@@ -72,7 +71,7 @@ def _build_inputs_kernel(
     first = tl.load(q_starts_ptr + rows, mask=inside, other=0)[:, None]
     end = tl.load(q_starts_ptr + rows + 1, mask=inside, other=0)[:, None]
     at = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[None, :]
-    own = first + at < end  # false for all tokens of a row that is not there
+    own = first + at < end  # false for all tokens of a missing row
     positions = starts + at
     known = own
     if OWN_COUNTS:
@@ -101,7 +100,7 @@ def build_inputs(
     own_counts: torch.Tensor | None = None,
     adapters: torch.Tensor | None = None,
 ) -> Inputs:
-    """`build_inputs_torch` as one kernel, whose grid depends on the host's ints alone."""
+    """`build_inputs_torch` as one kernel; its grid depends only on ints of the host."""
     num_rows = len(slots)
     out = torch.empty((3 if adapters is None else 4, num_tokens), dtype=torch.int32, device=slots.device)
     per_row = 1 if max_count == 1 else 8 if max_count <= 8 else _TILE

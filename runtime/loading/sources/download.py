@@ -1,4 +1,4 @@
-"""Files from the web, whole or not at all: a download that is interrupted goes on where it was."""
+"""Files from the web, complete or not at all. An interrupted download resumes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     import httpx
 
 _TRIES = 4  # without a byte in between
-_TIMEOUT_S = 20.0  # without a byte, until the connection is given up
+_TIMEOUT_S = 20.0  # without a byte, until the connection is closed
 
 
-class Refused(CallboardError):
+class DownloadRefused(CallboardError):
     """The server answers with an error."""
 
     def __init__(self, url: str, status: int) -> None:
@@ -33,22 +33,22 @@ class Refused(CallboardError):
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """A file that is to be had."""
+    """A file to fetch."""
 
     url: str
     target: Path
-    size: int | None = None  # bytes; None if only the server has it
+    size: int | None = None  # bytes; None until the server reports it
     sha256: str = ""  # in hex; empty if unknown
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def unfinished(self) -> Path:
-        """Where the bytes are until all have come."""
+        """The path of the incomplete file."""
         return self.target.with_name(f"{self.target.name}.incomplete")
 
     @property
     def num_stored(self) -> int:
-        """The bytes that need not be fetched."""
+        """The number of bytes that are already stored."""
         for path in (self.target, self.unfinished):
             with suppress(FileNotFoundError):
                 return path.stat().st_size
@@ -57,7 +57,7 @@ class Download:
 
 @contextmanager
 def locked(path: Path, what: str, progress: bool) -> Iterator[None]:
-    """Holds the lock file of `what`; the kernel releases it even if this process is killed."""
+    """Hold the lock file of `what`. The kernel releases it even if this process is killed."""
     with path.open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,7 +72,7 @@ def locked(path: Path, what: str, progress: bool) -> Iterator[None]:
 
 
 def check_space(folder: Path, needed: int, what: str, setting: str) -> None:
-    """Raises CallboardError if the disk of `folder` has fewer than `needed` bytes; `setting` names another folder."""
+    """Raise CallboardError if the disk of `folder` lacks `needed` bytes. `setting` selects another folder."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if needed > (free := shutil.disk_usage(existing).free):
         raise CallboardError(
@@ -82,7 +82,7 @@ def check_space(folder: Path, needed: int, what: str, setting: str) -> None:
 
 
 def size_text(num_bytes: int) -> str:
-    """A size as `ls` and people write it: 93 MB, 1.5 GB."""
+    """Return a size as text: 93 MB, 1.5 GB."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
         if num_bytes >= size:
             value = num_bytes / size
@@ -93,11 +93,15 @@ def size_text(num_bytes: int) -> str:
 def fetch(
     download: Download, advance: Callable[[int], object], check: Callable[[int], None], stop: threading.Event
 ) -> None:
-    """Makes `download.target`. The caller holds a lock on it.
+    """Fetch `download.target`. The caller must hold a lock on it.
 
-    `advance` gets the number of bytes as they come, `check` the number that is missing before they do; `stop` ends it.
-    Raises CallboardError if the server refuses, is unreachable or sends other bytes than were announced. What has come
-    is kept, unless its hash is wrong."""
+    Args:
+    advance: called with the number of new bytes.
+    check: called with the number of missing bytes before the transfer.
+    stop: ends the transfer when set.
+
+    Raises CallboardError if the server refuses, is unreachable or sends unexpected bytes. Received bytes are kept,
+    unless their hash is wrong."""
     import httpx
 
     tries = 0
@@ -126,7 +130,7 @@ def fetch(
 
 
 def _check_address(request: httpx.Request) -> None:
-    """Raises CallboardError for an address without encryption: others could change the bytes on their way."""
+    """Raise CallboardError for an address without encryption: the bytes could be changed in transit."""
     url = request.url
     if url.scheme != "https" and url.host not in ("127.0.0.1", "::1", "localhost"):
         raise CallboardError(f"{url} cannot be fetched safely without encryption; use an address with https.")
@@ -139,21 +143,21 @@ def _transfer(
     check: Callable[[int], None],
     stop: threading.Event,
 ) -> None:
-    """One request, for the bytes that are missing."""
+    """Send one request for the missing bytes."""
     path, stored = download.unfinished, download.num_stored
     if stored and stored == download.size:
         return
     etag_file = path.with_suffix(".etag")
     etag = etag_file.read_text() if etag_file.exists() else ""
     headers = {**download.headers, "Accept-Encoding": "identity"}
-    if stored and (etag or download.sha256):  # either shows that the file is still the same
+    if stored and (etag or download.sha256):  # either proves that the file has not changed
         headers |= {"Range": f"bytes={stored}-"} | ({"If-Range": etag} if etag else {})
     with client.stream("GET", download.url, headers=headers) as response:
-        if response.status_code == 416:  # it has become shorter
+        if response.status_code == 416:  # the file is now shorter
             path.unlink(missing_ok=True)
             raise CallboardError(f"{download.url} has changed since a part of it was fetched; try again.")
         if response.status_code >= 400:
-            raise Refused(download.url, response.status_code)
+            raise DownloadRefused(download.url, response.status_code)
         is_rest = response.status_code == 206
         start = stored if is_rest else 0
         advance(start - stored)
@@ -171,11 +175,11 @@ def _transfer(
                 sink.write(chunk)
                 advance(len(chunk))
             sink.flush()
-            os.fsync(sink.fileno())  # its name is a promise that it is whole, also after a loss of power
+            os.fsync(sink.fileno())  # the final name guarantees a complete file, also after a power loss
 
 
 def _finish(download: Download) -> None:
-    """Checks the hash and gives the file its name."""
+    """Check the hash and give the file its final name."""
     path = download.unfinished
     if download.sha256:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Which of several GGUF files is meant: they are named after their quantization, and large ones are split."""
+"""The choice among several GGUF files. Their names contain the quantization, and large ones are split."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from runtime.spec.types import CallboardError
 
-DEFAULT = "Q4_K_M"  # as llama.cpp and Ollama choose
+DEFAULT = "Q4_K_M"  # the choice of llama.cpp and Ollama
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 _LABEL = re.compile(
     r"(?:^|[-._])(?P<label>(?:UD-)?(?:I?Q\d+(?:_[A-Z0-9]+)*|TQ\d_\d|BF16|F16|F32|FP16|FP32|MXFP4(?:_MOE)?))$",
     re.IGNORECASE,
 )
-_OTHER_FILES = re.compile(r"mmproj|imatrix", re.IGNORECASE)  # of image encoders, of the making of quantizations
+_OTHER_FILES = re.compile(r"mmproj|imatrix", re.IGNORECASE)  # image encoders; data for quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class GgufModel:
 
 
 def gguf_models(names: Iterable[str]) -> list[GgufModel]:
-    """The models among files, which are named relative to one folder, in the order of their names.
+    """Return the models among files of one folder, in the order of their names.
 
-    A split one has all files that its first name announces, whether or not they are there."""
+    A split model has all files that its first name announces, even if some are missing."""
     models: dict[str, GgufModel] = {}
     for name in sorted(names):
         folder, _, file = name.rpartition("/")
@@ -48,9 +48,9 @@ def gguf_models(names: Iterable[str]) -> list[GgufModel]:
 
 
 def choose(models: Sequence[GgufModel], asked: str, where: str) -> GgufModel:
-    """The model that `asked` names by its quantization or file; by default Q4_K_M, or else the first.
+    """Return the model with the quantization or the file `asked`; by default Q4_K_M, or else the first.
 
-    Raises CallboardError, which lists what `where` has, if none is meant."""
+    Raises CallboardError with the choices in `where` if none matches."""
     if not asked:
         return next((model for model in models if model.label == DEFAULT), models[0])
     wanted = asked.upper()

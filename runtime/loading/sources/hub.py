@@ -1,7 +1,7 @@
 """Models of the hub, in the cache that all tools share: safetensors or one GGUF file, fetched if they are not there.
 
-huggingface_hub finds, names and links the files. Large ones come by `download.py`: their hashes are checked, and an
-interrupted download goes on.
+huggingface_hub finds, names and links the files. `download.py` fetches large ones, checks their hashes, and resumes
+interrupted downloads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.loading.folder import weight_files
-from runtime.loading.sources.download import Download, Refused, check_space, fetch, locked
+from runtime.loading.sources.download import Download, DownloadRefused, check_space, fetch, locked
 from runtime.loading.sources.gguf_choice import GgufModel, choose, gguf_models
 from runtime.loading.sources.names import FORMS, HubName
 from runtime.loading.sources.near_names import meant
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _FILES = ["*.json", "*.jinja", "tokenizer*"]
 # Subfolders hold the same weights in other formats; so do Mistral's consolidated files.
 _IGNORED = ["*/*", "consolidated*"]
-_CONNECTIONS = 4  # downloads at a time
+_CONNECTIONS = 4  # downloads at the same time
 
 
 def hub_model(name: HubName, progress: bool, weights: bool) -> Path:
@@ -50,7 +50,7 @@ def hub_model(name: HubName, progress: bool, weights: bool) -> Path:
 
 
 def _fetched(name: HubName, info: ModelInfo, progress: bool, weights: bool) -> Path:
-    """The model, after the hub has listed its files."""
+    """Fetch the model from the list of its files, and return its path."""
     from huggingface_hub import snapshot_download, try_to_load_from_cache
 
     names = [sibling.rfilename for sibling in info.siblings or ()]
@@ -71,7 +71,7 @@ def _fetched(name: HubName, info: ModelInfo, progress: bool, weights: bool) -> P
 
 
 def _cached(name: HubName, weights: bool, error: Exception) -> Path:
-    """The model as it is in the cache, where the hub could not be asked because of `error`."""
+    """Return the model from the cache, while the hub is unreachable because of `error`."""
     from huggingface_hub import errors, snapshot_download
 
     if isinstance(error, errors.RevisionNotFoundError):
@@ -112,7 +112,7 @@ def _safetensors(names: Sequence[str]) -> list[str]:
 
 
 def _gguf_model(name: HubName, names: Sequence[str]) -> GgufModel | None:
-    """The GGUF files that are the model; None if it is one of safetensors. Raises CallboardError if there are none."""
+    """Return the GGUF files of the model; None for safetensors. Raises CallboardError without any weights."""
     models = gguf_models(names)
     if not name.gguf and (_safetensors(names) or not models):
         return None
@@ -120,7 +120,7 @@ def _gguf_model(name: HubName, names: Sequence[str]) -> GgufModel | None:
 
 
 def _fetch_large(name: HubName, info: ModelInfo, files: Sequence[str], progress: bool) -> None:
-    """Stores what the hub keeps as large files among `files` where huggingface_hub looks for it."""
+    """Store the large files among `files` in the cache of huggingface_hub."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.file_download import repo_folder_name
@@ -166,11 +166,11 @@ def _fetch_large(name: HubName, info: ModelInfo, files: Sequence[str], progress:
 
 
 def _sentence(name: HubName, error: Exception) -> CallboardError:
-    """The error as one sentence."""
+    """Return the error as one sentence."""
     from huggingface_hub import errors, is_offline_mode
 
     at = f" at revision {name.revision!r}" if name.revision else ""
-    if isinstance(error, errors.GatedRepoError) or (isinstance(error, Refused) and error.status in (401, 403)):
+    if isinstance(error, errors.GatedRepoError) or (isinstance(error, DownloadRefused) and error.status in (401, 403)):
         return CallboardError(
             f"The hub model {name.repo_id!r} is gated: accept its licence on the hub and set HF_TOKEN, "
             "or pass a folder."
@@ -196,7 +196,7 @@ def _sentence(name: HubName, error: Exception) -> CallboardError:
 
 
 def _is_connection(error: Exception) -> bool:
-    """True for errors on the way to the hub; its package has had clients of several names."""
+    """True for connection errors of the hub. Versions of its package use different HTTP clients."""
     from huggingface_hub import errors
 
     of_hub = errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError
@@ -206,7 +206,7 @@ def _is_connection(error: Exception) -> bool:
 
 @contextmanager
 def _progress_bars(shown: bool) -> Iterator[None]:
-    """Hides the bars of huggingface_hub, unless they are `shown`."""
+    """Hide the progress bars of huggingface_hub, unless `shown`."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     quiet = not shown and not are_progress_bars_disabled()

@@ -1,4 +1,4 @@
-"""What a model's name means: a repository of the hub, one GGUF file of it, or a file on the web."""
+"""The meaning of a model's name: a repository of the hub, one GGUF file in it, or a file on the web."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class WebFile:
 
 
 def parse(model: str) -> HubName | WebFile | None:
-    """Return the meaning of a name that names no path of this machine; None for a name without a meaning."""
+    """Return the meaning of a name that is not a local path; None for an invalid name."""
     if (address := _address(model)) is None:
         match = _HUB_ID.fullmatch(model) or _HUB_GGUF.fullmatch(model)
         if match is None or (model.endswith(".gguf") and ":" not in model):
@@ -82,7 +82,7 @@ def _hub_page(address: SplitResult) -> HubName | None:
         return None
     kind, revision, inner = (rest[0], rest[1], rest[2:]) if len(rest) > 1 else ("", None, [])
     if kind == "tree" and inner:
-        gguf = inner[-1]  # a repository's folder is named after the quantization in it
+        gguf = inner[-1]  # folders of a repository are named after their quantization
     elif kind in ("blob", "resolve", "raw") and inner and inner[-1].endswith(".gguf"):
         gguf = "/".join(inner)
     elif shown := parse_qs(address.query).get("show_file_info"):  # the hub's viewer of a GGUF file

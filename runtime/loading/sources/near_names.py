@@ -6,7 +6,7 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 
-_MORE = (  # beside the examples of `runtime.models.FAMILIES`: what people call a model without its size
+_MORE = (  # beside the examples of `runtime.models.FAMILIES`: common names without a size
     "Qwen/Qwen3-1.7B",
     "Qwen/Qwen3-4B",
     "Qwen/Qwen3-8B",
@@ -28,20 +28,20 @@ _MORE = (  # beside the examples of `runtime.models.FAMILIES`: what people call 
     "microsoft/phi-4",
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
 )
-_CLOSE = 0.75  # difflib's ratio from which on two names are near
+_CLOSE = 0.75  # difflib's ratio of near names, at least
 
 
 def meant(name: str) -> str:
-    """A question that ends a sentence: `; meant Qwen/Qwen3-0.6B?`, or nothing if no name is near."""
+    """Return a question for the end of a sentence: `; meant Qwen/Qwen3-0.6B?`. Empty without a near name."""
     near = nearest(name, [*_cached(), *_known()])
     return f"; meant {near}?" if near else ""
 
 
 def nearest(name: str, known: list[str]) -> str | None:
-    """The first of `known` that begins as `name` does or is spelled almost like it; the organization may be missing."""
+    """Return the first of `known` with an equal beginning or a similar spelling. `name` may lack the organization."""
     asked = name.rpartition("/")[2]
     others = {each: _letters(each.rpartition("/")[2]) for each in known if each.lower() != name.lower()}
-    for part in dict.fromkeys((asked, asked.partition(":")[0])):  # of Ollama's names, the second part is often a size
+    for part in dict.fromkeys((asked, asked.partition(":")[0])):  # the second part of Ollama's names is often a size
         letters = _letters(part)
         if len(letters) < 3:
             continue
@@ -53,7 +53,7 @@ def nearest(name: str, known: list[str]) -> str | None:
 
 
 def _letters(name: str) -> str:
-    """A name without what people leave out: marks, and upper case."""
+    """Return a name in lower case without punctuation."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
@@ -64,7 +64,7 @@ def _known() -> list[str]:
 
 
 def _cached() -> list[str]:
-    """The hub ids of this machine's cache."""
+    """Return the hub ids in this machine's cache."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     folders = sorted(Path(HF_HUB_CACHE).glob("models--*/"))

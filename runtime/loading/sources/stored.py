@@ -38,7 +38,7 @@ def stored_models(own_cache: Path) -> list[StoredModel]:
 
 
 def stored_model(name: str, own_cache: Path) -> StoredModel:
-    """The model of that name; of a hub id with several quantizations, all of them. Raises CallboardError if none is."""
+    """Return the model of that name, or all quantizations of a hub id. Raises CallboardError if none is stored."""
     models = stored_models(own_cache)
     if found := [model for model in models if model.name == name]:
         return found[0]
@@ -77,7 +77,7 @@ def _of_hub() -> list[StoredModel]:
 
 
 def _of_repo(repo: CachedRepoInfo) -> list[StoredModel]:
-    """The safetensors of a repository as one model, and each GGUF file as another."""
+    """Return the models of a repository: its safetensors, and each GGUF file."""
     files = {
         file.file_path.relative_to(revision.snapshot_path).as_posix(): file
         for revision in repo.revisions
@@ -95,7 +95,7 @@ def _of_repo(repo: CachedRepoInfo) -> list[StoredModel]:
         return models
     unfinished = list(repo.repo_path.glob("blobs/*.incomplete"))
     size = repo.size_on_disk + sum(path.stat().st_size for path in unfinished)
-    # The hub's own removal goes by commit, which copies of a repository share.
+    # The hub's own removal works by commit, which copies of a repository share.
     remove_all = partial(shutil.rmtree, repo.repo_path)
     whole = StoredModel(
         repo.repo_id, size - sum(model.num_bytes for model in models), repo.repo_path, repo.last_accessed,
@@ -105,7 +105,7 @@ def _of_repo(repo: CachedRepoInfo) -> list[StoredModel]:
 
 
 def _remove_files(repo: CachedRepoInfo, blobs: set[Path]) -> None:
-    """Removes files of all revisions, the bytes that they link to, and the repository if no model is left in it."""
+    """Remove files of all revisions and their blobs, and the repository after its last model."""
     for revision in repo.revisions:
         for file in revision.files:
             if file.blob_path in blobs:
@@ -128,7 +128,7 @@ def _of_wheels(cache: Path) -> list[StoredModel]:
             continue
         lock = folder / ".lock"
         name = lock.read_text().replace(", ", ",") if lock.exists() else ""
-        name = name or "==".join(folder.name.rsplit("-", 1))  # of a version that wrote no name there
+        name = name or "==".join(folder.name.rsplit("-", 1))  # from a version that did not write the name
         models.append(_folder_model(f"pypi:{name}", folder, any(file.suffix == ".gguf" for file in files)))
     return models
 
@@ -140,7 +140,7 @@ def _of_web(folder: Path) -> list[StoredModel]:
         (gguf,) = gguf_models([lock.name.removesuffix(".lock")])
         paths = [lock.parent / name for name in gguf.files]
         its = [file for path in paths for file in (path, *path.parent.glob(f"{path.name}.*")) if file.exists()]
-        if its == [lock]:  # nothing has come
+        if its == [lock]:  # nothing has arrived
             continue
         stats = [file.stat() for file in its]
         models.append(

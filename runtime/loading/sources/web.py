@@ -1,4 +1,4 @@
-"""GGUF files on web servers, kept in Callboard's own cache."""
+"""GGUF files on web servers, stored in Callboard's own cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runtime.spec.types import CallboardError
 
 
 def web_model(file: WebFile, cache: Path, progress: bool) -> Path:
-    """The GGUF file of an address, fetched into `cache` if it is not there; of a split one, the first of all parts.
+    """Return the GGUF file of an address, fetched into `cache` if it is missing; the first part of a split file.
 
     Raises CallboardError if it cannot be fetched or stored, or is not a GGUF file."""
     address = urlsplit(file.url)

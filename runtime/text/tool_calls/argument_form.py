@@ -1,4 +1,4 @@
-"""Marks around arguments that are written one by one, and the schemas whose objects can be written with them."""
+"""Marks around arguments that are written one by one, and a check of schemas for this form."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class ArgumentForm(msgspec.Struct, frozen=True):
     to_value: str
     end: str
     separator: str = ""
-    stops: tuple[str, ...] = ()  # what a text may not hold, which stands without quotes; none: it is JSON's
+    stops: tuple[str, ...] = ()  # marks that an unquoted text may not contain; empty if texts are JSON
 
 
 def can_write(form: ArgumentForm, parameters: Any) -> bool:
-    """True if every object that fits a function's schema, and no other, can be written and read back."""
+    """True if exactly the objects that fit a function's schema can be written and parsed in this form."""
     if parameters is None:
         return True
     if not isinstance(parameters, Mapping) or not parameters.keys() <= _OF_OBJECTS | _SAYS_NOTHING:

@@ -1,4 +1,4 @@
-"""Calls of custom tools, whose argument is a text: models write them as those of a function of one string, `input`."""
+"""Calls of custom tools, with a text as argument. Models write them as calls of a function with one string, `input`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _LONGEST_ESCAPE, _ESCAPE = 12, 6  # characters: of a pair, and of each half
 
 
 class CustomInputs:
-    """Gives the pieces of such calls as pieces of their text."""
+    """Turns the pieces of such calls into pieces of their text."""
 
     def __init__(self, names: Collection[str]) -> None:
-        """`names` are those of the custom tools; other calls stay as they are."""
+        """`names` are the custom tools; other calls pass unchanged."""
         self._names = names
-        self._text: _InputText | None = None  # of the call that is being written
+        self._text: _InputText | None = None  # of the current call; None if it is not custom
 
     def push(self, calls: list[CallDelta]) -> list[CallDelta]:
         given: list[CallDelta] = []
@@ -36,7 +36,7 @@ class CustomInputs:
 
 
 class _InputText:
-    """Reads the text out of `{"input": "…"}` as it comes. Arguments of any other form are the text themselves."""
+    """Reads the text out of `{"input": "…"}` as it comes. Other arguments are taken as the text."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -69,7 +69,7 @@ class _InputText:
             if piece := _PIECE.match(text, at):
                 end = piece.end()
             elif len(text) - at < _LONGEST_ESCAPE:
-                break  # the rest of an escape is still to come
+                break  # the rest of an escape has not arrived
             else:
                 end = at + _ESCAPE  # half a character, or no escape
             given.append(_unescaped(text[at:end]))
@@ -82,7 +82,7 @@ class _InputText:
 
 
 def _unescaped(piece: str) -> str:
-    """A piece of a JSON string as text; no output can hold half a character, and what is no escape stays as it is."""
+    """Return a piece of a JSON string as text. Lone surrogates become "?"; invalid escapes stay unchanged."""
     try:
         return str(json.loads(f'"{piece}"', strict=False)).encode("utf-8", "replace").decode()
     except ValueError:

@@ -1,4 +1,4 @@
-"""Calls of DeepSeek's models, whose marks have fullwidth bars and U+2581 for spaces.
+"""Calls of DeepSeek's models. Their marks have fullwidth bars, and U+2581 for spaces.
 
 DEEPSEEK_V3   <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{…}\n```
               <｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>…<｜tool▁call▁end｜><｜tool▁calls▁end｜>        (V3, R1)

@@ -1,8 +1,7 @@
 """Tool calls for chat templates without a format of their own: the tools, the calls and their results are plain text.
 
-The calls are those of Hermes, which models without a format of their own have seen most often: Qwen's templates write
-them, and data sets of function calls hold them. The tools stand before all else, so all turns begin alike and share
-blocks of the prefix cache.
+The calls have the format of Hermes. It is the most frequent in training data: Qwen's templates and data sets of
+function calls use it. The tools stand first, so all turns share their blocks of the prefix cache.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ tags:
 def with_tools_as_text(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, has_system: bool
 ) -> list[Mapping[str, Any]]:
-    """The same conversation for a template that knows neither tools nor calls.
+    """Rewrite a conversation for a template without tools and calls.
 
-    The tools stand at the head of the system message or, in a template without that role, of the first user message.
-    Results of calls become text of the user, in one turn with what the user writes before and after them."""
-    turns: list[tuple[Mapping[str, Any], list[str | list[Any]]]] = []  # a message, and the contents of its turn
+    The tools go to the head of the system message or, without that role, of the first user message. Results of calls
+    become text of the user, in one turn with the user's own text beside them."""
+    turns: list[tuple[Mapping[str, Any], list[str | list[Any]]]] = []  # a message, and all contents of its turn
     was_result = False
     for message in messages:
         is_result = message.get("role") == "tool"
@@ -64,7 +63,7 @@ def _with_tools(
     messages: list[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], role: str
 ) -> list[Mapping[str, Any]]:
     text = _INSTRUCTIONS % "\n".join(_json(tool) for tool in tools)
-    # A system message counts at the beginning alone, where all templates take it.
+    # Only a first message can be the system message: other positions are not valid in all templates.
     candidates = messages if role == "user" else messages[:1]
     at = next((i for i, message in enumerate(candidates) if message.get("role") == role), None)
     if at is None:
@@ -89,7 +88,7 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def _joined(between: str, contents: Sequence[str | list[Any]]) -> str | list[Any]:
-    """Contents, each a text or a list of parts, as one."""
+    """Join contents, each a text or a list of parts."""
     if all(isinstance(content, str) for content in contents):
         return between.join(str(content) for content in contents)
     parts: list[Any] = []

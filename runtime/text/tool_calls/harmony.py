@@ -3,8 +3,8 @@
     <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>
     <|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>
 
-The recipient may also stand before the channel. A message to what is no function of the request counts as reasoning:
-it is not for the user.
+The recipient may also stand before the channel. A message to an unknown recipient counts as reasoning: it is not for
+the user.
 """
 
 from __future__ import annotations
@@ -17,16 +17,22 @@ from runtime.text.tool_calls.parser import MAX_HEAD_CHARS, ToolCallParser, ToolF
 
 START, FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
 _MESSAGE, _COMMENTARY = "<|message|>", "<|channel|>commentary"
-_CALL = _COMMENTARY + _MESSAGE  # in the form of JSON
+_CALL = _COMMENTARY + _MESSAGE  # for calls as JSON
 _MAX_HEADER = MAX_HEAD_CHARS + len(_MESSAGE)
-_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")  # of a message, or begins the next one
+_ENDS = (
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|start|>",
+    "<|channel|>",
+)  # the end of a message, or the beginning of the next one
 _END = re.compile("|".join(map(re.escape, _ENDS)))
 _RECIPIENT = re.compile(r"to=(?:functions\.([\w-]+))?")
 _MARKS = (*_ENDS, _MESSAGE, "<|constrain|>")
 
 
 class HarmonyParser(ToolCallParser):
-    """Reads the messages of one turn; the state outside of calls is within a header."""
+    """Reads the messages of one turn. The state outside of calls is inside a header."""
 
     is_open = True  # while more of the text may be reasoning
     num_reasoning_chars = 0  # of the text so far, headers included
@@ -35,7 +41,7 @@ class HarmonyParser(ToolCallParser):
     _reasoning = ""
 
     def new_reasoning(self) -> str:
-        """The reasoning that has become certain since it was asked for."""
+        """Return the reasoning that has become certain since the last call."""
         new, self._reasoning = self._reasoning, ""
         return new
 

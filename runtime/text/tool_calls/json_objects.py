@@ -1,7 +1,7 @@
 """Calls as JSON objects.
 
 HERMES   <tool_call>\n{"name": "f", "arguments": {…}}\n</tool_call>   any number, anywhere       (Hermes, Qwen)
-LLAMA3   {"name": "f", "parameters": {…}}; {…}                      the text begins so, or after <|python_tag|>
+LLAMA3   {"name": "f", "parameters": {…}}; {…}                      at the start, or after <|python_tag|>
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _HEAD = re.compile(
 )
 _FIRST_KEY = re.compile(r'\{\s*(?:"([a-z]*)([^a-z])|[^"\s])')
 _KEYS = {"name", "type", "id", "arguments", "parameters"}
-_MAX_HALF_CHARS = 64 << 10  # of an object that Python itself must read
-_NONE = {"null", '""', "[]", "false", "0"}  # what some models write in place of no arguments
+_MAX_HALF_CHARS = 64 << 10  # of an object for Python's own parser
+_NONE = {"null", '""', "[]", "false", "0"}  # written by some models for empty arguments
 _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _SPACES, _SPACES_AND_BRACKET = re.compile(r"\s*"), re.compile(r"\s*(?:\[\s*)?")
 
 
 class JsonObjectParser(ToolCallParser):
-    """Reads calls of any order of keys; in the usual one, the arguments are given as they come."""
+    """Parses calls with any order of keys. In the usual order, it returns the arguments as they arrive."""
 
     def _opening(self, final: bool) -> bool:
-        """Where an object must begin for the text to be a call."""
+        """At the place where a call's object must begin."""
         form, text = self._form, self._held
         lead = (_SPACES_AND_BRACKET if form.close else _SPACES).match(text, self._at)
         assert lead is not None, "it matches the empty text"
@@ -46,7 +46,7 @@ class JsonObjectParser(ToolCallParser):
         return False
 
     def _object(self, final: bool) -> bool:
-        """In an object that may be a call."""
+        """Inside an object that may be a call."""
         text, start = self._held, self._at
         head_end = start + MAX_HEAD_CHARS
         if (head := _HEAD.match(text, start, head_end)) and self._may_call(head[1]):
@@ -79,13 +79,13 @@ class JsonObjectParser(ToolCallParser):
         return self._end(self._after_object)
 
     def _other_keys(self, final: bool) -> bool:
-        """In what an object has after a call's arguments (a `"type"` or an `"id"`): nobody asks for it."""
+        """In the keys after a call's arguments, such as `"type"` or `"id"`, which are ignored."""
         end, ended = self._value.read(self._held, 0)
         self._held = self._held[end:]
         return self._end(self._after_object) if ended else False
 
     def _after_object(self, final: bool) -> bool:
-        """Where an end mark may be, which models forget."""
+        """At an optional end mark."""
         if self._skips(self._form.end.removeprefix("}").lstrip(), final) is None:
             return False
         self._state = self._after_call
@@ -106,7 +106,7 @@ class JsonObjectParser(ToolCallParser):
         return True
 
     def _whole(self, text: str) -> tuple[str, str] | None:
-        """Name and arguments of a call whose keys came in another order than the usual one; None if it is no call."""
+        """Return name and arguments of a call with another order of keys; None if the object is not a call."""
         try:
             call = {key: bytes(value).decode() for key, value in _decoder.decode(text).items()}
         except (ValueError, RecursionError):
@@ -119,18 +119,18 @@ class JsonObjectParser(ToolCallParser):
         arguments = call.get("arguments", call.get("parameters", "{}"))
         if arguments in _NONE:
             return name, "{}"
-        if arguments[0] == '"':  # a text of JSON, in which half a character may be escaped
+        if arguments[0] == '"':  # JSON in a string, possibly with an escaped lone surrogate
             arguments = json.loads(arguments).encode("utf-8", "replace").decode()
         return name, arguments
 
 
 def _with_half_characters(text: str) -> dict[str, str] | None:
-    """The fields of an object, each as JSON, in which half a character may be escaped; None if it is no JSON."""
+    """Return the fields of an object as JSON, with escaped lone surrogates; None if the text is not JSON."""
     if "\\u" not in text or len(text) > _MAX_HALF_CHARS:
         return None
     try:
         return {key: dumped(value) for key, value in json.loads(text).items()}
-    except (ValueError, RecursionError):  # JSON has no form for some numbers either
+    except (ValueError, RecursionError):  # JSON cannot represent some numbers either
         return None
 
 

@@ -1,4 +1,4 @@
-"""Calls of Mistral's models, whose template and tokenizer have the same version.
+"""Calls of Mistral's models. Their template and tokenizer have the same version.
 
 MISTRAL      [TOOL_CALLS] [{"name": "f", "arguments": {…}}, {…}]        up to v7
 MISTRAL_V11  [TOOL_CALLS]f[ARGS]{…}[TOOL_CALLS]g[CALL_ID]…[ARGS]{…}     from v11 on: Small 3.2, Devstral, Magistral
@@ -16,7 +16,7 @@ _MARK, _BEGIN = "[TOOL_CALLS]", '{"name": "'
 
 
 class MistralV11Parser(NameFirstParser):
-    """A call begins with the mark of the first one."""
+    """Each call begins with the mark."""
 
     head = re.compile(r"\s*([\w-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
 

@@ -1,4 +1,4 @@
-"""Calls whose name stands before arguments in JSON, outside of any object."""
+"""Calls with the name before the arguments, outside of any object: arguments in JSON, plain, or between tags."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from runtime.text.tool_calls.written_values import as_json, json_text, types_of
 
 
 class NameFirstParser(ToolCallParser):
-    """Each format says by regular expressions and marks how it writes them."""
+    """Arguments in JSON. A format is defined by regular expressions and marks."""
 
     head: ClassVar[re.Pattern[str]]  # from the mark to the arguments; the group is the name
-    ends: ClassVar[tuple[str, ...]] = ()  # of a call, in this order; each may be forgotten
-    next_call: ClassVar[str] = ""  # with which `head` begins, where the mark is not repeated
+    ends: ClassVar[tuple[str, ...]] = ()  # of a call, in this order; each is optional
+    next_call: ClassVar[str] = ""  # begins `head` if the mark is not repeated
     close: ClassVar[str] = ""  # after the last call
-    _num_ends = 0  # that were looked for after this call
+    _num_ends = 0  # ends searched after this call
     _name = ""  # of this call's function
 
     def _begin(self, name: str) -> None:
@@ -57,10 +57,10 @@ class NameFirstParser(ToolCallParser):
 
 
 class PlainArgumentsParser(NameFirstParser):
-    """Each format reads what stands before an argument (`_key`) and the argument itself."""
+    """Arguments that are written one by one and returned as a JSON object. A format parses its keys and values."""
 
     _before_key = "{"
-    _types: frozenset[str] = frozenset()  # that this argument may have; none: unknown
+    _types: frozenset[str] = frozenset()  # of this argument; empty if unknown
 
     def _begun_arguments(self, final: bool) -> bool:
         self._before_key = "{"
@@ -68,7 +68,7 @@ class PlainArgumentsParser(NameFirstParser):
         return True
 
     def _key(self, final: bool) -> bool:
-        """Before an argument, or the end of the call."""
+        """Before an argument, or before the end of the call."""
         raise NotImplementedError
 
     def _give_key(self, key: str) -> None:
@@ -81,16 +81,16 @@ class PlainArgumentsParser(NameFirstParser):
 
 
 class TaggedParser(PlainArgumentsParser):
-    """Writes the arguments as JSON: a string as it comes, any other value when it is whole."""
+    """Arguments between tags. A string is returned as it arrives, any other value when it is complete."""
 
     key_mark: ClassVar[str]
-    key: ClassVar[re.Pattern[str]]  # of an argument, from its mark to its value; the group is its name
+    key: ClassVar[re.Pattern[str]]  # from an argument's mark to its value; the group is its name
     value_ends: ClassVar[tuple[str, ...]]
-    value_end: ClassVar[re.Pattern[str]]  # one of them, in full
+    value_end: ClassVar[re.Pattern[str]]  # matches one of them
 
     _is_string = False
     _is_at_start = True
-    _written = ""  # of a value that is no string
+    _written = ""  # a value that is not a string, so far
 
     def _key(self, final: bool) -> bool:
         text = self._held = self._held.lstrip()
@@ -106,7 +106,7 @@ class TaggedParser(PlainArgumentsParser):
         if is_begun or self.key_mark.startswith(text):
             if not final:
                 return False
-            if text and "\n" not in text:  # the output was cut off here
+            if text and "\n" not in text:  # the output is cut off here
                 self._held = ""
                 return False
         self._give_end()

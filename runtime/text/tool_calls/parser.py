@@ -1,9 +1,9 @@
-"""Tool calls in a model's text: found as it is written, and given in the pieces that a stream sends.
+"""Tool calls in a model's text, parsed while it is generated, and returned in pieces for a stream.
 
-A call is certain as soon as its name is there, with what comes before its arguments; from then on the arguments are
-given as they are generated, valid or not, since what is sent cannot be taken back. Anything else after a mark, and a
-function that the request does not have, is ordinary text and is given back as it stood. White space around a call
-belongs to its markup, up to 1,024 characters on each side of a mark.
+A call is certain when its name and the text up to its arguments are complete. From then on the arguments are returned
+as they are generated, valid or not, because sent text cannot be withdrawn. Any other text after a mark, and a call of
+an unknown function, is ordinary text. White space around a call belongs to its markup, up to 1,024 characters on each
+side of a mark.
 """
 
 from __future__ import annotations
@@ -22,77 +22,78 @@ MAX_SPACES = 1024  # of white space before a mark: bounds the text that is searc
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes calls: what its parser looks for, and what the grammar of a call is made of."""
+    """The calls of a family of models: the marks for its parser, and the parts of a call for its grammar."""
 
     parser: type[ToolCallParser]
-    mark: str  # a call follows it, wherever it stands
-    marks: tuple[str, ...]  # all that may be special tokens in a vocabulary
-    # A call needs no mark at the beginning of the text: a regular expression of what may be one there, %s standing for
-    # the functions' names. "": it needs one.
+    mark: str  # precedes a call, anywhere in the text
+    marks: tuple[str, ...]  # all marks that may be special tokens of a vocabulary
+    # A regular expression of calls without a mark at the start of the text; %s is replaced by the functions' names.
+    # Empty if all calls have a mark.
     bare: str = ""
-    # What is around names and arguments.
-    begin: str = ""  # what a first call begins with, up to its name
+    # The text around names and arguments:
+    begin: str = ""  # of the first call, up to its name
     to_arguments: str = ""
     end: str = ""
-    again: str = ""  # between the end of a call and the name of the next one; "": there is just one
+    again: str = ""  # between the end of a call and the name of the next; empty if there is only one call
     close: str = ""  # after the last call
-    arguments: ArgumentForm | None = None  # how they are written; None: as one JSON object
-    separator: str = ""  # of objects that follow each other after one mark
-    json_form: ToolFormat | None = None  # writes calls that a request insists on, where this one cannot
-    has_short_ids: bool = False  # its template takes ids of nine letters or digits alone
-    is_text: bool = False  # tools, calls and results are text of messages, and the template reads none of them
+    arguments: ArgumentForm | None = None  # the form of arguments; None for one JSON object
+    separator: str = ""  # between several objects after one mark
+    json_form: ToolFormat | None = None  # for required calls that this format cannot express
+    has_short_ids: bool = False  # its template accepts only ids of nine letters or digits
+    is_text: bool = False  # tools, calls and results are plain text in messages
 
     @property
     def last_mark(self) -> str:
-        """The mark that comes last before a call's name, also where a model forgets the others."""
+        """The last mark before a call's name, present even if a model omits the others."""
         return (*self.parser.other_marks, self.mark)[0]
 
     def opening(self, name: str | None) -> str:
-        """How a call of a function begins, up to its arguments; for None, how any call begins, up to the name.
+        """Return the beginning of a call of a function, up to its arguments; for None, of any call, up to the name.
 
-        It ends where the models' own tokens do: in front of the space that they join to the next word."""
+        It ends at a token boundary: in front of a space that tokens join to the next word."""
         return self.begin if name is None else self.begin + name + self.to_arguments
 
     def for_call_of(self, name: str | None, special_marks: Collection[str], needs_json: bool) -> ToolFormat:
-        """The format in which a call of a function (None: of any) can be begun for the model: a grammar cannot write
-        special tokens, which may be between a name and the arguments, or around each of these; and some arguments
-        cannot be written without JSON."""
+        """Return the format for a required call of a function, or of any (None).
+
+        It is this one or `json_form`: a grammar cannot write special tokens, which may stand between a name and its
+        arguments or around each argument, and some arguments need JSON."""
         written = "" if name is not None else self.to_arguments
         if (own := self.arguments) is not None:
             written += own.begin + own.to_value + own.end + self.end
         names_are_bound = not any(mark in written for mark in special_marks)
         if names_are_bound and not (needs_json and own is not None):
             return self
-        assert self.json_form is not None, "each format that may need another one has it"
+        assert self.json_form is not None, "every format with this need has a JSON form"
         return self.json_form
 
 
 @dataclass(frozen=True, slots=True)
 class ForcedCall:
-    """A call whose `opening` the prompt ends with, so that the output can only go on with it."""
+    """A required call: the prompt ends with its `opening`, and the output continues it."""
 
-    name: str | None  # of the function; None: the output names one
+    name: str | None  # of the function; None if the output chooses it
 
 
 @dataclass(slots=True)
 class CallDelta:
-    """A piece of a call. The first one has the id and the name, and no arguments yet."""
+    """A piece of a call. The first one has the id and the name, without arguments."""
 
     index: int
     id: str = ""
     name: str = ""
     arguments: str = ""
-    is_custom: bool = False  # of a custom tool: the arguments are its input, a text
+    is_custom: bool = False  # of a custom tool: `arguments` is its input text
 
 
 class ToolCallParser:
-    """Splits one output into content and calls; how the text was cut into pushes makes no difference.
+    """Splits one output into content and calls. The result does not depend on the grouping into pushes.
 
-    A small machine over the text not given yet: each state is a method that takes what it can from the front of
-    `_held` and returns whether another state should go on. What is here, all formats share; each has a class of its
-    own for how a call begins after its mark (`_opening`) and ends (`_after_arguments`)."""
+    A state machine over the text that has not been returned. Each state is a method that consumes text from the front
+    of `_held`, and returns True if the next state should continue. A format has a subclass for the text before
+    arguments (`_opening`) and after them (`_after_arguments`)."""
 
-    other_marks: ClassVar[tuple[str, ...]] = ()  # that a call may follow, too
+    other_marks: ClassVar[tuple[str, ...]] = ()  # other marks before a call
 
     def __init__(
         self,
@@ -101,14 +102,16 @@ class ToolCallParser:
         most: int | None = None,
         forced: ForcedCall | None = None,
     ) -> None:
-        """`functions` that may be called (None: any), with the JSON Schemas of their arguments. `most` calls are read,
-        and then `done` is set. The text goes on from the opening of a `forced` call."""
+        """Args:
+        functions: the callable functions with the JSON Schemas of their arguments; None for any function.
+        most: the number of calls after which `done` is set; None if unlimited.
+        forced: a call that the prompt has opened; the text continues it."""
         self.num_calls = 0
         self.done = False
         self._form, self._functions, self._most = form, functions, most
         self._held = ""
         self._num_chars = 0  # of the text so far
-        self._at = 0  # where in _held the text after a mark begins
+        self._at = 0  # the start of the text after a mark, in _held
         self._value = JsonValue()
         self._content: list[str] = []
         self._calls: list[CallDelta] = []
@@ -120,7 +123,9 @@ class ToolCallParser:
             self._held = form.opening(None)
 
     def push(self, text: str, is_last: bool = False) -> tuple[str, list[CallDelta]]:
-        """The content and the pieces of calls that are now certain; with the last text, a call that is not was none."""
+        """Add text. Returns the content and the pieces of calls that are now certain.
+
+        The last text turns an uncertain call into content."""
         self._held += text
         self._num_chars += len(text)
         while self._state(is_last):
@@ -147,7 +152,7 @@ class ToolCallParser:
         return True
 
     def _opening(self, final: bool) -> bool:
-        """After a mark, or where a call may begin without one."""
+        """After a mark, or at a place where a call may begin without one."""
         raise NotImplementedError
 
     def _begun_arguments(self, final: bool) -> bool:
@@ -155,7 +160,7 @@ class ToolCallParser:
         self._held = self._held.lstrip()
         if not self._held:
             return False
-        if self._held[0] == "<":  # there are none
+        if self._held[0] == "<":  # without arguments
             self._give("{}")
         self._value = JsonValue()
         self._state = self._arguments
@@ -179,10 +184,10 @@ class ToolCallParser:
         self._held = ""
         return False
 
-    # ---- what they share -------------------------------------------------------------------------------------------
+    # ---- shared by the states ---------------------------------------------------------------------------------------
 
     def _give_back(self, num_chars: int) -> bool:
-        """The next characters are content after all."""
+        """Return the next characters as content."""
         self._content.append(self._held[:num_chars])
         self._held = self._held[num_chars:]
         self._state = self._outside
@@ -198,7 +203,7 @@ class ToolCallParser:
             self._calls.append(CallDelta(self.num_calls, arguments=arguments))
 
     def _end(self, state: Callable[[bool], bool]) -> bool:
-        """A call has ended, and unless it is the last one allowed, `state` goes on."""
+        """End a call. Unless it is the last allowed one, `state` continues."""
         self.num_calls += 1
         self.done = self.num_calls == self._most
         self._state = self._finished if self.done else state
@@ -208,7 +213,7 @@ class ToolCallParser:
         return isinstance(name, str) and (self._functions is None or name in self._functions)
 
     def _up_to(self, end: re.Pattern[str], ends: Collection[str], final: bool) -> tuple[str, bool]:
-        """Takes the text before an end and drops the end, or takes all but a tail that may begin one of `ends`."""
+        """Take the text before an end and drop the end; without an end, keep a tail that may begin one of `ends`."""
         text, found = self._held, end.search(self._held)
         num_waiting = 0 if final else max(tail_that_may_begin(mark, text) for mark in ends)
         stop = len(text) - num_waiting if found is None else found.start()
@@ -216,7 +221,7 @@ class ToolCallParser:
         return text[:stop], found is not None
 
     def _skips(self, mark: str, final: bool) -> bool | None:
-        """Drops white space and a mark after it, if it is there; None: that is not certain yet."""
+        """Drop white space and a mark after it. Returns whether the mark was there; None if that is still open."""
         text = self._held = self._held.lstrip()
         if not final and text != mark and mark.startswith(text):
             return None
@@ -229,16 +234,16 @@ _IN_STRING = re.compile(r'"|\\.', re.DOTALL)
 
 
 class JsonValue:
-    """Finds the end of one JSON value by its brackets and strings alone, as its text comes.
+    """Finds the end of one JSON value by brackets and strings, as its text arrives.
 
-    No JSON has a "<" outside a string, but the marks begin with it: there, a value that was never closed ends."""
+    A "<" outside a string is not JSON, but begins a mark: it ends a value that was never closed."""
 
     def __init__(self, depth: int = 0) -> None:
         self.depth = depth  # brackets open
         self._in_string = False
 
     def read(self, text: str, at: int) -> tuple[int, bool]:
-        """Reads on from `at`: how far, and whether the value ends there."""
+        """Read from `at`. Returns the position reached, and whether the value ends there."""
         while match := (_IN_STRING if self._in_string else _OUTSIDE_STRING).search(text, at):
             char = match[0]
             if char == "<" or (char in "}]" and not self.depth):
@@ -252,10 +257,10 @@ class JsonValue:
                 self.depth -= 1
             if not (self.depth or self._in_string) and char in '"}]':
                 return at, True
-        # A backslash at the end waits for what it escapes.
+        # A backslash at the end waits for the escaped character.
         return len(text) - (self._in_string and text.endswith("\\", at)), False
 
 
 def tail_that_may_begin(mark: str, text: str) -> int:
-    """The length of the tail of `text` that is a beginning of `mark`."""
+    """Return the length of the longest tail of `text` that begins `mark`."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

@@ -1,4 +1,4 @@
-"""Literals of Python and of JSON, read as their text comes, each character at the same cost, however long they are."""
+"""Literals of Python and JSON, parsed as their text arrives, at constant cost per character."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runtime.text.tool_calls.written_values import as_json, dumped, json_text
 
 _MARK = re.compile(r"""['"()\[\]{},:]""")
 _IN_STRING = {quote: re.compile(rf"{quote}|\\.", re.DOTALL) for quote in ("'", '"', "'''", '"""')}
-_PREFIXES = {"", "r", "R", "u", "U"}  # of strings that are text
+_PREFIXES = {"", "r", "R", "u", "U"}  # of text strings
 _NAMES = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _NUMBER = re.compile(r"([+-]?)\s*([0-9.][0-9A-Za-z_.+-]*)", re.ASCII)
 _CLOSES = {")": "(", "]": "[", "}": "{"}
@@ -21,7 +21,7 @@ _NOTHING: Any = object()
 
 @dataclass(slots=True)
 class _Open:
-    """A bracket that is not closed yet, and the values in it."""
+    """An open bracket and its values."""
 
     bracket: str
     values: list[Any] = field(default_factory=list)
@@ -30,7 +30,7 @@ class _Open:
     num_commas: int = 0
 
     def add(self, value: Any) -> None:
-        """Raises ValueError for the member of a set, for which JSON has no form."""
+        """Raises ValueError for a member of a set, which JSON cannot represent."""
         if self.bracket != "{":
             self.values.append(value)
         elif self.key is _NOTHING:
@@ -47,23 +47,23 @@ class _Open:
 class PythonLiteral:
     """One value, up to the comma or the bracket after it.
 
-    Its end is found by its brackets and strings alone, so that what is no literal has an end, too."""
+    Brackets and strings alone determine its end, so other expressions have an end too."""
 
     def __init__(self) -> None:
-        self._at = self._token = 0  # how far the text was read, and where the token there begins
-        self._quote = ""  # of the string that is open
+        self._at = self._token = 0  # the position in the text, and the start of the current token
+        self._quote = ""  # of the open string
         self._depth = 0  # brackets open
         self._is_literal = True  # so far
         self._brackets: list[_Open] = []
-        self._value: Any = _NOTHING  # the last one, not yet in its bracket
-        self._strings: list[str] = []  # or its parts: strings one after another are one
+        self._value: Any = _NOTHING  # the last value, not yet in its bracket
+        self._strings: list[str] = []  # its parts, if it is a string: adjacent strings are one
 
     def end(self, text: str, final: bool) -> int | None:
-        """Where the value ends in `text`, which begins with it and is longer each time; None while it goes on."""
+        """Return the end of the value in `text`; None while it continues. `text` begins with it and grows each time."""
         while True:
             mark = (_IN_STRING[self._quote] if self._quote else _MARK).search(text, self._at)
             if mark is None:
-                # What may be one half of an escape, or a part of three quotes, waits for the rest.
+                # Half an escape, or a part of three quotes, waits for the rest.
                 kept = text[max(self._at, len(text) - 2) :]
                 num_waiting = len(kept) - len(kept.rstrip("\\" + self._quote[:1])) if self._quote else 0
                 self._at = max(self._at, len(text) - num_waiting)
@@ -93,8 +93,9 @@ class PythonLiteral:
             self._at = self._token = at + 1
 
     def json(self, text: str, types: frozenset[str]) -> str:
-        """The JSON of the value, whose text this is; of another expression, its text as a string. What stands in quotes
-        may be no string, where the parameter's schema does not allow one."""
+        """Return the JSON of the value with this text; other expressions become strings.
+
+        A quoted value is parsed again if the parameter's schema does not allow a string."""
         value = self._taken()
         if self._is_literal and not self._brackets and value is not _NOTHING:
             try:
@@ -118,7 +119,7 @@ class PythonLiteral:
         self._strings.append(ast.literal_eval(token))
 
     def _add_word(self, token: str) -> None:
-        """A name or a number; white space is neither."""
+        """Add a name or a number. White space is ignored."""
         if word := token.strip():
             if self._strings:
                 raise ValueError
@@ -126,7 +127,7 @@ class PythonLiteral:
 
     def _add_mark(self, char: str) -> None:
         if char in "([{":
-            if self._strings or self._value is not _NOTHING:  # it is called, or one of its parts is meant
+            if self._strings or self._value is not _NOTHING:  # a call or an index
                 raise ValueError
             self._brackets.append(_Open(char))
             return

@@ -1,4 +1,4 @@
-"""Values of arguments that a model writes as plain text, which the schema of its function tells apart."""
+"""Values of arguments that a model writes as plain text. The schema of the function determines their types."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Mapping
 _TYPES = {
     type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"
 }  # fmt: skip
-_LITERALS = {"True": "true", "False": "false", "None": "null"}  # some templates write Python's names
+_LITERALS = {"True": "true", "False": "false", "None": "null"}  # of templates that write Python
 
 
 def json_text(text: str) -> str:
-    """A text as JSON, without the quotes."""
+    """Return a text as JSON, without the quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def dumped(value: object) -> str:
-    """A value as JSON; half a character, which no output can hold, stays escaped."""
+    """Return a value as JSON. A lone surrogate, which UTF-8 cannot encode, stays escaped."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
@@ -27,7 +27,7 @@ def dumped(value: object) -> str:
 
 
 def types_of(parameters: object, name: str) -> frozenset[str]:
-    """The JSON types that a parameter may have; none if its schema does not tell."""
+    """Return the JSON types of a parameter; empty if its schema does not determine them."""
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     return _types(properties.get(name)) if isinstance(properties, Mapping) else frozenset()
 
@@ -48,10 +48,10 @@ def _types(schema: object) -> frozenset[str]:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """The JSON of a value, as it stands if it is one of a type that its parameter may have; else it is a string."""
+    """Return the JSON of a value: its text if that is JSON of an allowed type, else a string."""
     text_of_json = _LITERALS.get(text.strip(), text.strip())
     try:
-        value = json.loads(text_of_json, parse_constant=lambda _: "")  # NaN is no JSON
+        value = json.loads(text_of_json, parse_constant=lambda _: "")  # NaN is not JSON
     except (ValueError, RecursionError):
         return f'"{json_text(text)}"'
     kind = _TYPES[type(value)]

@@ -7,20 +7,30 @@ from typing import Any
 from pydantic_core import from_json
 
 from runtime.output.processor import Delta
+from serve_app.apis.anthropic.answers import AnsweredMessage, MessagesError
 from serve_app.apis.anthropic.request import MessagesRequest
 from serve_app.apis.chat.endpoint import ChatEndpoint
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.protocol.answers import ChoiceUsage, encode_json
 from serve_app.protocol.errors import ApiError, anthropic_body
+from serve_app.protocol.operation import GENERATION, Operation
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.protocol.sse import EventStream
 
 
 class MessagesEndpoint(ChatEndpoint):
-    """A chat of one choice, asked and answered in blocks of content."""
+    """Blocks of content in, blocks of content out: a chat of one choice."""
 
     path, id_prefix = "/v1/messages", "msg_"
+    operation = Operation(
+        "Answer a chat, in Anthropic's form",
+        AnsweredMessage,
+        (MessagesRequest,),
+        GENERATION,
+        streams=True,
+        error=MessagesError,
+    )
 
     def read(self, body: bytes) -> ChatRequest:
         return parse(MessagesRequest, body).as_chat()
@@ -43,7 +53,7 @@ class MessagesEndpoint(ChatEndpoint):
 
 
 class MessageStream(EventStream):
-    """The events of one answer: each block of its content begins, grows and ends before the next one begins."""
+    """The events of one answer. Each block of its content ends before the next one begins."""
 
     keep_alive = b'event: ping\ndata: {"type":"ping"}\n\n'
 
@@ -51,7 +61,7 @@ class MessageStream(EventStream):
         self._prepared = prepared
         self._usage = ChoiceUsage()
         self._has_begun = False
-        self._block = -1  # the index of the block that was begun last
+        self._block = -1  # index of the last block
         self._kind = ""  # of the open block
         self._prefix = self._suffix = b""  # around its next piece, as JSON
         self._end: dict[str, Any] = {}
@@ -60,7 +70,7 @@ class MessageStream(EventStream):
         parts = []
         for delta in deltas:
             self._usage.add(delta)
-            if not self._has_begun:  # not before the engine has told how much of the prompt was cached
+            if not self._has_begun:  # only now is the number of cached tokens known
                 self._has_begun = True
                 usage = _usage(self._prepared, self._usage) | {"output_tokens": 0}
                 message = _message(self._prepared, [], usage) | {"stop_reason": None, "stop_sequence": None}
@@ -87,7 +97,7 @@ class MessageStream(EventStream):
         return b"event: error\ndata: " + encode_json(anthropic_body(error)) + b"\n\n"
 
     def _open(self, kind: str, block: dict[str, Any]) -> list[bytes]:
-        """Begins a block, unless one of its kind is open."""
+        """Begin a block unless one of its kind is open."""
         if self._kind == kind:
             return []
         before = self._close()
@@ -122,7 +132,7 @@ def _message(
 
 
 def _end(delta: Delta) -> dict[str, Any]:
-    """Why an answer ended."""
+    """Return the reason of an answer's end."""
     reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
     if delta.finish_reason == "stop" and isinstance(delta.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
@@ -130,7 +140,7 @@ def _end(delta: Delta) -> dict[str, Any]:
 
 
 def _usage(prepared: PreparedRequest[ChatRequest], choice: ChoiceUsage) -> dict[str, Any]:
-    """Anthropic's usage object, whose input tokens are those that were not cached."""
+    """Return Anthropic's usage object. Its input tokens exclude cached ones."""
     return {
         "input_tokens": prepared.requests[0].prompt_len - choice.num_cached,
         "cache_creation_input_tokens": 0,
@@ -144,7 +154,7 @@ def _text(text: str) -> dict[str, Any]:
 
 
 def _thinking(text: str) -> dict[str, Any]:
-    return {"type": "thinking", "thinking": text, "signature": ""}  # nothing is signed: any server may go on with it
+    return {"type": "thinking", "thinking": text, "signature": ""}  # unsigned, so any server may continue it
 
 
 def _tool_use(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -152,8 +162,10 @@ def _tool_use(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, A
 
 
 def parsed_arguments(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object: those of a call that was cut off as far as they go, and those that are no JSON
-    in the form that Anthropic's clients know."""
+    """Return a call's arguments as an object.
+
+    Arguments of a call that was cut off are completed. Text that is not JSON stands under INVALID_JSON, as Anthropic's
+    clients expect."""
     try:
         value = from_json(arguments, allow_partial=True) if arguments.strip() else {}
     except ValueError:

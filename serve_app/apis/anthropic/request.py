@@ -1,7 +1,6 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's requests, translated to chats that ask the same.
+"""The requests of /v1/messages and /v1/messages/count_tokens, and their translation to chats.
 
-What a chat's fields may hold is checked there. A fault that is found there has the name of the chat's field, which
-`errors.py` gives back as the one that the client has sent.
+The chat's model checks the values. Its errors name the chat's field; `protocol/errors.py` restores Anthropic's name.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from runtime.output.fields import FieldError, invalid, read_options
 from serve_app.apis.chat.request import ChatRequest
-from serve_app.protocol.shapes import RequestModel, only, text_or_list
+from serve_app.protocol.shapes import RequestModel, only, text_or_list, type_of
 
 # ---- content ---------------------------------------------------------------------------------------------------------
 
@@ -24,14 +23,14 @@ class TextBlock(RequestModel):
 
 
 class ThinkingBlock(RequestModel):
-    """Reasoning that an answer had; templates decide whether the model sees it again."""
+    """The reasoning of an earlier answer; the template decides whether the model sees it again."""
 
     type: Literal["thinking"]
     thinking: str
 
 
 class RedactedThinkingBlock(RequestModel):
-    """Reasoning that only another server could read: it is left out."""
+    """Reasoning that only another server can read; it is left out."""
 
     type: Literal["redacted_thinking"]
 
@@ -44,7 +43,7 @@ class ToolUseBlock(RequestModel):
 
 
 def _tag_of(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    kind = type_of(value)
     return f"<{kind}>" if isinstance(kind, str) else None
 
 
@@ -109,7 +108,7 @@ class Message(RequestModel):
                     raise invalid(f"{where}.content.{i}", f"is a {block.type}, which no message of {self.role!r} has")
 
     def as_chat(self) -> list[dict[str, Any]]:
-        """Messages of a chat: an answer is one of them, each result of a tool is one, and what is beside those."""
+        """Return the messages of a chat: one for an answer, and one for each tool result or text of a user."""
         if isinstance(self.content, str) or self.role == "system":
             return [{"role": self.role, "content": _parts(self.content)}]
         if self.role == "assistant":
@@ -124,7 +123,7 @@ class Message(RequestModel):
 
 
 def _parts(content: str | list[Any]) -> list[dict[str, str]]:
-    """Text as a chat's parts."""
+    """Return text as the parts of a chat's message."""
     texts = [content] if isinstance(content, str) else [b.text for b in content if isinstance(b, TextBlock)]
     return [{"type": "text", "text": text} for text in texts]
 
@@ -143,7 +142,7 @@ def _answer(blocks: list[Any]) -> dict[str, Any]:
 
 
 class MessageTool(RequestModel):
-    type: Annotated[str | None, only(None, "custom", says="only tools with an input_schema are supported")] = None
+    type: Annotated[str | None, only(None, "custom", remedy="only tools with an input_schema are supported")] = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
@@ -170,7 +169,7 @@ class MessageToolChoice(RequestModel):
 
 
 class Thinking(RequestModel):
-    """A model that can be told whether to reason is told; what it reasons counts as output."""
+    """Whether the model reasons, if its template has a switch for it. Reasoning counts as output."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -179,8 +178,8 @@ class Thinking(RequestModel):
     def as_chat(self) -> dict[str, Any]:
         thinks = self.type == "enabled"
         fields: dict[str, Any] = {"include_reasoning": self.type != "disabled" and self.display != "omitted"}
-        if self.type != "adaptive":
-            fields["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}  # families' two names
+        if self.type != "adaptive":  # model families have two names for the switch
+            fields["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
         if thinks:
             fields["thinking_token_budget"] = self.budget_tokens
         return fields
@@ -200,7 +199,7 @@ class Metadata(RequestModel):
     user_id: str | None = None
 
 
-# Fields of a chat that Anthropic's requests say otherwise, or whose answer has no place in theirs.
+# Fields of a chat that have another name in Anthropic's requests, or no place in Anthropic's answers.
 _FIELDS_OF_CHATS = """n stop logprobs top_logprobs prompt_logprobs logprob_token_ids return_token_ids
     return_prompt_token_ids
     return_tokens_as_token_ids stream_options response_format include_reasoning max_completion_tokens
@@ -216,9 +215,9 @@ def _of_this_route(extra: dict[str, Any]) -> dict[str, Any]:
 
 
 class CountTokensRequest(RequestModel):
-    """POST /v1/messages/count_tokens: what a message's prompt would be. How to sample is ignored."""
+    """POST /v1/messages/count_tokens. Sampling fields are ignored."""
 
-    model_config = ConfigDict(extra="allow")  # kept for the chat, which reads, refuses or names what it is sent
+    model_config = ConfigDict(extra="allow")  # the chat reads, refuses or reports the other fields
 
     model: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -236,13 +235,13 @@ class CountTokensRequest(RequestModel):
             raise invalid(f"messages.{len(self.messages) - 1}", "is a tool_use without its tool_result after it")
 
     def as_chat(self) -> ChatRequest:
-        """The chat that asks the same; raises FieldError."""
+        """Return the equivalent chat; raises FieldError."""
         chat = read_options(ChatRequest, self.chat_fields())
         chat.check()
         return chat
 
     def chat_fields(self) -> dict[str, Any]:
-        """The fields of that chat; raises FieldError."""
+        """Return the fields of the equivalent chat; raises FieldError."""
         fields = _of_this_route(dict(self.model_extra or {}))
         own_kwargs = fields.pop("chat_template_kwargs", None)
         fields |= {"model": self.model, "messages": self._chat_messages()}
@@ -260,7 +259,7 @@ class CountTokensRequest(RequestModel):
             json_schema = {"name": "output", "schema": output.format.schema_}
             fields["response_format"] = {"type": "json_schema", "json_schema": json_schema}
         if output is not None and output.effort is not None:
-            fields["output_config.effort"] = output.effort  # no model here reads it, so it is named as ignored
+            fields["output_config.effort"] = output.effort  # unknown to chats, so it is reported as ignored
         return fields
 
     def _chat_messages(self) -> list[dict[str, Any]]:
@@ -269,7 +268,7 @@ class CountTokensRequest(RequestModel):
             messages.append({"role": "system", "content": _parts(self.system)})
         for message in self.messages:
             for each in message.as_chat():
-                if messages and messages[-1]["role"] == each["role"] != "tool":  # turns of one side are one turn
+                if messages and messages[-1]["role"] == each["role"] != "tool":  # one side's messages form one turn
                     for name in each.keys() - {"role"}:
                         messages[-1].setdefault(name, []).extend(each[name])
                 else:

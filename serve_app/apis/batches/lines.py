@@ -14,9 +14,9 @@ from runtime.output.fields import shortened
 from serve_app.apis.batches.disk import replacing
 from serve_app.protocol.answers import encode_json
 
-_MAX_FAULTS = 20  # that a failed batch names
+_MAX_FAULTS = 20  # listed for a failed batch
 _MAX_ID_CHARS = 512
-_WINDOW = 64  # requests whose places are in memory at once, for each batch
+_WINDOW = 64  # positions of requests in memory, for each batch
 
 
 class Line(msgspec.Struct):
@@ -33,8 +33,8 @@ class _CustomId(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class Place:
-    """The position of a request in its file."""
+class Position:
+    """The position of a request in its file, in bytes."""
 
     start: int
     length: int
@@ -84,48 +84,49 @@ def _request(line: bytes, endpoint: str, longest: int) -> Line:
 
 @dataclass
 class Requests:
-    """The requests of a file that was checked, and which of them have a result: one byte of memory each."""
+    """The requests of a checked file. A byte for each request records whether it has a result."""
 
     path: Path
     longest: int
     is_done: bytearray = field(default_factory=bytearray)
 
     def mark(self, done: set[str]) -> None:
-        """The requests with these custom_ids have a result."""
+        """Record that the requests with these custom_ids have a result."""
         self.is_done = bytearray(custom_id in done for custom_id in self._custom_ids())
 
     def without_result(self) -> Iterator[str]:
-        """The custom_ids of the requests that were not marked."""
+        """Return the custom_ids of the requests without a result."""
         return (custom_id for custom_id, is_done in zip(self._custom_ids(), self.is_done, strict=True) if not is_done)
 
     def _custom_ids(self) -> Iterator[str]:
         for _, _, line in _lines(self.path, self.longest):
             yield msgspec.json.decode(line, type=_CustomId).custom_id
 
-    def window(self, index: int, start: int) -> tuple[list[Place], int, int]:
+    def window(self, index: int, start: int) -> tuple[list[Position], int, int]:
         """Return the next requests without a result, from request `index` at byte `start` on.
 
         Also returns where the next window starts. The list is empty at the end of the file."""
-        found: list[Place] = []
+        found: list[Position] = []
         for _, at, line in _lines(self.path, self.longest, start):
             if not self.is_done[index]:
-                found.append(Place(at, len(line)))
+                found.append(Position(at, len(line)))
             index, start = index + 1, at + len(line)
             if len(found) == _WINDOW:
                 break
         return found, index, start
 
 
-def read_line(path: Path, place: Place) -> Line:
+def read_line(path: Path, position: Position) -> Line:
     """Read one request."""
     with open(path, "rb") as file:
-        file.seek(place.start)
-        return msgspec.json.decode(file.read(place.length), type=Line)
+        file.seek(position.start)
+        return msgspec.json.decode(file.read(position.length), type=Line)
 
 
 def _lines(path: Path, longest: int, start: int = 0) -> Iterator[tuple[int, int, bytes]]:
-    """The lines from byte `start` on that are not empty, with their numbers and places. Only a part of a line that is
-    too long is returned."""
+    """Yield the non-empty lines from byte `start` on, with their numbers and positions.
+
+    A line above `longest` bytes is cut."""
     number = 0
     with open(path, "rb") as file:
         file.seek(start)
@@ -143,7 +144,7 @@ def _lines(path: Path, longest: int, start: int = 0) -> Iterator[tuple[int, int,
 
 
 def append(path: Path, results: Iterable[dict[str, Any]]) -> None:
-    """Write results at the end of their file. After an OSError none of them is there."""
+    """Append results to their file. After an OSError the file is unchanged."""
     with open(path, "ab", buffering=0) as file:
         start = file.tell()
         try:
@@ -158,7 +159,7 @@ def append(path: Path, results: Iterable[dict[str, Any]]) -> None:
 
 
 def finished(path: Path) -> set[str]:
-    """Return the custom_ids of a file of results. Lines that a front could not write whole are removed from it."""
+    """Return the custom_ids of a file of results, after removal of incomplete lines."""
     done, is_spoilt = set[str](), False
     if not path.exists():
         return done
@@ -175,7 +176,7 @@ def finished(path: Path) -> set[str]:
 
 
 def _whole(line: bytes) -> str | None:
-    """The custom_id of a line that was written whole."""
+    """Return the custom_id of a complete line; None for any other."""
     if not line.endswith(b"\n"):
         return None
     try:

@@ -1,7 +1,7 @@
-"""The files and batches of each API key: an index in folders, and the limits that it is counted against.
+"""The index of each API key's files and batches, and their limits.
 
-Each key has a folder with an empty entry for each of its files and batches. An entry's name holds the id and the bytes
-that count for it, so that listing and counting open no record.
+Each key has a folder with an empty entry for each of its files and batches. An entry's name holds the id and its bytes,
+so listing and counting do not open any record.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class KeyIndex:
         return {record_id: int(name.partition(".")[2] or 0) for record_id, name in self._entries(owner).items()}
 
     def set(self, owner: str, record_id: str, num_bytes: int) -> None:
-        """Add an entry, or change the bytes of the one that is there."""
+        """Add an entry, or change the bytes of an existing one."""
         folder = self._of(owner)
         new = folder / f"{record_id}.{num_bytes}"
         if (old := self._entries(owner).get(record_id)) is None:
@@ -64,18 +64,18 @@ class KeyIndex:
 
 
 @dataclass(slots=True)
-class Usage:
-    """What a key has, or asks for: its batches that have not ended, its files and their bytes."""
+class StorageUsage:
+    """The usage of a key, present or requested: open batches, files and their bytes."""
 
     open: int = 0
     files: int = 0
     bytes: int = 0
 
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: StorageUsage) -> StorageUsage:
+        return StorageUsage(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
-# The fields of Usage: what they count, the status and code of the error, and what the client can do.
+# The fields of StorageUsage: what they count, the status and code of the error, and what the client can do.
 _LIMITS = {
     "open": ("batches that have not ended", 429, "too_many_batches", "wait until one ends, or cancel one"),
     "files": ("files", 429, "too_many_files", "delete some"),
@@ -83,7 +83,9 @@ _LIMITS = {
 }
 
 
-def excess(settings: HttpSettings, own: Usage, everything: Usage, wanted: Usage) -> Iterator[ApiError]:
+def excess(
+    settings: HttpSettings, own: StorageUsage, everything: StorageUsage, wanted: StorageUsage
+) -> Iterator[ApiError]:
     """Yield an error for each limit of one key and of all keys that `wanted` would pass."""
     for used, what, suffix in ((own, "Your API key has", "_per_key"), (everything, "All API keys have", "")):
         for name, (noun, status, code, remedy) in _LIMITS.items():

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/files and /v1/batches, where the operator has named a folder for them."""
+"""OpenAI's /v1/files and /v1/batches, for servers with --batch-folder."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from starlette.routing import Route
 from starlette.types import Message, Receive
 
 from runtime.output.fields import invalid, shortened
+from serve_app.apis.batches.answers import Batch, BatchList, DeletedFile, FileList, StoredFile
 from serve_app.apis.batches.store import BatchStore, Record
 from serve_app.apis.batches.worker import Batches
-from serve_app.apis.responses.routes import read_query
 from serve_app.http.auth import check_origin
+from serve_app.http.json_routes import json_response
 from serve_app.http.limits import read_json_body
-from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import ApiError
-from serve_app.protocol.parsing import parse
+from serve_app.protocol.operation import BODY, ApiRoute, Operation, route
+from serve_app.protocol.parsing import parse, read_query
 from serve_app.protocol.shapes import RequestModel, only
 from serve_app.settings import HttpSettings
 
@@ -36,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 _DAY_S = 86_400
 _FORM_BYTES = 16 << 10  # of an upload, beside its file
-_CREATE_BYTES = 64 << 10  # of a request for a batch, whose metadata may have 9 KiB
-_PIECE_BYTES = 1 << 20  # of an upload, which must come within body_timeout_s
+_CREATE_BYTES = 64 << 10  # of POST /v1/batches; metadata may take 9 KiB
+_PIECE_BYTES = 1 << 20  # part of an upload that must arrive within body_timeout_s
 _DISK_RETRY_S = 30.0
 _T = TypeVar("_T")
 _Limit = Annotated[int, Field(ge=1, le=10_000, strict=False)]
@@ -46,7 +47,7 @@ _Limit = Annotated[int, Field(ge=1, le=10_000, strict=False)]
 class FilesQuery(RequestModel):
     """GET /v1/files."""
 
-    after: str | None = None  # the id of the last one known
+    after: str | None = None  # id of the last known file
     limit: _Limit = 10_000
     order: Literal["asc", "desc"] = "desc"
     purpose: str | None = None
@@ -78,31 +79,48 @@ class CreateBatchRequest(RequestModel):
         ]
         | None
     ) = None
-    output_expires_after: Annotated[Any, only(None, says="files stay here until they are deleted; leave it out")] = None
+    output_expires_after: Annotated[Any, only(None, remedy="files stay until their deletion; leave it out")] = None
 
 
 def batch_routes(settings: HttpSettings, batches: Batches) -> list[Route]:
-    """The routes of files and batches; without a folder each is a 404 that says how to get one."""
-    routes = _Routes(settings, batches)
+    """Return the routes of files and batches. Without a folder each answers 404 and names the flag to set."""
+    routes, disk = BatchRoutes(settings, batches), (404, 503)
     return [
-        Route("/v1/files", routes.files, methods=["GET", "POST"]),
-        Route("/v1/files/{file_id}", routes.file, methods=["GET", "DELETE"]),
-        Route("/v1/files/{file_id}/content", routes.content),
-        Route("/v1/batches", routes.batches, methods=["GET", "POST"]),
-        Route("/v1/batches/{batch_id}", routes.batch),
-        Route("/v1/batches/{batch_id}/cancel", routes.cancel, methods=["POST"]),
+        ApiRoute(
+            "/v1/files",
+            routes.files,
+            Operation("Upload a file", StoredFile, errors=(*BODY, 403, *disk, 429), method="POST", form=UploadForm),
+            Operation("Files", FileList, errors=(400, *disk), query=FilesQuery),
+        ),
+        ApiRoute(
+            "/v1/files/{file_id}",
+            routes.file,
+            Operation("A file, by its id", StoredFile, errors=disk),
+            Operation("Delete a file", DeletedFile, errors=disk, method="DELETE"),
+        ),
+        route("/v1/files/{file_id}/content", routes.content, "The bytes of a file", None, errors=disk),
+        ApiRoute(
+            "/v1/batches",
+            routes.batches,
+            Operation("Answer the requests of a file", Batch, (CreateBatchRequest,), (*BODY, *disk, 429)),
+            Operation("Batches, the newest first", BatchList, errors=(400, *disk), query=BatchesQuery),
+        ),
+        route("/v1/batches/{batch_id}", routes.batch, "A batch, by its id", Batch, errors=disk),
+        route("/v1/batches/{batch_id}/cancel", routes.cancel, "End a batch", Batch, errors=(400, *disk), method="POST"),
     ]
 
 
-class _Routes:
+class BatchRoutes:
+    """Handlers of files and batches."""
+
     def __init__(self, settings: HttpSettings, batches: Batches) -> None:
         self._settings, self._batches = settings, batches
-        self._uploads: Counter[str] = Counter()  # that are being received, by owner
+        self._uploads: Counter[str] = Counter()  # running uploads by owner
 
     @property
     def _store(self) -> BatchStore:
         if self._batches.store is None:
-            text = "This server keeps no files and runs no batches; its operator can start it with --batch-folder DIR."
+            text = "This server does not store files or run batches; its operator can start it with --batch-folder DIR."
             raise ApiError(404, text, code="batches_off")
         return self._batches.store
 
@@ -132,16 +150,16 @@ class _Routes:
                 if not isinstance(file, UploadFile):
                     raise invalid("file", "is missing; send the file as a part of that name")
                 if purpose != "batch":
-                    raise invalid("purpose", "must be batch, which is all that files are for here")
+                    raise invalid("purpose", "must be batch, the only purpose of files here")
                 if (file.size or 0) > most:
                     raise _too_long(most)
                 name = (file.filename or "file")[:256]
-                return _json((await _on_disk(store.upload, file.file, owner, name)).object)
+                return json_response((await _on_disk(store.upload, file.file, owner, name)).object)
         return Response(status_code=400)  # the client has left
 
     @contextmanager
     def _receiving(self, owner: str) -> Iterator[None]:
-        """Counts an upload while this front receives it. Raises the 429 of a limit."""
+        """Count an upload within the block. Raises the 429 of a limit."""
         for count, what, limit in (
             (self._uploads[owner], "Your API key sends", "batch_max_uploads_per_key"),
             (self._uploads.total(), "All API keys send", "batch_max_uploads"),
@@ -164,7 +182,7 @@ class _Routes:
         if kind != b"multipart/form-data":
             text = "Send the file as multipart/form-data, with the parts file and purpose."
             raise ApiError(415, text, code="unsupported_media_type")
-        # The parts are decoded on the event loop, and some of Python's codecs take quadratic time.
+        # The event loop decodes the parts, and some of Python's codecs take quadratic time.
         if (charset := parameters.get(b"charset", b"utf-8").decode("latin-1")).lower() != "utf-8":
             text = f"The form has the charset {shortened(charset)!r}; send it in UTF-8, and leave charset out."
             raise ApiError(415, text, code="unsupported_media_type")
@@ -177,13 +195,13 @@ class _Routes:
         store, file_id, owner = self._store, request.path_params["file_id"], request.scope["owner"]
         if request.method == "DELETE":
             await _on_disk(store.delete_file, file_id, owner)
-            return _json({"id": file_id, "object": "file", "deleted": True})
-        return _json((await _on_disk(store.files.read, file_id, owner)).object)
+            return json_response(DeletedFile(file_id))
+        return json_response((await _on_disk(store.files.read, file_id, owner)).object)
 
     async def content(self, request: HttpRequest) -> Response:
         store, file_id = self._store, request.path_params["file_id"]
         path, stat = await _on_disk(store.content, file_id, request.scope["owner"])
-        headers = {"x-content-type-options": "nosniff"}  # a browser shows any upload as text
+        headers = {"x-content-type-options": "nosniff"}  # browsers show any upload as text
         return FileResponse(path, headers=headers, media_type="text/plain", stat_result=stat)
 
     # ---- batches -----------------------------------------------------------------------------------------------------
@@ -191,26 +209,26 @@ class _Routes:
     async def batches(self, request: HttpRequest) -> Response:
         store, owner = self._store, request.scope["owner"]
         if request.method == "POST":
-            # Short enough to be read on the loop.
+            # The body is short enough to be parsed on the event loop.
             settings = replace(self._settings, max_body_bytes=min(self._settings.max_body_bytes, _CREATE_BYTES))
             asked = parse(CreateBatchRequest, await read_json_body(request.scope, request.receive, settings) or b"")
             record = await _on_disk(_created, store, asked, owner)
             self._batches.look_now()
-            return _json(record.object)
+            return json_response(record.object)
         query = read_query(BatchesQuery, request)
         return _page(*await _on_disk(_batches_page, store, owner, query))
 
     async def batch(self, request: HttpRequest) -> Response:
         batch_id, owner = request.path_params["batch_id"], request.scope["owner"]
-        return _json((await _on_disk(self._store.batch, batch_id, owner)).object)
+        return json_response((await _on_disk(self._store.batch, batch_id, owner)).object)
 
     async def cancel(self, request: HttpRequest) -> Response:
         batch_id, owner = request.path_params["batch_id"], request.scope["owner"]
-        return _json((await _on_disk(self._store.cancel, batch_id, owner)).object)
+        return json_response((await _on_disk(self._store.cancel, batch_id, owner)).object)
 
 
 def _created(store: BatchStore, asked: CreateBatchRequest, owner: str) -> Record:
-    """A new batch, on the disk."""
+    """Store a new batch."""
     if store.files.read(asked.input_file_id, owner).object["purpose"] != "batch":
         raise invalid("input_file_id", "is not the id of a file that was uploaded for a batch")
     now = int(time.time())
@@ -242,14 +260,14 @@ def _batches_page(store: BatchStore, owner: str, query: BatchesQuery) -> tuple[l
 
 
 async def _on_disk(work: Callable[..., _T], *args: Any) -> _T:
-    """The result of `work` in a thread."""
+    """Return the result of `work`, which runs in a thread."""
     with _disk_errors():
         return await asyncio.to_thread(work, *args)
 
 
 @contextmanager
 def _disk_errors() -> Iterator[None]:
-    """An error of the disk is a 503."""
+    """Raise the 503 for an error of the disk."""
     try:
         yield
     except OSError as e:
@@ -259,7 +277,7 @@ def _disk_errors() -> Iterator[None]:
 
 
 def _bounded(receive: Receive, most: int, timeout_s: float) -> Receive:
-    """`receive` of a body of up to `most` bytes. Each piece of it must come within `timeout_s`."""
+    """Return a `receive` for a body of up to `most` bytes. Each piece must arrive within `timeout_s`."""
     left, rest_of_piece, loop = most, _PIECE_BYTES, asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
 
@@ -291,8 +309,4 @@ def _page(records: list[Record], has_more: bool) -> Response:
     ids = [record.object["id"] for record in records] or [""]
     data = [record.object for record in records]
     more = {"first_id": ids[0], "last_id": ids[-1], "has_more": has_more}
-    return _json({"object": "list", "data": data, **more})
-
-
-def _json(body: object) -> Response:
-    return Response(encode_json(body), media_type="application/json")
+    return json_response({"object": "list", "data": data, **more})

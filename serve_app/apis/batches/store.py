@@ -1,16 +1,14 @@
 """Files and batches on a disk that all fronts share.
 
-A front can die at any byte: a record is replaced as a whole, results are appended a line at a time, and a batch belongs
-to the front that holds the lock of its lock file, which the system releases with its process. Files and batches are
-created and removed under one lock of the folder, `store.lock`, so that no two fronts pass a limit together. All of it
-blocks, so it is called in threads.
+A front can die at any byte. Records are replaced as a whole, and results are appended line by line. A batch belongs to
+the front that holds its lock file; the system releases the lock with the process. One lock of the folder, `store.lock`,
+covers creation and removal, so two fronts cannot pass a limit together. All methods block, so threads call them.
 
-| path | content |
-| --- | --- |
-| `files/ID`, `files/ID.json` | a file, and its record; a front that receives the file holds its lock |
-| `batches/ID.json` | the record of a batch |
-| `batches/ID.lock`, `.input`, `.cancel` | until the batch has ended: its lock, its requests, the time of `cancel` |
-| `keys/key-OWNER/ID.BYTES` | the index of each key (`serve_app/apis/batches/quota.py`) |
+- `files/ID`: a file. The front that receives it holds its lock.
+- `files/ID.json`: its record.
+- `batches/ID.json`: the record of a batch.
+- `batches/ID.lock`, `batches/ID.input`, `batches/ID.cancel`: an open batch's lock, requests and time of cancellation.
+- `keys/key-OWNER/ID.BYTES`: the index of each key (`quota.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ import msgspec
 from runtime.output.fields import shortened
 from runtime.spec.types import CallboardError
 from serve_app.apis.batches.disk import holding, part_of, replacing, try_lock
-from serve_app.apis.batches.quota import KeyIndex, Usage, excess
+from serve_app.apis.batches.quota import KeyIndex, StorageUsage, excess
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import ApiError
 from serve_app.settings import HttpSettings
@@ -48,8 +46,8 @@ class Record:
     """A file or a batch."""
 
     owner: str
-    object: dict[str, Any]  # as clients see it
-    results: list[str] = field(default_factory=list)  # of a batch: the ids of its files of answers and of errors
+    object: dict[str, Any]  # the JSON for clients
+    results: list[str] = field(default_factory=list)  # of a batch: ids of its files of answers and of errors
 
 
 class Records:
@@ -60,7 +58,7 @@ class Records:
         self._id = re.compile(rf"{prefix}[0-9a-f]{{32}}")
 
     def new_id(self) -> str:
-        """Ids sort by the time at which they were made."""
+        """Return an id; ids sort by their time of creation."""
         return f"{self.prefix}{time.time_ns():016x}{secrets.token_hex(8)}"
 
     def path(self, record_id: str, suffix: str = "") -> Path:
@@ -74,7 +72,7 @@ class Records:
             file.write(encode_json(record))
 
     def read(self, record_id: str, owner: str | None = None) -> Record:
-        """Raises the 404 if there is none, or if it belongs to another owner than `owner` (None: any owner)."""
+        """Return a record. Raises the 404 without one, or if it belongs to another owner; None means any owner."""
         with suppress(FileNotFoundError):
             if self._id.fullmatch(record_id):
                 record = self._decoded(self.path(record_id, ".json").read_bytes(), record_id)
@@ -96,13 +94,13 @@ class Records:
     def page(
         self, owner: str, after: str | None, limit: int, ascending: bool, wanted: Callable[[Record], bool]
     ) -> tuple[list[Record], bool]:
-        """Up to `limit` of an owner's records after an id, and whether there are more."""
+        """Return up to `limit` of an owner's records after an id, and whether more follow."""
         found: list[Record] = []
         ids = self._index.ids(owner, self.prefix)
         for record_id in ids if ascending else reversed(ids):
             if after is not None and (record_id == after or (record_id > after) != ascending):
                 continue
-            with suppress(ApiError):  # it is being created, or was deleted just now
+            with suppress(ApiError):  # it is being created or was just deleted
                 if wanted(record := self.read(record_id, owner)):
                     found.append(record)
             if len(found) > limit:
@@ -110,11 +108,11 @@ class Records:
         return found[:limit], len(found) > limit
 
     def with_suffix(self, suffix: str) -> list[str]:
-        """The ids that have a file of this suffix, oldest first."""
+        """Return the ids with a file of this suffix, oldest first."""
         return sorted(name.removesuffix(suffix) for name in os.listdir(self.folder) if name.endswith(suffix))
 
     def names(self) -> dict[str, list[str]]:
-        """The names of all files in the folder, by the ids with which they begin."""
+        """Return the names of all files in the folder by their ids."""
         found: dict[str, list[str]] = {}
         for name in os.listdir(self.folder):
             found.setdefault(name.partition(".")[0], []).append(name)
@@ -147,12 +145,12 @@ class BatchStore:
     # ---- files -------------------------------------------------------------------------------------------------------
 
     def upload(self, source: IO[bytes], owner: str, filename: str) -> Record:
-        """Keep a file. Its bytes count from the start. Raises the 413 or 429 of a limit; an OSError leaves nothing."""
+        """Store a file. Its bytes count from the start. Raises the 413 or 429 of a limit; an OSError leaves nothing."""
         file_id, size = self.files.new_id(), source.seek(0, os.SEEK_END)
         source.seek(0)
         try:
             with self._alone():
-                self._check_room(owner, Usage(files=1, bytes=size))
+                self._check_room(owner, StorageUsage(files=1, bytes=size))
                 self.index.set(owner, file_id, size)
                 file = open(self.files.path(file_id), "wb")  # noqa: SIM115  # closed below, which releases its lock
                 try_lock(file)
@@ -167,7 +165,7 @@ class BatchStore:
             raise
 
     def add_result(self, file_id: str, owner: str, filename: str) -> None:
-        """The results of a batch are complete; from now on clients find their file."""
+        """Make the complete results of a batch visible to clients."""
         record = self._write_file(file_id, owner, filename, "batch_output")
         with self._alone():
             self.index.set(owner, file_id, record.object["bytes"])
@@ -189,7 +187,7 @@ class BatchStore:
             self.index.remove(owner, [file_id])
 
     def content(self, file_id: str, owner: str) -> tuple[Path, os.stat_result]:
-        """The path of a file's content, and its size and times. Raises the 404."""
+        """Return the path of a file's content, and its size and times. Raises the 404."""
         self.files.read(file_id, owner)
         path = self.files.path(file_id)
         try:
@@ -200,13 +198,13 @@ class BatchStore:
     # ---- batches -----------------------------------------------------------------------------------------------------
 
     def add_batch(self, record: Record) -> None:
-        """Keep a new batch, its input even if the file is deleted, and places for its two files of results.
+        """Store a new batch, a link to its input, and index entries for its two files of results.
 
-        The key's oldest ended batches beyond their number are forgotten. Raises the 429 or 413 of a limit, and the 404
-        if the file was deleted just now. An OSError leaves nothing."""
+        Deletes the key's oldest ended batches above their limit. Raises the 429 or 413 of a limit, and the 404 if the
+        input was just deleted. An OSError leaves nothing."""
         batch_id, owner, input_id = record.object["id"], record.owner, record.object["input_file_id"]
         with self._alone():
-            self._check_room(owner, Usage(open=1, files=len(record.results), bytes=1))
+            self._check_room(owner, StorageUsage(open=1, files=len(record.results), bytes=1))
             self._drop_oldest(owner)
             try:
                 for entry in (batch_id, *record.results):
@@ -226,11 +224,11 @@ class BatchStore:
             raise self.files.missing(file_id) from None
 
     def batch(self, batch_id: str, owner: str) -> Record:
-        """The batch as clients see it."""
+        """Return a batch for clients."""
         return self.seen(self.batches.read(batch_id, owner))
 
     def seen(self, record: Record) -> Record:
-        """The record as clients see it: a batch that was cancelled says so at once, whichever front runs it."""
+        """Return a record for clients. A cancelled batch is "cancelling" at once, even if another front runs it."""
         if record.object["status"] not in ENDED and (at := self.cancelling_at(record.object["id"])) is not None:
             record.object |= {"status": "cancelling", "cancelling_at": at}
         return record
@@ -243,14 +241,14 @@ class BatchStore:
         return self.batch(batch_id, owner)
 
     def cancelling_at(self, batch_id: str) -> int | None:
-        """When a batch was cancelled, if it was."""
+        """Return the time of a batch's cancellation; None without one."""
         try:
             return int(self.batches.path(batch_id, ".cancel").stat().st_mtime)
         except FileNotFoundError:
             return None
 
     def take(self, batch_id: str) -> IO[bytes] | None:
-        """The lock of a batch, which is this process's until it is closed; None if it is another's or has ended."""
+        """Lock a batch until the returned file is closed; None if another process has the lock or the batch ended."""
         try:
             lock = open(self.batches.path(batch_id, ".lock"), "r+b")  # noqa: SIM115  # its holder closes it
         except FileNotFoundError:
@@ -261,21 +259,21 @@ class BatchStore:
         return None
 
     def charge(self, record: Record) -> ApiError | None:
-        """Count the results of a batch as they are now; return the error of the limit that they pass."""
+        """Count the present results of a batch; return the error of a limit that they exceed, or None."""
         with self._alone():
             for file_id in record.results:
                 self.index.set(record.owner, file_id, self.num_bytes(file_id))
-            return next(excess(self._settings, *self._usage(record.owner), Usage(bytes=1)), None)
+            return next(excess(self._settings, *self._usage(record.owner), StorageUsage(bytes=1)), None)
 
     def num_bytes(self, file_id: str) -> int:
-        """The length of a file's content, 0 if there is none."""
+        """Return the length of a file's content; 0 without a file."""
         try:
             return self.files.path(file_id).stat().st_size
         except FileNotFoundError:
             return 0
 
     def forget(self, record: Record) -> None:
-        """The batch has ended: its lock and its input are removed, and the places of results that it does not have."""
+        """Remove the lock and the input of an ended batch, and the index entries of results that it does not have."""
         with self._alone():
             unused = [file_id for file_id in record.results if not self.files.exists(file_id)]
             for file_id in unused:
@@ -297,35 +295,35 @@ class BatchStore:
     # ---- limits ------------------------------------------------------------------------------------------------------
 
     def _alone(self) -> AbstractContextManager[None]:
-        """The lock under which files and batches are created and removed."""
+        """Hold the lock for the creation and removal of files and batches."""
         return holding(self._root / "store.lock")
 
-    def _check_room(self, owner: str, wanted: Usage) -> None:
+    def _check_room(self, owner: str, wanted: StorageUsage) -> None:
         for error in excess(self._settings, *self._usage(owner), wanted):
             raise error
 
-    def _usage(self, owner: str) -> tuple[Usage, Usage]:
-        """What an owner has, and what all have."""
-        own, everything, open_ids = Usage(), Usage(), set(self.batches.with_suffix(".lock"))
+    def _usage(self, owner: str) -> tuple[StorageUsage, StorageUsage]:
+        """Return the usage of an owner, and of all owners."""
+        own, everything, open_ids = StorageUsage(), StorageUsage(), set(self.batches.with_suffix(".lock"))
         for each in self.index.owners():
             sizes = self.index.sizes(each)
             files = [num_bytes for record_id, num_bytes in sizes.items() if record_id.startswith(self.files.prefix)]
             inputs = [self._input_bytes(batch_id) for batch_id in sizes.keys() & open_ids]
-            usage = Usage(len(inputs), len(files), sum(files) + sum(inputs))
+            usage = StorageUsage(len(inputs), len(files), sum(files) + sum(inputs))
             everything += usage
             if each == owner:
                 own = usage
         return own, everything
 
     def _input_bytes(self, batch_id: str) -> int:
-        """The length of a batch's input if its file was deleted, else 0."""
+        """Return the length of a batch's input if its file was deleted, else 0."""
         with suppress(FileNotFoundError):
             stat = self.batches.path(batch_id, ".input").stat()
             return stat.st_size if stat.st_nlink == 1 else 0
         return 0
 
     def sweep(self) -> None:
-        """Remove what fronts left that died while they created or removed it, and index records without an entry."""
+        """Remove what dead fronts left incomplete, and index records without an entry."""
         with self._alone():
             indexed = {record_id: owner for owner in self.index.owners() for record_id in self.index.sizes(owner)}
             self._sweep(self.batches, indexed, lambda batch_id: False)  # batches are created under this lock
@@ -356,7 +354,7 @@ class BatchStore:
                     self.index.remove(indexed[record_id], [record_id])
 
     def _is_received(self, file_id: str) -> bool:
-        """Whether a front holds the lock of a file, which it then still receives."""
+        """Return whether a front holds the lock of a file, that is, still receives it."""
         try:
             with open(self.files.path(file_id), "r+b") as file:
                 return not try_lock(file)

@@ -1,9 +1,8 @@
-"""Batches: requests of a file that are answered into another, after all other requests.
+"""The execution of batches, after all other requests.
 
-Each request of a batch goes through the routes of this server, in this process, as if its client had sent it, with a
-priority after all others. The files of results alone say which requests have been answered: a front that takes a batch
-up sends the requests without a line there. What a front holds of a batch does not grow with its requests, except for a
-byte each.
+Each request of a batch goes through the routes of this process with the lowest priority. The files of results record
+the answered requests: a front that resumes a batch sends the requests without a result. A front's memory for a batch
+is constant, except for a byte for each request.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import IO, Any, TypeVar
 import msgspec
 from starlette.types import ASGIApp, Message
 
-from serve_app.apis.batches.lines import Place, Requests, append, check, fault, finished, read_line
+from serve_app.apis.batches.lines import Position, Requests, append, check, fault, finished, read_line
 from serve_app.apis.batches.store import ENDED, BatchStore, Record
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import INTERNAL_ERROR, ApiError
@@ -29,33 +28,33 @@ from serve_app.settings import HttpSettings
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 2.0  # between two looks for batches that no front runs
-_SAVE_S = 0.5  # between two looks for a cancellation of a batch, after which its counts are saved
-_AGAIN_S = 60.0  # until a batch is taken up again after an error, such as a full disk
-_CHARGE_BYTES = 1 << 20  # by which the results of a batch grow until they are counted again
-_PRIORITY = 1 << 20  # of requests; a higher one is served later
-_LATER = (429, 503)  # the server is busy or restarting: such a request waits
-_OWN_BYTES = 4 << 10  # of a line, beside its body
+_LOOK_S = 2.0  # between two searches for batches without a front
+_SAVE_S = 0.5  # between two checks for cancellation, which also save the counts
+_AGAIN_S = 60.0  # until a batch is resumed after an error, such as a full disk
+_CHARGE_BYTES = 1 << 20  # growth of a batch's results between two checks of the limits
+_PRIORITY = 1 << 20  # of requests; higher values are served later
+_LATER = (429, 503)  # the server is busy or restarting, so the request waits
+_OWN_BYTES = 4 << 10  # of a line beside its body
 _T = TypeVar("_T")
 _OnDisk = Callable[..., Awaitable[Any]]
 
 
 class Batches:
-    """The batches that this front runs. Its methods are called on one event loop."""
+    """The batches that this front runs. One event loop calls its methods."""
 
     def __init__(self, settings: HttpSettings) -> None:
         """Raises CallboardError if the folder cannot be made."""
         self.store = None if settings.batch_folder is None else BatchStore(settings.batch_folder, settings)
-        self.routes: ASGIApp | None = None  # those that answer requests; build_http_app sets them
+        self.routes: ASGIApp | None = None  # the routes of this application, which build_http_app sets
         self._settings = settings
         self._room = asyncio.Semaphore(settings.batch_concurrency)
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._disk = ThreadPoolExecutor(1, "batches")  # one thread: what is asked of it later sees what was written
+        self._disk = ThreadPoolExecutor(1, "batches")  # one thread, so reads see all earlier writes
         self._looking: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
 
     def start(self) -> None:
-        """Run what no other front runs, from now on."""
+        """Run the batches that other fronts do not run, from now on."""
         if self.store is not None:
             self._looking = asyncio.create_task(self._look(self.store))
 
@@ -66,7 +65,7 @@ class Batches:
                 task.cancel()
 
     def look_now(self) -> None:
-        """There is a new batch."""
+        """Look for a new batch at once."""
         self._news.set()
 
     async def _look(self, store: BatchStore) -> None:
@@ -94,20 +93,20 @@ class Batches:
         try:
             try:
                 if not await self._on_disk(store.batches.exists, batch_id):
-                    await self._sweep(store)  # the front that created it has died, or has it now
+                    await self._sweep(store)  # the front that created it died, or still creates it
                     return
                 record = await self._on_disk(store.batches.read, batch_id)
                 if record.object["status"] not in ENDED:
                     await _Run(store, record, self.routes, self._settings, self._room, self._on_disk).run()
                 await self._on_disk(store.forget, record)
             finally:
-                await self._on_disk(lock.close)  # after all that is written
+                await self._on_disk(lock.close)  # after all writes
         except Exception:
             logger.exception("batch %s stopped; it goes on in %d s", batch_id, _AGAIN_S)
             await asyncio.sleep(_AGAIN_S)
 
     def _release(self, batch_id: str, lock: IO[bytes], _: asyncio.Task[None]) -> None:
-        """Another front may run the batch. A task that was cancelled before it began has not closed its lock."""
+        """Release the batch to other fronts. A task that was cancelled before its start has not closed the lock."""
         del self._running[batch_id]
         self._disk.submit(lock.close)
 
@@ -132,11 +131,11 @@ class _Run:
         longest = settings.max_body_bytes + _OWN_BYTES
         self._requests = Requests(store.batches.path(self._batch["id"], ".input"), longest)
         self._results = [store.files.path(file_id) for file_id in record.results]  # of answers, of errors
-        self._num_charged = 0  # bytes of the results
-        self._excess: ApiError | None = None  # the limit that the results pass
+        self._num_charged = 0  # counted bytes of the results
+        self._excess: ApiError | None = None  # the limit that the results exceed
 
     async def run(self) -> None:
-        """Until the batch has ended, and its record says so."""
+        """Run the batch to its end, and store its final record."""
         if faults := await self._on_disk(self._check):
             self._batch["errors"] = _list(faults)
             await self._on_disk(self._publish, "failed")
@@ -157,7 +156,7 @@ class _Run:
         await self._on_disk(self._finalize, end)
 
     async def _answer_all(self) -> str:
-        """Send all requests without a result. Return "completed", or "expired" if the time or the batch was ended."""
+        """Send all requests without a result; return "completed", or "expired" if the time or `_watch` ended it."""
         index = start = 0
         try:
             async with asyncio.timeout(self._batch["expires_at"] - time.time()) as limit:
@@ -168,9 +167,9 @@ class _Run:
                             window, index, start = await self._on_disk(self._requests.window, index, start)
                             if not window:
                                 break
-                            for place in window:
+                            for position in window:
                                 await self._room.acquire()
-                                task = group.create_task(self._answer(place))
+                                task = group.create_task(self._answer(position))
                                 task.add_done_callback(lambda _: self._room.release())
                 finally:
                     watching.cancel()
@@ -179,9 +178,9 @@ class _Run:
         return "completed"
 
     async def _watch(self, limit: asyncio.Timeout) -> None:
-        """Save the counts now and then; end the batch if it is cancelled or its results pass a limit.
+        """Save the counts regularly; end the batch if it is cancelled or its results exceed a limit.
 
-        An error of the disk is tried again, since the requests go on meanwhile."""
+        After an error of the disk it tries again, since the requests go on."""
         counts: dict[str, int] = dict(self._batch["request_counts"])
         while not limit.expired():
             try:
@@ -203,8 +202,8 @@ class _Run:
 
     # ---- one request -------------------------------------------------------------------------------------------------
 
-    async def _answer(self, place: Place) -> None:
-        line = await self._on_disk(read_line, self._requests.path, place)
+    async def _answer(self, position: Position) -> None:
+        line = await self._on_disk(read_line, self._requests.path, position)
         request_id = secrets.token_hex(12)
         try:
             status, body = await self._asked(_with_priority(line.body), request_id)
@@ -216,7 +215,7 @@ class _Run:
         self._batch["request_counts"]["failed" if is_error else "completed"] += 1
 
     async def _asked(self, body: bytes, request_id: str) -> tuple[int, bytes]:
-        """The status and the body of the answer, as soon as the server is neither busy nor restarting."""
+        """Return the status and body of the answer; wait while the server is busy or restarting."""
         while True:
             status, headers, answer = await self._posted(body, request_id)
             if status not in _LATER:
@@ -224,7 +223,7 @@ class _Run:
             await asyncio.sleep(float(headers.get(b"retry-after", b"1")))
 
     async def _posted(self, body: bytes, request_id: str) -> tuple[int, dict[bytes, bytes], bytes]:
-        """The answer of this server's own route."""
+        """Return the answer of this server's own route: status, headers and body."""
         path = self._batch["endpoint"]
         scope = {
             "type": "http",
@@ -241,7 +240,7 @@ class _Run:
 
         async def receive() -> Message:
             while not messages:
-                await asyncio.sleep(3600)  # its client never leaves
+                await asyncio.sleep(3600)  # the client never leaves
             return messages.pop()
 
         async def send(message: Message) -> None:
@@ -259,7 +258,7 @@ class _Run:
     # ---- on the thread of the disk -----------------------------------------------------------------------------------
 
     def _check(self) -> list[dict[str, Any]]:
-        """The faults of the requests. Without their file the batch would be taken up again for ever."""
+        """Return the faults of the requests. A lost file is a fault, too; otherwise the batch would restart forever."""
         path, longest = self._requests.path, self._requests.longest
         if not path.exists():
             return [fault("input_lost", "The server has lost the file of requests; send the batch again.")]
@@ -290,7 +289,7 @@ class _Run:
         self._publish(end)
 
     def _publish(self, end: str) -> None:
-        """The batch has ended: clients find its results."""
+        """Store the final record of the batch, and make its results visible."""
         for kind, file_id in zip(("output", "error"), self._record.results, strict=True):
             if self._store.num_bytes(file_id):
                 name = f"{self._batch['id']}_{kind}.jsonl"
@@ -309,13 +308,15 @@ def _list(faults: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _with_priority(body: msgspec.Raw) -> bytes:
-    """The body of a request that is served after others; raises the 400 for one whose answer would be no JSON."""
+    """Return the body with a low priority; raises the 400 if its answer would be a stream or a background response."""
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     for name in ("stream", "background"):
         if bytes(fields.get(name, b"")).strip() == b"true":
             raise ApiError(400, f"{name} is true; a request of a batch must leave it out.", param=name)
     given = bytes(fields.get("priority", b"0")).strip()
-    if given.removeprefix(b"-").isdigit() and int(given[:20]) < _PRIORITY:  # another is kept, and may be refused
+    if (
+        given.removeprefix(b"-").isdigit() and int(given[:20]) < _PRIORITY
+    ):  # any other value is left to the route's checks
         fields["priority"] = msgspec.Raw(b"%d" % _PRIORITY)
     return encode_json(fields)
 

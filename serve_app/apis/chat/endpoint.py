@@ -10,10 +10,12 @@ from runtime.output.message_parser import MessageFormat
 from runtime.output.processor import Delta
 from runtime.spec.config import NGRAM
 from runtime.text.tool_calls import CallDelta
+from serve_app.apis.chat.answers import ChatCompletion
 from serve_app.apis.chat.messages import ROLES
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.protocol.answers import encode_json, listed, logprob_entry
 from serve_app.protocol.errors import ApiError
+from serve_app.protocol.operation import GENERATION, Operation
 from serve_app.protocol.prepared_request import PreparedRequest, Prompts, ServedModel
 from serve_app.protocol.prompt_ids import prompt_ids
 from serve_app.protocol.sse import ChoiceRenderer, ChunkStream, EventStream
@@ -24,10 +26,11 @@ class ChatEndpoint(Endpoint[ChatRequest]):
     """Messages in, a message out, with reasoning and tool calls."""
 
     path, request_type, id_prefix, default_max_tokens = "/v1/chat/completions", ChatRequest, "chatcmpl-", None
+    operation = Operation("Answer a chat", ChatCompletion, (ChatRequest,), GENERATION, streams=True)
     renders_chats = True
 
     def prompts(self, request: ChatRequest, model: ServedModel, where: str = "messages") -> Prompts:
-        """`where` is what the request's client calls the messages."""
+        """Return the prompt; `where` is the client's field with the messages."""
         ids, form = self.prompt(request, model, where)
         assert model.chats is not None, "the prompt was made with it"
         prompt, grammar = self.truncated(request, ids, model), model.chats.grammar(request, form)
@@ -40,7 +43,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
     def prompt(
         self, request: ChatRequest, model: ServedModel, where: str = "messages"
     ) -> tuple[list[int], MessageFormat | None]:
-        """The token ids of a chat, and how what comes after them is read."""
+        """Return the token ids of a chat, and the format of the model's message after them."""
         if model.chats is None:
             raise ApiError(400, f"{model.name!r} has no chat template; use /v1/completions with a plain prompt.")
         roles = model.chats.roles.union(ROLES)
@@ -62,6 +65,9 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         return ChatStream(prepared, include_usage)
 
 
+CHAT = ChatEndpoint()
+
+
 class ChatRenderer(ChoiceRenderer):
     """Renders one choice of a chat."""
 
@@ -72,25 +78,25 @@ class ChatRenderer(ChoiceRenderer):
 
 
 class ChatStream(ChunkStream):
-    """A chat's chunks. Where the text is read, each piece of a call is an event, as clients expect."""
+    """A chat's chunks. If the output is parsed, each piece of a call is an event, as clients expect."""
 
     opening, closing = b',"delta":{"content":', b"}"
 
     def __init__(self, prepared: PreparedRequest[ChatRequest], include_usage: bool) -> None:
         renderers = [ChatRenderer(prepared, i) for i in range(len(prepared.requests))]
         super().__init__(prepared, "chat.completion.chunk", renderers, include_usage)
-        self._is_read = prepared.prompts.message_format is not None
+        self._is_parsed = prepared.prompts.message_format is not None
 
     def first(self) -> bytes:
         """The roles of the choices."""
-        content = b"null" if self._is_read else b'""'  # there may be none, only calls
+        content = b"null" if self._is_parsed else b'""'  # null, since an answer may only have calls
         role = b',"delta":{"role":"assistant","content":' + content + b"}" + self._unfinished
         if self._prepared.request.shows_prompt_ids:
             role += b',"prompt_token_ids":' + encode_json(self._prepared.prompts.token_ids[0])
         return b"".join(self._head + b'{"index":%d' % i + role + self._end(i) for i in range(len(self._prefixes)))
 
     def _event(self, delta: Delta) -> bytes:
-        return self._message_events(delta) if self._is_read else super()._event(delta)
+        return self._message_events(delta) if self._is_parsed else super()._event(delta)
 
     def _message_events(self, delta: Delta) -> bytes:
         fields = message_delta(delta)
@@ -107,16 +113,16 @@ class ChatStream(ChunkStream):
 
 
 def _predicted(request: ChatRequest, model: ServedModel) -> tuple[int, ...]:
-    """The token ids of a prediction; none where nothing would look them up."""
+    """Return the token ids of a prediction, or none unless drafts come from n-grams."""
     if request.prediction is None or model.draft != NGRAM:
         return ()
     limit = model.info.max_model_len
-    ids = prompt_ids(model.tokenizer, request.prediction.text(), False, limit, "prediction", kept="start")
+    ids = prompt_ids(model.tokenizer, request.prediction.text(), False, limit, "prediction", part="start")
     return tuple(ids[:limit])
 
 
 def message_delta(delta: Delta) -> dict[str, Any]:
-    """The fields of an OpenAI delta beside its content; there may be several pieces of one call."""
+    """Return the fields of an OpenAI delta beside its content; one call may have several pieces."""
     return _fields(
         delta,
         [{"index": c.index} | (_call(c) if c.name else _more(c)) for c in delta.calls],
@@ -129,7 +135,7 @@ def _message(choice: Delta) -> dict[str, Any]:
 
 
 def _fields(delta: Delta, calls: list[dict[str, Any]]) -> dict[str, Any]:
-    # vLLM's name of today and the one before it, which others have, too.
+    # vLLM's present name, and its earlier one, which other servers use.
     names = ("reasoning", "reasoning_content") if delta.reasoning else ()
     fields: dict[str, Any] = dict.fromkeys(names, delta.reasoning)
     return fields | {"tool_calls": calls} if calls else fields
@@ -142,5 +148,5 @@ def _call(call: CallDelta) -> dict[str, Any]:
 
 
 def _more(call: CallDelta) -> dict[str, Any]:
-    """Another piece of a call."""
+    """Return another piece of a call."""
     return {"custom": {"input": call.arguments}} if call.is_custom else {"function": {"arguments": call.arguments}}

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError, from_json
 
 from runtime.output.fields import invalid
 from runtime.output.tools import kind_of_tool
-from serve_app.protocol.shapes import LEGACY, MAX_VALUES, RequestModel, has_too_many_values, only, text_or_list
+from serve_app.protocol.shapes import LEGACY, MAX_VALUES, RequestModel, has_too_many_values, only, text_or_list, type_of
 
 
 class TextPart(RequestModel):
@@ -32,8 +32,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")  # of OpenAI's chat
 
 
 def _kind_of_part(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "<refusal>" if kind == "refusal" else "<text>"
+    return "<refusal>" if type_of(value) == "refusal" else "<text>"
 
 
 Part = Annotated[
@@ -61,8 +60,7 @@ class CalledFunction(RequestModel):
 
     @field_serializer("arguments")
     def _as_template_sees_them(self, text: str) -> str | dict[str, Any]:
-        # Templates write the arguments as JSON themselves. What a model wrote may be no JSON, or half a character: it
-        # is a text then.
+        # Templates write the arguments as JSON themselves. Model output that is not JSON stays a text.
         try:
             arguments = from_json(text)
         except ValueError:
@@ -71,7 +69,7 @@ class CalledFunction(RequestModel):
 
 
 class ToolCall(RequestModel):
-    """A call that the model has made, as a client sends it back."""
+    """A call of the model, which a client sends back."""
 
     id: str
     type: Literal["function"] = "function"
@@ -84,7 +82,7 @@ class CalledCustomTool(RequestModel):
 
 
 class CustomToolCall(RequestModel):
-    """A call of a custom tool, which a template sees as that of a function of one string."""
+    """A call of a custom tool, which templates receive as a function with one string."""
 
     id: str
     type: Literal["custom"]
@@ -111,7 +109,7 @@ class ChatMessage(RequestModel):
     name: str | None = None
     tool_calls: Annotated[list[AnyToolCall], Field(fail_fast=True)] | None = None  # of an assistant
     tool_call_id: str | None = None  # of a tool: the call that it answers
-    reasoning_content: str | None = None  # of an assistant; templates decide whether it is shown
+    reasoning_content: str | None = None  # of an assistant; the template decides whether the model sees it
     reasoning: str | None = None  # another name of it
     audio: Annotated[Any, only(None)] = None
     refusal: Annotated[Any, only(None)] = None
@@ -131,7 +129,7 @@ class ChatMessage(RequestModel):
             raise invalid(f"{where}.tool_call_id", "is missing; it is the id of the call that the message answers")
 
     def text(self) -> str:
-        """The content; empty where only tool calls are, which more templates take than null."""
+        """Return the content; empty beside tool calls, since more templates accept that than null."""
         if isinstance(self.content, list):
             return "\n".join(part.text for part in self.content)
         return self.content or ""
@@ -140,7 +138,7 @@ class ChatMessage(RequestModel):
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
     def as_template_sees_it(self) -> dict[str, Any]:
-        # "developer" is OpenAI's later name of "system"; models know the earlier one.
+        # "developer" is OpenAI's later name of "system"; templates use the earlier one.
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text()}
         shown = {"name", "tool_call_id"} | ({"tool_calls"} if self.tool_calls else set())
         if (thoughts := self.thoughts()) is not None:

@@ -14,7 +14,7 @@ from serve_app.protocol.shapes import RequestModel, or_default
 
 
 class Prediction(RequestModel):
-    """A text that much of the answer may be equal to."""
+    """A text that the answer may largely repeat."""
 
     type: Literal["content"]
     content: Content
@@ -49,7 +49,7 @@ class ChatRequest(SamplingFields, ChatOptions):
             message.check_at(f"messages.{i}")
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """The messages as the template sees them; a tool's has the function's name, which Hermes' template wants."""
+        """Return the messages for the template. A tool's message has its function's name, which Hermes needs."""
         calls = [call for message in self.messages for call in message.tool_calls or ()]
         names = {call.id: call.function.name for call in calls}
         messages = [message.as_template_sees_it() for message in self.messages]

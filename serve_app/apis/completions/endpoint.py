@@ -12,9 +12,11 @@ from runtime.output.processor import Delta
 from runtime.spec.types import TokenLogprobs
 from runtime.text.stream import TextStream
 from runtime.text.tokenizer import Tokenizer
+from serve_app.apis.completions.answers import TextCompletion
 from serve_app.apis.completions.fill_in_middle import between
 from serve_app.apis.completions.request import CompletionRequest
 from serve_app.protocol.answers import finite, listed, token_id_text
+from serve_app.protocol.operation import GENERATION, Operation
 from serve_app.protocol.prepared_request import Echo, PreparedRequest, Prompts, ServedModel
 from serve_app.protocol.prompt_ids import prompt_ids
 from serve_app.protocol.sampling import MAX_CHOICES
@@ -28,6 +30,7 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
     """Texts or token ids in, text out."""
 
     path, request_type, id_prefix, default_max_tokens = "/v1/completions", CompletionRequest, "cmpl-", 16
+    operation = Operation("Complete texts", TextCompletion, (CompletionRequest,), GENERATION, streams=True)
 
     def prompts(self, request: CompletionRequest, model: ServedModel) -> Prompts:
         given, n = request.prompts(), request.n or 1
@@ -60,6 +63,9 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
         return ChunkStream(prepared, _KIND, renderers, include_usage)
 
 
+COMPLETIONS = CompletionsEndpoint()
+
+
 class CompletionRenderer(ChoiceRenderer):
     """Renders one completion."""
 
@@ -67,7 +73,7 @@ class CompletionRenderer(ChoiceRenderer):
 
     def __init__(self, prepared: PreparedRequest[CompletionRequest], index: int) -> None:
         super().__init__(prepared, index)
-        self._echo = prepared.echo(index)  # still to be rendered
+        self._echo = prepared.echo(index)  # None after it was rendered
         self._begin = 0 if self._echo is None else len(self._echo.text)  # of the output, in the choice's text
         self._decoded = self._shown = 0  # characters of the output, and of the choice's text
         self._waiting_spans: list[tuple[int, int]] = []
@@ -83,8 +89,9 @@ class CompletionRenderer(ChoiceRenderer):
         return rest
 
     def logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        """None if there are no tokens. `text_offset` counts the whole characters before a token, whether or not they
-        are then cut off with a stop string."""
+        """Return the log-probabilities, or None without tokens.
+
+        `text_offset` counts the whole characters before a token, including any that a stop string cuts off."""
         request = self._prepared.request
         if request.logprobs is None or (self._echo is None and not delta.logprobs):
             return None
@@ -99,14 +106,17 @@ class CompletionRenderer(ChoiceRenderer):
         text: Callable[[int], str] = token_id_text if request.return_tokens_as_token_ids else of_tokens
         return {
             "tokens": [text(lp.token_id) for lp in logprobs],
-            "token_logprobs": [finite(lp.logprob) if lp.rank else None for lp in logprobs],  # 0: nothing predicts it
+            "token_logprobs": [
+                finite(lp.logprob) if lp.rank else None for lp in logprobs
+            ],  # rank 0 for the first token
             "top_logprobs": listed(logprobs, lambda lp: _top(lp, text) if lp.rank else None),
             "text_offset": offsets,
         }
 
     def _draft_spans(self, delta: Delta) -> list[tuple[int, int]]:
-        """The parts of the text that a draft had guessed, as [start, end) in characters from the choice's beginning.
-        A character is its last token's; a text that waits (runtime.text.stream) keeps its spans with it."""
+        """Return the parts of the text from accepted draft tokens, as [start, end) in characters of the choice.
+
+        A character belongs to its last token. Text that the stream holds back (runtime.text.stream) keeps its spans."""
         ends = [self._begin + end for end in (self._decoded, *delta.ends)]
         self._shown += len(delta.text)
         spans = self._waiting_spans + [(ends[v.at], ends[v.at + v.num_accepted]) for v in delta.verified or ()]
@@ -117,7 +127,7 @@ class CompletionRenderer(ChoiceRenderer):
 def _around(
     prompt: str | list[int], suffix: str, request: CompletionRequest, model: ServedModel, where: str
 ) -> list[int]:
-    """The prompt of a completion that goes between `prompt` and `suffix`."""
+    """Return the prompt of a completion between `prompt` and `suffix`."""
     encoded = partial(prompt_ids, model.tokenizer, add_special_tokens=False, limit=model.info.max_model_len)
     before, beginning = prompt, list[int]()
     if isinstance(before, str):
@@ -134,7 +144,7 @@ def _echoes(request: CompletionRequest, prompts: list[list[int]], tokenizer: Tok
             special = request.add_special_tokens is not False
             echoes.append(Echo(given, tokenizer.offsets(given, special) if wants_offsets else []))
             continue
-        # A character that the prompt leaves unfinished is the output's.
+        # A character that the prompt leaves incomplete belongs to the output.
         text, ends = TextStream(tokenizer, skip_special_tokens=request.skip_special_tokens).push(ids)
         echoes.append(Echo(text, [0, *ends[:-1]]))
     return echoes
@@ -142,14 +152,14 @@ def _echoes(request: CompletionRequest, prompts: list[list[int]], tokenizer: Tok
 
 def _top(lp: TokenLogprobs, text: Callable[[int], str]) -> dict[str, float]:
     entries: dict[str, float] = {}
-    # The token itself is always among them, as with OpenAI's. Of ids with the same text the likeliest counts.
+    # As in OpenAI's, the token itself is always included. Of ids with the same text, the likeliest counts.
     for token_id, value in (*lp.top, (lp.token_id, lp.logprob)):
         entries.setdefault(text(token_id), finite(value))
     return entries
 
 
 def _token_text(token_id: int, tokenizer: Tokenizer) -> str:
-    """A token as a text of its own; one that is only a part of a character shows its bytes, as OpenAI's do."""
+    """Return the text of one token; a part of a character is shown as bytes, as OpenAI does."""
     piece = tokenizer.token_bytes(token_id)
     try:
         return piece.decode()

@@ -1,12 +1,11 @@
-"""The prompt of a text that is to be written between two others, for models whose tokenizer has marks for it."""
+"""The prompt of a fill-in-the-middle completion, for tokenizers with marks for it."""
 
 from __future__ import annotations
 
 from runtime.output.fields import invalid
 from runtime.text.tokenizer import Tokenizer
 
-# Marks before what comes first, before what comes after, and before what the model writes: Qwen-Coder and CodeGemma;
-# StarCoder and Granite; SantaCoder; DeepSeek; CodeLlama.
+# Marks of prefix, suffix and middle: Qwen-Coder and CodeGemma; StarCoder and Granite; SantaCoder; DeepSeek; CodeLlama.
 _MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -17,9 +16,9 @@ _MARKS = (
 
 
 def between(tokenizer: Tokenizer, before: list[int], after: list[int]) -> list[int]:
-    """The token ids of a prompt whose completion goes between two texts; raises FieldError."""
+    """Return the token ids of a prompt for the text between two texts; raises FieldError."""
     for marks in _MARKS:
         first, second, last = (tokenizer.token_to_id(mark) for mark in marks)
         if first is not None and second is not None and last is not None:
             return [first, *before, second, *after, last]
-    raise invalid("suffix", "is not supported: this model's tokenizer has no marks to fill in a text; leave it out")
+    raise invalid("suffix", "is not supported: this model's tokenizer lacks fill-in-the-middle marks; leave it out")

@@ -1,5 +1,6 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's form: adapters that come and go while the server
-runs, from one folder that its operator has named."""
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's form.
+
+A running server loads adapters from one folder, which its operator sets."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from starlette.routing import Route
 from runtime.output.fields import invalid, shortened
 from runtime.spec.config import MAX_NAME_CHARS
 from serve_app.http.limits import Deadline, read_json_body
-from serve_app.protocol.errors import ApiError
+from serve_app.protocol.errors import ApiError, unavailable
+from serve_app.protocol.operation import BODY, ENGINES, route
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.shapes import RequestModel
 from serve_app.service.service import Service
@@ -25,11 +27,11 @@ _Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
 class LoadAdapterRequest(RequestModel):
-    """POST /v1/load_lora_adapter; a path that is not absolute begins in the server's folder of adapters."""
+    """POST /v1/load_lora_adapter. A relative path starts in the server's folder of adapters."""
 
     lora_name: _Name
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
-    load_inplace: bool = False  # an adapter that has the name already is replaced
+    load_inplace: bool = False  # replace an adapter of the same name
 
 
 class UnloadAdapterRequest(RequestModel):
@@ -39,24 +41,27 @@ class UnloadAdapterRequest(RequestModel):
 
 
 def adapter_routes(service: Service, settings: HttpSettings) -> list[Route]:
-    """The routes of adapters."""
-    routes = _Routes(service, settings)
+    routes, errors = AdapterRoutes(service, settings), (*BODY, *ENGINES)
     return [
-        Route("/v1/load_lora_adapter", routes.load, methods=["POST"]),
-        Route("/v1/unload_lora_adapter", routes.unload, methods=["POST"]),
+        route("/v1/load_lora_adapter", routes.load, "Load an adapter", None, (LoadAdapterRequest,), (*errors, 429)),
+        route(
+            "/v1/unload_lora_adapter", routes.unload, "Unload an adapter", None, (UnloadAdapterRequest,), (*errors, 404)
+        ),
     ]
 
 
-class _Routes:
+class AdapterRoutes:
+    """Handlers that load and unload adapters."""
+
     def __init__(self, service: Service, settings: HttpSettings) -> None:
         self._service, self._settings = service, settings
 
     async def load(self, request: HttpRequest) -> Response:
-        """Answers when all engines have it."""
+        """Answer when all engines have the adapter."""
         body, folder = await self._body(request)
         asked = parse(LoadAdapterRequest, body)
         for field, value in (("lora_name", asked.lora_name), ("lora_path", asked.lora_path)):
-            if not value.isprintable():  # logs and errors have it in one line
+            if not value.isprintable():  # logs and errors show it in one line
                 raise invalid(field, f"is {shortened(value)!r}, which has characters that cannot be printed")
         path = await asyncio.to_thread(_path_within, folder, asked.lora_path)
         async with Deadline(self._settings.request_timeout_s):
@@ -64,29 +69,29 @@ class _Routes:
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
     async def unload(self, request: HttpRequest) -> Response:
-        """Answers when no request uses it any more."""
+        """Answer when the last request with the adapter has ended."""
         asked = parse(UnloadAdapterRequest, (await self._body(request))[0])
         async with Deadline(self._settings.request_timeout_s):
             await self._service.unload_adapter(asked.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
     async def _body(self, request: HttpRequest) -> tuple[bytes, str]:
-        """The body, and the folder in which adapters may be; raises the 403 if there is none."""
+        """Return the body and the folder of adapters; raises the 403 without a folder."""
         if (folder := self._settings.lora_folder) is None:
-            text = "This server loads and unloads no adapters while it runs; start it with --lora-folder if it should."
+            text = "This server does not load adapters while it runs; start it with --lora-folder to allow it."
             raise ApiError(403, text, code="adapters_not_allowed")
         if reason := self._service.health():
-            raise ApiError(503, reason, code="engine_unavailable", retry_after_s=1.0)
+            raise unavailable(reason)
         return await read_json_body(request.scope, request.receive, self._settings) or b"", folder
 
 
 def _path_within(folder: str, path: str) -> str:
-    """The place of an adapter, which must be in `folder`, whatever links there are on the way."""
+    """Return the resolved path of an adapter; raises FieldError if it is outside `folder`."""
     try:
         root = os.path.realpath(folder)
         found = os.path.realpath(os.path.join(root, path))
         is_within = os.path.commonpath([root, found]) == root
-    except (OSError, ValueError):  # no path at all: it has a null character, say
+    except (OSError, ValueError):  # not a path, such as one with a null character
         is_within = False
     if not is_within:
         raise invalid("lora_path", f"is {shortened(path)!r}, which is not in this server's folder of adapters")

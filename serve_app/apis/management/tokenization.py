@@ -1,22 +1,26 @@
-"""POST /tokenize, POST /detokenize and GET /tokenizer_info, in the shapes that vLLM gave them, and Anthropic's
-POST /v1/messages/count_tokens."""
+"""POST /tokenize, POST /detokenize and GET /tokenizer_info, in vLLM's shapes."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
+from starlette.routing import Route
 
 from runtime.output.fields import invalid
-from serve_app.apis.anthropic.request import CountTokensRequest
+from serve_app.apis.chat.endpoint import CHAT
 from serve_app.apis.chat.request import ChatRequest
-from serve_app.apis.table import CHAT
+from serve_app.apis.management.answers import Detokenized, Tokenized, TokenizerInfo
+from serve_app.http.json_routes import get_json, post_json
+from serve_app.protocol.operation import BODY, route
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.prompt_ids import prompt_ids
 from serve_app.protocol.shapes import RequestModel, TokenId
 from serve_app.service.service import Service
+from serve_app.settings import HttpSettings
 
-MAX_IDS = 1 << 18  # to detokenize at once; more if the model's context is longer
+MAX_IDS = 1 << 18  # ids of one /detokenize, unless the model's context is longer
 
 
 class TokenizeTextRequest(RequestModel):
@@ -29,7 +33,7 @@ class TokenizeTextRequest(RequestModel):
 
 
 class TokenizeChatRequest(ChatRequest):
-    """POST /tokenize of a chat: what its prompt would be. The fields that say how to sample are ignored."""
+    """POST /tokenize of a chat. Sampling fields are ignored."""
 
     return_token_strs: bool | None = None
 
@@ -44,13 +48,25 @@ class DetokenizeRequest(RequestModel):
 
 
 class _Kind(RequestModel):
-    """Only tells the two kinds of POST /tokenize apart."""
+    """The field that distinguishes the two kinds of POST /tokenize."""
 
     messages: Any = None
 
 
-def tokenize(service: Service, body: bytes) -> dict[str, Any]:
-    """The token ids of a text or of a chat's prompt; raises FieldError or ApiError."""
+def tokenization_routes(service: Service, settings: HttpSettings) -> list[Route]:
+    to_ids = post_json(partial(tokenize, service), settings, may_render=True)
+    to_text = post_json(partial(detokenize, service), settings)
+    info = get_json(partial(tokenizer_info, service))
+    kinds, errors = (TokenizeTextRequest, TokenizeChatRequest), (*BODY, 404, 503)
+    return [
+        route("/tokenize", to_ids, "The token ids of a text or of a chat's prompt", Tokenized, kinds, errors),
+        route("/detokenize", to_text, "The text of token ids", Detokenized, (DetokenizeRequest,), errors),
+        route("/tokenizer_info", info, "The tokenizer's settings", TokenizerInfo, errors=(503,)),
+    ]
+
+
+def tokenize(service: Service, body: bytes) -> Tokenized:
+    """Return the token ids of a text or of a chat's prompt; raises FieldError or ApiError."""
     request: TokenizeTextRequest | TokenizeChatRequest
     if parse(_Kind, body).messages is None:
         request = parse(TokenizeTextRequest, body)
@@ -62,17 +78,11 @@ def tokenize(service: Service, body: bytes) -> dict[str, Any]:
         model = service.named(request.model)
         ids, _ = CHAT.prompt(request, model)
     names = [model.tokenizer.id_to_token(i) for i in ids] if request.return_token_strs else None
-    return {"count": len(ids), "max_model_len": model.info.max_model_len, "tokens": ids, "token_strs": names}
+    return Tokenized(len(ids), model.info.max_model_len, ids, names)
 
 
-def count_tokens(service: Service, body: bytes) -> dict[str, Any]:
-    """The length of a message's prompt; raises FieldError or ApiError."""
-    request = parse(CountTokensRequest, body).as_chat()
-    return {"input_tokens": len(CHAT.prompt(request, service.named(request.model))[0])}
-
-
-def detokenize(service: Service, body: bytes) -> dict[str, Any]:
-    """The text of token ids, special tokens included; raises FieldError or ApiError."""
+def detokenize(service: Service, body: bytes) -> Detokenized:
+    """Return the text of token ids with special tokens; raises FieldError or ApiError."""
     request = parse(DetokenizeRequest, body)
     model = service.named(request.model)
     if len(request.tokens) > max(MAX_IDS, model.info.max_model_len):
@@ -80,10 +90,10 @@ def detokenize(service: Service, body: bytes) -> dict[str, Any]:
     size = model.tokenizer.vocab_size
     if (largest := max(request.tokens, default=0)) >= size:
         raise invalid("tokens", f"holds the token id {largest}, but the ids of this model end at {size - 1}")
-    return {"prompt": model.tokenizer.decode(request.tokens, skip_special_tokens=False)}
+    return Detokenized(model.tokenizer.decode(request.tokens, skip_special_tokens=False))
 
 
 def tokenizer_info(service: Service) -> dict[str, Any]:
-    """The facts that a client needs to render chats by itself, named as in a tokenizer_config.json."""
+    """Return the settings that a client needs to render chats itself, named as in tokenizer_config.json."""
     model = service.named(None)
     return model.tokenizer.settings(model.info.max_model_len)

@@ -12,20 +12,22 @@ from typing import Any, ClassVar
 from runtime.output.processor import Delta
 from runtime.text.tool_calls import CallDelta
 from serve_app.apis.anthropic.endpoint import parsed_arguments
-from serve_app.apis.chat.endpoint import ChatEndpoint
+from serve_app.apis.chat.endpoint import CHAT
 from serve_app.apis.chat.request import ChatRequest
-from serve_app.apis.completions.endpoint import CompletionsEndpoint
+from serve_app.apis.completions.endpoint import COMPLETIONS
 from serve_app.apis.completions.request import CompletionRequest
-from serve_app.apis.ollama.request import LoadRequest, OllamaChatRequest, OllamaGenerateRequest, own_name, own_names
+from serve_app.apis.ollama.answers import OllamaChatLine, OllamaError, OllamaText
+from serve_app.apis.ollama.request import NAMES, NAMES_BY_PROMPT, LoadRequest, OllamaChatRequest, OllamaGenerateRequest
 from serve_app.protocol.answers import ChoiceUsage, encode_json, listed, logprob_entry
 from serve_app.protocol.errors import ApiError
+from serve_app.protocol.operation import GENERATION, Operation
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.prepared_request import PreparedRequest, Prompts, ServedModel
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.protocol.sse import EventStream
 from serve_app.service.endpoint import AnsweredAtOnce, Endpoint
 
-_CHAT, _COMPLETIONS = ChatEndpoint(), CompletionsEndpoint()
+_LINES = "application/x-ndjson"
 
 
 class OllamaEndpoint(Endpoint[SamplingFields]):
@@ -35,7 +37,7 @@ class OllamaEndpoint(Endpoint[SamplingFields]):
     renders_chats = True
 
     body_type: ClassVar[type[OllamaChatRequest] | type[OllamaGenerateRequest]]
-    prompt_field: ClassVar[str]  # what the prompt is made of
+    prompt_field: ClassVar[str]  # field with the prompt
 
     def read(self, body: bytes) -> SamplingFields:
         return parse(self.body_type, body).as_request()
@@ -43,14 +45,14 @@ class OllamaEndpoint(Endpoint[SamplingFields]):
     def prompts(self, request: SamplingFields, model: ServedModel) -> Prompts:
         if isinstance(request, LoadRequest):
             raise AnsweredAtOnce(encode_json(self.line(model, "") | {"done": True, "done_reason": "load"}))
-        with own_names(self.prompt_field):
+        with NAMES_BY_PROMPT[self.prompt_field].in_errors():
             if isinstance(request, CompletionRequest):
-                prompts = _COMPLETIONS.prompts(request, model)
+                prompts = COMPLETIONS.prompts(request, model)
             else:
                 assert isinstance(request, ChatRequest), "`read` makes no others"
-                prompts = _CHAT.prompts(request, model, self.prompt_field)
+                prompts = CHAT.prompts(request, model, self.prompt_field)
         if (grammar := prompts.grammar) is not None:
-            prompts = replace(prompts, grammar=replace(grammar, field=own_name(grammar.field)))
+            prompts = replace(prompts, grammar=replace(grammar, field=NAMES.of(grammar.field)))
         return prompts
 
     def choices(self, prepared: PreparedRequest[SamplingFields]) -> list[Delta]:
@@ -68,11 +70,11 @@ class OllamaEndpoint(Endpoint[SamplingFields]):
     def line(
         self, model: ServedModel, text: str, reasoning: str = "", calls: Sequence[CallDelta] = ()
     ) -> dict[str, Any]:
-        """The fields of an answer, or of a line of a stream, but for its end."""
+        """Return the fields of an answer, or of a line of a stream, without the fields of its end."""
         head = {"model": model.name, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
-        return head | self._said(text, {"thinking": reasoning} if reasoning else {}, calls)
+        return head | self._content(text, {"thinking": reasoning} if reasoning else {}, calls)
 
-    def _said(self, text: str, thinking: dict[str, str], calls: Sequence[CallDelta]) -> dict[str, Any]:
+    def _content(self, text: str, thinking: dict[str, str], calls: Sequence[CallDelta]) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -80,8 +82,17 @@ class OllamaChatEndpoint(OllamaEndpoint):
     """Messages in, a message out."""
 
     path, body_type, prompt_field = "/api/chat", OllamaChatRequest, "messages"
+    operation = Operation(
+        "Answer a chat, in Ollama's form",
+        OllamaChatLine,
+        (OllamaChatRequest,),
+        GENERATION,
+        streams=True,
+        media_type=_LINES,
+        error=OllamaError,
+    )
 
-    def _said(self, text: str, thinking: dict[str, str], calls: Sequence[CallDelta]) -> dict[str, Any]:
+    def _content(self, text: str, thinking: dict[str, str], calls: Sequence[CallDelta]) -> dict[str, Any]:
         called = [
             {"id": call.id, "function": {"name": call.name, "arguments": parsed_arguments(call.arguments)}}
             for call in calls
@@ -94,22 +105,28 @@ class OllamaGenerateEndpoint(OllamaEndpoint):
     """A prompt in, a text out."""
 
     path, body_type, prompt_field = "/api/generate", OllamaGenerateRequest, "prompt"
+    operation = replace(
+        OllamaChatEndpoint.operation,
+        summary="Answer a prompt, in Ollama's form",
+        answer=OllamaText,
+        requests=(OllamaGenerateRequest,),
+    )
 
-    def _said(self, text: str, thinking: dict[str, str], calls: Sequence[CallDelta]) -> dict[str, Any]:
+    def _content(self, text: str, thinking: dict[str, str], calls: Sequence[CallDelta]) -> dict[str, Any]:
         return {"response": text, **thinking}
 
 
 class LineStream(EventStream):
-    """The lines of one answer, each a JSON object. A call is in one line as soon as all of it is there."""
+    """The lines of one answer, each a JSON object. A complete call is one line."""
 
-    media_type = b"application/x-ndjson"
+    media_type = _LINES.encode()
 
     def __init__(self, prepared: PreparedRequest[SamplingFields], endpoint: OllamaEndpoint) -> None:
         self._prepared, self._endpoint = prepared, endpoint
         self._usage, self._times = ChoiceUsage(), _Times()
         self._last = Delta(0)
-        self._call: CallDelta | None = None  # that is being written
-        self.keep_alive = self._line("")  # a text of nothing: clients parse every line
+        self._call: CallDelta | None = None  # not yet complete
+        self.keep_alive = self._line("")  # with an empty text, since clients parse every line
 
     def events(self, deltas: list[Delta]) -> bytes:
         lines = []
@@ -136,7 +153,7 @@ class LineStream(EventStream):
         return encode_json({"error": error.message()}) + b"\n"
 
     def _whole_call(self) -> bytes:
-        """The line of the call before, if there is one."""
+        """Return the line of the last call; empty without one."""
         call, self._call = self._call, None
         return b"" if call is None else self._line("", calls=[call])
 
@@ -146,13 +163,13 @@ class LineStream(EventStream):
 
 
 class _Times:
-    """When a request began, and when its first token came, in nanoseconds."""
+    """The times of a request's start and of its first token, in nanoseconds."""
 
     def __init__(self) -> None:
         self._start, self._first = time.monotonic_ns(), 0
 
     def note(self) -> None:
-        """Some tokens are here."""
+        """Record the arrival of tokens."""
         self._first = self._first or time.monotonic_ns()
 
     def fields(self) -> dict[str, int]:
@@ -160,7 +177,7 @@ class _Times:
         first = self._first or now
         return {
             "total_duration": now - self._start,
-            "load_duration": 0,  # it is loaded before there is a request
+            "load_duration": 0,  # the model is loaded before any request
             "prompt_eval_duration": first - self._start,
             "eval_duration": now - first,
         }
@@ -180,7 +197,7 @@ class _TimedChoice(Delta):
 
 
 def _end(prepared: PreparedRequest[SamplingFields], delta: Delta, usage: ChoiceUsage, times: _Times) -> dict[str, Any]:
-    """The fields of an answer's last line. The id and those after it are what `callboard replay` needs."""
+    """Return the fields of an answer's last line. `callboard replay` needs those from the id on."""
     return {
         "done": True,
         "done_reason": "length" if delta.finish_reason == "length" else "stop",
@@ -194,7 +211,7 @@ def _end(prepared: PreparedRequest[SamplingFields], delta: Delta, usage: ChoiceU
 
 
 def _scores(prepared: PreparedRequest[SamplingFields], delta: Delta) -> dict[str, Any]:
-    """The log-probabilities, if they are asked for."""
+    """Return the log-probabilities that the request wants."""
     if not delta.logprobs:
         return {}
     return {"logprobs": listed(delta.logprobs, partial(logprob_entry, prepared.model.tokenizer, None))}

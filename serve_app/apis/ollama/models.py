@@ -1,18 +1,24 @@
-"""GET /api/tags, /api/ps and /api/version and POST /api/show: what Ollama's clients read before they ask."""
+"""GET /api/tags, /api/ps and /api/version and POST /api/show, which Ollama's clients read first."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
+
+from starlette.routing import Route
 
 from runtime.output.fields import invalid
+from serve_app.apis.ollama.answers import OllamaError, OllamaModel, OllamaModels, OllamaVersion
+from serve_app.http.json_routes import get_json, post_json
+from serve_app.protocol.operation import BODY, route
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.shapes import RequestModel
+from serve_app.service.model_card import ModelCard
+from serve_app.service.service import Service
+from serve_app.settings import HttpSettings
 
-if TYPE_CHECKING:
-    from serve_app.service.service import Service
-
-# Clients refuse versions in which a route or a field was missing; this one has all that Callboard answers.
+# The version of Ollama with these routes and fields; clients refuse older ones.
 VERSION = "0.12.11"
 _ARCHITECTURE = "callboard"  # the head of the keys of `model_info`
 
@@ -29,24 +35,32 @@ class ShowRequest(RequestModel):
             raise invalid("model", "is missing; it is required")
 
 
+def ollama_model_routes(service: Service, settings: HttpSettings) -> list[Route]:
+    lists: dict[str, Any] = {"errors": (503,), "error": OllamaError}
+    one: dict[str, Any] = {"errors": (*BODY, 404, 503), "error": OllamaError}
+    description = post_json(partial(show, service), settings, may_render=True)
+    version = get_json(lambda: OllamaVersion(VERSION))
+    return [
+        route("/api/tags", get_json(partial(tags, service)), "The models, in Ollama's form", OllamaModels, **lists),
+        route("/api/ps", get_json(partial(running, service)), "The same models", OllamaModels, **lists),
+        route("/api/show", description, "A model, in Ollama's form", OllamaModel, (ShowRequest,), **one),
+        route("/api/version", version, "The version of Ollama's API", OllamaVersion, error=OllamaError),
+    ]
+
+
 def tags(service: Service) -> dict[str, Any]:
-    """The models that a request may ask for; raises ApiError while the service is loading."""
+    """Return the models that a request may name; raises ApiError while the service is loading."""
     return {"models": [_entry(service, card) for card in service.model_cards()]}
 
 
 def running(service: Service) -> dict[str, Any]:
-    """The same models: all are loaded, and stay so."""
+    """Return the same models: all are loaded and stay loaded."""
     stays = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": 0}
     return {"models": [_entry(service, card) | stays for card in service.model_cards()]}
 
 
-def version() -> dict[str, str]:
-    """The version of Ollama whose routes these are."""
-    return {"version": VERSION}
-
-
 def show(service: Service, body: bytes) -> dict[str, Any]:
-    """What is known of a model; raises FieldError or ApiError."""
+    """Return the facts about a model; raises FieldError or ApiError."""
     request = parse(ShowRequest, body)
     name = request.model if request.model is not None else request.name
     card, model = service.model_card(name), service.named(name)
@@ -74,21 +88,21 @@ def show(service: Service, body: bytes) -> dict[str, Any]:
     }
 
 
-def _entry(service: Service, card: dict[str, Any]) -> dict[str, Any]:
-    """A model of a list. A front does not know its family or its size in bytes."""
-    model = service.named(card["id"])
+def _entry(service: Service, card: ModelCard) -> dict[str, Any]:
+    """Return a model of a list. A front does not know its family or its size in bytes."""
+    model = service.named(card.id)
     return {
         "name": model.name,
         "model": model.name,
-        "modified_at": datetime.fromtimestamp(card["created"], UTC).isoformat().replace("+00:00", "Z"),
+        "modified_at": datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z"),
         "size": 0,
         "digest": model.info.fingerprint + model.adapter,
         "details": {
-            "parent_model": card["parent"] or "",
+            "parent_model": card.parent or "",
             "format": "",
             "family": _ARCHITECTURE,
             "families": [_ARCHITECTURE],
             "parameter_size": "",
-            "quantization_level": card["weights"],
+            "quantization_level": card.weights,
         },
     }

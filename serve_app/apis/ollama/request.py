@@ -1,15 +1,12 @@
-"""POST /api/chat and /api/generate: Ollama's requests, translated to the chats and completions that ask the same.
+"""The requests of POST /api/chat and /api/generate, and their translation to chats and completions.
 
-What a chat's fields may hold is checked there. `own_names` gives a fault the name of the field that a client has sent.
+The chat's model checks the values. `NAMES` gives its errors the names of Ollama's fields.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
@@ -18,17 +15,18 @@ from runtime.output.fields import FieldError, invalid, read_options, shown
 from serve_app.apis.anthropic.request import FIELDS_OF_CHATS
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.completions.request import CompletionRequest
+from serve_app.protocol.field_names import FieldNames
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.protocol.shapes import RequestModel, only
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
-_NO_IMAGES = only(None, [], says="images are not supported; leave it out")
+_NO_IMAGES = only(None, [], remedy="images are not supported; leave it out")
 
 
 class OllamaOptions(RequestModel):
-    """How to sample; other options are refused or named in a header, as fields of requests are."""
+    """Sampling options. Other options are refused, or reported in a header, like fields of requests."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -38,7 +36,7 @@ class OllamaOptions(RequestModel):
     min_p: float | None = None
     seed: int | None = None
     stop: Any = None  # a text or a list of texts
-    num_predict: int | None = None  # 0 and below: all that fit
+    num_predict: int | None = None  # 0 and below mean the rest of the context
     repeat_penalty: float | None = None
     repeat_last_n: int | None = None
     presence_penalty: float | None = None
@@ -55,7 +53,7 @@ class OllamaOptions(RequestModel):
             raise invalid("options.repeat_last_n", problem)
 
     def fields(self) -> dict[str, Any]:
-        """The fields of a chat or a completion that say the same; unknown options by their own names."""
+        """Return the equivalent fields of a chat or completion; unknown options keep their names."""
         same = "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"
         values = {name: getattr(self, name) for name in same}
         values["repetition_penalty"] = self.repeat_penalty
@@ -79,8 +77,8 @@ class OllamaMessage(RequestModel):
     content: str = ""
     thinking: str | None = None
     tool_calls: list[OllamaCall] | None = None  # of an assistant
-    tool_name: str | None = None  # of a tool: the function whose result the message holds
-    tool_call_id: str | None = None  # of a tool: the call, where it has an id
+    tool_name: str | None = None  # of a tool: the function of this result
+    tool_call_id: str | None = None  # of a tool: the id of the call, if it has one
     images: Annotated[Any, _NO_IMAGES] = None
 
 
@@ -102,7 +100,7 @@ _Think = Annotated[
 
 
 class LoadRequest(SamplingFields):
-    """A request without a prompt, which asks Ollama to load the model."""
+    """A request without a prompt, which loads the model in Ollama."""
 
     def max_output(self) -> int | None:
         return None
@@ -112,9 +110,9 @@ class LoadRequest(SamplingFields):
 
 
 class OllamaRequest(RequestModel):
-    """The fields that both routes share. Those of chats that the answer has a place for may stand beside them."""
+    """The fields that both routes share. Most fields of chats are allowed too."""
 
-    model_config = ConfigDict(extra="allow")  # kept for the chat, which reads, refuses or names what it is sent
+    model_config = ConfigDict(extra="allow")  # the chat reads, refuses or reports the other fields
     unknown_fields: ClassVar[frozenset[str]] = FIELDS_OF_CHATS - {"logprobs", "top_logprobs", "parallel_tool_calls"}
 
     model: str
@@ -124,15 +122,15 @@ class OllamaRequest(RequestModel):
     think: _Think | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    truncate: Annotated[Any, only(None, False, says="too long a prompt is refused, not cut; leave it out")] = None
-    shift: Annotated[Any, only(None, False, says="an answer ends with the context; leave it out")] = None
+    truncate: Annotated[Any, only(None, False, remedy="too long a prompt is refused, not cut; leave it out")] = None
+    shift: Annotated[Any, only(None, False, remedy="an answer ends with the context; leave it out")] = None
 
     def check(self) -> None:
         if self.options is not None:
             self.options.check()
 
     def as_request(self) -> SamplingFields:
-        """The chat or the completion that asks the same; raises FieldError."""
+        """Return the equivalent chat or completion; raises FieldError."""
         raise NotImplementedError
 
     def _shared(self) -> dict[str, Any]:
@@ -152,7 +150,7 @@ class OllamaRequest(RequestModel):
     def _chat(self, messages: list[dict[str, Any]], is_continued: bool = False) -> ChatRequest:
         fields = self._shared() | {"messages": messages, "continue_final_message": is_continued}
         fields["include_reasoning"] = self.think is not False
-        if isinstance(self.think, bool):  # families' two names
+        if isinstance(self.think, bool):  # model families have two names for the switch
             given = fields.get("chat_template_kwargs")
             own = {"enable_thinking": self.think, "thinking": self.think}
             fields["chat_template_kwargs"] = own | given if isinstance(given, dict) else own
@@ -173,7 +171,7 @@ class OllamaChatRequest(OllamaRequest):
         if not self.messages:
             return LoadRequest(model=self.model)
         last = self.messages[-1]
-        with own_names():
+        with NAMES.in_errors():
             return self._chat(_chat_messages(self.messages), last.role == "assistant" and not last.tool_calls)
 
 
@@ -187,8 +185,8 @@ class OllamaGenerateRequest(OllamaRequest):
     system: str | None = None
     raw: bool | None = None
     images: Annotated[Any, _NO_IMAGES] = None
-    template: Annotated[Any, only(None, "", says="a template is a program; the operator sets --chat-template")] = None
-    context: Annotated[Any, only(None, [], says="it is not supported; send the conversation to /api/chat")] = None
+    template: Annotated[Any, only(None, "", remedy="a template is a program; the operator sets --chat-template")] = None
+    context: Annotated[Any, only(None, [], remedy="it is not supported; send the conversation to /api/chat")] = None
 
     def check(self) -> None:
         super().check()
@@ -200,7 +198,7 @@ class OllamaGenerateRequest(OllamaRequest):
     def as_request(self) -> SamplingFields:
         if not self.prompt and not self.suffix:
             return LoadRequest(model=self.model)
-        with own_names("prompt"):
+        with NAMES_BY_PROMPT["prompt"].in_errors():
             if not self.raw and not self.suffix:
                 system = [{"role": "system", "content": self.system}] if self.system else []
                 return self._chat([*system, {"role": "user", "content": self.prompt}])
@@ -212,40 +210,41 @@ class OllamaGenerateRequest(OllamaRequest):
 
 
 def _chat_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
-    """The messages of a chat, whose calls have ids by which results name them; Ollama's are in order, or named."""
+    """Return the messages of a chat, in which results name calls by ids. Ollama's results follow calls in order, or
+    name functions."""
     chat: list[dict[str, Any]] = []
-    waiting = _Waiting([])
+    pending = _PendingCalls([])
     for at, message in enumerate(messages):
         fields: dict[str, Any] = {"role": message.role, "content": message.content}
         if message.thinking is not None:
             fields["reasoning_content"] = message.thinking
         if message.tool_calls:
             named = [(call.id or f"call_{at}_{i}", call.function) for i, call in enumerate(message.tool_calls)]
-            waiting = _Waiting([(call_id, function.name) for call_id, function in named])
+            pending = _PendingCalls([(call_id, function.name) for call_id, function in named])
             fields["tool_calls"] = [
                 {"id": i, "function": {"name": f.name, "arguments": json.dumps(f.arguments, ensure_ascii=False)}}
                 for i, f in named
             ]
         if message.role == "tool":
-            call_id = message.tool_call_id or waiting.next(message.tool_name) or f"call_{at}"
+            call_id = message.tool_call_id or pending.next(message.tool_name) or f"call_{at}"
             fields |= {"tool_call_id": call_id, "name": message.tool_name}
         chat.append(fields)
     return chat
 
 
-class _Waiting:
-    """The calls of one message that have no result so far."""
+class _PendingCalls:
+    """The calls of one message without a result."""
 
     def __init__(self, calls: list[tuple[str, str]]) -> None:
-        """`calls` are their ids and the functions' names."""
+        """`calls` are pairs of an id and a function's name."""
         self._done: set[str] = set()
-        self._of: dict[str | None, deque[str]] = defaultdict(deque)  # ids by function, and all of them by None
+        self._of: dict[str | None, deque[str]] = defaultdict(deque)  # ids by function; all ids under None
         for call_id, name in calls:
             self._of[None].append(call_id)
             self._of[name].append(call_id)
 
     def next(self, name: str | None) -> str | None:
-        """The first call of a function, or of any; None if all have their results."""
+        """Return the first pending call of a function, or of any function if `name` is None."""
         ids = self._of[name]
         while ids and ids[0] in self._done:
             ids.popleft()
@@ -255,32 +254,15 @@ class _Waiting:
         return ids.popleft()
 
 
-# ---- names -----------------------------------------------------------------------------------------------------------
-
-# Fields of chats at the head of a message, and what they are called in Ollama's requests.
-_NAMES = [
-    (re.compile(r"^(temperature|top_p|top_k|min_p|seed|stop|presence_penalty|frequency_penalty)\b"), r"options.\1"),
-    (re.compile(r"^max_tokens\b"), "options.num_predict"),
-    (re.compile(r"^repetition_penalty\b"), "options.repeat_penalty"),
-    (re.compile(r"^response_format(\.json_schema\.schema)?\b"), "format"),
-    (re.compile(r"^reasoning_effort\b"), "think"),
-    (re.compile(r"^(messages\.\d+)\.reasoning_content\b"), r"\1.thinking"),
-]
-
-
-def own_name(text: str, prompt: str | None = None) -> str:
-    """The path of a chat's field, or a sentence that begins with it, with the name that Ollama's clients know.
-
-    `prompt` is the name of the field that the messages were made of, if they were."""
-    for pattern, name in _NAMES:
-        text = pattern.sub(name, text)
-    return text if prompt is None else re.sub(r"^messages(\.\d+(\.content)?)?", prompt, text)
-
-
-@contextmanager
-def own_names(prompt: str | None = None) -> Iterator[None]:
-    """Names the fields of Ollama's requests where fields of the chat are at fault."""
-    try:
-        yield
-    except FieldError as e:
-        raise FieldError(own_name(e.field, prompt), own_name(str(e), prompt)) from e
+_NAMES = (
+    (r"^(temperature|top_p|top_k|min_p|seed|stop|presence_penalty|frequency_penalty)\b", r"options.\1"),
+    (r"^max_tokens\b", "options.num_predict"),
+    (r"^repetition_penalty\b", "options.repeat_penalty"),
+    (r"^response_format(\.json_schema\.schema)?\b", "format"),
+    (r"^reasoning_effort\b", "think"),
+    (r"^(messages\.\d+)\.reasoning_content\b", r"\1.thinking"),
+)
+NAMES = FieldNames(*_NAMES)
+NAMES_BY_PROMPT = {  # field with the prompt -> names for errors about the whole prompt
+    field: FieldNames(*_NAMES, (r"^messages(\.\d+(\.content)?)?", field)) for field in ("messages", "prompt")
+}

@@ -1,4 +1,4 @@
-"""Endpoints whose answers are vectors of prompts, or scores: /v1/embeddings, /pooling, /score and /rerank."""
+"""Endpoints for vectors and scores of prompts: /v1/embeddings, /pooling, /score and /rerank."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from runtime.output.score_prompt import PairPrompter
 from runtime.output.vectors import check_dimensions, embedding, scores, texts_of
 from runtime.spec.pooling import Pooling
 from runtime.spec.types import Request
+from serve_app.apis.pooled.answers import Embeddings, Pooled, Ranking, Scores
 from serve_app.apis.pooled.request import EmbeddingRequest, PooledFields, PoolingRequest, RerankRequest, ScoreRequest
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import ApiError
+from serve_app.protocol.operation import GENERATION, Operation
 from serve_app.protocol.prepared_request import ServedModel
 from serve_app.protocol.prompt_ids import prompt_ids
 
@@ -27,7 +29,7 @@ P = TypeVar("P", bound=PooledFields)
 
 @dataclass(frozen=True, slots=True)
 class PreparedPooling(Generic[P]):
-    """A request for vectors, checked and tokenised: one engine request for each of its prompts."""
+    """A checked and tokenised request for vectors, with an engine request for each prompt."""
 
     id: str
     request: P
@@ -36,7 +38,7 @@ class PreparedPooling(Generic[P]):
     requests: list[Request]
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The answer's kind, and facts that its shape has no place for."""
+        """Return the content type, and facts that the body omits."""
         headers = [
             (b"content-type", b"application/json"),
             (b"x-callboard-system-fingerprint", self.model.fingerprint.encode()),
@@ -46,32 +48,34 @@ class PreparedPooling(Generic[P]):
         return headers
 
     def body(self, kind: str, **fields: Any) -> bytes:
-        """An answer with what all have."""
+        """Return an answer with the fields that all share."""
         num_tokens = sum(request.prompt_len for request in self.requests)
         head = {"id": self.id, "object": kind, "created": int(time.time()), "model": self.model.name}
         return encode_json({**head, **fields, "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens}})
 
 
 class PooledEndpoint(ABC, Generic[P]):
-    """One kind of request. A new one is a class of its own, listed in POOLED_ENDPOINTS."""
+    """One kind of request, listed in POOLED_ENDPOINTS."""
 
-    paths: ClassVar[tuple[str, ...]]  # the first is the one that the OpenAPI page names
+    paths: ClassVar[tuple[str, ...]]  # the first is documented, the others are aliases
+    operation: ClassVar[Operation]
     request_type: type[P]
     id_prefix: ClassVar[str]
 
     @abstractmethod
     def prompts(self, request: P, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
-        """The token ids of each prompt, made one after another; raises FieldError or ApiError."""
+        """Yield the token ids of each prompt; raises FieldError or ApiError."""
 
     @abstractmethod
     def answer(self, prepared: PreparedPooling[P], pooled: Sequence[bytes]) -> bytes:
-        """The answer; `pooled` is what came of each prompt."""
+        """Return the answer; `pooled` has the engine's result for each prompt."""
 
 
 class PoolingEndpoint(PooledEndpoint[PoolingRequest]):
-    """Vectors as the model makes them: embeddings, or the logits of a classifier's labels."""
+    """The model's vectors: embeddings, or the logits of a classifier's labels."""
 
     paths, request_type, id_prefix = ("/pooling",), PoolingRequest, "pool-"
+    operation = Operation("Vectors of texts as the model makes them", Pooled, (PoolingRequest,), GENERATION)
 
     def prompts(self, request: PoolingRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
         given = request.inputs()
@@ -89,10 +93,11 @@ class EmbeddingsEndpoint(PooledEndpoint[EmbeddingRequest]):
     """OpenAI's embeddings."""
 
     paths, request_type, id_prefix = ("/v1/embeddings",), EmbeddingRequest, "embd-"
+    operation = Operation("Vectors of texts", Embeddings, (EmbeddingRequest,), GENERATION)
 
     def prompts(self, request: EmbeddingRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
         if pooling.num_labels:
-            raise ApiError(400, "This model makes scores, not embeddings; ask /v1/rerank or /v1/score.", param="model")
+            raise ApiError(400, "This model makes scores, not embeddings; use /v1/rerank or /v1/score.", param="model")
         check_dimensions(request.dimensions, pooling)
         return POOLING.prompts(request, model, pooling)
 
@@ -104,9 +109,10 @@ class EmbeddingsEndpoint(PooledEndpoint[EmbeddingRequest]):
 
 
 class ScoreEndpoint(PooledEndpoint[ScoreRequest]):
-    """How well texts go together: a classifier's probability, or the cosine of embeddings."""
+    """Scores of pairs of texts: a classifier's probability, or the cosine of embeddings."""
 
     paths, request_type, id_prefix = ("/v1/score", "/score"), ScoreRequest, "score-"
+    operation = Operation("How well texts match", Scores, (ScoreRequest,), GENERATION)
 
     def prompts(self, request: ScoreRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
         pairs = request.pairs()
@@ -122,9 +128,10 @@ class ScoreEndpoint(PooledEndpoint[ScoreRequest]):
 
 
 class RerankEndpoint(PooledEndpoint[RerankRequest]):
-    """Documents by how well they answer a query, the best first."""
+    """Documents sorted by their scores for a query, the best first."""
 
     paths, request_type, id_prefix = ("/v1/rerank", "/rerank", "/v2/rerank"), RerankRequest, "rerank-"
+    operation = Operation("Documents in the order of a query", Ranking, (RerankRequest,), GENERATION)
 
     def prompts(self, request: RerankRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
         pairs = [(request.query, text) for text in request.texts()]
@@ -152,14 +159,15 @@ POOLED_ENDPOINTS: tuple[PooledEndpoint[Any], ...] = (EmbeddingsEndpoint(), POOLI
 
 
 def _most(request: PooledFields, model: ServedModel) -> tuple[int, int | None]:
-    """The longest prompt, for which there is one place less than the context has; and what is to be kept of one."""
-    limit, kept = model.info.max_model_len - 1, request.truncate_prompt_tokens
-    return limit, None if kept is None else limit if kept == -1 else min(kept, limit)
+    """Return the longest prompt, one token less than the context, and the length to truncate to or None."""
+    limit, length = model.info.max_model_len - 1, request.truncate_prompt_tokens
+    return limit, None if length is None else limit if length == -1 else min(length, limit)
 
 
 def _input_ids(request: PooledFields, value: str | list[int], model: ServedModel, where: str) -> list[int]:
-    """The token ids of one input; raises FieldError or ApiError. What a model wants at the end of a text stays there
-    when the text is cut, as its vector is that of the last token."""
+    """Return the token ids of one input; raises FieldError or ApiError.
+
+    A truncated text keeps the special tokens at its end, since a vector is often that of the last token."""
     (limit, most), tokenizer = _most(request, model), model.tokenizer
     if isinstance(value, list):
         ids, num_end = value, 0
@@ -184,9 +192,9 @@ def _pair_ids(
     query_field: str,
     document_field: str,
 ) -> Iterator[list[int]]:
-    """The token ids of pairs as a classifier reads them."""
+    """Yield the token ids of pairs for a classifier."""
     if pooling.num_labels != 1:
-        raise ApiError(400, f"This model's classifier has {pooling.num_labels} labels, not one; ask /pooling.")
+        raise ApiError(400, f"This model's classifier has {pooling.num_labels} labels, not one; use /pooling.")
     limit, most = _most(request, model)
     fields = {"query": query_field, "document": document_field}
 
@@ -215,7 +223,7 @@ def _checked(ids: list[int], limit: int, where: str) -> list[int]:
 
 
 def _encoding(name: str) -> Any:
-    """What makes a vector a value of JSON: a list of numbers, or their bytes in base64."""
+    """Return the function that makes a vector a JSON value: a list of numbers, or their bytes in base64."""
     return _as_bytes if name == "base64" else _as_list
 
 

@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag
 
 from runtime.output.fields import invalid
 from serve_app.apis.completions.request import PromptValue, prompts_of
-from serve_app.protocol.other_servers import Refused, refused_fields
+from serve_app.protocol.other_servers import UnsupportedField, refused_fields
 from serve_app.protocol.shapes import OpenRequestModel, RequestModel, text_or_list
 
 _REFUSED = refused_fields(
@@ -33,9 +33,9 @@ _Texts = Annotated[
 
 
 class PooledFields(OpenRequestModel):
-    """The fields of all of them; those from `priority` on are extensions."""
+    """The fields that all of these requests share; those from `priority` on are extensions."""
 
-    refused: ClassVar[dict[str, Refused]] = _REFUSED
+    refused: ClassVar[dict[str, UnsupportedField]] = _REFUSED
 
     model: str | None = None
     user: str | None = None
@@ -43,10 +43,12 @@ class PooledFields(OpenRequestModel):
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     add_special_tokens: bool = True
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # of its beginning; -1: what fits
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = (
+        None  # kept from the start; -1 keeps what fits
+    )
 
     def count(self) -> tuple[str, int]:
-        """The field that holds the texts, and how many they are."""
+        """Return the field with the texts, and their number."""
         raise NotImplementedError
 
     def check(self) -> None:
@@ -64,7 +66,7 @@ class PoolingRequest(PooledFields):
     encoding_format: Literal["float", "base64"] = "float"
 
     def inputs(self) -> Sequence[str | list[int]]:
-        """The inputs as a list, each a text or token ids."""
+        """Return the inputs as a list, each a text or token ids."""
         return prompts_of(self.input)
 
     def count(self) -> tuple[str, int]:
@@ -78,14 +80,14 @@ class EmbeddingRequest(PoolingRequest):
 
 
 class ScoreRequest(PooledFields):
-    """POST /score: one text against each of others, or two lists pair by pair."""
+    """POST /score: one text against each of the others, or two lists pair by pair."""
 
     text_1: _Texts
     text_2: _Texts
-    instruction: str | None = None  # an extension: of rerankers that read one
+    instruction: str | None = None  # an extension for rerankers with instructions
 
     def pairs(self) -> list[tuple[str, str]]:
-        """Raises FieldError if the lists do not go together."""
+        """Return the pairs; raises FieldError if the lists have different lengths."""
         first, second = ([t] if isinstance(t, str) else t for t in (self.text_1, self.text_2))
         if len(first) not in (1, len(second)):
             raise invalid("text_1", f"has {len(first)} texts for {len(second)} of text_2; send one, or as many")
@@ -112,12 +114,12 @@ class RerankRequest(PooledFields):
 
     query: _Text
     documents: Annotated[list[_Document], Field(min_length=1, fail_fast=True)]
-    top_n: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # 0, too: all
+    top_n: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # None and 0 mean all
     return_documents: bool | None = None
     instruction: str | None = None  # an extension, as in ScoreRequest
 
     def texts(self) -> list[str]:
-        """Of the documents."""
+        """Return the texts of the documents."""
         return [d if isinstance(d, str) else d.text for d in self.documents]
 
     def count(self) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""The HTTP of requests for vectors and scores: read, prepared, computed by the engines, answered whole."""
+"""The HTTP of requests for vectors and scores."""
 
 from __future__ import annotations
 
@@ -18,26 +18,24 @@ from serve_app.http.lanes import run_preparation, run_rendering
 from serve_app.http.limits import Deadline, check_priority, read_json_body
 from serve_app.observability.context import RequestContext
 from serve_app.protocol.errors import ApiError
+from serve_app.protocol.operation import ApiRoute
 from serve_app.protocol.parsing import parse
 from serve_app.service.generation import UntilClientLeaves
 from serve_app.service.service import MAX_PROMPT_TOKENS, Service, owned
 from serve_app.settings import HttpSettings
 
-_MANY_NUMBERS = 1 << 14  # whose JSON takes a while
+_MANY_NUMBERS = 1 << 14  # slow to encode as JSON
 
 
 def pooled_routes(service: Service, settings: HttpSettings) -> list[Route]:
-    """Those of all endpoints."""
-    return [
-        Route(
-            path,
-            PooledRoute(service, endpoint, settings),
-            methods=["POST"],
-            include_in_schema=path == endpoint.paths[0],
-        )
-        for endpoint in POOLED_ENDPOINTS
-        for path in endpoint.paths
-    ]
+    """Return the routes of all endpoints; aliases are left out of the OpenAPI document."""
+    routes: list[Route] = []
+    for endpoint in POOLED_ENDPOINTS:
+        path, *aliases = endpoint.paths
+        handler = PooledRoute(service, endpoint, settings)
+        routes.append(ApiRoute(path, handler, endpoint.operation))
+        routes += [Route(alias, handler, methods=["POST"], include_in_schema=False) for alias in aliases]
+    return routes
 
 
 class PooledRoute:
@@ -62,7 +60,7 @@ class PooledRoute:
             async with Deadline(self._settings.request_timeout_s):
                 pooled = await self._service.pool(prepared.id, prepared.requests, context)
             answer = partial(self._endpoint.answer, prepared, pooled)
-            is_long = len(body) + sum(map(len, pooled)) > 4 * _MANY_NUMBERS  # an answer may have the texts, too
+            is_long = len(body) + sum(map(len, pooled)) > 4 * _MANY_NUMBERS  # an answer may repeat the texts
             content = await run_rendering(is_long, scope["owner"], answer)
             headers = [*prepared.headers(), (b"content-length", b"%d" % len(content))]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -85,8 +83,8 @@ class PooledRoute:
         for prompt in endpoint.prompts(request, model, pooling):
             prompts.append(prompt)
             num_tokens += len(prompt)
-            if num_tokens > MAX_PROMPT_TOKENS:  # not all are made only to be refused
-                prompts.clear()  # here: the error keeps this frame until the event loop has answered
+            if num_tokens > MAX_PROMPT_TOKENS:  # before the other texts are tokenised
+                prompts.clear()  # since the error keeps this frame until the event loop has answered
                 text = f"The request has over {MAX_PROMPT_TOKENS} tokens, which is the limit; send fewer texts at once."
                 raise ApiError(400, text)
         request_id = clean_id(request.request_id or scope["request_id"]) or secrets.token_hex(12)

@@ -1,4 +1,4 @@
-"""ResponseBuilder: a response as it grows, and the events that tell of each of its additions."""
+"""ResponseBuilder: a growing response, and an event for each of its additions."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "
 class _OpenItem:
     """The output item that grows now: reasoning, a message or a function call."""
 
-    fields: dict[str, Any]  # of its object, but for the text
-    pieces: list[str] = field(default_factory=list)  # of its text, or of its arguments
-    logprobs: list[bytes] = field(default_factory=list)  # of a message's text, if they are asked for; JSON
-    before_delta: bytes = b""  # an event of one more piece, up to its number
+    fields: dict[str, Any]  # of its object, without the text
+    pieces: list[str] = field(default_factory=list)  # of its text or arguments
+    logprobs: list[bytes] = field(default_factory=list)  # of a message's text, as JSON
+    before_delta: bytes = b""  # start of the event of one more piece, up to its number
     after_number: bytes = b""
 
     @property
@@ -63,8 +63,7 @@ class _OpenItem:
 class ResponseBuilder:
     """The response of one request.
 
-    The parts come one after another: reasoning, a message and calls are items of the output, each of which begins,
-    grows and ends before the next one begins."""
+    Reasoning, a message and calls are items of the output. Each item ends before the next one begins."""
 
     def __init__(self, prepared: PreparedRequest[ResponsesRequest], is_stored: bool, has_events: bool) -> None:
         self._prepared, self._has_events = prepared, has_events
@@ -72,16 +71,16 @@ class ResponseBuilder:
         self.error: ApiError | None = None
         self.output: list[dict[str, Any]] = []  # the items that are complete
         self._open: _OpenItem | None = None
-        self._scores: list[TokenLogprobs] = []  # of tokens that belong to no item yet
-        self._num_skipped = 0  # tokens of reasoning that are no more among them
+        self._scores: list[TokenLogprobs] = []  # of tokens without an item
+        self._num_skipped = 0  # tokens of reasoning that were removed from them
         self._usage, self._num_reasoning = ChoiceUsage(), 0
         self._fixed = _fixed_fields(prepared, is_stored)
         self._completed_at: int | None = None
         self._num_events = 0
-        self._events: list[bytes] = []  # not taken yet
+        self._events: list[bytes] = []  # until they are taken
 
     def object(self) -> dict[str, Any]:
-        """The response as it is now."""
+        """Return the present response."""
         output = self.output if self._open is None else [*self.output, self._open.item("in_progress")]
         error = None if self.error is None else {"code": _error_code(self.error), "message": self.error.message()}
         return self._fixed | {
@@ -99,23 +98,23 @@ class ResponseBuilder:
 
     @property
     def num_scores(self) -> int:
-        """Tokens of the open item whose log-probabilities its end will have."""
+        """Return the number of log-probabilities in the open item's last event."""
         return 0 if self._open is None else len(self._open.logprobs)
 
     def take_events(self) -> list[bytes]:
-        """The events since they were last taken."""
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 
     # ---- its life ----------------------------------------------------------------------------------------------------
 
     def create(self) -> None:
-        """The request was accepted."""
+        """Emit the events of an accepted request."""
         self._lifecycle("created")
         self._lifecycle(self.status)
 
     def add(self, delta: Delta) -> None:
-        """What the model has written."""
+        """Add new output of the model."""
         if self.status == "queued":
             self.status = "in_progress"
             self._lifecycle(self.status)
@@ -126,7 +125,7 @@ class ResponseBuilder:
             self._add_piece(self._opened("reasoning"), delta.reasoning)
         is_last = delta.finish_reason is not None
         if is_last and not (delta.reasoning or delta.calls or self.output or self._open):
-            self._opened("message")  # an answer without a word
+            self._opened("message")  # an empty answer
         if delta.text or (is_last and self._scores and self._is_open("message")):
             self._add_piece(self._opened("message"), delta.text)
         for call in delta.calls:
@@ -135,12 +134,12 @@ class ResponseBuilder:
             self._end("incomplete" if delta.finish_reason == "length" else "completed")
 
     def fail(self, error: ApiError) -> None:
-        """It ends with what there is."""
+        """End the response with an error; its output so far stays."""
         self.error = error
         self._end("failed")
 
     def cancel(self) -> None:
-        """The same, because its client does not want more."""
+        """End the response at its client's request."""
         self._end("cancelled")
 
     def _end(self, status: Status) -> None:
@@ -149,7 +148,7 @@ class ResponseBuilder:
         self._close("completed" if status == "completed" else "incomplete")
         self.status = status
         self._completed_at = int(time.time()) if status == "completed" else None
-        # There is no event of its own for a cancelled response, and streams end with one of these.
+        # OpenAI defines no event for a cancelled response, so its stream ends with "incomplete".
         self._lifecycle("incomplete" if status == "cancelled" else status)
 
     # ---- its items ---------------------------------------------------------------------------------------------------
@@ -158,7 +157,7 @@ class ResponseBuilder:
         return self._open is not None and self._open.kind == kind
 
     def _opened(self, kind: Literal["reasoning", "message"]) -> _OpenItem:
-        """The open item, which is a new one if another kind was open."""
+        """Return the open item of this kind; opens one if needed."""
         if self._open is not None and self._open.kind == kind:
             return self._open
         self._close("completed")
@@ -202,8 +201,9 @@ class ResponseBuilder:
             self._events.append(item.before_delta + number + b',"delta":' + encode_json(text) + logprobs + b"}\n\n")
 
     def _take_scores(self) -> list[bytes]:
-        """The log-probabilities of a text's new tokens: those that were reasoning are left out. Each is encoded here,
-        once, since several events and the response itself have all of them at the end."""
+        """Return the encoded log-probabilities of a text's new tokens, without tokens of reasoning.
+
+        Each is encoded once, since several final events and the response repeat all of them."""
         num_reasoning = min(self._num_reasoning - self._num_skipped, len(self._scores))
         scores, self._scores = self._scores[num_reasoning:], []
         self._num_skipped += num_reasoning
@@ -211,14 +211,14 @@ class ResponseBuilder:
         return [encode_json(logprob_entry(tokenizer, as_ids, score)) for score in scores]
 
     def _close(self, status: str) -> None:
-        """The open item is complete, or will never be."""
+        """Close the open item, complete or not."""
         if (item := self._open) is None:
             return
         done, at = item.item(status), self._at(item)
         if (name := _TEXTS_OF_CALLS.get(item.kind)) is not None:
             named = {} if item.kind == "custom_tool_call" else {"name": item.fields["name"]}
             self._emit(f"response.{_EVENTS[item.kind]}.done", **at, **named, **{name: done[name]})
-            self._scores.clear()  # of tokens that are no text
+            self._scores.clear()  # calls do not report log-probabilities
             self._num_skipped = self._num_reasoning
         else:
             part = done["content"][0]
@@ -257,10 +257,10 @@ class ResponseBuilder:
 
 
 class ResponseStream(EventStream):
-    """The events of a response for the client that waits for them."""
+    """The events of a response for its waiting client."""
 
     def __init__(self, builder: ResponseBuilder, on_end: Callable[[], object]) -> None:
-        """`on_end` is called once, when the response has ended and before its client reads so."""
+        """`on_end` is called once, after the response has ended and before its client receives the end."""
         self._builder, self._on_end = builder, on_end
 
     def first(self) -> bytes:
@@ -270,7 +270,7 @@ class ResponseStream(EventStream):
     def events(self, deltas: list[Delta]) -> bytes:
         for delta in deltas:
             self._builder.add(delta)
-        # Its end is read after it is stored.
+        # The final events are sent after the response is stored.
         return b"" if self._builder.has_ended else b"".join(self._builder.take_events())
 
     def is_long(self, deltas: list[Delta]) -> bool:
@@ -289,7 +289,7 @@ class ResponseStream(EventStream):
 
 
 def error_event(error: ApiError, number: int) -> bytes:
-    """The event of a stream that cannot go on, whatever becomes of its response."""
+    """Return the event for a stream that cannot continue, although its response may."""
     fields = {"code": error.code, "message": error.message(), "param": error.param}
     return b"event: error\ndata: %b\n\n" % encode_json({"type": "error", "sequence_number": number, **fields})
 
@@ -303,12 +303,12 @@ def _new_id(kind: str) -> str:
 
 
 def _error_code(error: ApiError) -> str:
-    """One of OpenAI's codes."""
+    """Return one of OpenAI's codes."""
     return {429: "rate_limit_exceeded", 400: "invalid_prompt"}.get(error.status, "server_error")
 
 
 def _fixed_fields(prepared: PreparedRequest[ResponsesRequest], is_stored: bool) -> dict[str, Any]:
-    """What a response says from its beginning on: what was asked for, and what holds where nothing was said."""
+    """Return the constant fields of a response: the request's values or their defaults."""
     asked, model, params = prepared.request, prepared.model, prepared.requests[0].params
     text = asked.model_dump(include={"text"}, by_alias=True, exclude_none=True).get("text") or {}
     tools = [tool.model_dump() for tool in asked.tools or ()]

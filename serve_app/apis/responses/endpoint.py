@@ -1,4 +1,4 @@
-"""POST /v1/responses: a conversation in items, answered in items. Its prompt is that of a chat."""
+"""POST /v1/responses: a conversation and its answer in items. The prompt is that of a chat."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from runtime.output.processor import Delta
-from serve_app.apis.chat.endpoint import ChatEndpoint
+from serve_app.apis.chat.endpoint import CHAT
 from serve_app.apis.chat.messages import ChatMessage
+from serve_app.apis.responses.answers import ResponseObject
 from serve_app.apis.responses.builder import ResponseBuilder, ResponseStream
-from serve_app.apis.responses.request import INSTRUCTING, ResponsesRequest, own_name, own_names
+from serve_app.apis.responses.request import INSTRUCTING, NAMES, ResponsesRequest
 from serve_app.apis.responses.store import ResponseStore
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import ApiError
+from serve_app.protocol.operation import GENERATION, Operation
 from serve_app.protocol.prepared_request import PreparedRequest, Prompts, ServedModel
 from serve_app.service.endpoint import Endpoint
-
-_CHAT = ChatEndpoint()
 
 
 class ResponsesEndpoint(Endpoint[ResponsesRequest]):
@@ -26,18 +26,19 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
 
     path, request_type, id_prefix, default_max_tokens = "/v1/responses", ResponsesRequest, "resp_", None
     max_tokens_field, renders_chats = "max_output_tokens", True
+    operation = Operation("Answer a chat of items", ResponseObject, (ResponsesRequest,), GENERATION, streams=True)
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
 
     def new_id(self, request_id: str) -> str:
-        """A new id, even if a client sends the same id for two requests: the response may be stored."""
+        """Return a unique id even for a repeated request id, since the response may be stored."""
         return f"{self.id_prefix}{self._store.front}_{secrets.token_hex(8)}-{request_id or secrets.token_hex(12)}"
 
     def prompts(self, request: ResponsesRequest, model: ServedModel) -> Prompts:
         def prompts_of(messages: list[ChatMessage]) -> Prompts:
-            with own_names():
-                return _CHAT.prompts(request.chat(messages), model, "input")
+            with NAMES.in_errors():
+                return CHAT.prompts(request.chat(messages), model, "input")
 
         messages = request.messages()
         if request.truncation == "auto":
@@ -46,11 +47,11 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
         else:
             prompts = prompts_of(messages)
         if (grammar := prompts.grammar) is not None:
-            prompts = replace(prompts, grammar=replace(grammar, field=own_name(grammar.field)))
+            prompts = replace(prompts, grammar=replace(grammar, field=NAMES.of(grammar.field)))
         return prompts
 
     def choices(self, prepared: PreparedRequest[ResponsesRequest]) -> list[Delta]:
-        return [BuiltChoice(ResponseBuilder(prepared, self._store.keeps(prepared.request), has_events=False))]
+        return [BuiltChoice(ResponseBuilder(prepared, self._store.stores(prepared.request), has_events=False))]
 
     def answer(self, prepared: PreparedRequest[ResponsesRequest], choices: list[Delta]) -> bytes:
         (choice,) = choices
@@ -58,12 +59,12 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
         return self._store.keep(prepared, choice.builder) or encode_json(choice.builder.object())
 
     def stream(self, prepared: PreparedRequest[ResponsesRequest], include_usage: bool) -> ResponseStream:
-        builder = ResponseBuilder(prepared, self._store.keeps(prepared.request), has_events=True)
+        builder = ResponseBuilder(prepared, self._store.stores(prepared.request), has_events=True)
         return ResponseStream(builder, lambda: self._store.keep(prepared, builder))
 
 
 class BuiltChoice(Delta):
-    """The sum of an answer's deltas as a response, which also has their order."""
+    """The sum of an answer's deltas as a response, which keeps their order."""
 
     def __init__(self, builder: ResponseBuilder) -> None:
         super().__init__(0)
@@ -76,8 +77,9 @@ class BuiltChoice(Delta):
 def _longest_that_fits(
     messages: list[ChatMessage], room: int, prompts_of: Callable[[list[ChatMessage]], Prompts]
 ) -> Prompts:
-    """The prompts of a conversation without as many of its oldest turns as do not fit. Instructions stay, and what is
-    left begins with a message of the user."""
+    """Return the prompts of a conversation, without its oldest turns if it is too long.
+
+    Instructions stay. The rest starts with a message of the user."""
 
     def without(start: int) -> list[ChatMessage]:
         return [message for message in messages[:start] if message.role in INSTRUCTING] + messages[start:]
@@ -91,5 +93,5 @@ def _longest_that_fits(
             return False
 
     starts = [0, *(i for i, message in enumerate(messages) if message.role == "user" and i)]
-    at = bisect_left(starts, True, hi=len(starts) - 1, key=fits)  # the last turn stays, even if it does not fit
+    at = bisect_left(starts, True, hi=len(starts) - 1, key=fits)  # the last turn always stays
     return prompts_of(without(starts[at]))

@@ -17,7 +17,7 @@ from serve_app.apis.chat.messages import (
     TextPart,
     ToolCall,
 )
-from serve_app.protocol.shapes import RequestModel, text_or_list
+from serve_app.protocol.shapes import RequestModel, text_or_list, type_of
 
 _KINDS = (
     "message",
@@ -27,10 +27,6 @@ _KINDS = (
     "custom_tool_call_output",
     "reasoning",
 )
-
-
-def _type_of(value: Any, default: str | None = None) -> Any:
-    return value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
 
 
 _Text = Annotated[
@@ -48,7 +44,7 @@ def _text(content: str | list[TextPart | RefusalPart]) -> str:
 
 
 class _Item(RequestModel):
-    id: str | None = None  # of one that a response had
+    id: str | None = None  # of an item from a response
 
 
 class InputMessage(_Item):
@@ -90,14 +86,14 @@ class ReasoningText(RequestModel):
 
 
 class Reasoning(_Item):
-    """Reasoning that came before an answer. One that is only a summary or encrypted says nothing to a template."""
+    """Reasoning before an answer. A template cannot use a summary or encrypted reasoning."""
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
 
 
 def _kind_of_item(value: Any) -> str | None:
-    kind = _type_of(value, "message")
+    kind = type_of(value, "message")
     return f"<{kind}>" if kind in _KINDS else None
 
 
@@ -120,12 +116,12 @@ ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
 
 
 def encoded(items: Sequence[InputItem]) -> list[bytes]:
-    """Each item as JSON, the same whenever it comes."""
+    """Return each item as JSON; equal items give equal bytes."""
     return [item.model_dump_json(exclude_none=True).encode() for item in items]
 
 
 def as_list(items: Sequence[bytes]) -> bytes:
-    """The JSON of several encoded items."""
+    """Return the JSON list of encoded items."""
     return b"[" + b",".join(items) + b"]"
 
 
@@ -140,7 +136,7 @@ _ID_PREFIXES = {
 
 
 def listed(item: InputItem, name: str) -> dict[str, Any]:
-    """An item of a stored input as clients read it. One that had no id is called by `name`."""
+    """Return an item of a stored input for clients. An item without an id gets one from `name`."""
     fields = {"id": f"{_ID_PREFIXES[item.type]}_{name}", "status": "completed"} | item.model_dump(exclude_none=True)
     match item:
         case InputMessage(role="assistant"):
@@ -156,10 +152,9 @@ def listed(item: InputItem, name: str) -> dict[str, Any]:
 
 
 def as_messages(items: Sequence[InputItem]) -> list[ChatMessage]:
-    """The messages of a conversation. What the model did in one turn (it reasons, says something, calls functions) is
-    one message."""
+    """Return the messages of a conversation. The items of one turn of the model form one message."""
     messages: list[dict[str, Any]] = []
-    turn: dict[str, Any] | None = None  # of the assistant, which later items may belong to
+    turn: dict[str, Any] | None = None  # the assistant's open turn
     for item in items:
         match item:
             case CallOutput():
@@ -188,7 +183,7 @@ def as_messages(items: Sequence[InputItem]) -> list[ChatMessage]:
 
 
 def _continues(turn: dict[str, Any], item: InputItem) -> bool:
-    """True if an item can belong to a turn of the model that has begun: its parts come in one order."""
+    """Return whether an item continues the model's turn: reasoning, then text, then calls."""
     match item:
         case Reasoning():
             return False

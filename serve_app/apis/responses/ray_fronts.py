@@ -1,6 +1,6 @@
-"""The fronts of a Serve application, which ask one another for stored responses by Ray calls.
+"""Access to the stored responses of a Serve application's other fronts, by Ray calls.
 
-A front is an actor that Ray finds by its name, and that name follows from the front's id, which each response's id has.
+A response's id contains its front's id, from which the name of the front's actor follows.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from serve_app.apis.responses.store import ResponseStore, gone
 from serve_app.protocol.errors import ApiError
 
 _NAMESPACE = "serve"  # of Serve's own actors
-_ANSWER_S = 5.0  # a front that is busy answers within milliseconds
+_ANSWER_S = 5.0  # even a busy front answers within milliseconds
 _LISTING_S = 1.0  # from one listing of Ray's actors to the next
 
 Answer = TypeVar("Answer")
 
 
 class RayFronts:
-    """All fronts of the application that this process belongs to, as `Fronts` describes them."""
+    """All fronts of this process's application; implements `Fronts`."""
 
     def __init__(self) -> None:
         self._id = serve.get_replica_context().replica_id
@@ -37,11 +37,11 @@ class RayFronts:
         self._actors: dict[str, Any] = {}  # by front; of the fronts in the last listing
         self._names: frozenset[str] = frozenset()  # of Serve's actors in the last listing
         self._listed_at = -_LISTING_S  # when the last listing began
-        self._listing: asyncio.Task[None] | None = None  # that has not begun yet, or not ended
-        # Ray answers when its head node does. A thread that waits for it is none of those that requests need.
+        self._listing: asyncio.Task[None] | None = None  # scheduled or running
+        # A call of Ray waits for the head node, so it does not use a thread for requests.
         self._thread = ThreadPoolExecutor(1, "fronts")
 
-    async def ask(self, front: str, method: str, *args: Any) -> Any:
+    async def call(self, front: str, method: str, *args: Any) -> Any:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 actor = await self._actor(front)
@@ -50,18 +50,18 @@ class RayFronts:
             if isinstance(e.cause, CallboardError):
                 raise e.cause from None
             raise
-        except (ValueError, ActorDiedError):  # Ray has no actor of that name, or it has ended since
+        except (ValueError, ActorDiedError):  # the actor does not exist, or has ended
             self._actors.pop(front, None)
             self._names -= {self._name_of(front)}
             raise gone(front) from None
         except (RayError, TimeoutError) as e:
-            text = "The front that keeps this response does not answer now; ask again."
+            text = "The front with this response does not answer now; try again."
             raise ApiError(503, text, code="front_unavailable", retry_after_s=1.0) from e
 
     async def _actor(self, front: str) -> Any:
-        """The front's actor; raises ValueError if there is none.
+        """Return the front's actor; raises ValueError without one.
 
-        A client can send any id. So Ray is called for fronts that it lists, and lists them once a second at most."""
+        Clients can send any id, so this looks up only listed fronts, and lists them at most once a second."""
         if front not in self._actors:
             name, asked_at = self._name_of(front), time.monotonic()
             while name not in self._names and self._listed_at < asked_at:
@@ -77,7 +77,7 @@ class RayFronts:
         return replace(self._id, unique_id=front).to_full_id_str()
 
     async def _list(self) -> None:
-        """List Serve's actors, as soon as the last listing is old enough."""
+        """List Serve's actors when the last listing is old enough."""
         try:
             await asyncio.sleep(self._listed_at + _LISTING_S - time.monotonic())
             self._listed_at = time.monotonic()
@@ -95,23 +95,23 @@ def _serve_actors() -> frozenset[str]:
     return frozenset(actor["name"] for actor in actors if actor["namespace"] == _NAMESPACE)
 
 
-class AskedStore:
-    """A front's store as other fronts reach it: on the thread of its own event loop, whichever thread Ray calls on."""
+class StoreOnLoop:
+    """A front's store for calls by other fronts. It runs each call on the front's own event loop."""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store, self._loop, self._thread = store, asyncio.get_running_loop(), threading.get_ident()
 
-    def ask(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any) -> Any:
         if threading.get_ident() == self._thread:
             return getattr(self._store, method)(*args)
 
-        async def ask() -> Any:
+        async def call() -> Any:
             return getattr(self._store, method)(*args)
 
-        return asyncio.run_coroutine_threadsafe(ask(), self._loop).result(_ANSWER_S)
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(_ANSWER_S)
 
 
 def _answer(replica: object, method: str, *args: Any) -> Any:
-    """Runs in the process of the front that is asked."""
+    """Call the store of the front in this process."""
     front: Any = serve.get_replica_context().servable_object
-    return front.responses.ask(method, *args)
+    return front.responses.call(method, *args)

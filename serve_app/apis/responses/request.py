@@ -1,17 +1,15 @@
-"""POST /v1/responses, translated to the chat that it asks for."""
+"""The request of POST /v1/responses, and its translation to a chat."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
-from runtime.output.fields import FieldError, Options, invalid
+from runtime.output.fields import Options, invalid
 from runtime.output.options import Effort
 from runtime.output.response_format import JsonSchema, ResponseFormat
 from runtime.output.tools import (
@@ -30,14 +28,15 @@ from runtime.output.tools import (
 from serve_app.apis.chat.messages import ChatMessage
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.responses.input_items import InputItem, InputMessage, as_messages, encoded
+from serve_app.protocol.field_names import FieldNames
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS, refused_fields
 from serve_app.protocol.sampling import SamplingFields
-from serve_app.protocol.shapes import RequestModel, only, or_default, text_or_list
+from serve_app.protocol.shapes import RequestModel, only, or_default, text_or_list, type_of
 
 LOGPROBS = "message.output_text.logprobs"
 INSTRUCTING = ("system", "developer")  # roles of messages that instruct the model
 
-# Fields of other requests than this one, and those of this one that are not supported.
+# Unsupported fields of this request, and fields of other requests.
 _INSTEAD = {
     "send input": "messages previous_input_messages=[]",
     "send max_output_tokens": "max_tokens max_completion_tokens",
@@ -53,7 +52,7 @@ _INSTEAD = {
 
 
 class FunctionTool(Options):
-    """A function, whose fields are not nested as they are in a chat."""
+    """A function; a chat nests these fields under `function`."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -69,7 +68,7 @@ class FunctionTool(Options):
 
 
 class CustomFormat(Options):
-    """The format of a custom tool's input, in which a grammar's fields are not nested."""
+    """The format of a custom tool's input; a chat nests a grammar's fields."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -91,7 +90,7 @@ class CustomFormat(Options):
 
 
 class FlatCustomTool(Options):
-    """A custom tool, whose fields are not nested as they are in a chat."""
+    """A custom tool; a chat nests these fields under `custom`."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -120,7 +119,7 @@ class NamedTool(RequestModel):
     name: str
 
 
-class AllowedTools(RequestModel):
+class FlatAllowedTools(RequestModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1, fail_fast=True)]
@@ -129,7 +128,7 @@ class AllowedTools(RequestModel):
 def _kind_of_choice(value: Any) -> str | None:
     if isinstance(value, str):
         return "<text>"
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    kind = type_of(value)
     if kind in ("function", "custom"):
         return "<tool>"
     return "<allowed_tools>" if kind == "allowed_tools" else None
@@ -138,7 +137,7 @@ def _kind_of_choice(value: Any) -> str | None:
 _ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<text>")]
     | Annotated[NamedTool, Tag("<tool>")]
-    | Annotated[AllowedTools, Tag("<allowed_tools>")],
+    | Annotated[FlatAllowedTools, Tag("<allowed_tools>")],
     Discriminator(
         _kind_of_choice,
         custom_error_type="tool_choice_shape",
@@ -149,7 +148,7 @@ _ToolChoice = Annotated[
 
 
 class TextFormat(Options):
-    """`text.format`: a JSON Schema stands in it, where a chat's stands in `json_schema`."""
+    """`text.format`; a chat nests the JSON Schema under `json_schema`."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -174,7 +173,7 @@ class TextOptions(Options):
 
 class ReasoningOptions(RequestModel):
     effort: Effort | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None  # ignored: reasoning comes whole
+    summary: Literal["auto", "concise", "detailed"] | None = None  # ignored, since answers have all reasoning
 
 
 _Input = Annotated[
@@ -223,12 +222,12 @@ class ResponsesRequest(SamplingFields):
     include_reasoning: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
 
-    # What the shared fields have and a response has no place for.
-    n: Annotated[int | None, only(None, 1, says="a response has one answer; send several requests")] = None
-    response_format: Annotated[Any, only(None, says="send text.format")] = None
-    prompt_logprobs: Annotated[Any, only(None, says="send it to /v1/completions")] = None
-    return_token_ids: Annotated[Any, only(None, False, says="send it to /v1/chat/completions")] = None
-    return_prompt_token_ids: Annotated[Any, only(None, False, says="send it to /v1/chat/completions")] = None
+    # Shared fields that a response does not support.
+    n: Annotated[int | None, only(None, 1, remedy="a response has one answer; send several requests")] = None
+    response_format: Annotated[Any, only(None, remedy="send text.format")] = None
+    prompt_logprobs: Annotated[Any, only(None, remedy="send it to /v1/completions")] = None
+    return_token_ids: Annotated[Any, only(None, False, remedy="send it to /v1/chat/completions")] = None
+    return_prompt_token_ids: Annotated[Any, only(None, False, remedy="send it to /v1/chat/completions")] = None
 
     def max_output(self) -> int | None:
         return self.max_output_tokens
@@ -247,8 +246,8 @@ class ResponsesRequest(SamplingFields):
             raise invalid("top_logprobs", f"is only allowed when include has {LOGPROBS}")
         if self.background and self.store is False:
             raise invalid("background", "is only allowed when the response is stored; leave out store")
-        with own_names():
-            self.chat([]).check()  # items have no rules of their own
+        with NAMES.in_errors():
+            self.chat([]).check()  # without items, which do not need checks
 
     def items(self) -> list[InputItem]:
         """The input as items."""
@@ -260,12 +259,13 @@ class ResponsesRequest(SamplingFields):
         return encoded(self.items())
 
     def after(self, items: Sequence[InputItem]) -> Self:
-        """The same request, with a conversation before its input."""
+        """Return the request with a conversation before its input."""
         return self.model_copy(update={"input": [*items, *self.items()]})
 
     def messages(self) -> list[ChatMessage]:
-        """The conversation of a chat. The instructions are one message with what the input begins with of their kind:
-        many templates take one such message and no more."""
+        """Return the conversation of a chat.
+
+        Instructions form one message with the input's leading instructions, since many templates accept only one."""
         messages = as_messages(self.items())
         if self.instructions is None:
             return messages
@@ -275,7 +275,7 @@ class ResponsesRequest(SamplingFields):
         return [ChatMessage(role="system", content="\n\n".join(texts)), *messages]
 
     def chat(self, messages: list[ChatMessage]) -> ChatRequest:
-        """The request of a chat with these messages that is answered in the same way."""
+        """Return the equivalent request of a chat with these messages."""
         shared = {name: getattr(self, name) for name in _SHARED & self.model_fields_set}
         tools, choice = self._offered_tools()
         own = {
@@ -290,7 +290,7 @@ class ResponsesRequest(SamplingFields):
         return _BLANK_CHAT.model_copy(update=shared | own)
 
     def _offered_tools(self) -> tuple[list[AnyTool], Any]:
-        """The tools that may be called, and a chat's `tool_choice`."""
+        """Return the allowed tools and a chat's `tool_choice`."""
         tools: list[AnyTool] = [tool.as_chat() for tool in self.tools or ()]
         choice = self.tool_choice
         match choice:
@@ -298,7 +298,7 @@ class ResponsesRequest(SamplingFields):
                 return tools, ChosenTool(type="function", function=ChosenFunction(name=choice.name))
             case NamedTool():
                 return tools, ChosenCustomTool(type="custom", custom=ChosenFunction(name=choice.name))
-            case AllowedTools():
+            case FlatAllowedTools():
                 allowed = {(tool.type, tool.name) for tool in choice.tools}
                 if unknown := allowed - {(tool.type, tool.function.name) for tool in tools}:
                     raise invalid("tool_choice.tools", f"has {min(unknown)[1]!r}, which no tool has")
@@ -306,10 +306,10 @@ class ResponsesRequest(SamplingFields):
         return tools, choice if tools or choice == "required" else None
 
 
-# To copy it takes a tenth of the time of `model_construct`, which asks each field for its default.
+# A copy takes a tenth of the time of `model_construct`, which evaluates the default of each field.
 _BLANK_CHAT = ChatRequest.model_construct()
 
-# A chat's fields of the same name and meaning.
+# Fields with the same name and meaning in a chat.
 _SHARED = {"parallel_tool_calls", "include_reasoning"} | (
     SamplingFields.model_fields.keys()
     - {
@@ -323,26 +323,9 @@ _SHARED = {"parallel_tool_calls", "include_reasoning"} | (
     }
 )
 
-# Fields of a chat, and what they are called in a response's request.
-_NAMES = [
-    (re.compile(r"^messages\b"), "input"),
-    (re.compile(r"^reasoning_effort\b(?=.* is |$)"), "reasoning.effort"),
-    (re.compile(r"^response_format(\.json_schema)?\b"), "text.format"),
-    (re.compile(r"^(tools\.\d+|tool_choice)\.(?:function|custom)\b"), r"\1"),
-]
-
-
-def own_name(text: str) -> str:
-    """The path of a chat's field, or a sentence that begins with it, with the name that clients of responses know."""
-    for pattern, name in _NAMES:
-        text = pattern.sub(name, text)
-    return text
-
-
-@contextmanager
-def own_names() -> Iterator[None]:
-    """Names the fields of responses where fields of the chat are at fault."""
-    try:
-        yield
-    except FieldError as e:
-        raise FieldError(own_name(e.field), own_name(str(e))) from e
+NAMES = FieldNames(
+    (r"^messages\b", "input"),
+    (r"^reasoning_effort\b(?=.* is |$)", "reasoning.effort"),
+    (r"^response_format(\.json_schema)?\b", "text.format"),
+    (r"^(tools\.\d+|tool_choice)\.(?:function|custom)\b", r"\1"),
+)

@@ -1,4 +1,4 @@
-"""The routes of /v1/responses: to create one, also in the background, and to find, cancel and delete those stored."""
+"""The routes of /v1/responses: creation, also in the background, and access to stored responses."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ import asyncio
 import logging
 from contextlib import aclosing
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from runtime.output.fields import FieldError, fault_of, path_of
+from runtime.output.fields import FieldError
+from serve_app.apis.responses.answers import DeletedResponse, ItemList, ResponseObject
 from serve_app.apis.responses.builder import ResponseBuilder, ResponseStream, error_event
 from serve_app.apis.responses.endpoint import ResponsesEndpoint
 from serve_app.apis.responses.input_items import ITEMS, as_list, listed
 from serve_app.apis.responses.store import MAX_ITEMS, StoredResponses
+from serve_app.http.json_routes import json_response
 from serve_app.http.lanes import LONG_REQUESTS, run_preparation
 from serve_app.http.limits import Deadline
 from serve_app.observability.context import RequestContext
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import INTERNAL_ERROR, ApiError, api_error
+from serve_app.protocol.operation import ApiRoute, Operation, route
+from serve_app.protocol.parsing import read_query
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.protocol.shapes import RequestModel
 from serve_app.service.generation import EVENT_STREAM, Generation, UntilClientLeaves
@@ -33,14 +37,14 @@ from serve_app.settings import HttpSettings
 
 logger = logging.getLogger(__name__)
 
-_LONG_BYTES = 8 << 10  # of a stored conversation, which is then read in a thread
+_LONG_BYTES = 8 << 10  # of a stored conversation; a longer one is parsed in a thread
 
 
 class RetrieveQuery(RequestModel):
     """GET /v1/responses/{response_id}."""
 
     stream: Literal["true", "false"] | None = None
-    starting_after: Annotated[int, Field(ge=0, strict=False)] | None = None  # the number of the last event known
+    starting_after: Annotated[int, Field(ge=0, strict=False)] | None = None  # number of the last known event
 
 
 class InputItemsQuery(RequestModel):
@@ -48,19 +52,38 @@ class InputItemsQuery(RequestModel):
 
     limit: Annotated[int, Field(ge=1, le=100, strict=False)] = 20
     order: Literal["asc", "desc"] = "desc"
-    after: str | None = None  # the id of the last item known
+    after: str | None = None  # id of the last known item
 
 
 def response_routes(
     service: Service, settings: HttpSettings, stored: StoredResponses, recorded: RecordedRequests
 ) -> list[Route]:
-    creation, routes = ResponseCreation(service, settings, stored, recorded), _Routes(settings, stored)
-    one = "/v1/responses/{response_id}"
+    creation, routes = ResponseCreation(service, settings, stored, recorded), StoredResponseRoutes(settings, stored)
+    one, errors = "/v1/responses/{response_id}", (400, 404, 503)
     return [
-        Route(ResponsesEndpoint.path, creation, methods=["POST"]),
-        Route(one, routes.one, methods=["GET", "DELETE"]),
-        Route(f"{one}/cancel", routes.cancel, methods=["POST"]),
-        Route(f"{one}/input_items", routes.input_items),
+        ApiRoute(ResponsesEndpoint.path, creation, ResponsesEndpoint.operation),
+        ApiRoute(
+            one,
+            routes.one,
+            Operation("A stored response", ResponseObject, errors=errors, streams=True, query=RetrieveQuery),
+            Operation("Delete a stored response", DeletedResponse, errors=errors, method="DELETE"),
+        ),
+        route(
+            f"{one}/cancel",
+            routes.cancel,
+            "End a response in the background",
+            ResponseObject,
+            errors=errors,
+            method="POST",
+        ),
+        route(
+            f"{one}/input_items",
+            routes.input_items,
+            "A response's input",
+            ItemList,
+            errors=errors,
+            query=InputItemsQuery,
+        ),
     ]
 
 
@@ -76,7 +99,7 @@ class ResponseCreation(Generation):
     async def _prepared(self, body: bytes, scope: Scope) -> PreparedRequest[Any]:
         owner = scope["owner"]
         request = await run_preparation(body, owner, False, partial(self._endpoint.read, body))
-        self._stored.store.keeps(request)  # or it is refused
+        self._stored.store.stores(request)  # raises FieldError if it cannot be stored
         items: list[bytes] = []
         if (previous := request.previous_response_id) is not None:
             items = await self._before(previous, owner)
@@ -84,7 +107,7 @@ class ResponseCreation(Generation):
         def prepare() -> PreparedRequest[Any]:
             asked = request.after(ITEMS.validate_json(as_list(items))) if items else request
             prepared = self._prepare(asked, scope)
-            asked.encoded_items  # noqa: B018  # are made here, not on the event loop that stores them
+            asked.encoded_items  # noqa: B018  # cached here, off the event loop that stores them
             return prepared
 
         if sum(map(len, items)) > _LONG_BYTES:
@@ -92,9 +115,9 @@ class ResponseCreation(Generation):
         return await run_preparation(body, owner, True, prepare)
 
     async def _before(self, previous: str, owner: str) -> list[bytes]:
-        """The conversation up to an earlier response."""
+        """Return the conversation up to an earlier response."""
         try:
-            items: list[bytes] = await self._stored.ask("conversation", previous, owner)
+            items: list[bytes] = await self._stored.call("conversation", previous, owner)
         except ApiError as e:
             raise ApiError(e.status, str(e), param="previous_response_id", code=e.code) from e
         if len(items) > MAX_ITEMS:
@@ -109,18 +132,16 @@ class ResponseCreation(Generation):
             await super()._generate(prepared, context, scope, receive, send)
             return
         builder = ResponseBuilder(prepared, is_stored=True, has_events=bool(prepared.request.stream))
-        kept = self._stored.store.begin(prepared, builder)
+        stored = self._stored.store.begin(prepared, builder)
         builder.create()
-        kept.task = asyncio.create_task(self._run(prepared, context, builder))
+        stored.task = asyncio.create_task(self._run(prepared, context, builder))
         if prepared.request.stream:
             await follow(self._stored, self._settings, prepared.id, prepared.owner, 0, receive, send)
         else:
-            await Response(encode_json(builder.object()), headers=prepared.headers(), media_type="application/json")(
-                scope, receive, send
-            )
+            await json_response(builder.object(), headers=prepared.headers())(scope, receive, send)
 
     async def _run(self, prepared: PreparedRequest[Any], context: RequestContext, builder: ResponseBuilder) -> None:
-        """Makes a response whether or not its client is there."""
+        """Generate a response, even if its client leaves."""
         store = self._stored.store
         store.grow(prepared.id)
         try:
@@ -147,8 +168,8 @@ class ResponseCreation(Generation):
             store.grow(prepared.id)
 
 
-class _Routes:
-    """What is done with a response that is stored, at whichever front."""
+class StoredResponseRoutes:
+    """Handlers for the stored responses of all fronts."""
 
     def __init__(self, settings: HttpSettings, stored: StoredResponses) -> None:
         self._settings, self._stored = settings, stored
@@ -160,33 +181,32 @@ class _Routes:
         query = read_query(RetrieveQuery, request)
         if query.stream == "true":
             start = 0 if query.starting_after is None else query.starting_after + 1
-            await self._ask("events", request, start)  # or it is refused
+            await self._call("events", request, start)  # raises the error that the stream could not report
             return _Followed(self._stored, self._settings, request, start)
         if query.starting_after is not None:
             raise FieldError("starting_after", "starting_after is only allowed when stream is true.")
-        return Response(await self._ask("body", request), media_type="application/json")
+        return Response(await self._call("body", request), media_type="application/json")
 
     async def cancel(self, request: HttpRequest) -> Response:
-        return Response(await self._ask("cancel", request), media_type="application/json")
+        return Response(await self._call("cancel", request), media_type="application/json")
 
     async def delete(self, request: HttpRequest) -> Response:
-        await self._ask("delete", request)
-        deleted = {"id": request.path_params["response_id"], "object": "response", "deleted": True}
-        return Response(encode_json(deleted), media_type="application/json")
+        await self._call("delete", request)
+        return json_response(DeletedResponse(request.path_params["response_id"]))
 
     async def input_items(self, request: HttpRequest) -> Response:
         query = read_query(InputItemsQuery, request)
-        stored: list[bytes] = await self._ask("input_items", request)
+        stored: list[bytes] = await self._call("input_items", request)
         name = request.path_params["response_id"].removeprefix("resp_")
         content = await LONG_REQUESTS.run(request.scope["owner"], partial(_page, stored, name, query))
         return Response(content, media_type="application/json")
 
-    async def _ask(self, method: str, request: HttpRequest, *args: Any) -> Any:
-        return await self._stored.ask(method, request.path_params["response_id"], request.scope["owner"], *args)
+    async def _call(self, method: str, request: HttpRequest, *args: Any) -> Any:
+        return await self._stored.call(method, request.path_params["response_id"], request.scope["owner"], *args)
 
 
 def _page(stored: list[bytes], name: str, query: InputItemsQuery) -> bytes:
-    """The page of a conversation's items that a query asks for; raises FieldError."""
+    """Return the page of a conversation's items for a query; raises FieldError."""
     items = [listed(item, f"{name}_{i}") for i, item in enumerate(ITEMS.validate_json(as_list(stored)))]
     if query.order == "desc":
         items.reverse()
@@ -197,12 +217,12 @@ def _page(stored: list[bytes], name: str, query: InputItemsQuery) -> bytes:
         items = items[at + 1 :]
     page = items[: query.limit]
     ids = [item["id"] for item in page] or [""]
-    more = {"first_id": ids[0], "last_id": ids[-1], "has_more": len(items) > len(page)}
-    return encode_json({"object": "list", "data": page, **more})
+    has_more = len(items) > len(page)
+    return encode_json(ItemList(data=page, first_id=ids[0], last_id=ids[-1], has_more=has_more))
 
 
 class _Followed(Response):
-    """A response's events, from one on."""
+    """A stream of a stored response's events."""
 
     def __init__(self, stored: StoredResponses, settings: HttpSettings, request: HttpRequest, start: int) -> None:
         super().__init__()
@@ -222,13 +242,13 @@ async def follow(
     receive: Receive,
     send: Send,
 ) -> None:
-    """Sends the events of a response that is made in the background, until it ends or its reader leaves."""
+    """Send the events of a background response until it ends or its reader leaves."""
     async with UntilClientLeaves(receive, send) as send:
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
         is_over = False
         try:
             while not is_over:
-                events, is_over = await stored.ask("events", response_id, owner, start)
+                events, is_over = await stored.call("events", response_id, owner, start)
                 start += len(events)
                 if events:
                     await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
@@ -238,19 +258,7 @@ async def follow(
                     except TimeoutError:
                         body = ResponseStream.keep_alive
                         await send({"type": "http.response.body", "body": body, "more_body": True})
-        except (ApiError, FieldError) as e:  # it was deleted, or its front has ended
+        except (ApiError, FieldError) as e:  # the response was deleted, or its front has ended
             error = api_error(e) if isinstance(e, FieldError) else e
             await send({"type": "http.response.body", "body": error_event(error, start), "more_body": True})
         await send({"type": "http.response.body", "body": b""})
-
-
-_Q = TypeVar("_Q", bound=RequestModel)
-
-
-def read_query(kind: type[_Q], request: HttpRequest) -> _Q:
-    """The parameters of a URL; raises FieldError for the first one at fault."""
-    try:
-        return kind.model_validate(dict(request.query_params))
-    except ValidationError as e:
-        first = e.errors(include_url=False)[0]
-        raise fault_of(path_of(first), first) from None

@@ -1,9 +1,13 @@
-"""The store of responses: each front keeps those that it has made, and asks the others for theirs.
+"""The store of responses: each front stores its own, and reads others by calls of their fronts.
 
-The id of a response names the front that keeps it. A response is kept until its time is over, newer ones need its
-place, its client deletes it or its front ends, whatever comes first. Nothing is written to a disk.
+The id of a response names its front. A response is removed at the first of these events:
 
-A response goes for newer ones only if its owner holds more than any other owner.
+- its time is over
+- newer responses need its memory, and its owner uses more memory than any other owner
+- its client deletes it
+- its front ends
+
+Nothing is written to a disk.
 """
 
 from __future__ import annotations
@@ -28,10 +32,10 @@ _ENTRY_BYTES = 1 << 10  # of an entry, beside its texts
 _REFERENCE_BYTES = 8
 _ITEM_BYTES = 256  # of an item, beside its text: Python's objects for it
 _EVENT_BYTES = 64  # of an event, beside its text
-_PAGE_BYTES = 1 << 20  # of the events that a reader gets at once
+_PAGE_BYTES = 1 << 20  # events that a reader receives at once
 _BUSY_RETRY_S = 1.0
-MAX_ITEMS = 20_000  # of a conversation that a request continues
-_ASK_AGAIN_S = 0.05  # another front, for the events of a response that it makes
+MAX_ITEMS = 20_000  # of a continued conversation
+_POLL_S = 0.05  # between two calls of another front for a running response's events
 
 
 class Fronts(Protocol):
@@ -39,9 +43,8 @@ class Fronts(Protocol):
 
     own: str  # the id of this one
 
-    async def ask(self, front: str, method: str, *args: Any) -> Any:
-        """The result of a method of another front's ResponseStore; raises ApiError, the 404 if there is no such front
-        any more."""
+    async def call(self, front: str, method: str, *args: Any) -> Any:
+        """Return the result of a method of another front's ResponseStore; raises ApiError, a 404 if the front ended."""
 
 
 class OneFront:
@@ -49,17 +52,17 @@ class OneFront:
 
     own = "0"
 
-    async def ask(self, front: str, method: str, *args: Any) -> Any:
+    async def call(self, front: str, method: str, *args: Any) -> Any:
         raise gone(front)
 
 
 def gone(front: str) -> ApiError:
-    text = f"The front {shortened(front)!r}, which kept this response, has ended, and its responses with it."
+    text = f"The front {shortened(front)!r} of this response has ended, and its stored responses with it."
     return ApiError(404, f"{text} Send the whole conversation as input.", code="response_not_found")
 
 
 @dataclass(slots=True, eq=False)
-class _Item:
+class _SharedItem:
     """An item that conversations of one owner share."""
 
     text: bytes  # JSON
@@ -67,17 +70,17 @@ class _Item:
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
-    """A response that is kept, or still made in the background."""
+class StoredResponse:
+    """A stored response, complete or still running in the background."""
 
     owner: str
     is_background: bool
     num_input: int  # of `items`
-    items: list[_Item]  # the conversation, its answer included
-    body: bytes = b""  # once it has ended
+    items: list[_SharedItem]  # the conversation with its answer
+    body: bytes = b""  # JSON after its end
     expires_at: float = 0.0  # of the monotonic clock
-    events: list[bytes] | None = None  # all, by their numbers, if it was asked for as a stream in the background
-    builder: ResponseBuilder | None = None  # while it is made
+    events: list[bytes] | None = None  # all events of a background stream; None without a stream
+    builder: ResponseBuilder | None = None  # until its end
     task: asyncio.Task[None] | None = None
     num_bytes: int = 0  # of `body` and `events`
     grown: asyncio.Event = field(default_factory=asyncio.Event)
@@ -85,29 +88,29 @@ class Kept:
 
 @dataclass(slots=True, eq=False)
 class _Shelf:
-    """The responses of one owner, and the items that they share."""
+    """The responses of one owner and their shared items."""
 
-    ended: dict[str, Kept] = field(default_factory=dict)  # oldest first
-    items: dict[bytes, _Item] = field(default_factory=dict)
+    ended: dict[str, StoredResponse] = field(default_factory=dict)  # oldest first
+    items: dict[bytes, _SharedItem] = field(default_factory=dict)
     num_bytes: int = 0  # of running responses too
     num_running: int = 0
 
 
 class ResponseStore:
-    """The responses of one front. Its methods are called on one thread.
+    """The responses of one front. One thread calls its methods.
 
-    The conversations of an owner share their items: what a client sends again and again, or refers to, is kept once."""
+    Conversations of an owner share their items, so repeated items are stored once."""
 
     def __init__(self, settings: HttpSettings, front: str = OneFront.own) -> None:
         self.front = front
         self._max_bytes, self._life_s = settings.response_store_bytes, settings.response_life_s
-        self._running: dict[str, Kept] = {}
-        self._ended: dict[str, Kept] = {}
+        self._running: dict[str, StoredResponse] = {}
+        self._ended: dict[str, StoredResponse] = {}
         self._shelves: dict[str, _Shelf] = {}  # by owner
         self._num_bytes = 0  # of all shelves
 
-    def keeps(self, request: ResponsesRequest) -> bool:
-        """Whether the response is kept; raises FieldError if it must be and cannot."""
+    def stores(self, request: ResponsesRequest) -> bool:
+        """Return whether the response is stored; raises FieldError if it must be but cannot."""
         if self._max_bytes or not (request.store or request.background or request.previous_response_id):
             return bool(self._max_bytes) and request.store is not False
         name = "store" if request.store else "background" if request.background else "previous_response_id"
@@ -116,60 +119,60 @@ class ResponseStore:
     # ---- what this front does ----------------------------------------------------------------------------------------
 
     def keep(self, prepared: PreparedRequest[ResponsesRequest], builder: ResponseBuilder) -> bytes | None:
-        """Keep a response that has ended, if that was asked for; returns it as JSON then."""
-        if not self.keeps(prepared.request):
+        """Store a response that has ended and return its JSON, or None if the request does not want this."""
+        if not self.stores(prepared.request):
             return None
-        kept = self._new(prepared)
-        self._complete(prepared.id, kept, builder)
-        return kept.body
+        stored = self._new(prepared)
+        self._complete(prepared.id, stored, builder)
+        return stored.body
 
-    def begin(self, prepared: PreparedRequest[ResponsesRequest], builder: ResponseBuilder) -> Kept:
-        """Keep a response that is made in the background from now on; raises the 429 if there is no room for it."""
-        kept = self._new(prepared)
+    def begin(self, prepared: PreparedRequest[ResponsesRequest], builder: ResponseBuilder) -> StoredResponse:
+        """Store a new background response; raises the 429 without memory for it."""
+        stored = self._new(prepared)
         self._make_room()
         if self._num_bytes > self._max_bytes:  # of running responses alone
-            self._release(kept)
+            self._release(stored)
             text = "The responses that are made in the background fill the store of this front; come back later."
             raise ApiError(429, text, code="response_store_full", retry_after_s=_BUSY_RETRY_S)
-        self._running[prepared.id] = kept
-        kept.builder = builder
+        self._running[prepared.id] = stored
+        stored.builder = builder
         if prepared.request.stream:
-            kept.events = []
-        return kept
+            stored.events = []
+        return stored
 
     def grow(self, response_id: str) -> None:
-        """The builder of a response has new events, or has ended."""
-        if (kept := self._running.get(response_id)) is None or (builder := kept.builder) is None:
+        """Store the builder's new events, and the whole response at its end."""
+        if (stored := self._running.get(response_id)) is None or (builder := stored.builder) is None:
             return
-        if kept.events is not None:
+        if stored.events is not None:
             new = builder.take_events()
-            kept.events += new
-            self._charge(kept, sum(map(len, new)) + _EVENT_BYTES * len(new))
+            stored.events += new
+            self._charge(stored, sum(map(len, new)) + _EVENT_BYTES * len(new))
             if self._num_bytes > self._max_bytes:
                 self._make_room()
         if builder.has_ended:
             del self._running[response_id]
-            self._complete(response_id, kept, builder)
-        kept.grown.set()
-        kept.grown = asyncio.Event()
+            self._complete(response_id, stored, builder)
+        stored.grown.set()
+        stored.grown = asyncio.Event()
 
-    def _new(self, prepared: PreparedRequest[ResponsesRequest]) -> Kept:
+    def _new(self, prepared: PreparedRequest[ResponsesRequest]) -> StoredResponse:
         request = prepared.request
-        kept = Kept(prepared.owner, bool(request.background), len(request.encoded_items), [])
+        stored = StoredResponse(prepared.owner, bool(request.background), len(request.encoded_items), [])
         self._shelves.setdefault(prepared.owner, _Shelf()).num_running += 1
-        self._charge(kept, _ENTRY_BYTES)
-        self._add_items(kept, request.encoded_items)
-        return kept
+        self._charge(stored, _ENTRY_BYTES)
+        self._add_items(stored, request.encoded_items)
+        return stored
 
-    def _complete(self, response_id: str, kept: Kept, builder: ResponseBuilder) -> None:
-        self._add_items(kept, encoded(ITEMS.validate_python(builder.output)))
-        kept.body = encode_json(builder.object())
-        kept.builder = kept.task = None
-        kept.expires_at = time.monotonic() + self._life_s
-        self._charge(kept, len(kept.body))
-        shelf = self._shelves[kept.owner]
+    def _complete(self, response_id: str, stored: StoredResponse, builder: ResponseBuilder) -> None:
+        self._add_items(stored, encoded(ITEMS.validate_python(builder.output)))
+        stored.body = encode_json(builder.object())
+        stored.builder = stored.task = None
+        stored.expires_at = time.monotonic() + self._life_s
+        self._charge(stored, len(stored.body))
+        shelf = self._shelves[stored.owner]
         shelf.num_running -= 1
-        self._ended[response_id] = shelf.ended[response_id] = kept
+        self._ended[response_id] = shelf.ended[response_id] = stored
         self._make_room()
 
     def _make_room(self) -> None:
@@ -181,110 +184,110 @@ class ResponseStore:
             largest = max((shelf for shelf in self._shelves.values() if shelf.ended), key=lambda s: s.num_bytes)
             self._remove(next(iter(largest.ended)))
 
-    def _charge(self, kept: Kept, num_bytes: int) -> None:
-        kept.num_bytes += num_bytes
-        self._count(self._shelves[kept.owner], num_bytes)
+    def _charge(self, stored: StoredResponse, num_bytes: int) -> None:
+        stored.num_bytes += num_bytes
+        self._count(self._shelves[stored.owner], num_bytes)
 
     def _count(self, shelf: _Shelf, num_bytes: int) -> None:
         shelf.num_bytes += num_bytes
         self._num_bytes += num_bytes
 
-    def _add_items(self, kept: Kept, texts: list[bytes]) -> None:
-        shelf = self._shelves[kept.owner]
+    def _add_items(self, stored: StoredResponse, texts: list[bytes]) -> None:
+        shelf = self._shelves[stored.owner]
         for text in texts:
             if (item := shelf.items.get(text)) is None:
-                item = shelf.items[text] = _Item(text)
+                item = shelf.items[text] = _SharedItem(text)
                 self._count(shelf, _ITEM_BYTES + len(text))
             item.num_uses += 1
-            kept.items.append(item)
-        self._charge(kept, _REFERENCE_BYTES * len(texts))
+            stored.items.append(item)
+        self._charge(stored, _REFERENCE_BYTES * len(texts))
 
     def _remove(self, response_id: str) -> None:
-        """Forget a response that has ended, if it is still there."""
-        if (kept := self._ended.pop(response_id, None)) is not None:
-            shelf = self._shelves[kept.owner]
+        """Remove a response that has ended, unless it is gone already."""
+        if (stored := self._ended.pop(response_id, None)) is not None:
+            shelf = self._shelves[stored.owner]
             del shelf.ended[response_id]
-            shelf.num_running += 1  # until it is released
-            self._release(kept)
+            shelf.num_running += 1  # until `_release`
+            self._release(stored)
 
-    def _release(self, kept: Kept) -> None:
-        """What a response that is on no list any more has taken."""
-        shelf = self._shelves[kept.owner]
+    def _release(self, stored: StoredResponse) -> None:
+        """Free the memory of a response that is on no list."""
+        shelf = self._shelves[stored.owner]
         shelf.num_running -= 1
-        self._charge(kept, -kept.num_bytes)
-        for item in kept.items:
+        self._charge(stored, -stored.num_bytes)
+        for item in stored.items:
             item.num_uses -= 1
             if not item.num_uses:
                 del shelf.items[item.text]
                 self._count(shelf, -_ITEM_BYTES - len(item.text))
         if not (shelf.ended or shelf.num_running):
-            del self._shelves[kept.owner]
+            del self._shelves[stored.owner]
 
-    # ---- what any front may ask --------------------------------------------------------------------------------------
+    # ---- calls by any front ------------------------------------------------------------------------------------------
 
     def body(self, response_id: str, owner: str) -> bytes:
-        """The response as it is now, as JSON."""
-        kept = self._found(response_id, owner)
-        return kept.body if kept.builder is None else encode_json(kept.builder.object())
+        """Return the present response as JSON."""
+        stored = self._found(response_id, owner)
+        return stored.body if stored.builder is None else encode_json(stored.builder.object())
 
     def conversation(self, response_id: str, owner: str) -> list[bytes]:
-        """All items up to the end of the response."""
-        kept = self._found(response_id, owner)
-        if kept.builder is not None:
+        """Return all items up to the end of the response."""
+        stored = self._found(response_id, owner)
+        if stored.builder is not None:
             text = f"The response {shortened(response_id)!r} is still being made; come back when it is complete."
             raise ApiError(400, text, param="previous_response_id", code="response_in_progress")
-        return [item.text for item in kept.items]
+        return [item.text for item in stored.items]
 
     def input_items(self, response_id: str, owner: str) -> list[bytes]:
-        """The items before the response."""
-        kept = self._found(response_id, owner)
-        return [item.text for item in kept.items[: kept.num_input]]
+        """Return the items before the response."""
+        stored = self._found(response_id, owner)
+        return [item.text for item in stored.items[: stored.num_input]]
 
     def events(self, response_id: str, owner: str, start: int) -> tuple[list[bytes], bool]:
-        """Events from number `start` on, those that there are or the first of many, and whether they are all."""
-        kept = self._found(response_id, owner)
-        if kept.events is None:
-            raise invalid("stream", "is only there for a response that was made with background and stream")
+        """Return a page of the events from number `start` on, and whether no more follow."""
+        stored = self._found(response_id, owner)
+        if stored.events is None:
+            raise invalid("stream", "needs a response that was created with background and stream")
         end, num_bytes = start, 0
-        while end < len(kept.events) and num_bytes < _PAGE_BYTES:
-            num_bytes += len(kept.events[end])
+        while end < len(stored.events) and num_bytes < _PAGE_BYTES:
+            num_bytes += len(stored.events[end])
             end += 1
-        return kept.events[start:end], kept.builder is None and end >= len(kept.events)
+        return stored.events[start:end], stored.builder is None and end >= len(stored.events)
 
     def cancel(self, response_id: str, owner: str) -> bytes:
-        """The response, which ends now if it is made in the background; one that has ended stays as it is."""
-        kept = self._found(response_id, owner)
-        if kept.builder is not None:
-            task = kept.task
-            kept.builder.cancel()
+        """End a background response, and return it. A response that has ended stays unchanged."""
+        stored = self._found(response_id, owner)
+        if stored.builder is not None:
+            task = stored.task
+            stored.builder.cancel()
             self.grow(response_id)
             if task is not None:
                 task.cancel()
-        elif not kept.is_background:
+        elif not stored.is_background:
             text = "This response was not made in the background; end the request that makes it instead."
             raise ApiError(400, text, code="response_not_in_background")
-        return kept.body
+        return stored.body
 
     def delete(self, response_id: str, owner: str) -> None:
-        """Forget a response, and end it if it is still made."""
-        kept = self._found(response_id, owner)
-        if kept.builder is not None:
-            self.cancel(response_id, owner)  # and with its end, one that is too large for the store is gone
+        """Remove a response, and end it if it still runs."""
+        stored = self._found(response_id, owner)
+        if stored.builder is not None:
+            self.cancel(response_id, owner)  # which may also remove one that is too large
         self._remove(response_id)
 
     async def news(self, response_id: str) -> None:
-        """Returns when a response has new events."""
-        if (kept := self._running.get(response_id)) is not None:
-            await kept.grown.wait()
+        """Wait until a response has new events."""
+        if (stored := self._running.get(response_id)) is not None:
+            await stored.grown.wait()
 
-    def _found(self, response_id: str, owner: str) -> Kept:
-        kept = self._running.get(response_id) or self._ended.get(response_id)
-        if kept is not None and kept.builder is None and kept.expires_at < time.monotonic():
+    def _found(self, response_id: str, owner: str) -> StoredResponse:
+        stored = self._running.get(response_id) or self._ended.get(response_id)
+        if stored is not None and stored.builder is None and stored.expires_at < time.monotonic():
             self._remove(response_id)
-            kept = None
-        if kept is None or kept.owner != owner:
+            stored = None
+        if stored is None or stored.owner != owner:
             raise not_found(response_id)
-        return kept
+        return stored
 
 
 def not_found(response_id: str) -> ApiError:
@@ -293,24 +296,24 @@ def not_found(response_id: str) -> ApiError:
 
 
 class StoredResponses:
-    """The responses that the fronts of the application keep."""
+    """The stored responses of all fronts."""
 
     def __init__(self, store: ResponseStore, fronts: Fronts) -> None:
         self.store, self._fronts = store, fronts
 
-    async def ask(self, method: str, response_id: str, owner: str, *args: Any) -> Any:
-        """The result of a method of the store that keeps a response; raises ApiError and FieldError."""
+    async def call(self, method: str, response_id: str, owner: str, *args: Any) -> Any:
+        """Return the result of a method of the store with a response; raises ApiError and FieldError."""
         front = _front_of(response_id)
         if front == self.store.front:
             return getattr(self.store, method)(response_id, owner, *args)
-        return await self._fronts.ask(front, method, response_id, owner, *args)
+        return await self._fronts.call(front, method, response_id, owner, *args)
 
     async def news(self, response_id: str) -> None:
-        """Returns when it may be worth asking for new events."""
+        """Wait until new events are likely."""
         if _front_of(response_id) == self.store.front:
             await self.store.news(response_id)
         else:
-            await asyncio.sleep(_ASK_AGAIN_S)
+            await asyncio.sleep(_POLL_S)
 
 
 def _front_of(response_id: str) -> str:

@@ -1,4 +1,4 @@
-"""`python -m serve_app.apis.api_page`: writes docs/api.md, the fields of all requests and what becomes of each.
+"""`python -m tests.support.api_page`: writes docs/api.md, the fields of all requests and what becomes of each.
 
 What becomes of a field follows from the models that check requests. The names are those models' and those that OpenAI,
 Anthropic, vLLM, SGLang and Ollama document; the first two are read off the packages of their clients.
@@ -17,7 +17,7 @@ from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.completions.request import CompletionRequest
 from serve_app.apis.ollama.request import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
 from serve_app.apis.responses.request import ResponsesRequest
-from serve_app.protocol.other_servers import IGNORED_FIELDS, UNSUPPORTED_FIELDS, Refused
+from serve_app.protocol.other_servers import IGNORED_FIELDS, UNSUPPORTED_FIELDS, UnsupportedField
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.protocol.shapes import RequestModel
 
@@ -59,7 +59,7 @@ OLLAMA_OPTIONS = """
 _HEAD = """\
 # Fields of requests
 
-`python -m serve_app.apis.api_page` writes this page from the models that check requests; [http.md](http.md) explains
+`python -m tests.support.api_page` writes this page from the models that check requests; [http.md](http.md) explains
 them. The table lists the fields of OpenAI, Anthropic, vLLM, SGLang and Callboard for `/v1/completions`,
 `/v1/chat/completions`, `/v1/responses` and `/v1/messages`.
 
@@ -100,8 +100,8 @@ def fate(kind: type[RequestModel], name: str) -> Fate:
     """What becomes of a field of one kind of request."""
     if (field := kind.model_fields.get(name)) is not None:
         checks = [m.func for m in field.metadata if isinstance(m, AfterValidator)]
-        says = [check.says for check in checks if hasattr(check, "says")]
-        return Fate("refused", says[0]) if says else Fate("**works**")
+        remedy = [check.remedy for check in checks if hasattr(check, "remedy")]
+        return Fate("refused", remedy[0]) if remedy else Fate("**works**")
     if kind is MessagesRequest:
         return (
             Fate("refused", "send it to /v1/chat/completions") if name in FIELDS_OF_CHATS else fate(ChatRequest, name)
@@ -112,7 +112,7 @@ def fate(kind: type[RequestModel], name: str) -> Fate:
     return _fate_elsewhere(kind.refused, name)
 
 
-def _fate_elsewhere(refused_fields: Mapping[str, Refused], name: str) -> Fate:
+def _fate_elsewhere(refused_fields: Mapping[str, UnsupportedField], name: str) -> Fate:
     """What becomes of a field that a request does not have."""
     if (refused := refused_fields.get(name)) is not None:
         harmless = ", ".join(f"`{value!r}`" for value in refused.harmless if value is not None)

@@ -1,0 +1,35 @@
+"""POST /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from starlette.routing import Route
+
+from serve_app.apis.anthropic.answers import CountedTokens, MessagesError
+from serve_app.apis.anthropic.request import CountTokensRequest
+from serve_app.apis.chat.endpoint import CHAT
+from serve_app.http.json_routes import post_json
+from serve_app.protocol.operation import BODY, ApiRoute, Operation
+from serve_app.protocol.parsing import parse
+from serve_app.service.service import Service
+from serve_app.settings import HttpSettings
+
+_OPERATION = Operation(
+    "The number of tokens of a message's prompt",
+    CountedTokens,
+    (CountTokensRequest,),
+    (*BODY, 404, 503),
+    error=MessagesError,
+)
+
+
+def count_tokens_route(service: Service, settings: HttpSettings) -> Route:
+    answer = partial(count_tokens, service)
+    return ApiRoute("/v1/messages/count_tokens", post_json(answer, settings, may_render=True), _OPERATION)
+
+
+def count_tokens(service: Service, body: bytes) -> CountedTokens:
+    """Return the length of a message's prompt; raises FieldError or ApiError."""
+    request = parse(CountTokensRequest, body).as_chat()
+    return CountedTokens(len(CHAT.prompt(request, service.named(request.model))[0]))

@@ -1,0 +1,45 @@
+"""The answers of /v1/completions and, by their shared parts, of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+
+class CompletionTokensDetails(Struct):
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    completion_tokens_details: CompletionTokensDetails | None = None  # only with speculation
+
+
+class AnswerFields(Struct):
+    """The fields of every answer of OpenAI's shape."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: Usage
+
+
+class ChoiceFields(Struct):
+    index: int
+    logprobs: dict[str, Any] | None
+    finish_reason: str | None
+    seed: int
+
+
+class CompletionChoice(ChoiceFields):
+    text: str
+
+
+class TextCompletion(AnswerFields):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]

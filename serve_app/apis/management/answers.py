@@ -1,0 +1,102 @@
+"""The answers of routes that concern the server, its models and their tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from serve_app.protocol.operation import ErrorObject
+from serve_app.service.model_card import ModelCard
+
+
+class Aborted(Struct):
+    request_id: str
+    object: Literal["request.abort"] = "request.abort"
+
+
+class Tokenized(Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None
+
+
+class Detokenized(Struct):
+    prompt: str
+
+
+class TokenizerInfo(Struct):
+    tokenizer_class: str
+    chat_template: str | None
+    model_max_length: int
+
+
+class Health(Struct, omit_defaults=True, kw_only=True):
+    status: Literal["ok", "ready"]
+    phase: str | None = None  # only without an engine that computes
+
+
+class Unhealthy(Struct):
+    error: ErrorObject
+    status: Literal["unavailable"]
+    reason: str
+
+
+class NotReady(Struct):
+    error: ErrorObject
+    status: Literal["loading", "unavailable"]
+    phase: str
+
+
+class Killed(Struct):
+    object: Literal["chaos.kill"]
+    role: str
+    engine: str
+    pid: int
+
+
+class CheckedGrammar(Struct, kw_only=True):
+    object: Literal["grammar.check"] = "grammar.check"
+    ignored: list[str]
+
+
+class Sleeping(Struct):
+    is_sleeping: bool
+
+
+class FrontLoad(Struct):
+    server_load: int
+
+
+class ServerInfo(Struct):
+    version: str
+    model: str
+    max_model_len: int
+    dtype: str
+    system_fingerprint: str
+    sampling: dict[str, float]  # the defaults of the model's makers
+    allow_chaos: bool
+
+
+class Version(Struct):
+    version: str
+
+
+class Document(Struct):
+    openapi: str
+
+
+class ModelList(Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class RecordedRequest(Struct):
+    id: str
+    object: Literal["request"]
+    path: str
+    seed: int | list[int]
+    system_fingerprint: str
+    request: dict[str, Any]
+    choices: list[dict[str, Any]]

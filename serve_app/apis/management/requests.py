@@ -1,0 +1,86 @@
+"""Routes for single requests: /v1/abort, /v1/requests/{request_id} and /check_grammar."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from runtime.output.options import OutputOptions
+from serve_app.apis.management.answers import Aborted, CheckedGrammar, RecordedRequest
+from serve_app.http.json_routes import json_response
+from serve_app.http.lanes import run_rendering
+from serve_app.http.limits import read_json_body
+from serve_app.protocol.operation import BODY, route
+from serve_app.protocol.parsing import parse
+from serve_app.protocol.shapes import RequestModel
+from serve_app.service.grammars import compiled, ignored_paths
+from serve_app.service.recorded import RecordedRequests
+from serve_app.service.service import Service
+from serve_app.settings import HttpSettings
+
+_MAX_ABORT_BYTES = 4 << 10
+
+
+class AbortRequest(RequestModel):
+    """POST /v1/abort: the id of an answer, or the client's own for the request (X-Request-Id, request_id)."""
+
+    request_id: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class GrammarRequest(RequestModel, OutputOptions):
+    """POST /check_grammar: the fields of a completion's or a chat's request that constrain its output."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+def request_routes(service: Service, settings: HttpSettings, recorded: RecordedRequests) -> list[Route]:
+    routes = SingleRequestRoutes(service, settings, recorded)
+    return [
+        route("/v1/abort", routes.abort, "End a request", Aborted, (AbortRequest,), BODY),
+        route(
+            "/v1/requests/{request_id}",
+            routes.recorded,
+            "A request among a front's latest",
+            RecordedRequest,
+            errors=(404,),
+        ),
+        route(
+            "/check_grammar",
+            routes.check_grammar,
+            "Compile the grammar of a request",
+            CheckedGrammar,
+            (GrammarRequest,),
+            (*BODY, 429),
+        ),
+    ]
+
+
+class SingleRequestRoutes:
+    """Handlers that concern one request."""
+
+    def __init__(self, service: Service, settings: HttpSettings, recorded: RecordedRequests) -> None:
+        self._service, self._settings, self._recorded = service, settings, recorded
+
+    async def abort(self, request: HttpRequest) -> Response:
+        # The body is short enough to be parsed on the event loop, which alone may call the engines.
+        settings = replace(self._settings, max_body_bytes=_MAX_ABORT_BYTES)
+        wanted = parse(AbortRequest, await read_json_body(request.scope, request.receive, settings) or b"")
+        self._service.abort(wanted.request_id, request.scope["owner"])
+        return json_response(Aborted(wanted.request_id))
+
+    async def check_grammar(self, request: HttpRequest) -> Response:
+        """Compile the grammar of a request with these fields, and report its faults."""
+        wanted = parse(GrammarRequest, await read_json_body(request.scope, request.receive, self._settings) or b"")
+        grammar = wanted.requested_grammar()
+        ignored = ignored_paths(await compiled(self._service.grammars, grammar), grammar) if grammar else []
+        return json_response(CheckedGrammar(ignored=ignored))
+
+    async def recorded(self, request: HttpRequest) -> Response:
+        owner = request.scope["owner"]
+        render = self._recorded.found(request.path_params["request_id"], owner)
+        return Response(await run_rendering(True, owner, render), media_type="application/json")

@@ -1,0 +1,70 @@
+"""Routes that report the state of the server: probes, metrics, its models and its version."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.metadata import version
+
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from serve_app.apis.management.answers import FrontLoad, Health, ModelList, NotReady, ServerInfo, Unhealthy, Version
+from serve_app.http.json_routes import get_json, json_response
+from serve_app.protocol.errors import error_response, redacted, unavailable
+from serve_app.protocol.operation import ApiRoute, Operation, route
+from serve_app.service.model_card import ModelCard
+from serve_app.service.service import Service
+from serve_app.settings import HttpSettings
+
+_PING = Operation("The same, for SageMaker", Health, unready=Unhealthy, open=True)
+
+
+def status_routes(service: Service, settings: HttpSettings) -> list[Route]:
+    routes = StatusRoutes(service)
+    models = get_json(lambda: ModelList(data=service.model_cards()))
+    load = get_json(lambda: FrontLoad(service.num_live))
+    server_info = get_json(lambda: service.description() | {"allow_chaos": settings.allow_chaos})
+    own_version = get_json(lambda: Version(version("callboard")))
+    return [
+        route("/v1/models", models, "The served model and its adapters", ModelList, errors=(503,)),
+        route("/v1/models/{model:path}", routes.model, "A model or adapter, by its name", ModelCard, errors=(404, 503)),
+        route("/health", routes.health, "Whether the server can serve now", Health, unready=Unhealthy, open=True),
+        route("/ready", routes.ready, "Whether the start is complete", Health, unready=NotReady, open=True),
+        ApiRoute("/ping", routes.health, _PING, replace(_PING, method="POST")),
+        route("/load", load, "The number of running requests of this front", FrontLoad),
+        route("/server_info", server_info, "The model and its numerics", ServerInfo, errors=(503,)),
+        route("/metrics", routes.metrics, "All metrics of the application, for Prometheus", None),
+        route("/version", own_version, "The version of Callboard", Version),
+    ]
+
+
+class StatusRoutes:
+    """Handlers that report the state of the server."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def health(self, request: HttpRequest) -> Response:
+        if reason := self._service.health():
+            return error_response(unavailable(reason), status="unavailable", reason=redacted(reason))
+        return json_response(Health(status="ok", phase=self._phase()))
+
+    async def ready(self, request: HttpRequest) -> Response:
+        if reason := self._service.health():
+            status = "loading" if self._service.loading else "unavailable"
+            return error_response(unavailable(reason), status=status, phase=redacted(reason))
+        return json_response(Health(status="ready", phase=self._phase()))
+
+    def _phase(self) -> str | None:
+        """Return the phase of a healthy server if its engines do not compute; None if they do."""
+        if not self._service.engines():
+            return "scaled to zero; the next request starts an engine"
+        return "asleep; requests wait for POST /wake_up" if self._service.is_asleep else None
+
+    async def metrics(self, request: HttpRequest) -> Response:
+        return Response(await self._service.metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    async def model(self, request: HttpRequest) -> Response:
+        return json_response(self._service.model_card(request.path_params["model"]))
