@@ -10,6 +10,7 @@ from actors.wire.link_messages import decode_from_engine, encode
 from runtime.assembly.engine import build_engine
 from runtime.core.prefix_cache import KEY_BYTES
 from runtime.features.adapter_table import AdapterTable
+from runtime.policy.queue_sizes import QueueSizes
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import Request, SamplingParams
 from tests.support.examples import examples
@@ -109,7 +110,7 @@ def test_predicted_hits_equal_those_of_the_engine():
     adapters.open("x")
     for num_cached in (0, 20):
         assert served.router.choose(Prompt(tokens, adapter="x").continued([])).num_cached == num_cached
-        assert served.add(tokens, adapter="x").num_hits == num_cached
+        assert served.core.extras[QueueSizes].hits(served.add(tokens, adapter="x")) == num_cached
         served.run()
         assert served.send(served.feed.update())
 
