@@ -36,6 +36,7 @@ from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.numerics import Numerics
 from runtime.loading.resolve import resolve
 from runtime.models.decoder import Decoder
+from runtime.models.decoder_build import build_decoder
 from runtime.models.weights import read_from
 from runtime.quant.encodings import ENCODINGS, Encoding
 from runtime.quant.weight_format import Weight
@@ -71,7 +72,7 @@ class RoundedSource(CheckpointSource):
                 return weight
             return (self.form.dequantize(self.form.encode(weight[0].float()), numerics.dtype),)
 
-        return Decoder(spec, numerics, max_model_len, rounded)
+        return build_decoder(spec, numerics, max_model_len, rounded)
 
 
 class Model:

@@ -93,6 +93,20 @@ def test_imports_between_folders_have_no_circle():
     assert {folder: sorted(targets - {*order}) for folder, targets in arrows.items() if folder not in order} == {}
 
 
+def test_private_names_stay_in_their_file():
+    """A name that another file imports is public."""
+    private = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {alias.name} of {node.module}"
+        for top in ("runtime", "actors", "serve_app")
+        for path in sorted((ROOT / top).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("runtime", "actors", "serve_app")
+        for alias in node.names
+        if alias.name.startswith("_")
+    ]
+    assert not private, "\n".join(private)
+
+
 def test_kernel_functions_outside_triton_have_types():
     """mypy cannot distinguish them: its settings accept functions without types in runtime/kernels."""
     untyped = []

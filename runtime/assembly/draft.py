@@ -20,7 +20,7 @@ _AHEAD_ON_ITS_OWN = 8
 def load_draft(config: EngineConfig) -> DraftCore:
     """Load the draft model of an engine with `config`, in this process.
 
-    Raises CallboardError as ModelRunner does, and if its token ids are not those of the engine's model."""
+    Raises CallboardError like ModelRunner, and if its vocabulary is not that of the engine's model."""
     path = resolve(config.draft or "", None, progress=False)
     _check_vocabulary(config, Tokenizer.load(path))
     source = CheckpointSource(path)

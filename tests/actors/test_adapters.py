@@ -42,7 +42,7 @@ async def check(reading, asked):
         assert (tokens, reason) == sequential(req, 512)
 
 
-async def test_adapters_come_and_go_at_all_engines_and_fronts(folders):
+async def test_adapters_load_and_unload_at_all_engines_and_fronts(folders):
     a, b, c = folders
     engines = [Engine(delay_s=0.002, lora=(f"a={a}",), max_loras=2) for _ in range(2)]
     async with Group(*engines) as group:

@@ -145,7 +145,7 @@ async def test_requests_fail_when_no_engine_can_be_started():
             await read(zero.group, request(0))
 
 
-async def test_an_engine_that_loads_its_model_has_nothing_to_drain():
+async def test_a_loading_engine_drains_at_once():
     """A server may end while it starts another engine; the streams of the others still have their time."""
     interval = sys.getswitchinterval()
     engine = EngineActor(EngineConfig(), None, False, 0, "app", 1)

@@ -107,7 +107,7 @@ async def test_streams_keep_their_grammar_through_deaths_and_moves(sent):
             engine.loop.close()
 
 
-async def test_the_queue_refuses_what_exceeds_its_bytes():
+async def test_the_queue_refuses_requests_beyond_its_bytes():
     engine = Engine(delay_s=0.02, max_num_seqs=1, max_queued_bytes=250_000)
     group = link_to(engine)
     await group.start()

@@ -198,7 +198,7 @@ def test_requests_that_kill_together_return_one_by_one(num_late):
 
 
 @pytest.mark.parametrize("most_rows", [1, 5])
-def test_a_crowd_is_limited_to_what_runners_survive(most_rows):
+def test_a_crowd_is_limited_to_a_size_that_runners_survive(most_rows):
     engine = Crowd(9, most_rows=most_rows)
     engine.finish()
     assert engine.culprits == []

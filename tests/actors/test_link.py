@@ -227,7 +227,7 @@ async def test_the_next_plan_is_submitted_before_tokens_are_sent(depth, monkeypa
     engine.loop.close()
 
 
-async def test_nothing_comes_after_the_end(served):
+async def test_no_output_follows_the_end(served):
     """An abort finds the last step's tokens still unsent, so they are sent first."""
     engine, group = served
     link = only_link(group)
@@ -291,7 +291,7 @@ async def test_a_broken_connection_to_a_living_engine_is_a_pause(served):
     await eventually(lambda: engine.loop.stats()["connections"] == 1)
 
 
-async def test_a_request_made_while_there_is_no_engine_waits_for_it():
+async def test_a_request_without_an_engine_waits_for_one():
     engine = Engine()
     link = link_to(engine)
     await link.start()
@@ -316,7 +316,7 @@ async def test_closing_the_generator_aborts(served):
     assert link.num_streams == 0
 
 
-async def test_a_gone_replica_has_its_requests_aborted(served):
+async def test_requests_of_a_lost_replica_are_aborted(served):
     engine, link = served
     engine.runners[-1].delay_s = 0.02
     tasks = [asyncio.create_task(read(link, request(i, max_tokens=400))) for i in range(4)]

@@ -141,7 +141,7 @@ def test_steps_fill_their_graphs(num_decoding):
     assert len(totals) > 5
 
 
-def test_a_target_too_short_for_any_prompt_lets_prompts_go_on():
+def test_a_target_too_short_for_any_prompt_is_exceeded():
     served = Served(LONG[:20], max_itl_ms=0.5)
     assert all(times for times in served.times.values())
 

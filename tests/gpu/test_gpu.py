@@ -60,7 +60,7 @@ def generate(device: str, **config) -> list[list[int]]:
     return list(tokens.values())
 
 
-def test_fp32_tokens_are_those_of_the_cpu():
+def test_fp32_tokens_equal_the_cpus():
     on_cpu, on_gpu = generate("cpu"), generate("cuda")
     same = [a == b for a, b in zip(on_cpu, on_gpu, strict=True)]
     # Two devices round differently, and a near tie may fall either way; random weights have few.

@@ -84,7 +84,7 @@ def test_a_runner_sleeps_on_while_its_memory_is_taken(monkeypatch):
     runner, want = core.executor._runner, generate(core)
     core.lose()
     runner.sleep()
-    cache = runner._room.cache._segments
+    cache = runner._sleep_memory.cache._segments
     with monkeypatch.context() as patch:
 
         def refuse(address, segment):

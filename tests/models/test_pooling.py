@@ -85,7 +85,7 @@ def cosines(found, want):
     ],
 )
 @torch.no_grad()
-def test_embeddings_are_those_of_transformers(case, architecture, mode, tmp_path):
+def test_embeddings_equal_transformers(case, architecture, mode, tmp_path):
     theirs = save_headless(tmp_path, case, architecture, mode).model
     cores = [open_core(tmp_path, max_num_batched_tokens=budget) for budget in (60, 7)]
     pooling = cores[0].scheduler.info.pooling
@@ -106,7 +106,7 @@ def test_embeddings_are_those_of_transformers(case, architecture, mode, tmp_path
 
 
 @torch.no_grad()
-def test_scores_are_those_of_a_classifier(tmp_path):
+def test_scores_equal_a_classifiers(tmp_path):
     """Qwen3-Reranker in its converted form, and by two rows of its head."""
     theirs = save_model(tmp_path, "qwen3")
     want = torch.stack([theirs(torch.tensor([prompt])).logits[0, -1] for prompt in PROMPTS])

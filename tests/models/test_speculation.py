@@ -88,7 +88,7 @@ MODELS = ((1, 0.0, 0), (2, 0.3, 1), (5, 2.0, 9), (6, 0.0, 1), (8, 0.3, 9), (None
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SAMPLING)
-def test_tokens_are_those_without_guesses(name):
+def test_guesses_change_no_token(name):
     """Half of the drafters with each way of sampling, alternately one prompt at a time or 32."""
     turn = list(SAMPLING).index(name) % 2
     batch, count = ((1, 3), (32, 24))[turn]
@@ -245,7 +245,7 @@ def test_a_prediction_changes_no_token_and_is_guessed():
     assert accepted["partly"] > accepted["none"]
 
 
-def test_ngram_looks_up_what_followed():
+def test_ngram_looks_up_the_next_tokens():
     from runtime.core.request_state import RequestState
 
     def state(tokens, prediction=()):

@@ -209,7 +209,7 @@ async def test_a_lost_engine_loses_no_more_than_its_last_steps(served_link):
         assert num_guessed >= len(places)
 
 
-async def test_an_abandoned_request_counts_what_it_saw(served_link):
+async def test_an_abandoned_request_counts_its_delivered_tokens(served_link):
     """A stop string ends a request in the front. The guesses of delivered tokens are known, and nothing else is
     counted."""
     engine, link, oracle = served_link
