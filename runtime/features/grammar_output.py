@@ -12,7 +12,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
 from runtime.spec.types import CallboardError, Grammar, ThinkingBudget
-from runtime.structured.matching.factory import Engines
+from runtime.structured.matching.factory import MatcherFactory
 from runtime.structured.matching.lazy import SharedLimit
 from runtime.structured.matching.matcher import Matcher
 
@@ -80,33 +80,33 @@ class GrammarOutput:
             self._making.cancel()
             self._making = None
 
-    def begin(self, thread: Executor, engines: Future[Engines]) -> Future[tuple[Matcher, int]] | None:
+    def begin(self, thread: Executor, engines: Future[MatcherFactory]) -> Future[tuple[Matcher, int]] | None:
         """Begin to make its matcher on `thread`; None if that takes microseconds, so that a step may do it."""
         if self._making is None and not self._is_quick(engines):
             self._making = thread.submit(self._made, engines.result, list(self.tokens))
         return self._making
 
-    def adopt(self, engines: Future[Engines]) -> None:
+    def adopt(self, engines: Future[MatcherFactory]) -> None:
         """Take the matcher that was made, or that takes microseconds. Raises CallboardError."""
         if self._making is None:
-            self.matcher = made_engines(engines.result).matcher(self.grammar, self.thinking)
+            self.matcher = made_factory(engines.result).matcher(self.grammar, self.thinking)
             return
         making, self._making = self._making, None
         self.matcher, self.num_taken = making.result()
 
-    def _is_quick(self, engines: Future[Engines]) -> bool:
+    def _is_quick(self, engines: Future[MatcherFactory]) -> bool:
         if not engines.done() or self.alone or len(self.tokens) > _FEW_TOKENS:
             return False
         return engines.exception() is not None or engines.result().is_ready(self.grammar)
 
-    def _made(self, engines: Callable[[], Engines], tokens: list[int]) -> tuple[Matcher, int]:
+    def _made(self, engines: Callable[[], MatcherFactory], tokens: list[int]) -> tuple[Matcher, int]:
         """On the thread: a matcher that has advanced by `tokens`."""
         try:
             try:
-                matcher = made_engines(engines).matcher(self.grammar, self.thinking, self.alone)
+                matcher = made_factory(engines).matcher(self.grammar, self.thinking, self.alone)
                 matcher.advance(tokens)
             except SharedLimit:
-                matcher = made_engines(engines).matcher(self.grammar, self.thinking, True)
+                matcher = made_factory(engines).matcher(self.grammar, self.thinking, True)
                 matcher.advance(tokens)
         except CallboardError:
             raise
@@ -116,7 +116,7 @@ class GrammarOutput:
         return matcher, len(tokens)
 
 
-def made_engines(engines: Callable[[], Engines]) -> Engines:
+def made_factory(engines: Callable[[], MatcherFactory]) -> MatcherFactory:
     """Waits for them. A vocabulary that they cannot be made for fails the outputs that need them, not the step."""
     try:
         return engines()

@@ -18,14 +18,14 @@ import numpy as np
 
 from runtime.core.plan import Int32s, NewSlot, StepPlan, StepResult
 from runtime.features.device_automata import DeviceAutomata
-from runtime.features.grammar_output import GrammarOutput, made_engines
+from runtime.features.grammar_output import GrammarOutput, made_factory
 from runtime.kernels.sampling.automata import AT, FIRST, GUESSES, NUM_GUESSES, SLOT
 from runtime.spec.config import ModelInfo
 from runtime.spec.sharding import ALONE, Shard
 from runtime.spec.types import CallboardError
 from runtime.structured.matching.automaton import EagerMatcher
 from runtime.structured.matching.automaton_policy import AutomatonPolicy
-from runtime.structured.matching.factory import Engines
+from runtime.structured.matching.factory import MatcherFactory
 from runtime.structured.matching.lazy import LazyMatcher
 from runtime.structured.matching.thinking import ThinkingMatcher
 from runtime.structured.matching.vocabulary import Vocabulary
@@ -85,7 +85,7 @@ class GrammarState:
         self._num_words, self._is_draft, self._shard = -(-vocab_size // 32), is_draft, shard
         self.step_us = math.inf  # a decode step of many rows, once a device's was measured
         self._thread = ThreadPoolExecutor(1, "grammars")
-        self._engines: Future[Engines] | None = None
+        self._engines: Future[MatcherFactory] | None = None
         self._outputs: dict[int, GrammarOutput] = {}
         self._last: tuple[Masks, Callable[[], Int32s]] | None = None
         self._new_automata = new_automata
@@ -116,13 +116,13 @@ class GrammarState:
         first outputs wait for it. Until this is called, no output that has a grammar can be served."""
         if self._shard.rank:
             return
-        self._engines = self._thread.submit(lambda: self._make_engines(vocabulary()))
+        self._engines = self._thread.submit(lambda: self._make_factory(vocabulary()))
         if self._is_draft:
             self._engines.exception()  # waits, since its engine decodes plainly meanwhile
 
-    def _make_engines(self, vocabulary: Vocabulary) -> Engines:
+    def _make_factory(self, vocabulary: Vocabulary) -> MatcherFactory:
         policy = None if self._is_draft else AutomatonPolicy(self.step_us, len(vocabulary.tokens))
-        return Engines(vocabulary, policy)
+        return MatcherFactory(vocabulary, policy)
 
     def reset(self) -> None:
         """Forget all requests."""
@@ -148,7 +148,7 @@ class GrammarState:
             return
         output.cancel()
         if output.matcher is not None and output.grammar is not None:
-            self._made_engines().spent(output.grammar, output.host_s)
+            self._made_factory().spent(output.grammar, output.host_s)
 
     def masks(self, plan: StepPlan) -> Masks | None:
         """The masks of the plan's samples; None if all of them may be any token. If some are the host's to make, it
@@ -286,10 +286,10 @@ class GrammarState:
                 if token != guess:
                     break
 
-    def _made_engines(self) -> Engines:
+    def _made_factory(self) -> MatcherFactory:
         """Waits for them. A vocabulary that they cannot be made for fails the outputs that need them, not the step."""
         assert self._engines is not None
-        return made_engines(self._engines.result)
+        return made_factory(self._engines.result)
 
     def _fill(self, rows: list[_Row], words: Int32s) -> None:
         """A mask after a guess that is not allowed stays open: no sample equals that guess, so none there counts."""
@@ -311,7 +311,7 @@ class GrammarState:
                 self._stop(row, e)
         if together:
             stepping, matchers, numbers = zip(*together, strict=True)
-            errors = self._made_engines().fill(matchers, words, numbers)
+            errors = self._made_factory().fill(matchers, words, numbers)
             for row, error in zip(stepping, errors, strict=True):
                 if error is not None:
                     self._stop(row, error)

@@ -17,7 +17,7 @@ from runtime.output.fields import FieldError, invalid
 from runtime.output.response_format import RequestedGrammar
 from runtime.output.tools import AnyTool, CustomTool
 from runtime.spec.types import GrammarSpec
-from runtime.structured.grammar import Calls
+from runtime.structured.calls import Calls
 from runtime.structured.pattern import literal_text
 from runtime.text import reasoning
 from runtime.text.tool_calls import ForcedCall, ToolFormat

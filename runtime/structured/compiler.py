@@ -1,4 +1,4 @@
-"""The front's compiler of grammars: it works off the event loop, in processes that can be killed."""
+"""The front's compiler of grammars, which runs in child processes with a deadline."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from runtime.spec.types import CallboardError, Grammar, GrammarSpec
 from runtime.structured.grammar import compiled
 from runtime.structured.pattern import GrammarError
 
-_MEMORY = 2 << 30  # of address space; a child at rest takes a tenth
-# A small specification takes some milliseconds: it has at most so many bytes, and none of the words that stand for
-# intersections, merged schemas and grammars (or an escape that may spell them).
+_MEMORY = 2 << 30  # bytes of address space of a child, which takes a tenth at rest
+# A small specification takes some milliseconds. It is short and has none of these words, which can be costly:
+# intersections, merged schemas, grammars, and escapes that may spell a word.
 _SMALL_BYTES = 4096
 _COSTLY_WORDS = ("pattern", "allOf", '"lark"', "\\u")
 
 
 class CompilerBusy(CallboardError):
-    """More grammars wait than there may; come back in `retry_after_s`."""
+    """The queue of grammars is full. Retry after `retry_after_s` seconds."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -30,23 +30,21 @@ class CompilerBusy(CallboardError):
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """A grammar that is to be compiled, for all that ask for it meanwhile."""
+    """One compilation, which all concurrent requests for the same grammar share."""
 
     is_small: bool
     future: Future[Grammar | GrammarError]
-    answer: asyncio.Future[Grammar | GrammarError]  # the same, as the event loop waits for it
+    answer: asyncio.Future[Grammar | GrammarError]  # the same result, for the event loop
     num_waiting: int = 0
 
 
 class GrammarCompiler:
-    """Compiles grammars for one event loop. Each takes some milliseconds, or none if its specification is known. A
-    child that is not done at the deadline is killed, while other grammars have children of their own: an idle one is
-    kept ready as long as there are fewer than `max_children`. One child takes only small specifications, which
-    therefore never wait for large ones.
+    """Compiles grammars for one event loop, in up to `max_children` child processes.
 
-    Without a free child, up to `max_queued` small specifications and as many others wait, in the order of their arrival
-    and as long as a request waits for them. Answers and refusals are kept by specification: at most `max_entries`, of
-    `max_bytes` in all."""
+    A compilation takes some milliseconds. A child that misses the deadline is killed. One child compiles small
+    specifications only, so these never wait for large ones. Without a free child, up to `max_queued` small and
+    `max_queued` large specifications wait in the order of their arrival. A cancelled one is dropped.
+    Results and errors are kept by specification: at most `max_entries`, of `max_bytes` in all."""
 
     def __init__(
         self,
@@ -61,18 +59,18 @@ class GrammarCompiler:
         self._answers: OrderedDict[GrammarSpec, Grammar | GrammarError] = OrderedDict()
         self._num_bytes = 0
         self._open: dict[GrammarSpec, _Work] = {}  # waiting or begun
-        self._num_large = max(1, max_children - 1)  # large specifications at once
+        self._num_large = max(1, max_children - 1)  # children that compile large specifications
         self._small = ThreadPoolExecutor(max_children, "small-grammar")  # each thread waits for one child
         self._large = ThreadPoolExecutor(self._num_large, "large-grammar")
-        digits = GrammarSpec("regex", "\\D")  # Unicode's are looked up once
-        self._children = ChildPool(max_children, _MEMORY, 5, compiled, digits)  # nice: running streams go first
+        digits = GrammarSpec("regex", "\\D")  # computes the digits of Unicode before the first grammar
+        self._children = ChildPool(max_children, _MEMORY, 5, compiled, digits)  # niceness 5: running streams go first
 
     def start(self) -> None:
-        """Have a child ready before the first grammar comes."""
+        """Start a child before the first grammar arrives."""
         self._children.start()
 
     async def compile(self, spec: GrammarSpec) -> Grammar:
-        """Raises GrammarError, or CompilerBusy if it would have to wait and too many do."""
+        """Return a compiled or known grammar. Raises GrammarError, and CompilerBusy if the queue is full."""
         answer = self._answers.get(spec)
         if answer is None:
             answer = await self._answer(spec, self._open.get(spec) or self._added(spec))
@@ -92,7 +90,7 @@ class GrammarCompiler:
         is_small = _is_small(spec)
         num_open = sum(other.is_small == is_small for other in self._open.values())
         if num_open >= self._max_queued + (1 if is_small else self._num_large):
-            wait_s = self._deadline_s  # by then each child has ended its present work
+            wait_s = self._deadline_s  # each child has ended its present work by then
             reason = f"{self._max_queued} grammars wait to be compiled, the limit"
             raise CompilerBusy(f"{reason}; come back in {wait_s:g} seconds.", wait_s)
         future = (self._small if is_small else self._large).submit(self._run, spec)
@@ -103,7 +101,7 @@ class GrammarCompiler:
     async def _answer(self, spec: GrammarSpec, work: _Work) -> Grammar | GrammarError:
         work.num_waiting += 1
         try:
-            return await asyncio.shield(work.answer)  # a client that leaves does not cancel it for the others
+            return await asyncio.shield(work.answer)  # one client that leaves does not cancel it for others
         finally:
             work.num_waiting -= 1
             if not work.num_waiting and work.future.cancel():  # no thread has begun it
@@ -114,14 +112,14 @@ class GrammarCompiler:
             return
         del self._open[spec]
         if done.exception() is not None:
-            return  # those that wait for it get it
+            return  # the waiting requests raise it
         answer = self._answers[spec] = done.result()
         self._num_bytes += _size(spec, answer)
         while len(self._answers) > self._max_entries or self._num_bytes > self._max_bytes:
             self._num_bytes -= _size(*self._answers.popitem(last=False))
 
     def _run(self, spec: GrammarSpec) -> Grammar | GrammarError:
-        """In a thread."""
+        """Compile a specification in a child; called in a thread."""
         try:
             return self._children.run(self._deadline_s, compiled, spec)
         except Overrun as e:

@@ -1,24 +1,26 @@
-"""A grammar as rules over terminals, and the two forms that it is handed to the engines in.
+"""Rules over terminals: the form between every reader and the two engines.
 
-`lark` is llguidance's, with recursion and with intersections of terminals; `expression` is one regular expression for
-outlines-core, where there is one. Both say the same language.
+`lark` writes rules for llguidance; they may recurse, and terminals may intersect. `expression` writes the same language
+as one regular expression for outlines-core, where there is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from runtime.structured.pattern import GrammarError
+from runtime.structured.pattern import GrammarError, literal_text
 
 MAX_RULES = 10_000  # of one grammar
 MAX_LARK_BYTES = 256 << 10  # of a compiled grammar: its matcher is ready after some 30 ms
 _MAX_EXPRESSION_CHARS = 32_768
+_OPTIONS = '%llguidance {"no_forcing": true}'  # a mask has every token that fits, not only the tokenizer's own choice
 
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
-    """Texts that match all of `all_of` and none of `none_of`, regular expressions."""
+    """Texts that match all of `all_of` and none of `none_of`, which are regular expressions."""
 
     all_of: tuple[str, ...]
     none_of: tuple[str, ...] = ()
@@ -43,14 +45,21 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """Stands for the rule of this name."""
+    """The rule of this name."""
 
     of: str
 
 
 @dataclass(frozen=True, slots=True)
 class JsonSchema:
-    """A JSON Schema that llguidance's own compiler takes."""
+    """A JSON Schema that llguidance compiles."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class LarkGrammar:
+    """A grammar in Lark's form that llguidance reads; its `%ignore` applies to nothing outside it."""
 
     text: str
 
@@ -62,7 +71,7 @@ class Shortest:
     expression: str
 
 
-Rule = Terminal | Sequence | Choice | Repeat | Name | JsonSchema | Shortest
+Rule = Terminal | Sequence | Choice | Repeat | Name | JsonSchema | LarkGrammar | Shortest
 NOTHING = Sequence(())  # matches the empty text
 NEVER = Choice(())  # matches no text
 
@@ -71,8 +80,13 @@ def terminal(expression: str) -> Terminal:
     return Terminal((expression,))
 
 
+def text(of: str) -> Rule:
+    """Return the rule of one text."""
+    return terminal(literal_text(of)) if of else NOTHING
+
+
 def sequence(*parts: Rule) -> Rule:
-    """One after another; neighbours that are simple terminals become one."""
+    """Return one rule after another; neighbours that are simple terminals become one."""
     joined: list[Rule] = []
     for part in parts:
         for each in part.parts if isinstance(part, Sequence) else (part,):
@@ -97,10 +111,20 @@ def optional(part: Rule) -> Rule:
     return Choice((part, NOTHING))
 
 
+def mapped_rule(rule: Rule, change: Callable[[Rule], Rule]) -> Rule:
+    """Return a rule with each leaf changed."""
+    match rule:
+        case Sequence(parts) | Choice(parts):
+            return type(rule)(tuple(mapped_rule(part, change) for part in parts))
+        case Repeat(part, least, most):
+            return Repeat(mapped_rule(part, change), least, most)
+    return change(rule)
+
+
 def pruned(rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """`rules` without those that nothing needs and what can never be completed, as a recursion without an end; raises
-    GrammarError if the start cannot."""
-    alive: set[str] = set()
+    """Return the rules that the start needs, without options that no text can complete. Raises GrammarError if none is
+    left of the start."""
+    productive: set[str] = set()
 
     def can_end(rule: Rule) -> bool:
         match rule:
@@ -111,7 +135,7 @@ def pruned(rules: Mapping[str, Rule]) -> dict[str, Rule]:
             case Repeat(part, least):
                 return least == 0 or can_end(part)
             case Name(name):
-                return name in alive
+                return name in productive
         return True
 
     def prune(rule: Rule) -> Rule:
@@ -124,14 +148,12 @@ def pruned(rules: Mapping[str, Rule]) -> dict[str, Rule]:
                 return Repeat(prune(part), least, most) if can_end(part) else NOTHING
         return rule
 
-    found, names = -1, list(rules)[::-1]  # most rules stand before those that they need
-    while found < len(alive):
-        found = len(alive)
-        for name in names:
-            if name not in alive and can_end(rules[name]):
-                alive.add(name)
+    before, names = -1, list(rules)[::-1]  # most rules stand before the rules that they need
+    while before < len(productive):
+        before = len(productive)
+        productive.update(name for name in names if name not in productive and can_end(rules[name]))
         names.reverse()
-    if "start" not in alive:
+    if "start" not in productive:
         raise GrammarError("cannot be satisfied: no text fits it")
     kept: dict[str, Rule] = {}
     todo = ["start"]
@@ -154,9 +176,11 @@ def _names(rule: Rule) -> Iterable[str]:
 
 
 def lark(rules: Mapping[str, Rule]) -> str:
-    """llguidance's form; raises GrammarError if it is too long."""
+    """Return llguidance's form of rules: Lark, or JSON if a rule holds a grammar of its own. Raises GrammarError if it
+    is too long."""
     terminals: dict[Terminal, str] = {}
     lazy: dict[Shortest, str] = {}
+    inner: dict[str, str] = {}  # names of grammars within, by their text
 
     def write(rule: Rule) -> str:
         match rule:
@@ -175,16 +199,23 @@ def lark(rules: Mapping[str, Rule]) -> str:
                 return name
             case JsonSchema(text):
                 return f"%json {text}"
+            case LarkGrammar(text):
+                return "@" + inner.setdefault(text, f"lark{len(inner)}")
             case Shortest():
                 return lazy.setdefault(rule, f"shortest{len(lazy)}")
 
-    # Without forcing, a mask has every token that fits, not just the one that a tokenizer would choose.
-    lines = ['%llguidance {"no_forcing": true}', *(f"{name}: {write(rule)}" for name, rule in rules.items())]
+    match rules:
+        case {"start": LarkGrammar(text)}:
+            return f"{text}\n{_OPTIONS}"
+    lines = [_OPTIONS, *(f"{name}: {write(rule)}" for name, rule in rules.items())]
     for each, name in terminals.items():
         parts = [*(f"/{e}/" for e in each.all_of), *(f"~/{e}/" for e in each.none_of)]
         lines.append(f"{name}: " + " & ".join(parts))
     lines += (f"{name}[lazy]: /{each.expression}/" for each, name in lazy.items())
     text = "\n".join(lines)
+    if inner:
+        grammars = [{"name": name, "lark_grammar": f"{of}\n{_OPTIONS}"} for of, name in inner.items()]
+        text = json.dumps({"grammars": [{"lark_grammar": text}, *grammars]})
     if (size := len(text.encode())) > MAX_LARK_BYTES:
         raise GrammarError(f"makes a grammar of {size} bytes; the limit is {MAX_LARK_BYTES} bytes; make it smaller")
     return text
@@ -195,8 +226,8 @@ class _NoExpression(Exception):
 
 
 def expression(rules: Mapping[str, Rule]) -> str:
-    """The same as one regular expression; "" if it recurses, intersects or gets long."""
-    written: dict[str, str | None] = {}
+    """Return one regular expression for rules; "" if they recurse or intersect, or if it is long."""
+    written: dict[str, str | None] = {}  # None while the rule is being written
 
     def write(rule: Rule) -> str:
         match rule:

@@ -1,7 +1,7 @@
-"""Structural tags: text of which regions follow grammars, as XGrammar describes it and vLLM and SGLang take it.
+"""Structural tags: free text with regions that follow grammars, in the forms of XGrammar, vLLM and SGLang.
 
-Free text goes up to a trigger, and with the trigger a region begins: the rest of a tag's beginning, content of a format
-of its own, and the tag's end, after which the text is free again.
+Free text goes up to a trigger. The trigger begins a region: the rest of a tag's `begin`, content in a format of its
+own, and the tag's `end`. Free text follows again.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from runtime.structured.pattern import (
     literal_text,
     plain,
     shown,
-    whole,
 )
 from runtime.structured.readers import context_free
-from runtime.structured.readers.ebnf import GrammarText, read_ebnf
+from runtime.structured.readers.ebnf import START, read_ebnf
 from runtime.structured.readers.lark import read_lark
+from runtime.structured.readers.regex import whole
 from runtime.structured.rules import (
     NOTHING,
     Choice,
+    LarkGrammar,
     Name,
     Repeat,
     Rule,
@@ -36,16 +37,17 @@ from runtime.structured.rules import (
     choice,
     optional,
     terminal,
+    text,
 )
 from runtime.structured.schema import writer as schema
-from runtime.structured.schema.normalize import Terms
+from runtime.structured.schema.merge import TerminalChecks
 
 _ANY = "(?s:.*)"
 MAX_NESTED = 32  # formats within formats
 
 
 class _Format(msgspec.Struct, tag_field="type", forbid_unknown_fields=True):
-    """A format of some text; what it is, its `type` tells."""
+    """A format of text; the field `type` names its class."""
 
 
 class ConstString(_Format, tag="const_string"):
@@ -83,7 +85,7 @@ class Tag(_Format, tag="tag"):
 
 
 class TriggeredTags(_Format, tag="triggered_tags"):
-    """Free text with tags. Each tag's beginning begins with a trigger, which stands nowhere else in the text."""
+    """Free text with tags. The beginning of each tag starts with a trigger. Free text contains no trigger."""
 
     triggers: list[str]
     tags: list[Tag]
@@ -112,18 +114,23 @@ Format = (
 )
 
 
-def read_grammar(text: str) -> GrammarText:
-    """A grammar in EBNF if it has "::=", else in Lark's form; raises GrammarError, which tells the place."""
-    return read_ebnf(text) if "::=" in text else read_lark(text)
+def grammar_rules(source: str, end: str = "", prefix: str = "") -> dict[str, Rule]:
+    """Return the rules of a grammar and the text after it, the first one `prefix` + "start". The grammar is EBNF if it
+    has "::=", else Lark. Raises GrammarError with the line and the column."""
+    if "::=" not in source:
+        rule = LarkGrammar(read_lark(source))
+        return {f"{prefix}start": Sequence((rule, text(end))) if end else rule}
+    grammar = {**read_ebnf(source), "": Concatenation((Reference(START), literal(end)))}
+    return context_free.rules_of(grammar, "" if end else START, prefix)
 
 
-def rules_of(text: str, terms: Terms, ignored: list[str]) -> dict[str, Rule]:
-    """The rules of a format, given as JSON; raises GrammarError."""
+def rules_of(source: str, checks: TerminalChecks, ignored: list[str]) -> dict[str, Rule]:
+    """Return the rules of a format, given as JSON. Raises GrammarError."""
     try:
-        form = msgspec.json.decode(text, type=Format)
+        form = msgspec.json.decode(source, type=Format)
     except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as e:
         raise GrammarError(f"cannot be read: {e}") from None
-    writer = _Writer(terms, ignored)
+    writer = _Writer(checks, ignored)
     start = writer.write(form, "", "")
     return {"start": start, **writer.rules}
 
@@ -131,13 +138,13 @@ def rules_of(text: str, terms: Terms, ignored: list[str]) -> dict[str, Rule]:
 class _Writer:
     """Writes formats as rules."""
 
-    def __init__(self, terms: Terms, ignored: list[str]) -> None:
+    def __init__(self, checks: TerminalChecks, ignored: list[str]) -> None:
         self.rules: dict[str, Rule] = {}
-        self._terms, self._ignored = terms, ignored
+        self._checks, self._ignored = checks, ignored
         self._num_names = 0
 
     def write(self, form: Format, end: str, where: str) -> Rule:
-        """A format and the text that follows it."""
+        """Return the rule of a format and of the text after it."""
         if where.count("/") > 2 * MAX_NESTED:
             raise GrammarError(f"nests formats deeper than the limit of {MAX_NESTED}")
         try:
@@ -150,19 +157,18 @@ class _Writer:
     def _written(self, form: Format, end: str, where: str) -> Rule:
         match form:
             case ConstString(value):
-                return _text(value + end)
+                return text(value + end)
             case JsonValue(of):
                 name = self._name()
-                found = schema.rules_of(schema.read(json.dumps(of)), self._terms, None, name, None, self._ignored)
+                found = schema.rules_of(schema.read(json.dumps(of)), self._checks, None, name, None, self._ignored)
                 self.rules |= found
-                return Sequence((Name(f"{name}start"), _text(end)))
+                return Sequence((Name(f"{name}start"), text(end)))
             case Expression(pattern):
                 expression = plain(whole(pattern))
                 return Shortest(expression + literal_text(end)) if end else terminal(expression)
-            case GrammarFormat(text):
-                grammar, name = read_grammar(text), self._name()
-                ended = Concatenation((Reference(grammar.start), literal(end)))
-                self.rules |= context_free.rules_of({**grammar.rules, "": ended}, "", name)
+            case GrammarFormat(grammar):
+                name = self._name()
+                self.rules |= grammar_rules(grammar, end, name)
                 return Name(f"{name}start")
             case AnyText():
                 return Shortest(_ANY + literal_text(end)) if end else terminal(_ANY)
@@ -174,11 +180,11 @@ class _Writer:
                             f"has free text at {where}/elements/{i}, which is supported only as the last"
                         )
                 parts = [self.write(e, end * (i == last), f"{where}/elements/{i}") for i, e in enumerate(elements)]
-                return Sequence(tuple(parts)) if parts else _text(end)
+                return Sequence(tuple(parts)) if parts else text(end)
             case Options(elements):
                 return choice(self.write(each, end, f"{where}/elements/{i}") for i, each in enumerate(elements))
             case Tag():
-                return Sequence((_text(form.begin), self._rest(form, where), _text(end)))
+                return Sequence((text(form.begin), self._rest(form, where), text(end)))
             case TriggeredTags():
                 if end:
                     raise GrammarError(f"has tags in free text within a tag, at {where}, which is not supported")
@@ -186,12 +192,12 @@ class _Writer:
             case SeparatedTags(tags, separator):
                 bodies = [self.write(tag, "", f"{where}/tags/{i}") for i, tag in enumerate(tags)]
                 one = self._named(choice(bodies))
-                more = Repeat(Sequence((_text(separator), one)), 0, None)
+                more = Repeat(Sequence((text(separator), one)), 0, None)
                 all_tags = one if form.stop_after_first else Sequence((one, more))
-                return Sequence((all_tags if form.at_least_one else optional(all_tags), _text(end)))
+                return Sequence((all_tags if form.at_least_one else optional(all_tags), text(end)))
 
     def _rest(self, tag: Tag, where: str) -> Rule:
-        """What follows the beginning of a tag."""
+        """Return the rule of a tag without its beginning."""
         return self.write(tag.content, tag.end, f"{where}/content")
 
     def _triggered(self, form: TriggeredTags, where: str) -> Rule:
@@ -206,7 +212,7 @@ class _Writer:
         options: list[Rule] = []
         for trigger in dict.fromkeys(form.triggers):
             begun = [
-                Sequence((_text(tag.begin.removeprefix(trigger)), rest))
+                Sequence((text(tag.begin.removeprefix(trigger)), rest))
                 for tag, rest in zip(form.tags, rests, strict=True)
                 if tag.begin.startswith(trigger)
             ]
@@ -218,7 +224,7 @@ class _Writer:
         self.rules[after.of] = Choice((free, *options))
         if not form.at_least_one:
             return after
-        first = choice(Sequence((_text(tag.begin), rest)) for tag, rest in zip(form.tags, rests, strict=True))
+        first = choice(Sequence((text(tag.begin), rest)) for tag, rest in zip(form.tags, rests, strict=True))
         return Sequence((first, NOTHING if form.stop_after_first else after))
 
     def _name(self) -> str:
@@ -229,7 +235,3 @@ class _Writer:
         name = self._name()
         self.rules[name] = rule
         return Name(name)
-
-
-def _text(text: str) -> Rule:
-    return terminal(literal_text(text)) if text else NOTHING

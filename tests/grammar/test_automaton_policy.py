@@ -106,4 +106,4 @@ def test_a_runner_accounts_for_the_masks_of_each_grammar():
     long, short = (engines._entries[grammar.key].host_s for grammar in grammars[:2])
     assert 0 < short < long
     assert not engines.policy.pays(1e9, "c"), "the steps of a CPU hide its masks"
-    assert runner_of(is_draft=True).grammar_state._engines.result().policy is None
+    assert runner_of(is_draft=True).masks._engines.result().policy is None

@@ -8,7 +8,7 @@ from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.features import grammar_state
 from runtime.spec.types import FinishReason, Grammar
-from runtime.structured.matching.factory import Engines
+from runtime.structured.matching.factory import MatcherFactory
 from runtime.structured.matching.lazy import LazyEngine
 from runtime.structured.matching.vocabulary import BYTES
 from runtime.worker.runner import ModelRunner
@@ -47,7 +47,7 @@ class SlowMatchers:
 
 def forget(runner: ModelRunner) -> None:
     """SLOW ones are new to the runner."""
-    entries = runner.masks._made_engines()._entries
+    entries = runner.masks._made_factory()._entries
     for grammar in SLOW:
         entries.pop(grammar.key, None)
 
@@ -115,7 +115,7 @@ def test_requests_that_come_back_wait_for_their_long_outputs(monkeypatch):
 def test_a_request_that_leaves_gives_its_matcher_up(monkeypatch):
     runner = runner_of()
     answers(runner, [hot(None, max_tokens=1)])
-    runner.masks._made_engines()
+    runner.masks._made_factory()
     slow = SlowMatchers(monkeypatch)
 
     def leave(core: EngineCore, step: int) -> None:
@@ -146,7 +146,7 @@ def test_a_fault_of_the_maker_ends_its_request_alone(monkeypatch):
 
 
 def test_prototypes_count_in_the_memory_of_the_cache():
-    engines = Engines(BYTES, max_bytes=3 << 19)
+    engines = MatcherFactory(BYTES, max_bytes=3 << 19)
     small = [Grammar(f"{i}", regex(f"{i}+").lark, "") for i in range(5)]
     large = Grammar("large", regex("x" * 40_000).lark, "")
     for grammar in small:

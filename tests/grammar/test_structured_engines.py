@@ -23,7 +23,7 @@ from runtime.structured.compiler import GrammarCompiler
 from runtime.structured.grammar import compiled
 from runtime.structured.matching.automaton import EagerMatcher, build
 from runtime.structured.matching.automaton_policy import AutomatonPolicy
-from runtime.structured.matching.factory import Engines
+from runtime.structured.matching.factory import MatcherFactory
 from runtime.structured.matching.matcher import Matcher
 from runtime.structured.matching.vocabulary import BYTES
 from runtime.structured.pattern import GrammarError
@@ -123,7 +123,7 @@ def test_a_grammar_that_cannot_go_on_says_so():
 @pytest.mark.long
 def test_a_grammar_in_use_moves_to_the_eager_engine():
     grammar = compiled(GrammarSpec("json", json.dumps(PERSON)))
-    engines = Engines(BYTES, AutomatonPolicy(1000.0, len(BYTES.tokens)), max_entries=2)
+    engines = MatcherFactory(BYTES, AutomatonPolicy(1000.0, len(BYTES.tokens)), max_entries=2)
     pays = engines.policy.expected_s(grammar.expression)
     try:
         first = engines.matcher(grammar)
@@ -152,7 +152,7 @@ def test_a_grammar_in_use_moves_to_the_eager_engine():
 
 
 def test_threads_share_engines():
-    engines = Engines(BYTES)
+    engines = MatcherFactory(BYTES)
     grammars = [regex(f"{i}+") for i in range(4)]
 
     def use(i: int) -> bool:

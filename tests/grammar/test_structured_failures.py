@@ -10,7 +10,7 @@ import pytest
 from runtime.core.engine import EngineCore
 from runtime.spec.types import CallboardError, FinishReason
 from runtime.structured.matching import lazy
-from runtime.structured.matching.factory import Engines
+from runtime.structured.matching.factory import MatcherFactory
 from runtime.structured.matching.matcher import Matcher
 from runtime.structured.matching.vocabulary import BYTES
 from tests.support.fake_engine import FakeEngine, byte_tokenizer, chat, client_of, events_of
@@ -86,7 +86,7 @@ def before(matcher: Matcher) -> object:
     ids=["fill", "together", "ahead", "rollback", "advance", "to_the_end"],
 )
 def test_others_go_on(use: Callable[[Matcher], object]):
-    engines = Engines(BYTES)
+    engines = MatcherFactory(BYTES)
     greedy, other = engines.matcher(BOMB), engines.matcher(BOMB)
     untouched = lazy.LazyEngine(BYTES).matcher(BOMB.lark)
     for matcher in (other, untouched):
@@ -110,7 +110,7 @@ def test_others_go_on(use: Callable[[Matcher], object]):
 
 
 def test_what_is_accepted_is_known_after_anothers_failure():
-    engines = Engines(BYTES)
+    engines = MatcherFactory(BYTES)
     greedy, other = engines.matcher(BOMB), engines.matcher(BOMB)
     other.advance(b"xyz")
     explode(greedy)
@@ -131,10 +131,10 @@ def test_an_output_that_fails_by_itself_stays_failed():
 
 
 def made_beside_the_steps(alone: list[bool]) -> Callable[..., Matcher]:
-    """For Engines.matcher: those of new grammars, and with their own lexer, are made on a thread."""
-    make = Engines.matcher
+    """For MatcherFactory.matcher: those of new grammars, and with their own lexer, are made on a thread."""
+    make = MatcherFactory.matcher
 
-    def matcher(engines: Engines, grammar, thinking=None, is_alone: bool = False) -> Matcher:
+    def matcher(engines: MatcherFactory, grammar, thinking=None, is_alone: bool = False) -> Matcher:
         in_step = threading.current_thread() is threading.main_thread()
         assert not in_step or (engines.is_ready(grammar) and not is_alone)
         alone.append(is_alone)
@@ -160,7 +160,7 @@ def test_a_failed_answer_names_the_cause_and_stops_no_other():
     add = EngineCore.add
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EngineCore, "add", lambda core, request: states.append(add(core, request)))
-        patch.setattr(Engines, "matcher", made_beside_the_steps(makers := []))
+        patch.setattr(MatcherFactory, "matcher", made_beside_the_steps(makers := []))
         for _ in range(2):
             found = answers(runner, params, between=note)
             assert [reason for _, reason, _ in found.values()] == [reason for _, reason in alone]

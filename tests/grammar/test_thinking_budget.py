@@ -14,7 +14,7 @@ from runtime.spec.types import FinishReason, GrammarSpec, Request, SamplingParam
 from runtime.speculation.draft import DraftCore, LocalWire
 from runtime.speculation.draft_client import DraftClient
 from runtime.structured.grammar import compiled
-from runtime.structured.matching.factory import Engines
+from runtime.structured.matching.factory import MatcherFactory
 from runtime.structured.matching.thinking import ThinkingMatcher
 from runtime.structured.matching.vocabulary import BYTES, Vocabulary
 from tests.grammar.test_structured_walks import SMALL, allowed
@@ -23,7 +23,7 @@ from tests.support.structured_engine import SPEC, answers, hot, recorded, runner
 OPEN, CLOSE = b"<think>", b"</think>"
 MARKED = Vocabulary((*BYTES.tokens[:256], b"", b"", b""), (256,))  # and tokens of their own for both marks
 OPEN_ID, CLOSE_ID = 257, 258
-ENGINES = Engines(BYTES)
+ENGINES = MatcherFactory(BYTES)
 
 
 def text_budget(num_tokens: int, is_open: bool = True) -> ThinkingBudget:

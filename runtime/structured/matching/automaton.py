@@ -1,7 +1,7 @@
-"""The eager engine: a grammar worked out in full, as arrays that a device can hold.
+"""The eager engine: all states of a grammar, as arrays that a device can hold.
 
 outlines-core builds the token automaton of a regular expression. It cannot be interrupted and aborts the process when
-memory runs out, so `build` belongs into a child process (child.py).
+memory runs out, so `build` runs in a child process (child.py).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True, eq=False)
 class Automaton:
-    """States 0 (the beginning) to S - 1. Tokens that lead to the same place from everywhere share a class, so that the
-    table is small: `next_state[state, token_class[token]]` is where a token leads, -1 where it is not allowed.
+    """States 0, the first, to S - 1. Tokens with the same transitions share a class, which keeps the table small.
+    `next_state[state, token_class[token]]` is the state after a token, or -1 if the token is not allowed.
 
-    EOS is in the masks of the accepting states; it has no state to lead to."""
+    EOS is in the masks of the accepting states; no transition has it."""
 
     eos_ids: tuple[int, ...]
     token_class: NDArray[np.int32]  # [vocab_size], of C classes; class 0 is allowed nowhere
@@ -41,7 +41,7 @@ class Automaton:
 
 
 def build(expression: str, vocabulary: Vocabulary) -> Automaton:
-    """Raises GrammarError if the automaton is over a limit of ours or the package's."""
+    """Build an automaton. Raises GrammarError at a limit of this file or of the package."""
     edge = f"\\x{{{NO_CHARACTER:x}}}"
     try:
         index = outlines_core.Index(f"{edge}(?:{expression}){edge}", _vocabulary(vocabulary))
@@ -49,8 +49,8 @@ def build(expression: str, vocabulary: Vocabulary) -> Automaton:
         raise GrammarError(f"is refused by outlines-core ({e})") from None
     transitions: dict[int, dict[int, int]] = index.get_transitions()
     start = transitions.pop(index.get_initial_state())[len(vocabulary.tokens)]
-    alive, accepting_states = _alive(transitions, len(vocabulary.tokens))
-    states = {start: 0} | {state: at for at, state in enumerate(alive - {start}, start=1)}
+    coreachable, accepting_states = _coreachable(transitions, len(vocabulary.tokens))
+    states = {start: 0} | {state: at for at, state in enumerate(coreachable - {start}, start=1)}
     size, num_words = len(vocabulary.tokens), vocabulary.num_words
     if len(states) > MAX_STATES or len(states) * num_words * 4 > MAX_BYTES:
         raise GrammarError(f"has {len(states)} states; the limits are {MAX_STATES} states and {MAX_BYTES} bytes")
@@ -75,24 +75,24 @@ def build(expression: str, vocabulary: Vocabulary) -> Automaton:
     return automaton
 
 
-def _alive(transitions: dict[int, dict[int, int]], edge: int) -> tuple[set[int], set[int]]:
-    """The states from which a text can be completed, and those in which it is."""
+def _coreachable(transitions: dict[int, dict[int, int]], edge: int) -> tuple[set[int], set[int]]:
+    """Return the co-reachable states, from which a text can be completed, and the accepting states."""
     accepting = {state for state, targets in transitions.items() if edge in targets}
     before: dict[int, set[int]] = {}
     for state, targets in transitions.items():
         for to in {to for token, to in targets.items() if token != edge}:
             before.setdefault(to, set()).add(state)
-    alive, todo = set(accepting), list(accepting)
+    coreachable, todo = set(accepting), list(accepting)
     while todo:
-        found = before.get(todo.pop(), set()) - alive
-        alive |= found
+        found = before.get(todo.pop(), set()) - coreachable
+        coreachable |= found
         todo += found
-    return alive, accepting
+    return coreachable, accepting
 
 
 def _classes(columns: list[list[NDArray[Any]]], size: int) -> tuple[NDArray[np.int32], int]:
-    """Each token's class and their number. A class is told by a hash of all that its tokens do; with 2**18 tokens, two
-    have the same by chance once in 10**8 vocabularies."""
+    """Return each token's class and the number of classes. Two tokens share a class if the hashes of their transitions
+    are equal; with 2**18 tokens, two hashes collide once in 10**8 vocabularies."""
     generator = np.random.default_rng(0)
     hashes = np.zeros(size, np.uint64)
     for tokens, reached in columns:
@@ -104,10 +104,11 @@ def _classes(columns: list[list[NDArray[Any]]], size: int) -> tuple[NDArray[np.i
 
 @cache
 def _vocabulary(vocabulary: Vocabulary) -> outlines_core.Vocabulary:
-    """With one token more, for the edges of a text. Of alternatives the package follows only those before the first
-    that matches: every text must end in a character that no text has, or what could have gone on would be lost. And an
-    expression that begins with digits takes it exponential time, unless something stands before them. Tokens of single
-    bytes can begin that character too; `_alive` finds that nothing comes of it."""
+    """Return the package's vocabulary with one more token, NO_CHARACTER, for both edges of a text.
+
+    The package stops at the first alternative that matches, so a text ends in a character that no text has. An
+    expression that begins with digits takes exponential time, so a text begins with one, too. Tokens of single bytes
+    can begin that character; `_coreachable` drops these states."""
     edge = chr(NO_CHARACTER).encode()
     ids: dict[bytes, list[int]] = {edge: [len(vocabulary.tokens)]}
     for i, token in enumerate(vocabulary.tokens):
@@ -117,7 +118,7 @@ def _vocabulary(vocabulary: Vocabulary) -> outlines_core.Vocabulary:
 
 
 class EagerMatcher(Matcher):
-    """A matcher over an automaton, on the host: what a device does with the arrays, in numpy."""
+    """A matcher of an automaton on the host; a device does the same with the arrays."""
 
     engine = "eager"
 

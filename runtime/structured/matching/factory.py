@@ -1,4 +1,4 @@
-"""The choice of the engine that serves a grammar: the lazy one at once, the eager one where it pays and is small."""
+"""Makes matchers: of the lazy engine at once, of the eager engine once its automaton has paid and is small."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from runtime.structured.pattern import GrammarError
 
 logger = logging.getLogger(__name__)
 
-_MEMORY = 4 << 30  # address space of a build
-_PROTOTYPE_BYTES, _BYTES_PER_BYTE = 256 << 10, 8  # of a matcher, and for each byte of its grammar's text
+_MEMORY = 4 << 30  # bytes of address space of a build
+_PROTOTYPE_BYTES, _BYTES_PER_BYTE = 256 << 10, 8  # of a matcher: fixed, and for each byte of its grammar
 
 
 @dataclass(slots=True)
 class _Entry:
     prototype: LazyMatcher
-    prototype_bytes: int  # about
-    host_s: float = 0.0  # spent on masks
-    is_tried: bool = False  # an automaton is being built, or was
+    prototype_bytes: int  # estimate
+    host_s: float = 0.0  # time of the host on masks
+    is_tried: bool = False  # the build of an automaton has begun
     automaton: Automaton | None = None
 
     @property
     def is_ready(self) -> bool:
-        """True if an output gets its matcher in microseconds."""
+        """True if a matcher takes microseconds."""
         return self.automaton is not None or self.prototype.may_be_copied
 
     @property
@@ -47,10 +47,10 @@ class _Entry:
         return self.prototype_bytes + (0 if self.automaton is None else self.automaton.nbytes)
 
 
-class Engines:
-    """Matchers for one vocabulary. Any thread may call it; what is built eagerly, a child builds in the background.
+class MatcherFactory:
+    """Makes matchers for one vocabulary, in any thread. A child process builds automata in the background.
 
-    Grammars are kept by what they allow: at most `max_entries`, whose matchers and automata have `max_bytes` in all."""
+    It keeps at most `max_entries` grammars. Their matchers and automata take at most `max_bytes`."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Engines:
         max_entries: int = 256,
         max_bytes: int = 256 << 20,
     ) -> None:
-        """Without a policy the eager engine gets no grammar."""
+        """Without a policy, no automaton is built."""
         self.vocabulary, self.policy = vocabulary, policy
         self._lazy = LazyEngine(vocabulary)
         self._deadline_s = deadline_s
@@ -71,14 +71,15 @@ class Engines:
         self._child = ChildPool(1, _MEMORY, 10, load, vocabulary)
 
     def is_ready(self, grammar: Grammar | None) -> bool:
-        """True if `matcher` takes microseconds: the grammar is known, or there is none."""
+        """Return True if `matcher` takes microseconds: the grammar is known, or there is none."""
         with self._lock:
             return grammar is None or ((entry := self._entries.get(grammar.key)) is not None and entry.is_ready)
 
     def matcher(self, grammar: Grammar | None, thinking: ThinkingBudget | None = None, alone: bool = False) -> Matcher:
-        """For one output, at its beginning, with a grammar or a budget of its reasoning at least. It takes 10 us for a
-        grammar that is ready, else 1 to some 30 ms. With `alone`, no other output uses its lexer. Raises CallboardError
-        if the grammar is too complex."""
+        """Return a matcher at the beginning of an output that has a grammar, a budget of reasoning, or both.
+
+        A ready grammar takes 10 us, another one 1 to some 30 ms. With `alone`, no other output shares its lexer. Raises
+        CallboardError if the grammar is too complex."""
         inner = None if grammar is None else self._matcher(grammar, alone)
         if thinking is not None:
             return ThinkingMatcher(thinking, self.vocabulary, inner)
@@ -112,11 +113,11 @@ class Engines:
     def fill(
         self, matchers: Sequence[LazyMatcher], masks: NDArray[np.int32], numbers: Sequence[int]
     ) -> list[CallboardError | None]:
-        """As LazyEngine.fill."""
+        """See LazyEngine.fill."""
         return self._lazy.fill(matchers, masks, numbers)
 
     def spent(self, grammar: Grammar, seconds: float) -> None:
-        """Tells that an output has ended, whose masks took `seconds` of the host's time."""
+        """Note the time of the host on the masks of an output that has ended."""
         with self._lock:
             if (entry := self._entries.get(grammar.key)) is not None:
                 entry.host_s += seconds
@@ -149,13 +150,13 @@ _loaded: list[Vocabulary] = []
 
 
 def load(vocabulary: Vocabulary) -> None:
-    """Called before the first build: keeps what all builds need."""
+    """Keep the vocabulary of all builds, and do the work that only the first build needs."""
     _loaded[:] = [vocabulary]
     build("a", vocabulary)
 
 
 def build_loaded(expression: str) -> tuple[Automaton, float]:
-    """The automaton, and the CPU seconds that building it took."""
+    """Return the automaton, and the CPU seconds of its build."""
     start = time.process_time()
     automaton = build(expression, _loaded[0])
     return automaton, time.process_time() - start

@@ -1,7 +1,7 @@
-"""The lazy engine: llguidance works a grammar out as far as an output goes, on the host.
+"""The lazy engine: llguidance, which computes the states of a grammar on the host as an output reaches them.
 
-A matcher is ready in about a millisecond at any vocabulary; the largest grammars take some 30. Fuel bounds what a mask
-may cost, and not a clock, so that it is the same everywhere: at most some 15 ms, in hostile grammars.
+A matcher is ready in about a millisecond at any vocabulary; the largest grammars take some 30. Fuel, not a clock,
+bounds the cost of a mask, so every machine has the same limit: some 15 ms in hostile grammars.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ LIMITS = llguidance.LLParserLimits(
     max_grammar_size=500_000,
     verbose_errors=False,
 )
-_MAX_COPIES = 1000  # of a matcher: they share lexer states, whose number grows
-# Slices of the vocabulary: texts within strings, which most tokens are. Where a whole slice is allowed, a mask takes it
-# at once. They are llguidance's own, less the characters that "." does not match, and the one that is never written.
+_MAX_COPIES = 1000  # of a matcher: each copy adds to the lexer states that all share
+
+# Slices of the vocabulary; most tokens are texts within strings. A mask takes a slice at once where all of it is
+# allowed. These are llguidance's default slices without NO_CHARACTER and the characters that "." does not match.
 _IN_STRING = r"[^\"\\\x00-\x1F\x7F\x{2028}\x{2029}\x{10FFFF}]"
 _SLICES = [r"[\x20\x0A\x0D\x09]+", _IN_STRING + "{1,10}", _IN_STRING + "{1,30}", _IN_STRING + "+"]
 
 
 class SharedLimit(CallboardError):
-    """The lexer that a matcher shares with its copies came to a limit; one with its own lexer may go on."""
+    """The lexer that a matcher shares with its copies reached a limit; a matcher with its own lexer may go on."""
 
 
 class LazyEngine:
-    """Makes matchers for one vocabulary. Setting it up takes about a second for 128k tokens; threads may share it."""
+    """Makes matchers for one vocabulary, in any thread. Its set-up takes about a second for 128k tokens."""
 
     name = "lazy"
 
@@ -53,8 +54,9 @@ class LazyEngine:
     def fill(
         self, matchers: Sequence[LazyMatcher], masks: NDArray[np.int32], numbers: Sequence[int]
     ) -> list[CallboardError | None]:
-        """`matchers[i].fill(masks[numbers[i]])` of all, in one call on several threads: for each what it would raise.
-        `masks` [n, num_words], in one piece."""
+        """Call `matchers[i].fill(masks[numbers[i]])` for all i on several threads; return the error of each, or None.
+
+        `masks` [n, num_words] is contiguous."""
         open_, ended = [], []
         for matcher, number in zip(matchers, numbers, strict=True):
             if matcher.has_ended:
@@ -68,42 +70,42 @@ class LazyEngine:
         return [matcher.error() for matcher in matchers]
 
     def matcher(self, lark: str) -> LazyMatcher:
-        """At the beginning of an output; raises CallboardError if a limit is in the way of the grammar."""
+        """Return a matcher at the beginning of an output. Raises CallboardError if the grammar reaches a limit."""
         inner = llguidance.LLMatcher(self._tokenizer, lark, log_level=0, limits=LIMITS)
         return LazyMatcher(self.vocabulary.eos_ids, inner, _Lexer())
 
 
 @dataclass(slots=True)
 class _Lexer:
-    """The part of llguidance that copies of a matcher share: the states of the grammar's texts, as far as computed.
+    """The state that a matcher's copies share in llguidance: the computed states of its terminals.
 
-    A lexer that comes to a limit is of no use to any copy any more, wherever that copy is in the grammar."""
+    A lexer that reached a limit fails all copies, wherever they are in the grammar."""
 
     num_copies: int = 0
     has_failed: bool = False
 
 
 class LazyMatcher(Matcher):
-    """A matcher over llguidance's, which releases the GIL while it is made and while it computes a mask.
+    """A matcher of llguidance, which releases the GIL while it is made and while it computes a mask.
 
-    The lexer that it shares with its copies may come to a limit through them. It then raises SharedLimit: a matcher
-    with a lexer of its own may go on where it stood."""
+    Its copies share its lexer and may bring it to a limit. It then raises SharedLimit; a matcher with its own lexer may
+    go on from the same position."""
 
     engine = "lazy"
 
     def __init__(self, eos_ids: tuple[int, ...], inner: llguidance.LLMatcher, lexer: _Lexer) -> None:
         super().__init__(eos_ids)
         self.inner, self._lexer = inner, lexer
-        self._has_gone_back = False  # and made no mask since
+        self._has_gone_back = False  # True from a rollback to the next mask
         self._check()
 
     @property
     def may_be_copied(self) -> bool:
-        """True while copies work and are few enough: the states that they share grow with each."""
+        """True while the lexer works and has few copies: its states grow with each."""
         return not self._lexer.has_failed and self._lexer.num_copies < _MAX_COPIES
 
     def copy(self) -> LazyMatcher:
-        """A matcher at the same position, for another output; the two share the lexer states."""
+        """Return a matcher at the same position for another output; the two share their lexer."""
         self._lexer.num_copies += 1
         copy = LazyMatcher(self._eos_ids, self.inner.deep_copy(), self._lexer)
         copy._has_gone_back = self._has_gone_back
@@ -123,8 +125,7 @@ class LazyMatcher(Matcher):
 
     def _step(self, token: int) -> bool:
         if self._has_gone_back:
-            # llguidance 1.9 keeps what it has parsed beyond the place that it went back to, and takes it for what
-            # follows another token that one of the same terminals fits. Making a mask drops it.
+            # Workaround for llguidance 1.9: its lexer keeps the lookahead after a rollback; computing a mask resets it.
             self._has_gone_back = False
             self.inner.compute_bitmask()
         return bool(self.inner.try_consume_tokens([token]))
@@ -135,11 +136,11 @@ class LazyMatcher(Matcher):
         self._check()
 
     def _check_limit(self) -> None:
-        self.inner.compute_bitmask()  # a lexer at its limit refuses tokens silently; computing a mask sets its error
+        self.inner.compute_bitmask()  # a lexer at its limit rejects tokens silently; computing a mask sets its error
         self._check()
 
     def error(self) -> CallboardError | None:
-        """The reason why it cannot be used any more; None if it can."""
+        """Return why the matcher cannot be used any more; None if it can."""
         inner = self.inner
         if not (inner.is_error() or (inner.is_stopped() and not inner.is_accepting())):
             return None
@@ -154,7 +155,7 @@ class LazyMatcher(Matcher):
 
 
 class _Tokens:
-    """A vocabulary as llguidance asks for it."""
+    """A vocabulary in the form that llguidance reads."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.tokens = vocabulary.tokens
@@ -163,4 +164,4 @@ class _Tokens:
         self.special_token_ids = [i for i, token in enumerate(vocabulary.tokens) if not token]
 
     def __call__(self, text: str) -> list[int]:
-        raise NotImplementedError  # only a grammar that forces tokens asks how a text is cut
+        raise NotImplementedError  # llguidance tokenizes a text only for grammars that force tokens

@@ -1,4 +1,4 @@
-"""The interface of a grammar to a step, whichever engine serves it."""
+"""The interface between a step and a grammar, for every engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runtime.spec.types import CallboardError
 class Matcher(ABC):
     """The position of one output in its grammar. One thread at a time uses it, and none after a CallboardError.
 
-    EOS is a token like any other here: allowed where the output may end, and after it there is nothing else."""
+    EOS is a token like any other: it is allowed where the output may end, and only EOS may follow it."""
 
     engine: ClassVar[str]
 
@@ -39,9 +39,9 @@ class Matcher(ABC):
         return self._num_ended > 0 or self._is_complete()
 
     def fill(self, mask: NDArray[np.int32]) -> None:
-        """Bit i % 32 of word i // 32 tells whether token i may come next: `mask` [num_words], in one piece.
+        """Set bit i % 32 of word i // 32 of `mask` [num_words], which is contiguous, if token i may come next.
 
-        Raises CallboardError if a limit is in the way."""
+        Raises CallboardError at a limit."""
         if not self._num_ended:
             self._fill(mask)
             return
@@ -50,42 +50,43 @@ class Matcher(ABC):
             mask.view(np.uint32)[i // 32] |= np.uint32(1 << i % 32)
 
     def fill_ahead(self, masks: NDArray[np.int32], guesses: Sequence[int]) -> int:
-        """The masks before each guess and after the last, as far as the grammar allows them: `masks`
-        [len(guesses) + 1, num_words]. Returns how many guesses it allows; masks after those are left as they are."""
+        """Fill the masks before each guess and after the last one: `masks` [len(guesses) + 1, num_words].
+
+        Return the number of guesses that the grammar allows in a row; masks after these stay as they are."""
         taken = 0
         self.fill(masks[0])
         for guess in guesses:
             if not self._walk((guess,)):
                 if not int(masks[taken, guess // 32]) >> guess % 32 & 1:
                     break
-                self.advance((guess,))  # what refuses it is a limit
+                self.advance((guess,))  # raises: a limit rejected a token of the mask
             taken += 1
             self.fill(masks[taken])
         self.rollback(taken)
         return taken
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Raises CallboardError if one of them is not allowed, or a limit is in the way."""
+        """Take tokens. Raises CallboardError if one of them is not allowed, and at a limit."""
         taken = self._walk(tokens)
         if taken < len(tokens):
             self._check_limit()
-            raise CallboardError(f"The token {tokens[taken]} is not what this request's grammar allows there.")
+            raise CallboardError(f"The token {tokens[taken]} is not allowed there by this request's grammar.")
 
     def allowed(self, tokens: Sequence[int]) -> int:
-        """The number of tokens, from the first on, that the grammar allows in a row."""
+        """Return the number of tokens, from the first on, that the grammar allows in a row."""
         taken = self._walk(tokens)
         self.rollback(taken)
         return taken
 
     def rollback(self, num_tokens: int) -> None:
-        """Take the last tokens back."""
+        """Undo the last tokens."""
         ends = min(num_tokens, self._num_ended)
         self._num_ended -= ends
         if num_tokens > ends:
             self._back(num_tokens - ends)
 
     def _walk(self, tokens: Sequence[int]) -> int:
-        """Takes tokens as long as they are allowed, and returns their number."""
+        """Take tokens up to the first that is not allowed, and return their number."""
         for i, token in enumerate(tokens):
             if token in self._eos_ids:
                 if not self._num_ended and not self.is_accepting:
@@ -96,7 +97,7 @@ class Matcher(ABC):
         return len(tokens)
 
     def _check_limit(self) -> None:
-        """Raises CallboardError if a limit, and not the grammar, refused the last token."""
+        """Raise CallboardError if a limit, not the grammar, rejected the last token."""
         return
 
     @abstractmethod

@@ -1,5 +1,7 @@
-"""The budget of an output's reasoning, as a grammar beside its grammar: when it is spent, the mark that ends reasoning
-is all that may follow."""
+"""The budget of an output's reasoning: a matcher around that of its grammar.
+
+Once the budget is spent, only the mark that ends reasoning may follow.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,21 @@ _OPEN, _CLOSE = reasoning.OPEN.encode(), reasoning.CLOSE.encode()
 class _Phase(Enum):
     UNDECIDED = auto()  # the output may still begin with reasoning
     OPEN = auto()
-    CLOSING = auto()  # the budget is spent, and some tokens of the mark are written
-    CLOSED = auto()  # reasoning is over, or there was none
+    CLOSING = auto()  # the budget is spent, and the output has some tokens of the mark
+    CLOSED = auto()  # reasoning has ended, or the output has none
 
 
 class _State(NamedTuple):
     phase: _Phase
-    num_tokens: int = 0  # of reasoning; of the mark, while it is being written
-    text: bytes = b""  # the end of the output, which may be the beginning of a mark
+    num_tokens: int = 0  # of reasoning; in the phase CLOSING, of the mark
+    text: bytes = b""  # the end of the output, which may begin a mark
 
 
 class ThinkingMatcher(Matcher):
-    """Allows what `inner` does, or with None anything, but no more tokens of reasoning than the budget has.
+    """Allows the tokens of `inner`, or all without it, but no more tokens of reasoning than the budget.
 
-    Tokens are counted from after the opening mark up to the closing one, neither included. Where `inner` wants a
-    character to be finished whose first bytes are written, that comes before the mark."""
+    Tokens between the two marks count. If `inner` requires the rest of a character's bytes, these come before the
+    mark."""
 
     engine = "thinking"
 
@@ -55,7 +57,7 @@ class ThinkingMatcher(Matcher):
         return self._forced() is None and (self.inner is None or self.inner.is_accepting)
 
     def _forced(self) -> int | None:
-        """The token that must come next; None: reasoning does not demand one."""
+        """Return the token that must come next; None if reasoning requires none."""
         phase, num_tokens, _ = self._states[-1]
         if phase is _Phase.CLOSING:
             return self._budget.close_ids[num_tokens]
@@ -95,7 +97,7 @@ class ThinkingMatcher(Matcher):
             return _State(_Phase.UNDECIDED, 0, text) if may_begin else _State(_Phase.CLOSED)
         if self._budget.close_ids == (token,) or _CLOSE in text:
             return _State(_Phase.CLOSED)
-        if is_forced:  # one of several tokens of the mark, but not its last
+        if is_forced:  # a token of the mark, but not its last
             return _State(_Phase.CLOSING, num_tokens + 1 if phase is _Phase.CLOSING else 1, text)
         return _State(_Phase.OPEN, num_tokens + 1, text[1 - len(_CLOSE) :])
 

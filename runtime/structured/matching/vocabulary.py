@@ -1,4 +1,4 @@
-"""A tokenizer as grammars see it: the bytes of each token, and which tokens end an output."""
+"""The bytes of each token, and the tokens that end an output."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """`tokens[i]` are the bytes that token i adds to a text; empty where it is no text, and in the padding of the
-    model's output head. `eos_ids` may follow a finished text, and nothing else."""
+    """`tokens[i]` are the bytes that token i adds to a text: none for a special token or for padding of the
+    output head. `eos_ids` follow a finished text only."""
 
     tokens: tuple[bytes, ...]  # [vocab_size]
     eos_ids: tuple[int, ...]
@@ -30,4 +30,4 @@ class Vocabulary:
         return -(-len(self.tokens) // 32)
 
 
-BYTES = Vocabulary((*(bytes((i,)) for i in range(256)), b""), (256,))  # one token a byte, and EOS
+BYTES = Vocabulary((*(bytes((i,)) for i in range(256)), b""), (256,))  # a token for each byte, and EOS

@@ -1,228 +1,133 @@
-"""Grammars in Lark's form. Lark's priorities, aliases and names of kept rules do not change which texts there are."""
+"""Grammars in Lark's form. llguidance reads them; this file checks them before and spells them for JSON strings.
+
+llguidance cuts a text into terminals like Lark: each one takes as much text as it can. The checks refuse tokens,
+attributes of rules and inline JSON Schemas. Priorities and `!` before a rule, which llguidance does not read, become
+spaces: they change no text.
+"""
 
 from __future__ import annotations
 
 import re
-from functools import cache
+from collections.abc import Iterator
+
+import llguidance
 
 from runtime.structured.pattern import (
-    Alternation,
+    MAX_REPEAT,
     CharacterClass,
-    Concatenation,
+    GrammarError,
     Pattern,
-    Ranges,
-    Reference,
-    Repetition,
+    escaped,
+    in_any_case,
     literal,
+    plain,
     ranges,
     shown,
 )
-from runtime.structured.readers.ebnf import COUNT, STRING, GrammarText, Reader, Token, text_of
+from runtime.structured.readers.regex import whole
+from runtime.structured.readers.tokens import COUNT, STRING, Token, error_at, pattern_at, string_at, tokens_of
+
+_FORMS = re.compile(
+    rf"(?P<space>(?:\s|//[^\n]*|\#[^\n]*)+)|(?P<name>[?!]*_?(?:[a-z][a-z0-9_-]*|[A-Z][A-Z0-9_]*)\b)"
+    rf"|(?P<string>{STRING}i?)|(?P<regex>/(?:\\.|[^/\\\n])+/[a-z]*)|(?P<count>{COUNT})|(?P<number>-?\d+)"
+    r"|(?P<directive>%[a-z]+)|(?P<mark>->|\.\.|[|()\[\]*+?:!.,~])",
+)
+_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)")  # of an error of llguidance
+_DIGITS = re.compile(r"\d+")
+# Lark's common terminals, as regular expressions.
+_COMMON = {
+    "DIGIT": "[0-9]",
+    "HEXDIGIT": "[a-fA-F0-9]",
+    "INT": "[0-9]+",
+    "SIGNED_INT": "[+-]?[0-9]+",
+    "DECIMAL": r"[0-9]+\.[0-9]*|\.[0-9]+",
+    "FLOAT": r"[0-9]+[eE][+-]?[0-9]+|(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?",
+    "SIGNED_FLOAT": r"[+-]?(?:[0-9]+[eE][+-]?[0-9]+|(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)",
+    "NUMBER": r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?",
+    "SIGNED_NUMBER": r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?",
+    "ESCAPED_STRING": r'"(?:[^"\\\n]|\\[^\n])*"',
+    "LCASE_LETTER": "[a-z]",
+    "UCASE_LETTER": "[A-Z]",
+    "LETTER": "[A-Za-z]",
+    "WORD": "[A-Za-z]+",
+    "CNAME": "[_A-Za-z][_A-Za-z0-9]*",
+    "WS_INLINE": r"[ \t]+",
+    "WS": r"[ \t\f\r\n]+",
+    "CR": r"\r",
+    "LF": r"\n",
+    "NEWLINE": r"(?:\r?\n)+",
+    "SH_COMMENT": r"#[^\n]*",
+    "CPP_COMMENT": r"\/\/[^\n]*",
+    "C_COMMENT": r"\/\*(?:[^*]|\*+[^*\/])*\*+\/",
+    "SQL_COMMENT": r"--[^\n]*",
+}
 
 
-def read_lark(text: str) -> GrammarText:
-    """A grammar in Lark's form, which begins with `start`; raises GrammarError."""
-    return _Lark(text).read()
+def read_lark(text: str) -> str:
+    """Return a grammar as llguidance reads it, with every token in its place. Raises GrammarError."""
+    tokens = tokens_of(text, _FORMS)
+    for token, after, later in zip(tokens, tokens[1:], [*tokens[2:], tokens[-1]], strict=False):
+        if token.kind == "directive" and token.text not in ("%ignore", "%import"):
+            raise error_at(text, f"has {token.text}, which is not supported,", token.at)
+        if token.text == "%import" and after.text != "common":
+            raise error_at(text, f"imports from {shown(after.text)}; only common is supported,", after.at)
+        if token.text == "]" and after.text == ":":
+            raise error_at(text, "has attributes of a rule, which are not supported,", token.at)
+        if token.kind in ("count", "number") and (most := max(map(int, _DIGITS.findall(token.text)))) > MAX_REPEAT:
+            raise error_at(text, f"repeats {most} times, over the limit of {MAX_REPEAT},", token.at)
+        if token.kind == "name" and token.text.startswith(("!", "?!")):
+            at = text.index("!", token.at)
+            text = f"{text[:at]} {text[at + 1 :]}"
+        if token.kind == "name" and token.begins_line and after.text == "." and later.kind == "number":
+            end = later.at + len(later.text)
+            text = text[: after.at] + " " * (end - after.at) + text[end:]
+    if problem := llguidance.LLMatcher.validate_grammar(text).partition("\n")[0]:
+        place = _PLACE.match(problem)
+        where = f" at line {place[1]}, column {place[2]}" if place else ""
+        raise GrammarError(f"cannot be read{where}: {place[3] if place else problem}")
+    return text
 
 
-class _Lark(Reader):
-    tokens = re.compile(
-        rf"(?P<space>(?:\s|//[^\n]*|\#[^\n]*)+)|(?P<name>_?(?:[a-z][a-z0-9_-]*|[A-Z][A-Z0-9_]*)\b)"
-        rf"|(?P<string>{STRING}i?)|(?P<regex>/(?:\\.|[^/\\\n])+/[a-z]*)|(?P<count>{COUNT})|(?P<number>-?\d+)"
-        r"|(?P<directive>%[a-z]+)|(?P<mark>->|\.\.|[|()\[\]*+?:!.,~])",
-    )
+def in_json_string(text: str) -> str:
+    """Return the grammar of the same texts between the quotes of a JSON string. Raises GrammarError.
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._ignored: list[Pattern] = []
-        self._is_terminal = False  # the rule that is being read
-
-    def read(self) -> GrammarText:
-        while self._peek().kind != "end":
-            if self._peek().kind == "directive":
-                self._directive(self._take())
-            else:
-                self._rule()
-            if not self._peek().begins_line:
-                raise self._unexpected("where a new line should be")
-        grammar = self.finish("start")
-        ignored = Repetition(Alternation(tuple(self._ignored)), 0, None) if self._ignored else Concatenation(())
-        start = Concatenation((Reference(_IGNORED), Reference(grammar.start)))
-        return GrammarText({**grammar.rules, _IGNORED: ignored, _START: start}, _START)
-
-    def _rule(self) -> None:
-        while self._peek().text in ("?", "!"):
-            self._at += 1
-        name = self._peek()
-        if name.kind != "name":
-            raise self._unexpected("where a rule should begin")
-        self._at += 1
-        if self._skip("."):  # a priority
-            self._at += self._peek().kind == "number"
-        if self._peek().text != ":":
-            raise self._unexpected("where ':' should be; templates and attributes of rules are not supported,")
-        self._at += 1
-        self._is_terminal = _names_terminal(name.text)
-        self.define(name.text, self._expression(), name.at)
-
-    def _directive(self, token: Token) -> None:
-        match token.text:
-            case "%ignore":
-                self._is_terminal = True
-                self._ignored.append(self._expression())
-            case "%import":
-                self._import()
-            case _:
-                raise self._error(f"has {token.text}, which is not supported,", token.at)
-
-    def _import(self) -> None:
-        if self._take().text != "common":
-            self._at -= 1
-            raise self._unexpected("to import from; only common is supported,")
-        if self._skip("."):
-            wanted = [self._take()]
-        else:
-            self._expect("(")
-            wanted = [self._take()]
-            while self._skip(","):
-                wanted.append(self._take())
-            self._expect(")")
-        for token in wanted:
-            if (found := _common().get(token.text)) is None:
-                raise self._error(f"imports {shown(token.text)}, which common has not,", token.at)
-            name = self._take() if self._skip("->") else token
-            self.define(name.text, found, name.at)
-
-    def _ends_rule(self) -> bool:
-        token = self._peek()
-        return token.kind == "end" or (not self._depth and token.begins_line and token.text != "|")
-
-    def _atom(self) -> Pattern | None:
-        if self._skip("->"):
-            self._at += 1  # an alias of the option
-        if self._ends_rule() or self._peek().text in ("|", ")", "]"):
-            return None
-        token = self._take()
-        match token.kind, token.text:
-            case "name", name:
-                return self._spaced(self._refer(token)) if _names_terminal(name) else self._refer(token)
-            case "string", text:
-                return self._spaced(self._string(token, text))
-            case "regex", text:
-                source, _, flags = text[1:].rpartition("/")
-                if set(flags) - set("imu"):
-                    raise self._error(f"has the flags {flags!r}; only i is supported,", token.at)
-                found = self._pattern(source.replace("\\/", "/"), token.at)
-                return self._spaced(_in_any_case(found) if "i" in flags else found)
-            case _, "(":
-                return self._group(")")
-            case _, "[":
-                return Repetition(self._group("]"), 0, 1)
-        self._at -= 1
-        raise self._unexpected("where a name, a string, an expression or a group should be")
-
-    def _spaced(self, terminal: Pattern) -> Pattern:
-        """A terminal, after which ignored texts may follow in a rule."""
-        return terminal if self._is_terminal else Concatenation((terminal, Reference(_IGNORED)))
-
-    def _string(self, token: Token, quoted: str) -> Pattern:
-        text = text_of(self, token, quoted.removesuffix("i"))
-        if self._peek().text != "..":
-            return _in_any_case(literal(text)) if quoted.endswith("i") else literal(text)
-        self._at += 1
-        end = self._take()
-        last = text_of(self, end, end.text) if end.kind == "string" else ""
-        if len(text) != 1 or len(last) != 1 or text > last:
-            raise self._error("has a range that is none", token.at)
-        return CharacterClass(ranges([(ord(text), ord(last))]))
-
-    def _repeated(self, part: Pattern) -> Pattern:
-        part = super()._repeated(part)
-        if self._peek().text == "~" and not self._ends_rule():
-            self._at += 1
-            token = self._take()
-            last = self._take() if self._skip("..") else token
-            if token.kind != "number" or last.kind != "number":
-                raise self._error("has no numbers after '~'", token.at)
-            part = self._times(part, int(token.text), int(last.text), token)
-        return part
+    `text` comes from `read_lark`. Each string, expression and imported terminal becomes the expression of its escaped
+    form. Rules stay as they are: they only concatenate, alternate and repeat terminals."""
+    written, end = [], 0
+    for at, after, new in _replaced(text, tokens_of(text, _FORMS)):
+        written += [text[end:at], new]
+        end = after
+    return "".join([*written, text[end:]])
 
 
-_IGNORED, _START = "%ignore", "%start"  # no grammar has such names
+def _replaced(text: str, tokens: list[Token]) -> Iterator[tuple[int, int, str]]:
+    """Yield what changes for `in_json_string`: the begin and the end of a part of the text, and its new text."""
+    i = 0
+    while i < len(tokens):
+        token, i = tokens[i], i + 1
+        if token.kind == "string" and tokens[i].text == "..":
+            ends = [string_at(text, each.text, each.at) for each in (token, tokens[i + 1])]
+            characters = CharacterClass(ranges([(ord(ends[0]), ord(ends[1]))]))
+            yield token.at, tokens[i + 1].at + len(tokens[i + 1].text), _terminal(characters)
+            i += 2
+        elif token.kind == "string":
+            found: Pattern = literal(string_at(text, token.text.removesuffix("i"), token.at))
+            found = in_any_case(found) if token.text.endswith("i") else found
+            yield token.at, token.at + len(token.text), _terminal(found)
+        elif token.kind == "regex":
+            source, _, flags = token.text[1:].rpartition("/")
+            if set(flags) - {"i"}:
+                raise error_at(text, f"has the flags {flags!r} in a JSON string; only i is supported,", token.at)
+            found = pattern_at(text, source.replace("\\/", "/"), token.at)
+            yield token.at, token.at + len(token.text), _terminal(in_any_case(found) if flags else found)
+        elif token.text == "%import":
+            end = next(j for j in range(i, len(tokens)) if tokens[j].begins_line)
+            names = [each.text for each in tokens[i + 1 : end] if each.kind == "name"]
+            pairs = [(names[0], names[-1])] if "->" in text[token.at : tokens[end].at] else [(n, n) for n in names]
+            definitions = [f"{alias}: {_terminal(whole(_COMMON[name]))}" for name, alias in pairs]
+            yield token.at, tokens[end].at, "\n".join([*definitions, ""])
+            i = end
 
 
-def _names_terminal(name: str) -> bool:
-    return name.lstrip("_")[:1].isupper()
-
-
-def _in_any_case(pattern: Pattern) -> Pattern:
-    match pattern:
-        case CharacterClass(these):
-            return CharacterClass(ranges((*these, *_cased(these, 65, 32), *_cased(these, 97, -32))))
-        case Concatenation(parts):
-            return Concatenation(tuple(map(_in_any_case, parts)))
-        case Alternation(parts):
-            return Alternation(tuple(map(_in_any_case, parts)))
-        case Repetition(part, least, most):
-            return Repetition(_in_any_case(part), least, most)
-    return pattern
-
-
-def _cased(these: Ranges, first: int, shift: int) -> list[tuple[int, int]]:
-    """ASCII's letters from `first` on, moved."""
-    pairs = [(max(low, first), min(high, first + 25)) for low, high in these]
-    return [(low + shift, high + shift) for low, high in pairs if low <= high]
-
-
-_COMMON = r"""
-DIGIT: "0".."9"
-HEXDIGIT: "a".."f"|"A".."F"|DIGIT
-INT: DIGIT+
-SIGNED_INT: ["+"|"-"] INT
-DECIMAL: INT "." INT? | "." INT
-_EXP: ("e"|"E") SIGNED_INT
-FLOAT: INT _EXP | DECIMAL _EXP?
-SIGNED_FLOAT: ["+"|"-"] FLOAT
-NUMBER: FLOAT | INT
-SIGNED_NUMBER: ["+"|"-"] NUMBER
-ESCAPED_STRING: /"(?:[^"\\\n]|\\[^\n])*"/
-LCASE_LETTER: "a".."z"
-UCASE_LETTER: "A".."Z"
-LETTER: UCASE_LETTER | LCASE_LETTER
-WORD: LETTER+
-CNAME: ("_"|LETTER) ("_"|LETTER|DIGIT)*
-WS_INLINE: (" "|/\t/)+
-WS: /[ \t\f\r\n]/+
-CR: /\r/
-LF: /\n/
-NEWLINE: (CR? LF)+
-SH_COMMENT: /#[^\n]*/
-CPP_COMMENT: /\/\/[^\n]*/
-C_COMMENT: "/*" /(?:[^*]|\*+[^*\/])*\*+/ "/"
-SQL_COMMENT: /--[^\n]*/
-"""
-
-
-@cache
-def _common() -> dict[str, Pattern]:
-    """Lark's common terminals."""
-    reader = _Lark(_COMMON)
-    while reader._peek().kind != "end":
-        reader._rule()
-    found: dict[str, Pattern] = {}
-    for name, pattern in reader.rules.items():
-        found[name] = _inlined(pattern, found)
-    return found
-
-
-def _inlined(pattern: Pattern, known: dict[str, Pattern]) -> Pattern:
-    match pattern:
-        case Reference(name):
-            return known[name]
-        case Concatenation(parts):
-            return Concatenation(tuple(_inlined(part, known) for part in parts))
-        case Alternation(parts):
-            return Alternation(tuple(_inlined(part, known) for part in parts))
-        case Repetition(part, least, most):
-            return Repetition(_inlined(part, known), least, most)
-    return pattern
+def _terminal(pattern: Pattern) -> str:
+    return f"/{expression}/" if (expression := plain(escaped(pattern))) else '""'

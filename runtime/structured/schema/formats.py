@@ -1,4 +1,4 @@
-"""The formats of strings that are enforced, as patterns of whole texts."""
+"""The enforced formats of strings, as expressions of whole texts, and the ranges of integer formats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ZONE = "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _TIME = f"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]{{1,9}})?{_ZONE}"  # without leap seconds
 _CLOCK = "(?:[0-9]{1,9}H(?:[0-9]{1,9}M(?:[0-9]{1,9}S)?)?|[0-9]{1,9}M(?:[0-9]{1,9}S)?|[0-9]{1,9}S)"
 _DAYS = "(?:[0-9]{1,9}Y(?:[0-9]{1,9}M(?:[0-9]{1,9}D)?)?|[0-9]{1,9}M(?:[0-9]{1,9}D)?|[0-9]{1,9}D)"
-# Of at most 63 characters. Two hyphens in a row would begin an encoded label.
+# At most 63 characters. Two hyphens in a row would begin an encoded label.
 _LABEL = "(?:[a-zA-Z0-9]{1,63}|[a-zA-Z0-9]{1,19}(?:-[a-zA-Z0-9]{1,10}){1,4})"
 _HOSTNAME = f"{_LABEL}(?:\\.{_LABEL}){{0,3}}"  # four labels fit the 253 characters of a name
 _ATOM = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]"
@@ -35,7 +35,7 @@ _PATH = f"(?:/{_URI_CHAR}*)*"
 _AUTHORITY = f"//{_HOSTNAME}(?::[0-9]{{1,5}})?{_PATH}"
 _QUERY = f"(?:\\?(?:{_URI_CHAR}|[/?])*)?(?:#(?:{_URI_CHAR}|[/?])*)?"
 _URI = f"(?:[fF][iI][lL][eE]:///{_URI_CHAR}*{_PATH}|[a-zA-Z][a-zA-Z0-9+.-]{{0,15}}:(?:{_AUTHORITY}|/?{_URI_CHAR}+{_PATH})){_QUERY}"
-_SEGMENT = "(?:[a-zA-Z0-9._~!$&'()*+,;=@-]|%[0-9a-fA-F]{2})"  # without a colon, which would end a scheme
+_SEGMENT = "(?:[a-zA-Z0-9._~!$&'()*+,;=@-]|%[0-9a-fA-F]{2})"  # without a colon: it would end a scheme
 _RELATIVE = f"(?:{_AUTHORITY}|{_SEGMENT}+{_PATH}|/(?:{_URI_CHAR}+{_PATH})?)?{_QUERY}"
 _EMAIL = f"{_LOCAL}@{_HOSTNAME}"
 _POINTER = "(?:/(?:[^~/]|~[01])*)*"
@@ -49,7 +49,7 @@ _REGEX_GROUP = f"\\((?:\\?:)?(?:{_REGEX_PART})+(?:\\|(?:{_REGEX_PART})+)*\\)[*+?
 _EXPRESSION = "[a-zA-Z0-9_]{1,32}(?:,[a-zA-Z0-9_]{1,32}){0,7}"
 _TEMPLATE = f"(?:{_URI_CHAR}|[/?]|\\{{[+#./;?&]?{_EXPRESSION}\\}})*"
 
-# An internationalised form is written in ASCII, which is one of its forms.
+# Internationalized forms are written in ASCII, which they contain.
 FORMATS = {
     "date": _DATE,
     "time": _TIME,
@@ -71,7 +71,7 @@ FORMATS = {
     "relative-json-pointer": f"(?:0|[1-9][0-9]{{0,3}})(?:#|{_POINTER})",
     "regex": f"\\^?(?:{_REGEX_PART}|{_REGEX_GROUP})*\\$?",
 }
-# Of integers; other names of formats assert nothing.
+# Formats of integers. Every other name of a format asserts nothing.
 RANGES = {
     "int32": (-(2**31), 2**31 - 1),
     "uint32": (0, 2**32 - 1),

@@ -1,7 +1,7 @@
-"""JSON Schema's keywords: which are enforced, which assert nothing, which are known and refused, and their shapes.
+"""JSON Schema's keywords: the enforced ones, the refused ones, and the shape of each value.
 
-A name that no draft (4 to 2020-12) nor OpenAPI defines is an annotation, as JSON Schema says. One that is defined,
-asserts something and is not enforced is refused by its name.
+A name that neither a draft (4 to 2020-12) nor OpenAPI defines is an annotation, as in JSON Schema. A defined keyword
+that asserts something and is not enforced is refused by its name.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ABOUT = {
     "string": ("minLength", "maxLength", "pattern", "format"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
-# These become keywords of the list above, or anyOf, when a schema is made flat.
+# A normal schema has keywords of ABOUT or anyOf in their place.
 REWRITTEN = (
     *("$ref", "allOf", "oneOf", "const", "nullable", "additionalItems", "dependentRequired", "dependentSchemas"),
     *("dependencies", "unevaluatedProperties", "unevaluatedItems"),
 )
-FLAT = frozenset(("type", "enum", "anyOf")).union(*ABOUT.values())
-KEYWORDS = FLAT.union(REWRITTEN)
-# They assert something that is not enforced; the last three are draft 3's.
+NORMAL_KEYWORDS = frozenset(("type", "enum", "anyOf")).union(*ABOUT.values())
+KEYWORDS = NORMAL_KEYWORDS.union(REWRITTEN)
+# They assert something that is not enforced; the last three are of draft 3.
 REFUSED = (
     *("not", "if", "contains", "$dynamicRef", "$recursiveRef", "$recursiveAnchor"),
     *("extends", "disallow", "divisibleBy"),
@@ -75,7 +75,7 @@ def _map_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 _are_schemas, _are_texts, _are_types = _list_of(is_schema), _list_of(_is_text), _list_of(TYPES.__contains__)
-# The keywords of each shape, and what to call it.
+# Keywords, the name of their shape in a message, and its check.
 _SHAPES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("minimum maximum multipleOf", "a number", _is_finite),
     ("exclusiveMinimum exclusiveMaximum", "a number", lambda v: isinstance(v, bool) or _is_finite(v)),  # draft 4: bool
@@ -97,11 +97,11 @@ _SHAPE_OF = {keyword: (wanted, fits) for keywords, wanted, fits in _SHAPES for k
 
 
 def parse(text: str) -> Any:
-    """A schema's JSON with its limits checked; numbers with a point or an exponent are Decimal."""
+    """Read a schema's JSON, its fractions as Decimal, and check its limits. Raises GrammarError."""
     try:
         schema = json.loads(text, parse_float=Decimal, parse_constant=_no_number)
     except (ValueError, RecursionError):
-        raise GrammarError(f"is no JSON, or nested deeper than the limit of {MAX_DEPTH}") from None
+        raise GrammarError(f"is not JSON, or nested deeper than the limit of {MAX_DEPTH}") from None
     level, depth, num_properties = [schema], 0, 0
     while level:
         depth += 1
@@ -121,11 +121,12 @@ def _no_number(name: str) -> Any:
 
 
 def at(where: str, problem: str) -> GrammarError:
+    """Return the error of a problem at a path of the schema."""
     return GrammarError(f"at {where[:100]} {problem}")
 
 
 def check(schema: Any, where: str) -> list[str]:
-    """The keywords of a schema that cannot be enforced; raises GrammarError for a value that a keyword may not have."""
+    """Return the keywords of a schema that cannot be enforced. Raises GrammarError for a value of a wrong shape."""
     if not isinstance(schema, dict):
         raise at(where, f"has {shown(schema)} where a schema should be")
     for keyword, value in schema.items():
@@ -162,7 +163,7 @@ def dumped(value: Any) -> str:
 
 
 def key_of(value: Any) -> str:
-    """Equal for values that JSON Schema takes for equal."""
+    """Return a key that equal values of JSON Schema share: 1 and 1.0, objects in any order."""
     match value:
         case bool() | None | str():
             return encode_basestring(value) if isinstance(value, str) else str(value)

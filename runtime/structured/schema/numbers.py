@@ -1,7 +1,7 @@
 """Ranges and multiples of numbers as regular expressions, digit by digit.
 
-Integers have at most 19 digits. A number with a bound has no exponent, and so few digits behind the point that no two
-of its decimals near the bound are the same float: what the expression excludes stays excluded when a program reads it.
+Integers have at most 19 digits. A number with a bound is written without an exponent. Its decimals near the bound have
+few enough digits to be different floats, so an excluded bound stays excluded when a program reads the number.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from runtime.structured.rules import NEVER, JsonSchema, Rule, Terminal, terminal
 from runtime.structured.schema.keywords import at
 
 _MOST_DIGITS = 19
-_MOST_BOUND = Decimal(10) ** 17  # no number without an exponent is beyond it
-_MOST_LISTED = 1000  # multiples within bounds, endings of multiples
-_MOST_DIVISOR = 10_000  # that llguidance counts remainders of
+_MOST_BOUND = Decimal(10) ** 17  # the largest number that is written without an exponent
+_MOST_LISTED = 1000  # multiples within bounds, or endings of multiples, in one expression
+_MOST_DIVISOR = 10_000  # llguidance needs a state for each remainder
 _MOST_MULTIPLE = 10**15 - 1
-_EXACT_DIGITS = 15  # decimals of so many digits survive a double
+_EXACT_DIGITS = 15  # a decimal of 15 digits survives a double
 INTEGER = "(?:0|\\x{2d}?[1-9][0-9]{0,18})"
-# With an exponent there is one digit before the point; finite as a double in any case.
+# One digit stands before the point of a number with an exponent. Every number is finite as a double.
 NUMBER = (
     "\\x{2d}?(?:(?:0|[1-9][0-9]{0,15})(?:\\x{2e}[0-9]{1,17})?"
     "|[0-9](?:\\x{2e}[0-9]{1,17})?[eE][\\x{2b}\\x{2d}]?(?:[0-9]{1,2}|[12][0-9]{2}|30[0-7]))"
@@ -31,7 +31,7 @@ NUMBER = (
 
 
 def integers(low: int | None, high: int | None) -> str | None:
-    """The whole numbers from `low` to `high`, both included; None if there are none."""
+    """Return the expression of the whole numbers from `low` to `high`, both included; None if there are none."""
     end = 10**_MOST_DIGITS - 1
     low, high = max(-end, -end if low is None else low), min(end, end if high is None else high)
     options = []
@@ -43,7 +43,7 @@ def integers(low: int | None, high: int | None) -> str | None:
 
 
 def decimals(low: Decimal | None, high: Decimal | None, low_open: bool, high_open: bool) -> str | None:
-    """The numbers between `low` and `high`, without an open bound itself; None if there are none."""
+    """Return the expression of the numbers between bounds, without an open bound itself; None if there are none."""
     zero = Decimal(0)
     options = []
     if high is None or high >= 0:
@@ -57,7 +57,7 @@ def decimals(low: Decimal | None, high: Decimal | None, low_open: bool, high_ope
 
 
 def _positive(low: Decimal, high: Decimal | None, low_open: bool, high_open: bool) -> str | None:
-    """A pattern of the numbers from `low` >= 0 to `high`; None: there are none."""
+    """Return the expression of the numbers from `low` >= 0 to `high`; None if there are none."""
     if high is not None and (high < low or (high == low and (low_open or high_open))):
         return None
     first, last = int(low), None if high is None else int(high)
@@ -76,7 +76,7 @@ def _positive(low: Decimal, high: Decimal | None, low_open: bool, high_open: boo
 
 
 def _fraction(value: Decimal) -> str:
-    """The digits behind the point, without zeros at the end."""
+    """Return the digits behind the point, without zeros at the end."""
     return f"{value:f}".partition(".")[2].rstrip("0")
 
 
@@ -85,7 +85,8 @@ def _room(value: Decimal) -> int:
 
 
 def _point(low: str, high: str | None, low_open: bool, high_open: bool, room: int) -> str | None:
-    """A fraction 0.low <= x <= 0.high with its point, or nothing where x may be 0; None if there is none at all."""
+    """Return the expression of a fraction 0.low <= x <= 0.high with its point; optional if x may be 0, None if there is
+    no such fraction."""
     digits = _digits(low, high, low_open, high_open, room)
     bare = not (low or low_open) and not (high == "" and high_open)
     if digits is None:
@@ -96,8 +97,9 @@ def _point(low: str, high: str | None, low_open: bool, high_open: bool, room: in
 def _digits(
     low: str | None, high: str | None, low_open: bool, high_open: bool, room: int, least: int = 1
 ) -> str | None:
-    """`least` to `room` digits that go on within the bounds, whose own missing digits are zeros; None for a bound that
-    no longer matters."""
+    """Return the expression of `least` to `room` digits within bounds; None if there are none.
+
+    A bound is the digits that are left of it, with zeros after them; None once the digits before have decided it."""
     if room == 0 or (high == "" and high_open):
         return None
     if low is None and high is None:
@@ -116,7 +118,7 @@ def _digits(
     for (above, below), found in groups.items():
         digits = f"[{found[0]}-{found[-1]}]" if len(found) > 1 else str(found[0])
         rest = _digits(above, below, low_open, high_open, room - 1, max(least - 1, 1))
-        # It may end here if zeros from here on are within the bounds.
+        # The number may end here if zeros after this digit are within the bounds.
         ends = least == 1 and above is None and not (below == "" and high_open)
         if rest is not None:
             options.append(digits + (f"(?:{rest})?" if ends else rest))
@@ -126,7 +128,7 @@ def _digits(
 
 
 def _naturals(low: int, high: int) -> str:
-    """The whole numbers from `low` >= 0 to `high` >= low."""
+    """Return the expression of the whole numbers from `low` >= 0 to `high` >= low."""
     options = []
     for length in range(len(str(low)), len(str(high)) + 1):
         start, end = max(low, 10 ** (length - 1) if length > 1 else 0), min(high, 10**length - 1)
@@ -141,12 +143,12 @@ def _any_of(options: list[str]) -> str | None:
 
 
 def rule(schema: dict[str, Any], where: str) -> Rule:
-    """The expression of the numbers that a flat schema of type number or integer allows; raises GrammarError."""
+    """Return the rule of the numbers of a normal schema of type number or integer. Raises GrammarError."""
     low, high, low_open, high_open = _ends(schema, where)
     is_free, of = low is None and high is None, schema.get("multipleOf")
     if of is not None and of <= 0:
         raise at(where, f"has 'multipleOf' as {shown(of)}; it should be above 0")
-    if schema["type"] == "integer":  # it is a multiple of a fraction if it is one of the fraction's numerator
+    if schema["type"] == "integer":  # an integer is a multiple of a fraction if it is a multiple of its numerator
         of = Fraction(1 if of is None else of).numerator
     if of is None:
         found = NUMBER if is_free else decimals(low, high, low_open, high_open)
@@ -170,6 +172,7 @@ def rule(schema: dict[str, Any], where: str) -> Rule:
 
 
 def _ends(schema: dict[str, Any], where: str) -> tuple[Decimal | None, Decimal | None, bool, bool]:
+    """Return the lower and the upper bound, and whether each is excluded. Raises GrammarError."""
     low, low_open = schema.get("minimum"), False
     high, high_open = schema.get("maximum"), False
     if (bound := schema.get("exclusiveMinimum")) is not None and (low is None or bound >= low):
@@ -177,7 +180,7 @@ def _ends(schema: dict[str, Any], where: str) -> tuple[Decimal | None, Decimal |
     if (bound := schema.get("exclusiveMaximum")) is not None and (high is None or bound <= high):
         high, high_open = bound, True
     most = Decimal(10) ** _MOST_DIGITS if schema["type"] == "integer" else _MOST_BOUND
-    if low is not None and low < -most:  # is beyond whatever is written
+    if low is not None and low < -most:  # below every number that is written
         low, low_open = -most, False
     if high is not None and high > most:
         high, high_open = most, False
@@ -188,7 +191,7 @@ def _ends(schema: dict[str, Any], where: str) -> tuple[Decimal | None, Decimal |
 
 
 def _whole_multiples(of: int, least: int | None, most: int | None) -> Rule | None:
-    """Whole numbers within bounds; None if they cannot be told."""
+    """Return the rule of the multiples of `of` within bounds; None if `of` is not supported."""
     ranged = INTEGER if least is None and most is None else integers(least, most)
     if ranged is None:
         return NEVER
@@ -209,17 +212,17 @@ def _whole_multiples(of: int, least: int | None, most: int | None) -> Rule | Non
 
 
 def _endings(unit: int, places: int) -> str | None:
-    """The multiples of `unit` * 10**-places by their last digits; None if too many of these would have to be listed."""
+    """Return the expression of the multiples of `unit` * 10**-places by their last digits; None if these are many."""
     tail = next((n for n in range(1, 7) if 10**n % unit == 0 and 10**n // unit <= _MOST_LISTED), None)
     if tail is None or places > 9:
         return None
-    width = max(tail, places)  # the last digits, before and behind the point, of which the last `tail` decide
+    width = max(tail, places)  # the last digits, before and behind the point; the last `tail` decide
     options = []
     for n in range(0, 10**tail, unit):
         digits = ["[0-9]"] * (width - tail) + list(f"{n:0{tail}}")
         before, behind = digits[: width - places], digits[width - places :]
         whole = f"(?:[0-9]*{''.join(before)}|{int(''.join(before))})" if before else "[0-9]+"
-        for length in range(places + 1):  # zeros at the end need not be written
+        for length in range(places + 1):  # zeros at the end may be left out
             if set(behind[length:]) <= {"0", "[0-9]"}:
                 options.append(whole + ("\\x{2e}" + "".join(behind[:length]) if length else ""))
     return "\\x{2d}?" + (_any_of(list(dict.fromkeys(options))) or "")

@@ -1,32 +1,25 @@
-"""`$ref` within a document: every reference is written anew as a JSON pointer from the document's root.
+"""`$ref` within a schema: "#", a JSON pointer, an `$anchor` or the document's own `$id` before one of these.
 
-`$id` gives a schema an address that the references below it start from, `$anchor` gives it a name; draft 4 has `id` for
-both. Nothing is ever fetched: what is not in the document leads nowhere.
+Nothing is fetched. A schema within the document that has an `$id` would change what references beneath it mean, so a
+reference beside one is refused.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import unquote, urldefrag, urljoin
+from urllib.parse import unquote
 
 from runtime.structured.pattern import shown
-from runtime.structured.schema.keywords import at, is_schema
+from runtime.structured.schema.keywords import at
 
-_SCHEMAS = (
-    *("items", "additionalItems", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames"),
-    *("unevaluatedItems", "unevaluatedProperties", "contentSchema"),
-)
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
-_OLD = re.compile(r"draft-0[34]\b")
-_REF_ALONE = re.compile(r"draft-0[34567]\b")  # beside `$ref` nothing else counts
-_POINTER = re.compile(r"#(/.*)?")
+_IDS = ("$id", "id")  # `id` until draft 4
+_ANCHORS = ("$anchor", "$dynamicAnchor")
+_DATA = ("const", "enum", "default", "examples", "example")  # their values are data
 
 
 def pointed(root: Any, pointer: str, where: str) -> Any:
-    """The schema to which a reference of the form `#/...` points."""
+    """Return the schema that a reference of the form `#/...` leads to. Raises GrammarError."""
     found = root
     try:
         for step in pointer[1:].split("/")[1:]:
@@ -38,88 +31,46 @@ def pointed(root: Any, pointer: str, where: str) -> Any:
 
 
 def with_pointers(root: Any) -> Any:
-    """`root`, in which each `$ref` that can be resolved begins with "#" and counts from the root."""
-    if isinstance(root, dict):
-        _Document(root).rewrite()
+    """Rewrite each `$ref` of a document as a JSON pointer from its root. Raises GrammarError."""
+    schemas = list(_walk(root, "#"))
+    anchors = {f"#{s[key]}": where for s, where in schemas for key in _ANCHORS if isinstance(s.get(key), str)}
+    anchors |= {name: where for s, where in schemas if (name := _id_of(s)).startswith("#")}  # until draft 7
+    inner = next((where for s, where in schemas[1:] if not _id_of(s).startswith(("#", "!"))), None)
+    own = _id_of(root).rstrip("#") if isinstance(root, dict) else ""
+    for schema, where in schemas:
+        if not isinstance(ref := schema.get("$ref"), str):
+            continue
+        if inner is not None:
+            raise at(where, f"has a '$ref' in a schema with an '$id' at {inner[:100]}, which is not supported")
+        local = ref.removeprefix(own) or "#"
+        if not local.startswith("#"):
+            raise at(where, f"has the '$ref' {shown(ref)}; only references within the schema are supported")
+        if local != "#" and not local.startswith("#/") and local not in anchors:
+            raise at(where, f"has the '$ref' {shown(ref)}, which leads nowhere")
+        schema["$ref"] = anchors.get(local, local)
     return root
 
 
-class _Document:
-    def __init__(self, root: dict[str, Any]) -> None:
-        self._root = root
-        draft = root.get("$schema")
-        self._id = "id" if isinstance(draft, str) and _OLD.search(draft) else "$id"
-        self._ref_alone = bool(_REF_ALONE.search(draft)) if isinstance(draft, str) else None
-        self._places: dict[str, str] = {}  # by address, with or without an anchor: pointers from the root
-        self._visited: set[int] = set()
-        self._references: list[tuple[dict[str, Any], str, str]] = []  # schemas with $ref, their bases and pointers
-        self._places[""] = "#"
-        self._visit(root, "", "#")
-
-    def rewrite(self) -> None:
-        while self._references:
-            schema, base, where = self._references.pop()
-            ref = schema["$ref"]
-            address, fragment = urldefrag(_joined(base, ref))
-            is_anchor = fragment != "" and not fragment.startswith("/")
-            place = self._places.get(f"{address}#{fragment}" if is_anchor else address)
-            if place is None:
-                known = address in self._places
-                problem = ", which leads nowhere" if known else "; only references within the schema are supported"
-                raise at(where, f"has the '$ref' {shown(ref)}{problem}")
-            place += "" if is_anchor else fragment
-            schema["$ref"] = place
-            target = pointed(self._root, place, where)
-            if is_schema(target) and id(target) not in self._visited:  # beneath a keyword that no draft defines
-                self._visit(target, address, place)
-
-    def _visit(self, schema: Any, base: str, where: str) -> None:
-        todo = [(schema, base, where)]
-        while todo:
-            schema, base, where = todo.pop()
-            if not isinstance(schema, dict) or id(schema) in self._visited:
-                continue
-            has_ref = isinstance(schema.get("$ref"), str)
-            name = schema.get(self._id)
-            if isinstance(name, str) and has_ref and self._ref_alone is None and where != "#":
-                raise at(
-                    where, "has '$id' beside '$ref', which drafts read in two ways; say which draft it is in $schema"
-                )
-            if isinstance(name, str) and not (has_ref and self._ref_alone):
-                address, anchor = urldefrag(_joined(base, name))
-                if anchor and name.startswith("#"):
-                    self._places.setdefault(f"{base}#{anchor}", where)
-                else:
-                    base = address
-                    self._places.setdefault(base, where)
-            for keyword in ("$anchor", "$dynamicAnchor"):
-                if isinstance(named := schema.get(keyword), str):
-                    self._places.setdefault(f"{base}#{named}", where)
-            self._visited.add(id(schema))
-            if has_ref:
-                self._references.append((schema, base, where))
-            todo += [(each, base, f"{where}/{step}") for step, each in _below(schema)]
+def _id_of(schema: dict[str, Any]) -> str:
+    """Return a schema's `$id`; "!" if it has none."""
+    return next((schema[key] for key in _IDS if isinstance(schema.get(key), str)), "!")
 
 
-def _joined(base: str, reference: str) -> str:
-    """`urljoin`, which does not know that a fragment alone stays where it is whatever the scheme is."""
-    if reference.startswith("#") or not reference:
-        return base + reference
-    try:
-        return urljoin(base, reference)
-    except ValueError:
-        return reference
+def _walk(value: Any, where: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the schemas of a document, and every other object that may be one, each with its pointer."""
+    todo = [(value, where, False)]
+    while todo:
+        value, where, is_map = todo.pop()  # the keys of a map are names of properties and the like
+        if isinstance(value, list):
+            todo += [(each, f"{where}/{i}", False) for i, each in enumerate(value)]
+        if not isinstance(value, dict):
+            continue
+        if not is_map:
+            yield value, where
+        for key, each in value.items():
+            if is_map or key not in _DATA:
+                step = key.replace("~", "~0").replace("/", "~1").replace("%", "%25")
+                todo.append((each, f"{where}/{step}", not is_map and key in _MAPS))
 
 
-def _below(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for keyword, value in schema.items():
-        if keyword in _SCHEMAS and isinstance(value, dict):
-            yield keyword, value
-        elif keyword in _LISTS and isinstance(value, list):
-            yield from ((f"{keyword}/{i}", each) for i, each in enumerate(value))
-        elif keyword in _MAPS and isinstance(value, dict):
-            yield from ((f"{keyword}/{_step(name)}", each) for name, each in value.items())
-
-
-def _step(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1").replace("%", "%25")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")

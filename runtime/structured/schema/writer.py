@@ -1,15 +1,14 @@
-"""JSON Schema to rules: what can be enforced exactly, and everything else that asserts something refused by name.
+"""Writes a JSON Schema as rules. What cannot be enforced exactly is refused by name.
 
-A schema is first made flat (flat.py), then written as rules, each distinct schema once, so that recursion becomes
-recursion. What comes out is always valid; it is a part of what is valid where JSON leaves freedom that a model is not
-asked to use:
+A schema is normalized (normalize.py), then written, each distinct schema once: a recursive schema becomes a recursive
+rule. Every output is valid. These freedoms of JSON are left out:
 
     - properties come in the order of the schema, then `required` names that it does not list, then free names
-    - an object with `properties` or `patternProperties` has no others, unless `additionalProperties` says so
-    - where `type` is missing and all other keywords are about one type, it is that type
+    - an object with `properties` or `patternProperties` has only these names, unless `additionalProperties` allows them
+    - a schema without `type` is of the one type that all its keywords are about, if there is one
     - white space is at most one space after each "," and ":"
-    - characters are themselves in strings, and escaped only where JSON demands it; numbers: see numbers.py
-    - with `uniqueItems` the values of an enum come in its order, if they are more than a few
+    - in strings, a character is escaped only where JSON requires it; numbers: see numbers.py
+    - with `uniqueItems`, the values of an enum above six come in its order
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from runtime.structured.pattern import (
     literal_string,
     literal_text,
     quoted,
-    search,
 )
+from runtime.structured.readers.regex import search
 from runtime.structured.rules import (
     MAX_RULES,
     NEVER,
@@ -47,41 +46,44 @@ from runtime.structured.rules import (
 )
 from runtime.structured.schema import numbers
 from runtime.structured.schema.keywords import ABOUT, TYPES, Schema, at, dumped, key_of, parse
-from runtime.structured.schema.normalize import Flat, Flattener, Terms, both
+from runtime.structured.schema.merge import NormalSchema, TerminalChecks, all_of, without_key
+from runtime.structured.schema.normalize import SchemaNormalizer
 from runtime.structured.schema.references import with_pointers
+from runtime.structured.schema.values import admits, string_terminal
 
-_MAX_PERMUTED = 6  # values of an enum that an array with uniqueItems may have in any order
+_MAX_PERMUTED = 6  # values of an enum in any order, in an array with uniqueItems
 
 _ANY_KEY = Terminal((quoted(ANY_TEXT),))
 _COMMA, _COLON = terminal(",\\x{20}?"), terminal(":\\x{20}?")
 
 
 def read(text: str) -> Any:
-    """A schema's JSON, ready for `rules_of`; raises GrammarError."""
+    """Read a schema's JSON for `rules_of`. Raises GrammarError."""
     return with_pointers(parse(text))
 
 
 def rules_of(
     root: Any,
-    terms: Terms,
+    checks: TerminalChecks,
     schema: Any = None,
     prefix: str = "",
     strict: bool | None = None,
     ignored: list[str] | None = None,
 ) -> dict[str, Rule]:
-    """The rules of a schema that was read, by default the root; the first one is `prefix` + "start". Raises
-    GrammarError. `terms`, `strict`, `ignored`: see flat.py."""
-    return _Writer(Flattener(root, terms, strict, [] if ignored is None else ignored), prefix).write(
+    """Return the rules of `schema`, or of the root; the first one is `prefix` + "start". Raises GrammarError.
+
+    `root` comes from `read`; for the other arguments see SchemaNormalizer."""
+    return _Writer(SchemaNormalizer(root, checks, strict, [] if ignored is None else ignored), prefix).write(
         root if schema is None else schema
     )
 
 
 class _Writer:
-    def __init__(self, flattener: Flattener, prefix: str) -> None:
-        self._schemas, self._terms, self._prefix = flattener, flattener.terms, prefix
+    def __init__(self, normalizer: SchemaNormalizer, prefix: str) -> None:
+        self._normalizer, self._checks, self._prefix = normalizer, normalizer.checks, prefix
         self._rules: dict[str, Rule] = {}
         self._names: dict[str, str] = {}  # of rules, by their schema
-        self._todo: list[tuple[str, Any, str]] = []
+        self._todo: list[tuple[str, Any, str]] = []  # names, schemas and paths of rules to write
 
     def write(self, schema: Any) -> dict[str, Rule]:
         self._rules[f"{self._prefix}start"] = self._rule(schema, "#")
@@ -91,7 +93,7 @@ class _Writer:
         return self._rules
 
     def _rule(self, schema: Any, where: str) -> Rule:
-        """A rule for `schema`, to be written later."""
+        """Return the name of a schema's rule, which is written later."""
         key = json.dumps(schema, default=str)
         if key not in self._names:
             if len(self._names) > MAX_RULES:
@@ -101,7 +103,7 @@ class _Writer:
         return Name(self._names[key])
 
     def _named(self, rule: Rule) -> Rule:
-        """`rule` in a form that may be used twice."""
+        """Return a rule that may be used twice: its name."""
         if isinstance(rule, Name) or rule in (NOTHING, NEVER):
             return rule
         if len(self._rules) > MAX_RULES:
@@ -111,15 +113,15 @@ class _Writer:
         return Name(name)
 
     def _written(self, schema: Any, where: str) -> Rule:
-        flat = self._schemas.flat(schema, where)
-        if flat is None:
+        normal = self._normalizer.normalize(schema, where)
+        if normal is None:
             return NEVER
-        if "anyOf" in flat:
-            return choice(self._rule(option, where) for option in self._schemas.options(flat, where))
-        if "enum" in flat:
-            return choice(_value(value) for value in self._values(flat, where))
-        about = [kind for kind, keywords in ABOUT.items() if flat.keys() & set(keywords)]
-        types = flat.get("type", about if len(about) == 1 else TYPES)
+        if "anyOf" in normal:
+            return choice(self._rule(option, where) for option in self._normalizer.options(normal, where))
+        if "enum" in normal:
+            return choice(_value(value) for value in self._values(normal, where))
+        about = [kind for kind, keywords in ABOUT.items() if normal.keys() & set(keywords)]
+        types = normal.get("type", about if len(about) == 1 else TYPES)
         writers: dict[str, Callable[[Schema, str], Rule]] = {
             "object": self._object,
             "array": self._array,
@@ -131,12 +133,12 @@ class _Writer:
         }
         if "number" in types:
             types = [t for t in types if t != "integer"]
-        return choice(writers[t]({**flat, "type": t}, where) for t in types)
+        return choice(writers[t]({**normal, "type": t}, where) for t in types)
 
-    def _values(self, flat: Flat, where: str) -> list[Any]:
-        """The values of its enum that fit all else that it says."""
-        rest = Flat((k, v) for k, v in flat.items() if k != "enum")
-        return [value for value in flat["enum"] if not rest or self._schemas.admits(rest, value, where)]
+    def _values(self, normal: NormalSchema, where: str) -> list[Any]:
+        """Return the values of its enum that fit its other keywords."""
+        rest = without_key(normal, "enum")
+        return [value for value in normal["enum"] if not rest or admits(self._normalizer, rest, value, where)]
 
     def _number(self, schema: Schema, where: str) -> Rule:
         rule = numbers.rule(schema, where)
@@ -145,17 +147,17 @@ class _Writer:
     # ---- strings ----------------------------------------------------------------------------------------------------
 
     def _string(self, schema: Schema, where: str) -> Rule:
-        return self._fitting(self._text(Flat(schema), where))
+        return self._fitting(self._text(NormalSchema(schema), where))
 
-    def _text(self, schema: Flat, where: str) -> Terminal:
+    def _text(self, schema: NormalSchema, where: str) -> Terminal:
         least, most = _bounds(schema, "Length", where)
-        terms = self._schemas.string_terms(schema, where)
-        if least or most is not None or not terms.all_of:
-            terms = Terminal((*terms.all_of, quoted(Repetition(CharacterClass(ALL), least, most))), terms.none_of)
-        return terms
+        found = string_terminal(self._normalizer, schema, where)
+        if least or most is not None or not found.all_of:
+            found = Terminal((*found.all_of, quoted(Repetition(CharacterClass(ALL), least, most))), found.none_of)
+        return found
 
     def _fitting(self, rule: Terminal) -> Rule:
-        return rule if (len(rule.all_of) == 1 and not rule.none_of) or self._terms.fits(rule) else NEVER
+        return rule if (len(rule.all_of) == 1 and not rule.none_of) or self._checks.fits(rule) else NEVER
 
     # ---- arrays -----------------------------------------------------------------------------------------------------
 
@@ -164,7 +166,7 @@ class _Writer:
         if schema.get("uniqueItems") and (most is None or most > 1):
             if (values := self._finite(schema, where)) is not None:
                 return sequence(terminal("\\x{5b}"), self._distinct(values, least, most), terminal("\\x{5d}"))
-            self._schemas.cannot(where, "uniqueItems")
+            self._normalizer.cannot(where, "uniqueItems")
         first = [self._rule(item, f"{where}/prefixItems/{i}") for i, item in enumerate(schema.get("prefixItems", ()))]
         items, k = schema.get("items", True), len(first)
         rest = _more(NEVER if items is False else self._rule(items, f"{where}/items"), k, least, most)
@@ -177,8 +179,10 @@ class _Writer:
         return sequence(terminal("\\x{5b}"), rest, terminal("\\x{5d}"))
 
     def _finite(self, schema: Schema, where: str) -> list[Any] | None:
-        """The different values that its items may have; None if they are not listed."""
-        items = None if "prefixItems" in schema else self._schemas.flat(schema.get("items", True), f"{where}/items")
+        """Return the different values that its items may have; None if they are not listed."""
+        if "prefixItems" in schema:
+            return None
+        items = self._normalizer.normalize(schema.get("items", True), f"{where}/items")
         if items is None or "anyOf" in items:
             return None
         if "enum" in items:
@@ -188,7 +192,7 @@ class _Writer:
         return [value for t in types for value in ways[t]] if set(types) <= ways.keys() else None
 
     def _distinct(self, values: list[Any], least: int, most: int | None) -> Rule:
-        """Some of `values`, each at most once."""
+        """Return the rule of some of `values`, each at most once."""
         if len(values) <= _MAX_PERMUTED:
             return self._permuted(tuple(values), 0, least, len(values) if most is None else most, {})
         return self._members([(_value(value), False) for value in values], NEVER, least, most)
@@ -196,7 +200,7 @@ class _Writer:
     def _permuted(
         self, left: tuple[Any, ...], count: int, least: int, most: int, written: dict[tuple[Any, ...], Rule]
     ) -> Rule:
-        """The rule of what follows `count` values, where those of `left` may still come in any order."""
+        """Return the rule of the rest after `count` values; the values `left` may still follow, in any order."""
         key = tuple(map(id, left))
         if key not in written:
             options: list[Rule] = [NOTHING] if count >= least else []
@@ -219,11 +223,11 @@ class _Writer:
         listed = list(dict.fromkeys([*given, *(names or ()), *required]))
         members: list[tuple[Rule, bool]] = []
         for name in listed:
-            of_patterns = [value for p, value in patterns.items() if self._terms.matches(keys[p], name)]
+            of_patterns = [value for p, value in patterns.items() if self._checks.matches(keys[p], name)]
             value = given[name] if name in given else bool(of_patterns) or free
-            if not is_any and not self._schemas.admits(schema["propertyNames"], name, where):
+            if not is_any and not admits(self._normalizer, schema["propertyNames"], name, where):
                 value = False
-            value = self._rule(reduce(both, of_patterns, value), f"{where}/properties/{name}")
+            value = self._rule(reduce(all_of, of_patterns, value), f"{where}/properties/{name}")
             members.append((sequence(terminal(literal_string(name)), _COLON, value), name in required))
         listing = bool(patterns) or any(value is not False for value in given.values())
         closed = listing and "additionalProperties" not in schema
@@ -234,49 +238,51 @@ class _Writer:
         least = least if least > len(set(required)) else 0
         if least > 1 and others != NEVER:
             problem = "has 'minProperties' above its required properties, where names are free to repeat"
-            self._schemas.cannot(where, "minProperties", problem)
+            self._normalizer.cannot(where, "minProperties", problem)
             least = 1
         return sequence(terminal("\\x{7b}"), self._members(members, others, least, most), terminal("\\x{7d}"))
 
     def _patterns(self, patterns: Schema, where: str) -> dict[str, str]:
-        """Terms of keys, by their patterns."""
+        """Return the expressions of names, by their patterns."""
         try:
             return {pattern: quoted(search(pattern)) for pattern in patterns}
         except GrammarError as e:
             raise at(where, str(e)) from None
 
     def _property_names(self, schema: Schema, where: str) -> tuple[list[str] | None, Terminal]:
-        """The keys that `propertyNames` allows: a list of names (None: any), and the expression that all match."""
+        """Return the names that `propertyNames` lists, or None for any, and the terminal that each name matches."""
         where = f"{where}/propertyNames"
-        flat = self._schemas.flat(schema.get("propertyNames", True), where)
-        if flat is None:
+        normal = self._normalizer.normalize(schema.get("propertyNames", True), where)
+        if normal is None:
             return [], _ANY_KEY
-        options = self._schemas.options(flat, where) if "anyOf" in flat else [flat]
+        options = self._normalizer.options(normal, where) if "anyOf" in normal else [normal]
         if all("enum" in option for option in options):
             return [n for option in options for n in self._values(option, where) if isinstance(n, str)], _ANY_KEY
-        if "anyOf" in flat:
-            self._schemas.cannot(where, "anyOf")
+        if "anyOf" in normal:
+            self._normalizer.cannot(where, "anyOf")
             return None, _ANY_KEY
-        if "string" not in flat.get("type", TYPES):
+        if "string" not in normal.get("type", TYPES):
             return [], _ANY_KEY
-        if not flat.keys() & set(ABOUT["string"]):
+        if not normal.keys() & set(ABOUT["string"]):
             return None, _ANY_KEY
-        return None, self._text(flat, where)
+        return None, self._text(normal, where)
 
     def _members(self, members: list[tuple[Rule, bool]], others: Rule, least: int, most: int | None) -> Rule:
-        """`least` to `most` of these with commas between: `members` in their order, each with whether it must be there,
-        then `others`."""
+        """Return the rule of `least` to `most` members with commas between: `members` in their order, then `others`.
+
+        Each of `members` comes with whether it is required. A run of required members is one step, and so is each
+        optional member. The rules after a step differ by the number of members before it, up to `cap`."""
         most = None if most is None or (others == NEVER and most >= len(members)) else most
-        cap = max(1, least, most or 0)  # members so far are counted up to here
+        cap = max(1, least, most or 0)  # numbers of members from here on are alike
         if cap > MAX_RULES:
             raise _too_large()
         runs = [(must, [member for member, _ in run]) for must, run in groupby(members, key=lambda each: each[1])]
         steps = [step for must, run in runs for step in ([(True, run)] if must else [(False, [m]) for m in run])]
-        reached = [{0}]  # numbers of members, by the steps before
+        reached = [{0}]  # numbers of members before each step
         for must, some in steps:
             taken = {min(n + len(some), cap) for n in reached[-1]}
             reached.append(taken if must else taken | reached[-1])
-        after = {n: self._named(_more(others, n, least, most)) for n in reached[-1]}  # what may follow n members
+        after = {n: self._named(_more(others, n, least, most)) for n in reached[-1]}  # the rest after n members
         for step in reversed(range(len(steps))):
             (must, some), before = steps[step], reached[step]
             states: dict[int, Rule] = {}
@@ -298,12 +304,12 @@ class _Writer:
     def _free_members(
         self, keys: dict[str, str], patterns: Schema, free: Any, any_key: Terminal, taken: list[str], where: str
     ) -> Rule:
-        """A member whose name is not listed: it matches exactly one pattern, or none where other names are free."""
+        """Return the rule of a member with a free name, which matches exactly one pattern or, if allowed, none."""
         options = []
         for pattern, value in patterns.items():
-            apart = tuple(other for p, other in keys.items() if p != pattern)
-            terms = () if any_key == _ANY_KEY else any_key.all_of
-            key = self._fitting(Terminal((keys[pattern], *terms), (*taken, *apart, *any_key.none_of)))
+            others = tuple(other for p, other in keys.items() if p != pattern)
+            also = () if any_key == _ANY_KEY else any_key.all_of
+            key = self._fitting(Terminal((keys[pattern], *also), (*taken, *others, *any_key.none_of)))
             options.append((key, value, "patternProperties"))
         free_key = Terminal(any_key.all_of, (*taken, *keys.values(), *any_key.none_of))
         is_open = not keys and any_key == _ANY_KEY
@@ -316,7 +322,7 @@ class _Writer:
 
 
 def _more(member: Rule, n: int, least: int, most: int | None) -> Rule:
-    """As many of `member` after `n` others, with their commas, that there are `least` to `most` in all."""
+    """Return the rule of further members after `n` ones, with their commas, `least` to `most` in all."""
     least, most = max(least - n, 0), None if most is None else max(most - n, 0)
     if member == NEVER or most == 0:
         return NEVER if least else NOTHING
@@ -340,14 +346,14 @@ def _bounds(schema: Schema, of: str, where: str) -> tuple[int, int | None]:
     if least > MAX_REPEAT:
         raise at(where, f"has 'min{of}' as {least}; the limit is {MAX_REPEAT} repetitions")
     if most is not None and most > MAX_REPEAT:
-        most = MAX_REPEAT  # so much need not be said
+        most = MAX_REPEAT  # no text reaches a larger limit
     if most is not None and least > most:
         raise at(where, f"has min{of} {least} above max{of} {most}, so nothing fits")
     return least, most
 
 
 def _value(value: Any) -> Rule:
-    """One JSON value, with the white space that any value has."""
+    """Return the rule of one JSON value, with the white space of any value."""
     match value:
         case list():
             return sequence(terminal("\\x{5b}"), *_separated(map(_value, value)), terminal("\\x{5d}"))

@@ -1,0 +1,166 @@
+"""Calls of functions: the rules of an output that calls the functions of a request, in any of the tool formats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from runtime.structured.pattern import GrammarError, escaped, literal_text, plain
+from runtime.structured.readers.lark import in_json_string, read_lark
+from runtime.structured.readers.regex import whole
+from runtime.structured.rules import (
+    NOTHING,
+    LarkGrammar,
+    Name,
+    Repeat,
+    Rule,
+    Shortest,
+    Terminal,
+    choice,
+    sequence,
+    terminal,
+    text,
+)
+from runtime.structured.schema import writer as schema
+from runtime.structured.schema.merge import TerminalChecks
+from runtime.text.tool_calls.argument_form import ArgumentForm
+from runtime.text.tool_calls.written_values import types_of
+
+_SPACES = "[\\x{a}\\x{20}]{0,2}"  # before a call
+_PYTHON_ARGUMENTS = r"""([^()"']|"([^"\\]|\\(?s:.))*"|'([^'\\]|\\(?s:.))*')*"""  # without tuples
+
+
+class Calls(msgspec.Struct):
+    """The calls of one output. The prompt ends with a part of the first call's opening, which may be empty."""
+
+    functions: dict[str, Any]  # the schemas of their arguments, by name
+    inputs: dict[str, tuple[str, str]]  # syntax and grammar of the text that is a function's one argument, `input`
+    lenient: list[str]  # functions that take any object where their schema is not supported
+    unbound: list[str]  # functions with any text as arguments, up to the last mark of a call's end
+    named: bool  # the opening names the only function
+    to_arguments: str  # between a function's name and its arguments
+    end: str  # after a call's arguments
+    again: str  # the opening of a further call, up to the part that the prompt has of the first; "" for one call
+    close: str  # after the last call
+    begin: str = ""  # the rest of the opening
+    arguments: ArgumentForm | None = None  # how arguments are written; None for one JSON object
+    answer: str = ""  # a JSON Schema: the output may be a value of it instead; "" for none
+    no_text: list[str] = []  # the output may be a text that matches none of these expressions; empty if it may not
+
+
+def rules_of(calls: Calls, checks: TerminalChecks, strict: bool | None, ignored: list[str]) -> dict[str, Rule]:
+    """Return the rules of calls; `strict` is the strictness of the answer's schema. Raises GrammarError."""
+    written: dict[str, Rule] = {}
+    bodies: list[tuple[str, Rule]] = []  # of each call: the expression of its opening, and the rest
+    for i, (name, parameters) in enumerate(calls.functions.items()):
+        opening = literal_text("" if calls.named else name + calls.to_arguments) + "\\x{20}?"
+        if name in calls.unbound:
+            bodies.append((opening, _unbound_arguments(calls)))
+            continue
+        written |= _arguments(calls, name, parameters, f"f{i}", checks, ignored)
+        bodies.append((opening, sequence(Name(f"f{i}start"), text(calls.end))))
+    written["call"] = _one_of(bodies)
+    more = Repeat(sequence(text(calls.again), Name("call")), 0, None) if calls.again else NOTHING
+    # llguidance takes the longest terminal and does not go back. Beside free text, the first terminal of a call has to
+    # reach to where the text cannot be free: behind the function's name.
+    first = _one_of(bodies, _SPACES + literal_text(calls.begin)) if calls.no_text else None
+    start = sequence(first or sequence(text(calls.begin), Name("call")), more, text(calls.close))
+    if calls.answer:
+        written |= schema.rules_of(schema.read(calls.answer), checks, None, "a", strict, ignored)
+        start = choice([start, Name("astart")])
+    if calls.no_text:
+        start = choice([start, Terminal(("(?s:.*)",), tuple(calls.no_text))])
+    return {"start": start, **written}
+
+
+def _one_of(bodies: list[tuple[str, Rule]], before: str = "") -> Rule:
+    return choice(sequence(terminal(before + opening), rest) for opening, rest in bodies)
+
+
+def _unbound_arguments(calls: Calls) -> Rule:
+    """Return the rule of any arguments, and of the end of the call."""
+    if calls.arguments is not None and not calls.arguments.stops:
+        return terminal(_PYTHON_ARGUMENTS + literal_text(calls.end))
+    *_, last_line = calls.end.splitlines()
+    return Shortest(f"(?s:.*){literal_text(last_line)}")
+
+
+def _arguments(
+    calls: Calls, name: str, parameters: Any, prefix: str, checks: TerminalChecks, ignored: list[str]
+) -> dict[str, Rule]:
+    """Return the rules of one function's arguments; the first one is `prefix` + "start"."""
+    is_object = {"allOf": [{"type": "object"}, {"$ref": "#"}]}
+    strict, not_enforced = name not in calls.lenient, list[str]()
+    try:
+        if name in calls.inputs:
+            return {f"{prefix}start": _input(*calls.inputs[name])}
+        root = schema.read(json.dumps(parameters))
+        if calls.arguments is None:
+            found = schema.rules_of(root, checks, is_object, prefix, strict, not_enforced)
+        else:
+            found = _one_by_one(calls.arguments, root, checks, prefix, strict, not_enforced)
+        ignored += (f".{name}{path}" for path in not_enforced)
+    except GrammarError as e:
+        if name in calls.inputs:
+            raise GrammarError(f"has a custom tool {name} whose format cannot be enforced: the grammar {e}") from e
+        if strict:
+            raise GrammarError(f"has a function {name} whose parameters cannot be enforced: the schema {e}") from e
+        if calls.arguments is None:
+            return schema.rules_of({}, checks, is_object, prefix)
+        return _one_by_one(calls.arguments, _types_alone(parameters), checks, prefix, False, [])
+    return found
+
+
+def _input(syntax: str, definition: str) -> Rule:
+    """Return the rule of an object with one property, `input`, which is a text of a grammar."""
+    if syntax == "regex":
+        of_text: Rule = terminal(plain(escaped(whole(definition))))
+    else:
+        of_text = LarkGrammar(in_json_string(read_lark(definition)))
+    return sequence(terminal(literal_text('{"input":') + '\\x{20}?"'), of_text, text('"}'))
+
+
+# ---- arguments one by one --------------------------------------------------------------------------------------------
+
+
+def _one_by_one(
+    form: ArgumentForm, root: Any, checks: TerminalChecks, prefix: str, strict: bool, ignored: list[str]
+) -> dict[str, Rule]:
+    """Return the rules of arguments between tags or in Python, in the order of their schema."""
+    written: dict[str, Rule] = {}
+    rest: dict[bool, Rule] = {False: NOTHING, True: NOTHING}  # by whether an argument stands before
+    properties, required = root.get("properties", {}), root.get("required", [])
+    for i, name in reversed(list(enumerate(properties))):
+        if form.stops and types_of(root, name) == {"string"}:
+            value = _tagged_text(form, properties[name])
+        else:
+            of = {"$ref": f"#/properties/{name}"}
+            written |= schema.rules_of(root, checks, of, f"{prefix}v{i}", strict, ignored)
+            value = sequence(Name(f"{prefix}v{i}start"), text(form.end))
+        for has_one in (False, True):
+            begin = (form.separator if has_one else "") + form.begin + name + form.to_value
+            given = sequence(terminal(literal_text(begin)), value, rest[True])
+            written[f"{prefix}{'ab'[has_one]}{i}"] = given if name in required else choice([given, rest[has_one]])
+        rest = {False: Name(f"{prefix}a{i}"), True: Name(f"{prefix}b{i}")}
+    return written | {f"{prefix}start": rest[False]}
+
+
+def _types_alone(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema of the same arguments that states their types only."""
+    types = {name: sorted(types_of(parameters, name)) for name in parameters.get("properties", {})}
+    properties = {name: {"type": kinds} if kinds else {} for name, kinds in types.items()}
+    return {"properties": properties, "required": parameters.get("required", [])}
+
+
+def _tagged_text(form: ArgumentForm, schema_of_text: Mapping[str, Any]) -> Rule:
+    """Return the rule of a text and of the tag that ends it."""
+    if values := schema_of_text.get("enum", [schema_of_text["const"]] if "const" in schema_of_text else []):
+        return choice(terminal(literal_text(value + form.end)) for value in values)
+    unwanted = []
+    for stop in form.stops:
+        num_after = len(form.end.partition(stop)[2]) + 1 if stop in form.end else 0
+        unwanted.append(f"(?s:.*){literal_text(stop)}(?s:.{{{num_after},}})")
+    return Terminal((f"(?s:.*){literal_text(form.end)}",), tuple(unwanted))
