@@ -95,9 +95,7 @@ def test_draft_tokens_continue_confirmed_tokens():
     core.take("engine", DraftRequests(opened=[OpenStream(7, request, 3)]))
     while core.step():
         pass
-    assert core.outbox.pop("engine") == [DraftTokens(7, 5, right[:3]), DraftTokens(7, 5, right[:5])], (
-        "and again when it is ahead"
-    )
+    assert core.outbox.pop("engine") == [DraftTokens(7, 5, right[:3]), DraftTokens(7, 5, right[:5])]
     core.take("engine", DraftRequests(committed=[CommitTokens(7, 5, right[:4], 3)]))
     while core.step():
         pass
