@@ -12,21 +12,8 @@ import torch.nn.functional as F
 from runtime.kernels.attention.stored_kv import KVLayer
 from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.collectives.heads_norm import HeadsNorm
-from runtime.kernels.experts.moe_w16a16 import ExpertLayer
+from runtime.kernels.experts.moe_torch import ExpertLayer
 from runtime.kernels.linear.linear_torch import Linear
-from runtime.kernels.collectives.communicator import Communicator, OneRank
-from runtime.kernels.collectives.divided_linear import (
-    ColumnLeaves,
-    ExpertLeaves,
-    ReducedExperts,
-    ReducedLinear,
-    by_leaves_of_inputs,
-    sum_of_leaves,
-)
-from runtime.kernels.collectives.heads_norm import HeadsNorm, HeadsWeight
-from runtime.kernels.experts.moe_torch import ExpertLayer, Experts
-from runtime.kernels.linear.linear_torch import Linear, Product
-from runtime.kernels.linear.lora import Adapters, RowAdapters
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import Kernels
 from runtime.models.forward_batch import AttentionMetadata, ForwardBatch

@@ -10,7 +10,7 @@ import torch
 
 from runtime.kernels.attention.rope import query_scale_table, rope_table
 from runtime.kernels.collectives.communicator import Communicator, OneRank
-from runtime.kernels.experts.moe_w16a16 import ExpertLayer
+from runtime.kernels.experts.moe_torch import ExpertLayer
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import select
 from runtime.models.decoder import Decoder, DecoderWeights, Layer, Mlp

@@ -8,7 +8,7 @@ import torch
 
 from runtime.kernels.collectives.communicator import OneRank
 from runtime.kernels.collectives.heads_norm import HeadsNorm, HeadsWeight
-from runtime.kernels.experts.moe_w16a16 import ExpertLayer
+from runtime.kernels.experts.moe_torch import ExpertLayer
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.table import Kernels
 from runtime.models.weights import ReadWeight

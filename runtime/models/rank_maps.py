@@ -20,7 +20,7 @@ from runtime.kernels.collectives.divided_linear import (
     sum_of_leaves,
 )
 from runtime.kernels.collectives.heads_norm import HeadsNorm, HeadsWeight
-from runtime.kernels.experts.moe_w16a16 import ExpertLayer, Experts
+from runtime.kernels.experts.moe_torch import ExpertLayer, Experts
 from runtime.kernels.linear.linear_torch import Linear, Product
 from runtime.models.linear_maps import SUMS, LinearMaps
 from runtime.quant.weight_format import Weight, WeightFormat
