@@ -29,8 +29,8 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.library.measure import Results, engine_config, new_parser
+from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
-from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.numerics import Numerics
@@ -80,7 +80,7 @@ class Model:
 
     def __init__(self, config: EngineConfig, source: CheckpointSource) -> None:
         self.runner = build_runner(config, source)
-        self.core = EngineCore(config, self.runner.info, InProcess(self.runner))
+        self.core = build_engine(config, self.runner.info, InProcess(self.runner))
         self.take: Callable[[torch.Tensor], None] = lambda logits: None
         compute, self._num_requests = self.runner.decoder.logits, 0
 

@@ -255,8 +255,8 @@ async def test_a_lost_runner_is_a_pause(served, call):
     engine, link = served
     reading = asyncio.gather(*(read(link, request(i, max_tokens=100)) for i in range(8)))
     for _ in range(3):
-        before = engine.loop.core.steps_done
-        await eventually(lambda before=before: engine.loop.core.steps_done > before + 5)
+        before = engine.loop.core.scheduler.stats.steps
+        await eventually(lambda before=before: engine.loop.core.scheduler.stats.steps > before + 5)
         lost = len(engine.runners)
         setattr(engine.runners[-1], "dead" if call == "collect" else "deaf", "Rank 0 is gone.")
         await eventually(lambda lost=lost: len(engine.runners) > lost)
@@ -269,7 +269,7 @@ async def test_a_dead_engine_is_a_pause(served):
     engine, link = served
     reading = asyncio.gather(*(read(link, request(i, max_tokens=150)) for i in range(8)))
     for _ in range(2):
-        await eventually(lambda: engine.loop.core.steps_done > 10)
+        await eventually(lambda: engine.loop.core.scheduler.stats.steps > 10)
         engine.die()
         await eventually(lambda: "restarting" in (link.health() or ""))
         engine.restart()
@@ -282,8 +282,8 @@ async def test_a_broken_connection_to_a_living_engine_is_a_pause(served):
     engine, link = served
     reading = asyncio.gather(*(read(link, request(i, max_tokens=150)) for i in range(8)))
     for _ in range(3):
-        before = engine.loop.core.steps_done
-        await eventually(lambda before=before: engine.loop.core.steps_done > before + 5)
+        before = engine.loop.core.scheduler.stats.steps
+        await eventually(lambda before=before: engine.loop.core.scheduler.stats.steps > before + 5)
         only_link(link)._connection.transport.abort()
         await asyncio.sleep(0.02)
     for i, (tokens, reason, _) in enumerate(await reading):
