@@ -103,14 +103,14 @@ def masks(engine: LazyEngine, lark: str, outputs: list[list[int]]) -> dict[str, 
 def draw(rules: dict[str, Pattern], num: int) -> list[str]:
     """Return different texts of a grammar."""
     drawing = _Drawing(rules)
-    texts = {drawing.text(Reference(START), depth) for depth in (4, 8, 12, 16, 20, 30) for _ in range(num)}
+    texts = {drawing.draw(depth) for depth in (4, 8, 12, 16, 20, 30) for _ in range(num)}
     found = sorted(text for text in texts if len(text.encode()) <= _MAX_BYTES)
     return random.Random(0).sample(found, min(num, len(found)))
 
 
 class _Drawing:
     def __init__(self, rules: dict[str, Pattern]) -> None:
-        self._rules, self._random = rules, random.Random(0)
+        self._rules, self._random, self._left = rules, random.Random(0), 0
         self._heights = dict.fromkeys(rules, len(rules) + 1)  # nested references of a rule's flattest text
         for _ in rules:
             self._heights = {name: self._height(body) for name, body in rules.items()}
@@ -127,9 +127,15 @@ class _Drawing:
                 return self._height(part) if least else 0
         return 0
 
+    def draw(self, depth: int) -> str:
+        self._left = _MAX_BYTES  # characters up to which rules are expanded at will
+        return self.text(Reference(START), depth)
+
     def text(self, pattern: Pattern, depth: int) -> str:
+        depth = depth if self._left > 0 else 0
         match pattern:
             case CharacterClass(ranges):
+                self._left -= 1
                 low, high = self._random.choice(ranges)
                 return chr(self._random.randint(low, min(high, low + 94)))
             case Reference(name):
