@@ -38,7 +38,7 @@ from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.apis.batches.worker import Batches
 from serve_app.apis.chat.endpoint import CHAT, message_delta
 from serve_app.apis.completions.endpoint import COMPLETIONS
-from serve_app.apis.responses.ray_fronts import AskedStore, RayFronts
+from serve_app.apis.responses.ray_fronts import RayFronts, StoreOnLoop
 from serve_app.apis.responses.store import ResponseStore, StoredResponses
 from serve_app.application import build_http_app
 from serve_app.http.lanes import run_preparation
@@ -106,7 +106,7 @@ else:
     AppArgs = create_model(
         "AppArgs",
         __base__=_ServeArgs,
-        __doc__="The settings of an application: those of EngineConfig, ScalingSettings and HttpSettings, and more.",
+        __doc__="The settings of an application: EngineConfig, ScalingSettings, HttpSettings, names and fronts.",
         **_model_fields(EngineConfig),
         **_model_fields(ScalingSettings),
         **_model_fields(HttpSettings),
@@ -123,7 +123,7 @@ class EngineHost:
         self._drain_timeout_s = drain_timeout_s
         context = serve.get_replica_context()
         group = ray.util.get_current_placement_group()
-        assert group is not None, "build_app asks for one"
+        assert group is not None, "build_app requests one"
         name = (
             engines_of(context.app_name, config) + context.replica_id.unique_id
         )  # unlike a rank, this id is never reused
@@ -190,7 +190,7 @@ class Front:
             metrics.add_sink(Tracing.to(self._service.model, settings.otlp_traces_endpoint))
         fronts = RayFronts()
         store = ResponseStore(settings, fronts.own)
-        self.responses = AskedStore(store)
+        self.responses = StoreOnLoop(store)
         stored = StoredResponses(store, fronts)
         self._batches = Batches(settings)
 
@@ -281,7 +281,7 @@ async def _wake(engines: DeploymentHandle[Any]) -> None:
     try:
         await engines.wake.remote()
     except DeploymentUnavailableError as e:
-        raise CallboardError("No engine could be started; the log of the Serve controller says why.") from e
+        raise CallboardError("No engine could be started; see the log of the Serve controller.") from e
 
 
 def _replicas(scaling: ScalingSettings) -> dict[str, Any]:

@@ -47,12 +47,12 @@ class HttpSettings:
 
     api_key: tuple[str, ...] = setting(
         (),
-        "a key for clients, sent as a Bearer token; may be given several times; without it `callboard serve` takes "
-        "those of $CALLBOARD_API_KEY",
+        "a key for clients, sent as a Bearer token; may be given several times; default of `callboard serve`: "
+        "$CALLBOARD_API_KEY",
     )
     api_key_file: str | None = setting(None, "file with more keys, one a line, at this path on every node")
     cors_origin: tuple[str, ...] = setting(
-        (), "origin whose web pages may call this server, * for any; may be given several times"
+        (), "origin of web pages that may call this server, * for any; may be given several times"
     )
     allowed_host: tuple[str, ...] = setting(
         (),
@@ -143,7 +143,7 @@ class HttpSettings:
         """Raise CallboardError if clients of other machines could kill processes without a key."""
         if self.allow_chaos and not self.has_keys and not _is_loopback(host):
             raise CallboardError(
-                f"allow_chaos lets anyone who reaches {host} kill this server's processes; "
+                f"allow_chaos lets any client of {host} kill this server's processes; "
                 "give api_key, or listen on 127.0.0.1."
             )
 

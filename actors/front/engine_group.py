@@ -85,8 +85,8 @@ class EngineGroup:
         self._waking: asyncio.Task[None] | None = None
         self._router = Router(policy)  # over the usable links, by name
         self._last_prompt = Prompt(())  # shared by all choices of a request
-        self._links: dict[str, EngineLink] = {}
-        self.adapters = FrontAdapters(lambda: list(self._links.values()))
+        self.links: dict[str, EngineLink] = {}  # by the name of the engine
+        self.adapters = FrontAdapters(lambda: list(self.links.values()))
         self._waiting: dict[ClientStream, None] = {}  # streams without an engine
         self._names: list[str] = []  # in the directory
         self._is_served = asyncio.Event()  # an engine has been healthy once
@@ -105,7 +105,7 @@ class EngineGroup:
         for pending in (self._following, self._pending_move, self._waking):
             if pending is not None:
                 pending.cancel()
-        for link in self._links.values():
+        for link in self.links.values():
             link.close()
 
     def drain(self, reason: str) -> int:
@@ -121,22 +121,22 @@ class EngineGroup:
     def end(self, reason: str) -> None:
         """Take no new requests, and end the live ones with an error for `reason`, after their received tokens."""
         self._draining = reason
-        for stream in [*self._waiting, *(s for link in self._links.values() for s in link.streams)]:
+        for stream in [*self._waiting, *(s for link in self.links.values() for s in link.streams)]:
             self._release(stream)
             stream.fail(ServerStopped(reason))
 
     @property
     def num_streams(self) -> int:
         """Live requests."""
-        return len(self._waiting) + sum(link.num_streams for link in self._links.values())
+        return len(self._waiting) + sum(link.num_streams for link in self.links.values())
 
     def engines(self) -> list[str]:
-        return list(dict.fromkeys(link.engine for link in self._links.values() if link.connected))
+        return list(dict.fromkeys(link.engine for link in self.links.values() if link.connected))
 
     def health(self) -> str | None:
         if self._draining:
             return self._draining
-        links = sorted(self._links.values(), key=lambda link: (link.draining, not link.connected))
+        links = sorted(self.links.values(), key=lambda link: (link.draining, not link.connected))
         if any(link.usable and not link.reason for link in links):
             return None
         if self._from_zero is not None and self._is_served.is_set():  # requests wait for an engine
@@ -165,21 +165,21 @@ class EngineGroup:
         for stream in [s for s in self._waiting if asked.means(s.request.request_id)]:
             self._release(stream)
             stream.end(FinishReason.ABORT)
-        for link in self._links.values():
+        for link in self.links.values():
             link.abort(request_id)
 
     async def reset_prefix_cache(self) -> None:
-        await asyncio.gather(*(link.reset_prefix_cache() for link in self._links.values()))
+        await asyncio.gather(*(link.reset_prefix_cache() for link in self.links.values()))
 
     async def sleep(self, level: int) -> None:
-        await asyncio.gather(*(link.sleep(level) for link in self._links.values() if link.connected))
+        await asyncio.gather(*(link.sleep(level) for link in self.links.values() if link.connected))
 
     @property
     def is_asleep(self) -> bool:
-        return any(link.is_asleep for link in self._links.values())
+        return any(link.is_asleep for link in self.links.values())
 
     async def report(self, figures: dict[str, MetricValues]) -> dict[str, Snapshot]:
-        links, parts = [link for link in self._links.values() if link.connected], dict(figures)
+        links, parts = [link for link in self.links.values() if link.connected], dict(figures)
         answers = await asyncio.gather(*(link.report(parts.pop(link.engine, MetricValues())) for link in links))
         return {link.engine: answer for link, answer in zip(links, answers, strict=True) if answer is not None}
 
@@ -187,7 +187,7 @@ class EngineGroup:
 
     def _choose(self, stream: ClientStream) -> Route | None:
         """Choose the best engine for a stream, except the refusing ones. Returns None if none is left."""
-        usable = [link for link in self._links.values() if link.usable and link not in stream.refusals]
+        usable = [link for link in self.links.values() if link.usable and link not in stream.refusals]
         if len(usable) > 1:
             ranks = [
                 (
@@ -233,7 +233,7 @@ class EngineGroup:
 
     def _submit(self, stream: ClientStream, choice: Route) -> None:
         """Submit a stream to the chosen engine."""
-        link = self._links[choice.engine]
+        link = self.links[choice.engine]
         link.submit(stream)
         if link.is_followed:
             num_tokens = len(stream.request.token_ids) + len(stream.received)
@@ -302,7 +302,7 @@ class EngineGroup:
 
     def _follow(self) -> None:
         """Follow the caches of all engines while there are several usable ones."""
-        usable = [link for link in self._links.values() if link.usable]
+        usable = [link for link in self.links.values() if link.usable]
         wanted = len(usable) > 1 and self._router.policy != "round-robin"
         for link in usable:
             if link.is_followed != wanted:
@@ -313,7 +313,7 @@ class EngineGroup:
 
         Streams of a draining engine move after _SETTLED_S without a Status: if all engines drain, they had better
         stay."""
-        self.info = max((k.info for k in self._links.values() if k.usable), key=lambda info: info.max_model_len)
+        self.info = max((k.info for k in self.links.values() if k.usable), key=lambda info: info.max_model_len)
         self.adapters.on_status(link, changed, is_first)
         if not link.reason:
             self._is_served.set()
@@ -340,14 +340,14 @@ class EngineGroup:
 
     def _move_off_draining(self) -> None:
         """Move the streams of draining engines to engines that continue them with equal results."""
-        for link in [k for k in self._links.values() if k.draining]:
+        for link in [k for k in self.links.values() if k.draining]:
             for stream in link.streams:
                 self._move(stream)
 
     def _move(self, stream: ClientStream) -> bool:
         """Move a stream to a healthy engine with an equal model and its adapter. Returns False if there is none."""
         choice = self._choose(stream)
-        other = None if choice is None else self._links[choice.engine]
+        other = None if choice is None else self.links[choice.engine]
         if choice is None or other is None or other.reason:
             return False
         if not stream.suits(other.info) or not other.has_adapter(stream):
@@ -372,7 +372,7 @@ class EngineGroup:
         if refused.reason is Refusal.LATE:
             stream.fail(error)
             return
-        alike = [k for k in self._links.values() if k.usable and k.info == link.info]
+        alike = [k for k in self.links.values() if k.usable and k.info == link.info]
         for other in alike if refused.reason is Refusal.NEVER else [link]:
             stream.refusals[other] = error
         choice = self._choose(stream)
@@ -403,11 +403,11 @@ class EngineGroup:
         """Open a link to each new engine, and close the links of engines that are gone and disconnected."""
         names = self._names
         for name in names:
-            if name not in self._links:
-                self._links[name] = EngineLink(name, partial(self._directory.open_link, name), self)
-        for link in [k for k in self._links.values() if k.name not in names and not k.connected]:
+            if name not in self.links:
+                self.links[name] = EngineLink(name, partial(self._directory.open_link, name), self)
+        for link in [k for k in self.links.values() if k.name not in names and not k.connected]:
             link.close()
-            del self._links[link.name]
+            del self.links[link.name]
             for stream in link.suspects:
                 self._count_loss(stream)
 

@@ -27,7 +27,7 @@ def read_words(path: str, flags: Mapping[str, argparse.Action]) -> list[str]:
         elif name not in flags or name in _NOT_IN_FILES:
             near = difflib.get_close_matches(name, {*flags, _MODEL}.difference(_NOT_IN_FILES), 1)
             raise CallboardError(
-                f"{path} has {key!r}, which is no flag" + (f"; did you mean {near[0]}?" if near else "")
+                f"{path} has {key!r}, which is not a flag" + (f"; did you mean {near[0]}?" if near else "")
             )
         elif value is not None:
             words += _words(path, name, value, flags[name])
@@ -52,7 +52,7 @@ def _read_toml(path: str, text: str) -> Any:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
-        raise CallboardError(f"--config {path} is no TOML: {e}") from e
+        raise CallboardError(f"--config {path} is not TOML: {e}") from e
 
 
 def _read_yaml(path: str, text: str) -> Any:
@@ -61,7 +61,7 @@ def _read_yaml(path: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as e:
-        raise CallboardError(f"--config {path} is no YAML: {' '.join(str(e).split())}") from e
+        raise CallboardError(f"--config {path} is not YAML: {' '.join(str(e).split())}") from e
 
 
 def _words(path: str, name: str, value: Any, action: argparse.Action) -> list[str]:

@@ -35,7 +35,7 @@ def group_of(parser: argparse.ArgumentParser, subject: str) -> argparse._Argumen
 
 def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
     group = group_of(parser, "sampling")
-    what = "most tokens of output" + ("" if max_tokens else "; default: as many as fit")
+    what = "most tokens of output" + ("" if max_tokens else "; default: the rest of the context")
     group.add_argument("--max-tokens", type=positive, default=max_tokens, metavar="N", help=what)
     group.add_argument("--temperature", type=number, metavar="X", help="0 is greedy; default: the model's, or 0.7")
     what = "sample from this share of probability; default: the model's, or 1"
@@ -96,7 +96,7 @@ def number(text: str) -> float:
 
 def port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; it must be between 1 and 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; it must be between 1 and 65535")
     return int(text)
 
 

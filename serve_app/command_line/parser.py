@@ -218,7 +218,7 @@ class CommandParser(argparse.ArgumentParser):
             self.error(f"there is no command {value!r}{meant}")
         near = _nearest(str(value), names)
         meant = f"; did you mean {near}? It" if near else "; it"
-        raise argparse.ArgumentError(action, f"{value!r} is no choice{meant} can be {', '.join(names)}")
+        raise argparse.ArgumentError(action, f"{value!r} is not a choice{meant} can be {', '.join(names)}")
 
     def _meant(self, flag: str) -> str:
         near = _nearest(flag.lstrip("-").replace("_", "-"), list(self.flags()))

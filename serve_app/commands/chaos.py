@@ -12,7 +12,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("chaos", help="kill processes of a running server while it streams, and count")
     parser.add_argument("url", help="of a server of yours on this machine, such as http://127.0.0.1:8000")
     what = "what to kill, one after another, with commas between: engine, runner, draft, supervisor, front"
-    parser.add_argument("--kill", metavar="NAMES", type=_roles, default=(), help=f"{what}; default: keys say so")
+    parser.add_argument("--kill", metavar="NAMES", type=_roles, default=(), help=f"{what}; default: by keys")
     parser.add_argument("--every", type=seconds, default=5.0, metavar="SECONDS", help="between two kills")
     parser.add_argument("--streams", type=positive, default=100, metavar="N", help="conversations at once")
     parser.add_argument("--max-tokens", type=positive, default=200, metavar="N", help="tokens of each answer")

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("doctor", help="check this machine, and tell what to fix")
+    parser = commands.add_parser("doctor", help="check this machine, and list what to fix")
     parser.add_argument("--address", metavar="HOST:PORT", help="a Ray cluster that must be reachable")
     parser.set_defaults(run=run)
 

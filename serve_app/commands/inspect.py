@@ -20,7 +20,7 @@ _EXAMPLES = ("callboard inspect Qwen/Qwen3-0.6B", "callboard inspect model.gguf 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
-        "inspect", help="tell what a model is, without loading its weights", most_used=_MOST_USED, examples=_EXAMPLES
+        "inspect", help="describe a model without loading its weights", most_used=_MOST_USED, examples=_EXAMPLES
     )
     add_model(parser)
     what = "write the tokenizer's files there, for clients that read them from a folder"

@@ -116,7 +116,7 @@ def check_counts(request: SamplingFields, settings: HttpSettings) -> None:
         ("prompt", "prompts", request.num_prompts(), settings.max_prompts),
     ):
         if count > most:
-            raise invalid(name, f"asks for {count} {what}, but this server allows {most}")
+            raise invalid(name, f"has {count} {what}, but this server allows {most}")
 
 
 class Deadline:

@@ -98,26 +98,26 @@ _IGNORED = {
     "a hint to caches; equal prefixes are found without it": """
         prompt_cache_key prompt_cache_options prompt_cache_retention cache_control cache_prompt session_id extra_key
         n_keep num_keep n_discard id_slot keep_alive""",
-    "who asks, for the operator of another service": """
+    "names the client for the operator of another service": """
         safety_identifier metadata user_profile_id workspace_id custom_labels rid usage provider""",
-    "a tariff or a place of another service": "service_tier inference_geo speed access_programs route models",
+    "a tariff or location of another service": "service_tier inference_geo speed access_programs route models",
     "only /v1/responses and fronts of OpenAI's store answers": "store background_options",
-    "there are no tools that the server itself calls": "max_tool_calls",
-    "there are no tools in a completion": "parallel_tool_calls",
-    "a completion is not read for reasoning": "include_reasoning",
-    "no template is used": "add_generation_prompt",
-    "a part of what is refused": """
+    "this server does not call tools itself": "max_tool_calls",
+    "completions do not call tools": "parallel_tool_calls",
+    "completions are not parsed for reasoning": "include_reasoning",
+    "completions do not use a template": "add_generation_prompt",
+    "an option of a refused feature": """
         custom_params mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
         xtc_threshold dynatemp_exponent routed_experts_start_len routed_experts_prompt_start ngram_corpus_id""",
-    "there are no images and no sounds": """
+    "images and sounds are not supported": """
         mm_processor_kwargs media_io_kwargs max_dynamic_patch min_dynamic_patch use_audio_in_video return_mm_kwargs""",
-    "the one engine of grammars takes all": "guided_decoding_backend",
-    "every token is spelled as its tokenizer does": "spaces_between_special_tokens",
-    "where to compute: the front's router decides": """
+    "one engine handles all grammars": "guided_decoding_backend",
+    "the tokenizer decides the spelling of tokens": "spaces_between_special_tokens",
+    "the router chooses the place of computation": """
         bootstrap_host bootstrap_port bootstrap_room routed_dp_rank disagg_prefill_dp_rank data_parallel_rank num_ctx
         num_batch num_gpu num_thread main_gpu numa use_mmap use_mlock low_vram""",
-    "a hint, which changes no token": "prediction stream_interval",
-    "only completions tell which of their text a draft had guessed": "return_draft_spans",
-    "a report that no answer here has": "details timings_per_token return_progress diagnostics return_token_offsets",
+    "a hint, which does not change tokens": "prediction stream_interval",
+    "only completions report accepted draft tokens": "return_draft_spans",
+    "a report that answers here lack": "details timings_per_token return_progress diagnostics return_token_offsets",
 }
 IGNORED_FIELDS = {name: why for why, names in _IGNORED.items() for name in names.split()}

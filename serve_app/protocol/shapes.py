@@ -47,19 +47,19 @@ TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]  # since a long list of faults takes minutes
 
 
-def only(*harmless: Any, says: LiteralString = "this field is not supported yet; leave it out") -> AfterValidator:
+def only(*harmless: Any, remedy: LiteralString = "this field is not supported yet; leave it out") -> AfterValidator:
     """Allow an unsupported field only its values without an effect."""
 
     def check(value: Any) -> Any:
         if value not in harmless:
-            raise PydanticCustomError("not_supported", says)
+            raise PydanticCustomError("not_supported", remedy)
         return value
 
-    check.says = says  # type: ignore[attr-defined]  # for docs/api.md
+    check.remedy = remedy  # type: ignore[attr-defined]  # for docs/api.md
     return AfterValidator(check)
 
 
-LEGACY = only(None, [], says="this field is OpenAI's old one; use tools, tool_choice and tool_calls instead")
+LEGACY = only(None, [], remedy="this field is OpenAI's old one; use tools, tool_choice and tool_calls instead")
 
 
 def type_of(value: Any, default: str | None = None) -> Any:

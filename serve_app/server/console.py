@@ -30,10 +30,10 @@ class Console:
 
     def phase(self, text: str) -> None:
         """Print a phase that has just ended, with the seconds since the command began."""
-        self.say(f"{time.monotonic() - self._start:6.1f} s  {text}")
+        self.report(f"{time.monotonic() - self._start:6.1f} s  {text}")
         self._on_phase(text)
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Print a line on stderr."""
         self._write(self._err, text)
 

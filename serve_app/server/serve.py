@@ -71,11 +71,11 @@ def _serve_in_child(
     wait_until_up(settings, console, parent, logs)
     _announce(settings, console, next_step)
     if requests is not None:
-        console.say(requests.describe())
+        console.report(requests.describe())
     parent.send(ready=True)
     _report_generic_tools(settings, console)
     parent.wait_for_order()
-    console.say(f"Stopping; running requests have {settings.http.drain_timeout_s:g} s to end.")
+    console.report(f"Stopping; running requests have {settings.http.drain_timeout_s:g} s to end.")
     drain(settings, folder, parent)
     haproxy.stop(folder, parent.wait_for_order, _LAST_ANSWERS_S)
 
@@ -87,7 +87,7 @@ def _announce(settings: ServerSettings, console: Console, next_step: NextStep) -
     for line in announcement(settings.config, settings.served_model_names, url):
         console.announce(line)
     if advice := next_step.line():
-        console.say(advice)
+        console.report(advice)
 
 
 def _report_generic_tools(settings: ServerSettings, console: Console) -> None:
@@ -100,4 +100,4 @@ def _report_generic_tools(settings: ServerSettings, console: Console) -> None:
         with suppress(RayError, RayServeException, TimeoutError):
             found = serve.get_app_handle(APP_NAME).tool_call_format.remote().result(timeout_s=_CALL_S)
             if found == "generic":
-                console.say("Tools: the chat template has no known format of tool calls, so the generic one is used.")
+                console.report("Tools: the chat template has no known format of tool calls; the generic one is used.")

@@ -394,11 +394,11 @@ def _check_work(request: SamplingFields, num_tokens: int, num_predicted: int, wh
     if (num_tokens + num_predicted) * n > MAX_PROMPT_TOKENS:
         what = f"{num_tokens} tokens of prompt" + (f" and {num_predicted} of prediction" if num_predicted else "")
         what += f" for {n} choices each" if n > 1 else ""
-        raise invalid("n" if n > 1 else where, f"asks for {what}; at most {MAX_PROMPT_TOKENS} in all are allowed")
+        raise invalid("n" if n > 1 else where, f"needs {what}; at most {MAX_PROMPT_TOKENS} in all are allowed")
     if top is not None and num_tokens * n * (top + 1) > _MAX_SCORES:
         raise invalid(
             "logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
-            f"asks for {top + 1} log-probabilities at each of {num_tokens * n} tokens of prompt; at most "
+            f"needs {top + 1} log-probabilities at each of {num_tokens * n} tokens of prompt; at most "
             f"{_MAX_SCORES} in all are allowed",
         )
 

@@ -160,7 +160,7 @@ async def test_streams_stay_on_the_only_engine_with_their_adapter(folders):
         fresh = lambda: [link for link in healthy(group) if link.name.endswith("#2")]  # noqa: E731
         await eventually(fresh)
         await asyncio.wrap_future(serving.loop.drain("It ends."))
-        await eventually(lambda: any(link.draining for link in group._links.values()))
+        await eventually(lambda: any(link.draining for link in group.links.values()))
         group._move_off_draining()
         assert live(serving) == 1
         pace(serving, 0.0)

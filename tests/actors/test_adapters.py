@@ -111,7 +111,7 @@ async def test_a_replacement_is_ready_before_the_old_one_leaves(folders, monkeyp
         reading = asyncio.gather(read(group, old))
         await eventually(lambda: sum(map(live, engines)) == 1)
         replacing = asyncio.create_task(group.adapters.load("x", b))
-        await eventually(lambda: all(link.adapters["x"].held for link in group._links.values()))
+        await eventually(lambda: all(link.adapters["x"].held for link in group.links.values()))
         late = link_to(*engines)  # it arrives while the name belongs to an adapter that is still loading
         await late.start()
         await eventually(lambda: len(healthy(late)) == 2)

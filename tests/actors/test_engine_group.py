@@ -43,7 +43,7 @@ class Group:
 
 
 def healthy(group):
-    return [link for link in group._links.values() if link.usable and not link.reason]
+    return [link for link in group.links.values() if link.usable and not link.reason]
 
 
 def running(engine):
@@ -91,7 +91,7 @@ async def test_streams_of_a_dead_engine_move_at_once():
         assert group.health() is None
         hurry(*engines)
         await check(reading, 8, 60)
-        await eventually(lambda: list(group._links) == ["app/engine/1#1"])
+        await eventually(lambda: list(group.links) == ["app/engine/1#1"])
         assert group.engines() == ["1"]
 
 
@@ -129,7 +129,7 @@ async def test_streams_leave_a_frozen_engine_until_it_thaws():
         assert not engines[0].loop.core.scheduler.requests
         await check(reading, 8, 60)
         engines[0].open_link = open_link
-        for link in group._links.values():
+        for link in group.links.values():
             if not link.usable:
                 link._task.cancel()  # it would wait for the old attempt's end
                 link._task = asyncio.create_task(link._keep_connected())
@@ -238,7 +238,7 @@ async def test_streams_wait_for_a_new_kind_while_the_old_one_runs(monkeypatch):
     engine, other = Engine(delay_s=0.005), Engine(info=info_with(fingerprint="other"))
     async with Group(engine) as group:
         reading = asyncio.create_task(read(group, request(0, max_tokens=100)))
-        first = group._links["app/engine/0#1"]
+        first = group.links["app/engine/0#1"]
         await eventually(lambda: first.num_streams == 1 and first.streams[0].received)
         group._directory.all.append(other)
         await eventually(lambda: len(healthy(group)) == 2)
@@ -302,7 +302,7 @@ async def test_a_prompt_too_long_for_one_engine_goes_to_another():
 async def test_only_accepted_streams_skip_the_next_queue():
     engine = Engine(delay_s=0.01, max_num_seqs=1, max_queued_requests=2)
     async with Group(engine) as group:
-        (link,) = group._links.values()
+        (link,) = group.links.values()
         old = [asyncio.create_task(read(group, request(0, max_tokens=30)))]
         await eventually(lambda: running(engine) == 1)
         old += [asyncio.create_task(read(group, request(i, max_tokens=30))) for i in (1, 2)]
@@ -326,10 +326,10 @@ async def test_a_stream_that_kills_engines_is_given_up():
         await eventually(lambda: running(engine) == 1)
         innocent = asyncio.create_task(read(group, request(1)))
         for _ in range(3):
-            await eventually(lambda: any(s.in_queue for link in group._links.values() for s in link.streams))
+            await eventually(lambda: any(s.in_queue for link in group.links.values() for s in link.streams))
             engine.die()
             await eventually(lambda: not group.engines())
-            await eventually(lambda: not group._links)  # the directory reports it dead
+            await eventually(lambda: not group.links)  # the directory reports it dead
             engine.restart()
         tokens, reason, last = await asyncio.wait_for(poison, 5)
         assert reason is FinishReason.ERROR
@@ -345,7 +345,7 @@ async def test_broken_connections_do_not_count_against_a_stream():
         reading = asyncio.create_task(read(group, request(0, max_tokens=80)))
         for _ in range(5):
             await eventually(lambda: running(engine) == 1)
-            (link,) = group._links.values()
+            (link,) = group.links.values()
             broken = link._connection
             broken.transport.abort()
             await eventually(lambda link=link, broken=broken: link.usable and link._connection is not broken)
@@ -446,5 +446,5 @@ async def test_a_group_works_without_its_directory(monkeypatch, is_silent: bool)
         directory.all.append(Engine())
         assert (await read(group, request(1)))[:2] == sequential(request(1), 512)
         is_back.set()
-        await eventually(lambda: group.engines() == ["0", "2"] and len(group._links) == 2)
+        await eventually(lambda: group.engines() == ["0", "2"] and len(group.links) == 2)
         directory.all[2].loop.close()

@@ -37,7 +37,7 @@ def keys_of(engine):
 
 
 def is_pictured(group, engine):
-    (name,) = [link.name for link in group._links.values() if link.engine == str(group._directory.all.index(engine))]
+    (name,) = [link.name for link in group.links.values() if link.engine == str(group._directory.all.index(engine))]
     return group._router.held(name) == keys_of(engine)
 
 

@@ -35,7 +35,7 @@ class Zero:
     async def leave(self):
         """As in scale-in: running streams end or move."""
         await asyncio.wrap_future(self.engine.loop.drain("the engine goes"))
-        await eventually(lambda: all(link.draining for link in self.group._links.values()))
+        await eventually(lambda: all(link.draining for link in self.group.links.values()))
 
     async def __aenter__(self):
         await self.group.start()

@@ -121,7 +121,7 @@ def link_to(*engines):
 
 
 def only_link(group):
-    (link,) = group._links.values()
+    (link,) = group.links.values()
     return link
 
 

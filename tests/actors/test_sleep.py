@@ -118,7 +118,7 @@ async def test_deep_sleep_lasts_until_the_model_can_be_loaded():
 async def test_requests_go_to_engines_that_are_awake():
     engines = [Engine(), Engine()]
     async with Group(*engines) as group:
-        sleepers = [link for link in group._links.values() if link.engine == "0"]
+        sleepers = [link for link in group.links.values() if link.engine == "0"]
         await sleepers[0].sleep(1)
         await eventually(lambda: sleepers[0].is_asleep)
         got = await asyncio.wait_for(asyncio.gather(*(read(group, request(i)) for i in range(6))), 5)

@@ -195,8 +195,8 @@ def test_a_server_without_keys_accepts_only_its_own_names():
     [
         ([], "COMMAND"),
         (["serve", "--port", "0"], "between 1 and 65535"),
-        (["serve", "--port", "http"], "'http' is no port"),
-        (["serve", "--dtype", "int3"], "'int3' is no choice"),
+        (["serve", "--port", "http"], "'http' is not a port"),
+        (["serve", "--dtype", "int3"], "'int3' is not a choice"),
         (["serve", "--num-replicas", "0"], "at least 1"),
         (["serve", "--num-draft-tokens", "some"], "'some' must be a whole number or auto"),
         (["serve", "--max-num-seqs", "0"], "--max-num-seqs is 0; it must be at least 1"),

@@ -92,11 +92,11 @@ def test_help_of_a_subject_or_a_part_of_a_name(capsys):
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ("serve --port 99999", "--port: '99999' is no port"),
-        ("serve -p x", "--port: 'x' is no port"),
+        ("serve --port 99999", "--port: '99999' is not a port"),
+        ("serve -p x", "--port: 'x' is not a port"),
         ("serve --prot 80", "there is no --prot; did you mean --port?"),
         ("serve --max_model_length=80", "there is no --max_model_length; did you mean --max-model-len?"),
-        ("serve --dtype bf16", "--dtype: 'bf16' is no choice; did you mean bfloat16? It can be auto"),
+        ("serve --dtype bf16", "--dtype: 'bf16' is not a choice; did you mean bfloat16? It can be auto"),
         ("serve --block-size x", "--block-size: 'x' must be a whole number"),
         ("serve --step-timeout-s x", "--step-timeout-s: 'x' must be a number"),
         ("serve a b", "'b' is one argument too many"),
@@ -252,14 +252,14 @@ def test_a_file_of_flags_stands_below_the_command_line(name: str, text: str, tmp
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("max_model_lenn: 5", "has 'max_model_lenn', which is no flag; did you mean max-model-len?"),
-        ("help: all", "has 'help', which is no flag"),
-        ("port: 0", "--port: '0' is no port; it must be between 1 and 65535, in "),
+        ("max_model_lenn: 5", "has 'max_model_lenn', which is not a flag; did you mean max-model-len?"),
+        ("help: all", "has 'help', which is not a flag"),
+        ("port: 0", "--port: '0' is not a port; it must be between 1 and 65535, in "),
         ("prefix_cache: 3", "has 3 for prefix-cache; it must be true or false"),
         ("port: [1, 2]", "has a list for port, which takes one value"),
         ("dtype: {a: b}", "has {'a': 'b'} for dtype; it must be a text or a number"),
         ("- a", "must hold a flag's name and its value in each line"),
-        ("a: [", "is no YAML: "),
+        ("a: [", "is not YAML: "),
     ],
 )
 def test_a_wrong_file_of_flags_is_two_lines(text: str, says: str, tmp_path: Path, capsys):
@@ -273,7 +273,7 @@ def test_a_wrong_file_of_flags_is_two_lines(text: str, says: str, tmp_path: Path
 def test_a_missing_or_broken_file_of_flags_is_named(tmp_path: Path, capsys):
     assert "cannot be read: No such file" in shown(capsys, "serve", "--config", str(tmp_path / "none"))[2]
     (tmp_path / "c.toml").write_text("a = ")
-    assert "c.toml is no TOML: " in shown(capsys, "serve", "--config", str(tmp_path / "c.toml"))[2]
+    assert "c.toml is not TOML: " in shown(capsys, "serve", "--config", str(tmp_path / "c.toml"))[2]
 
 
 # ---- errors name flags; Ctrl-C --------------------------------------------------------------------------------------

@@ -281,7 +281,7 @@ def user(*blocks: Any) -> dict[str, Any]:
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name is missing"),
         ({"tool_choice": {"type": "any"}}, "tool_choice is only allowed when there are tools"),
         ({"stop_sequences": [""]}, "stop_sequences.0 is"),
-        ({"stop_sequences": ["a"] * 9}, "stop_sequences asks for 9 stop strings"),
+        ({"stop_sequences": ["a"] * 9}, "stop_sequences has 9 stop strings"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type is"),
         ({"extra_body": {"temperature": -1}}, "temperature is -1"),

@@ -335,9 +335,9 @@ async def test_expected_and_actual_hits_are_counted():
     client = await fronts.add()
     try:
         group = fronts.links[0]
-        await eventually(lambda: [group._router.held(name) for name in group._links] == [set(), set()])
+        await eventually(lambda: [group._router.held(name) for name in group.links] == [set(), set()])
         await complete(client, [7] * 20, 3)
-        await eventually(lambda: any(group._router.held(name) for name in group._links))
+        await eventually(lambda: any(group._router.held(name) for name in group.links))
         await complete(client, [7] * 18, 3)
         samples = await fronts.scrape()
         for kind in ("expected", "found"):

@@ -52,7 +52,7 @@ def fake(monkeypatch: pytest.MonkeyPatch):
 
 
 async def statuses(fronts: RayFronts, *ids: str) -> list[object]:
-    found = await asyncio.gather(*(fronts.ask(i, "body") for i in ids), return_exceptions=True)
+    found = await asyncio.gather(*(fronts.call(i, "body") for i in ids), return_exceptions=True)
     return [e.status if isinstance(e, ApiError) else e for e in found]
 
 

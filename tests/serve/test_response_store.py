@@ -38,9 +38,9 @@ class Front:
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test/v1")
         fronts[own] = self
 
-    async def ask(self, front: str, method: str, *args: Any) -> Any:
+    async def call(self, front: str, method: str, *args: Any) -> Any:
         if front not in self._fronts:
-            return await OneFront().ask(front, method, *args)
+            return await OneFront().call(front, method, *args)
         return getattr(self._fronts[front].store, method)(*args)
 
     async def create(self, key: str = "", **fields: Any) -> dict[str, Any]:

@@ -32,7 +32,7 @@ async def stopping():
     transport = httpx.ASGITransport(build_http_app(Service(group, byte_tokenizer(), "m")))
 
     async def stop(num_streams: int) -> None:
-        streams = lambda: [s for link in group._links.values() for s in link.streams]  # noqa: E731
+        streams = lambda: [s for link in group.links.values() for s in link.streams]  # noqa: E731
         await eventually(lambda: len(streams()) == num_streams and all(s.received for s in streams()))
         group.end(STOPPED)
 

@@ -100,8 +100,8 @@ def fate(kind: type[RequestModel], name: str) -> Fate:
     """What becomes of a field of one kind of request."""
     if (field := kind.model_fields.get(name)) is not None:
         checks = [m.func for m in field.metadata if isinstance(m, AfterValidator)]
-        says = [check.says for check in checks if hasattr(check, "says")]
-        return Fate("refused", says[0]) if says else Fate("**works**")
+        remedy = [check.remedy for check in checks if hasattr(check, "remedy")]
+        return Fate("refused", remedy[0]) if remedy else Fate("**works**")
     if kind is MessagesRequest:
         return (
             Fate("refused", "send it to /v1/chat/completions") if name in FIELDS_OF_CHATS else fate(ChatRequest, name)

@@ -105,7 +105,7 @@ def _moe_wna16_few_kernel(
     scales, zero_points = scales_ptr + at_scale, zero_points_ptr + at_scale
     for start in tl.range(0, CHUNK, BLOCK_K, num_stages=STAGES):
         w = load_values(values, place, start // PER_BYTE, ROW_BYTES, WHOLE)
-        x = load_x(xs, xs, cols, x_live, start, K, LAYOUT.plane, False, WHOLE)
+        x = load_x(xs, xs, cols, x_live, start, K, LAYOUT, False, WHOLE)
         step_scales = load_scales(scales, zero_points, groups, start, K, LAYOUT, WHOLE)
         acc = add_step(w, x, step_scales, acc, LAYOUT, NUM_CHUNKS)
     y = add_chunks(acc, NUM_CHUNKS)
@@ -176,7 +176,7 @@ def _moe_wna16_many_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         w = load_values(values, cols, start // 2 if LAYOUT.plane else start, ROW_BYTES, WHOLE)
-        x, high_x = load_x(xs, xs, cols, live[:, None], start, K, LAYOUT.plane, False, WHOLE)
+        x, high_x = load_x(xs, xs, cols, live[:, None], start, K, LAYOUT, False, WHOLE)
         step_scales = load_scales(scales, zero_points, groups, start, K, LAYOUT, WHOLE)
         scale, zero_point, high_scale, high_zero_point = step_scales[0], step_scales[1], step_scales[2], step_scales[3]
         if 2 * LAYOUT.group_size == LAYOUT.plane and LAYOUT.group_size:

@@ -22,7 +22,9 @@ _ROW_BYTES = 512  # rows of scales avoid multiples of this: the groups of a step
 
 
 class WeightLayout(NamedTuple):
-    """How a kernel reads a quantized weight: one constant argument, `LAYOUT: tl.constexpr`."""
+    """How a kernel reads a quantized weight: one constant argument, `LAYOUT: tl.constexpr`.
+
+    Device functions take the whole LAYOUT: Triton 3.6 does not accept one of its fields as an argument."""
 
     encoding: str  # fp8 | int8 | uint4 | int4 | e2m1 | table; int4 is stored from 0 on, with zero point 8
     table: tuple[float, ...]  # the 16 numbers of a table, under the interpreter alone

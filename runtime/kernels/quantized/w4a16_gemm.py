@@ -92,9 +92,10 @@ def _w4a16_gemm_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    first, last = part_of(K, SPLIT, 2 * LAYOUT.plane)
+    STEP: tl.constexpr = 2 * LAYOUT.plane
+    first, last = part_of(K, SPLIT, STEP)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for start in tl.range(first, last, 2 * LAYOUT.plane, num_stages=STAGES):
+    for start in tl.range(first, last, STEP, num_stages=STAGES):
         low, high = upcast_nibbles(weights.load([row, start // 2]), LAYOUT, xs.dtype)
         low = _scaled(low, scales, zero_points, start // LAYOUT.group_size * LAYOUT.scale_stride, LAYOUT)
         acc = tl.dot(low, xs.load([token, start]).T, acc, input_precision="ieee")

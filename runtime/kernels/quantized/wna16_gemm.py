@@ -117,7 +117,7 @@ def _chunk(
     WHOLE: tl.constexpr = K % CHUNK == 0
     for start in tl.range(first, first + CHUNK, BLOCK_K, num_stages=STAGES):
         w = load_values(values, cols, start // 2 if LAYOUT.plane else start, ROW_BYTES, WHOLE)
-        x = load_x(xs, xs, cols, live, start, K, LAYOUT.plane, False, WHOLE)
+        x = load_x(xs, xs, cols, live, start, K, LAYOUT, False, WHOLE)
         step_scales = load_scales(scales, zero_points, groups, start, K, LAYOUT, WHOLE)
         acc = add_step(w, x, step_scales, acc, LAYOUT, 1)
     return acc

@@ -65,19 +65,20 @@ PLAIN = constexpr(INTERPRETED)
 
 
 @jit
-def _first_column(piece, PLANE: tl.constexpr):
+def _first_column(piece, LAYOUT: tl.constexpr):
     """The first column of 16 bytes of a row; with planes, of their low nibbles."""
-    return piece // (PLANE // 16) * (2 * PLANE) + piece % (PLANE // 16) * 16 if PLANE else piece * 16
+    PIECES: tl.constexpr = LAYOUT.plane // 16
+    return piece // PIECES * (2 * LAYOUT.plane) + piece % PIECES * 16 if LAYOUT.plane else piece * 16
 
 
 @jit
-def _load_x(x_ptr, shift, K: tl.constexpr, PLANE: tl.constexpr, WORDS: tl.constexpr):
+def _load_x(x_ptr, shift, K: tl.constexpr, LAYOUT: tl.constexpr, WORDS: tl.constexpr):
     """The columns of x for the four bytes of each word of a row: four tensors [1, WORDS] in fp32.
 
-    `shift` is 0 for low nibbles and PLANE for high ones."""
+    `shift` is 0 for low nibbles and the plane for high ones."""
     if x_ptr.dtype.element_ty == tl.bfloat16:  # 8 bytes a word: a load of half the words gives a thread 16 bytes
         half = tl.arange(0, WORDS // 2)[None, :]
-        at = (_first_column(half // 2, PLANE) + shift) // 4 + half % 2
+        at = (_first_column(half // 2, LAYOUT) + shift) // 4 + half % 2
         xs = x_ptr.to(tl.pointer_type(tl.int64)) + at
         first = tl.load(xs, mask=at < K // 4, other=0)
         second = tl.load(xs + 2, mask=at < K // 4 - 2, other=0)
@@ -90,7 +91,7 @@ def _load_x(x_ptr, shift, K: tl.constexpr, PLANE: tl.constexpr, WORDS: tl.conste
         x3 = (high & -65536).to(tl.float32, bitcast=True)
     else:
         word = tl.arange(0, WORDS)[None, :]
-        at = _first_column(word // 4, PLANE) + shift + word % 4 * 4
+        at = _first_column(word // 4, LAYOUT) + shift + word % 4 * 4
         x0 = tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32)
         x1 = tl.load(x_ptr + at + 1, mask=at < K, other=0.0).to(tl.float32)
         x2 = tl.load(x_ptr + at + 2, mask=at < K, other=0.0).to(tl.float32)
@@ -100,17 +101,17 @@ def _load_x(x_ptr, shift, K: tl.constexpr, PLANE: tl.constexpr, WORDS: tl.conste
 
 @jit
 def _columns(
-    x_ptr, norm_ptr, shift, MOST: tl.constexpr, K: tl.constexpr, PLANE: tl.constexpr, NORM: tl.constexpr,
+    x_ptr, norm_ptr, shift, MOST: tl.constexpr, K: tl.constexpr, LAYOUT: tl.constexpr, NORM: tl.constexpr,
     WORDS: tl.constexpr,
 ):  # fmt: skip
     """x times the norm's weights, scaled so that the largest of 16 is MOST; its scales; and the sum of x's squares.
 
     x is four tensors [1, WORDS] as in `_load_x`, scales are [1, WORDS / 4]."""
-    x0, x1, x2, x3 = _load_x(x_ptr, shift, K, PLANE, WORDS)
+    x0, x1, x2, x3 = _load_x(x_ptr, shift, K, LAYOUT, WORDS)
     squares = 0.0
     if NORM:
         squares = tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3)
-        n0, n1, n2, n3 = _load_x(norm_ptr, shift, K, PLANE, WORDS)
+        n0, n1, n2, n3 = _load_x(norm_ptr, shift, K, LAYOUT, WORDS)
         x0, x1, x2, x3 = x0 * n0, x1 * n1, x2 * n2, x3 * n3
     largest = larger(larger(tl.abs(x0), tl.abs(x1)), larger(tl.abs(x2), tl.abs(x3)))
     largest = larger(tl.reduce(tl.reshape(largest, (1, WORDS // 4, 4)), 2, larger), 1e-30)
@@ -186,7 +187,7 @@ def _factors(
     Returns two words for four columns [1, WORDS]; the start and the scale of sums of products; with zero points the
     sums of x; and the sum of its squares."""
     x0, x1, x2, x3, unit, squares = _columns(
-        x_ptr, norm_ptr, shift, 1.0 if LAYOUT.encoding == "fp8" else 32767.0, K, LAYOUT.plane, NORM, WORDS
+        x_ptr, norm_ptr, shift, 1.0 if LAYOUT.encoding == "fp8" else 32767.0, K, LAYOUT, NORM, WORDS
     )
     start = tl.zeros(unit.shape, tl.int32)
     sums = unit
@@ -208,10 +209,11 @@ def _factors(
 
 
 @jit
-def _products(w, x, ENCODING: tl.constexpr):
+def _products(w, x, LAYOUT: tl.constexpr):
     """Values [BLOCK_N, WORDS] times x from `_factors`: sums of 16 products [BLOCK_N, WORDS / 4]."""
-    if ENCODING != "fp8":
-        sums = _integer_products(w, x[0], x[1], x[2], ENCODING == "int8").to(tl.float32)
+    if LAYOUT.encoding != "fp8":
+        SIGNED: tl.constexpr = LAYOUT.encoding == "int8"
+        sums = _integer_products(w, x[0], x[1], x[2], SIGNED).to(tl.float32)
     elif PLAIN:
         even, odd = x[0], x[1]
         sums = _e4m3(w, 0) * even[0] + _e4m3(w, 1) * even[1] + _e4m3(w, 2) * odd[0] + _e4m3(w, 3) * odd[1]
@@ -237,7 +239,7 @@ def _load_block(
     w = tl.load(values, mask=wanted & (words < ROW_WORDS), other=0, eviction_policy="evict_first")
     scale, zero_point = 0.0, 0.0
     if LAYOUT.group_size:
-        first = _first_column(tl.arange(0, WORDS // 4)[None, :], LAYOUT.plane)
+        first = _first_column(tl.arange(0, WORDS // 4)[None, :], LAYOUT)
         at = first // LAYOUT.group_size * LAYOUT.scale_stride + row_of // LAYOUT.scale_rows
         scale = tl.load(scales_ptr + at, mask=wanted & (first < K), other=0.0)
         if LAYOUT.has_zero_points:
@@ -285,7 +287,8 @@ def wna16_gemv_kernel(
     x = _factors(x_ptr, norm_ptr, 0, 1, K, LAYOUT, NORM, WORDS)
     high_x = x
     if LAYOUT.plane:  # high nibbles stay in their place, as values times 16
-        high_x = _factors(x_ptr, norm_ptr, LAYOUT.plane, 16, K, LAYOUT, NORM, WORDS)
+        PLANE: tl.constexpr = LAYOUT.plane
+        high_x = _factors(x_ptr, norm_ptr, PLANE, 16, K, LAYOUT, NORM, WORDS)
     if NORM:
         squares = x[5] + high_x[5] if LAYOUT.plane else x[5]
         norm = tl.rsqrt(squares / K + eps)
@@ -294,10 +297,10 @@ def wna16_gemv_kernel(
         w, scale, zero_point, high_scale, high_zero_point = _load_block(
             values_ptr, scales_ptr, zero_points_ptr, block + 1, N, i + 1 < BLOCKS, K, LAYOUT, ACTIVATION, BLOCK_N, WORDS
         )
-        acc = _products(now & 0x0F0F0F0F if LAYOUT.plane else now, x, LAYOUT.encoding)
+        acc = _products(now & 0x0F0F0F0F if LAYOUT.plane else now, x, LAYOUT)
         high = acc
         if LAYOUT.plane:
-            high = _products(now & -0x0F0F0F10, high_x, LAYOUT.encoding)
+            high = _products(now & -0x0F0F0F10, high_x, LAYOUT)
         if LAYOUT.plane and LAYOUT.group_size and LAYOUT.group_size != 2 * LAYOUT.plane:
             acc = acc * scales + high * high_scales
         else:

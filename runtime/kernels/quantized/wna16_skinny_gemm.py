@@ -119,18 +119,18 @@ def _wna16_skinny_gemm_kernel(
         at = tl.arange(0, ROW)
         row = tl.load(x_ptr + at, mask=at < K, other=0.0)
     else:
-        last_x = load_x(xs, norms, cols, live, LAST, K, LAYOUT.plane, NORM, WHOLE)
+        last_x = load_x(xs, norms, cols, live, LAST, K, LAYOUT, NORM, WHOLE)
         if AHEAD == 2:
-            second_x = load_x(xs, norms, cols, live, SECOND, K, LAYOUT.plane, NORM, WHOLE)
+            second_x = load_x(xs, norms, cols, live, SECOND, K, LAYOUT, NORM, WHOLE)
     for start in tl.range(0, TAIL, BLOCK_K, num_stages=STAGES, loop_unroll_factor=UNROLL):
         w = load_values(values, place, start // PER_BYTE, ROW_BYTES, WHOLE)
-        x = load_x(xs, norms, cols, live, start, K, LAYOUT.plane, NORM, WHOLE)
+        x = load_x(xs, norms, cols, live, start, K, LAYOUT, NORM, WHOLE)
         step_scales = load_scales(scales, zero_points, groups, start, K, LAYOUT, WHOLE)
         acc = add_step(w, x, step_scales, acc, LAYOUT, NUM_CHUNKS)
     if NORM:
-        last_x = load_x(xs, norms, cols, live, LAST, K, LAYOUT.plane, NORM, WHOLE)
+        last_x = load_x(xs, norms, cols, live, LAST, K, LAYOUT, NORM, WHOLE)
         if AHEAD == 2:
-            second_x = load_x(xs, norms, cols, live, SECOND, K, LAYOUT.plane, NORM, WHOLE)
+            second_x = load_x(xs, norms, cols, live, SECOND, K, LAYOUT, NORM, WHOLE)
     if AHEAD == 2:
         acc = add_step(second_w, second_x, second_scales, acc, LAYOUT, NUM_CHUNKS)
     acc = add_step(last_w, last_x, last_scales, acc, LAYOUT, NUM_CHUNKS)

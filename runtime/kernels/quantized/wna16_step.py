@@ -31,13 +31,13 @@ def load_values(values, place, start, ROW_BYTES: tl.constexpr, WHOLE: tl.constex
 @jit
 def load_x(
     xs, norms, cols, live, start,
-    K: tl.constexpr, PLANE: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr,
+    K: tl.constexpr, LAYOUT: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The columns of x for a step, twice; with planes, those of the low plane and of the high plane."""
     x = _load_columns(xs, norms, cols, live, start, K, NORM, WHOLE)
     high_x = x
-    if PLANE:
-        high_x = _load_columns(xs, norms, cols, live, start + PLANE, K, NORM, WHOLE)
+    if LAYOUT.plane:
+        high_x = _load_columns(xs, norms, cols, live, start + LAYOUT.plane, K, NORM, WHOLE)
     return x, high_x
 
 

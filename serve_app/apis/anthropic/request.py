@@ -142,7 +142,7 @@ def _answer(blocks: list[Any]) -> dict[str, Any]:
 
 
 class MessageTool(RequestModel):
-    type: Annotated[str | None, only(None, "custom", says="only tools with an input_schema are supported")] = None
+    type: Annotated[str | None, only(None, "custom", remedy="only tools with an input_schema are supported")] = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any]

@@ -79,7 +79,7 @@ class CreateBatchRequest(RequestModel):
         ]
         | None
     ) = None
-    output_expires_after: Annotated[Any, only(None, says="files stay here until they are deleted; leave it out")] = None
+    output_expires_after: Annotated[Any, only(None, remedy="files stay until their deletion; leave it out")] = None
 
 
 def batch_routes(settings: HttpSettings, batches: Batches) -> list[Route]:

@@ -22,7 +22,7 @@ from serve_app.protocol.shapes import RequestModel, only
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
-_NO_IMAGES = only(None, [], says="images are not supported; leave it out")
+_NO_IMAGES = only(None, [], remedy="images are not supported; leave it out")
 
 
 class OllamaOptions(RequestModel):
@@ -122,8 +122,8 @@ class OllamaRequest(RequestModel):
     think: _Think | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    truncate: Annotated[Any, only(None, False, says="too long a prompt is refused, not cut; leave it out")] = None
-    shift: Annotated[Any, only(None, False, says="an answer ends with the context; leave it out")] = None
+    truncate: Annotated[Any, only(None, False, remedy="too long a prompt is refused, not cut; leave it out")] = None
+    shift: Annotated[Any, only(None, False, remedy="an answer ends with the context; leave it out")] = None
 
     def check(self) -> None:
         if self.options is not None:
@@ -185,8 +185,8 @@ class OllamaGenerateRequest(OllamaRequest):
     system: str | None = None
     raw: bool | None = None
     images: Annotated[Any, _NO_IMAGES] = None
-    template: Annotated[Any, only(None, "", says="a template is a program; the operator sets --chat-template")] = None
-    context: Annotated[Any, only(None, [], says="it is not supported; send the conversation to /api/chat")] = None
+    template: Annotated[Any, only(None, "", remedy="a template is a program; the operator sets --chat-template")] = None
+    context: Annotated[Any, only(None, [], remedy="it is not supported; send the conversation to /api/chat")] = None
 
     def check(self) -> None:
         super().check()

@@ -41,7 +41,7 @@ class RayFronts:
         # A call of Ray waits for the head node, so it does not use a thread for requests.
         self._thread = ThreadPoolExecutor(1, "fronts")
 
-    async def ask(self, front: str, method: str, *args: Any) -> Any:
+    async def call(self, front: str, method: str, *args: Any) -> Any:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 actor = await self._actor(front)
@@ -95,23 +95,23 @@ def _serve_actors() -> frozenset[str]:
     return frozenset(actor["name"] for actor in actors if actor["namespace"] == _NAMESPACE)
 
 
-class AskedStore:
+class StoreOnLoop:
     """A front's store for calls by other fronts. It runs each call on the front's own event loop."""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store, self._loop, self._thread = store, asyncio.get_running_loop(), threading.get_ident()
 
-    def ask(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any) -> Any:
         if threading.get_ident() == self._thread:
             return getattr(self._store, method)(*args)
 
-        async def ask() -> Any:
+        async def call() -> Any:
             return getattr(self._store, method)(*args)
 
-        return asyncio.run_coroutine_threadsafe(ask(), self._loop).result(_ANSWER_S)
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(_ANSWER_S)
 
 
 def _answer(replica: object, method: str, *args: Any) -> Any:
     """Call the store of the front in this process."""
     front: Any = serve.get_replica_context().servable_object
-    return front.responses.ask(method, *args)
+    return front.responses.call(method, *args)

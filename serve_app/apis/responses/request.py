@@ -223,11 +223,11 @@ class ResponsesRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
 
     # Shared fields that a response does not support.
-    n: Annotated[int | None, only(None, 1, says="a response has one answer; send several requests")] = None
-    response_format: Annotated[Any, only(None, says="send text.format")] = None
-    prompt_logprobs: Annotated[Any, only(None, says="send it to /v1/completions")] = None
-    return_token_ids: Annotated[Any, only(None, False, says="send it to /v1/chat/completions")] = None
-    return_prompt_token_ids: Annotated[Any, only(None, False, says="send it to /v1/chat/completions")] = None
+    n: Annotated[int | None, only(None, 1, remedy="a response has one answer; send several requests")] = None
+    response_format: Annotated[Any, only(None, remedy="send text.format")] = None
+    prompt_logprobs: Annotated[Any, only(None, remedy="send it to /v1/completions")] = None
+    return_token_ids: Annotated[Any, only(None, False, remedy="send it to /v1/chat/completions")] = None
+    return_prompt_token_ids: Annotated[Any, only(None, False, remedy="send it to /v1/chat/completions")] = None
 
     def max_output(self) -> int | None:
         return self.max_output_tokens

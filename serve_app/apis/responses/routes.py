@@ -117,7 +117,7 @@ class ResponseCreation(Generation):
     async def _before(self, previous: str, owner: str) -> list[bytes]:
         """Return the conversation up to an earlier response."""
         try:
-            items: list[bytes] = await self._stored.ask("conversation", previous, owner)
+            items: list[bytes] = await self._stored.call("conversation", previous, owner)
         except ApiError as e:
             raise ApiError(e.status, str(e), param="previous_response_id", code=e.code) from e
         if len(items) > MAX_ITEMS:
@@ -181,28 +181,28 @@ class StoredResponseRoutes:
         query = read_query(RetrieveQuery, request)
         if query.stream == "true":
             start = 0 if query.starting_after is None else query.starting_after + 1
-            await self._ask("events", request, start)  # raises the error that the stream could not report
+            await self._call("events", request, start)  # raises the error that the stream could not report
             return _Followed(self._stored, self._settings, request, start)
         if query.starting_after is not None:
             raise FieldError("starting_after", "starting_after is only allowed when stream is true.")
-        return Response(await self._ask("body", request), media_type="application/json")
+        return Response(await self._call("body", request), media_type="application/json")
 
     async def cancel(self, request: HttpRequest) -> Response:
-        return Response(await self._ask("cancel", request), media_type="application/json")
+        return Response(await self._call("cancel", request), media_type="application/json")
 
     async def delete(self, request: HttpRequest) -> Response:
-        await self._ask("delete", request)
+        await self._call("delete", request)
         return json_response(DeletedResponse(request.path_params["response_id"]))
 
     async def input_items(self, request: HttpRequest) -> Response:
         query = read_query(InputItemsQuery, request)
-        stored: list[bytes] = await self._ask("input_items", request)
+        stored: list[bytes] = await self._call("input_items", request)
         name = request.path_params["response_id"].removeprefix("resp_")
         content = await LONG_REQUESTS.run(request.scope["owner"], partial(_page, stored, name, query))
         return Response(content, media_type="application/json")
 
-    async def _ask(self, method: str, request: HttpRequest, *args: Any) -> Any:
-        return await self._stored.ask(method, request.path_params["response_id"], request.scope["owner"], *args)
+    async def _call(self, method: str, request: HttpRequest, *args: Any) -> Any:
+        return await self._stored.call(method, request.path_params["response_id"], request.scope["owner"], *args)
 
 
 def _page(stored: list[bytes], name: str, query: InputItemsQuery) -> bytes:
@@ -248,7 +248,7 @@ async def follow(
         is_over = False
         try:
             while not is_over:
-                events, is_over = await stored.ask("events", response_id, owner, start)
+                events, is_over = await stored.call("events", response_id, owner, start)
                 start += len(events)
                 if events:
                     await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})

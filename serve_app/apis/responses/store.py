@@ -35,7 +35,7 @@ _EVENT_BYTES = 64  # of an event, beside its text
 _PAGE_BYTES = 1 << 20  # events that a reader receives at once
 _BUSY_RETRY_S = 1.0
 MAX_ITEMS = 20_000  # of a continued conversation
-_ASK_AGAIN_S = 0.05  # between two calls of another front for a running response's events
+_POLL_S = 0.05  # between two calls of another front for a running response's events
 
 
 class Fronts(Protocol):
@@ -43,7 +43,7 @@ class Fronts(Protocol):
 
     own: str  # the id of this one
 
-    async def ask(self, front: str, method: str, *args: Any) -> Any:
+    async def call(self, front: str, method: str, *args: Any) -> Any:
         """Return the result of a method of another front's ResponseStore; raises ApiError, a 404 if the front ended."""
 
 
@@ -52,7 +52,7 @@ class OneFront:
 
     own = "0"
 
-    async def ask(self, front: str, method: str, *args: Any) -> Any:
+    async def call(self, front: str, method: str, *args: Any) -> Any:
         raise gone(front)
 
 
@@ -301,19 +301,19 @@ class StoredResponses:
     def __init__(self, store: ResponseStore, fronts: Fronts) -> None:
         self.store, self._fronts = store, fronts
 
-    async def ask(self, method: str, response_id: str, owner: str, *args: Any) -> Any:
+    async def call(self, method: str, response_id: str, owner: str, *args: Any) -> Any:
         """Return the result of a method of the store with a response; raises ApiError and FieldError."""
         front = _front_of(response_id)
         if front == self.store.front:
             return getattr(self.store, method)(response_id, owner, *args)
-        return await self._fronts.ask(front, method, response_id, owner, *args)
+        return await self._fronts.call(front, method, response_id, owner, *args)
 
     async def news(self, response_id: str) -> None:
         """Wait until new events are likely."""
         if _front_of(response_id) == self.store.front:
             await self.store.news(response_id)
         else:
-            await asyncio.sleep(_ASK_AGAIN_S)
+            await asyncio.sleep(_POLL_S)
 
 
 def _front_of(response_id: str) -> str:
