@@ -1,4 +1,4 @@
-"""Eager automata on the device: outputs that follow them need no work of the host between steps."""
+"""Eager automata on the device: outputs that follow them do not use the host between steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DeviceAutomata:
         self._places: WeakKeyDictionary[Automaton, list[int]] = WeakKeyDictionary()
 
     def enter(self, slot: int, matcher: EagerMatcher) -> bool:
-        """Set the slot's state from the matcher of an output in progress; return False if its automaton has no room."""
+        """Set the slot's state from the matcher of an output in progress; return False without room for its automaton."""
         place = self._places.get(matcher.automaton) or self._add(matcher.automaton)
         if place:
             self._write(self.places[slot], np.array(place, np.int32))
