@@ -27,7 +27,7 @@ class DeviceAutomata:
         self._places: WeakKeyDictionary[Automaton, list[int]] = WeakKeyDictionary()
 
     def enter(self, slot: int, matcher: EagerMatcher) -> bool:
-        """Set the slot's state from the matcher of an output in progress; return False without room for its automaton."""
+        """Set a slot's state from the matcher of its output; return False without room for the automaton."""
         place = self._places.get(matcher.automaton) or self._add(matcher.automaton)
         if place:
             self._write(self.places[slot], np.array(place, np.int32))
