@@ -29,13 +29,14 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.library.measure import Results, engine_config, new_parser
+from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
-from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.numerics import Numerics
 from runtime.loading.resolve import resolve
 from runtime.models.decoder import Decoder
+from runtime.models.decoder_build import build_decoder
 from runtime.models.weights import read_from
 from runtime.quant.encodings import ENCODINGS, Encoding
 from runtime.quant.weight_format import Weight
@@ -71,7 +72,7 @@ class RoundedSource(CheckpointSource):
                 return weight
             return (self.form.dequantize(self.form.encode(weight[0].float()), numerics.dtype),)
 
-        return Decoder(spec, numerics, max_model_len, rounded)
+        return build_decoder(spec, numerics, max_model_len, rounded)
 
 
 class Model:
@@ -79,7 +80,7 @@ class Model:
 
     def __init__(self, config: EngineConfig, source: CheckpointSource) -> None:
         self.runner = build_runner(config, source)
-        self.core = EngineCore(config, self.runner.info, InProcess(self.runner))
+        self.core = build_engine(config, self.runner.info, InProcess(self.runner))
         self.take: Callable[[torch.Tensor], None] = lambda logits: None
         compute, self._num_requests = self.runner.decoder.logits, 0
 

@@ -18,10 +18,11 @@ from typing import Any, TypeVar, cast
 
 from tqdm import tqdm
 
-from runtime.core.engine import EngineCore
+from runtime.assembly.engine import build_engine, draft_client_of, speculation_of
 from runtime.core.executor import InProcess
 from runtime.core.request_state import RequestState
 from runtime.core.requests import requests_of
+from runtime.features.adapter_table import AdapterTable
 from runtime.loading.adapter_files import read_adapter
 from runtime.loading.resolve import resolve
 from runtime.output.chat_prompt import ChatPrompter
@@ -45,7 +46,6 @@ from runtime.spec.types import (
     TokenLogprobs,
 )
 from runtime.speculation.draft import LocalWire
-from runtime.speculation.draft_client import DraftClient, speculation_of
 from runtime.structured.grammar import compiled
 from runtime.structured.pattern import GrammarError
 from runtime.text.chat import load_tokenizer
@@ -158,7 +158,7 @@ class LLM:
         self._draft = load_draft(self.config) if self.config.has_draft_model else None
         self.runner = build_runner(self.config, CheckpointSource(path))
         speculation = speculation_of(self.config, self.runner.info, time.monotonic)
-        self.engine = EngineCore(self.config, self.runner.info, InProcess(self.runner), speculation)
+        self.engine = build_engine(self.config, self.runner.info, InProcess(self.runner), speculation)
         self._attach_draft()
         self._in_step = False
         self._unwanted: list[str] = []  # ids of requests to end before the next step
@@ -276,7 +276,7 @@ class LLM:
     def load_adapter(self, path: str) -> str:
         """Load the adapter (LoRA) in a folder that peft has written, while there is room (`max_loras`). Returns the
         digest that names it from then on."""
-        adapter, adapters = read_adapter(path), self.engine.scheduler.adapters
+        adapter, adapters = read_adapter(path), self.engine.extras[AdapterTable]
         if adapter.digest not in adapters.loaded:
             index = adapters.reserve(adapter.digest)
             try:
@@ -289,7 +289,7 @@ class LLM:
 
     def unload_adapter(self, adapter: str) -> None:
         """Make room for another one; no stream may have it any more."""
-        self.engine.scheduler.adapters.release(adapter)
+        self.engine.extras[AdapterTable].release(adapter)
 
     def _encode_all(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
         is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
@@ -411,17 +411,17 @@ class LLM:
         executor = InProcess(self.runner)
         executor.reset()
         if (culprit := self.engine.lose()) is not None:
-            culprit.owner.reason = FinishReason.ERROR
-            culprit.owner.error = f"{culprit.num_losses} steps with this request ended with an exception."
+            culprit.state.owner.reason = FinishReason.ERROR
+            culprit.state.owner.error = f"{culprit.num_losses} steps with this request ended with an exception."
         self.engine.recover(executor)
         if self._draft is not None:
             self._draft.recover()
             self._attach_draft()
 
     def _attach_draft(self) -> None:
-        speculation = self.engine.scheduler.speculation
-        if self._draft is not None and speculation is not None and isinstance(speculation.drafter, DraftClient):
-            speculation.drafter.attach(LocalWire(self._draft), self._draft.scheduler.info.step_us)
+        client = draft_client_of(self.engine)
+        if self._draft is not None and client is not None:
+            client.attach(LocalWire(self._draft), self._draft.scheduler.info.step_us)
 
 
 def _by_request(step: StepOutput) -> dict[RequestState, RequestOutput]:

@@ -38,11 +38,11 @@ class EngineFigures:
     idle_s: float  # since it last had a request
 
     @classmethod
-    def of(cls, scheduler: Scheduler, load: EngineLoad, idle_s: float) -> EngineFigures:
+    def of(cls, scheduler: Scheduler, load: EngineLoad, prefill_rate: float, idle_s: float) -> EngineFigures:
         """Return the figures of the engine with this scheduler."""
         return cls(
             queued_tokens=load.queued_tokens,
-            prefill_rate=scheduler.pacing.prefill_rate if scheduler.pacing is not None else 0.0,
+            prefill_rate=prefill_rate,
             num_live=len(scheduler.requests),
             max_rows=scheduler.max_num_seqs,
             num_used_blocks=load.num_blocks - load.num_free_blocks,

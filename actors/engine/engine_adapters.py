@@ -21,6 +21,7 @@ from actors.runners.step_channel import RunnersLost
 from actors.wire.adapter_entry import AdapterEntry, AdapterState
 from actors.wire.link_messages import Adapters, Status
 from runtime.core.scheduler import Scheduler
+from runtime.features.adapter_table import AdapterTable, is_in_use
 from runtime.loading.adapter_files import read_adapter
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
@@ -54,7 +55,9 @@ class EngineAdapters:
         fail: ends the requests of a digest with an error."""
         self._config, self._load_onto, self._call = config, load, call
         self._changed, self._fail = changed, fail
-        self._machine = AdapterMachine(scheduler.adapters, scheduler.uses_adapter, config.adapters)
+        self._machine = AdapterMachine(
+            scheduler.extras[AdapterTable], lambda index: is_in_use(index, scheduler.all_states()), config.adapters
+        )
         self.is_awaited, self.check = self._machine.is_awaited, self._machine.check
         self.fell_asleep, self.woke_up = self._event(self._machine.fell_asleep), self._event(self._machine.woke_up)
         self.is_restarting = False  # while runners start

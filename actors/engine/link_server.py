@@ -39,8 +39,8 @@ from actors.wire.link_messages import (
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.process_meter import MEMORY
 from actors.wire.transport import Address, FrameSocket, Listener, framed
-from runtime.features.grammar_store import GrammarStore, GrammarUpdate
-from runtime.spec.types import CallboardError
+from runtime.features.grammar_store import GrammarStore
+from runtime.spec.types import CallboardError, GrammarUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +63,8 @@ class EngineStream:
     """One live request of one connection, the `owner` of its state in the scheduler."""
 
     __slots__ = (
-        "admitted_at", "arrived_at", "client_id", "connection", "key", "last_at", "last_step", "num_accepted",
-        "num_draft_tokens", "number", "request_id",
+        "admitted_at", "arrived_at", "client_id", "connection", "key", "last_at", "last_step", "number",
+        "request_id",
     )  # fmt: skip
 
     def __init__(self, connection: Connection, number: int, request_id: str) -> None:
@@ -75,14 +75,6 @@ class EngineStream:
         self.admitted_at = 0.0  # 0 until it is admitted
         self.last_step: int | None = None  # the step that sampled its last token; None before the first
         self.last_at = 0.0  # the time of that step
-        self.num_draft_tokens = self.num_accepted = 0  # verified ones, as last sent to the front
-
-    def add_verified(self, num_draft_tokens: int, num_accepted: int) -> None:
-        """Add the draft tokens that were verified since the last call to the frame. Arguments are totals."""
-        if num_draft_tokens > self.num_draft_tokens:
-            new = self.number, num_draft_tokens - self.num_draft_tokens, num_accepted - self.num_accepted
-            self.connection.frame.verified.append(new)
-            self.num_draft_tokens, self.num_accepted = num_draft_tokens, num_accepted
 
 
 class Connection:

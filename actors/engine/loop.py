@@ -24,13 +24,13 @@ from actors.engine.metrics import EngineMetrics
 from actors.engine.sleep import EngineSleep, SetSleep
 from actors.wire.link_messages import Abort, AbortById, Adapters, Follow, ResetPrefixCache, Sleep, Status, Submit
 from actors.wire.metrics import MetricValues, Snapshot
-from runtime.core.engine import EngineCore
+from runtime.assembly.engine import build_engine, draft_client_of, speculation_of
 from runtime.core.executor import Executor
 from runtime.policy.engine_load import EngineLoad
 from runtime.policy.step_pacing import StepPacing
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import CallboardError, FinishReason
-from runtime.speculation.draft_client import DraftClient, DraftWire, speculation_of
+from runtime.speculation.draft_client import DraftClient, DraftWire
 
 logger = logging.getLogger(__name__)
 # While a step need not be planned yet, the loop polls whether the one in flight has ended. Each pause is a share of the
@@ -69,8 +69,8 @@ class EngineLoop:
         self.reason: str | None = "The engine is loading its model."  # why it cannot serve now; None if it can
         self.executor, self.info = start_runners()
         speculation = speculation_of(config, self.info, time.monotonic)
-        pacing = StepPacing(config.max_itl_ms, time.monotonic)
-        self.core = EngineCore(config, self.info, self.executor, speculation, pacing)
+        self._pacing = StepPacing(config.max_itl_ms, time.monotonic)
+        self.core = build_engine(config, self.info, self.executor, speculation, self._pacing)
         scheduler = self.core.scheduler
 
         def fail(adapter: str, error: str) -> None:
@@ -130,13 +130,13 @@ class EngineLoop:
         """The load for the scaling policy, read without a lock like `stats`."""
         scheduler = self.core.scheduler
         idle_s = 0.0 if scheduler.requests else time.monotonic() - self._progress
-        return EngineFigures.of(scheduler, EngineLoad.of(scheduler), idle_s)
+        return EngineFigures.of(scheduler, EngineLoad.of(scheduler), self._pacing.prefill_rate, idle_s)
 
     def report(self, figures: MetricValues) -> Snapshot:
         """Add the counts of a front, and return all figures of this engine."""
         adapters = self._adapters.states
         memory = sum(connection.memory for connection in list(self._connections))
-        return self.meter.report(figures, self.core.scheduler, self.num_rebuilds, self._sleep.level, adapters, memory)
+        return self.meter.report(figures, self.core, self.num_rebuilds, self._sleep.level, adapters, memory)
 
     def drain(self, reason: str) -> Future[object]:
         """Take no new requests, for `reason`. Live requests continue; once this is done, their number only falls."""
@@ -145,9 +145,7 @@ class EngineLoop:
     @property
     def draft(self) -> DraftClient | None:
         """The step thread's client of the draft model; None without a draft model."""
-        speculation = self.core.scheduler.speculation
-        client = speculation.drafter if speculation is not None else None
-        return client if isinstance(client, DraftClient) else None
+        return draft_client_of(self.core)
 
     def attach_draft(self, wire: DraftWire, step_us: tuple[tuple[int, float], ...]) -> None:
         """Use a fresh draft from now on. Returns when the old one is forgotten."""
@@ -330,7 +328,7 @@ class EngineLoop:
         self.executor.close()
         if (culprit := self.core.lose()) is not None:
             text = f"The model runners were lost {culprit.num_losses} times while computing this request."
-            self.requests.end_at_once(culprit.owner, FinishReason.ERROR, text)
+            self.requests.end_at_once(culprit.state.owner, FinishReason.ERROR, text)
         self.executor, info = self._adapters.restart(self._start_runners)
         if info.fingerprint != self.info.fingerprint:
             raise RuntimeError("the model's files changed under a running engine")

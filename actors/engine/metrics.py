@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from actors.wire.adapter_entry import AdapterState
 from actors.wire.metrics import MetricValues, Snapshot, all_at_zero
 from actors.wire.process_meter import CPU, MEMORY, of_this_process
+from runtime.core.engine import EngineCore
 from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
 from runtime.spec.config import EngineConfig, ModelInfo
@@ -88,7 +89,7 @@ class EngineMetrics:
     def report(
         self,
         figures: MetricValues,
-        scheduler: Scheduler,
+        core: EngineCore,
         num_rebuilds: int,
         sleep_level: int = 0,
         adapters: Mapping[str, AdapterState] | None = None,
@@ -99,7 +100,7 @@ class EngineMetrics:
         The step thread counts meanwhile, without a lock: each figure is correct, two may differ by a step. Counts of
         names that are not in `adapters` are dropped, so that old names do not accumulate."""
         adapters = adapters or {}
-        total, pool, stats = all_at_zero(), scheduler.pool, scheduler.stats
+        total, stats = all_at_zero(), core.current_stats()
         total.add(self.figures)
         with self._reporting:
             self._fronts.add(figures)
@@ -107,11 +108,10 @@ class EngineMetrics:
             for name in by_adapter.keys() - adapters.keys():
                 del by_adapter[name]
             total.add(self._fronts)
-        num_blocks = pool.num_blocks - 1
         for name, value in {
-            "vllm:num_requests_running": len(scheduler.running),
-            "vllm:num_requests_waiting": scheduler.num_waiting,
-            "vllm:kv_cache_usage_perc": (num_blocks - pool.num_available) / num_blocks,
+            "vllm:num_requests_running": stats.running,
+            "vllm:num_requests_waiting": stats.waiting,
+            "vllm:kv_cache_usage_perc": (stats.blocks_total - stats.blocks_available) / stats.blocks_total,
             "callboard:sleep_level": sleep_level,
             "vllm:prefix_cache_queries": stats.prompt_tokens if self._counts_cache else 0,
             "vllm:prefix_cache_hits": stats.prompt_tokens_cached,
@@ -132,7 +132,7 @@ class EngineMetrics:
         for name, by_role in ((MEMORY, used.memory | {"front": fronts_memory}), (CPU, used.cpu)):
             for role, value in by_role.items():
                 total.count(name, role, by=value)
-        return Snapshot(total, self._cache_config, self._lora(scheduler, adapters) if self._max_loras else {})
+        return Snapshot(total, self._cache_config, self._lora(core.scheduler, adapters) if self._max_loras else {})
 
     def _lora(self, scheduler: Scheduler, adapters: Mapping[str, AdapterState]) -> dict[str, str]:
         """Return the names of the adapters in use, as the labels of vllm:lora_requests_info."""

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from actors.engine.link_server import EngineStream
 from actors.wire.engine_client import Refusal
 from actors.wire.link_messages import Refused, Submit
-from runtime.core.request_state import RequestState
+from runtime.core.request_state import RequestState, RequestStatus
 from runtime.core.scheduler import Scheduler
+from runtime.policy.queue_sizes import QueueSizes
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import Request
 
@@ -75,7 +76,8 @@ class QueueLimits:
     """The limits of one engine's queue, and the rate at which its requests finish."""
 
     def __init__(self, config: EngineConfig, scheduler: Scheduler, held: HeldRequests) -> None:
-        self._config, self._scheduler, self._held = config, scheduler, held
+        self._config, self._waiting, self._held = config, scheduler.waiting, held
+        self._sizes = scheduler.extras[QueueSizes]
         self._finish_times: deque[float] = deque(maxlen=64)  # since the engine was idle
         self._deadlines: deque[tuple[float, RequestState]] = deque()  # in order; some requests may have begun or ended
 
@@ -108,7 +110,7 @@ class QueueLimits:
         deadlines, now = self._deadlines, time.monotonic()
         while deadlines:
             due, state = deadlines[0]
-            waits = state.num_cached is None and not state.has_ended
+            waits = state.num_cached is None and state.status is not RequestStatus.ENDED
             if waits and due > now:
                 break
             deadlines.popleft()
@@ -118,9 +120,10 @@ class QueueLimits:
 
     def refusal(self, message: Submit) -> Refused | None:
         """Return the refusal of a request that does not fit the queue; None if it fits."""
-        config, queue, held = self._config, self._scheduler.waiting, self._held
-        waiting = self._scheduler.num_waiting + len(held)
-        tokens = queue.num_tokens + queue.num_predicted + held.num_tokens
+        config, held, sizes = self._config, self._held, self._sizes
+        waiting = len(self._waiting) + len(held)
+        tokens = self._waiting.num_tokens + sizes.num_predicted + held.num_tokens
+        num_bytes = sizes.num_bytes(self._waiting.num_tokens) + held.num_bytes
         num_new = len(message.request.token_ids) + len(message.request.prediction)
         if waiting >= config.max_queued_requests:
             text = f"The engine has {waiting} requests waiting, its limit (max_queued_requests); try again later."
@@ -129,11 +132,9 @@ class QueueLimits:
                 f"The engine has {tokens} tokens waiting and this request has {num_new}, above "
                 f"its limit of {config.max_queued_tokens} (max_queued_tokens); try again later."
             )
-        elif waiting and (there := queue.num_bytes + held.num_bytes) + (own := self._bytes_of(message.request)) > (
-            config.max_queued_bytes
-        ):
+        elif waiting and num_bytes + (own := self._bytes_of(message.request)) > config.max_queued_bytes:
             text = (
-                f"The engine has {there} bytes of requests waiting and this one has {own}, above its limit of "
+                f"The engine has {num_bytes} bytes of requests waiting and this one has {own}, above its limit of "
                 f"{config.max_queued_bytes} (max_queued_bytes); try again later."
             )
         else:
@@ -143,7 +144,7 @@ class QueueLimits:
     def _bytes_of(self, request: Request) -> int:
         """Return the approximate bytes that a request adds to the queue. A grammar counts once."""
         grammar = request.params.grammar
-        is_there = grammar is not None and self._scheduler.waiting.has_grammar(grammar.key)
+        is_there = grammar is not None and self._sizes.has_grammar(grammar.key)
         return request.num_bytes - (grammar.num_bytes if grammar is not None and is_there else 0)
 
     def _retry_after_s(self, waiting: int) -> float:

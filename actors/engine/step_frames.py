@@ -34,9 +34,8 @@ class StepFrames:
             return
         touched, self._notified = self._notified, set()
         num_others, num_prompt = self._add_tokens(output, touched)
-        if self._core.scheduler.speculation is not None:
-            for state in dict.fromkeys(output.states):  # drafts in flight are not verified yet
-                state.owner.add_verified(state.num_draft_tokens - state.drafts_in_flight, state.num_accepted)
+        for state, num_draft_tokens, num_accepted in output.verified:
+            state.owner.connection.frame.verified.append((state.owner.number, num_draft_tokens, num_accepted))
         for state, scores in output.prompt_logprobs:
             state.owner.connection.frame.prompt_logprobs.append((state.owner.number, scores))
             touched.add(state.owner.connection)
@@ -57,7 +56,7 @@ class StepFrames:
         """Write the tokens into the columns of the frames, and add the fronts to `touched`.
 
         Returns the number of tokens that do not follow one of the step before, and the prompt tokens of new streams."""
-        meter, logprobs, step = self._meter, output.logprobs, self._core.steps_done
+        meter, logprobs, step = self._meter, output.logprobs, self._core.scheduler.stats.steps
         sampled_at, num_others, num_prompt = meter.sampled_at, 0, 0
         for i, (state, token) in enumerate(zip(output.states, output.token_ids, strict=True)):
             stream: EngineStream = state.owner

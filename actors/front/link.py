@@ -45,9 +45,9 @@ from actors.wire.link_messages import (
 )
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.transport import Address, FrameCutter, connect_stream, framed
-from runtime.features.grammar_store import GrammarSender, GrammarUpdate, request_by_key
+from runtime.features.grammar_store import GrammarSender, request_by_key
 from runtime.spec.config import ModelInfo
-from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput, Verified
+from runtime.spec.types import CallboardError, FinishReason, GrammarUpdate, Request, RequestOutput, Verified
 
 if TYPE_CHECKING:
     from actors.front.engine_group import EngineGroup

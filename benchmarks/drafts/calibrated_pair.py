@@ -30,6 +30,7 @@ from benchmarks.library.models import CONFIGS
 from runtime.kernels.numerics import Numerics
 from runtime.models import load_spec
 from runtime.models.decoder import Decoder
+from runtime.models.decoder_build import build_decoder
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.worker.runner import choose_numerics
@@ -132,9 +133,9 @@ class Pair:
         """The target, or without an epsilon the draft."""
         num_positions = PROMPT_LEN + OUTPUT_LEN
         if epsilon is None:
-            return Decoder(self.draft_spec, self.numerics, num_positions, lambda name: (self.draft(name),))
+            return build_decoder(self.draft_spec, self.numerics, num_positions, lambda name: (self.draft(name),))
         read = self.target(epsilon)
-        return Decoder(self.target_spec, self.numerics, num_positions, lambda name: (read(name),))
+        return build_decoder(self.target_spec, self.numerics, num_positions, lambda name: (read(name),))
 
     def measure(self, epsilon: float, num_prompts: int, seed: int) -> dict[str, Any]:
         """How both agree on `num_prompts` texts at each of TEMPERATURES; the target writes new ones."""

@@ -23,12 +23,13 @@ from tqdm import tqdm
 
 from benchmarks.library.make_adapter import modules_of, save_adapter
 from benchmarks.library.measure import Engine, Results, engine_config, middle, new_parser, percentiles
+from runtime.features.adapter_table import AdapterTable
 from runtime.loading.adapter_files import read_adapter
 
 
 def load_adapters(engine: Engine, folder: Path, count: int, rank: int) -> list[str]:
     """Write and load `count` adapters, and one more that requests may not use; their digests."""
-    modules, table, digests = modules_of(engine.runner.spec), engine.core.scheduler.adapters, []
+    modules, table, digests = modules_of(engine.runner.spec), engine.core.extras[AdapterTable], []
     for seed in range(count + 1):
         path = folder / str(seed)
         save_adapter(path, modules, seed, size=0.1, dtype=torch.bfloat16, r=rank, lora_alpha=rank)

@@ -20,8 +20,8 @@ import numpy as np
 
 from benchmarks.library.measure import Results, engine_config, new_parser, percentiles
 from benchmarks.library.models import CONFIGS, spec_of
+from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
-from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.spec.types import Grammar, GrammarSpec, Request, SamplingParams
 from runtime.structured.grammar import compiled
@@ -45,7 +45,7 @@ class Steps:
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner, self.rng, self.count = runner, np.random.default_rng(0), 0
-        self.core = EngineCore(runner.config, runner.info, InProcess(runner))
+        self.core = build_engine(runner.config, runner.info, InProcess(runner))
 
     def run(self, batch: int, prompt_len: int, params: SamplingParams) -> tuple[float, list[float]]:
         """Seconds to the first output, and of the steps that gave a token to all rows."""

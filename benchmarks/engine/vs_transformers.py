@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
-from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from runtime.loading.resolve import resolve
@@ -48,7 +48,7 @@ def callboard(config: EngineConfig) -> Callable[[np.ndarray], Timing]:
 
     def run(prompts: np.ndarray) -> Timing:
         runner.reset()
-        engine = EngineCore(config, runner.info, InProcess(runner))
+        engine = build_engine(config, runner.info, InProcess(runner))
         params = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.0, ignore_eos=True)
         start = time.perf_counter()
         for i, prompt in enumerate(prompts.tolist()):

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from benchmarks.faults.cell import Cell
 
 WHEN = {
-    "idle": "no request is there; a hundred come right after",
+    "idle": "no request; a hundred come right after",
     "prefill": "the prompts, of 1,000 tokens, are being computed: few streams have their first token",
     "decode": "each stream has ten tokens at least",
-    "verify": "the same, with a draft model whose guesses are verified",
-    "drain": "the engine has been told to drain, and its streams are about to move",
+    "verify": "the same, with a draft model",
+    "drain": "the engine drains, and its streams are about to move",
     "start": "the engine has been killed just before, and another one loads its model",
 }
 ENGINE_ROLES = ("engine", "runner", "draft", "supervisor")

@@ -26,7 +26,8 @@ import torch.nn.functional as F
 
 from benchmarks.kernels.tune_linear import MODELS, Product, graph_us, products
 from runtime.kernels.experts import moe_fp8_w8a8 as fp8_experts
-from runtime.kernels.experts.moe_w16a16 import GroupedExperts, Tile
+from runtime.kernels.experts.moe_routing import Tile
+from runtime.kernels.experts.moe_w16a16 import GroupedExperts
 from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.tiles import Tiling
 from runtime.kernels.norm.gated_activation import gated_activation_triton

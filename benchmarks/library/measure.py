@@ -22,12 +22,11 @@ import torch
 
 from benchmarks.library.models import CONFIGS, spec_of
 from benchmarks.library.ranks import RankGroupProcesses
+from runtime.assembly.engine import build_engine, speculation_of
 from runtime.assembly.runner import build_runner
-from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor, InProcess
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import Request, SamplingParams
-from runtime.speculation.draft_client import speculation_of
 from runtime.worker.sources import DummySource
 
 
@@ -90,7 +89,7 @@ class Engine:
         else:
             self._ranks = RankGroupProcesses(model, config)
             self.info, executor = self._ranks.info, self._ranks.executor
-        self.core = EngineCore(config, self.info, executor, speculation_of(config, self.info, time.perf_counter))
+        self.core = build_engine(config, self.info, executor, speculation_of(config, self.info, time.perf_counter))
         self.rng = np.random.default_rng(0)
         self.adapters = [""]  # that requests have in turn, by their digests
         self._num_requests = 0

@@ -24,7 +24,7 @@ from actors.front.router import Prompt, Router
 from actors.wire.link_messages import CacheUpdate, encode
 from actors.wire.transport import framed
 from benchmarks.serving.step_channel import EchoRunner
-from runtime.core.engine import EngineCore
+from runtime.assembly.engine import build_engine
 from runtime.core.executor import InProcess
 from runtime.policy.engine_load import EngineLoad
 from runtime.spec.config import EngineConfig, ModelInfo
@@ -93,7 +93,7 @@ class Engine:
 
     def __init__(self, num_followers: int | None, eager: bool = False) -> None:
         config = EngineConfig(max_num_seqs=BATCH, max_num_batched_tokens=8192, block_size=BLOCK_SIZE)
-        self.core = EngineCore(config, INFO, InProcess(EchoRunner()))
+        self.core = build_engine(config, INFO, InProcess(EchoRunner()))
         self.followers = Followers(CacheFeed(self.core.scheduler), time.monotonic)
         if eager:
             self.followers.EVERY_S = 0.0

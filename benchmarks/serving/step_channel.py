@@ -24,7 +24,7 @@ import numpy as np
 
 from actors.runners.step_channel import SocketExecutor, serve_steps
 from actors.wire.transport import Address, connect
-from runtime.core.engine import EngineCore
+from runtime.assembly.engine import build_engine
 from runtime.core.executor import Executor, InProcess
 from runtime.core.plan import StepPlan, StepResult
 from runtime.spec.config import EngineConfig, ModelInfo
@@ -116,7 +116,7 @@ def whole(executor: Executor, batch: int, depth: int, num_steps: int) -> tuple[f
         max_num_seqs=batch, max_num_batched_tokens=batch * PROMPT_LEN, block_size=BLOCK_SIZE, pipeline_depth=depth
     )
     info = ModelInfo("echo", 32000, max_len, (0,), num_blocks, BLOCK_SIZE, "none", "none")
-    core = EngineCore(config, info, executor)
+    core = build_engine(config, info, executor)
     params = SamplingParams(max_tokens=WARM_UP + num_steps, temperature=0.0)
     rng = np.random.default_rng(0)
     for i in range(batch):

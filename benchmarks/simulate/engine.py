@@ -22,6 +22,7 @@ from actors.engine.cache_feed import CacheFeed
 from actors.front.router import Prompt
 from benchmarks.simulate.step_times import StepTimes
 from benchmarks.simulate.traces import Job
+from runtime.assembly.engine import extras_of
 from runtime.core.block_pool import NULL_BLOCK
 from runtime.core.plan import StepPlan, StepResult
 from runtime.core.prefix_cache import hash_blocks, root_hash
@@ -99,7 +100,9 @@ class SimulatedEngine:
     ) -> None:
         """Without `merge` every step is planned alone."""
         self.name, self.times, self.now, self.next_at = name, times, begin, inf
-        self.scheduler = Scheduler(config, info, None, StepPacing(config.max_itl_ms, lambda: self.now))
+        self.scheduler = Scheduler(
+            config, info, [StepPacing(config.max_itl_ms, lambda: self.now), *extras_of(config, info)]
+        )
         self._on_end, self.gaps, self._merge = on_end, gaps, merge
         self._depth, self._late = config.pipeline_depth, config.late_planning
         self._in_flight: deque[tuple[float, StepPlan, float]] = deque()  # end, plan, time of one of its steps
@@ -149,7 +152,7 @@ class SimulatedEngine:
         parent = hits[-1] if hits else NULL_BLOCK
         for block, block_hash in zip(blocks, known[len(hits) :], strict=False):
             kv_cache.cache.insert(block_hash, block)
-            pool.mark_cached(block, block_hash, parent)
+            pool.mark_cached([(block, block_hash, parent)])
             parent = block
         pool.release(hits + blocks)
         return (len(hits) + len(blocks)) * size

@@ -14,23 +14,22 @@ from math import inf
 
 from benchmarks.simulate.engine import SimulatedEngine
 from benchmarks.simulate.traces import Conversation, Job
-from runtime.policy.branch_eviction import EvictionQueue
+from runtime.policy.branch_eviction import BranchOrder
 
 _MANY = 512  # blocks that are sorted at once
 
 
-class _WantedLast(EvictionQueue):
+class _WantedLast(BranchOrder):
     """The block with the latest `next_use` goes first. Of equal ones the one that was released first goes first, so
     that children go before their parents."""
 
     def __init__(self, next_use: Callable[[int], float]) -> None:
-        super().__init__()
         self._next_use = next_use
         # Negative time of its next use, time of its release, block; the last entry goes next.
         self._going: list[tuple[float, int, int]] = []
 
-    def add(self, others: list[int], shared: list[int]) -> None:
-        super().add([*others, *shared], [])
+    def add(self, blocks: list[int], table: list[int]) -> None:
+        self._append(blocks, [])
 
     def take(self, count: int) -> list[int]:
         return [self._take_one() for _ in range(count)]
@@ -64,6 +63,7 @@ class Foresight:
         kv_cache = engine.scheduler.kv_cache
         hash_of = kv_cache.cache._hash_of
         kv_cache.pool._evictable = _WantedLast(lambda block: self._next_use(self._users.get(hash_of[block])))
+        kv_cache.pool._evictable.reset(kv_cache.pool.num_blocks)
 
     def answered(self, job: Job, block_hashes: list[bytes], num_shared: int, next_at: float | None) -> None:
         """A job's answer is there; its first `num_shared` blocks are shared. `next_at` is the time at which its

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from runtime.assembly.engine import extras_of
 from runtime.assembly.runner import build_runner
 from runtime.core.executor import InProcess
 from runtime.loading.resolve import resolve
@@ -19,7 +20,7 @@ _AHEAD_ON_ITS_OWN = 8
 def load_draft(config: EngineConfig) -> DraftCore:
     """Load the draft model of an engine with `config`, in this process.
 
-    Raises CallboardError as ModelRunner does, and if its token ids are not those of the engine's model."""
+    Raises CallboardError like ModelRunner, and if its vocabulary is not that of the engine's model."""
     path = resolve(config.draft or "", None, progress=False)
     _check_vocabulary(config, Tokenizer.load(path))
     source = CheckpointSource(path)
@@ -30,7 +31,8 @@ def load_draft(config: EngineConfig) -> DraftCore:
     ahead = config.draft_ahead
     if ahead is None:
         ahead = _AHEAD_ON_ITS_OWN if config.draft_device == "own" else 0
-    return DraftCore(runner.config, runner.info, InProcess(runner), ahead, keeps_grammars=not runner.asynchronous)
+    extras = extras_of(runner.config, runner.info)
+    return DraftCore(runner.config, runner.info, InProcess(runner), ahead, not runner.asynchronous, extras)
 
 
 def _check_vocabulary(config: EngineConfig, draft: Tokenizer) -> None:

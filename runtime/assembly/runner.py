@@ -31,8 +31,8 @@ def build_runner(
 
 
 def _row_lens(config: EngineConfig, is_draft: bool) -> tuple[int, ...]:
-    """The numbers of tokens, besides one, that rows of decode steps often have under speculation: a token with its
-    draft tokens, or the tokens that a draft has to catch up with."""
+    """The frequent numbers of tokens of a row under speculation, besides one. A model verifies a token with its draft
+    tokens; a draft catches up with the model's tokens."""
     if is_draft:
         return CATCH_UP
     if config.draft is None:

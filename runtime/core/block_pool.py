@@ -1,4 +1,4 @@
-"""KV blocks: who holds which, which are free, which may be taken back from the prefix cache.
+"""KV blocks: which are held, which are free, and which the prefix cache may give up.
 
 A block is in exactly one place:
 
@@ -6,43 +6,82 @@ A block is in exactly one place:
         ^                        ^        |
         |                     acquire  release                                     (cached)
         |                        |        v
-        +------- evict -------  evictable, in the order of eviction_queue.py
+        +------- evict -------  evictable, in an EvictionOrder
 
-Requests release their blocks last one first, and whoever holds a block holds its ancestors too. So a child always
-becomes evictable before its parent, and leaves of the prefix tree are evicted first without looking at the tree.
+A request releases its last block first, and holds all ancestors of its blocks. So a child always becomes evictable
+before its parent, and the leaves of the prefix tree are evicted first.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 
-from runtime.policy.branch_eviction import EvictionQueue
-
+CachedBlock = tuple[int, bytes, int]  # a block, its hash and its parent, which may be the null block
 NULL_BLOCK = 0  # padding reads and writes land here; it is never allocated
 
 
-class BlockPool:
-    """Reference counts of `num_blocks` KV blocks, block 0 being the null block."""
+class EvictionOrder:
+    """Evictable blocks, the least recently released first."""
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[list[int]], None]) -> None:
-        """`on_evict(block_ids)` is called when the content of cached blocks is given up."""
+    def reset(self, num_blocks: int) -> None:
+        """Forget all of the pool's `num_blocks` blocks."""
+        self._blocks: dict[int, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._blocks
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._blocks)
+
+    def add(self, blocks: list[int], table: list[int]) -> None:
+        """Add `blocks`, children before parents. They were in the released `table`, which is in order of positions."""
+        self._blocks.update(dict.fromkeys(blocks))
+
+    def remove(self, blocks: list[int]) -> None:
+        """A request holds these blocks again."""
+        for block in blocks:
+            del self._blocks[block]
+
+    def take(self, count: int) -> list[int]:
+        """Remove and return the next `count` blocks; there must be as many."""
+        blocks = list(islice(self._blocks, count))
+        self.remove(blocks)
+        return blocks
+
+    def on_cached(self, cached: list[CachedBlock]) -> None:
+        """These blocks have entered the cache, parents first."""
+
+    def on_uncached(self, blocks: list[int]) -> None:
+        """These blocks have left the cache."""
+
+
+class BlockPool:
+    """Reference counts of `num_blocks` KV blocks; block 0 is the null block."""
+
+    def __init__(
+        self, num_blocks: int, on_evict: Callable[[list[int]], None], order: EvictionOrder | None = None
+    ) -> None:
+        """`on_evict(blocks)` is called before the content of cached blocks is overwritten."""
         self.num_blocks = num_blocks
         self._on_evict = on_evict
+        self._evictable = EvictionOrder() if order is None else order
         self.reset()
 
     def reset(self) -> None:
-        """All blocks free, nothing cached."""
+        """Free all blocks and empty the cache."""
         self._refs = [0] * self.num_blocks
         self._free = list(range(self.num_blocks - 1, NULL_BLOCK, -1))  # a stack: lowest id on top
         self._cached = bytearray(self.num_blocks)
-        self._children: list[bytes] = [b""] * self.num_blocks  # of each block, the hash of its first cached child
-        self._shared = bytearray(self.num_blocks)  # 1: prompts part behind this block, or behind one that follows it
-        self._evictable = EvictionQueue()
+        self._evictable.reset(self.num_blocks)
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can hand out: free ones and evictable ones."""
+        """Blocks that `allocate` can return: free and evictable ones."""
         return len(self._free) + len(self._evictable)
 
     def is_cached(self, block: int) -> bool:
@@ -54,12 +93,12 @@ class BlockPool:
         return self._refs[block]
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks no request holds."""
+        """Return how many of these blocks no request holds."""
         refs = self._refs
         return sum([refs[block] == 0 for block in blocks])
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks, held once each; the caller has checked `num_available`."""
+        """Return `count` blocks, held once each; at least as many must be available."""
         free, refs = self._free, self._refs
         blocks = free[: -count - 1 : -1]
         del free[len(free) - len(blocks) :]
@@ -70,65 +109,50 @@ class BlockPool:
         return blocks
 
     def acquire(self, blocks: list[int]) -> None:
-        """One more holder for each of `blocks`, which are held or evictable."""
+        """Add one holder to each of `blocks`, which are held or evictable."""
         refs = self._refs
         self._evictable.remove([block for block in blocks if refs[block] == 0])
         for block in blocks:
             refs[block] += 1
 
     def release(self, blocks: list[int]) -> None:
-        """One holder less for each of `blocks`, given in the order of their positions."""
-        refs, cached, shared = self._refs, self._cached, self._shared
-        others: list[int] = []
-        shared_ones: list[int] = []
-        is_shared = 0
+        """Remove one holder from each of `blocks`, which are in order of positions. Leaves become evictable first."""
+        refs, cached, free = self._refs, self._cached, self._free
+        evictable: list[int] = []
         for block in reversed(blocks):
             refs[block] -= 1
-            if is_shared:
-                shared[block] = 1
-            else:
-                is_shared = shared[block]
             if refs[block] == 0:
-                if not cached[block]:
-                    self._free.append(block)
-                elif is_shared:
-                    shared_ones.append(block)
-                else:
-                    others.append(block)
-        self._evictable.add(others, shared_ones)
+                (evictable if cached[block] else free).append(block)
+        self._evictable.add(evictable, blocks)
 
-    def mark_cached(self, block: int, block_hash: bytes, parent: int) -> None:
-        """The held `block` now has a hash; when released it stays until evicted. Its `parent` is held, too, or it is
-        the null block."""
-        self._cached[block] = 1
-        if not (first := self._children[parent]):
-            self._children[parent] = block_hash
-        elif first != block_hash:
-            self._shared[parent] = 1
+    def mark_cached(self, blocks: list[CachedBlock]) -> None:
+        """These held blocks enter the cache, parents first."""
+        for block, _, _ in blocks:
+            self._cached[block] = 1
+        self._evictable.on_cached(blocks)
 
     def mark_spoilt(self, blocks: list[int]) -> None:
-        """The held `blocks` lose their hashes: nobody acquires them any more, and when released they are free."""
+        """Take the held `blocks` out of the cache: no request finds them, and they are free when released."""
         self._forget([block for block in blocks if self._cached[block]])
 
     def evict_unheld(self) -> None:
-        """All evictable blocks become free."""
+        """Free all evictable blocks."""
         self._free += self._evict(len(self._evictable))
 
     def _evict(self, count: int) -> list[int]:
-        """The next blocks that go, which are cached no more."""
+        """Take the next `count` blocks out of the cache and return them."""
         blocks = self._evictable.take(count)
         self._forget(blocks)
         return blocks
 
     def _forget(self, blocks: list[int]) -> None:
-        cached, shared, children = self._cached, self._shared, self._children
         for block in blocks:
-            cached[block] = shared[block] = 0
-            children[block] = b""
+            self._cached[block] = 0
+        self._evictable.on_uncached(blocks)
         self._on_evict(blocks)
 
     def find_faults(self, held: Mapping[int, int]) -> list[str]:
-        """One sentence for each block that is not free, evictable or held as often as `held` says, in one place."""
+        """Return one sentence for each block in a wrong place. `held` counts the holders of each held block."""
         places = Counter([*self._free, *self._evictable, *held])
         faults = []
         for block in range(NULL_BLOCK + 1, self.num_blocks):

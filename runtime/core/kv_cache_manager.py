@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from runtime.core.block_pool import NULL_BLOCK, BlockPool
+from runtime.core.block_pool import NULL_BLOCK, BlockPool, CachedBlock, EvictionOrder
 from runtime.core.plan import EMPTY_TABLE, Int32s
 from runtime.core.prefix_cache import PrefixCache, hash_blocks, root_hash
 from runtime.core.request_state import NEVER, RequestState
@@ -33,9 +33,9 @@ class KVCacheManager:
     group are freed when no later row can read them. Prefixes are then gone from that group, so that only a cache of one
     full group shares them."""
 
-    def __init__(self, info: ModelInfo, prefix_cache: bool, max_chunk: int) -> None:
-        """No row has more than `max_chunk` tokens."""
-        self._fingerprint, self._size = info.fingerprint, info.block_size
+    def __init__(self, info: ModelInfo, prefix_cache: bool, max_chunk: int, order: EvictionOrder | None = None) -> None:
+        """No row has more than `max_chunk` tokens. Cached blocks are evicted in `order`."""
+        self._fingerprint, self.block_size = info.fingerprint, info.block_size
         self._groups = info.kv_cache.groups if info.kv_cache is not None else ()
         self._num_groups = max(1, len(self._groups))
         self._windows = [(i, group) for i, group in enumerate(self._groups) if group.window is not None]
@@ -44,9 +44,8 @@ class KVCacheManager:
         self._caps = [self.blocks_for(group.window - 1 + max_chunk) + 1 for _, group in self._windows if group.window]
         self._table_len = self.blocks_for(info.max_model_len)
         self._shares = prefix_cache and self._num_groups == 1 and not self._windows
-        self._pooled_share = info.pooling is not None and info.pooling.shares_prefixes
         self.cache = PrefixCache()
-        self.pool = BlockPool(info.num_kv_blocks, self.cache.evict)
+        self.pool = BlockPool(info.num_kv_blocks, self.cache.evict, order)
         self._writes = _TableWrites([], [], [])  # not sent yet
 
     def reset(self) -> None:
@@ -64,7 +63,7 @@ class KVCacheManager:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Entries of a table that hold so many tokens."""
-        return -(-num_tokens // self._size)
+        return -(-num_tokens // self.block_size)
 
     def most_blocks_for(self, num_tokens: int) -> int:
         """Blocks, of all groups, that a request of so many tokens holds at most."""
@@ -74,30 +73,35 @@ class KVCacheManager:
     def max_tokens(self) -> int:
         """The longest request that the pool can hold."""
         sizes = range(self.pool.num_blocks - 1, 0, -1)
-        fitting = (n for n in sizes if self.most_blocks_for(n * self._size) < self.pool.num_blocks)
-        return next(fitting, 0) * self._size
+        fitting = (n for n in sizes if self.most_blocks_for(n * self.block_size) < self.pool.num_blocks)
+        return next(fitting, 0) * self.block_size
 
     @property
     def num_free_tokens(self) -> int:
         """Tokens for which one request could get blocks."""
-        return self.pool.num_available // self._num_groups * self._size
+        return self.pool.num_available // self._num_groups * self.block_size
 
     def num_missing(self, state: RequestState, num_tokens: int) -> int:
         """Blocks that a request lacks to hold so many tokens."""
         return self._num_groups * self.blocks_for(max(0, num_tokens - state.capacity))
 
-    def take_prefix(self, state: RequestState, hits: list[int]) -> None:
-        """A request is admitted with these cached blocks."""
+    def can_hold(self, state: RequestState, hits: list[int]) -> bool:
+        """Return True if the known tokens of a waiting request fit, with the cached blocks `hits`."""
+        return self.most_blocks_for(len(state.tokens)) <= self.num_available_beside(hits) + len(hits)
+
+    def num_available_beside(self, hits: Sequence[int]) -> int:
+        """Return the blocks that are available once a request holds the cached blocks `hits`."""
+        return self.pool.num_available - self.pool.num_unheld(hits)
+
+    def open(self, state: RequestState, hits: list[int]) -> None:
+        """A request has a slot, and begins with the cached blocks `hits`."""
         self.pool.acquire(hits)
         state.tables = [hits, *([] for _ in self._groups[1:])]
         state.num_blocks = len(hits)
-        state.num_computed = state.capacity = len(hits) * self._size
-
-    def open(self, state: RequestState) -> None:
-        """A request has got a slot, with its cached prefix as blocks."""
-        self._write(state, 0, state.tables[0])
-        if self._shares and not self._keeps_none(state):
-            state.next_block_end = state.capacity + self._size
+        state.num_computed = state.capacity = len(hits) * self.block_size
+        self._write(state, 0, hits)
+        if self._shares and state.fills_cache:
+            state.next_block_end = state.capacity + self.block_size
 
     def close(self, state: RequestState, spoilt: bool = False) -> None:
         """A request leaves its slot; full blocks stay in the cache as long as nobody needs their place.
@@ -124,33 +128,28 @@ class KVCacheManager:
             self._write(state, group * self._table_len + len(table), blocks)
             table += blocks
             state.num_blocks += count
-        state.capacity += count * self._size
+        state.capacity += count * self.block_size
 
     def free_below_windows(self, state: RequestState) -> None:
         """Free the blocks that no row reads any more which starts at `num_computed` or later, where tokens are final.
 
-        Steps in flight may still read them: plans are executed in order, so whoever gets a block writes it later. The
-        row of the last known token may be planned again if its output has a grammar (RequestState.sample_again)."""
-        again = len(state.tokens) - 1 if state.params.grammar or state.params.thinking else state.num_computed
+        Steps in flight may still read them: plans are executed in order, so the next holder writes them later. The row
+        of the last known token may be planned again (RequestState.may_resample)."""
+        again = len(state.tokens) - 1 if state.may_resample else state.num_computed
         for number, group in self._windows:
             table = state.tables[number]
-            num_dead = group.num_dead_blocks(min(state.num_computed, state.num_final, again), self._size)
+            num_dead = group.num_dead_blocks(min(state.num_computed, state.num_final, again), self.block_size)
             dead = _held(table[:num_dead])
             self.pool.release(dead)
             state.num_blocks -= len(dead)
             table[:num_dead] = [NULL_BLOCK] * num_dead
 
     def match_prefix(self, state: RequestState) -> list[int]:
-        """Cached blocks of the request's known prefix; never its last token, which must be computed to sample, and none
-        if log-probabilities of the prompt are wanted, which are not in the cache."""
-        if not self._shares or state.prompt_logprobs is not None or self._keeps_none(state):
+        """Return the cached blocks of a request's known prefix, without its last token, which must be computed."""
+        if not self._shares or not state.reads_cache:
             return []
-        num_full = (len(state.tokens) - 1) // self._size
+        num_full = (len(state.tokens) - 1) // self.block_size
         return self.cache.match_prefix(self._hash_blocks(state, num_full)[:num_full])
-
-    def _keeps_none(self, state: RequestState) -> bool:
-        """True for a prompt to be pooled that shares no prefix with others."""
-        return state.params.pooled and not self._pooled_share
 
     def cache_full_blocks(self, state: RequestState, move: bool = True) -> None:
         """Put the request's newly full blocks into the cache.
@@ -160,20 +159,22 @@ class KVCacheManager:
         remains, and whoever holds a block holds its ancestors (block_pool.py)."""
         if state.next_block_end == NEVER:
             return
-        size, table = self._size, state.tables[0]
+        size, table = self.block_size, state.tables[0]
         num_full = min(state.num_computed, len(state.tokens), state.num_final) // size
         block_hashes = self._hash_blocks(state, num_full)
+        new: list[CachedBlock] = []
         for at in range(state.next_block_end // size - 1, num_full):
-            block = table[at]
-            holder = self.cache.insert(block_hashes[at], block)
+            block, block_hash = table[at], block_hashes[at]
+            holder = self.cache.insert(block_hash, block)
             if holder == block:
-                self.pool.mark_cached(block, block_hashes[at], table[at - 1] if at else NULL_BLOCK)
+                new.append((block, block_hash, table[at - 1] if at else NULL_BLOCK))
             else:
                 self.pool.acquire([holder])
                 self.pool.release([block])
                 table[at] = holder
                 if move:
                     self._write(state, at, [holder])
+        self.pool.mark_cached(new)
         state.next_block_end = max(state.next_block_end, (num_full + 1) * size)
 
     def find_faults(self, running: Sequence[RequestState]) -> list[str]:
@@ -182,7 +183,8 @@ class KVCacheManager:
         faults = self.pool.find_faults(held) + self.cache.find_faults(self.pool.is_cached)
         for state in running:
             name, num_blocks = state.request.request_id, sum(len(_held(table)) for table in state.tables)
-            if state.capacity < state.num_computed or any(len(t) * self._size != state.capacity for t in state.tables):
+            is_uneven = any(len(table) * self.block_size != state.capacity for table in state.tables)
+            if state.capacity < state.num_computed or is_uneven:
                 faults.append(f"Request {name!r} lacks blocks of its {state.num_computed} computed tokens.")
             if num_blocks != state.num_blocks:
                 faults.append(f"Request {name!r} counts {state.num_blocks} blocks, but holds {num_blocks}.")
@@ -197,7 +199,7 @@ class KVCacheManager:
 
     def _hash_blocks(self, state: RequestState, num_blocks: int) -> list[bytes]:
         """The hashes of at least the request's first `num_blocks` blocks; only known tokens are hashed (C5)."""
-        block_hashes, size = state.block_hashes, self._size
+        block_hashes, size = state.block_hashes, self.block_size
         if len(block_hashes) < num_blocks:
             if block_hashes:
                 parent = block_hashes[-1]

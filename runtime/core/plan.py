@@ -22,8 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.features.grammar_store import GrammarUpdate
-from runtime.spec.types import CallboardError, PromptLogprobs, SamplingParams, TokenLogprobs
+from runtime.spec.types import CallboardError, GrammarUpdate, PromptLogprobs, SamplingParams, TokenLogprobs
 
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
@@ -100,8 +99,9 @@ class StepResult(msgspec.Struct, tag="result", omit_defaults=True):
     # Which of token_ids, -1 here, were not sampled, since their grammar's matcher is being made: plan that row again.
     deferred: Int32s = EMPTY
 
-    def sampled_logprobs(self, at: int, num_top: int, num_by_id: int = 0) -> TokenLogprobs:
-        """Of the token that `logprob_rows[at]` sampled, which asked for so many of the best and so many by their id."""
+    def sampled_logprobs(self, at: int, params: SamplingParams) -> TokenLogprobs:
+        """Return the log-probabilities of token `logprob_rows[at]`, as its request's `params` want them."""
+        num_top, num_by_id = params.logprobs or 0, len(params.logprob_token_ids)
         best, by_id = slice(min(num_top, self.num_best)), slice(self.num_best, self.num_best + num_by_id)
         ids = [i for columns in (best, by_id) for i in self.top_ids[at, columns].tolist()]
         values = [value for columns in (best, by_id) for value in self.top_logprobs[at, columns].tolist()]

@@ -10,16 +10,25 @@ without a check (C2). Fresh runners get the same adapters at the same indices.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from runtime.core.extra import Extra
+from runtime.core.request_state import RequestState
 from runtime.spec.types import CallboardError
 
 
-class AdapterTable:
+class AdapterTable(Extra):
     """Adapters by digest. Not thread-safe: the step thread calls everything."""
+
+    serves = frozenset({"adapter"})
 
     def __init__(self, max_loras: int) -> None:
         self._free = list(range(max_loras, 0, -1))  # a stack: lowest index on top
         self._indices: dict[str, int] = {}
         self._is_open: dict[str, bool] = {}  # by digest; absent while the runners do not have the adapter
+
+    def on_add(self, state: RequestState) -> None:
+        state.adapter = self.index_of(state.request.adapter)
 
     @property
     def loaded(self) -> dict[str, int]:
@@ -64,6 +73,11 @@ class AdapterTable:
         """Its index is free: nothing has it, and runners may overwrite it."""
         self._is_open.pop(digest, None)
         self._free.append(self._indices.pop(digest))
+
+
+def is_in_use(index: int, states: Iterable[RequestState]) -> bool:
+    """Return True if one of these requests has the adapter."""
+    return any(state.adapter == index for state in states)
 
 
 def not_loaded(digest: str) -> CallboardError:

@@ -1,4 +1,4 @@
-"""RunnerAdapters: the adapters that a runner holds, read from files while steps go on."""
+"""RunnerAdapters: the adapters of a runner, read from files while steps run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ import torch
 
 from runtime.loading.adapter_files import AdaptedMap, TensorPlace, read_adapter
 from runtime.models.decoder import Decoder
-from runtime.models.lora import Matrices, check_place, make_decoder_adapters, places_of, short_name, write_adapter
+from runtime.models.linear_maps import row_order
+from runtime.models.lora import (
+    DecoderAdapters,
+    Matrices,
+    check_map_part,
+    make_decoder_adapters,
+    map_parts_of,
+    short_name,
+    write_adapter,
+)
 from runtime.models.weight_map import WeightMap
 from runtime.spec.types import CallboardError
 from runtime.worker.extras import RunnerParts
@@ -23,13 +32,16 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class RunnerAdapters:
-    """Room for `max_loras` adapters beside a decoder's weights. One thread at a time loads; steps run meanwhile, as no
-    row of theirs has an index that is being written (features/adapter_table.py)."""
+    """Room for `max_loras` adapters beside a decoder's weights. One thread at a time loads while steps run: their rows
+    never have the index that is being written (features/adapter_table.py)."""
 
     def __init__(self, decoder: Decoder, weight_map: WeightMap, max_loras: int, max_rank: int) -> None:
         self._decoder, self._weight_map, self._max_loras, self._max_rank = decoder, weight_map, max_loras, max_rank
+        self._adapters: DecoderAdapters | None = None
         if max_loras:
-            decoder.adapters = make_decoder_adapters(decoder.spec, decoder.numerics, max_loras, max_rank)
+            add = decoder.kernels.add_adapters
+            self._adapters = make_decoder_adapters(decoder.spec, decoder.numerics, add, max_loras, max_rank)
+            decoder.adapters = self._adapters
         self._on_gpu = decoder.numerics.device.type == "cuda"
         # Copies and steps do not wait for each other.
         self._stream = torch.cuda.Stream(decoder.numerics.device) if self._on_gpu else None
@@ -41,22 +53,24 @@ class RunnerAdapters:
 
     @torch.inference_mode()
     def load(self, index: int, path: str, digest: str = "") -> None:
-        """Load the adapter in a folder at an index, from 1. Raises CallboardError, before anything has changed, if it
-        is damaged, is not supported, or belongs to another model, or if its files have another digest than this one."""
+        """Load the adapter in a folder at an index, from 1.
+
+        Raises CallboardError, before anything has changed, if the adapter is damaged, not supported, of another model
+        or of another digest."""
         start, spec = time.perf_counter(), self._decoder.spec
         if not 1 <= index <= self._max_loras:
-            raise CallboardError(f"There is room for adapters 1 to {self._max_loras} (max_loras), none for {index}.")
-        assert self._decoder.adapters is not None
+            raise CallboardError(f"There is room for adapters 1 to {self._max_loras} (max_loras), not for {index}.")
+        assert self._adapters is not None
         adapter = read_adapter(path)
         adapter.check_rank(self._max_rank)
-        places, found = places_of(spec, self._weight_map), {}
+        places, found = map_parts_of(spec, self._weight_map), {}
         for module, one in adapter.maps.items():
             place = places.get(short_name(module))
-            found[check_place(place, module, (one.size_out, one.size_in), spec)] = one
+            found[check_map_part(place, module, (one.size_out, one.size_in), spec)] = one
         data = adapter.read(digest)
         with self._copying():
             matrices = {place: partial(_matrices, data, one) for place, one in found.items()}
-            write_adapter(self._decoder.adapters.layers, spec, index, matrices, self._decoder.row_order("qkv"))
+            write_adapter(self._adapters.layers, spec, index, matrices, row_order(spec, "qkv"))
         logger.info("adapter %d: %s (rank %d) read in %.2f s", index, path, adapter.rank, time.perf_counter() - start)
 
     def _copying(self) -> Any:

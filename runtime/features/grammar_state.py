@@ -95,10 +95,10 @@ class GrammarState:
     @classmethod
     def of(cls, parts: RunnerParts) -> GrammarState:
         """For a runner's model."""
-        numerics = parts.numerics
+        numerics, spec = parts.decoder.numerics, parts.decoder.spec
         on_device = numerics.backend == "triton"
         new_automata = partial(DeviceAutomata, parts.num_slots, numerics.device) if on_device else None
-        state = cls(parts.decoder.spec.whole.vocab_size, parts.is_draft, parts.shard, new_automata)
+        state = cls(spec.whole.vocab_size, parts.is_draft, spec.shard, new_automata)
         state._source = parts.source
         return state
 

@@ -17,18 +17,9 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import replace
 
-import msgspec
-
-from runtime.spec.types import CallboardError, Grammar, Request, SamplingParams
+from runtime.spec.types import CallboardError, Grammar, GrammarUpdate, Request, SamplingParams
 
 MAX_STORE_BYTES = 16 << 20  # of the texts that one connection's store keeps between messages
-
-
-class GrammarUpdate(msgspec.Struct, array_like=True, tag=16):
-    """The store first drops the keys in `removed`, then keeps `added`."""
-
-    added: list[Grammar]
-    removed: list[str] = []
 
 
 class GrammarSender:

@@ -1,7 +1,7 @@
-"""Memory of a GPU that can be given back while tensors in it, and CUDA graphs that read them, keep their addresses.
+"""RunnerMemory: memory of a GPU that sleep gives back while its tensors, and CUDA graphs, keep their addresses.
 
-Each segment that torch's allocator asks for is a range of addresses, reserved once, and memory of the driver that is
-mapped there. To give the memory back is to unmap it; later, other memory is mapped at the same addresses.
+Each segment of torch's allocator is a range of addresses, reserved once, with memory of the driver mapped there. Memory
+that is given back is unmapped. Later, other memory is mapped at the same addresses.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ class _Segment:
     size: int  # bytes
     is_mapped: bool = True
     is_used: bool = True  # a tensor is in it
-    host: torch.Tensor | None = None  # what it had when it was given back
+    host: torch.Tensor | None = None  # its content when it was given back
 
 
 class Segments:
-    """The segments of one pool of torch's allocator, by their addresses."""
+    """The segments of one pool of torch's allocator, by address."""
 
     def __init__(self, device_index: int) -> None:
         self._location = _Location(_ON_DEVICE, device_index)
         self.all: dict[int, _Segment] = {}
 
     def allocate(self, size: int, *_: object) -> int:
-        """A new segment's address; 0, which torch reports as too little memory, if there is none."""
+        """A new segment's address; 0 on failure, which torch reports as too little memory."""
         size, address = -(-size // _GRANULE) * _GRANULE, ctypes.c_uint64()
         try:
             call("cuMemAddressReserve", ctypes.byref(address), ctypes.c_size_t(size), *(ctypes.c_uint64(0),) * 3)
@@ -76,15 +76,15 @@ class Segments:
         return address.value
 
     def free(self, address: int, *_: object) -> None:
-        """Torch needs a segment no more."""
+        """Torch does not need this segment any more."""
         segment = self.all.pop(address)
         if segment.is_mapped:
-            call("cuCtxSynchronize")  # something may still be computed with it
+            call("cuCtxSynchronize")  # kernels may still use it
             self.unmap(address, segment)
         call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(segment.size))
 
     def map(self, address: int, segment: _Segment) -> None:
-        """Let a segment have memory again. Raises OSError if there is none."""
+        """Map memory at a segment again. Raises OSError."""
         self._map(address, segment.size)
         segment.is_mapped = True
 
@@ -100,53 +100,53 @@ class Segments:
         try:
             call("cuMemMap", at, length, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
         finally:
-            call("cuMemRelease", handle)  # the memory is there for as long as it is mapped
+            call("cuMemRelease", handle)  # the mapping keeps the memory
         try:
             call("cuMemSetAccess", at, length, ctypes.byref(access), ctypes.c_size_t(1))
         except OSError:
-            call("cuMemUnmap", at, length)  # else nothing could ever be mapped there again
+            call("cuMemUnmap", at, length)  # else later mappings there would fail
             raise
 
 
 class MappedMemory:
-    """A pool of torch's allocator on a GPU, whose memory can be given back and taken again.
+    """A pool of torch's allocator on a GPU. Its memory can be given back and taken again.
 
-    One thread uses it at a time, and none while it is away."""
+    One thread uses it at a time, and none while it is given back."""
 
     def __init__(self, device: torch.device, keeps_content: bool) -> None:
-        """With `keeps_content`, the host keeps, in pinned memory, what is in it when it is given back for the first
-        time; it must not change any more. Without, what comes back has no meaning."""
+        """With `keeps_content`, the host copies the content to pinned memory when it is given back for the first time.
+        Later the content must not change. Without `keeps_content`, the content is lost."""
         self._device, self._keeps_content = device, keeps_content
         self._segments = Segments(device.index or 0)
         callbacks = _ALLOCATE(self._segments.allocate), _FREE(self._segments.free)
         allocate, free = (ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in callbacks)
         allocator = torch._C._cuda_customAllocator(allocate, free)
         self._pool = torch.cuda.MemPool(allocator)
-        # Torch may call them after the last tensor is gone, and as late as in the end of the process.
+        # Torch may call them until the end of the process.
         _keep_for_ever((callbacks, allocator))
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """What this thread allocates on the device meanwhile is in this memory; to be used once.
+        """A context in which this thread allocates on the device from this memory. Used once.
 
-        Torch calls `Segments` with a lock held that freeing a tensor takes, too: garbage that another thread collects
-        would keep Python's lock from them."""
+        Torch calls `Segments` with a lock held that freeing a tensor also takes. Garbage collection in another thread
+        would wait for it with Python's lock held, so it is off."""
         with no_garbage_collection(), torch.cuda.use_mem_pool(self._pool, self._device):
             yield
         torch.cuda.synchronize(self._device)
         for found in torch.cuda.memory_snapshot(self._pool.id):
             segment = self._segments.all.get(found["address"])
             if segment is not None and segment.is_used and not found["active_size"]:
-                segment.is_used = False  # torch keeps it for a tensor that will not come
+                segment.is_used = False  # torch keeps it for later tensors, but there will be none
                 self._segments.unmap(found["address"], segment)
 
     def for_graphs(self) -> tuple[int, int]:
-        """The pool by which CUDA graphs have their memory here. No graph may outlive it: it never goes."""
+        """The id of the pool for CUDA graphs. Graphs must not outlive the pool, so it lives for ever."""
         _keep_for_ever(self._pool)
         return self._pool.id
 
     def give_back(self) -> None:
-        """Unmap it; nothing that is already away."""
+        """Unmap the memory that is still mapped."""
         torch.cuda.synchronize(self._device)
         mapped = [(address, segment) for address, segment in self._segments.all.items() if segment.is_mapped]
         for address, segment in mapped:
@@ -158,8 +158,8 @@ class MappedMemory:
             self._segments.unmap(address, segment)
 
     def take_again(self) -> None:
-        """Map what is away, and begin to copy its content; `torch.cuda.synchronize` waits for it. Raises OSError if
-        there is not so much memory. The thread must have asked torch for something on the device before."""
+        """Map the memory again, and begin to copy its content; `torch.cuda.synchronize` waits for it. Raises OSError if
+        there is too little memory. The thread must have used torch on the device before."""
         for address, segment in self._segments.all.items():
             if segment.is_used and not segment.is_mapped:
                 self._segments.map(address, segment)
@@ -168,7 +168,7 @@ class MappedMemory:
 
 
 class RunnerMemory:
-    """All that a runner gives back while it sleeps."""
+    """The memory that a runner gives back while it sleeps."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -177,13 +177,13 @@ class RunnerMemory:
         self.cache = MappedMemory(device, keeps_content=False)
 
     def give_back(self) -> None:
-        """Unmap what is not away."""
+        """Unmap the memory that is still mapped."""
         for part in (self.weights, self.graphs, self.cache):
             part.give_back()
         torch.cuda.empty_cache()
 
     def take_again(self) -> None:
-        """Map all; raises OSError if there is not so much memory, and then all is away as before."""
+        """Map all of it. Raises OSError if there is too little memory, and then all is unmapped."""
         torch.cuda.synchronize(self._device)
         try:
             for part in (self.weights, self.graphs, self.cache):

@@ -1,8 +1,8 @@
 """Pooler: vectors of prompts, from the hidden states of a step.
 
 A pooled prompt ends with a sample, so every program of a step has the state of its last token. A mean needs the states
-of all tokens. They are added up chunk after chunk in float64, where sums of numbers with so few digits are exact and do
-not depend on how a prompt was cut."""
+of all tokens. They are added up chunk after chunk in float64. There sums of such short numbers are exact, so they do
+not depend on the cuts of a prompt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runtime.worker.extras import Needs, RunnerParts, StepWork
 
 
 class Pooler:
-    """A StepExtra: the vectors of the slots whose prompts are pooled."""
+    """A StepExtra: the vectors of the slots with pooled prompts."""
 
     def __init__(
         self, decoder: Decoder, num_slots: int, pooling: Pooling | None, classifier: torch.Tensor | None = None
@@ -38,7 +38,7 @@ class Pooler:
     def of(cls, parts: RunnerParts) -> Pooler:
         """For a runner's model and its setting `pooling`."""
         source, wanted = parts.source, parts.config.pooling
-        classifier = source.classifier(wanted, parts.numerics.device)
+        classifier = source.classifier(wanted, parts.decoder.numerics.device)
         return cls(parts.decoder, parts.num_slots, source.pooling(wanted), classifier)
 
     def describe(self, info: ModelInfo) -> ModelInfo:

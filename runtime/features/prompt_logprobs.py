@@ -1,60 +1,96 @@
-"""The answers of prompts beside tokens: log-probabilities, which become whole again here, and vectors (pooling.py).
-
-A prompt may take several steps, and a preemption starts it again; what came before it is dropped with its epoch (C3).
-"""
+"""Log-probabilities of prompts: a prompt may take several steps, and its parts are joined here."""
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from runtime.core.plan import StepResult
+from runtime.core.extra import Culprit, Ended, Extra
+from runtime.core.plan import StepResult, num_targets
 from runtime.core.request_state import RequestState
-from runtime.spec.types import FinishReason, PromptLogprobs
+from runtime.core.step import Step
+from runtime.spec.types import FinishReason, PromptLogprobs, StepOutput
 
 
-class ScoredRow(NamedTuple):
-    """A planned row of a request whose prompt's log-probabilities are still wanted."""
+class _ScoredRow(NamedTuple):
+    """A planned row of a request whose prompt is being scored."""
 
     state: RequestState
     epoch: int
     num_targets: int  # prompt tokens that it scores
-    is_last: bool  # it reaches the last known token: with its result, all are there
+    is_last: bool  # True if it reaches the last known token
 
 
-def collect_prompt_logprobs(result: StepResult, rows: list[ScoredRow]) -> list[tuple[RequestState, PromptLogprobs]]:
-    """Keep what the step's rows brought; returns the requests whose prompts are scored whole, and forgets theirs."""
-    complete: list[tuple[RequestState, PromptLogprobs]] = []
-    at = 0
-    for state, epoch, num, is_last in rows:
-        if state.epoch == epoch and state.prompt_logprobs is not None:
-            state.prompt_logprobs.append(result.prompt_logprobs(at, num, state.params.prompt_logprobs or 0))
-            if is_last:
-                complete.append((state, PromptLogprobs(*map(b"".join, zip(*state.prompt_logprobs, strict=True)))))
-                state.prompt_logprobs = None
-                if state.params.max_tokens:
-                    state.params = replace(state.params, prompt_logprobs=None)  # a preemption need not score it again
-        at += num
-    return complete
+class _Parts:
+    """The parts of one prompt, a step each. A preemption begins again (C3)."""
+
+    __slots__ = ("epoch", "parts")
+
+    def __init__(self) -> None:
+        self.epoch, self.parts = -1, list[PromptLogprobs]()
 
 
-def collect_vectors(
-    result: StepResult, samples: list[tuple[RequestState, int, Any]]
-) -> list[tuple[RequestState, bytes]]:
-    """The vectors of the step's pooled requests; those that were preempted meanwhile have none."""
-    rows = zip(result.pooled_rows.tolist(), result.pooled, strict=True)
-    found = ((*samples[row][:2], vector) for row, vector in rows)
-    return [(state, vector.tobytes()) for state, epoch, vector in found if state.epoch == epoch]
+class PromptScoring(Extra):
+    """Serves `prompt_logprobs`."""
+
+    serves = frozenset({"prompt_logprobs"})
+
+    def __init__(self) -> None:
+        self._prompts: dict[RequestState, _Parts] = {}  # that are not complete
+        self._planned: list[_ScoredRow] = []  # rows of the step that is being planned
+        self._in_flight: dict[int, list[_ScoredRow]] = {}  # by the id of the step
+
+    def on_add(self, state: RequestState) -> None:
+        if state.params.prompt_logprobs is not None:
+            state.reads_cache = False  # the cache holds no log-probabilities
+            state.on_row = self._note_row
+            self._prompts[state] = _Parts()
+
+    def _note_row(self, state: RequestState, start: int, count: int) -> None:
+        is_last = start + count == state.num_total
+        self._planned.append(_ScoredRow(state, state.epoch, num_targets(start, count, state.prompt_len), is_last))
+
+    def on_plan(self, step: Step) -> None:
+        if self._planned:
+            self._in_flight[step.step_id], self._planned = self._planned, []
+
+    def on_result(self, step: Step, result: StepResult, output: StepOutput) -> Ended:
+        """Store the parts of the step's prompts, and report the complete ones."""
+        ended: Ended = []
+        at = 0
+        for state, epoch, num, is_last in self._in_flight.pop(step.step_id, ()):
+            prompt = self._prompts.get(state)
+            if prompt is not None and state.epoch == epoch:
+                if prompt.epoch != epoch:
+                    prompt.epoch, prompt.parts = epoch, []
+                prompt.parts.append(result.prompt_logprobs(at, num, state.params.prompt_logprobs or 0))
+                if is_last:
+                    ended += self._complete(state, prompt, output)
+            at += num
+        return ended
+
+    def _complete(self, state: RequestState, prompt: _Parts, output: StepOutput) -> Ended:
+        columns = PromptLogprobs(*map(b"".join, zip(*prompt.parts, strict=True)))
+        output.prompt_logprobs.append((state, columns))
+        del self._prompts[state]
+        state.on_row = None
+        if state.only_scores:
+            return [(state, end_of(columns.logprobs))]
+        state.reads_cache = True
+        state.params = replace(state.params, prompt_logprobs=None)  # a preemption need not score it again
+        return []
+
+    def on_end(self, state: RequestState, reason: FinishReason) -> None:
+        self._prompts.pop(state, None)
+
+    def on_lost(self, in_flight: Set[RequestState]) -> Culprit | None:
+        self._in_flight.clear()
+        return None
 
 
-def ended_with_prompts(
-    scores: list[tuple[RequestState, PromptLogprobs]], vectors: list[tuple[RequestState, bytes]]
-) -> list[tuple[RequestState, FinishReason]]:
-    """The requests that want no more than these. Numbers that are not finite are a fault in the model, which a request
-    without output shows nowhere else."""
-    found = [(state, columns.logprobs) for state, columns in scores if state.only_scores] + vectors
-    is_finite = (np.isfinite(np.frombuffer(numbers, np.float32)).all() for _, numbers in found)
-    reasons = (FinishReason.LENGTH if finite else FinishReason.ERROR for finite in is_finite)
-    return [(state, reason) for (state, _), reason in zip(found, reasons, strict=True)]
+def end_of(numbers: bytes) -> FinishReason:
+    """Return how a request ends whose output is these float32 numbers: with an error if one is not finite."""
+    return FinishReason.LENGTH if np.isfinite(np.frombuffer(numbers, np.float32)).all() else FinishReason.ERROR

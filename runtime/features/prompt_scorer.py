@@ -1,7 +1,7 @@
 """PromptScorer: log-probabilities of prompt tokens.
 
 The token after a row's token is known while it lies in the prompt, so only its logits are missing. They are made for a
-slice of the step's tokens at a time, since those of a whole prompt would be larger than the model.
+slice of the step's tokens at a time: the logits of a whole prompt can be larger than the model.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from runtime.worker.ranks.split_logits import SplitLogits
 
 
 class PromptScorer:
-    """A StepExtra: log-probabilities for the slots whose prompts are scored.
+    """A StepExtra: log-probabilities for the slots with scored prompts.
 
-    It needs no more memory than sampling: a slice is as long as the largest batch, or MIN_LOGIT_ROWS, for which
-    memory.py plans."""
+    Its memory is that of sampling: a slice has the rows of the largest batch, or MIN_LOGIT_ROWS (memory.py)."""
 
     def __init__(self, decoder: Decoder, num_slots: int) -> None:
         self.decoder = decoder

@@ -32,14 +32,13 @@ def within(x, LARGEST: tl.constexpr):
 @jit
 def to_e4m3(x):
     """Round numbers within 448 to e4m3, ties to even; NaN stays."""
-    if (
-        _INTERPRETED
-    ):  # the interpreter's cast neither carries into the exponent nor keeps NaN; of codes' numbers it is exact
+    if _INTERPRETED:
+        # The interpreter's cast neither carries into the exponent nor keeps NaN. It is exact for numbers of e4m3.
         bits = x.to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
         exact = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, normal)  # 1.5 * 2 ** 14: steps of 2 ** -9
-        codes = exact.to(tl.float8e4nv).to(tl.int8, bitcast=True)
-        codes = tl.where(x == x, codes, 127).to(tl.int8).to(tl.float8e4nv, bitcast=True)
+        values = exact.to(tl.float8e4nv).to(tl.int8, bitcast=True)
+        values = tl.where(x == x, values, 127).to(tl.int8).to(tl.float8e4nv, bitcast=True)
     else:
-        codes = x.to(tl.float8e4nv)
-    return codes
+        values = x.to(tl.float8e4nv)
+    return values

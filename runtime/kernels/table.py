@@ -18,7 +18,8 @@ from runtime.kernels.attention.paged_attention import PagedBatch
 from runtime.kernels.attention.prefill_attention import prefill_attention
 from runtime.kernels.attention.rope import rope_rows_torch, rope_rows_triton, rope_store_kv_torch, rope_store_kv_triton
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts, has_fp8_moe
-from runtime.kernels.experts.moe_w16a16 import ExpertLayer, Experts, GroupedExperts
+from runtime.kernels.experts.moe_torch import ExpertLayer, Experts
+from runtime.kernels.experts.moe_w16a16 import GroupedExperts
 from runtime.kernels.experts.moe_wna16 import QuantizedExperts
 from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.linear_torch import Activate, Linear, Norm, Product, cpu_product

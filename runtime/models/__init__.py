@@ -24,7 +24,7 @@ class ChatForm(NamedTuple):
     """What a published chat template was found to write."""
 
     template: str  # which one
-    tools: str  # the format of tool calls, as --tool-call-parser names it; generic if the template has no tools
+    tools: str  # the format of tool calls, a value of --tool-call-parser; generic if the template is without tools
     reasons: bool = False  # the model may write reasoning before its answer
 
 
@@ -150,7 +150,7 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
 def load_spec(config: Mapping[str, Any], tensors: Collection[str] = ()) -> tuple[DecoderSpec, WeightMap]:
     """The spec of a config.json, and how its checkpoint, which has these tensors if they are known, stores it.
 
-    Raises CallboardError if the architecture, or a variant that the config asks for, is not supported."""
+    Raises CallboardError if the architecture, or a variant in the config, is not supported."""
     named = config.get("architectures")
     stored = str(named[0] if isinstance(named, list) and named else None)
     name = stored if stored in FAMILIES else _WITHOUT_HEAD.sub("ForCausalLM", stored)  # GPT2LMHeadModel ends so, too

@@ -1,4 +1,4 @@
-"""ForwardBatch: the tokens of one forward pass, and where their keys and values are."""
+"""ForwardBatch: the tokens of one forward pass, and the places of their keys and values."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 
 class AttentionMetadata(Protocol):
-    """Which keys each token of a step attends to, in the form of one attention backend: the backend's own steps make
-    it, its attention reads it, and what lies between passes it on. Made once a step, it serves all layers."""
+    """The keys that each token of a step attends to, in the form of one attention backend. Steps of this backend make
+    it once, and its attention reads it in all layers."""
 
     num_tokens: int
 
@@ -21,8 +21,6 @@ class ForwardBatch:
 
     token_ids: torch.Tensor  # [num_tokens] int64, or int32 on a GPU, as all below
     positions: torch.Tensor  # [num_tokens]
-    kv_index: torch.Tensor  # [num_tokens] where each token's k and v go: block * block_size + offset
+    kv_index: torch.Tensor  # [num_tokens] the place of each token's k and v: block * block_size + offset
     attention: AttentionMetadata
-    adapters: torch.Tensor | None = (
-        None  # [num_tokens] the index of each token's adapter, 0 for none; None: no row has one
-    )
+    adapters: torch.Tensor | None = None  # [num_tokens] index of each token's adapter or 0; None if all are 0

@@ -10,7 +10,7 @@ from runtime.quant.weight_format import TensorSource
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.types import CallboardError
 
-# All that belongs to such a cache. Zero points are those of whole numbers, and queries are never rounded: both unused.
+# All that belongs to such a cache. Zero points belong to integers, and queries are never rounded, so both are unused.
 KV_SCALES = r".*\.(([kvq]|kv|prob)_(scale|zero_point|global_scale)|[kv]_proj\.output_(scale|zero_point))"
 _USED = re.compile(r".*\blayers\.(\d+)\..*?\b(kv|k|v)(?:_scale|_proj\.output_scale)")
 _PLACES = {"kv": [0, 1], "k": [0], "v": [1]}
@@ -26,7 +26,7 @@ def _found(source: TensorSource) -> list[re.Match[str]]:
 
 
 def read_kv_scales(source: TensorSource, spec: DecoderSpec) -> torch.Tensor | None:
-    """float32 [num_layers, 2, num_kv_heads] on the CPU, 1 where there is none that is above 0; None: there are none.
+    """float32 [num_layers, 2, num_kv_heads] on the CPU, 1 for scales that are absent or 0; None if all are absent.
 
     Raises CallboardError for a tensor with another number of scales than one, or one a head."""
     found = _found(source)

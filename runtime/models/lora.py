@@ -1,40 +1,55 @@
-"""Where a decoder's adapters (LoRA) are: room beside each fused linear map, and how a file's modules get there."""
+"""DecoderAdapters: room for adapters (LoRA) beside each fused linear map, and the map for each module of a file."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from runtime.kernels.linear.lora import Adapters, make_adapters, padded_rank
+from runtime.kernels.linear.linear_torch import Linear
+from runtime.kernels.linear.lora import Adapters, AddAdapters, RowAdapters, make_adapters, padded_rank
 from runtime.kernels.linear.small_results import EMPTY_WORD
 from runtime.kernels.numerics import Numerics
+from runtime.models.decoder import Layer, Mlp
 from runtime.models.weight_map import WeightMap
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.sharding import parts_of
 from runtime.spec.types import CallboardError
 
 _WRAPPERS = re.compile(r"^(?:(?:model|language_model|transformer)\.)+")
-LayerAdapters = dict[str, Adapters]  # by the fused name of a layer's linear map
+AdaptersOfMaps = dict[str, Adapters]  # by the fused name of a layer's linear map
 
 
 class DecoderAdapters(NamedTuple):
     """The adapters of all layers."""
 
-    layers: list[LayerAdapters]
+    layers: list[AdaptersOfMaps]
     results: torch.Tensor  # of all maps
+    add: AddAdapters
 
-    def clear_results(self) -> None:
-        """What comes before the first layer of a step of one row."""
-        self.results.fill_(EMPTY_WORD)
+    def adapted(self, layers: Sequence[Layer], rows: torch.Tensor) -> list[Layer]:
+        """The layers for a step. `rows` [num_tokens] has the adapter index of each token."""
+        if len(rows) == 1:
+            self.results.fill_(EMPTY_WORD)  # the kernels of one row wait for words that are not empty
+        return [self._adapted_layer(layer, of, rows) for layer, of in zip(layers, self.layers, strict=True)]
+
+    def _adapted_layer(self, layer: Layer, of: AdaptersOfMaps, rows: torch.Tensor) -> Layer:
+        def adapted(linear: Linear, name: str) -> Linear:
+            return linear.with_adapters(RowAdapters(rows, of[name], self.add))
+
+        ffn = layer.feed_forward
+        if isinstance(ffn, Mlp):
+            ffn = Mlp(adapted(ffn.gate_up, "gate_up"), adapted(ffn.down, "down"))
+        return replace(layer, qkv=adapted(layer.qkv, "qkv"), out=adapted(layer.out, "out"), feed_forward=ffn)
 
 
 Matrices = tuple[torch.Tensor, torch.Tensor]  # A [rank, in] and B [out, rank], scaled
 
 
-class Place(NamedTuple):
+class MapPart(NamedTuple):
     """A part of a fused linear map."""
 
     layer: int
@@ -43,13 +58,15 @@ class Place(NamedTuple):
 
 
 def adapted_linears(spec: DecoderSpec) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The fused maps that may have adapters, with the (out, in) shapes of their parts: those of experts have none."""
+    """The fused maps that may have adapters, with the (out, in) shapes of their parts. Maps of experts may not."""
     own = {name: parts for name, (parts, _) in spec.linears().items()}
     return {name: own[name] for name in ("qkv", "out")} if spec.experts is not None else own
 
 
-def make_decoder_adapters(spec: DecoderSpec, numerics: Numerics, max_loras: int, max_rank: int) -> DecoderAdapters:
-    """Room for adapters in every layer of what a rank has; all are zeros."""
+def make_decoder_adapters(
+    spec: DecoderSpec, numerics: Numerics, add: AddAdapters, max_loras: int, max_rank: int
+) -> DecoderAdapters:
+    """Room for adapters in every layer of a rank's share; all are zeros."""
     layers = [
         {
             name: make_adapters(
@@ -64,12 +81,12 @@ def make_decoder_adapters(spec: DecoderSpec, numerics: Numerics, max_loras: int,
     results = torch.cat(of_maps)
     views = iter(results.split([len(own) for own in of_maps]))
     return DecoderAdapters(
-        [{name: one._replace(results=next(views)) for name, one in layer.items()} for layer in layers], results
+        [{name: one._replace(results=next(views)) for name, one in layer.items()} for layer in layers], results, add
     )
 
 
 def adapter_bytes(spec: DecoderSpec, numerics: Numerics, max_loras: int, max_rank: int, num_tokens: int) -> int:
-    """Of that room, and of what a step of so many tokens makes of it."""
+    """Bytes of that room, and of its results in a step of `num_tokens`."""
     if not max_loras:
         return 0
     rank, layer_size = padded_rank(max_rank), 0
@@ -78,10 +95,10 @@ def adapter_bytes(spec: DecoderSpec, numerics: Numerics, max_loras: int, max_ran
     return max_loras * spec.num_layers * layer_size * numerics.dtype.itemsize + 3 * rank * num_tokens * 4
 
 
-def places_of(spec: DecoderSpec, weight_map: WeightMap) -> dict[str, Place]:
+def map_parts_of(spec: DecoderSpec, weight_map: WeightMap) -> dict[str, MapPart]:
     """The modules that may have adapters, by their `short_name`."""
     return {
-        short_name(weight_map.names[part].format(layer, "")): Place(layer, name, part)
+        short_name(weight_map.names[part].format(layer, "")): MapPart(layer, name, part)
         for layer in range(spec.num_layers)
         for name, parts in adapted_linears(spec).items()
         for part in parts
@@ -94,15 +111,15 @@ def short_name(module: str) -> str:
 
 
 def write_adapter(
-    layers: list[LayerAdapters], spec: DecoderSpec, index: int, matrices: Mapping[Place, Callable[[], Matrices]],
+    layers: list[AdaptersOfMaps], spec: DecoderSpec, index: int, matrices: Mapping[MapPart, Callable[[], Matrices]],
     row_order: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Make these matrices of the whole model adapter `index` of what a rank has. Each is read when it is needed.
+    """Write a rank's share of these matrices of the whole model as adapter `index`. Each is read when it is needed.
 
-    `row_order` is that of the rows of q and k where the decoder has another than the checkpoint."""
+    `row_order` is the order of the rows of q and k; None if it is that of the checkpoint."""
     for layer, maps in enumerate(layers):
         for name, parts in adapted_linears(spec).items():
-            read = [matrices.get(Place(layer, name, part)) for part in parts]
+            read = [matrices.get(MapPart(layer, name, part)) for part in parts]
             own = [
                 None if one is None else of_rank(spec, f"layers.{layer}.{part}.weight", *one())
                 for part, one in zip(parts, read, strict=True)
@@ -111,8 +128,8 @@ def write_adapter(
 
 
 def of_rank(spec: DecoderSpec, parameter: str, a: torch.Tensor, b: torch.Tensor) -> Matrices:
-    """The parts of A and B that belong to a rank's part of their weight: where it has some outputs, these rows of B,
-    and where it has some inputs, these columns of A."""
+    """A rank's share of A and B. A rank with some outputs of the weight has their rows of B; a rank with some inputs
+    has their columns of A."""
     own = parts_of(spec, parameter)
     if not own:
         return a, b
@@ -121,11 +138,11 @@ def of_rank(spec: DecoderSpec, parameter: str, a: torch.Tensor, b: torch.Tensor)
     return torch.cat([a[:, one.start : one.stop] for one in own], 1), b
 
 
-def check_place(place: Place | None, module: str, shape: tuple[int, int], spec: DecoderSpec) -> Place:
-    """Raises CallboardError if the model has no such linear map, or one of another shape (out, in)."""
+def check_map_part(place: MapPart | None, module: str, shape: tuple[int, int], spec: DecoderSpec) -> MapPart:
+    """Raises CallboardError if the model lacks this linear map, or it has another shape (out, in)."""
     if place is None:
         raise CallboardError(
-            f"The adapter has matrices for {module}, which is no linear map of this model's layers that can have them."
+            f"The adapter has matrices for {module}, but this model's layers have no linear map for adapters there."
         )
     wanted = adapted_linears(spec.whole)[place.name][place.part]
     if shape != wanted:

@@ -1,4 +1,4 @@
-"""The published shapes of some models, each as the part of its config.json that says them.
+"""The published shapes of some models, as parts of their config.json.
 
 `callboard models NAME` computes memory from them, and the benchmarks make random models of them."""
 

@@ -20,8 +20,8 @@ from runtime.spec.types import CallboardError
 
 
 class ReadWeight(Protocol):
-    """Reads the rank's part of a parameter of `spec.shapes()` by name, on the device; or, of a parameter that ranks
-    divide, one part of the whole."""
+    """Reads the rank's part of a parameter of `spec.shapes()` by name, on the device; with `part`, that part of the
+    whole parameter."""
 
     def __call__(self, parameter: str, part: Part | None = None, /) -> Weight: ...
 
@@ -30,10 +30,10 @@ _MOST_DRAWN_ON_CPU = 1 << 28  # random weights
 
 
 def locate_parameters(spec: DecoderSpec, weight_map: WeightMap, source: TensorSource) -> dict[str, Location]:
-    """Every parameter of the spec -> where the checkpoint has it, and what of it the spec's rank reads.
+    """Every parameter of the spec -> its location in the checkpoint, and the part that the spec's rank reads.
 
-    Raises CallboardError for the first tensor that is missing, has another shape or a type that its format does not
-    know, or has no place in the model."""
+    Raises CallboardError for the first tensor that is missing, has a wrong shape or type, or does not belong to the
+    model."""
     names, used = set(source.names()), set[str]()
     format_of, locations = weight_formats(spec.whole, None), {}
     shapes = spec.whole.shapes()
@@ -81,7 +81,7 @@ def locate_parameters(spec: DecoderSpec, weight_map: WeightMap, source: TensorSo
 
 
 def read_from(source: TensorSource, spec: DecoderSpec, weight_map: WeightMap, numerics: Numerics) -> ReadWeight:
-    """Reads from a checkpoint, whose tensors are all checked now."""
+    """Reads from a checkpoint, after a check of all tensors."""
     locations, format_of = locate_parameters(spec, weight_map, source), weight_formats(spec, numerics)
 
     def read(parameter: str, part: Part | None = None) -> Weight:
@@ -96,15 +96,15 @@ def read_from(source: TensorSource, spec: DecoderSpec, weight_map: WeightMap, nu
 
 
 def draw(spec: DecoderSpec, numerics: Numerics, seed: int) -> ReadWeight:
-    """Draws random weights from a seed, in the order in which they are asked for, scaled so that activations keep
-    their size. Ranks draw all of a parameter and keep their part, so that they have parts of one model.
+    """Draws random weights from a seed in the order of the calls, scaled so that activations keep their size. Ranks
+    draw all of a parameter and keep their part, so that they have parts of one model.
 
-    On the CPU, the same for every device; large models on their own, as a CPU needs minutes for gigabytes."""
+    A CPU draws the same weights for every device. Large models are drawn on their device: a CPU needs minutes."""
     shapes, format_of = spec.whole.shapes(), weight_formats(spec, numerics)
     large = sum(math.prod(shape) for shape in shapes.values()) > _MOST_DRAWN_ON_CPU
     generator = torch.Generator(numerics.device if large else torch.device("cpu")).manual_seed(seed)
 
-    last = dict[str, torch.Tensor]()  # parts of a parameter are asked for one after another
+    last = dict[str, torch.Tensor]()  # parts of a parameter are read one after another
 
     def read(parameter: str, part: Part | None = None) -> Weight:
         if parameter not in last:

@@ -1,11 +1,11 @@
-"""Which waiting request may be admitted: one whose prompt fits, and with it what all running ones will probably need.
+"""Admission: a waiting request starts if its prompt fits beside what all running requests will probably need.
 
-A request that is admitted too early costs a preemption, and the work to compute it again; one that is admitted too late
-leaves memory unused. So a request counts with the blocks that it is expected to hold in the end, by its limit if it
-ignores EOS, else by what is known of answers like it (output_length.py). It is looked at again as its output grows.
+A request that starts too early costs a preemption and its work again; one that starts too late leaves memory unused. So
+a request counts with the blocks that it is expected to hold at its end. If it ignores EOS that is its limit, else an
+estimate from answers like it (output_length.py), which is revised as its output grows.
 
-Many answers make up for one another, a few may all be long: the one to be admitted must fit with half as much again. In
-a large cache that is little, and where three long answers fill it, it halves the preemptions.
+Many answers make up for one another; a few may all be long. So the new request must fit with half as much again. In a
+large cache that is little. Where three long answers fill the cache, it halves the preemptions.
 """
 
 from __future__ import annotations
@@ -13,56 +13,78 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
+from runtime.core.extra import Extra
 from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.request_state import NEVER, RequestState
+from runtime.core.stats import EngineStats
 from runtime.policy.output_length import OutputLengthEstimator
+from runtime.spec.types import FinishReason
 
-_MARGIN = 0.5  # of what a waiting request is expected to need
+_MARGIN = 0.5  # of the expected need of a waiting request
 
 
-class Admission:
-    """Works on `RequestState.expected_blocks`; what ends tells it how long answers get."""
+class _Expectation:
+    """The expected end of one request."""
 
-    def __init__(self, kv_cache: KVCacheManager) -> None:
-        self._kv_cache, self.lengths = kv_cache, OutputLengthEstimator()
+    __slots__ = ("num_blocks", "num_observed", "revise_at")
 
-    def allows(self, state: RequestState, hits: Sequence[int], running: Sequence[RequestState]) -> bool:
-        """True if a waiting request that finds the blocks `hits` in the cache fits beside those that run; alone, its
-        known tokens have to."""
-        pool = self._kv_cache.pool
-        room = pool.num_available - pool.num_unheld(hits) + len(hits)
+    def __init__(self, num_observed: int) -> None:
+        self.num_blocks = 0  # that it holds at its end
+        self.revise_at = 0  # num_total from which on the estimate says more
+        self.num_observed = num_observed  # output tokens that the estimator has seen
+
+
+class Admission(Extra):
+    """Compares free blocks with the expected need. Requests that end teach it how long answers get."""
+
+    def __init__(self) -> None:
+        self.lengths = OutputLengthEstimator()
+        self._expected: dict[RequestState, _Expectation] = {}
+
+    def attach(self, kv_cache: KVCacheManager, stats: EngineStats) -> None:
+        self._kv_cache = kv_cache
+
+    def on_add(self, state: RequestState) -> None:
+        # Output from another engine, or before it may stop, teaches nothing.
+        self._expected[state] = _Expectation(max(len(state.tokens) - state.prompt_len, state.params.min_tokens))
+
+    def may_admit(self, state: RequestState, hits: Sequence[int], running: Sequence[RequestState]) -> bool:
         if not running:
-            return self._kv_cache.most_blocks_for(len(state.tokens)) <= room
-        self._expect(state)
-        needed = state.expected_blocks
+            return True
+        most_blocks_for, expected = self._kv_cache.most_blocks_for, self._expected
+        needed = self._expect(state).num_blocks
         if not state.params.ignore_eos:
-            needed += int(_MARGIN * (needed - self._kv_cache.most_blocks_for(len(state.tokens))))
-        room -= min(needed, self._kv_cache.most_blocks_for(state.max_len))
+            needed += int(_MARGIN * (needed - most_blocks_for(len(state.tokens))))
+        room = self._kv_cache.num_available_beside(hits) + len(hits) - min(needed, most_blocks_for(state.max_len))
         for other in running:
-            if other.num_total >= other.revise_at:
-                self._expect(other)
-            missing = other.expected_blocks - other.num_blocks
+            known = expected[other]
+            if other.num_total >= known.revise_at:
+                known = self._expect(other)
+            missing = known.num_blocks - other.num_blocks
             if missing > 0:
                 room -= missing
         return room >= 0
 
-    def note_end(self, state: RequestState, stopped: bool) -> None:
-        """A request ends; its output had come to an end by itself, or not."""
+    def on_end(self, state: RequestState, reason: FinishReason) -> None:
         if not state.params.ignore_eos and (length := self._observe(state)) > 0:
-            self.lengths.observe_end(state.params.max_tokens, length, stopped)
+            self.lengths.observe_end(state.params.max_tokens, length, reason is FinishReason.STOP)
+        del self._expected[state]
 
-    def _expect(self, state: RequestState) -> None:
-        params, length, revise_at = state.params, state.max_len, NEVER
+    def _expect(self, state: RequestState) -> _Expectation:
+        """Revise the expectation of a request."""
+        known, params = self._expected[state], state.params
+        length, known.revise_at = state.max_len, NEVER
         if not params.ignore_eos:
             reached = max(self._observe(state), params.min_tokens)
             more, revise_at = self.lengths.expect(params.max_tokens, reached)
             length = min(length, max(state.prompt_len + reached + ceil(more), state.num_total + 1))
-            revise_at += state.prompt_len + 1
-        state.expected_blocks, state.revise_at = self._kv_cache.most_blocks_for(length), revise_at
+            known.revise_at = revise_at + state.prompt_len + 1
+        known.num_blocks = self._kv_cache.most_blocks_for(length)
+        return known
 
     def _observe(self, state: RequestState) -> int:
-        """Tell the estimate how far the output has come; returns its length."""
-        length = len(state.tokens) - state.prompt_len
-        self.lengths.observe(state.params.max_tokens, state.num_observed, length)
-        state.num_observed = max(state.num_observed, length)
+        """Report new output to the estimator; return the length of the output."""
+        known, length = self._expected[state], len(state.tokens) - state.prompt_len
+        self.lengths.observe(state.params.max_tokens, known.num_observed, length)
+        known.num_observed = max(known.num_observed, length)
         return length

@@ -1,13 +1,13 @@
-"""The order in which cached KV blocks that no request holds are given up.
+"""BranchEviction: shared prefixes stay in the cache longer than the history of one conversation.
 
-The block that was released least recently goes first, but one behind which cached prompts part, or an ancestor of one,
-stays SHARED_STAY times as long as others: an instruction with which many conversations begin is worth more than the
-history of one, which may be over. (Segmented LRU, Karedla, Love and Wherry 1994, protects what was asked for twice;
-here that would be every history of three turns.)
+The least recently released block goes first, but a branch block ages at a quarter of the speed. Cached prompts diverge
+at a branch block or below it: an instruction with which many conversations begin is worth more than the history of one,
+which may be over. (Segmented LRU, Karedla, Love and Wherry 1994, protects what was requested twice; here that would be
+every history of three turns.)
 
-Children are released before their parents. So the head of each of the two queues is a leaf of the prefix tree among
-the blocks of that queue, and as a shared block goes only if it has waited longer than the head of the others, none of
-them is its child.
+Children are released before their parents. So the head of each of the two queues is a leaf of the prefix tree among the
+blocks of that queue. A branch block goes only if it is older than the head of the other queue, so none of those is its
+child.
 """
 
 from __future__ import annotations
@@ -15,51 +15,84 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
-SHARED_STAY = 4
+from runtime.core.block_pool import CachedBlock, EvictionOrder
+from runtime.core.extra import Extra
+
+BRANCH_AGE_DIVISOR = 4
 
 
-class EvictionQueue:
-    """Blocks by the time since which nobody holds them; its clock counts the blocks that came."""
+class BranchOrder(EvictionOrder):
+    """Two queues of blocks by the time of their release; the clock counts released blocks."""
 
-    def __init__(self) -> None:
-        self._others: OrderedDict[int, int] = OrderedDict()  # block -> when it came
-        self._shared: OrderedDict[int, int] = OrderedDict()
+    def reset(self, num_blocks: int) -> None:
+        self._others: OrderedDict[int, int] = OrderedDict()  # block -> time of its release
+        self._branches: OrderedDict[int, int] = OrderedDict()
         self._now = 0
+        self._first_child = [b""] * num_blocks  # hash of each block's first cached child
+        self._has_branch = bytearray(num_blocks)  # 1 if two cached prompts diverge at or below the block
 
     def __len__(self) -> int:
-        return len(self._others) + len(self._shared)
+        return len(self._others) + len(self._branches)
 
     def __contains__(self, block: int) -> bool:
-        return block in self._others or block in self._shared
+        return block in self._others or block in self._branches
 
     def __iter__(self) -> Iterator[int]:
         yield from self._others
-        yield from self._shared
+        yield from self._branches
 
-    def add(self, others: list[int], shared: list[int]) -> None:
-        """Blocks that nobody holds any more, children before their parents; no block of `others` is the parent of one
-        of `shared`."""
+    def on_cached(self, cached: list[CachedBlock]) -> None:
+        first_child = self._first_child
+        for _, block_hash, parent in cached:
+            if not (first := first_child[parent]):
+                first_child[parent] = block_hash
+            elif first != block_hash:
+                self._has_branch[parent] = 1
+
+    def on_uncached(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self._first_child[block] = b""
+            self._has_branch[block] = 0
+
+    def add(self, blocks: list[int], table: list[int]) -> None:
+        has_branch, is_below = self._has_branch, 0
+        for block in reversed(table):  # a parent of a branch block is one, too
+            if is_below:
+                has_branch[block] = 1
+            else:
+                is_below = has_branch[block]
+        others = [block for block in blocks if not has_branch[block]]
+        self._append(others, [block for block in blocks if has_branch[block]] if len(others) < len(blocks) else [])
+
+    def _append(self, others: list[int], branches: list[int]) -> None:
+        """Add released blocks, children before parents. No block of `others` is the parent of a branch block."""
         now = self._now
-        for queue, blocks in ((self._others, others), (self._shared, shared)):
+        for queue, blocks in ((self._others, others), (self._branches, branches)):
             for block in blocks:
                 now += 1
                 queue[block] = now
         self._now = now
 
     def remove(self, blocks: list[int]) -> None:
-        """Somebody holds these again."""
-        others, shared = self._others, self._shared
+        others, branches = self._others, self._branches
         for block in blocks:
-            del (others if block in others else shared)[block]
+            del (others if block in others else branches)[block]
 
     def take(self, count: int) -> list[int]:
-        """The next `count` blocks that go; there must be as many."""
         return [self._next_queue().popitem(last=False)[0] for _ in range(count)]
 
     def _next_queue(self) -> OrderedDict[int, int]:
-        others, shared, now = self._others, self._shared, self._now
-        if not shared:
+        others, branches, now = self._others, self._branches, self._now
+        if not branches:
             return others
-        if others and now - next(iter(shared.values())) <= SHARED_STAY * (now - next(iter(others.values()))):
-            return others
-        return shared
+        if not others:
+            return branches
+        branch_age, other_age = now - next(iter(branches.values())), now - next(iter(others.values()))
+        return others if branch_age <= BRANCH_AGE_DIVISOR * other_age else branches
+
+
+class BranchEviction(Extra):
+    """Hands the order to the pool."""
+
+    def eviction_order(self) -> EvictionOrder:
+        return BranchOrder()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from runtime.core.scheduler import Scheduler
+from runtime.core.scheduler import Scheduler
+from runtime.policy.queue_sizes import QueueSizes
 
 
 class EngineLoad(NamedTuple):
@@ -27,5 +27,6 @@ class EngineLoad(NamedTuple):
             missing = len(state.tokens) - state.num_computed
             if missing > 1:
                 started += missing
-        queued = waiting.num_tokens - waiting.num_hits + started
+        sizes = scheduler.extras.get(QueueSizes)
+        queued = waiting.num_tokens + started - (sizes.num_hits if sizes is not None else 0)
         return cls(queued, len(scheduler.running), len(waiting), pool.num_available, pool.num_blocks - 1)

@@ -1,85 +1,103 @@
-"""Isolation of requests that kill the runners: one is found, and ended, by letting suspects run alone.
+"""Isolation: finds the request that kills the runners by running suspects alone.
 
-A loss of the runners (a crashed kernel, a killed process, a hung step) is a pause for all requests, which are then
-recomputed (C8). One of them may be its cause, and would bring it back for ever:
+A loss of the runners (a crashed kernel, a killed process, a hung step) pauses all requests. They are then computed
+again (C8). One of them may be the cause, and would cause the next loss too:
 
-    first loss     all requests go on together: most losses have another cause, or happen once
-    second loss    requests that had rows in flight both times, and gained next to nothing between, are suspects. They
-                   run one after another, each alone, until it has gained a few tokens: then it is cleared
-    third loss     the one that ran alone is at fault, and ends (C9)
+    first loss     all requests continue together: most losses have another cause, or happen once
+    second loss    requests with rows in flight both times that gained next to nothing between are suspects. They run
+                   one after another, each alone, until it has gained a few tokens: then it is cleared
+    third loss     the request that ran alone is at fault, and ends (C9)
 
-Which rows kill does not matter, nor whether steps finish between: a prompt may be computed each time, and the first
+It does not matter which rows kill, nor whether steps finish between. A prompt may be computed each time, and the first
 token after it fail. During a trial no other request runs, so a third loss has no other cause. A trial takes a few
-steps, less than it takes to load a model again. A request that gains more between two losses is not suspected.
+steps, less than loading a model again. A request that gains more between two losses is not suspected.
 
-Several requests may kill the runners only together. Each is cleared alone, so a cleared request is not tried again:
+Several requests may kill the runners only together. Each is cleared alone, and a cleared request is not tried again:
 
     cleared        they return one after another, each when the one before has gained a few tokens beside the others
-    lost again     just after a return: one fewer may run together from then on; the others wait until one ends. A
+    lost again     just after a return: one fewer may run together from then on, and the others wait until one ends. A
                    request that was lost so _MAX_RETURNS times in a row is at fault, and ends
                    at another time: half as many may run together
 
-So each further loss makes the crowd smaller or brings a request closer to its end.
+So each further loss shrinks the group or brings a request closer to its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Set
 
+from runtime.core.extra import Culprit, Extra
 from runtime.core.request_state import RequestState
+from runtime.spec.types import FinishReason
 
-MAX_LOSSES = 3  # in a row that a request takes part in before it ends, if the last one was its alone
-_MAX_RETURNS = 3  # losses in a row just after a cleared request's return before it ends
+MAX_LOSSES = 3  # losses in a row, the last one alone, that end a request
+_MAX_RETURNS = 3  # losses in a row just after its return that end a cleared request
 PROGRESS_TOKENS = 4  # tokens without a loss that clear a request
 
 
-class Isolation:
-    """The suspects, which of them is on trial, and the return of cleared requests."""
+class _Losses:
+    """The losses of the runners with rows of one request in flight."""
+
+    __slots__ = ("at", "num", "num_returns")
 
     def __init__(self) -> None:
-        self._goals: dict[RequestState, int] = {}  # suspects, and their number of tokens that clears them
-        # Cleared requests, in the order of their return; the number of tokens that lets the next one return, 0 before.
-        self._cleared: dict[RequestState, int] = {}
-        self._most: int | None = None  # cleared requests that may run together; None: all
+        self.num = 0  # in a row
+        self.at = 0  # known tokens at the last one
+        self.num_returns = 0  # of these, just after it returned from a trial
 
-    def lost(self, in_flight: Iterable[RequestState]) -> RequestState | None:
-        """The runners were lost with rows of these live requests in flight; returns the one at fault if it is known."""
+
+class Isolation(Extra):
+    """The suspects, the trial of one of them, and the return of cleared requests."""
+
+    def __init__(self) -> None:
+        self._losses: dict[RequestState, _Losses] = {}  # of live requests that were ever in flight at a loss
+        self._goals: dict[RequestState, int] = {}  # suspects, and the number of tokens that clears each
+        # Cleared requests in the order of their return, and the tokens that let the next one return; 0 before it.
+        self._cleared: dict[RequestState, int] = {}
+        self._most: int | None = None  # cleared requests that may run together; None for all
+
+    def on_lost(self, in_flight: Set[RequestState]) -> Culprit | None:
+        """Count the loss for all requests in flight; return the one at fault if it is known."""
         states = list(in_flight)
         for state in states:
-            has_come_on = len(state.tokens) - state.lost_at >= PROGRESS_TOKENS
-            state.num_losses = 1 if has_come_on else state.num_losses + 1
-            state.lost_at = len(state.tokens)
-            if state.num_losses >= MAX_LOSSES - 1 and state not in self._cleared:
-                self._goals[state] = state.lost_at + PROGRESS_TOKENS
-        # The last to arrive goes first: a request that has run for long was no danger until now.
+            losses = self._losses.setdefault(state, _Losses())
+            has_progressed = len(state.tokens) - losses.at >= PROGRESS_TOKENS
+            losses.num = 1 if has_progressed else losses.num + 1
+            losses.at = len(state.tokens)
+            if losses.num >= MAX_LOSSES - 1 and state not in self._cleared:
+                self._goals[state] = losses.at + PROGRESS_TOKENS
+        # The last to arrive is tried first: a request that has run for long was no danger until now.
         self._goals = dict(sorted(self._goals.items(), key=lambda item: item[0].sort_key[-1], reverse=True))
-        if len(states) == 1 and states[0].num_losses >= MAX_LOSSES:
-            return states[0]
-        return self._lost_together([state for state in states if state in self._cleared])
+        if len(states) == 1 and self._losses[states[0]].num >= MAX_LOSSES:
+            culprit: RequestState | None = states[0]
+        else:
+            culprit = self._lost_together([state for state in states if state in self._cleared])
+        return None if culprit is None else Culprit(culprit, self._losses[culprit].num)
 
     def _lost_together(self, cleared: list[RequestState]) -> RequestState | None:
-        """These cleared requests were in flight; returns the one that has just returned, if it did so too often."""
+        """Count a loss with these cleared requests in flight; return one that was lost too often on its return."""
         returned = [state for state in cleared if len(state.tokens) < self._cleared[state]]
         for state in cleared:
-            state.num_returns_lost = state.num_returns_lost + 1 if state in returned else 0
+            losses = self._losses[state]
+            losses.num_returns = losses.num_returns + 1 if state in returned else 0
         if len(cleared) > 1:
             self._most = len(cleared) - 1 if returned else len(cleared) // 2
-        self._cleared = dict.fromkeys(sorted(self._cleared, key=_return_order), 0)
-        return next((state for state in returned if state.num_returns_lost >= _MAX_RETURNS), None)
+        self._cleared = dict.fromkeys(sorted(self._cleared, key=self._return_order), 0)
+        return next((state for state in returned if self._losses[state].num_returns >= _MAX_RETURNS), None)
 
-    def on_trial(self) -> RequestState | None:
-        """The request that has to run alone now; None: there is no suspect."""
+    def run_alone(self) -> RequestState | None:
+        """Return the suspect on trial; None if there is no suspect."""
         while self._goals:
             state, goal = next(iter(self._goals.items()))
             if len(state.tokens) < goal:
                 return state
             del self._goals[state]
             self._cleared[state] = 0
-            self._cleared = {each: self._cleared[each] for each in sorted(self._cleared, key=_return_order)}
+            self._cleared = {each: self._cleared[each] for each in sorted(self._cleared, key=self._return_order)}
         return None
 
     def held(self) -> frozenset[RequestState]:
-        """Cleared requests that must not get a slot now: all that wait but one, or all while another returns."""
+        """Return the cleared requests that must wait: all but the next one, or all while another returns."""
         waiting = [state for state in self._cleared if state.slot is None]
         if not waiting:
             return frozenset()
@@ -90,14 +108,13 @@ class Isolation:
         self._cleared[waiting[0]] = len(waiting[0].tokens) + PROGRESS_TOKENS
         return frozenset(waiting[1:])
 
-    def forget(self, state: RequestState) -> None:
-        """The request has ended."""
+    def on_end(self, state: RequestState, reason: FinishReason) -> None:
+        self._losses.pop(state, None)
         self._goals.pop(state, None)
         self._cleared.pop(state, None)
         if not self._cleared:
             self._most = None
 
-
-def _return_order(state: RequestState) -> tuple[int, int]:
-    """The first to arrive returns first, before those that were lost as they returned."""
-    return state.num_returns_lost, state.sort_key[-1]
+    def _return_order(self, state: RequestState) -> tuple[int, int]:
+        """Requests that were lost on their return come last, then the order of arrival decides."""
+        return self._losses[state].num_returns, state.sort_key[-1]

@@ -6,7 +6,13 @@ Both are estimated from the times of recent steps, so that they follow the model
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
+
+from runtime.core.extra import Culprit, Ended, Extra
+from runtime.core.plan import StepResult
+from runtime.core.request_state import RequestState
+from runtime.core.step import Step
+from runtime.spec.types import StepOutput
 
 # Where no target is given: times of a decoding step that prompts may add to a step, or else a share of all that wait.
 _AUTO_STEPS, _AUTO_SHARE = 4.0, 0.35
@@ -31,8 +37,8 @@ class _Estimate:
         self.low = value if value < self.low else self.low + self._LOW_WEIGHT * (value - self.low)
 
 
-class StepPacing:
-    """Learns what steps take; `max_prompt_tokens` and `planning_delay_s` are what follows from it."""
+class StepPacing(Extra):
+    """Learns how long steps take, and bounds their prompt tokens."""
 
     def __init__(self, max_itl_ms: float | None, clock: Callable[[], float]) -> None:
         """`max_itl_ms`: the longest that a step with prompts should take; None: in proportion to one that decodes.
@@ -41,18 +47,34 @@ class StepPacing:
         self._clock = clock
         self._decode_us: dict[int, _Estimate] = {}  # of a step, by the number of bits of its number of rows
         self._token_us: _Estimate | None = None  # of a prompt token
+        self._planned_at: dict[int, float] = {}  # of the steps in flight, by their ids
         self._result_at = 0.0
 
-    def now(self) -> float:
-        """Seconds, for `observe_step`."""
-        return self._clock()
+    def on_plan(self, step: Step) -> None:
+        self._planned_at[step.step_id] = self._clock()
+
+    def on_result(self, step: Step, result: StepResult, output: StepOutput) -> Ended:
+        self.observe_step(step.num_decoding, step.num_prompt_tokens, self._planned_at.pop(step.step_id))
+        return []
+
+    def on_lost(self, in_flight: Set[RequestState]) -> Culprit | None:
+        self._planned_at.clear()
+        return None
+
+    def max_prompt_tokens(self, running: Sequence[RequestState], num_waiting_tokens: int) -> int | None:
+        missing = [state.num_total - state.num_computed for state in running]
+        num_decoding = missing.count(1)
+        return self.prompt_tokens_beside(num_decoding, num_waiting_tokens + sum(missing) - num_decoding)
+
+    def planning_delay_s(self, step: Step) -> float:
+        return self.delay_s(step.num_decoding, step.num_prompt_tokens, self._planned_at[step.step_id])
 
     @property
     def prefill_rate(self) -> float:
         """Prompt tokens a second; 0 until it is known."""
         return 0.0 if self._token_us is None else 1e6 / self._token_us.mean
 
-    def max_prompt_tokens(self, num_decoding: int, num_queued: int) -> int | None:
+    def prompt_tokens_beside(self, num_decoding: int, num_queued: int) -> int | None:
         """Prompt tokens for a step beside `num_decoding` rows; None: as many as there are. `num_queued` is the number
         of all that are still to be computed: where no target is given, a step takes at least a share of them, so that
         a burst of prompts does not wait for the few that came first."""
@@ -67,7 +89,7 @@ class StepPacing:
         total -= total % next(multiple for multiple, end in _MULTIPLES if total < end)
         return max(_LEAST_TOKENS, total - num_decoding)
 
-    def planning_delay_s(self, num_decoding: int, num_prompt_tokens: int, planned_at: float) -> float:
+    def delay_s(self, num_decoding: int, num_prompt_tokens: int, planned_at: float) -> float:
         """Seconds for which the step after the only one in flight need not be planned yet; 0 or less: plan it now.
         A plan that comes too late leaves the device idle, so that a step counts with the least that it may take."""
         if (decode := self._decode(num_decoding)) is None or (num_prompt_tokens and self._token_us is None):

@@ -170,8 +170,8 @@ class Float8(Encoding):
         for rows, shared in self._pieces(dense):
             numbers = dense[rows].float()
             least = torch.full_like(greatest[shared], torch.inf, dtype=torch.float64)
-            for code in LARGEST_E4M3:
-                scale = _divided(greatest[shared], code).clamp_min(SMALLEST_SCALE)
+            for value in LARGEST_E4M3:
+                scale = _divided(greatest[shared], value).clamp_min(SMALLEST_SCALE)
                 spread = self._spread(scale, numbers.shape)
                 rounding = self.upcast(self._nearest(numbers / spread)).mul_(spread).sub_(numbers).square_()
                 errors = self._blocks(rounding).sum((1, 3), dtype=torch.float64)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from runtime.kernels.experts.moe_w16a16 import ExpertLayer, Experts
+from runtime.kernels.experts.moe_torch import ExpertLayer, Experts
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.quantized import wna16_cpu

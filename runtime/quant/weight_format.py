@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from runtime.kernels.experts.moe_w16a16 import ExpertLayer
+from runtime.kernels.experts.moe_torch import ExpertLayer
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import Kernels

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple, overload
 
+import msgspec
+
 from runtime.spec.sampling_fields import Effect, sampling, table_of
 
 _LEAST_TEMPERATURE = 1e-5
@@ -60,6 +62,13 @@ class Grammar:
     def num_bytes(self) -> int:
         """Bytes of its texts."""
         return sum(len(text) if text.isascii() else len(text.encode()) for text in (self.lark, self.expression))
+
+
+class GrammarUpdate(msgspec.Struct, array_like=True, tag=16):
+    """On a connection: the receiver drops the grammars with the keys in `removed`, then stores `added`."""
+
+    added: list[Grammar]
+    removed: list[str] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,3 +259,4 @@ class StepOutput:
     logprobs: dict[int, TokenLogprobs]  # by index in the columns
     prompt_logprobs: list[tuple[Any, PromptLogprobs]]  # (state, those of prompt tokens 1, 2, ...), once a request
     pooled: list[tuple[Any, bytes]] = field(default_factory=list)  # (state, its vector in float32), which then ended
+    verified: list[tuple[Any, int, int]] = field(default_factory=list)  # (state, draft tokens, accepted) of a row

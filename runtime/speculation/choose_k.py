@@ -10,11 +10,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from runtime.core.plan import MAX_DRAFT_TOKENS
-from runtime.core.plan_builder import StepShape
-from runtime.core.request_state import RequestState
+from runtime.core.extra import Ended, Extra
+from runtime.core.plan import MAX_DRAFT_TOKENS, StepResult
+from runtime.core.request_state import RequestState, RequestStatus
+from runtime.core.step import Step
+from runtime.spec.types import FinishReason, StepOutput
 
 # The estimate chooses no more: with the known token these are eight rows, which few-row products take at once.
 _MAX_CHOSEN_TOKENS = 7
@@ -106,7 +108,22 @@ class StepTimes:
         return points[-1][1] * size / points[-1][0]
 
 
-class Speculation:
+class DecodeShape(NamedTuple):
+    """The size of a step that only decodes."""
+
+    num_rows: int
+    num_tokens: int
+    num_draft_tokens: int  # of the row with the most
+
+    @classmethod
+    def of(cls, step: Step) -> DecodeShape | None:
+        """Return the size of a step; None if it computes prompts, too."""
+        if step.num_sampled != step.num_tokens or step.new:
+            return None
+        return cls(len(step.rows), step.num_tokens, max(len(drafts) for _, _, drafts in step.sampled_rows))
+
+
+class Speculation(Extra):
     """Chooses how many draft tokens a request gets: as many as its acceptance so far and the time of a step let pay.
 
     What steps with and without guesses take beyond the model's and the drafter's own time (waiting, planning, a GPU
@@ -135,6 +152,26 @@ class Speculation:
         self._num_begun = 0
         self.round_count = 0  # guesses of a row in the step that is being planned; 0: it does not pay
         self._best = lru_cache(maxsize=4096)(self._compute_best)
+        self._acceptance: dict[RequestState, float] = {}  # of each live request, once there is an estimate
+
+    def on_end(self, state: RequestState, reason: FinishReason) -> None:
+        self._acceptance.pop(state, None)
+        self.drafter.forget(state)
+
+    def on_idle(self) -> None:
+        self.drafter.wait()
+
+    def on_result(self, step: Step, result: StepResult, output: StepOutput) -> Ended:
+        if self._clock is not None:
+            self.observe_step(DecodeShape.of(step))
+        return []
+
+    def planning_delay_s(self, step: Step) -> float:
+        return 0.0  # draft tokens are requested as soon as a step ends
+
+    @property
+    def is_drafting(self) -> bool:
+        return self.round_count > 0
 
     def stats(self) -> dict[str, float]:
         """The estimates by which the count is chosen, in a batch of the last step's size."""
@@ -145,7 +182,7 @@ class Speculation:
             **self.drafter.stats(),
         }
 
-    def request_drafts(self, running: Sequence[RequestState]) -> bool:
+    def begin_step(self, running: Sequence[RequestState]) -> bool:
         """A step is about to be planned: ask for its guesses. True: they should be waited for, or those in flight, so
         that all rows stay in one step."""
         drafter, rested = self.drafter, self.round_count == 0
@@ -153,7 +190,7 @@ class Speculation:
         self.choose_k(len(running), self._mean_acceptance(running))
         if self.round_count == 0 and rested and drafter.is_ready:
             return False  # nothing was asked, and nothing is in flight
-        if any(state.drafts_in_flight for state in running):
+        if any(state.status is RequestStatus.VERIFYING for state in running):
             return True
         for state in running if self.round_count else ():
             count = self._count(state)
@@ -194,19 +231,21 @@ class Speculation:
             return 1.0  # it makes no difference
         total, usual = 0.0, max(_RESTED_ACCEPTANCE, self.acceptance)
         for state in running:
-            if state.acceptance is None:
-                state.acceptance = self.acceptance
+            known = self._acceptance.get(state)
+            if known is None:
+                known = self._acceptance[state] = self.acceptance
             elif self._count(state) <= 0:
-                state.acceptance += _REST_WEIGHT * (usual - state.acceptance)
-            total += state.acceptance
+                known += _REST_WEIGHT * (usual - known)
+                self._acceptance[state] = known
+            total += known
         return total / len(running)
 
-    def defer(self, state: RequestState) -> bool:
+    def defers(self, state: RequestState) -> bool:
         """True if a request whose last token is in flight is left out of this step, to get draft tokens in the next."""
         count = self._count(state)
         return count > 0 and self.drafter.follows(state, count)
 
-    def guess(self, state: RequestState, most: int) -> list[int]:
+    def drafts(self, state: RequestState, most: int) -> list[int]:
         """At most `most` tokens that may follow the request's known ones; empty if that would not pay."""
         count = min(most, self._count(state))
         if count <= 0 or (guesses := self.drafter.guess(state, count)) is None:
@@ -215,13 +254,19 @@ class Speculation:
             self.record(state, False)
         return guesses
 
+    def on_verified(self, state: RequestState, num_accepted: int, rejected: bool) -> None:
+        for _ in range(num_accepted):
+            self.record(state, True)
+        if rejected:
+            self.record(state, False)
+
     def record(self, state: RequestState, right: bool) -> None:
         """A guess was right, or wrong, or there was none; those after a wrong one tell nothing."""
-        known = self.acceptance if state.acceptance is None else state.acceptance
-        state.acceptance = known + _WEIGHT * (right - known)
+        known = self._acceptance.get(state, self.acceptance)
+        self._acceptance[state] = known + _WEIGHT * (right - known)
         self.acceptance += _OVERALL_WEIGHT * (right - self.acceptance)
 
-    def observe_step(self, shape: StepShape | None) -> None:
+    def observe_step(self, shape: DecodeShape | None) -> None:
         """A result has come in, of a step that only decoded if it has a shape."""
         if self._clock is None:
             return
@@ -245,9 +290,8 @@ class Speculation:
         most = min(self.round_count, state.max_len - state.num_total - 1)
         if self._fixed is not None or most <= 0:
             return most
-        if state.acceptance is None:
-            state.acceptance = self.acceptance
-        return min(most, _LIKELY_TOKENS[round(state.acceptance * 40)])
+        known = self._acceptance.setdefault(state, self.acceptance)
+        return min(most, _LIKELY_TOKENS[round(known * 40)])
 
     def _compute_best(
         self, num_rows: int, draft_us: float, beyond_us: tuple[float, float], acceptance_40ths: int

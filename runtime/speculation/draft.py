@@ -17,16 +17,17 @@ itself: it pauses `wanted` tokens (and some ahead) beyond those known to be fina
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from runtime.core.executor import Executor, InProcess
+from runtime.core.extra import Extra
 from runtime.core.plan import MAX_STEPS
 from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
-from runtime.features.grammar_store import GrammarSender, GrammarStore, GrammarUpdate, request_by_key
+from runtime.features.grammar_store import GrammarSender, GrammarStore, request_by_key
 from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.types import CallboardError, Request
+from runtime.spec.types import CallboardError, GrammarUpdate, Request
 
 CATCH_UP = (2, 8)  # tokens of a row, at most, that a draft's runner has graphs for, besides one
 _DEPTH = 2  # plans in flight
@@ -107,11 +108,17 @@ class DraftCore:
     """Mirrors of one or several engines' requests. Not thread-safe: one thread calls everything."""
 
     def __init__(
-        self, config: EngineConfig, info: ModelInfo, executor: Executor, ahead: int, keeps_grammars: bool = False
+        self,
+        config: EngineConfig,
+        info: ModelInfo,
+        executor: Executor,
+        ahead: int,
+        keeps_grammars: bool = False,
+        extras: Sequence[Extra] = (),
     ) -> None:
         """Up to `ahead` guesses are made beyond those wanted, for when all of them are right; fewer where the next
         commit comes before they are done. A draft that keeps grammars guesses only what they allow."""
-        self.scheduler = Scheduler(config, info)
+        self.scheduler = Scheduler(config, info, extras)
         self.executor, self.ahead = executor, ahead
         self.keeps_grammars = keeps_grammars and bool(info.eos_token_ids)
         self.outbox: dict[Hashable, list[Chain]] = {}  # by owner; the caller sends them and empties it

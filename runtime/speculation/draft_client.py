@@ -13,11 +13,9 @@ from enum import Enum, auto
 from typing import Protocol, TypeVar
 
 from runtime.core.request_state import RequestState
-from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import Request
-from runtime.speculation.choose_k import Drafter, Speculation, StepTimes
+from runtime.speculation.choose_k import Drafter, StepTimes
 from runtime.speculation.draft import CATCH_UP, Chain, Commit, Open, Told
-from runtime.speculation.ngram import Ngram
 
 _PATIENCE, _PATIENCE_US = 6.0, 1000.0  # an answer is late after so many times what a round should take, and so much
 _BEHIND_S, _MAX_BEHIND_S = 0.5, 5.0  # before a stream that is behind is asked again, doubling: each time it begins anew
@@ -25,7 +23,7 @@ _MOST_OPENED = 1 << 16  # tokens of the requests that a frame opens: a step wait
 _HUNG_S = 10.0  # silence after which a draft is thought to be stuck
 _OVERHEAD_WEIGHT = 0.1  # of the newest answer in the estimate of what they take beyond the draft's steps
 _FIRST_OVERHEAD_US = 300.0
-_FIRST_ROUND_US, _FIRST_ROW_US = 1000.0, 60.0  # a round beyond the models' times, and each of its rows
+FIRST_ROUND_US, FIRST_ROW_US = 1000.0, 60.0  # a round beyond the models' times, and each of its rows
 
 T = TypeVar("T")
 
@@ -269,13 +267,3 @@ class DraftClient(Drafter):
             self._detach()
             self.is_hung = isinstance(e, TimeoutError)  # it lives, and reads no more
             return None
-
-
-def speculation_of(config: EngineConfig, info: ModelInfo, clock: Callable[[], float]) -> Speculation | None:
-    """Speculation as the settings ask for it; a draft model has yet to be attached. None: no guesses, and no cost."""
-    if config.draft is None:
-        return None
-    drafter: Drafter = DraftClient(info.vocab_size, clock) if config.has_draft_model else Ngram()
-    round_us, row_us = (_FIRST_ROUND_US, _FIRST_ROW_US) if config.has_draft_model else (0.0, 0.0)
-    latency_us = info.latency_us + round_us
-    return Speculation(drafter, config.num_draft_tokens, info.step_us, latency_us, clock, row_us)

@@ -1,4 +1,4 @@
-"""Calls of the CUDA driver that torch has no name for."""
+"""Calls of the CUDA driver that torch does not offer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ def _driver() -> ctypes.CDLL:
 
 
 def call(name: str, *arguments: object) -> None:
-    """Raises OSError, with the driver's name for the error. The driver's calls are for the context of their thread,
-    which has none before its first call of the runtime (`torch.cuda.synchronize`)."""
+    """Raises OSError with the driver's name for the error.
+
+    The driver uses the context of the calling thread. A new thread gets one by its first call of the runtime, for
+    example `torch.cuda.synchronize`."""
     if code := getattr(_driver(), name)(*arguments):
         text = ctypes.c_char_p()
         _driver().cuGetErrorName(code, ctypes.byref(text))
@@ -23,7 +25,7 @@ def call(name: str, *arguments: object) -> None:
 
 
 class _Words:
-    """Memory at an address, as torch.as_tensor takes it."""
+    """Memory at an address, in a form that torch.as_tensor accepts."""
 
     def __init__(self, address: int, num_words: int) -> None:
         self.__cuda_array_interface__ = {
@@ -32,5 +34,5 @@ class _Words:
 
 
 def words_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """The memory at an address of a device, [num_bytes / 4] int32, which it does not own."""
+    """The memory at an address of a device, [num_bytes / 4] int32. The tensor does not own it."""
     return torch.as_tensor(_Words(address, num_bytes // 4), device=device)

@@ -1,13 +1,11 @@
-"""Interfaces for what is plugged into a runner. A runner without extras samples the same tokens.
+"""Interfaces of the features that plug into a runner. A runner without extras samples the same tokens.
 
-| interface | adds | implemented in runtime/features by |
-|---|---|---|
-| StepExtra | outputs computed from hidden states | `Pooler` (vectors), `PromptScorer` (log-probabilities of prompts) |
-| MaskSource | masks of the tokens that samples may be | `GrammarState` |
-| AdapterLoader | weights of adapters (LoRA) | `RunnerAdapters` |
-| SleepMemory | memory that a sleeping runner gives back | `RunnerMemory` |
+    StepExtra       outputs from hidden states       Pooler (vectors), PromptScorer (log-probabilities of prompts)
+    MaskSource      masks of the tokens to sample    GrammarState
+    AdapterLoader   weights of adapters (LoRA)       RunnerAdapters
+    SleepMemory     memory given back in sleep       RunnerMemory
 
-`runtime/assembly/runner.py` makes a `RunnerExtras` of them and hands it to `ModelRunner`.
+`runtime/features` implements them. `runtime/assembly/runner.py` hands them to `ModelRunner` as `RunnerExtras`.
 """
 
 from __future__ import annotations
@@ -22,10 +20,8 @@ import numpy as np
 import torch
 
 from runtime.core.plan import Int32s, NewSlot, StepPlan, StepResult
-from runtime.kernels.numerics import Numerics
 from runtime.models.decoder import Decoder
 from runtime.spec.config import EngineConfig, ModelInfo
-from runtime.spec.sharding import Shard
 from runtime.worker.sources import ModelSource
 
 _NOTHING = torch.empty(0)
@@ -73,7 +69,7 @@ class StepExtra(Protocol):
     """An output beside tokens. It keeps state for the slots of the requests that want it."""
 
     def describe(self, info: ModelInfo) -> ModelInfo:
-        """`info` with what this extra lets the model serve."""
+        """`info` with the requests that the model serves by this extra."""
 
     def reset(self) -> None:
         """Forget all requests."""
@@ -150,7 +146,7 @@ class MemoryPart(Protocol):
     """Memory of the device that can be given back and taken again."""
 
     def use(self) -> AbstractContextManager[None]:
-        """A context: what this thread allocates on the device in it is in this memory. Used once."""
+        """A context in which this thread allocates on the device from this memory. Used once."""
 
     def for_graphs(self) -> tuple[int, int]:
         """The id of the pool in which CUDA graphs have this memory."""
@@ -176,26 +172,24 @@ class SleepMemory(Protocol):
 
 
 class RunnerParts(NamedTuple):
-    """What a runner has when it makes its extras: the weights are read, and no step has run."""
+    """The parts of a runner from which extras are made: its weights are read, and it has run no step."""
 
     config: EngineConfig
     source: ModelSource
     decoder: Decoder
-    numerics: Numerics
     num_slots: int
-    shard: Shard
     is_draft: bool
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerExtras:
-    """What is plugged into a runner. The defaults plug in nothing."""
+    """The features that plug into a runner. The defaults plug in nothing."""
 
     outputs: Sequence[Callable[[RunnerParts], StepExtra]] = ()
     masks: Callable[[RunnerParts], MaskSource] | None = None
     adapters: Callable[[RunnerParts], AdapterLoader] | None = None
     sleep_memory: Callable[[torch.device], SleepMemory] | None = None
-    row_lens: Sequence[int] = ()  # tokens that many rows of decode steps have, besides one: those of speculation
+    row_lens: Sequence[int] = ()  # tokens of a row, besides one, in frequent decode steps (speculation)
 
 
 NO_EXTRAS = RunnerExtras()

@@ -1,4 +1,4 @@
-"""KVCache: the memory of keys and values. Nothing else knows how large it is or how it is laid out."""
+"""KVCache: the memory of keys and values. Its size and layout are known only here."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from runtime.spec.kv_cache_spec import KVCacheSpec
 
 
 class KVCache:
-    """The blocks of all layers, `layers[i]` those of layer i, as the attention kernels read them.
+    """The blocks of all layers. Attention kernels read the blocks of layer i in `layers[i]`.
 
-    A block belongs to one group of layers at a time. The i-th layers of all groups lie in the same memory, since a
-    block is nobody's but one group's."""
+    A block belongs to one group of layers at a time, so the i-th layers of all groups share the same memory."""
 
     def __init__(
         self,
@@ -22,10 +21,10 @@ class KVCache:
         num_blocks: int,
         block_size: int,
         device: torch.device,
-        head_scales: torch.Tensor | None = None,  # [num_layers, 2, num_kv_heads] of e4m3 codes; None: all are 1
-        memory: AbstractContextManager[None] | None = None,  # in which the blocks are allocated
+        head_scales: torch.Tensor | None = None,  # [num_layers, 2, num_kv_heads] of e4m3 values; None if all are 1
+        memory: AbstractContextManager[None] | None = None,  # context in which the blocks are allocated
     ) -> None:
-        """Zeros: what is masked must be finite. Block 0 is the null block."""
+        """Fill the cache with zeros: masked values must be finite. Block 0 is the null block."""
         self.spec, self.num_blocks, self.block_size, self.device = spec, num_blocks, block_size, device
         group = spec.groups[0]
         shapes = {(g.num_kv_heads, g.head_dim, g.dtype, g.scale_dtype) for g in spec.groups}
@@ -33,7 +32,7 @@ class KVCache:
         self.num_kv_heads, dtype = group.num_kv_heads, getattr(torch, group.dtype)
         num_layers = max(len(g.layers) for g in spec.groups)
         shape = (num_layers, 2, group.num_kv_heads, num_blocks, block_size, group.head_dim)
-        self._scales: torch.Tensor | None = None  # those of tokens, in blocks as these are
+        self._scales: torch.Tensor | None = None  # scales of tokens, in blocks like the values
         with memory or nullcontext():
             self._blocks = torch.zeros(shape, dtype=dtype, device=device)
             if group.scale_dtype is not None:

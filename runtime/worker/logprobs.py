@@ -28,7 +28,7 @@ class Logprobs:
         return Logprobs(self.rows, self.num_best, *moved)
 
     def report(self, result: StepResult) -> None:
-        """Write the rows into the result: those of samples first, then those of prompt tokens.
+        """Write the rows into the result: the rows of samples first, then the rows of prompt tokens.
 
         Rows with fewer alternatives are filled up with zeros, which the engine does not read."""
         ranks, ids = (x.numpy().astype(np.int32) for x in (self.ranks, self.top_ids))

@@ -1,4 +1,4 @@
-"""The memory plan: what a model will take, computed from its spec before a weight is read."""
+"""The memory plan: the memory that a model needs, computed from its spec before a weight is read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from runtime.worker.gpu.graph_runner import MAX_VERIFIED
 _GIB = 1 << 30
 MIN_LOGIT_ROWS = 64  # rows of logits that a step has memory for, at least
 _DEFAULT_CPU_KV = 1.0  # GiB
-_LIBRARY_BYTES = 1 << 30  # what libraries load later, and what graphs take beside their tensors
+_LIBRARY_BYTES = 1 << 30  # later loads of libraries, and memory of graphs beside their tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class MemoryPlan:
     kv: int
     kv_cache: KVCacheSpec
     working: int  # activations, logits and gathered KV of the largest step
-    graphs: int  # the same of the largest step that is a CUDA graph, whose memory no other step uses
+    graphs: int  # working memory of the largest CUDA graph, which other steps do not use
     adapters: int  # room for max_loras of them
     available: int
     block_size: int  # tokens
@@ -43,7 +43,7 @@ class MemoryPlan:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    largest_context: int  # tokens that one request could have in what is left beside the weights
+    largest_context: int  # tokens that one request could have in the memory beside the weights
 
     def __str__(self) -> str:
         total = self.weights + self.kv + self.working + self.graphs + self.adapters
@@ -57,15 +57,15 @@ class MemoryPlan:
         )
 
     def with_blocks(self, num_kv_blocks: int) -> MemoryPlan:
-        """The plan with a KV cache of so many blocks."""
+        """The plan with a KV cache of this number of blocks."""
         kv = self.kv_cache.total_bytes(num_kv_blocks, self.block_size)
         return replace(self, num_kv_blocks=num_kv_blocks, kv=kv)
 
 
 def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, available: int) -> MemoryPlan:
-    """Weights + KV + working memory; on a GPU the KV cache gets all that is left.
+    """Weights + KV + working memory; on a GPU the KV cache gets all remaining memory.
 
-    `config` is one that is `sized_for` a device. Raises CallboardError, with the flag to change, if they do not fit."""
+    `config` is `sized_for` a device. Raises CallboardError, with the flag to change, if they do not fit."""
     spec.check(config)
     max_num_seqs, max_num_tokens = config.max_num_seqs, config.max_num_batched_tokens
     assert max_num_seqs is not None, "`config` is not sized for a device"
@@ -124,8 +124,8 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
 
 
 def available_memory(device: torch.device, gpu_memory_utilization: float = 1.0) -> int:
-    """Bytes that this process may still take: the GPU's free memory less the share that must stay free; on a CPU what
-    the kernel and the cgroup leave."""
+    """Bytes that this process may still take. On a GPU: free memory less the share that must stay free. On a CPU: the
+    memory that the kernel and the cgroup leave."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, free - int((1.0 - gpu_memory_utilization) * total))
@@ -140,8 +140,8 @@ def available_memory(device: torch.device, gpu_memory_utilization: float = 1.0) 
 
 
 def resize_kv(plan: MemoryPlan, config: EngineConfig, room: int) -> MemoryPlan:
-    """The plan with a KV cache for `room` bytes, which is what the largest step has left. Raises CallboardError if
-    that is less than the plan needs."""
+    """The plan with a KV cache for `room` bytes, the memory beside the largest step. Raises CallboardError if the plan
+    needs more."""
     block_bytes = plan.kv_cache.bytes_per_block(plan.block_size)
     fits = (room - plan.graphs) // block_bytes
     fixed = config.num_kv_blocks is not None or config.kv_cache_memory is not None or config.kv_layout == "contiguous"
@@ -162,11 +162,13 @@ def _working_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int, max_num_s
     """An upper bound for the largest step: activations of one layer and a dequantized weight, fp32 logits with three
     copies, counts of tokens, gathered KV."""
     activations, size = _activation_bytes(spec, numerics, tokens), numerics.dtype.itemsize
-    vocab_size = spec.whole.vocab_size  # of which ranks have parts, until something is wanted of all
+    vocab_size = spec.whole.vocab_size  # ranks have parts of them until a row needs all
     logits = min(max(max_num_seqs, MIN_LOGIT_ROWS), tokens) * (spec.vocab_size + 3 * vocab_size) * 4
     if numerics.backend == "triton":
         return activations + logits + NUM_TABLES * vocab_size * 4
-    mask = min(tokens, max_model_len) * max_model_len * size * (2 if spec.window else 1)  # sliding layers' is another
+    mask = (
+        min(tokens, max_model_len) * max_model_len * size * (2 if spec.window else 1)
+    )  # layers with a window have a second mask
     gathered = 2 * max(max_model_len, MAX_GATHERED) * spec.num_kv_heads * spec.head_dim * 4  # exact attention: in fp32
     return activations + logits + mask + 2 * gathered
 
@@ -174,7 +176,7 @@ def _working_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int, max_num_s
 def _activation_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int) -> int:
     heads = spec.num_heads + 2 * spec.num_kv_heads
     ffn = 3 * spec.ffn_size
-    if spec.experts is not None:  # each token's choices have an intermediate and a result of their own
+    if spec.experts is not None:  # each choice of a token has its own intermediate values and result
         ffn = spec.experts.top_k * (ffn + 2 * spec.hidden_size)
     rows = tokens * (4 * spec.hidden_size + 2 * heads * spec.head_dim + ffn) * numerics.dtype.itemsize
     if numerics.rank_invariant:  # results of all leaves

@@ -1,7 +1,7 @@
-"""ModelRunner: one rank's weights and KV cache. What it holds can be rebuilt from the engine's requests (C8).
+"""ModelRunner: one rank's weights and KV cache. Its state can be rebuilt from the engine's requests (C8).
 
-This file sequences what happens before the first step: numerics, memory plan, weights, KV cache, warm-up; ranks of a
-group go through it together, in phases. Steps themselves are `CpuSteps` (torch kernels) or `GpuSteps` (Triton kernels).
+This file is the start of a runner: numerics, memory plan, weights, KV cache, warm-up. The ranks of a group go through
+it together, in phases. Steps are `CpuSteps` (torch kernels) or `GpuSteps` (Triton kernels).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.sharding import ALONE, Shard
 from runtime.spec.types import CallboardError
 from runtime.worker.cpu.cpu_steps import CpuSteps
-from runtime.worker.extras import NO_EXTRAS, RunnerExtras, RunnerParts
+from runtime.worker.extras import NO_EXTRAS, RunnerExtras, RunnerParts, SleepMemory, StepExtra
 from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.memory import MemoryPlan, available_memory, plan_memory, resize_kv
@@ -54,11 +54,11 @@ class ModelRunner:
         is_draft: bool = False,  # it drafts tokens for another model (runtime/assembly/draft.py)
         extras: RunnerExtras = NO_EXTRAS,
     ) -> None:
-        """Without a shard, all of a model, ready for steps. With one, a rank that has done no more than to join its
-        group: `handle` is for the other ranks, and `load` and `open` follow.
+        """Without a shard, the runner has all of a model and is ready for steps. With a shard, it is a rank that has
+        joined its group: send `handle` to the other ranks, then call `load` and `open`.
 
-        Raises CallboardError if the model is damaged, or, before any weight is read, if it does not fit into memory or
-        its weights cannot have the form that is asked for."""
+        Raises CallboardError if the model is damaged. Before any weight is read, it raises CallboardError if the model
+        does not fit into memory or its weights cannot have the requested encoding."""
         self.numerics = numerics = choose_numerics(config)
         self.config = config = config.sized_for(numerics.device.type)
         self.shard, self.is_draft, self._source, self._plugged = shard or ALONE, is_draft, source, extras
@@ -69,22 +69,23 @@ class ModelRunner:
         self._large_step_us = math.inf  # of a decode step of many rows, if it was measured
         self.spec = quantized_at_load(source.spec, config, numerics.device.type, is_draft).of_rank(self.shard)
         check_products(self.spec, numerics, config, is_draft)
-        may_sleep = config.sleep_mode and numerics.device.type == "cuda" and extras.sleep_memory is not None
-        self._sleep_memory = extras.sleep_memory(numerics.device) if may_sleep and extras.sleep_memory else None
+        self._sleep_memory: SleepMemory | None = None
+        if config.sleep_mode and numerics.device.type == "cuda" and extras.sleep_memory is not None:
+            self._sleep_memory = extras.sleep_memory(numerics.device)
         self._group = RankGroup(config, self.spec, numerics)
         self.handle = self._group.handle
         if shard is None:
             self.open(self.load([self.handle]).num_kv_blocks)
 
     def load(self, handles: Sequence[bytes]) -> ModelInfo:
-        """Reach the other ranks by their handles, plan the memory, and read the weights. Returns what this rank could
-        serve: ranks that fit together differ in nothing but `num_kv_blocks`."""
+        """Reach the other ranks by their handles, plan the memory, and read the weights. Returns what this rank can
+        serve. The ranks of a group may differ only in `num_kv_blocks`."""
         config, spec, numerics, group = self.config, self.spec, self.numerics, self._group
         group.connect(handles)
         available = available_memory(numerics.device, config.gpu_memory_utilization)
         if numerics.device.type == "cpu":
-            available //= self.shard.size  # ranks on CPUs are on one machine
-        memory = plan_memory(config, spec, numerics, available)  # a rank that has too little says so itself
+            available //= self.shard.size  # the ranks on CPUs share one machine
+        memory = plan_memory(config, spec, numerics, available)  # raises on a rank that has too little
         self.memory: MemoryPlan = replace(
             memory, max_model_len=group.least(memory.max_model_len), block_size=group.least(memory.block_size)
         )
@@ -96,13 +97,13 @@ class ModelRunner:
         self.kv_scales = None
         if spec.kv_cache_form(config.kv_cache_dtype) == "fp8" and (scales := self._source.kv_scales()) is not None:
             self.kv_scales = scales[:, :, spec.first_kv_head :][:, :, : spec.num_kv_heads]
-        group.least(0)  # all have read their weights
+        group.barrier()  # all ranks have read their weights
         if numerics.backend == "triton" and numerics.device.type == "cuda":
             self._measure_memory()
         return self._describe(self._source.fingerprint)
 
     def open(self, num_kv_blocks: int) -> ModelInfo:
-        """Allocate the KV cache, of as many blocks as all ranks have room for, and warm up. Plans may come then."""
+        """Allocate a KV cache of `num_kv_blocks`, for which all ranks have room, and warm up. Then plans may arrive."""
         self.memory = self.memory.with_blocks(num_kv_blocks)
         logger.info("%s", self.memory)
         self.steps = self._make_steps(
@@ -110,7 +111,7 @@ class ModelRunner:
         )
         self.asynchronous = self.steps.asynchronous
         self.info = self._describe(self._source.fingerprint)
-        self._group.least(0)  # all have their cache
+        self._group.barrier()  # all ranks have their cache
         self._warm_up()
         if self.masks is not None:
             self.masks.open(self.info, self.asynchronous, self._large_step_us)
@@ -119,11 +120,8 @@ class ModelRunner:
 
     def _make_extras(self) -> None:
         plugged = self._plugged
-        num_slots = self.memory.max_num_seqs
-        parts = RunnerParts(
-            self.config, self._source, self.decoder, self.numerics, num_slots, self.shard, self.is_draft
-        )
-        self.extras = [make(parts) for make in plugged.outputs]
+        parts = RunnerParts(self.config, self._source, self.decoder, self.memory.max_num_seqs, self.is_draft)
+        self.extras: list[StepExtra] = [make(parts) for make in plugged.outputs]
         self.masks = None if plugged.masks is None else plugged.masks(parts)
         self.adapters = None if plugged.adapters is None else plugged.adapters(parts)
 
@@ -131,7 +129,7 @@ class ModelRunner:
         numerics, memory, spec = self.numerics, self.memory, self.spec
         forms = encodings_on_device(spec, numerics)
         of_fp8 = any(form.startswith("fp8") for form in forms.values())
-        has_fp8 = of_fp8 and multiplies_fp8(numerics.device)  # there rows of activations are rounded to fp8, too
+        has_fp8 = of_fp8 and multiplies_fp8(numerics.device)  # activations are rounded to fp8, too
         of_numerics = numerics.dtype_name, numerics.backend, numerics.deterministic, has_fp8
         whole_cache = spec.whole.kv_cache(numerics.dtype_name, self.config.kv_cache_dtype)
         num_sums = "leaves" if numerics.rank_invariant else self.shard.size
@@ -163,21 +161,21 @@ class ModelRunner:
         return kind(self.decoder, cache, num_slots, max_len, self.eos_token_ids, self.extras, self.masks)
 
     def _measure_memory(self) -> None:
-        """Give the KV cache what is free after the largest step, which runs on a cache of the null block alone."""
+        """Give the KV cache the memory that is free after the largest step. That step runs on a cache of one block."""
         numerics, config = self.numerics, self.config
         WarmUp(self._make_steps(1), self.memory).run_largest_steps()
         room = available_memory(numerics.device, config.gpu_memory_utilization)
         self.memory = resize_kv(self.memory, config, room)
 
     def _warm_up(self) -> None:
-        """Build all kernels, then capture graphs, which need the place of the cache, and time steps."""
+        """Build all kernels, capture graphs, which need the addresses of the cache, and time steps."""
         warm_up = WarmUp(self.steps, self.memory, self.info.pooling is not None)
         on_gpu = self.numerics.device.type == "cuda"
         warm_up.build_kernels(on_gpu)
         if isinstance(self.steps, GpuSteps) and self.config.cuda_graphs and on_gpu:
             self._capture_graphs(self.steps)
-            self._group.least(0)  # all have captured theirs
-        self.reset()  # what ran until now was not sampled plainly
+            self._group.barrier()  # all ranks have captured their graphs
+        self.reset()  # the timed steps must be plain
         if on_gpu and not self.is_draft and self.masks is not None:
             self._large_step_us = warm_up.large_step_us()
         if self.config.draft is not None or self.is_draft:
@@ -186,7 +184,7 @@ class ModelRunner:
         self.reset()
 
     def _capture_graphs(self, steps: GpuSteps) -> None:
-        torch.cuda.empty_cache()  # as a capture does
+        torch.cuda.empty_cache()  # a capture does this, too
         start, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
         most_tokens = min(self.config.prefill_graph_tokens, self.memory.max_num_batched_tokens)
         pool = None if self._sleep_memory is None else self._sleep_memory.graphs.for_graphs()
@@ -200,11 +198,11 @@ class ModelRunner:
         self.info = replace(self.info, step_us=step_us, latency_us=latency_us)
 
     def reset(self) -> None:
-        """Forget all requests, as after an engine's restart; the cache's contents are nobody's."""
+        """Forget all requests, for example after an engine's restart. The blocks of the cache are free."""
         self.steps.reset()
 
     def sleep(self) -> None:
-        """Give memory back until `wake`, if `sleep_mode` and the device allow it; no plan may come meanwhile."""
+        """Give memory back until `wake`, if `sleep_mode` and the device allow it. Plans must not arrive meanwhile."""
         if self._sleep_memory is not None:
             start, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
             self._sleep_memory.give_back()
@@ -212,8 +210,8 @@ class ModelRunner:
             logger.info("asleep: %.2f GiB given back in %.2f s", size / (1 << 30), seconds)
 
     def wake(self) -> None:
-        """Be ready for plans, with the weights as they were, and nothing of the requests. Raises CallboardError if
-        others have the memory now; then it sleeps on."""
+        """Take the memory again, with the same weights and without requests. Raises CallboardError, and stays asleep,
+        if other processes have the memory."""
         if self._sleep_memory is not None:
             start = time.perf_counter()
             try:
@@ -221,41 +219,43 @@ class ModelRunner:
             except OSError as e:
                 free = torch.cuda.mem_get_info()[0] / (1 << 30)
                 text = f"The GPU has {free:.2f} GiB free, too little to wake up ({e.strerror})"
-                raise CallboardError(f"{text}; end what has taken its memory and ask again.") from None
+                raise CallboardError(
+                    f"{text}; end the process that has taken its memory and send the request again."
+                ) from None
             self.steps.cache.clear(slice(None))
             torch.cuda.synchronize()
             logger.info("awake after %.2f s", time.perf_counter() - start)
         self.reset()
 
     def load_adapter(self, index: int, path: str, digest: str = "") -> None:
-        """Load an adapter from a folder at an index, while steps of rows with other indices go on. Raises
-        CallboardError if it cannot be served, or if its files have another digest than this one."""
+        """Load an adapter from a folder at an index while steps run; no row has this index. Raises CallboardError if it
+        cannot be served, or if its files have another digest."""
         if self.adapters is None:
             raise CallboardError("This model runner serves no adapters.")
         self.adapters.load(index, path, digest)
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Start a step; the answer waits for its result. On a CPU the step itself waits until then."""
+        """Start a step. The returned function waits for its result; on a CPU it computes the step."""
         wait, check = self.steps.launch(plan), self._group.communicator.check
         if self.shard.size == 1:
             return wait
 
         def result() -> StepResult:
             found = wait()
-            check()  # it may have no meaning: a rank did not come
+            check()  # raises if a rank is missing, since the result is then meaningless
             return found
 
         return result
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """A step from start to end."""
+        """Run a step and wait for its result."""
         return self.launch(plan)()
 
 
 def choose_numerics(config: EngineConfig) -> Numerics:
     """The numerics of a configuration, with `auto` resolved for this machine.
 
-    Raises CallboardError for a device or backend that the machine does not have."""
+    Raises CallboardError if the machine does not have the device or the backend."""
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and not has_gpu:
         raise CallboardError("device is cuda, but torch sees no GPU; use device=cpu, or install a CUDA build of torch.")
@@ -264,7 +264,7 @@ def choose_numerics(config: EngineConfig) -> Numerics:
     if config.kernel_backend == "triton" and not (on_gpu or INTERPRETED):
         raise CallboardError("kernel_backend is triton, which needs a GPU; use kernel_backend=torch on a CPU.")
     backend = "triton" if on_gpu and config.kernel_backend == "auto" else config.kernel_backend
-    # A CPU's products with quantized weights take bfloat16, and the plain ones of such a model use it, too.
+    # On a CPU, products with quantized weights take bfloat16, and so do all other products of such a model.
     asked = {config.quantization, config.head_quantization}
     in_half = on_gpu or (not asked.isdisjoint(("int8", "int4")) and wna16_cpu.has_vector_code())
     dtype = getattr(torch, ("bfloat16" if in_half else "float32") if config.dtype == "auto" else config.dtype)
@@ -273,7 +273,7 @@ def choose_numerics(config: EngineConfig) -> Numerics:
         dtype=dtype,
         device=device,
         backend="torch" if backend == "auto" else backend,
-        # Deterministic products choose for themselves, toggle or not (C6); this tells the memory plan what they take.
+        # Deterministic products choose their packing themselves (C6). This flag is for the memory plan.
         packed=(config.packed_weights or deterministic) and can_pack(dtype, device),
         deterministic=deterministic,
         rank_invariant=config.rank_invariant,

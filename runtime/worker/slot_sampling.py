@@ -1,7 +1,7 @@
 """SlotSampling: the sampling parameters of the slots, and the edits of logits that both samplers make alike.
 
-A slot's row has the numbers that kernels read. Flags on the host say which rows the captured pass answers alone and
-which rows need the second pass. Lists of ids, which are rare and of any length, stay on the host.
+A slot's row has the numbers that kernels read. Flags on the host mark the rows that need the second pass.
+Lists of ids, which are rare and of any length, stay on the host.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SlotSampling:
         self.bound = np.zeros(num_slots, bool)  # by a grammar
         self.only_masked = np.zeros(num_slots, bool)  # by a grammar, and the second pass changes nothing else
         self.num_logprobs = np.full(num_slots, -1, np.int32)  # alternatives to report; -1 if none is reported
-        self.scored: dict[int, NDArray[np.int64]] = {}  # slot -> more ids whose log-probabilities are reported
+        self.scored: dict[int, NDArray[np.int64]] = {}  # slot -> ids of logprob_token_ids
         self.bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}  # slot -> ids, values
         self.allowed: dict[int, NDArray[np.int64]] = {}  # slot -> the only ids that may be drawn
         self.stops: dict[int, NDArray[np.int64]] = {}  # slot -> ids that min_tokens holds back
@@ -77,7 +77,7 @@ class SlotSampling:
         self.bound[slot] = table.has_effect(params, {Effect.GRAMMAR})
         biased = slot in self.bias or slot in self.allowed
         second_pass = SECOND_PASS if biased else SECOND_PASS - {Effect.BIAS}
-        # The captured pass would change logits whose log-probabilities are reported.
+        # The captured pass would change the logits that log-probabilities are reported of.
         reported = self.penalised[slot] and params.logprobs is not None
         self.changed[slot] = reported or table.has_effect(params, second_pass)
         others = params.logprobs is not None or self.penalised[slot] or biased
@@ -103,7 +103,7 @@ class SlotSampling:
         self.held_until[slot] = 0
 
     def wants_second_pass(self, slots: Int32s, positions: Int32s) -> Bools:
-        """[n] the rows whose logits are changed before a token is drawn from them."""
+        """[n] true for rows with changes of logits before a token is drawn."""
         wants: Bools = self.changed[slots] | (positions < self.held_until[slots])
         return wants
 

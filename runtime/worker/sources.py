@@ -1,4 +1,4 @@
-"""Sources of a runner's model: the files of a checkpoint, or random weights."""
+"""ModelSource: where a runner's model comes from, the files of a checkpoint or random weights."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from runtime.loading.checkpoint import open_checkpoint
 from runtime.loading.pooling import PoolingFiles, read_pooling
 from runtime.models import CLASSIFIER, load_spec
 from runtime.models.decoder import Decoder
+from runtime.models.decoder_build import draw_decoder, load_decoder
 from runtime.models.families import phi
 from runtime.models.kv_scales import read_kv_scales
 from runtime.models.weight_map import WeightMap
@@ -28,36 +29,36 @@ from runtime.text.tokenizer import Tokenizer
 
 
 class ModelSource(Protocol):
-    """A model that is described before its weights are read, so that memory can be planned."""
+    """A model that describes itself before its weights are read, so that memory can be planned."""
 
     @property
     def spec(self) -> DecoderSpec: ...
 
     @property
     def weight_map(self) -> WeightMap:
-        """How adapters for the model name its linear maps."""
+        """The names of the model's linear maps in checkpoints and adapters."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
     @property
     def fingerprint(self) -> str:
-        """Tells these weights from all others, and is equal wherever they are."""
+        """Identifies these weights, on any machine."""
 
     def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int, communicator: Communicator) -> Decoder:
-        """Read the weights; `spec` is this source's, perhaps with weights in other forms, or what of it a rank has."""
+        """Read the weights. `spec` is this source's, perhaps with weights in other encodings, or one rank's share."""
 
     def pooling(self, wanted: str) -> Pooling | None:
-        """How this model makes vectors of prompts, by the setting `pooling`; None: it does not."""
+        """How this model makes vectors of prompts, by the setting `pooling`; None if it makes none."""
 
     def classifier(self, wanted: str, device: torch.device) -> torch.Tensor | None:
-        """[num_labels, hidden] float32 of a model that makes scores of hidden states; None: it makes none."""
+        """[num_labels, hidden] float32, which makes scores of hidden states; None if the model makes none."""
 
     def kv_scales(self) -> torch.Tensor | None:
-        """[num_layers, 2 (k, v), num_kv_heads] of an fp8 KV cache; None: all are 1."""
+        """[num_layers, 2 (k, v), num_kv_heads] of an fp8 KV cache; None if all are 1."""
 
     def vocabulary_reader(self, info: ModelInfo) -> Callable[[], Vocabulary] | None:
-        """Reads the tokens that grammars choose from, which takes a while. None: the model serves no grammars."""
+        """A function that reads the tokens for grammars, which takes a while; None if the model serves no grammars."""
 
 
 class CheckpointSource:
@@ -79,7 +80,7 @@ class CheckpointSource:
         return self.checkpoint.fingerprint
 
     def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int, communicator: Communicator) -> Decoder:
-        return Decoder.load(self.checkpoint, spec, self.weight_map, numerics, max_model_len, communicator)
+        return load_decoder(self.checkpoint, spec, self.weight_map, numerics, max_model_len, communicator)
 
     def pooling(self, wanted: str) -> Pooling | None:
         found = self._pooling_files(wanted)
@@ -129,14 +130,14 @@ class DummySource:
     eos_token_ids: tuple[int, ...] = ()
     vocabulary: Vocabulary | None = None
     num_labels: int = 0  # of a classifier
-    weight_map: WeightMap = phi.WEIGHT_MAP  # which has names for fused maps and for those of Llama
+    weight_map: WeightMap = phi.WEIGHT_MAP  # with names for fused maps and for the maps of Llama
 
     @property
     def fingerprint(self) -> str:
         return f"dummy-{self.seed}-{self.spec}"
 
     def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int, communicator: Communicator) -> Decoder:
-        return Decoder.dummy(spec, numerics, max_model_len, self.seed, communicator)
+        return draw_decoder(spec, numerics, max_model_len, self.seed, communicator)
 
     def pooling(self, wanted: str) -> Pooling | None:
         if self.num_labels:

@@ -63,7 +63,7 @@ class Steps(ABC):
 
 
 def make_result(step_id: int, token_ids: torch.Tensor, reports: Sequence[Report]) -> StepResult:
-    """The result of a step, from token ids and reports whose data is on the host."""
+    """The result of a step, from token ids and reports with their data on the host."""
     result = StepResult(step_id, token_ids.numpy().astype(np.int32))
     for report in reports:
         report(result)

@@ -1,6 +1,6 @@
-"""Steps before the first request: they build kernels, show what the largest step takes, and are timed.
+"""WarmUp: steps before the first request. They build kernels, measure the memory of the largest step, and are timed.
 
-Their rows are all on the null block, the only one that every cache has; what they leave in slots is to be reset."""
+Their rows use only the null block, which every cache has. The caller resets the slots afterwards."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from runtime.worker.steps import Steps
 
 logger = logging.getLogger(__name__)
 
-_MANY_ROWS = 64  # of a decode step; so many tell whether masks are hidden behind it
-_LONG = 1100  # tokens; from 1,024 on prompts attend by another kernel
+_MANY_ROWS = 64  # of a decode step long enough to show whether masks are hidden behind it
+_LONG = 1100  # tokens; prompts of 1,024 tokens and more attend by another kernel
 _PROMPT_LENS = (1, 8, 32, _LONG)
 _CPU_PROMPT_LENS = (1, 32)
-# A grammar that no engine serves. Its output fails, but only after its masks went through the kernels of all masks.
+# A grammar that cannot be served. Its output fails after its masks have passed through all kernels of masks.
 _FAILING = Grammar("", "", "")
 _EVERYTHING = SamplingParams(
     temperature=1.0,
@@ -36,24 +36,26 @@ _EVERYTHING = SamplingParams(
 
 
 class WarmUp:
-    """The steps of one runner's warm-up, within the limits of its memory plan."""
+    """The warm-up of one runner, within the limits of its memory plan."""
 
     def __init__(self, steps: Steps, memory: MemoryPlan, makes_vectors: bool = False) -> None:
         self.steps, self.max_num_tokens = steps, memory.max_num_batched_tokens
         self.makes_vectors = makes_vectors
         self.most_rows = min(memory.max_num_seqs, self.max_num_tokens)
         self.longest_prompt = min(self.max_num_tokens, memory.max_model_len - 1)
-        self.adapter = int(memory.adapters > 0)  # of the first row of a step that shall have one, if there is room
+        self.adapter = int(
+            memory.adapters > 0
+        )  # index for the first row of a step with an adapter; 0 without room for adapters
 
     def run_largest_steps(self) -> None:
-        """As many rows and tokens as a step may have, in many prompts and in one."""
+        """The most rows and tokens of a step, in many prompts and in one."""
         lengths = [min(self.max_num_tokens // self.most_rows, self.longest_prompt)] * self.most_rows
         self._run_prompts(lengths, adapter=self.adapter)
         self._run_prompts([self.longest_prompt], adapter=self.adapter)
 
     def build_kernels(self, on_gpu: bool) -> None:
-        """Rows of one token, of a few and of many: libraries load and build every kernel that a step may need, so that
-        no request waits for a compiler."""
+        """Run rows of one token, of a few and of many. Libraries build every kernel now, so that requests do not wait
+        for a compiler."""
         for length in _PROMPT_LENS if on_gpu else _CPU_PROMPT_LENS:
             for adapter in range(self.adapter + 1):
                 self._run_prompts([min(length, self.longest_prompt)], adapter=adapter)
@@ -65,12 +67,13 @@ class WarmUp:
         logger.info("kernels: built and run once")
 
     def large_step_us(self) -> float:
-        """Time of a decode step of many rows, of which a few are in flight."""
+        """Time of a decode step of many rows, with a few steps in flight."""
         return min(self._step_us(min(_MANY_ROWS, self.most_rows), 4) for _ in range(2))
 
     def time_steps(self, is_draft: bool) -> tuple[tuple[tuple[int, float], ...], float]:
-        """Measure what speculation weighs (ModelInfo.step_us, latency_us): decode steps of rising size, launched behind
-        one another as in serving; a draft's by one plan, as its chains are."""
+        """Measure the times that speculation weighs (ModelInfo.step_us, latency_us): decode steps of rising size.
+
+        Several steps are in flight, as in serving. A draft model gets one plan of several steps."""
         in_a_row = 16 if self.steps.asynchronous else 1
         sizes = [1 << i for i in range(8) if 1 << i <= self.most_rows]
         num_plans, num_steps = (1, in_a_row) if is_draft else (in_a_row, 1)
@@ -82,7 +85,7 @@ class WarmUp:
         return tuple(zip(sizes, rising, strict=True)), latency_us
 
     def _run_prompts(self, lengths: list[int], params: SamplingParams = _EVERYTHING, adapter: int = 0) -> None:
-        """A step of prompts, all but the first of which are sampled plainly and have no adapter."""
+        """Run a step of prompts. Only the first has these parameters and the adapter; the others are plain."""
         slots, zeros = np.arange(len(lengths), dtype=np.int32), np.zeros(len(lengths), np.int32)
         new = [NewSlot(0, np.zeros(1, np.int32), lengths[0], 0, params, adapter)]
         counts = np.array(lengths, np.int32)
@@ -90,7 +93,7 @@ class WarmUp:
         self.steps.launch(plan)()
 
     def _step_us(self, num_rows: int, num_plans: int, num_steps: int = 1) -> float:
-        """Time of one decode step, among as many as `num_plans` plans of `num_steps` steps have."""
+        """Time of one decode step, measured over `num_plans` plans of `num_steps` steps."""
         zeros, ones = np.zeros(num_rows, np.int32), np.ones(num_rows, np.int32)
         slots = np.arange(num_rows, dtype=np.int32)
         plan = StepPlan(0, slots=slots, num_computed=zeros, num_tokens=ones, num_samples=ones, num_steps=num_steps)

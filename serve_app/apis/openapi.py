@@ -49,7 +49,7 @@ def document(routes: Iterable[object], settings: HttpSettings) -> dict[str, Any]
     operations: list[Operation] = []
     for route in routes:
         if isinstance(route, ApiRoute):
-            path = re.sub(r":\w+}", "}", route.path)  # without Starlette's kinds of parameters
+            path = route.path.replace("{name:path}", "{model}")
             for operation in route.operations:
                 operations.append(operation)
                 paths.setdefault(path, {})[operation.http_method.lower()] = _described(path, operation, settings)

@@ -19,15 +19,15 @@ class Subject(NamedTuple):
 
 SUBJECTS = {
     "model": Subject(
-        "which model runs, and how its texts and vectors are made",
+        "the model, its texts and its vectors",
         ("revision", "chat_template", "tool_call_parser", "generation_config", "pooling"),
     ),
     "http": Subject("where the server listens, and what a request may hold"),
     "access": Subject(
-        "which clients may come in",
+        "which clients may use the server",
         ("api_key", "api_key_file", "allowed_host", "cors_origin", "client_priority", "allow_chaos"),
     ),
-    "scaling": Subject("how many engines and fronts there are", ("routing_policy",)),
+    "scaling": Subject("the number of engines and fronts", ("routing_policy",)),
     "device": Subject(
         "what the model runs on, and how steps are launched there",
         ("device", "tensor_parallel_size", "num_threads", "kernel_backend", "cuda_graphs", "prefill_graph_tokens",
@@ -38,7 +38,7 @@ SUBJECTS = {
         ("quantization", "head_quantization", "dtype", "kv_cache_dtype"),
     ),
     "memory": Subject(
-        "the context, the KV cache and what they may take",
+        "the context, the KV cache and their memory",
         ("max_model_len", "gpu_memory_utilization", "kv_cache_memory", "num_kv_blocks", "block_size", "kv_layout",
          "prefix_cache"),
     ),
@@ -50,9 +50,9 @@ SUBJECTS = {
         ("max_queued_requests", "max_queued_tokens", "max_queued_bytes", "queue_timeout_s", "step_timeout_s",
          "request_timeout_s", "drain_timeout_s"),
     ),
-    "exactness": Subject("the same bits, whatever shares the step", ("deterministic", "rank_invariant")),
+    "exactness": Subject("the same bits under any load", ("deterministic", "rank_invariant")),
     "speculation": Subject(
-        "guesses of tokens that the model verifies, several a step",
+        "draft tokens, several of which the model verifies in a step",
         ("draft", "num_draft_tokens", "draft_quantization", "draft_device", "draft_ahead", "draft_kv_cache_memory",
          "draft_shared"),
     ),
@@ -66,7 +66,7 @@ SUBJECTS = {
          "batch_max_bytes", "batch_max_bytes_per_key", "batch_max_uploads", "batch_max_uploads_per_key"),
     ),
     "stored": Subject(
-        "what the fronts keep of answers and report of requests",
+        "stored answers, the request log and traces",
         ("response_store_bytes", "response_life_s", "recorded_request_bytes", "request_log", "otlp_traces_endpoint"),
     ),
     "sampling": Subject("how tokens are chosen"),

@@ -15,7 +15,7 @@ from runtime.spec.sampling_fields import table_of
 from runtime.spec.types import SamplingParams
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS, UnsupportedField
-from serve_app.protocol.shapes import OpenRequestModel, RequestModel, TokenId, text_or_list
+from serve_app.protocol.shapes import OpenRequestModel, RequestModel, TokenId, text_or_list_of
 
 MAX_SCORED_IDS = 64  # of one request: entries at each token of its answer, beside the best
 MAX_BIASES = 1024  # of one request; at this number a step of all slots takes a few milliseconds longer
@@ -44,11 +44,7 @@ _StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 _Stop = Annotated[
     Annotated[_StopString, Tag("<text>")]
     | Annotated[list[_StopString], Field(max_length=16, fail_fast=True), Tag("<list>")],
-    Discriminator(
-        text_or_list,
-        custom_error_type="stop_shape",
-        custom_error_message="it should be a text or a list of texts",
-    ),
+    text_or_list_of("texts"),
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, LiteralString, TypeVar
 from urllib.parse import quote
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field
 from pydantic_core import PydanticCustomError
 
 from runtime.output.fields import Options, invalid, shown
@@ -67,9 +67,15 @@ def type_of(value: Any, default: str | None = None) -> Any:
     return value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
 
 
-def text_or_list(value: Any) -> str | None:
-    """Return the union tag of a text or a list. Tags start with "<" and are left out of field paths."""
-    return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
+def text_or_list_of(what: str) -> Any:
+    """Return the discriminator of a text and a list of `what`, with the tags <text> and <list>.
+
+    Tags start with "<" and are left out of field paths."""
+    return Discriminator(
+        lambda value: "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None,
+        custom_error_type="shape",
+        custom_error_message=f"it should be a text or a list of {what}",
+    )
 
 
 def has_too_many_values(json: bytes) -> bool:

@@ -14,6 +14,7 @@ from actors.runners.step_channel import RunnersLost
 from actors.wire.engine_client import EngineRefusal, Refusal
 from actors.wire.link_messages import Adapters
 from benchmarks.library.make_adapter import save_adapter
+from runtime.features.adapter_table import AdapterTable
 from runtime.spec.types import CallboardError
 from tests.actors.test_adapters import MODULES, check, folders, pace, with_adapter  # noqa: F401
 from tests.actors.test_engine_group import Group, healthy, live
@@ -95,7 +96,7 @@ async def test_runners_lost_after_a_load_get_the_adapter(folders):
     engine = Engine(delay_s=0.02, max_loras=1)
     async with Group(engine) as group:
         other = asyncio.create_task(read(group, request(1, max_tokens=200)))
-        await eventually(lambda: engine.loop.core.steps_done > 2)
+        await eventually(lambda: engine.loop.core.scheduler.stats.steps > 2)
         adapters, loaded = engine.loop._adapters, []
         load, call = adapters._load_onto, adapters._call
 
@@ -122,10 +123,10 @@ async def test_streams_outlive_an_engine_and_the_name(way, folders):
     async with Group(*engines) as group:
         await group.adapters.load("a", folders[0])
         reading = asyncio.gather(read(group, req := with_adapter(group, "a", max_tokens=150)))
-        await eventually(lambda: any(live(e) and e.loop.core.steps_done > 2 for e in engines))
+        await eventually(lambda: any(live(e) and e.loop.core.scheduler.stats.steps > 2 for e in engines))
         name_ends = group.adapters.unload("a") if way == "unloaded" else group.adapters.load("a", folders[1])
         ending = asyncio.create_task(name_ends)
-        await eventually(lambda: not any(e.loop.core.scheduler.adapters.is_open(req.adapter) for e in engines))
+        await eventually(lambda: not any(e.loop.core.extras[AdapterTable].is_open(req.adapter) for e in engines))
         (serving,) = (e for e in engines if live(e))
         (other,) = (e for e in engines if e is not serving)
         serving.die()
@@ -141,7 +142,7 @@ async def test_streams_outlive_an_engine_and_the_name(way, folders):
         pace(other, 0.0)
         await check(reading, [req])
         await asyncio.wait_for(ending, 10)
-        await eventually(lambda: req.adapter not in other.loop.core.scheduler.adapters.loaded)
+        await eventually(lambda: req.adapter not in other.loop.core.extras[AdapterTable].loaded)
 
 
 async def test_streams_stay_on_the_only_engine_with_their_adapter(folders):
@@ -149,11 +150,11 @@ async def test_streams_stay_on_the_only_engine_with_their_adapter(folders):
     async with Group(*engines) as group:
         await group.adapters.load("a", folders[0])
         reading = asyncio.gather(read(group, req := with_adapter(group, "a", max_tokens=300)))
-        await eventually(lambda: any(live(e) and e.loop.core.steps_done > 2 for e in engines))
+        await eventually(lambda: any(live(e) and e.loop.core.scheduler.stats.steps > 2 for e in engines))
         (serving,) = (e for e in engines if live(e))
         (other,) = (e for e in engines if e is not serving)
         unloading = asyncio.create_task(group.adapters.unload("a"))
-        await eventually(lambda: not serving.loop.core.scheduler.adapters.is_open(req.adapter))
+        await eventually(lambda: not serving.loop.core.extras[AdapterTable].is_open(req.adapter))
         shutil.rmtree(folders[0])
         other.die()
         other.restart()
@@ -194,7 +195,7 @@ async def test_files_that_change_before_the_load_are_refused(folders):
         engine.loop._adapters._load_onto = load_changed
         with pytest.raises(CallboardError, match="have changed"):
             await group.adapters.load("a", folders[0])
-        assert not engine.loop.core.scheduler.adapters.loaded
+        assert not engine.loop.core.extras[AdapterTable].loaded
         engine.loop._adapters._load_onto = load
         await group.adapters.load("a", folders[0])
         await check(asyncio.gather(read(group, req := with_adapter(group, "a"))), [req])
@@ -207,8 +208,8 @@ async def test_requests_held_for_an_adapter_count_in_the_queue(folders):
         waits = partial(asyncio.run_coroutine_threadsafe, loop=asyncio.get_running_loop())
         engine.loop._adapters._load_onto = lambda *place: (waits(may_load.wait()).result(10), load(*place))
         loading = asyncio.create_task(group.adapters.load("a", folders[0]))
-        await eventually(lambda: engine.loop.core.scheduler.adapters.loaded)
-        (digest,) = engine.loop.core.scheduler.adapters.loaded
+        await eventually(lambda: engine.loop.core.extras[AdapterTable].loaded)
+        (digest,) = engine.loop.core.extras[AdapterTable].loaded
         held = [asyncio.create_task(read(group, replace(request(i), adapter=digest))) for i in range(2)]
         await eventually(lambda: len(engine.loop.requests.held) == 2)
         with pytest.raises(EngineRefusal, match="max_queued_requests") as refused:

@@ -185,12 +185,12 @@ class World(RuleBasedStateMachine):
                     assert self.runners[index] == digest
 
     @invariant()
-    def what_requests_have_is_not_given_away(self):
+    def indexes_in_use_stay_taken(self):
         kept = {self.table.loaded[digest] for digest in self.machine.kept}
         assert all(index in kept for index in +self.requests)
 
     @invariant()
-    def new_requests_get_what_a_name_means_and_nothing_else(self):
+    def new_requests_get_the_files_of_their_name(self):
         named = frozenset().union(*(state.digests for state in self.machine.states.values()))
         for digest in self.machine.kept:
             assert self.table.is_open(digest) == (digest in named)
@@ -198,7 +198,7 @@ class World(RuleBasedStateMachine):
             assert self.machine.states[name].entry == entry
 
     @invariant()
-    def there_are_no_more_places_than_max_loras(self):
+    def at_most_max_loras_indexes_are_taken(self):
         assert len(self.table.loaded) <= MAX_LORAS
 
     def teardown(self):

@@ -12,7 +12,7 @@ from actors.wire.adapter_entry import FORGET_AFTER_S, AdapterEntry, AdapterState
 from actors.wire.engine_client import EngineRefusal, Refusal
 from actors.wire.link_messages import Status
 from actors.wire.metrics import MetricValues
-from runtime.core.engine import EngineCore
+from runtime.assembly.engine import build_engine
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
 from tests.actors.test_adapters import folders  # noqa: F401
@@ -149,13 +149,13 @@ def test_fronts_send_only_new_entries_and_needs():
 
 def test_metrics_drop_unloaded_names():
     config = EngineConfig(block_size=4)
-    core, metrics = EngineCore(config, INFO, FakeRunner(config, INFO)), EngineMetrics(config, INFO, 0)
+    core, metrics = build_engine(config, INFO, FakeRunner(config, INFO)), EngineMetrics(config, INFO, 0)
     figures = MetricValues()
     for name in ("a", "b"):
         figures.count("callboard:adapter_requests", name)
 
     def counted(names, figures=MetricValues()):  # noqa: B008
-        snapshot = metrics.report(figures, core.scheduler, 0, 0, names)
+        snapshot = metrics.report(figures, core, 0, 0, names)
         return snapshot.figures.numbers["callboard:adapter_requests"]
 
     assert counted({"a": None, "b": None}, figures) == {"a": 1, "b": 1}

@@ -11,6 +11,7 @@ import pytest
 
 from actors.runners.step_channel import RunnersLost
 from benchmarks.library.make_adapter import save_adapter
+from runtime.features.adapter_table import AdapterTable
 from runtime.spec.types import CallboardError
 from tests.actors.test_engine_group import Group, healthy, live
 from tests.actors.test_link import Engine, eventually, link_to, read, request
@@ -41,7 +42,7 @@ async def check(reading, asked):
         assert (tokens, reason) == sequential(req, 512)
 
 
-async def test_adapters_come_and_go_at_all_engines_and_fronts(folders):
+async def test_adapters_load_and_unload_at_all_engines_and_fronts(folders):
     a, b, c = folders
     engines = [Engine(delay_s=0.002, lora=(f"a={a}",), max_loras=2) for _ in range(2)]
     async with Group(*engines) as group:
@@ -128,14 +129,14 @@ async def test_a_replacement_is_ready_before_the_old_one_leaves(folders, monkeyp
         with pytest.raises(CallboardError, match="max_loras"):  # both are needed
             await group.adapters.load("y", c)
         time_passes()
-        await eventually(lambda: not any(e.loop.core.scheduler.adapters.is_open(old.adapter) for e in engines))
+        await eventually(lambda: not any(e.loop.core.extras[AdapterTable].is_open(old.adapter) for e in engines))
         with pytest.raises(CallboardError, match="not loaded"):
             await read(other, replace(asked[1], request_id="too late"))
         assert live(engines[0]) + live(engines[1]) == 1
         for engine in engines:
             pace(engine, 0.0)
         await check(reading, [old])
-        free = lambda: all(len(e.loop.core.scheduler.adapters.loaded) == 1 for e in engines)  # noqa: E731
+        free = lambda: all(len(e.loop.core.extras[AdapterTable].loaded) == 1 for e in engines)  # noqa: E731
         await eventually(free)
 
         for bad in ("/nowhere", b):  # the last one has other files by now
@@ -161,7 +162,7 @@ async def test_adapters_survive_every_death(folders):
         await group.adapters.load("b", b)
         asked = [with_adapter(group, "ab"[i % 2], i, max_tokens=80) for i in range(4)]
         reading = asyncio.gather(*(read(group, req) for req in asked))
-        await eventually(lambda: all(e.loop.core.steps_done > 2 for e in engines))
+        await eventually(lambda: all(e.loop.core.scheduler.stats.steps > 2 for e in engines))
         engines[0].runners[-1].dead = "Rank 0 is gone."
         await eventually(lambda: engines[0].loop.num_rebuilds and len(healthy(group)) == 2)
         assert set(engines[0].runners[-1].adapters) == {0, 1, 2}
@@ -226,7 +227,7 @@ async def test_changed_files_end_only_their_own_requests(folders):
         await group.adapters.load("b", folders[1])
         asked = [with_adapter(group, "a", max_tokens=100), with_adapter(group, "b", 1, max_tokens=100)]
         reading = asyncio.gather(*(read(group, req) for req in asked))
-        await eventually(lambda: engine.loop.stats()["running"] == 2 and engine.loop.core.steps_done > 2)
+        await eventually(lambda: engine.loop.stats()["running"] == 2 and engine.loop.core.scheduler.stats.steps > 2)
         save_adapter(Path(folders[1]), MODULES, 7)
         engine.delay_s, engine.runners[-1].dead = 0.0, "Rank 0 is gone."
         good, bad = await asyncio.wait_for(reading, 30)

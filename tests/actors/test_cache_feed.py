@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 from actors.engine.cache_feed import CacheFeed, Followers
 from actors.front.router import Prompt, Router
 from actors.wire.link_messages import decode_from_engine, encode
-from runtime.core.engine import EngineCore
+from runtime.assembly.engine import build_engine
 from runtime.core.prefix_cache import KEY_BYTES
+from runtime.features.adapter_table import AdapterTable
+from runtime.policy.queue_sizes import QueueSizes
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import Request, SamplingParams
 from tests.support.examples import examples
@@ -22,7 +24,7 @@ class Served:
 
     def __init__(self, info=INFO, **config):
         self.config = EngineConfig(**{"block_size": 4, "max_num_seqs": 4, **config})
-        self.core = EngineCore(self.config, info, FakeRunner(self.config, info))
+        self.core = build_engine(self.config, info, FakeRunner(self.config, info))
         self.feed, self.router, self.num_requests = CacheFeed(self.core.scheduler), Router(), 0
         self.cache = self.core.scheduler.kv_cache.cache
         self.router.add("e", info)
@@ -103,12 +105,12 @@ def test_predicted_hits_equal_those_of_the_engine():
         assert choice.engine == "e" or not choice.num_cached
     tokens = list(range(1, 22))
     assert served.router.choose(Prompt(tokens, "another tenant")).num_cached == 0
-    adapters = served.core.scheduler.adapters
+    adapters = served.core.extras[AdapterTable]
     served.core.executor.adapters[adapters.reserve("x")] = "x"
     adapters.open("x")
     for num_cached in (0, 20):
         assert served.router.choose(Prompt(tokens, adapter="x").continued([])).num_cached == num_cached
-        assert served.add(tokens, adapter="x").num_hits == num_cached
+        assert served.core.extras[QueueSizes].hits(served.add(tokens, adapter="x")) == num_cached
         served.run()
         assert served.send(served.feed.update())
 

@@ -35,7 +35,7 @@ def attach(loop: DraftLoop) -> SocketDraft:
     return SocketDraft(FrameSocket(ours))
 
 
-def test_engines_come_and_go_while_it_waits():
+def test_engines_connect_and_leave_while_it_waits():
     core = EchoCore()
     loop = DraftLoop(core, pytest.fail)
     for _ in range(3):  # descriptors are free again

@@ -85,7 +85,7 @@ async def test_streams_of_a_dead_engine_move_at_once():
     engines = [Engine(delay_s=SLOW_S), Engine(delay_s=SLOW_S)]
     async with Group(*engines) as group:
         reading = asyncio.gather(*(read(group, request(i, max_tokens=60)) for i in range(8)))
-        await eventually(lambda: engines[0].loop.core.steps_done > 3)
+        await eventually(lambda: engines[0].loop.core.scheduler.stats.steps > 3)
         engines[0].die()
         await eventually(lambda: live(engines[1]) == 8)
         assert group.health() is None
@@ -100,7 +100,7 @@ async def test_streams_leave_an_engine_that_reloads_its_model():
     start, is_loaded = engines[0].start, threading.Event()
     async with Group(*engines) as group:
         reading = asyncio.gather(*(read(group, request(i, max_tokens=60)) for i in range(8)))
-        await eventually(lambda: all(e.loop.core.steps_done > 3 for e in engines))
+        await eventually(lambda: all(e.loop.core.scheduler.stats.steps > 3 for e in engines))
         engines[0].start = lambda: is_loaded.wait(10) and start()
         engines[0].runners[-1].dead = "Rank 0 is gone."
         await eventually(lambda: live(engines[1]) == 8)
@@ -117,7 +117,7 @@ async def test_streams_leave_a_frozen_engine_until_it_thaws():
     engines = [Engine(delay_s=SLOW_S), Engine(delay_s=SLOW_S)]
     async with Group(*engines) as group:
         reading = asyncio.gather(*(read(group, request(i, max_tokens=60)) for i in range(8)))
-        await eventually(lambda: all(e.loop.core.steps_done > 3 for e in engines))
+        await eventually(lambda: all(e.loop.core.scheduler.stats.steps > 3 for e in engines))
         connections = engines[0].loop._connections.copy()
         open_link, engines[0].open_link = engines[0].open_link, asyncio.Event().wait
         freeze(engines[0])
@@ -203,7 +203,7 @@ async def test_streams_leave_a_draining_engine(monkeypatch):
     engines = [Engine(delay_s=SLOW_S), Engine(delay_s=SLOW_S)]
     async with Group(*engines) as group:
         reading = asyncio.gather(*(read(group, request(i, max_tokens=60)) for i in range(8)))
-        await eventually(lambda: engines[0].loop.core.steps_done > 3)
+        await eventually(lambda: engines[0].loop.core.scheduler.stats.steps > 3)
         await asyncio.wrap_future(engines[0].loop.drain("It ends."))
         await eventually(lambda: not engines[0].loop.core.scheduler.requests)
         await eventually(lambda: live(engines[1]) == 8)
@@ -244,7 +244,7 @@ async def test_streams_wait_for_a_new_kind_while_the_old_one_runs(monkeypatch):
         await eventually(lambda: len(healthy(group)) == 2)
         await asyncio.wrap_future(engine.loop.drain("It ends."))
         assert (await reading)[:2] == sequential(request(0, max_tokens=100), 512)
-        assert other.loop.core.steps_done == 0
+        assert other.loop.core.scheduler.stats.steps == 0
         other.loop.close()
 
 

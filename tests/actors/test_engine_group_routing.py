@@ -106,7 +106,7 @@ async def test_moved_streams_go_to_the_longest_cached_prefix():
     async with Group(engines[0]) as group:
         asked = [asking(prompt, f"r{i}", max_tokens=300, seed=None) for i in range(2)]
         reading = [asyncio.create_task(read(group, request)) for request in asked]
-        await eventually(lambda: running(engines[0]) == 2 and engines[0].loop.core.steps_done > 5)
+        await eventually(lambda: running(engines[0]) == 2 and engines[0].loop.core.scheduler.stats.steps > 5)
         group._directory.all += engines[1:]
         await eventually(lambda: len(healthy(group)) == 4)
         await eventually(lambda: all(is_pictured(group, e) for e in engines[1:]))

@@ -251,7 +251,7 @@ def test_waiting_costs_no_cpu(num_ranks):
 
 
 @HOSTS
-def test_a_runner_whose_result_is_too_large_is_lost(host, monkeypatch):
+def test_a_runner_with_too_large_a_result_is_lost(host, monkeypatch):
     monkeypatch.setattr(transport, "MAX_FRAME", 1 << 20)
     with Group(1, host, num_out=1 << 19) as group:
         group.executor.submit(plan_of(0))

@@ -90,7 +90,7 @@ async def test_a_request_to_a_leaving_engine_waits_for_the_next():
 async def test_a_stream_of_a_stopped_engine_goes_on_with_the_next():
     async with Zero() as zero:
         reading = asyncio.create_task(read(zero.group, request(0, max_tokens=150)))
-        await eventually(lambda: zero.engine.loop.core.steps_done > 10)
+        await eventually(lambda: zero.engine.loop.core.scheduler.stats.steps > 10)
         await zero.leave()
         zero.engine.die()
         assert (await reading)[:2] == sequential(request(0, max_tokens=150), 512)
@@ -100,7 +100,7 @@ async def test_a_stopping_server_refuses_only_unstarted_requests():
     """This holds too before the engine for both has started."""
     async with Zero() as zero:
         begun = asyncio.create_task(read(zero.group, request(0, max_tokens=100)))
-        await eventually(lambda: zero.engine.loop.core.steps_done > 10)
+        await eventually(lambda: zero.engine.loop.core.scheduler.stats.steps > 10)
         zero.may_start.clear()
         zero.engine.die()
         new = asyncio.create_task(read(zero.group, request(1)))
@@ -145,7 +145,7 @@ async def test_requests_fail_when_no_engine_can_be_started():
             await read(zero.group, request(0))
 
 
-async def test_an_engine_that_loads_its_model_has_nothing_to_drain():
+async def test_a_loading_engine_drains_at_once():
     """A server may end while it starts another engine; the streams of the others still have their time."""
     interval = sys.getswitchinterval()
     engine = EngineActor(EngineConfig(), None, False, 0, "app", 1)

@@ -9,11 +9,10 @@ from actors.engine.queue_limits import HeldRequests, QueueLimits
 from actors.front.link import EngineLink
 from actors.wire.engine_client import EngineRefusal, Refusal
 from actors.wire.link_messages import Submit, encode
-from runtime.core.scheduler import Scheduler
-from runtime.features.grammar_store import GrammarUpdate
 from runtime.spec.config import EngineConfig
-from runtime.spec.types import Grammar
+from runtime.spec.types import Grammar, GrammarUpdate
 from tests.actors.test_link import INFO, Engine, SlowRunner, eventually, link_to, read, request
+from tests.support.engines import whole_scheduler
 from tests.support.fake_runner import sequential
 
 CONFIG = EngineConfig(block_size=4, max_num_seqs=16)
@@ -86,8 +85,10 @@ async def test_streams_keep_their_grammar_through_deaths_and_moves(sent):
     requests = [bound(i, GRAMMARS[i % 3], max_tokens=150) for i in range(6)]
     reading = asyncio.gather(*(read(group, each) for each in requests))
     for event in ("runners", "link", "engine"):
-        before = sum(e.loop.core.steps_done for e in engines if e.loop)
-        await eventually(lambda before=before: sum(e.loop.core.steps_done for e in engines if e.loop) > before + 5, 20)
+        before = sum(e.loop.core.scheduler.stats.steps for e in engines if e.loop)
+        await eventually(
+            lambda before=before: sum(e.loop.core.scheduler.stats.steps for e in engines if e.loop) > before + 5, 20
+        )
         busy = next(engine for engine in engines if engine.loop.core.has_work)
         if event == "runners":
             busy.runners[-1].dead = "The runner was killed."
@@ -106,7 +107,7 @@ async def test_streams_keep_their_grammar_through_deaths_and_moves(sent):
             engine.loop.close()
 
 
-async def test_the_queue_refuses_what_exceeds_its_bytes():
+async def test_the_queue_refuses_requests_beyond_its_bytes():
     engine = Engine(delay_s=0.02, max_num_seqs=1, max_queued_bytes=250_000)
     group = link_to(engine)
     await group.start()
@@ -127,5 +128,5 @@ async def test_the_queue_refuses_what_exceeds_its_bytes():
 
 def test_an_empty_queue_takes_a_request_of_any_size():
     config = EngineConfig(block_size=4, max_queued_bytes=10)
-    limits = QueueLimits(config, Scheduler(config, INFO), HeldRequests(None))
+    limits = QueueLimits(config, whole_scheduler(config, INFO), HeldRequests(None))
     assert limits.refusal(Submit(1, bound(0, GRAMMARS[0]), False)) is None

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.core.plan import decode_plan
-from runtime.policy.isolation import MAX_LOSSES
+from runtime.policy.isolation import MAX_LOSSES, Isolation
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import CallboardError, FinishReason, Request, SamplingParams
 from tests.actors import test_link
@@ -73,7 +73,7 @@ class Engine:
     def lose(self) -> None:
         self.num_losses += 1
         if (culprit := self.core.lose()) is not None:
-            self.culprits.append(culprit.request.request_id)
+            self.culprits.append(culprit.state.request.request_id)
             assert culprit.num_losses >= MAX_LOSSES
         self.core.recover(self.start())
 
@@ -95,7 +95,7 @@ class Engine:
         for name, sent in self.requests.items():
             if name not in self.culprits:
                 assert self.outputs[name] == sequential(sent, 256)[0], name
-        assert not self.core.scheduler.isolation._goals
+        assert not self.core.extras[Isolation]._goals
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -198,7 +198,7 @@ def test_requests_that_kill_together_return_one_by_one(num_late):
 
 
 @pytest.mark.parametrize("most_rows", [1, 5])
-def test_a_crowd_is_limited_to_what_runners_survive(most_rows):
+def test_a_crowd_is_limited_to_a_size_that_runners_survive(most_rows):
     engine = Crowd(9, most_rows=most_rows)
     engine.finish()
     assert engine.culprits == []

@@ -15,6 +15,7 @@ from actors.wire.link_messages import Submit
 from runtime.core.plan import StepPlan
 from runtime.spec.config import EngineConfig
 from tests.actors.test_link import INFO, Engine, SlowRunner, eventually, link_to, read, request
+from tests.support.engines import replace_extra
 from tests.support.fake_runner import FixedPacing, sequential
 
 LOOK_S = 0.004  # the loop looks four times as often whether the step in flight has ended
@@ -59,14 +60,14 @@ class Pacing(FixedPacing):
         super().__init__(None)
         self.is_time = False
 
-    def planning_delay_s(self, num_decoding, num_prompt_tokens, planned_at):
+    def planning_delay_s(self, step):
         return 0.0 if self.is_time else LOOK_S
 
 
 @asynccontextmanager
 async def serving(late: bool):
     engine = Engine(start=SteppedRunner, late_planning=late)
-    engine.loop.core.scheduler.pacing = pacing = Pacing()
+    replace_extra(engine.loop.core, pacing := Pacing())
     delivered, deliver = [], engine.loop.links._deliver
     engine.loop.links._deliver = lambda front, message: (deliver(front, message), delivered.append(message))
     link = link_to(engine)
@@ -88,7 +89,7 @@ async def test_a_request_that_arrives_during_a_step_joins_the_next(late, in_step
         for step in range(1, num_steps + 1):
             await eventually(lambda step=step: len(runner.plans) >= step)
             runner.end_steps(1)
-            await eventually(lambda step=step: loop.core.steps_done == step)
+            await eventually(lambda step=step: loop.core.scheduler.stats.steps == step)
         await eventually(lambda: len(runner.plans) == num_steps + (1 if late else 2))
         runs = runner.plans[num_steps].step_id  # its result has not arrived
         streams.append(asyncio.create_task(read(link, request(1))))

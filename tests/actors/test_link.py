@@ -227,7 +227,7 @@ async def test_the_next_plan_is_submitted_before_tokens_are_sent(depth, monkeypa
     engine.loop.close()
 
 
-async def test_nothing_comes_after_the_end(served):
+async def test_no_output_follows_the_end(served):
     """An abort finds the last step's tokens still unsent, so they are sent first."""
     engine, group = served
     link = only_link(group)
@@ -255,8 +255,8 @@ async def test_a_lost_runner_is_a_pause(served, call):
     engine, link = served
     reading = asyncio.gather(*(read(link, request(i, max_tokens=100)) for i in range(8)))
     for _ in range(3):
-        before = engine.loop.core.steps_done
-        await eventually(lambda before=before: engine.loop.core.steps_done > before + 5)
+        before = engine.loop.core.scheduler.stats.steps
+        await eventually(lambda before=before: engine.loop.core.scheduler.stats.steps > before + 5)
         lost = len(engine.runners)
         setattr(engine.runners[-1], "dead" if call == "collect" else "deaf", "Rank 0 is gone.")
         await eventually(lambda lost=lost: len(engine.runners) > lost)
@@ -269,7 +269,7 @@ async def test_a_dead_engine_is_a_pause(served):
     engine, link = served
     reading = asyncio.gather(*(read(link, request(i, max_tokens=150)) for i in range(8)))
     for _ in range(2):
-        await eventually(lambda: engine.loop.core.steps_done > 10)
+        await eventually(lambda: engine.loop.core.scheduler.stats.steps > 10)
         engine.die()
         await eventually(lambda: "restarting" in (link.health() or ""))
         engine.restart()
@@ -282,8 +282,8 @@ async def test_a_broken_connection_to_a_living_engine_is_a_pause(served):
     engine, link = served
     reading = asyncio.gather(*(read(link, request(i, max_tokens=150)) for i in range(8)))
     for _ in range(3):
-        before = engine.loop.core.steps_done
-        await eventually(lambda before=before: engine.loop.core.steps_done > before + 5)
+        before = engine.loop.core.scheduler.stats.steps
+        await eventually(lambda before=before: engine.loop.core.scheduler.stats.steps > before + 5)
         only_link(link)._connection.transport.abort()
         await asyncio.sleep(0.02)
     for i, (tokens, reason, _) in enumerate(await reading):
@@ -291,7 +291,7 @@ async def test_a_broken_connection_to_a_living_engine_is_a_pause(served):
     await eventually(lambda: engine.loop.stats()["connections"] == 1)
 
 
-async def test_a_request_made_while_there_is_no_engine_waits_for_it():
+async def test_a_request_without_an_engine_waits_for_one():
     engine = Engine()
     link = link_to(engine)
     await link.start()
@@ -316,7 +316,7 @@ async def test_closing_the_generator_aborts(served):
     assert link.num_streams == 0
 
 
-async def test_a_gone_replica_has_its_requests_aborted(served):
+async def test_requests_of_a_lost_replica_are_aborted(served):
     engine, link = served
     engine.runners[-1].delay_s = 0.02
     tasks = [asyncio.create_task(read(link, request(i, max_tokens=400))) for i in range(4)]

@@ -2,9 +2,10 @@
 
 from actors.engine.queue_limits import HeldRequests, QueueLimits
 from actors.wire.link_messages import Submit
-from runtime.core.scheduler import Scheduler
+from runtime.policy.queue_sizes import QueueSizes
 from runtime.spec.types import Request, SamplingParams
 from tests.core.test_scheduler import make
+from tests.support.engines import whole_scheduler
 
 
 def submit(i: int, num_predicted: int) -> Submit:
@@ -13,7 +14,7 @@ def submit(i: int, num_predicted: int) -> Submit:
 
 def test_predictions_count_in_the_queue():
     config, info = make(max_queued_tokens=50)
-    scheduler = Scheduler(config, info)
+    scheduler = whole_scheduler(config, info)
     limits = QueueLimits(config, scheduler, HeldRequests(None))
     assert limits.refusal(submit(0, 100)) is None, "an empty queue takes any request"
     scheduler.add(submit(0, 20).request)
@@ -22,4 +23,4 @@ def test_predictions_count_in_the_queue():
     assert refused is not None
     assert refused.message.startswith("The engine has 30 tokens waiting and this request has 21, above its limit of 50")
     scheduler.abort("0")
-    assert scheduler.waiting.num_predicted == 0
+    assert scheduler.extras[QueueSizes].num_predicted == 0

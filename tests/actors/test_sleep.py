@@ -37,9 +37,9 @@ async def test_streams_wait_while_their_engines_sleep(deep):
     async with Group(*engines) as group, link_closing(link_to(*engines)) as other_front:
         await other_front.start()
         reading = asyncio.gather(*(read(group, request(i, max_tokens=100)) for i in range(8)))
-        await eventually(lambda: all(e.loop.core.steps_done > 5 for e in engines))
+        await eventually(lambda: all(e.loop.core.scheduler.stats.steps > 5 for e in engines))
         await group.sleep(deep)
-        steps = [e.loop.core.steps_done for e in engines]
+        steps = [e.loop.core.scheduler.stats.steps for e in engines]
         assert [level(e) for e in engines] == [deep, deep]
         assert not any(keys_of(e) for e in engines)
         await eventually(lambda: group.is_asleep and other_front.is_asleep)
@@ -47,7 +47,7 @@ async def test_streams_wait_while_their_engines_sleep(deep):
         late = asyncio.create_task(read(other_front, request(1)))
         await eventually(lambda: sum(map(live, engines)) == 9)
         await asyncio.sleep(0.05)
-        assert [e.loop.core.steps_done for e in engines] == steps
+        assert [e.loop.core.scheduler.stats.steps for e in engines] == steps
         assert not any(e.loop.core.has_work and not e.loop.check_progress() for e in engines)
         await other_front.sleep(0)
         await check(reading, 8, 100)

@@ -34,7 +34,7 @@ def as_engine_saw(request) -> tuple:
 
 
 @pytest.mark.parametrize(("form", "is_bound"), [("curl", True), ("curl", False), ("Python", True), ("Python", False)])
-def test_a_copied_chat_sends_what_the_page_sends(visit, server, form: str, is_bound: bool):
+def test_a_copied_chat_sends_the_same_request(visit, server, form: str, is_bound: bool):
     page = visit(**CLIPBOARD)
     open_settings(page)
     page.fill("#system", "Be 'brief'.")
@@ -70,7 +70,7 @@ def test_a_copied_chat_sends_what_the_page_sends(visit, server, form: str, is_bo
 
 
 @pytest.mark.parametrize("form", ["curl", "Python"])
-def test_a_copied_completion_sends_what_the_page_sends(visit, server, form: str):
+def test_a_copied_completion_sends_the_same_request(visit, server, form: str):
     page = visit(**CLIPBOARD)
     page.click("#tab-completion")
     open_settings(page, "completion")

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from runtime.core.engine import EngineCore
+from runtime.assembly.engine import build_engine
 from runtime.core.plan import StepResult
 from runtime.core.prefix_cache import root_hash
+from runtime.features.adapter_table import AdapterTable, is_in_use
 from runtime.spec.types import CallboardError, Request, SamplingParams
 from tests.core.test_scheduler import make
 from tests.support.fake_runner import FakeRunner
@@ -15,8 +16,8 @@ PROMPT = list(range(1, 9))
 
 def test_one_life_of_two_adapters():
     config, info = make(block_size=4, max_num_batched_tokens=64, max_num_seqs=8, max_loras=2)
-    core = EngineCore(config, info, FakeRunner(config, info))
-    scheduler, adapters = core.scheduler, core.scheduler.adapters
+    core = build_engine(config, info, FakeRunner(config, info))
+    scheduler, adapters = core.scheduler, core.extras[AdapterTable]
 
     def add(name: str, adapter: str = "") -> None:
         params = SamplingParams(max_tokens=2, ignore_eos=True)
@@ -47,9 +48,9 @@ def test_one_life_of_two_adapters():
     assert sorted(new.adapter for new in again.new) == [0, 1, 1, 2]
     for name in "abcd":
         core.abort(name)
-    assert scheduler.uses_adapter(1)  # by rows in flight
+    assert is_in_use(1, scheduler.all_states())  # by rows in flight
     scheduler.commit(StepResult(again.step_id, np.zeros(int(again.num_samples.sum()), np.int32)))
-    assert not scheduler.uses_adapter(1)
+    assert not is_in_use(1, scheduler.all_states())
     adapters.release("one")
     assert adapters.reserve("three") == 1
 

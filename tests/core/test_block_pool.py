@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from runtime.core.block_pool import NULL_BLOCK, BlockPool
 from runtime.core.prefix_cache import PrefixCache
-from runtime.policy.branch_eviction import SHARED_STAY, EvictionQueue
+from runtime.policy.branch_eviction import BRANCH_AGE_DIVISOR, BranchOrder
 from tests.support.examples import examples
 
 Path = tuple[int, ...]  # a block by its token and the tokens of the blocks before it
@@ -21,7 +21,7 @@ class Tree:
 
     def __init__(self, num_blocks: int) -> None:
         self.cache = PrefixCache()
-        self.pool = BlockPool(1 + num_blocks, self.cache.evict)
+        self.pool = BlockPool(1 + num_blocks, self.cache.evict, BranchOrder())
         self.held: list[list[int]] = []
 
     def begin(self, path: Path) -> bool:
@@ -35,7 +35,7 @@ class Tree:
         blocks += self.pool.allocate(num_new)
         for at in range(len(names) - num_new, len(names)):
             assert self.cache.insert(names[at], blocks[at]) == blocks[at]
-            self.pool.mark_cached(blocks[at], names[at], blocks[at - 1] if at else NULL_BLOCK)
+            self.pool.mark_cached([(blocks[at], names[at], blocks[at - 1] if at else NULL_BLOCK)])
         self.held.append(blocks)
         return True
 
@@ -88,7 +88,7 @@ def test_shared_prefixes_outlive_single_ones():
     assert tree.num_cached(instruction) == 4
     assert tree.num_cached((*instruction, 2)) == 4
     assert tree.num_cached((19, 0, 0, 0)) == 4
-    for number in range(10 * SHARED_STAY):
+    for number in range(10 * BRANCH_AGE_DIVISOR):
         tree.ask((100 + number, 0, 0, 0))
     assert tree.num_cached(instruction) == 0, "nobody has asked for it any more"
 
@@ -120,9 +120,11 @@ def test_an_ancestor_of_a_fork_is_shared():
 
 
 def test_blocks_are_evicted_in_order_of_release():
-    queue = EvictionQueue()
-    queue.add([5, 3], [])
-    queue.add([4], [2])
+    queue = BranchOrder()
+    queue.reset(9)
+    queue.on_cached([(3, b"a", 2), (4, b"b", 2)])  # a branch
+    queue.add([5, 3], [3, 5])
+    queue.add([4, 2], [2, 4])
     queue.remove([3])
     assert (len(queue), list(queue), 3 in queue, 2 in queue) == (3, [5, 4, 2], False, True)
     assert queue.take(3) == [5, 4, 2]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from runtime.core.block_pool import NULL_BLOCK
 from runtime.core.plan import StepResult, decode_plan, joined
+from runtime.policy.admission import Admission
 from runtime.spec.types import Grammar
 from tests.core.test_made_up_kv_group import WindowRunner, groups
 from tests.core.test_scheduler import Session, configs, events
@@ -72,7 +73,7 @@ def test_deferred_samples_give_the_sequential_tokens(window):
         places = {} if window is None else {"kv_cache": groups(window), "kv_layout": "paged"}
         session = Of(**config | places)
         if share is not None:
-            session.core.scheduler.admission.lengths = FixedShare(share)
+            session.core.extras[Admission].lengths = FixedShare(share)
         session.play([event for event in history if event[0] != "fail"])
         session.finish()
         seen["steps"] += session.steps

@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.core.engine import EngineCore
+from runtime.assembly.engine import build_engine
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import Request, SamplingParams
 from runtime.speculation.choose_k import Speculation
-from runtime.speculation.draft import Chain, Commit, DraftCore, LocalWire, Open, Told
+from runtime.speculation.draft import Chain, Commit, LocalWire, Open, Told
 from runtime.speculation.draft_client import DraftClient
 from tests.support.draft_wires import BusyWire, SlowWire
+from tests.support.engines import whole_draft
 from tests.support.examples import examples
 from tests.support.fake_runner import EOS, VOCAB, CheckedCore, FakeRunner, check_integrity, sequential
 
@@ -37,7 +38,7 @@ def draft_core(share=0.0, ahead=1, **kw):
     config = EngineConfig(block_size=4, max_num_seqs=kw.pop("seqs", 6), max_num_batched_tokens=kw.pop("budget", 16))
     runner = WrongAtTimes(config, info(**kw))
     runner.share = share
-    return DraftCore(config, info(**kw), runner, ahead)
+    return whole_draft(config, info(**kw), runner, ahead)
 
 
 class Clock:
@@ -209,7 +210,7 @@ def test_a_perfect_draft_is_always_right(ahead):
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     clock, target = Clock(), info()
     client = DraftClient(VOCAB, clock)
-    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 4, STEP_US, 0.0))
+    core = build_engine(config, target, FakeRunner(config, target), Speculation(client, 4, STEP_US, 0.0))
     client.attach(LocalWire(draft_core(ahead=ahead)), STEP_US)
     for i in range(4):
         core.add(Request(str(i), [1 + i] * (5 + i), 5 + i, SamplingParams(max_tokens=40, ignore_eos=True), seed=i))
@@ -218,7 +219,7 @@ def test_a_perfect_draft_is_always_right(ahead):
         if (output := core.step()) is not None:
             done += [state for state, _ in output.finished]
     assert core.scheduler.stats.accepted_draft_tokens == core.scheduler.stats.draft_tokens > 100
-    assert core.steps_done < 40
+    assert core.scheduler.stats.steps < 40
     assert client.num_late == 0
 
 
@@ -228,7 +229,7 @@ def test_a_miss_costs_no_later_guess(ahead):
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     clock, target = Clock(), info(max_len=2000, blocks=4000)
     client = DraftClient(VOCAB, clock)
-    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, STEP_US, 0.0))
+    core = build_engine(config, target, FakeRunner(config, target), Speculation(client, 3, STEP_US, 0.0))
     client.attach(LocalWire(draft_core(0.3, ahead, max_len=2000, blocks=4000)), STEP_US)
     for i in range(4):
         core.add(Request(str(i), [1 + i] * (5 + i), 5 + i, SamplingParams(max_tokens=900, ignore_eos=True), seed=i))
@@ -273,7 +274,7 @@ def test_no_step_waits_for_a_draft_that_is_far_behind():
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     target = info(max_len=400, blocks=200)
     client = PausingClient(VOCAB, clock)
-    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, STEP_US, 0.0))
+    core = build_engine(config, target, FakeRunner(config, target), Speculation(client, 3, STEP_US, 0.0))
     wire = SlowWire(draft_core(max_len=400, blocks=200), clock, lambda behind: 0.005 if behind > 8 else 0.0001)
     client.attach(wire, STEP_US)
     core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=300, ignore_eos=True), seed=0))
@@ -287,10 +288,10 @@ def test_no_step_waits_for_a_draft_that_is_far_behind():
     run_until(lambda: s.stats.drafts > 3)
     client.paused_until = clock.now + 0.02
     run_until(lambda: clock.now >= client.paused_until)
-    overhead, began, steps, drafts = client._overhead_us, clock.now, core.steps_done, s.stats.drafts
+    overhead, began, steps, drafts = client._overhead_us, clock.now, core.scheduler.stats.steps, s.stats.drafts
     run_until(lambda: s.stats.drafts > drafts)
-    assert clock.now - began == pytest.approx(0.001 * (core.steps_done - steps), abs=0.0021)
-    assert 5 <= core.steps_done - steps <= 12
+    assert clock.now - began == pytest.approx(0.001 * (core.scheduler.stats.steps - steps), abs=0.0021)
+    assert 5 <= core.scheduler.stats.steps - steps <= 12
     assert abs(client._overhead_us - overhead) < 20
     run_until(lambda: s.stats.drafts > drafts + 20)
     assert client.num_late == 0
@@ -304,7 +305,7 @@ def test_a_draft_that_is_hardly_faster_catches_up():
     target = info(max_len=400, blocks=200)
     times = ((1, 1000.0), (64, 64_000.0))
     client = PausingClient(VOCAB, clock)
-    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, times, 0.0))
+    core = build_engine(config, target, FakeRunner(config, target), Speculation(client, 3, times, 0.0))
     wire = SlowWire(draft_core(max_len=400, blocks=200), clock, lambda behind: 0.001 * behind * (behind > 3))
     client.attach(wire, times)  # a token takes the draft and the target equally long
     core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=300, ignore_eos=True), seed=0))
@@ -324,14 +325,14 @@ def test_a_draft_gets_no_request_before_its_reply():
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     target = info(max_len=400, blocks=200)
     client, times = DraftClient(VOCAB, clock), ((1, 50_000.0), (64, 60_000.0))
-    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, times, 0.0))
+    core = build_engine(config, target, FakeRunner(config, target), Speculation(client, 3, times, 0.0))
     client.attach(BusyWire(draft_core(max_len=400, blocks=200), clock, 0.4), times)
     core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=300, ignore_eos=True), seed=0))
     while core.has_work:
         core.step()
         clock.now += 0.05
     assert core.scheduler.stats.accepted_draft_tokens > 10
-    assert core.scheduler.speculation.acceptance > 0.6, "no answer is not a wrong one"
+    assert core.extras[Speculation].acceptance > 0.6, "no answer is not a wrong one"
 
 
 def test_a_silent_draft_costs_one_wait():
@@ -340,7 +341,7 @@ def test_a_silent_draft_costs_one_wait():
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     clock, target = Clock(), info(max_len=60000, blocks=20000)
     client = DraftClient(VOCAB, clock)
-    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, STEP_US, 0.0))
+    core = build_engine(config, target, FakeRunner(config, target), Speculation(client, 3, STEP_US, 0.0))
     wire = BadWire(draft_core(max_len=60000, blocks=20000), clock, 0, 0.0)
     client.attach(wire, STEP_US)
     core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=50000, ignore_eos=True), seed=0))
@@ -352,8 +353,8 @@ def test_a_silent_draft_costs_one_wait():
     waits = []
     for _ in range(2000):
         late, before = client.num_late, clock.now
-        steps = core.steps_done
-        while core.steps_done == steps:
+        steps = core.scheduler.stats.steps
+        while core.scheduler.stats.steps == steps:
             core.step()
         if client.num_late > late:
             waits.append(clock.now - before)
@@ -383,7 +384,7 @@ def test_draft_times_of_a_busy_machine_are_corrected():
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     clock, target = Clock(), info(max_len=4000, blocks=2000)
     client, times = DraftClient(VOCAB, clock), ((1, 500_000.0), (64, 500_000.0))
-    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, times, 0.0))
+    core = build_engine(config, target, FakeRunner(config, target), Speculation(client, 3, times, 0.0))
     wire = SlowWire(draft_core(max_len=4000, blocks=2000), clock, lambda behind: 0.001)
     client.attach(wire, times)
     core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=3000, ignore_eos=True), seed=0))
@@ -400,7 +401,7 @@ def test_a_draft_is_busy_until_its_reply():
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     clock, target = Clock(), info(max_len=400, blocks=200)
     client, busy = DraftClient(VOCAB, clock), []
-    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, STEP_US, 0.0))
+    core = build_engine(config, target, FakeRunner(config, target), Speculation(client, 3, STEP_US, 0.0))
     client.attach(SlowWire(draft_core(max_len=400, blocks=200), clock, lambda behind: 0.1), STEP_US)
     core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=300, ignore_eos=True), seed=0))
     for _ in range(20):
@@ -420,7 +421,7 @@ def test_a_request_lost_by_the_draft_is_sent_again():
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     clock, target = Clock(), info(max_len=400, blocks=200)
     client, draft = DraftClient(VOCAB, clock), draft_core(max_len=400, blocks=200)
-    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, STEP_US, 0.0))
+    core = build_engine(config, target, FakeRunner(config, target), Speculation(client, 3, STEP_US, 0.0))
     client.attach(BadWire(draft, clock, 0, 0.0), STEP_US)
     core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=300, ignore_eos=True), seed=0))
     for _ in range(20):
@@ -439,7 +440,7 @@ def test_a_draft_that_stops_reading_is_hung():
             raise TimeoutError("it does not read")
 
     client, config = DraftClient(VOCAB, Clock()), EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
-    core = EngineCore(config, info(), FakeRunner(config, info()), Speculation(client, 3, STEP_US, 0.0))
+    core = build_engine(config, info(), FakeRunner(config, info()), Speculation(client, 3, STEP_US, 0.0))
     client.attach(Full(draft_core()), STEP_US)
     core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=20, ignore_eos=True), seed=0))
     while core.has_work:

@@ -1,6 +1,6 @@
 """Requests that are too long for a draft, or for one frame to a draft."""
 
-from runtime.core.engine import EngineCore
+from runtime.assembly.engine import build_engine
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import Request, SamplingParams
 from runtime.speculation.choose_k import Speculation
@@ -34,7 +34,7 @@ def test_long_prompts_are_opened_over_several_steps(monkeypatch):
     config = EngineConfig(block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
     target, sizes = info(max_len=400, blocks=400), []
     client = DraftClient(VOCAB, Clock())
-    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, STEP_US, 0.0))
+    core = build_engine(config, target, FakeRunner(config, target), Speculation(client, 3, STEP_US, 0.0))
     wire = LocalWire(draft_core(max_len=400, blocks=400, seqs=8))
     take = wire.send
     wire.send = lambda told: (sizes.append([len(opened.request.token_ids) for opened in told.opened]), take(told))

@@ -9,12 +9,13 @@ from collections import deque
 import numpy as np
 import pytest
 
-from runtime.core.engine import EngineCore
+from runtime.assembly.engine import build_engine
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import Request, SamplingParams
 from runtime.speculation.choose_k import Speculation, StepTimes
-from runtime.speculation.draft import DraftCore, LocalWire
+from runtime.speculation.draft import LocalWire
 from runtime.speculation.draft_client import DraftClient
+from tests.support.engines import whole_draft
 from tests.support.fake_runner import EOS, VOCAB, FakeRunner
 
 STEP_US = ((1, 3650.0), (2, 3900.0), (4, 3950.0), (8, 4000.0), (16, 4100.0), (32, 4350.0), (64, 4800.0), (128, 5370.0))
@@ -110,7 +111,7 @@ def rate(
     config = EngineConfig(block_size=16, max_num_seqs=max(2, num_rows), max_num_batched_tokens=2048)
     info = ModelInfo("f", VOCAB, CONTEXT, (EOS,), 1 + config.max_num_seqs * (CONTEXT // 16 + 1), 16, "none", "none")
     client = DraftClient(VOCAB, clock)
-    core = EngineCore(
+    core = build_engine(
         config, info, Target(config, info, clock), Speculation(client, None, STEP_US, 1000.0, clock, 60.0)
     )
 
@@ -119,7 +120,7 @@ def rate(
         return took_us / 1e6 + (stall_s if rng.random() < stalls else 0.0)
 
     def attach():
-        own = DraftCore(config, info, DraftRunner(config, info, wrong), ahead=4)
+        own = whole_draft(config, info, DraftRunner(config, info, wrong), ahead=4)
         times = tuple((rows, told_us or step_us + token_us * rows) for rows in (1, 8, 64))
         client.attach(Wire(own, clock, plan_s, hangs, loss, rng), times)
 

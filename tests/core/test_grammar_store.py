@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.runners.plan_wire import PlanReader, PlanWriter
-from runtime.core.engine import EngineCore
+from runtime.assembly.engine import build_engine
 from runtime.core.plan import MAX_NEW_BYTES
 from runtime.core.request_state import RequestState
-from runtime.core.waiting_queue import WaitingQueue
 from runtime.features.grammar_store import GrammarSender, GrammarStore, by_key, request_by_key
+from runtime.policy.queue_sizes import QueueSizes
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import CallboardError, Grammar, Request, SamplingParams
 from runtime.speculation.draft import Open, Told, told_by_key, whole_told
@@ -113,7 +113,7 @@ def served(grammars: list[Grammar], num_losses: int = 0) -> list[NotingReader]:
         runner.reader = readers[-1]
         return runner
 
-    core = EngineCore(config, INFO, start())
+    core = build_engine(config, INFO, start())
     requests = {str(i): request(str(i), grammar) for i, grammar in enumerate(grammars)}
     for each in requests.values():
         core.add(each)
@@ -121,7 +121,7 @@ def served(grammars: list[Grammar], num_losses: int = 0) -> list[NotingReader]:
     for _ in range(400):
         if not core.has_work:
             break
-        if num_losses and core.steps_done == 2:
+        if num_losses and core.scheduler.stats.steps == 2:
             num_losses -= 1
             core.lose()
             core.recover(start())
@@ -151,7 +151,7 @@ def test_choices_share_the_text_of_their_grammar():
 
 def test_a_reader_of_only_a_later_frame_refuses_it():
     config = EngineConfig(block_size=4)
-    core, writer = EngineCore(config, INFO, FakeRunner(config, INFO)), PlanWriter()
+    core, writer = build_engine(config, INFO, FakeRunner(config, INFO)), PlanWriter()
     for name in "ab":
         core.add(request(name, GRAMMARS[5]))
         frame = writer.encode(core.scheduler.schedule().plan)
@@ -165,18 +165,18 @@ def test_a_reader_of_only_a_later_frame_refuses_it():
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 4)), max_size=40))
 def test_queue_counts_bytes_and_each_grammar_once(events):
-    queue, states = WaitingQueue(), {}
+    queue, states = QueueSizes(), {}
     for number, (enters, i) in enumerate(events):
         if enters or not states:
             each = request(str(number), GRAMMARS[3 * i] if i else None, tuple(range(1, 2 + i)), stop_token_ids=(1,) * i)
             state = RequestState(each, list(each.token_ids), 64, frozenset(), (0, 0, number))
-            queue.push(state)
+            queue.on_queue(state)
             states[number] = state
         else:
-            queue.remove(states.pop(min(states)))
+            queue.on_dequeue(states.pop(min(states)))
     grammars = {s.params.grammar.key: s.params.grammar.num_bytes for s in states.values() if s.params.grammar}
     own = sum(4 * len(s.tokens) + 5 * len(s.params.stop_token_ids) for s in states.values())
-    assert queue.num_bytes == own + sum(grammars.values())
+    assert queue.num_bytes(sum(len(s.tokens) for s in states.values())) == own + sum(grammars.values())
     assert all(queue.has_grammar(grammar.key) == (grammar.key in grammars) for grammar in GRAMMARS)
 
 

@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runtime.core.block_pool import NULL_BLOCK
+from runtime.policy.admission import Admission
 from runtime.spec.kv_cache_spec import KVCacheSpec, KVGroupSpec
 from runtime.spec.types import SamplingParams
 from tests.core.test_scheduler import Session, configs, events
@@ -65,7 +66,7 @@ def test_blocks_outside_windows_are_freed():
     @given(configs, events, st.sampled_from([1, 2, 5, 9, 40]))
     def run(config, history, window):
         session = WindowSession(window, **config | {"kv_layout": "paged"})
-        session.core.scheduler.admission.lengths = FixedShare(0.0)  # it admits too many
+        session.core.extras[Admission].lengths = FixedShare(0.0)  # it admits too many
         session.play(history)
         session.finish()
         seen["steps"] += session.steps

@@ -62,7 +62,7 @@ def guesses_once_complete(lookup: Ngram, states: list[RequestState], most: int) 
     short=st.sampled_from([0, 20]),
 )
 @settings(max_examples=examples(120))
-def test_guesses_are_those_of_the_plain_definition(prediction, prompt, outputs, step_work, few, short):
+def test_guesses_equal_the_plain_definition(prediction, prompt, outputs, step_work, few, short):
     with mock.patch.multiple(ngram, STEP_WORK=step_work, TEXT_COST=1, _FEW=few, SHORT_PROMPT=short):
         lookup, states = Ngram(), states_of(prompt, prediction, len(outputs))
         for half in (slice(0), slice(10), slice(10, None)):

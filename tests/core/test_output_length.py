@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.core.plan import StepResult
-from runtime.core.scheduler import Scheduler
+from runtime.core.request_state import RequestStatus
+from runtime.policy.admission import Admission
 from runtime.policy.output_length import OutputLengthEstimator
 from runtime.spec.types import Request, SamplingParams
 from tests.core.test_scheduler import make
+from tests.support.engines import whole_scheduler
 from tests.support.policy_simulation import CONTEXT, Clients, Simulation
 
 CHAT = 4000  # max_tokens of a chat without the field
@@ -119,14 +121,14 @@ def test_the_scheduler_reports_only_complete_lengths():
         (SamplingParams(max_tokens=30), "abort"),
         (SamplingParams(max_tokens=30, ignore_eos=True), "abort"),
     ):
-        scheduler = Scheduler(*make())
-        scheduler.admission.lengths.observe_end = lambda *end: told.append(end)
+        scheduler = whole_scheduler(*make())
+        scheduler.extras[Admission].lengths.observe_end = lambda *end: told.append(end)
         state = scheduler.add(Request("a", [1, 2], 2, params))
         for token in (5, 5, 0 if how == "stop" else 5):
             step = scheduler.schedule()
             scheduler.commit(StepResult(step.plan.step_id, np.array([token], np.int32)))
         scheduler.abort("a")
-        assert state.has_ended
+        assert state.status is RequestStatus.ENDED
     assert told == [(30, 3, True), (30, 3, True), (30, 3, False)]
 
 

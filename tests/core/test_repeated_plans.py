@@ -12,6 +12,7 @@ from runtime.core.prefix_cache import hash_blocks, root_hash
 from runtime.core.scheduler import Scheduler
 from runtime.spec.types import CallboardError, FinishReason, Request, SamplingParams
 from tests.core.test_scheduler import make
+from tests.support.engines import whole_scheduler
 from tests.support.examples import examples
 from tests.support.fake_runner import EOS, VOCAB
 
@@ -20,7 +21,7 @@ tokens = st.sampled_from([EOS, 3, -1, *[7, 8, 9] * 7])  # a stop id, no finite l
 
 def started(prompts, limits) -> Scheduler:
     """All prompts are computed, and each has its first token."""
-    scheduler = Scheduler(*make(block_size=2, num_kv_blocks=200, max_num_seqs=8))
+    scheduler = whole_scheduler(*make(block_size=2, num_kv_blocks=200, max_num_seqs=8))
     for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         params = SamplingParams(max_tokens=limit, stop_token_ids=(3,) if i % 2 else ())
         scheduler.add(Request(f"r{i}", prompt, len(prompt), params))
@@ -83,7 +84,7 @@ def test_a_result_of_too_few_steps_is_refused():
 def test_known_hashes_equal_computed_ones():
     prompt = [1, 2, 3, 4, 5, 6, 7]
     hashes = hash_blocks(root_hash("f", ""), started([prompt], [9]).requests["r0"].tokens[:6], 2)
-    scheduler = Scheduler(*make(block_size=2))
+    scheduler = whole_scheduler(*make(block_size=2))
     state = scheduler.add(Request("r", prompt, len(prompt), SamplingParams(max_tokens=3)), None, hashes[:2])
     plan = scheduler.schedule().plan
     scheduler.commit(StepResult(plan.step_id, np.array([EOS], np.int32)))
@@ -94,4 +95,4 @@ def test_known_hashes_equal_computed_ones():
 @pytest.mark.parametrize("bad", [-1, VOCAB, 1 << 31, 1 << 40, -(1 << 40)])
 def test_an_id_outside_of_the_vocabulary_is_refused(bad):
     with pytest.raises(CallboardError, match=rf"^Token id {bad} is not in this model's vocabulary of {VOCAB}\.$"):
-        Scheduler(*make()).add(Request("r", [1, bad, 2], 3, SamplingParams()))
+        whole_scheduler(*make()).add(Request("r", [1, bad, 2], 3, SamplingParams()))

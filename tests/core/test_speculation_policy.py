@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from runtime.core.plan_builder import StepShape
-from runtime.speculation.choose_k import Drafter, Speculation, StepTimes
-from runtime.speculation.draft_client import _FIRST_ROUND_US, _FIRST_ROW_US
+from runtime.core.request_state import RequestStatus
+from runtime.speculation.choose_k import DecodeShape, Drafter, Speculation, StepTimes
+from runtime.speculation.draft_client import FIRST_ROUND_US, FIRST_ROW_US
 
 STEP_US = ((1, 3650.0), (2, 3900.0), (4, 3950.0), (8, 4000.0), (16, 4100.0), (32, 4350.0), (64, 4800.0), (128, 5370.0))
 verify_us = StepTimes(STEP_US).us
@@ -30,6 +30,10 @@ class Draft(Drafter):
         pass
 
 
+class State(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
 SMALL, LARGE = Draft(90.0, 2000.0), Draft(730.0, 1600.0)
 
 
@@ -37,18 +41,18 @@ def speedups(draft, rate, num_rows=1, num_answers=12, seed=0, output_len=384):
     """Tokens a second over the rate without a draft, for answers one after another, each of `num_rows` requests.
     Guesses are right at this `rate`, which may be a function of the answer's index. The first answer is left out."""
     rng, now = random.Random(seed), [0.0]
-    speculation = Speculation(draft, None, STEP_US, _FIRST_ROUND_US, lambda: now[0], _FIRST_ROW_US)
+    speculation = Speculation(draft, None, STEP_US, FIRST_ROUND_US, lambda: now[0], FIRST_ROW_US)
     plain_us, found = verify_us(num_rows) + 100.0, []
     for number in range(num_answers):
         share = rate(number) if callable(rate) else rate
         states = [
-            SimpleNamespace(acceptance=None, max_len=10**9, num_total=0, tokens=[], num_computed=-1, drafts_in_flight=0)
+            State(max_len=10**9, num_total=0, tokens=[], num_computed=-1, status=RequestStatus.RUNNING)
             for _ in range(num_rows)
         ]
         began, lengths = now[0], [0] * num_rows
         while min(lengths) < output_len:
-            speculation.request_drafts(states)
-            counts = [len(speculation.guess(s, 8)) if speculation.round_count else 0 for s in states]
+            speculation.begin_step(states)
+            counts = [len(speculation.drafts(s, 8)) if speculation.round_count else 0 for s in states]
             most, num_tokens = max(counts), num_rows + sum(counts)
             round_us = verify_us(num_tokens) + most * draft.step_us(num_rows) + draft.beyond_us + 40.0 * num_rows
             now[0] += (round_us if most else plain_us) * rng.gauss(1.0, 0.02) / 1e6
@@ -60,7 +64,7 @@ def speedups(draft, rate, num_rows=1, num_answers=12, seed=0, output_len=384):
                     if not is_right:
                         break
                     lengths[i] += 1
-            speculation.observe_step(StepShape(num_rows, num_tokens, most))
+            speculation.observe_step(DecodeShape(num_rows, num_tokens, most))
         found.append(sum(lengths) / (now[0] - began) * plain_us / 1e6 / num_rows)
     return found[1:]
 

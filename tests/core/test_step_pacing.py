@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from runtime.core.plan import StepPlan, StepResult
-from runtime.core.scheduler import Scheduler
 from runtime.policy.step_pacing import StepPacing
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import Request, SamplingParams
+from tests.support.engines import whole_scheduler
 from tests.support.fake_runner import FixedPacing
 
 # Measured steps of a 3B model on one H200, by number of tokens, and the time that decode rows and their contexts add.
@@ -36,7 +36,7 @@ class Served:
         info = ModelInfo("f", 2, 4096, (), 40000, 16, "none", "none")
         config = EngineConfig(max_num_seqs=256, max_num_batched_tokens=8192, prefix_cache=False)
         pacing = StepPacing(max_itl_ms, lambda: self.now) if paced else None
-        self.scheduler, self.late, self.slow = Scheduler(config, info, None, pacing), late, slow
+        self.scheduler, self.late, self.slow = whole_scheduler(config, info, pacing), late, slow
         self.arrivals = deque(sorted(requests))
         self.arrived: dict[str, float] = {}
         self.times: dict[str, list[float]] = {}  # of each request's tokens
@@ -133,7 +133,7 @@ def test_steps_fill_their_graphs(num_decoding):
         now[0] += took_s
         pacing.observe_step(num_decoding, num_prompt_tokens, 0.0)
     for num_queued in range(100, 20000, 100):
-        count = pacing.max_prompt_tokens(num_decoding, num_queued)
+        count = pacing.prompt_tokens_beside(num_decoding, num_queued)
         totals.add(num_decoding + count)
         wanted = max(800, 0.35 * num_queued)
         assert wanted - (128 if wanted + num_decoding < 2048 else 2048) <= count <= wanted
@@ -141,7 +141,7 @@ def test_steps_fill_their_graphs(num_decoding):
     assert len(totals) > 5
 
 
-def test_a_target_too_short_for_any_prompt_lets_prompts_go_on():
+def test_a_target_too_short_for_any_prompt_is_exceeded():
     served = Served(LONG[:20], max_itl_ms=0.5)
     assert all(times for times in served.times.values())
 
@@ -157,7 +157,7 @@ def test_a_new_request_waits_only_for_the_running_step():
 def test_short_steps_are_planned_at_once():
     """There a plan could be late, and the gain would be small."""
     served = Served(arrivals(50, 20, (64, 128), (64, 256)), slow=0.25)
-    assert served.scheduler.pacing.planning_delay_s(4, 0, served.now) <= 0.0
+    assert served.scheduler.extras[StepPacing].delay_s(4, 0, served.now) <= 0.0
 
 
 def test_an_outlier_does_not_count_as_step_time():
@@ -166,14 +166,14 @@ def test_an_outlier_does_not_count_as_step_time():
     for took_s in (0.002,) * 20 + (3.0,):
         now[0] += took_s
         pacing.observe_step(1, 0, 0.0)
-    assert pacing.planning_delay_s(1, 0, now[0]) < 0.003
+    assert pacing.delay_s(1, 0, now[0]) < 0.003
 
 
 def test_rows_that_finish_a_prompt_limit_no_other():
     """A step without decode rows takes all that its budget holds."""
     info = ModelInfo("f", 2, 4096, (), 40000, 16, "none", "none")
     config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=64, prefix_cache=False)
-    scheduler = Scheduler(config, info, None, FixedPacing(4))
+    scheduler = whole_scheduler(config, info, FixedPacing(4))
     for name, prompt_len in (("long", 100), ("short", 20)):
         scheduler.add(Request(name, [1] * prompt_len, prompt_len, SamplingParams(max_tokens=5, ignore_eos=True)))
     assert scheduler.schedule().plan.num_tokens.tolist() == [64]

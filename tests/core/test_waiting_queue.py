@@ -5,16 +5,16 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime.core.queues import WaitingQueue
 from runtime.core.request_state import RequestState
-from runtime.core.scheduler import Scheduler
-from runtime.core.waiting_queue import WaitingQueue
 from runtime.spec.types import Request, SamplingParams
 from tests.core.test_scheduler import make
+from tests.support.engines import whole_scheduler
 
 
 def test_requests_that_leave_the_queue_are_forgotten():
     """A request before them always waits, so they never reach the head of the queue."""
-    scheduler = Scheduler(*make(max_num_seqs=1))
+    scheduler = whole_scheduler(*make(max_num_seqs=1))
     scheduler.add(Request("first", [1], 1, SamplingParams()))
     gone = [scheduler.add(Request(f"{i}", [2] * 50, 50, SamplingParams(), priority=1)) for i in range(500)]
     for i in range(500):
@@ -42,5 +42,4 @@ def test_the_queue_is_a_sorted_list(history):
         assert queue.first() is min(waiting, key=lambda s: s.sort_key, default=None)
         assert len(queue) == len(waiting)
         assert queue.num_tokens == sum(len(state.tokens) for state in waiting)
-        assert queue.num_predicted == sum(len(state.request.prediction) for state in waiting)
         assert len(queue._keys) <= 2 * len(waiting)

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
-from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.kernels.attention.rope import (
     rope_rows_torch,
@@ -38,7 +38,7 @@ def generate(device: str, **config) -> list[list[int]]:
     """Twelve requests of mixed lengths and sampling, through the whole engine core."""
     settings = {"device": device, "num_kv_blocks": 300, "max_num_seqs": 8, "max_model_len": 512, "dtype": "float32"}
     runner = build_runner(EngineConfig(**settings | config), DummySource(SPEC))
-    core = EngineCore(runner.config, runner.info, InProcess(runner))
+    core = build_engine(runner.config, runner.info, InProcess(runner))
     rng = np.random.default_rng(0)
     tokens: dict[str, list[int]] = {}
     for i in range(12):
@@ -60,7 +60,7 @@ def generate(device: str, **config) -> list[list[int]]:
     return list(tokens.values())
 
 
-def test_fp32_tokens_are_those_of_the_cpu():
+def test_fp32_tokens_equal_the_cpus():
     on_cpu, on_gpu = generate("cpu"), generate("cuda")
     same = [a == b for a, b in zip(on_cpu, on_gpu, strict=True)]
     # Two devices round differently, and a near tie may fall either way; random weights have few.

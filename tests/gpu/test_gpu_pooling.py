@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.core.engine import EngineCore
+from runtime.assembly.engine import build_engine
 from runtime.core.executor import InProcess
 from runtime.spec.types import Request, SamplingParams
 from tests.gpu.test_gpu_prefill_graphs import SPECS, VOCAB
@@ -19,7 +19,7 @@ LENGTHS = (1, 2, 63, 64, 65, 511, 513, 1100, 1500, 17)
 def vectors(pooling: str, **config) -> list[np.ndarray]:
     """Vectors of prompts of these lengths beside a decode row, in one batch."""
     runner = tiny_runner(SPECS["llama-3.2-1b"], pooling=pooling, max_model_len=2048, num_kv_blocks=4000, **config)
-    core = EngineCore(runner.config, runner.info, InProcess(runner))
+    core = build_engine(runner.config, runner.info, InProcess(runner))
     rng, found = np.random.default_rng(1), {}
     core.add(Request("text", [5, 6, 7], 3, SamplingParams(max_tokens=40, ignore_eos=True)))
     for length in LENGTHS:

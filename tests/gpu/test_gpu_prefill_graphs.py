@@ -97,7 +97,7 @@ def cases(runner: ModelRunner, num_decoding: int) -> list[int]:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("shape", SPECS)
-def test_deterministic_bits_of_prompts_around_every_edge(shape, dtype):
+def test_deterministic_bits_of_prompts_at_every_edge(shape, dtype):
     runner = runner_of(shape, dtype, True)
     for length in [2, 3, 17, *cases(runner, 0)]:
 

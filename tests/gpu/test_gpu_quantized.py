@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
-from runtime.models.decoder import Decoder
+from runtime.models.decoder_build import load_decoder
 from runtime.quant.at_load import GROUPS, quantized_at_load
 from runtime.quant.model_formats import LAYOUTS, encodings_at_load, weight_bytes
 from runtime.quant.parsers import parse_gguf
@@ -88,7 +88,7 @@ def test_a_load_needs_a_fused_map_beside_the_quantized_model(form):
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    decoder = Decoder.load(source, spec, weight_map, numerics, 64)
+    decoder = load_decoder(source, spec, weight_map, numerics, 64)
     peak, size = torch.cuda.max_memory_allocated() - before, weight_bytes(decoder.spec, numerics)
     assert size < 0.6 * sum(2 * tensor.numel() for tensor in zeros.values())
     pieces = 40 * (1 << 22)  # weights that are quantized at once, in float32 and as indices of a table

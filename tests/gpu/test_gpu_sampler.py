@@ -41,7 +41,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch see
 GPU = torch.device("cuda")
 
 
-def test_answers_equal_those_of_the_twin():
+def test_answers_equal_the_twins():
     check_scatter_writes(GPU)
     check_graph_io(GPU)
     check_masks(GPU)
@@ -131,7 +131,7 @@ def test_a_captured_step_end_follows_its_inputs():
         assert torch.equal(sample_tokens_triton(logits, slots, positions, tokens, params), replayed)
 
 
-def test_captured_penalties_follow_what_is_sampled():
+def test_captured_penalties_follow_sampled_tokens():
     """Replays with rows that count the tokens of earlier replays, against the sampler of a CPU."""
     n, vocab, max_len = 12, 40, 64
     kinds = [

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
@@ -26,7 +27,7 @@ SPEC = DecoderSpec(
 def start(**config) -> EngineCore:
     settings = {"device": "cuda", "dtype": "bfloat16", "num_kv_blocks": 4000, "max_num_seqs": 8, "max_model_len": 512}
     runner = build_runner(EngineConfig(**settings | {"deterministic": True} | config), DummySource(SPEC))
-    return EngineCore(runner.config, runner.info, InProcess(runner))
+    return build_engine(runner.config, runner.info, InProcess(runner))
 
 
 def generate(core: EngineCore, sleep=None) -> list[list[int]]:
@@ -83,7 +84,7 @@ def test_a_runner_sleeps_on_while_its_memory_is_taken(monkeypatch):
     runner, want = core.executor._runner, generate(core)
     core.lose()
     runner.sleep()
-    cache = runner._room.cache._segments
+    cache = runner._sleep_memory.cache._segments
     with monkeypatch.context() as patch:
 
         def refuse(address, segment):

@@ -14,7 +14,7 @@ CONFIG = {"spec": SPEC, "device": "cuda", "num_threads": None}
 
 @pytest.mark.parametrize("name", SAMPLING)
 @pytest.mark.parametrize(("batch", "count"), [(1, 3), (32, 40)])
-def test_tokens_are_those_without_guesses(name, batch, count):
+def test_guesses_change_no_token(name, batch, count):
     """With graphs of verifying steps in the target, and of chains and of catching up in the draft."""
     params, config = SAMPLING[name], CONFIG | {"max_num_seqs": batch}
     want, logprobs, _ = answers(params, count, **config)

@@ -14,8 +14,9 @@ from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.features.device_automata import DeviceAutomata
 from runtime.kernels.sampling.automata import advance_states_torch, mask_states_torch
+from runtime.policy.admission import Admission
 from runtime.spec.types import FinishReason, Grammar, GrammarSpec
-from runtime.speculation.draft import DraftCore, LocalWire
+from runtime.speculation.draft import LocalWire
 from runtime.speculation.draft_client import DraftClient
 from runtime.speculation.ngram import Ngram
 from runtime.structured.grammar import compiled
@@ -23,6 +24,7 @@ from runtime.structured.matching.automaton import EagerMatcher, build
 from runtime.structured.matching.lazy import LazyEngine
 from runtime.structured.pattern import GrammarError
 from tests.grammar.test_structured_walks import CHECKER, SCHEMAS, SMALL
+from tests.support.engines import whole_draft
 from tests.support.fake_runner import FixedShare
 from tests.support.structured_cases import regex
 from tests.support.structured_engine import SPEC, answers, hot, recorded, runner_of, text_of
@@ -126,8 +128,8 @@ def share_accepted(params, want, ahead, keeps_grammars, noise=0.0, vocabulary=SM
     """Of the guesses of a draft that is the model itself, with so much noise in its last norm."""
     model = runner_of(vocabulary, is_draft=True, **config)
     model.decoder.final_norm *= 1 + noise * torch.randn(SPEC.hidden_size, generator=torch.Generator().manual_seed(1))
-    draft = DraftCore(model.config, model.info, InProcess(model), ahead, keeps_grammars)
-    draft.scheduler.admission.lengths = FixedShare(0.0)  # it admits as if answers were short
+    draft = whole_draft(model.config, model.info, InProcess(model), ahead, keeps_grammars)
+    draft.scheduler.extras[Admission].lengths = FixedShare(0.0)  # it admits as if answers were short
     say, lazy = draft._say, LazyEngine(SMALL)
 
     def check_and_say(owner, chain):
@@ -173,7 +175,7 @@ def test_preemption_and_lost_runners_change_no_token(plain):
     counts = []
 
     def optimist(core: EngineCore, step: int) -> None:
-        core.scheduler.admission.lengths = FixedShare(0.0)
+        core.extras[Admission].lengths = FixedShare(0.0)
         counts.append(core.scheduler.stats.preemptions)
 
     assert answers(tight, long, between=optimist) == answers(RUNNER, long)

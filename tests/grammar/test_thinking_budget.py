@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.core.engine import EngineCore
+from runtime.assembly.engine import build_engine, extras_of
 from runtime.core.executor import InProcess
 from runtime.spec.types import FinishReason, GrammarSpec, Request, SamplingParams, ThinkingBudget
 from runtime.speculation.draft import DraftCore, LocalWire
@@ -179,14 +179,14 @@ def test_answers_keep_their_budgets_in_every_mode():
 
 
 def test_a_stream_that_is_resumed_goes_on_alike():
-    core = EngineCore(RUNNER.config, RUNNER.info, InProcess(RUNNER))
+    core = build_engine(RUNNER.config, RUNNER.info, InProcess(RUNNER))
     plain = answers(RUNNER, PARAMS)
     for number in (1, 2, 4):
         whole = plain[str(number)][0]
         prompt = [1 + (7 * number + k) % 200 for k in range(3 + number % 5)]
         for known in (2, 5, 9, 12):
             RUNNER.reset()
-            core = EngineCore(RUNNER.config, RUNNER.info, InProcess(RUNNER))
+            core = build_engine(RUNNER.config, RUNNER.info, InProcess(RUNNER))
             core.add(Request("again", prompt + whole[:known], len(prompt), PARAMS[number], seed=number))
             got: list[int] = []
             while core.has_work:
@@ -198,7 +198,14 @@ def test_a_stream_that_is_resumed_goes_on_alike():
 def test_a_draft_guesses_within_the_budget():
     plain = answers(RUNNER, PARAMS)
     runner = runner_of(is_draft=True, num_kv_blocks=500)
-    draft = DraftCore(runner.config, runner.info, InProcess(runner), 3, keeps_grammars=True)
+    draft = DraftCore(
+        runner.config,
+        runner.info,
+        InProcess(runner),
+        3,
+        keeps_grammars=True,
+        extras=extras_of(runner.config, runner.info),
+    )
     client = DraftClient(SPEC.vocab_size, time.monotonic)
     client.attach(LocalWire(draft), ((1, 0.1), (64, 0.1)))
     schedulers = []

@@ -195,7 +195,7 @@ def test_tensors_that_are_refused(tmp_path, adapters):
         read_adapter(tmp_path)
     with pytest.raises(CallboardError, match="has rank 4; start with max_lora_rank 4 or more"):
         read_adapter(adapters[0]).check_rank(3)
-    with pytest.raises(CallboardError, match=r"room for adapters 1 to 1 \(max_loras\), none for 2"):
+    with pytest.raises(CallboardError, match=r"room for adapters 1 to 1 \(max_loras\), not for 2"):
         runner.load_adapter(2, adapters[0])
     with pytest.raises(CallboardError, match="with rank_invariant it must be 0"):
         tiny_runner(rank_invariant=True, max_loras=1)

@@ -12,7 +12,7 @@ from runtime.features.adapter_weights import RunnerAdapters
 from runtime.kernels.attention.attention_torch import AttentionShape, plan_attention
 from runtime.kernels.attention.paged_attention import PagedBatch, PagedRows
 from runtime.kernels.collectives.communicator import Communicator, OneRank
-from runtime.models.decoder import Decoder
+from runtime.models.decoder_build import draw_decoder
 from runtime.models.families.phi import WEIGHT_MAP
 from runtime.models.forward_batch import ForwardBatch
 from runtime.quant.at_load import quantized_at_load
@@ -54,7 +54,7 @@ def rank_logits(spec: DecoderSpec, config: EngineConfig, communicator: Communica
     torch.set_num_threads(1)
     numerics = choose_numerics(config)
     own = quantized_at_load(spec, config).of_rank(Shard(communicator.rank, communicator.size))
-    decoder = Decoder.dummy(own, numerics, 64, communicator=communicator)
+    decoder = draw_decoder(own, numerics, 64, communicator=communicator)
     if adapter:
         RunnerAdapters(decoder, WEIGHT_MAP, config.max_loras, config.max_lora_rank).load(1, adapter)
     cache = KVCache(own.kv_cache(numerics.dtype_name, config.kv_cache_dtype), 9, 16, numerics.device)

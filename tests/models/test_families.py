@@ -72,7 +72,7 @@ def expected(model: PreTrainedModel, sequence: list[int], prompt_len: int, step_
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_and_greedy_tokens_are_those_of_transformers(case, tmp_path, record_property):
+def test_logits_and_greedy_tokens_equal_transformers(case, tmp_path, record_property):
     theirs = save_model(tmp_path, case)
     limits = {"max_model_len": 180} if case == "phi3, short context" else {}
     generator = torch.Generator().manual_seed(3)

@@ -31,7 +31,7 @@ def test_each_family_has_one_line():
     assert len(rows()) == 1 + len(FAMILIES)
 
 
-def test_a_line_shows_what_a_family_supports():
+def test_a_line_shows_the_features_of_a_family():
     found = rows()
     assert found["Qwen3 0.6B, 4B, 8B"] == ["hermes", "yes", "safetensors, GGUF", "logits"]
     assert found["Mixtral 8x7B, 8x22B"] == ["?", "?", "safetensors", "logits, texts"]

@@ -159,7 +159,7 @@ def _export(name: str, folder: Path, **options: Any) -> tuple[PreTrainedModel, P
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_comes_back(tmp_path: Path, name: str):
+def test_a_model_survives_the_export(tmp_path: Path, name: str):
     model, path = _export(name, tmp_path)
     checkpoint = open_checkpoint(path)
     spec, weight_map = load_spec(checkpoint.config)

@@ -100,7 +100,7 @@ def test_auto_follows_the_checkpoint(tmp_path, scheme, dtype):
     assert runner_of(folder, "none").steps.cache.layers[0].values.dtype == torch.float32
 
 
-def test_the_checkpoints_scales_are_those_of_fp8(tmp_path):
+def test_fp8_uses_the_scales_of_the_checkpoint(tmp_path):
     folder, _ = write(tmp_path, FORMATS["fp8-block"])
     path, layer = folder / "model.safetensors", "model.layers.{}.self_attn."
     tensors = load_file(path)

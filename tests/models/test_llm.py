@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.library.make_adapter import modules_of, save_adapter
 from runtime.llm import LLM
+from runtime.policy.admission import Admission
 from runtime.spec.types import CallboardError, FinishReason, SamplingParams
 from runtime.structured.grammar import grammar_of
 from tests.support.fake_runner import FixedShare
@@ -113,7 +114,7 @@ def test_a_preempted_request_gives_the_same_tokens(load):
     params = [SamplingParams(max_tokens=40, seed=i, logit_bias=((0, -100.0),)) for i in range(4)]
     alone = [c.token_ids for c in load().generate([SHARED] * 4, params)]
     tight = load(num_kv_blocks=26, max_model_len=60, prefix_cache=False)
-    tight.engine.scheduler.admission.lengths = FixedShare(0.0)
+    tight.engine.extras[Admission].lengths = FixedShare(0.0)
     assert [c.token_ids for c in tight.generate([SHARED] * 4, params)] == alone
     assert tight.engine.scheduler.stats.preemptions > 0
 

@@ -147,7 +147,7 @@ def test_reasoning(answers):
         assert (done.reasoning, done.text) == (reasoning, content)
 
 
-def test_what_is_refused(load):
+def test_unsupported_fields_are_refused(load):
     llm = load()
     for options, says in (
         ({"m": 2}, "m is 2: extra inputs"),

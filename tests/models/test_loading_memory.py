@@ -97,7 +97,7 @@ import torch
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.kernels.numerics import Numerics
-from runtime.models.decoder import Decoder
+from runtime.models.decoder_build import load_decoder
 from runtime.spec.sharding import Shard
 
 def status(key):
@@ -110,7 +110,7 @@ spec = spec.of_rank(Shard(int(sys.argv[2]) - 1, int(sys.argv[2])))
 Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
 before = status("VmRSS")
 numerics = Numerics(torch.float32, torch.device("cpu"), "torch", packed=False, deterministic=False)
-decoder = Decoder.load(checkpoint, spec, weight_map, numerics, 64)
+decoder = load_decoder(checkpoint, spec, weight_map, numerics, 64)
 print(status("VmHWM") - before)
 """
 

@@ -215,7 +215,7 @@ def test_without_a_hub_a_typing_error_is_mentioned(hub, monkeypatch):
         resolve("qwen/qwen3-06b", progress=False)
 
 
-def test_interrupted_connection_goes_on_where_it_was(hub):
+def test_an_interrupted_download_is_resumed(hub):
     hub.cut_at = 20_000
     assert had("org/m-GGUF")[1] == FILES["m-Q4_K_M.gguf"]
     assert hub.ranges[0] is None
@@ -240,7 +240,7 @@ def test_wrong_bytes_of_a_hub_are_deleted(hub, tmp_path):
 
 
 @pytest.mark.long
-def test_killed_download_goes_on_where_it_was(hub, tmp_path):
+def test_a_killed_download_is_resumed(hub, tmp_path):
     hub.cut_at, hub.goes_on = 40_000, threading.Event()
     code = "from runtime.loading.resolve import resolve; resolve('org/m-GGUF', progress=False)"
     env = os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}

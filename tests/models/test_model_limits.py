@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.core.scheduler import Scheduler
 from runtime.llm import LLM
 from runtime.spec.types import CallboardError, FinishReason, Request, SamplingParams
 from tests.core.test_scheduler import make
+from tests.support.engines import whole_scheduler
 from tests.support.fake_engine import FakeEngine, chat, post
 from tests.support.structured_cases import regex
 from tests.support.structured_engine import answers, hot, runner_of
@@ -20,7 +20,7 @@ FREE = hot(None, max_tokens=5)
 
 @pytest.mark.parametrize("bad", [29, -1, 10**12])
 def test_the_scheduler_refuses_ids_that_the_model_does_not_have(bad):
-    scheduler = Scheduler(*make())
+    scheduler = whole_scheduler(*make())
     with pytest.raises(CallboardError, match=f"Token id {bad} is not in this model's vocabulary of 29"):
         scheduler.add(Request("a", [1, bad, 2], 3, SamplingParams()))
     assert not scheduler.requests
@@ -29,7 +29,7 @@ def test_the_scheduler_refuses_ids_that_the_model_does_not_have(bad):
 
 def test_the_scheduler_refuses_a_grammar_without_an_end():
     config, info = make()
-    scheduler = Scheduler(config, replace(info, eos_token_ids=()))
+    scheduler = whole_scheduler(config, replace(info, eos_token_ids=()))
     with pytest.raises(CallboardError, match="no end-of-sequence token"):
         scheduler.add(Request("a", [1], 1, SamplingParams(grammar=LETTERS)))
     scheduler.add(Request("a", [1], 1, SamplingParams()))

@@ -12,13 +12,14 @@ import pytest
 import torch
 import transformers
 
+from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
-from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.llm import LLM
 from runtime.loading.pooling import read_pooling
 from runtime.output.score_prompt import PairPrompter
 from runtime.output.vectors import embedding, score
+from runtime.policy.admission import Admission
 from runtime.spec.config import EngineConfig
 from runtime.spec.pooling import Pooling
 from runtime.spec.types import CallboardError, FinishReason, Request, SamplingParams
@@ -39,7 +40,7 @@ def open_core(folder, **config):
     config = EngineConfig(**{"model": "tiny", "device": "cpu", "num_threads": 1} | SIZES | config)
     with mock.patch.object(ModelRunner, "_warm_up"):
         runner = build_runner(config, CheckpointSource(folder))
-    return EngineCore(config, runner.info, InProcess(runner))
+    return build_engine(config, runner.info, InProcess(runner))
 
 
 def run(core, prompts=PROMPTS, params=POOLED, salt=""):
@@ -84,7 +85,7 @@ def cosines(found, want):
     ],
 )
 @torch.no_grad()
-def test_embeddings_are_those_of_transformers(case, architecture, mode, tmp_path):
+def test_embeddings_equal_transformers(case, architecture, mode, tmp_path):
     theirs = save_headless(tmp_path, case, architecture, mode).model
     cores = [open_core(tmp_path, max_num_batched_tokens=budget) for budget in (60, 7)]
     pooling = cores[0].scheduler.info.pooling
@@ -105,7 +106,7 @@ def test_embeddings_are_those_of_transformers(case, architecture, mode, tmp_path
 
 
 @torch.no_grad()
-def test_scores_are_those_of_a_classifier(tmp_path):
+def test_scores_equal_a_classifiers(tmp_path):
     """Qwen3-Reranker in its converted form, and by two rows of its head."""
     theirs = save_model(tmp_path, "qwen3")
     want = torch.stack([theirs(torch.tensor([prompt])).logits[0, -1] for prompt in PROMPTS])
@@ -139,7 +140,7 @@ def test_no_toggle_changes_a_bit(kind, tmp_path):
         {"num_kv_blocks": 30, "max_model_len": 104, "max_num_batched_tokens": 8},
     ):
         core = open_core(tmp_path, pooling=kind, deterministic=True, **{"num_kv_blocks": None} | toggle)
-        core.scheduler.admission.lengths = FixedShare(0.0)
+        core.extras[Admission].lengths = FixedShare(0.0)
         assert run(core) == want, toggle
         assert not core.scheduler.find_faults()
 
@@ -256,7 +257,7 @@ async def test_vectors_arrive_despite_deaths_of_engines():
         return output.pooled
 
     reading = asyncio.gather(*map(read, requests))
-    await eventually(lambda: engine.loop.core.steps_done > 15)
+    await eventually(lambda: engine.loop.core.scheduler.stats.steps > 15)
     engine.die()
     await eventually(lambda: "restarting" in (link.health() or ""))
     engine.restart()

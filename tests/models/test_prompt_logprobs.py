@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from runtime.core.plan import StepResult
 from runtime.llm import LLM
 from runtime.loading.checkpoint import open_checkpoint
+from runtime.policy.admission import Admission
 from runtime.spec.types import FinishReason, Request, SamplingParams
 from tests.actors.test_link import INFO, Engine, eventually, link_to, only_link, request
 from tests.core.test_scheduler import Session
@@ -117,7 +118,7 @@ def test_preemption_leaves_no_trace(load):
         for budget in (2, 60):
             tight = load(deterministic=True, num_kv_blocks=16, max_model_len=60, prefix_cache=False,
                          max_num_batched_tokens=budget, pipeline_depth=depth)  # fmt: skip
-            tight.engine.scheduler.admission.lengths = FixedShare(0.0)
+            tight.engine.extras[Admission].lengths = FixedShare(0.0)
             assert [(c.prompt_logprobs, c.token_ids) for c in run(tight, prompts, params)] == want
             assert tight.engine.scheduler.stats.preemptions > 0
 
@@ -227,14 +228,14 @@ async def test_scores_arrive_once_despite_deaths(served):
     requests = [*(scored(i, max_tokens=150) for i in range(6)), long]
     reading = asyncio.gather(*(read(link, req) for req in requests))
     for _ in range(2):
-        await eventually(lambda: engine.loop.core.steps_done > 15)
+        await eventually(lambda: engine.loop.core.scheduler.stats.steps > 15)
         assert not any(stream.scored for stream in only_link(link).streams if stream.request is long)
         engine.die()
         await eventually(lambda: "restarting" in (link.health() or ""))
         engine.restart()
         await eventually(lambda: link.health() is None)
     lost = len(engine.runners)
-    await eventually(lambda: engine.loop.core.steps_done > 15)
+    await eventually(lambda: engine.loop.core.scheduler.stats.steps > 15)
     engine.runners[-1].dead = "Rank 0 is gone."
     await eventually(lambda: len(engine.runners) > lost)
     assert await reading == [whole(req) for req in requests]

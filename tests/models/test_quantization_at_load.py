@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 from runtime.inspection import check_model, model_report
 from runtime.llm import LLM
 from runtime.models import load_spec
-from runtime.models.decoder import Decoder
+from runtime.models.decoder_build import load_decoder
 from runtime.models.weights import random_parameter
 from runtime.quant.at_load import quantized_at_load
 from runtime.quant.encodings import ENCODINGS
-from runtime.quant.model_formats import LAYOUTS, weight_bytes
+from runtime.quant.model_formats import LAYOUTS, weight_bytes, weight_formats
 from runtime.quant.report import weight_report
 from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import Location
@@ -236,7 +236,7 @@ def test_a_load_needs_a_fused_map_beside_the_quantized_model(monkeypatch, form):
     spec = quantized_at_load(spec, EngineConfig(quantization=form, head_quantization="int8"))
     monkeypatch.setattr("runtime.quant.encodings._AT_ONCE", 1 << 13)
     with LiveBytes() as live:
-        decoder = Decoder.load(source, spec, weight_map, numerics(torch.bfloat16), 8)
+        decoder = load_decoder(source, spec, weight_map, numerics(torch.bfloat16), 8)
     size, fused = weight_bytes(decoder.spec, decoder.numerics), 2 * 2 * ffn * hidden
     assert size < live.peak < size + fused + (1 << 17)
 
@@ -246,7 +246,7 @@ def test_weights_without_a_kernel_stay_plain_and_are_named(tmp_path, monkeypatch
     monkeypatch.setattr(type(PLAIN), "fits", lambda self, form, shape: shape != (64, 160))
     runner = open_runner(plain, dtype="bfloat16", quantization="fp8", deterministic=True)
     assert runner.info.weight_formats == "fp8 rows, dense"
-    assert runner.decoder.format_of("layers.0.down.weight").name == "dense"
+    assert weight_formats(runner.decoder.spec, runner.numerics)("layers.0.down.weight").name == "dense"
     Tokenizer.load(write_tiny_gguf())._backend.save(str(plain / "tokenizer.json"))
     report = model_report(EngineConfig(model=str(plain), device="cpu", dtype="bfloat16", quantization="fp8"))
     assert "\nweights        12 maps in fp8 rows: 0.00 GiB, quantized as they are read\n" in report

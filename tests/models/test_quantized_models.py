@@ -12,7 +12,7 @@ from runtime.llm import LLM
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.models.weights import random_parameter
-from runtime.quant.model_formats import weight_bytes
+from runtime.quant.model_formats import weight_bytes, weight_formats
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import SamplingParams
 from runtime.text.tokenizer import Tokenizer
@@ -59,13 +59,13 @@ def logits(runner) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_logits_are_those_of_the_dense_model(tmp_path, name):
+def test_logits_equal_the_dense_models(tmp_path, name):
     quantized, dense = write(tmp_path, FORMATS[name])
     runner = open_runner(quantized, dtype="bfloat16", quantization="none")
     assert torch.equal(logits(runner), logits(open_runner(dense, dtype="bfloat16")))
-    named = runner.decoder.format_of("layers.0.q.weight").name
+    named = weight_formats(runner.decoder.spec, runner.numerics)("layers.0.q.weight").name
     assert named == FORMATS[name].form
-    assert runner.decoder.format_of("head").name == "dense"
+    assert weight_formats(runner.decoder.spec, runner.numerics)("head").name == "dense"
 
 
 @pytest.mark.parametrize("config", [MIXTRAL, PHI], ids=lambda config: config["architectures"][0])
@@ -76,7 +76,7 @@ def test_experts_and_fused_maps_are_read(tmp_path, name, config):
     assert torch.equal(got, want)
 
 
-def test_texts_are_those_of_the_dense_model(tmp_path, write_tiny_gguf):
+def test_texts_equal_the_dense_models(tmp_path, write_tiny_gguf):
     folders = write(tmp_path, FORMATS["fp8-block"], LLAMA | {"vocab_size": 1000})
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     answers = []

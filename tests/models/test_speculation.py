@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.core.engine import EngineCore
+from runtime.assembly.engine import build_engine
 from runtime.core.executor import InProcess
-from runtime.core.plan_builder import StepShape
+from runtime.policy.admission import Admission
 from runtime.spec.types import Request, SamplingParams
-from runtime.speculation.choose_k import Drafter, Speculation
-from runtime.speculation.draft import DraftCore, LocalWire
+from runtime.speculation.choose_k import DecodeShape, Drafter, Speculation
+from runtime.speculation.draft import LocalWire
 from runtime.speculation.draft_client import DraftClient
 from runtime.speculation.ngram import Ngram
+from tests.support.engines import whole_draft
 from tests.support.fake_runner import FixedShare, Recorded
 from tests.support.runner_driver import TINY, tiny_runner
 
@@ -50,7 +51,7 @@ def answers(params, count, speculation=None, seed=0, predictions=None, **config)
     """Tokens and log-probabilities of `count` requests with repetitive prompts; and how many guesses were right."""
     model = runner(**config)
     model.reset()
-    core = EngineCore(model.config, model.info, InProcess(model), speculation)
+    core = build_engine(model.config, model.info, InProcess(model), speculation)
     rng, got, logprobs, accepted = np.random.default_rng(seed), {}, {}, 0
     for i in range(count):
         phrase = rng.integers(2, TINY.vocab_size, rng.integers(2, 9)).tolist()
@@ -68,7 +69,7 @@ def answers(params, count, speculation=None, seed=0, predictions=None, **config)
                 name, at = state.request.request_id, len(got[state.request.request_id])
                 values = [found.logprob, *(value for _, value in found.top)]
                 logprobs |= {(name, at, j): value for j, value in enumerate(values)}
-        accepted += sum(state.num_accepted for state, _ in output.finished)
+        accepted += sum(num for _, _, num in output.verified)
     return got, logprobs, accepted
 
 
@@ -77,7 +78,7 @@ def model_draft(noise, ahead, **config):
     model = noisy_runner(noise, **config)
     model.reset()
     client = DraftClient(TINY.vocab_size, time.monotonic)
-    client.attach(LocalWire(DraftCore(model.config, model.info, InProcess(model), ahead)), ((1, 0.1), (64, 0.1)))
+    client.attach(LocalWire(whole_draft(model.config, model.info, InProcess(model), ahead)), ((1, 0.1), (64, 0.1)))
     return client
 
 
@@ -87,7 +88,7 @@ MODELS = ((1, 0.0, 0), (2, 0.3, 1), (5, 2.0, 9), (6, 0.0, 1), (8, 0.3, 9), (None
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SAMPLING)
-def test_tokens_are_those_without_guesses(name):
+def test_guesses_change_no_token(name):
     """Half of the drafters with each way of sampling, alternately one prompt at a time or 32."""
     turn = list(SAMPLING).index(name) % 2
     batch, count = ((1, 3), (32, 24))[turn]
@@ -126,8 +127,8 @@ def test_tight_memory_and_small_steps():
     want, _, _ = answers(params, 24)
     drafter = Recorded(want, 0.8, TINY.vocab_size)
     model = tiny_runner(deterministic=True, **config)
-    core = EngineCore(model.config, model.info, InProcess(model), Speculation(drafter, 5, (), 0.0))
-    core.scheduler.admission.lengths = FixedShare(0.1)
+    core = build_engine(model.config, model.info, InProcess(model), Speculation(drafter, 5, (), 0.0))
+    core.extras[Admission].lengths = FixedShare(0.1)
     assert core.depth == 2
     rng, got = np.random.default_rng(0), {}
     for i in range(24):
@@ -151,7 +152,7 @@ def test_the_distribution_is_that_of_the_target():
 
     def draw(speculation, first):
         model.reset()
-        core, counts = EngineCore(model.config, model.info, InProcess(model), speculation), {}
+        core, counts = build_engine(model.config, model.info, InProcess(model), speculation), {}
         for i in range(3000):
             core.add(Request(str(i), prompt, len(prompt), params, seed=first + i))
         while core.has_work:
@@ -244,7 +245,7 @@ def test_a_prediction_changes_no_token_and_is_guessed():
     assert accepted["partly"] > accepted["none"]
 
 
-def test_ngram_looks_up_what_followed():
+def test_ngram_looks_up_the_next_tokens():
     from runtime.core.request_state import RequestState
 
     def state(tokens, prediction=()):
@@ -280,7 +281,7 @@ def test_the_true_cost_of_rounds_is_learned():
         speculation.choose_k(rows, 0.8)
         count = speculation.round_count
         now[0] += (round_us if count else plain_us) / 1e6
-        speculation.observe_step(StepShape(rows, rows * (1 + count), count))
+        speculation.observe_step(DecodeShape(rows, rows * (1 + count), count))
         return count > 0
 
     assert all(step(1, 1300.0, 1000.0) for _ in range(100))
@@ -304,4 +305,4 @@ def test_steps_beside_a_busy_draft_are_not_measured():
         speculation.choose_k(64, 0.8)
         assert speculation.round_count == 0
         now[0] += 0.02
-        speculation.observe_step(StepShape(64, 64, 0))
+        speculation.observe_step(DecodeShape(64, 64, 0))

@@ -105,7 +105,7 @@ def test_large_steps_have_little_padding():
 
 
 @pytest.mark.parametrize("sizes", [(1, 11), (4, 4, 4), (7, 5), (2, 1, 1, 1, 7), (12,)])
-def test_pieces_compute_and_sample_what_the_plan_does(sizes):
+def test_pieces_compute_and_sample_as_the_plan(sizes):
     """The order is the plan's: a row that is cut continues in the next piece, and samples where it did."""
     pieces = cut(PLAN, sizes)
     assert [int(piece.num_tokens.sum()) for piece in pieces] == list(sizes)

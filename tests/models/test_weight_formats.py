@@ -230,7 +230,7 @@ def test_ranks_have_every_head_token_and_its_keys():
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_ranks_read_parts_that_make_up_the_whole(tmp_path, family):
+def test_parts_that_ranks_read_form_the_whole(tmp_path, family):
     """Dense weights, stored as the families do: biases, experts, fused maps, and maps stored as (in, out)."""
     config = CONFIGS[family] | {"vocab_size": 104}
     spec, weight_map = load_spec(config)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.kernels.attention.rope import rope_table
-from runtime.kernels.experts.moe_w16a16 import route_torch
+from runtime.kernels.experts.moe_torch import route_torch
 from runtime.kernels.linear import linear_torch as linear
 from runtime.kernels.linear.linear_torch import agreeing_sizes, batch_invariant_product
 from runtime.kernels.norm.gated_activation import gated_activation_exact

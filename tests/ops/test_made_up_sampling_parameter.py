@@ -79,7 +79,7 @@ def test_it_has_columns_and_a_sampling_pass(kind):
     assert not sampler.is_plain(slots, positions), "biases belong to the second pass"
 
 
-def test_its_bounds_are_those_of_the_http_api():
+def test_the_http_api_has_its_bounds():
     limits = {f.name: f.limits for f in table_of(WithTypical).fields}
     assert limits["typical_p"] == {"gt": 0.0, "le": 1.0}
     assert limits["no_repeat"] == {"ge": 1, "le": 64}

@@ -42,7 +42,7 @@ def test_configurations_suit_the_kernels(size_out, size_in):
 
 
 @shapes
-def test_chunks_cover_the_weight_whatever_the_number_of_rows(size_out, size_in):
+def test_chunks_cover_the_weight_for_any_number_of_rows(size_out, size_in):
     order = sum_order(size_out, size_in)
     assert order.num_chunks in (1, 2, 4)
     assert (order.num_chunks - 1) * order.chunk < size_in <= order.num_chunks * order.chunk

@@ -22,7 +22,7 @@ def test_uploads_keep_type_and_shape():
     assert transfers.upload(np.zeros((0, 4), np.int32)).shape == (0, 4)
 
 
-def test_a_step_that_needs_more_memory_keeps_what_it_has():
+def test_a_step_that_needs_more_memory_keeps_its_data():
     transfers = Transfers(CPU)
     transfers.begin()
     kept = [transfers.upload(np.full(n, i, np.int32)) for i, n in enumerate((1, 7000, 20_000, 3, 100_000))]

@@ -49,9 +49,9 @@ def every_code(form: Encoding, shape: tuple[int, int]) -> tuple[torch.Tensor, ..
 
 
 def test_integer_products_are_as_exact_as_their_output(monkeypatch):
-    if not wna16_cpu._has_whole_number_code():
+    if not wna16_cpu._has_integer_products():
         pytest.skip("this CPU has no VNNI")
-    monkeypatch.setattr(wna16_cpu, "_MANY_CODES", 0)
+    monkeypatch.setattr(wna16_cpu, "_MANY_VALUES", 0)
     codes, scale = every_code(INT8, (61, 304))
     x = torch.randn(300, 304).bfloat16() * torch.logspace(-12, 12, 300).bfloat16()[:, None]
     x[3], x[:, 7] = 0, 100 * x[:, 7]  # a row of zeros, and a column of outliers
@@ -67,12 +67,12 @@ def test_integer_products_are_as_exact_as_their_output(monkeypatch):
 
 @pytest.mark.parametrize(
     ("form", "shape", "many_codes"),
-    [*((form, shape, wna16_cpu._MANY_CODES) for form, shape in CASES), (*CASES[0], 0), (*CASES[1], 0)],
+    [*((form, shape, wna16_cpu._MANY_VALUES) for form, shape in CASES), (*CASES[0], 0), (*CASES[1], 0)],
     ids=lambda case: case.name if isinstance(case, Encoding) else str(case),
 )
 def test_products_equal_those_of_dequantized_weights(form, shape, many_codes, monkeypatch):
     monkeypatch.setattr(wna16_cpu, "_PIECE", 64 * shape[1])  # several pieces
-    monkeypatch.setattr(wna16_cpu, "_MANY_CODES", many_codes)
+    monkeypatch.setattr(wna16_cpu, "_MANY_VALUES", many_codes)
     bias = torch.randn(shape[0]).bfloat16()
     weight = every_code(form, shape)
     dense = form.dequantize(weight, torch.float32)

@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from runtime.assembly.engine import build_engine, speculation_of
 from runtime.assembly.runner import build_runner
-from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.quant.model_formats import weight_bytes
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.types import CallboardError, Request, SamplingParams
-from runtime.speculation.draft_client import speculation_of
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.grammar.test_structured_walks import SMALL
@@ -58,7 +57,7 @@ def answers(runner: ModelRunner | RankedRunner, config: EngineConfig) -> dict[st
     """Each request's tokens, with its log-probabilities."""
     runner.reset()
     config = config.sized_for("cpu")
-    core = EngineCore(config, runner.info, InProcess(runner), speculation_of(config, runner.info, time.monotonic))
+    core = build_engine(config, runner.info, InProcess(runner), speculation_of(config, runner.info, time.monotonic))
     for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         core.add(Request(str(i), prompt, len(prompt), params, seed=i))
     found: dict[str, list[tuple[int, tuple[float, ...]]]] = {str(i): [] for i in range(len(PROMPTS))}

@@ -164,7 +164,7 @@ def evaluate(tmp_path, monkeypatch):
 
 
 @pytest.mark.thorough
-def test_loglikelihoods_are_those_of_transformers(url, evaluate, smollm2_path: Path, tmp_path: Path):
+def test_loglikelihoods_equal_transformers(url, evaluate, smollm2_path: Path, tmp_path: Path):
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.openai_completions import LocalCompletionsAPI
     from transformers import AutoModelForCausalLM, AutoTokenizer

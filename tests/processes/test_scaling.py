@@ -124,7 +124,7 @@ async def ask(name: str, what: str) -> Any:
 
 
 @pytest.mark.thorough
-async def test_engines_come_and_go_with_the_load(url, tiny_path):
+async def test_engines_scale_with_the_load(url, tiny_path):
     began = time.monotonic()
     say = lambda what: print(f"{time.monotonic() - began:5.1f} s  {what}")  # noqa: E731
     await until(lambda: is_ready(url), "ready, with the engine that the front has asked for")

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.library.make_adapter import save_adapter
+from runtime.features.adapter_table import AdapterTable
 from runtime.spec.types import CallboardError
 from serve_app import cli
 from serve_app.app import AppArgs, build_app
@@ -114,7 +115,7 @@ async def test_a_stream_keeps_its_adapter_despite_deaths_and_unloads(tmp_path: P
             return await client.post(path, body=body, cast_to=httpx.Response)
 
         await post("/load_lora_adapter", lora_name="sql", lora_path="sql")
-        (digest,) = engine.loop.core.scheduler.adapters.loaded
+        (digest,) = engine.loop.core.extras[AdapterTable].loaded
         body = {"prompt": [1, 2, 3], "max_tokens": 60, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
         expected = []
         state = before_all(digest)
@@ -129,17 +130,17 @@ async def test_a_stream_keeps_its_adapter_despite_deaths_and_unloads(tmp_path: P
             return [i async for chunk in stream for c in chunk.choices for i in c.token_ids]
 
         reading = asyncio.create_task(read())
-        await eventually(lambda: engine.loop.core.steps_done > 2)
+        await eventually(lambda: engine.loop.core.scheduler.stats.steps > 2)
         async with httpx.AsyncClient() as http:
             text = (await http.get(f"{url}/metrics")).text
         (info,) = (s for f in text_string_to_metric_families(text) for s in f.samples if "lora_requests" in s.name)
         names = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
         assert [info.labels[name] for name in names] == ["1", "sql", ""]
         engine.runners[-1].dead = "Rank 0 is gone."
-        await eventually(lambda: engine.loop.num_rebuilds == 1 and engine.loop.core.steps_done > 4)
+        await eventually(lambda: engine.loop.num_rebuilds == 1 and engine.loop.core.scheduler.stats.steps > 4)
         engine.die()
         engine.restart()
-        await eventually(lambda: engine.loop.core.steps_done > 1)
+        await eventually(lambda: engine.loop.core.scheduler.stats.steps > 1)
         unloading = asyncio.create_task(post("/unload_lora_adapter", lora_name="sql"))
         await eventually(lambda: not any(state.is_served for state in engine.loop._adapters.states.values()))
         with pytest.raises(openai.NotFoundError):
@@ -148,7 +149,7 @@ async def test_a_stream_keeps_its_adapter_despite_deaths_and_unloads(tmp_path: P
         engine.runners[-1].delay_s = 0.0
         assert await reading == expected
         await unloading
-        assert not engine.loop.core.scheduler.adapters.loaded
+        assert not engine.loop.core.extras[AdapterTable].loaded
 
 
 def test_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):

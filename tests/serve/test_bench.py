@@ -256,7 +256,7 @@ async def test_a_refused_warmup_ends_the_command(capsys):
     assert capsys.readouterr().err == "callboard: 429: too many requests\n"
 
 
-def test_an_interrupted_load_reports_what_is_complete():
+def test_an_interrupted_load_reports_complete_requests():
     async def start() -> tuple[subprocess.Popen, str]:
         async with PacedServer(gap_s=0.01) as server:
             command = [

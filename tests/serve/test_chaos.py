@@ -239,7 +239,7 @@ async def test_a_role_without_a_process_is_refused():
     [([5, 6, 7, 8], 0), ([5, 7, 8], 1), ([5, 5, 6, 7], 1), ([5, 6, 9, 8], 1)],
     ids=["equal", "lost", "doubled", "changed"],
 )
-def test_a_twin_stream_shows_what_was_lost(said: list[int], differ: int):
+def test_a_twin_stream_shows_lost_tokens(said: list[int], differ: int):
     figures, twins = chaos._Figures(), chaos._Twins()
     first, second = (chaos._Conversation(i, twins, figures, 100, 10) for i in range(2))
     first.last_at = second.last_at = time.monotonic()

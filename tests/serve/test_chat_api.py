@@ -302,7 +302,7 @@ NAMED = partial(dict, type="function")
         ),
     ],
 )
-async def test_what_is_refused(fields: dict, param: str, says: str):
+async def test_unsupported_fields_are_refused(fields: dict, param: str, says: str):
     engine = engine_of("x")
     response = await send(engine, QWEN, **fields)
     error = response.json()["error"]

@@ -28,7 +28,7 @@ def check_serve_config(config: dict[str, Any]) -> None:
         args.http_settings()
 
 
-def test_serve_yaml_is_what_serve_and_the_builder_accept():
+def test_serve_and_the_builder_accept_serve_yaml():
     check_serve_config(yaml.safe_load((ROOT / "docs/serve.yaml").read_text()))
 
 
@@ -40,7 +40,7 @@ def test_serve_configs_of_the_cluster_page_are_valid():
         check_serve_config(config)
 
 
-def test_cluster_yaml_is_what_ray_up_accepts():
+def test_ray_up_accepts_cluster_yaml():
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     config = prepare_config(yaml.safe_load((ROOT / "cluster.yaml").read_text()))

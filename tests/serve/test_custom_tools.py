@@ -243,7 +243,7 @@ async def test_a_grammar_holds_where_the_model_may_choose():
         ),
     ],
 )  # fmt: skip
-async def test_what_is_refused(fields: Any, param: str, says: str):
+async def test_unsupported_fields_are_refused(fields: Any, param: str, says: str):
     async with client_of(FakeEngine("x", max_model_len=4096), byte_tokenizer(QWEN)) as http:
         response = await http.post("/v1/chat/completions", json={"model": MODEL, "messages": HI, **fields})
     error = response.json()["error"]

@@ -269,7 +269,7 @@ def test_counts_over_the_servers_own_limits(url, fields: dict, param: str, says:
 # ---- errors that a client gets ---------------------------------------------------------------------------------------
 
 
-def test_the_openai_client_raises_what_its_users_catch(url):
+def test_the_openai_client_raises_its_documented_errors(url):
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0)
     with pytest.raises(openai.NotFoundError, match="no model 'x'") as error:
         client.completions.create(model="x", prompt="a")

@@ -53,7 +53,7 @@ def live(engine):
 
 def state(engine):
     s = engine.loop.core.scheduler
-    if s.num_waiting:
+    if len(s.waiting):
         return "queued"
     last = s.running[-1] if s.running else None
     return "" if last is None else "prefill" if last.num_computed < last.prompt_len else "decode"

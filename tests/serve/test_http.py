@@ -54,7 +54,7 @@ async def test_chat():
     assert engine.requests[0].params.max_tokens == 128 - len(engine.requests[0].token_ids)  # all that fits
 
 
-async def test_default_max_tokens_of_a_completion_is_16_or_what_fits():
+async def test_default_max_tokens_of_a_completion_is_16_or_less():
     engine = FakeEngine("x" * 99)
     assert (await post(engine, {"prompt": "a"})).json()["usage"]["completion_tokens"] == 16
     body = (await post(engine, {"prompt": "a" * 120})).json()

@@ -246,7 +246,7 @@ async def test_output_that_follows_a_schema():
     assert not fits(grammar, "{}")
 
 
-async def test_counted_tokens_are_those_of_the_prompt():
+async def test_counted_tokens_equal_the_prompts():
     fields = {"system": "s", "tools": TOOLS, "messages": HI, "thinking": {"type": "disabled"}}
     engine, _ = await answered("x", THINKING, **fields)
     counted = await client_of(engine_of(), THINKING).messages.count_tokens(model=MODEL, **fields)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.wire.metrics import METRICS, Histogram, MetricValues, Snapshot, all_at_zero
+from runtime.policy.admission import Admission
 from runtime.spec.types import Request, SamplingParams
 from serve_app.application import build_http_app
 from serve_app.observability import ray_metrics as ray_metrics_module
@@ -210,7 +211,7 @@ async def test_a_preempted_request_waits_longer_between_two_tokens(monkeypatch):
     fronts = Fronts(engine)
     client = await fronts.add()
     try:
-        engine.loop.core.scheduler.admission.lengths = FixedShare(0.0)  # admits both at once, wrongly
+        engine.loop.core.extras[Admission].lengths = FixedShare(0.0)  # admits both at once, wrongly
         answers = [complete(client, [i] * 20, 100, ignore_eos=False) for i in (3, 4)]
         assert [a.json()["usage"]["completion_tokens"] for a in await asyncio.gather(*answers)] == [100, 100]
         samples = await fronts.scrape()
@@ -269,7 +270,7 @@ async def test_counts_during_an_outage_reach_the_engine_later(fronts):
 
 async def test_lost_runners_count_as_restarts(fronts):
     task = asyncio.create_task(complete(fronts.clients[0], [3] * 8, 200))
-    await eventually(lambda: fronts.engines[0].loop.core.steps_done > 5)
+    await eventually(lambda: fronts.engines[0].loop.core.scheduler.stats.steps > 5)
     fronts.engines[0].runners[-1].dead = "killed"
     assert (await task).status_code == 200
     samples = await fronts.scrape()
@@ -355,8 +356,8 @@ async def test_a_stream_that_moved_is_counted_once():
         task = asyncio.create_task(complete(client, [3] * 8, 60))
         await eventually(lambda: any(e.loop.stats()["running"] for e in fronts.engines))
         first, second = sorted(fronts.engines, key=lambda e: e.loop.stats()["running"], reverse=True)
-        num_steps = first.loop.core.steps_done
-        await eventually(lambda: first.loop.core.steps_done > num_steps + 10)
+        num_steps = first.loop.core.scheduler.stats.steps
+        await eventually(lambda: first.loop.core.scheduler.stats.steps > num_steps + 10)
         first.die()
         assert (await task).json()["usage"]["completion_tokens"] == 60
         samples = await fronts.scrape()

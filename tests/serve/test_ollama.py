@@ -52,7 +52,7 @@ def check_end(line: dict[str, Any], reason: str = "stop") -> None:
 
 
 @pytest.mark.parametrize("group", [1, 3, 1000])
-async def test_a_chat_comes_in_lines(group: int):
+async def test_a_chat_is_streamed_in_lines(group: int):
     engine = engine_of(group=group)
     *lines, end = lines_of(await post(engine, "/api/chat", HI))
     assert all((line["model"], line["done"]) == (MODEL, False) for line in lines)

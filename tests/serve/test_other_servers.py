@@ -85,7 +85,7 @@ def test_the_page_of_fields_follows_the_models():
             assert fate.why or fate.kind == "**works**", f"{name} needs a reason in {route}"
 
 
-async def test_the_page_describes_what_routes_do():
+async def test_the_page_describes_the_effects_of_routes():
     bodies = {"responses": {"input": "a"}, "messages": {"messages": chat()["messages"], "max_tokens": 9}}
     async with client_of(FakeEngine()) as client:
         for route, body in bodies.items():

@@ -131,7 +131,7 @@ def test_ids_of_two_keys_do_not_replace_each_other(server: TestClient):
 
 
 @pytest.mark.parametrize("running", [False, True])
-def test_recorded_requests_hold_what_they_count(running: bool):
+def test_recorded_requests_count_their_memory(running: bool):
     service, most = Service(FakeEngine(max_model_len=100_000), byte_tokenizer(), MODEL), 400_000
     messages = [{"role": "user", "content": "a"}] * 200
     bodies = [json.dumps({"messages": messages, "n": 4, "user": f"{i}"}).encode() for i in range(60)]

@@ -301,7 +301,7 @@ USER = {"role": "user", "content": "a"}
         ({"previous_response_id": "x"}, "previous_response_id", "no response"),
     ],
 )
-async def test_what_is_refused(fields: dict[str, Any], param: str, says: str):
+async def test_unsupported_fields_are_refused(fields: dict[str, Any], param: str, says: str):
     engine = engine_of("ok")
     async with client_of(engine, byte_tokenizer(QWEN)) as client:
         answer = await client.post("/v1/responses", json={"input": "hi", **fields})
@@ -310,7 +310,7 @@ async def test_what_is_refused(fields: dict[str, Any], param: str, says: str):
     assert engine.requests == []
 
 
-async def test_what_is_ignored_is_named():
+async def test_ignored_fields_are_named():
     fields = {"safety_identifier": "s", "prompt_cache_key": "k", "include": ["reasoning.encrypted_content"]}
     async with client_of(engine_of("ok")) as client:
         body = {"input": "hi", "reasoning": {"summary": "auto"}, **fields}

@@ -86,7 +86,7 @@ async def test_a_prompt_may_fill_the_context_if_nothing_is_generated():
     assert response.json()["error"]["code"] == "context_length_exceeded"
 
 
-async def test_echoed_offsets_are_those_of_the_given_text():
+async def test_echoed_offsets_refer_to_the_given_text():
     for prompt in ("hé<eos>日", [*"hé".encode(), EOS, *"日".encode()]):
         body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 4, "skip_special_tokens": True}
         choice = (await post(FakeEngine("é!x"), body)).json()["choices"][0]

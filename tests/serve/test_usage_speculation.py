@@ -12,12 +12,14 @@ from openai.types.chat import ChatCompletionChunk
 
 from actors.front.engine_group import EngineGroup
 from runtime.core.executor import InProcess
+from runtime.policy.admission import Admission
 from runtime.spec.types import RequestOutput
 from runtime.speculation.choose_k import Speculation
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from tests.actors.test_link import INFO, Engine, eventually, link_to, request
 from tests.serve.test_openai_client import OpenCompletion
+from tests.support.engines import replace_extra
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
 from tests.support.fake_runner import VOCAB, FixedShare, Oracle, sequential
 from tests.support.runner_driver import tiny_runner
@@ -111,7 +113,7 @@ class Noting(Oracle):
 
 
 def speculate(engine: Engine, oracle: Noting) -> None:
-    engine.loop.core.scheduler.speculation = Speculation(oracle, 5, (), 0.0)
+    replace_extra(engine.loop.core, Speculation(oracle, 5, (), 0.0))
 
 
 @pytest.fixture
@@ -176,7 +178,7 @@ async def test_a_preempted_request_keeps_its_counts():
     speculate(engine, oracle)
     scheduler = engine.loop.core.scheduler
     scheduler.pool.allocate(scheduler.pool.num_available - 20)
-    scheduler.admission.lengths = FixedShare(0.1)  # so it admits more than fit
+    scheduler.extras[Admission].lengths = FixedShare(0.1)  # so it admits more than fit
     link = link_to(engine)
     await link.start()
     asked = [request(i, max_tokens=60, ignore_eos=False) for i in range(12)]
@@ -207,7 +209,7 @@ async def test_a_lost_engine_loses_no_more_than_its_last_steps(served_link):
         assert num_guessed >= len(places)
 
 
-async def test_an_abandoned_request_counts_what_it_saw(served_link):
+async def test_an_abandoned_request_counts_its_delivered_tokens(served_link):
     """A stop string ends a request in the front. The guesses of delivered tokens are known, and nothing else is
     counted."""
     engine, link, oracle = served_link

@@ -13,6 +13,8 @@ import numpy as np
 
 from actors.runners.plan_wire import PlanReader, PlanWriter
 from runtime.core.engine import EngineCore
+from runtime.core.executor import Executor
+from runtime.core.extra import Extra
 from runtime.core.plan import StepResult, decode_result, encode_result
 from runtime.policy.output_length import OutputLengthEstimator
 from runtime.policy.step_pacing import StepPacing
@@ -20,6 +22,7 @@ from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.kv_cache_spec import KVCacheSpec
 from runtime.spec.types import FinishReason, Request, StepOutput, TokenLogprobs
 from runtime.speculation.choose_k import Drafter
+from tests.support.engines import with_extras
 
 EOS = 0
 VOCAB = 29
@@ -144,13 +147,16 @@ def check_integrity(core: EngineCore) -> None:
     slots = [state.slot for state in s.running]
     assert len(set(slots)) == len(slots)
     assert sorted(slots + s.slots._free) == list(range(s.max_num_seqs))
-    assert s.num_waiting == sum(state.slot is None for state in s.requests.values())
+    assert len(s.waiting) == sum(state.slot is None for state in s.requests.values())
     assert s.waiting.num_tokens == sum(len(state.tokens) for state in s.requests.values() if state.slot is None)
-    assert len(s.running) + s.num_waiting == len(s.requests)
+    assert len(s.running) + len(s.waiting) == len(s.requests)
 
 
 class CheckedCore(EngineCore):
-    """An EngineCore that checks its blocks and slots after every commit."""
+    """A whole engine that checks its blocks and slots after every commit."""
+
+    def __init__(self, config: EngineConfig, info: ModelInfo, executor: Executor, *more: Extra) -> None:
+        super().__init__(config, info, executor, with_extras(config, info, *more))
 
     def collect(self) -> StepOutput | None:
         output = super().collect()
@@ -165,7 +171,7 @@ class FixedPacing(StepPacing):
         super().__init__(None, lambda: 0.0)
         self.most = most
 
-    def max_prompt_tokens(self, num_decoding: int, num_queued: int) -> int | None:
+    def prompt_tokens_beside(self, num_decoding: int, num_queued: int) -> int | None:
         assert num_queued > 0
         return self.most if num_decoding else None
 

@@ -52,7 +52,7 @@ from runtime.kernels.sampling.automata import advance_states_triton, mask_states
 from runtime.kernels.sampling.bitmask import apply_bitmask_triton  # noqa: E402
 from runtime.kernels.sampling.sample import NUM_PARAMS  # noqa: E402
 from runtime.kernels.step.step_inputs import build_inputs  # noqa: E402
-from runtime.models.decoder import Decoder  # noqa: E402
+from runtime.models.decoder_build import build_decoder  # noqa: E402
 from runtime.spec.decoder_spec import ExpertsSpec  # noqa: E402
 from runtime.spec.types import SamplingParams  # noqa: E402
 from runtime.worker.gpu.device_sampler import DeviceSampler  # noqa: E402
@@ -241,6 +241,10 @@ def ranks() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"2 ranks, logits of {rows} rows", partial(all_gather_triton, inboxes[2], logits, words(rows))
 
 
+def empty_weight(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, name: str) -> tuple[torch.Tensor]:
+    return (torch.empty(shapes[name], dtype=dtype, device=META),)
+
+
 def main() -> None:
     seen: set[str] = set()
     case = ""
@@ -270,8 +274,7 @@ def main() -> None:
         kind = "deterministic" if deterministic else "default"
         name = f"{model} {dtype} {kind}" + "".join(f" {field}={value}" for field, value in changed.items())
         numerics = Numerics(dtype, META, "triton", packed=False, deterministic=deterministic)
-        shapes = spec.shapes()
-        decoder = Decoder(spec, numerics, 16384, lambda name: (torch.empty(shapes[name], dtype=dtype, device=META),))  # noqa: B023
+        decoder = build_decoder(spec, numerics, 16384, partial(empty_weight, spec.shapes(), dtype))
         cache = KVCache(spec.kv_cache(numerics.dtype_name, changed.get("kv_cache_dtype", "auto")), 4096, 16, META)
         steps = GpuSteps(decoder, cache, 256, 16384, ())
         steps.kernels.graph_logits = torch.empty((256, spec.vocab_size), dtype=torch.float32, device=META)

@@ -9,9 +9,10 @@ import numpy as np
 
 from runtime.core.plan import StepPlan, StepResult
 from runtime.core.request_state import NEVER, RequestState
-from runtime.core.scheduler import Scheduler
+from runtime.policy.admission import Admission
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import Request, SamplingParams
+from tests.support.engines import whole_scheduler
 
 EOS, WORD = 0, 1
 CONTEXT, BLOCK = 2048, 16
@@ -33,20 +34,22 @@ class Simulation:
     def __init__(self, *groups: Clients, contexts: int = 3, seed: int = 0, knows_lengths: bool = False) -> None:
         config = EngineConfig(max_num_seqs=64, max_num_batched_tokens=2048, block_size=BLOCK, prefix_cache=False)
         info = ModelInfo("f", 2, CONTEXT, (EOS,), contexts * CONTEXT // BLOCK + 1, BLOCK, "none", "none")
-        self.scheduler = Scheduler(config, info)
+        self.scheduler = whole_scheduler(config, info)
+        self._admission = self.scheduler.extras[Admission]
         if knows_lengths:
-            self.scheduler.admission._expect = self._know
+            self._admission._expect = self._know
         self._num_asked = 0
         self._ends: dict[int, int] = {}  # slot -> number of tokens with which its request ends
         self.num_steps = self.num_rows = self.num_done = 0
         for number, group in enumerate(g for g in groups for _ in range(g.num)):
             self._ask(group, random.Random(f"{seed} {number}"))  # one for each client, whatever the order of service
 
-    @staticmethod
-    def _know(state: RequestState) -> None:
+    def _know(self, state: RequestState):
         """In the place of Admission._expect."""
         length = min(state.max_len, state.prompt_len + state.request.seed)
-        state.expected_blocks, state.revise_at = -(-length // BLOCK), NEVER
+        known = self._admission._expected[state]
+        known.num_blocks, known.revise_at = -(-length // BLOCK), NEVER
+        return known
 
     def _ask(self, group: Clients, rng: random.Random) -> None:
         prompt_len = rng.randrange(20, 150)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
@@ -78,7 +79,7 @@ def answers(
     """Tokens, reason and log-probabilities by number of the request; `between` is called after each step."""
     runner.reset()
     speculation = None if drafter is None else Speculation(drafter, guesses, (), 0.0)
-    core = EngineCore(runner.config, runner.info, InProcess(runner), speculation)
+    core = build_engine(runner.config, runner.info, InProcess(runner), speculation)
     got: Answers = {}
     for i, each in enumerate(params):
         prompt = [1 + (7 * i + k) % 200 for k in range(3 + i % 5)]

@@ -7,18 +7,19 @@ from unittest import mock
 import numpy as np
 import torch
 
+from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
-from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.types import Request, SamplingParams
 from runtime.speculation.choose_k import Speculation
-from runtime.speculation.draft import Commit, DraftCore, Open, Told
+from runtime.speculation.draft import Commit, Open, Told
 from runtime.worker.gpu.graph_runner import CapturedGraph, DecodeShape
 from runtime.worker.gpu.step_rows import MixedShape
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
+from tests.support.engines import whole_draft
 from tests.support.fake_runner import Recorded
 from tests.support.runner_driver import Driver, tiny_runner
 
@@ -134,7 +135,7 @@ def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, repeats
             {name: [token for token, *_ in rows] for name, rows in answers.items()}, share_right, SPEC.vocab_size
         )
         speculation = Speculation(drafter, guesses, (), 0.0)
-    core = EngineCore(runner.config, runner.info, InProcess(runner), speculation)
+    core = build_engine(runner.config, runner.info, InProcess(runner), speculation)
     core.scheduler.schedule = partial(core.scheduler.schedule, max(1, repeats))
     rng = np.random.default_rng(0)
     shared = rng.integers(0, 131, 20).tolist()
@@ -177,7 +178,7 @@ def chains(backend):
     replays = []
     if backend == "triton":
         replays = replayed_graphs(runner.steps, (1, 2), (2, 2))
-    core, answers = DraftCore(runner.config, runner.info, InProcess(runner), 0), []
+    core, answers = whole_draft(runner.config, runner.info, InProcess(runner), 0), []
 
     def tell(**told):
         core.take(0, Told(**told))

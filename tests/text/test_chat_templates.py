@@ -219,7 +219,7 @@ CONVERSATION = [
 @pytest.mark.parametrize("with_tools", [True, False])
 @pytest.mark.parametrize("num_messages", [1, 3, 5])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_prompts_are_those_of_transformers(name: str, num_messages: int, with_tools: bool):
+def test_prompts_equal_transformers(name: str, num_messages: int, with_tools: bool):
     sent = CONVERSATION[:num_messages]
     messages = [ChatMessage.model_validate(m).as_template_sees_it() for m in sent]
     tools = [Tool.model_validate(WEATHER).as_template_sees_it()] if with_tools else None

@@ -68,7 +68,7 @@ def test_every_chat_family_is_tested():
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_prompts_are_those_of_transformers(name: str, conversation: str):
+def test_prompts_equal_transformers(name: str, conversation: str):
     messages, options = CONVERSATIONS[conversation]
     options = {
         "add_generation_prompt": not options.get("continue_final_message"),

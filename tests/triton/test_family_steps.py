@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from runtime.assembly.runner import build_runner
-from runtime.kernels.experts.moe_w16a16 import Experts, GroupedExperts
+from runtime.kernels.experts.moe_torch import Experts
+from runtime.kernels.experts.moe_w16a16 import GroupedExperts
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch

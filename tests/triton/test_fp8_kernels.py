@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts
-from runtime.kernels.experts.moe_w16a16 import Experts
+from runtime.kernels.experts.moe_torch import Experts
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.linear.tiles import Tiling
 from runtime.kernels.norm.gated_activation import gated_activation_torch

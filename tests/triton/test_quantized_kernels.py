@@ -133,7 +133,7 @@ def test_one_row_without_tensor_cores(form):
 
 
 @forms
-def test_a_row_has_the_same_bits_whatever_the_number_of_rows(form):
+def test_a_row_has_the_same_bits_in_any_batch(form):
     weight = some_weight(form, 20, 600)
     # Sums that are exact: the interpreter's own order depends on the tile. tests/gpu has the order of a card.
     weight.scales.copy_(2.0 ** torch.randint(-3, 1, weight.scales.shape))

@@ -42,7 +42,7 @@ _MERGED_ELEMENTS = 8192  # fp32 elements of partial results that are loaded at a
 def _decode_attention_kernel(
     q_ptr,  # [num_tokens, num_heads, HEAD_DIM], tokens q_stride apart
     kv_ptr,  # [2, num_kv_heads, num_blocks, BLOCK_SIZE, HEAD_DIM] contiguous
-    scales_ptr,  # of its codes (stored_kv.py), contiguous; not used without SCALES
+    scales_ptr,  # of a quantized cache (stored_kv.py), contiguous; not used without SCALES
     out_ptr,  # [num_tokens, num_heads, HEAD_DIM] contiguous
     slots_ptr,
     starts_ptr,
@@ -287,7 +287,7 @@ def decode_attention(
     per_sm = 4 if block_d <= 64 else 3 if block_d == 128 else 2  # programs that an SM runs at a time
     capacity = per_sm * num_sms(q.device)
     if block_d <= 64 and rows.max_count == 1 and 2 * rows.num_rows * num_kv_heads > capacity:
-        deterministic = True  # rows enough without splits: there the fixed form compiles to the faster code
+        deterministic = True  # enough rows without splits: the fixed form compiles to faster code
     if deterministic:
         tile_tokens = max(1, _TILE_ROWS // next_power_of_2(group))
         num_tiles = rows.num_rows if rows.max_count == 1 else rows.num_tokens // tile_tokens + rows.num_rows

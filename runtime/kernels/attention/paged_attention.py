@@ -148,7 +148,7 @@ def attend_tile(
     q, k, v, k_scales, v_scales, positions, q_positions, m, total, acc, scale_log2,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Absorbs one tile of keys and values, or of their codes."""
+    """Add one tile of keys and values to the running softmax; they may be quantized."""
     if SCALES != "none":
         k, v = k.to(q.dtype), v.to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -234,7 +234,7 @@ def _attend_quantized(
     dimensions are therefore read as one int16, and even and odd dimensions are multiplied separately."""
     PAIRS: tl.constexpr = HEAD_DIM // 2
     HALF: tl.constexpr = BLOCK_D // 2
-    CODE: tl.constexpr = k_ptr.dtype.element_ty
+    STORED: tl.constexpr = k_ptr.dtype.element_ty
     q_even, q_odd = tl.split(tl.reshape(q, (q.shape[0], HALF, 2)))
     even, odd = tl.split(tl.reshape(acc, (acc.shape[0], HALF, 2)))
     k_ptr = k_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
@@ -247,8 +247,8 @@ def _attend_quantized(
         else:
             places = find_places(table_ptr, positions, inside, BLOCK_SIZE)
         pointers = tile_pointers(k_ptr, places, PAIRS, HALF)
-        k_even, k_odd = upcast_pairs(load_tile(pointers, inside, PAIRS, HALF), CODE, q.dtype)
-        v_even, v_odd = upcast_pairs(load_tile(pointers + kv_stride // 2, inside, PAIRS, HALF), CODE, q.dtype)
+        k_even, k_odd = upcast_pairs(load_tile(pointers, inside, PAIRS, HALF), STORED, q.dtype)
+        v_even, v_odd = upcast_pairs(load_tile(pointers + kv_stride // 2, inside, PAIRS, HALF), STORED, q.dtype)
         if SCALES == "token":
             k_scales, v_scales = load_scales(scales_ptr + places, inside)
         else:

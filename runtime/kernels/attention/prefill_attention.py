@@ -41,7 +41,7 @@ _MERGED_ELEMENTS = 8192  # fp32 elements of segments' results loaded at a time
 def _prefill_attention_kernel(
     q_ptr,  # [num_tokens, num_heads, HEAD_DIM], tokens q_stride apart
     kv_ptr,  # [2, num_kv_heads, num_blocks, BLOCK_SIZE, HEAD_DIM] contiguous
-    scales_ptr,  # of its codes (stored_kv.py), contiguous; not used without SCALES
+    scales_ptr,  # of a quantized cache (stored_kv.py), contiguous; not used without SCALES
     out_ptr,  # [num_tokens, num_heads, HEAD_DIM] contiguous
     slots_ptr,
     starts_ptr,
@@ -224,8 +224,8 @@ def prefill_attention(
     tile_tokens = block_m // group
     places = rows.num_tokens // tile_tokens + rows.num_rows
     shared = _PROGRAMS_PER_SM * num_sms(q.device)
-    # Tiles must leave room for others; merging two results of heads of 256 takes more than the registers; with codes it
-    # was not measured.
+    # Split only where tiles leave programs idle. Merging results of heads of 256 exceeds the registers, and a quantized
+    # cache was not measured.
     tiles = num_kv_heads * (rows.num_tokens // tile_tokens)
     if 2 * tiles > shared or not short or block_d > 128 or scales is not None:
         shared = 0

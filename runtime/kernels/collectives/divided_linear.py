@@ -12,7 +12,7 @@ import torch
 
 from runtime.kernels.collectives.all_reduce import sum_partials_torch
 from runtime.kernels.collectives.communicator import Communicator
-from runtime.kernels.experts.moe_w16a16 import ExpertLayer, Experts
+from runtime.kernels.experts.moe_torch import ExpertLayer, Experts
 from runtime.kernels.linear.linear_torch import Linear, Product
 from runtime.kernels.linear.lora import RowAdapters
 

@@ -11,16 +11,17 @@ from functools import partial
 
 import torch
 
-from runtime.kernels.experts.moe_w16a16 import (
+from runtime.kernels.experts.moe_routing import (
     MOST_SINGLE,
-    GroupedExperts,
+    RoutedExperts,
     Tile,
     add_results,
     choices_of_tile,
     stacked,
+    worst_case_tiles,
 )
 from runtime.kernels.linear.linear_torch import Linear
-from runtime.kernels.linear.split_k import MAX_SPLIT_TILES, split_counters
+from runtime.kernels.linear.split_k import split_counters
 from runtime.kernels.magnitudes import larger, largest_magnitude, to_e4m3, within
 from runtime.kernels.norm.gated_activation import Activation, activated
 from runtime.kernels.quantized.activations import Fp8Activations, quantize_normed_fp8
@@ -109,7 +110,7 @@ def _moe_fp8_w8a8_kernel(
         add_results(out_ptr, mixture_ptr, residual_ptr, counter, token, cols, N, TOP_K)
 
 
-class Fp8Experts(GroupedExperts):
+class Fp8Experts(RoutedExperts):
     """`GroupedExperts` with fp8 weights and activations.
 
     Few choices take four launches: routing, quantization and two products. The second adds a token's results."""
@@ -133,8 +134,7 @@ class Fp8Experts(GroupedExperts):
         (num_tokens, hidden), ffn = residual.shape, self.down.shape[2]
         num_choices = num_tokens * self.spec.top_k
         tile = moe_fp8_tile(num_choices, self.spec.num_experts, self.deterministic)
-        num_counters = num_tokens * -(-hidden // tile.block_n)
-        is_single = num_choices <= MOST_SINGLE and num_counters <= MAX_SPLIT_TILES and not self.deterministic
+        is_single = self._is_single(num_tokens, hidden, tile)
         ids, weights = self._route(self.router.normed(residual, norm_weight, eps))
         starts, order = (ids, ids) if is_single else self._sort(ids)
         rows = quantize_normed_fp8(residual, norm_weight, eps, self.router.norm)
@@ -171,7 +171,7 @@ class Fp8Experts(GroupedExperts):
         (num_experts, _, size_in), (num_choices, size_out), pdl = values.shape, out.shape, use_pdl(values)
         num_tiles = num_choices
         if not is_single:
-            num_tiles = (num_choices + min(num_experts, num_choices) * (tile.block_m - 1)) // tile.block_m
+            num_tiles = worst_case_tiles(num_choices, num_experts, tile)
         flat = values.view(-1, size_in)
         descriptor = TensorDescriptor(flat, list(flat.shape), [size_in, 1], [tile.block_n, tile.block_k])
         _moe_fp8_w8a8_kernel[(num_tiles, -(-size_out // tile.block_n))](

@@ -15,17 +15,18 @@ from typing import Any
 
 import torch
 
-from runtime.kernels.experts.moe_w16a16 import (
+from runtime.kernels.experts.moe_routing import (
     MOST_SINGLE,
-    GroupedExperts,
+    RoutedExperts,
     Tile,
     add_results,
     choices_of_tile,
     stacked,
+    worst_case_tiles,
 )
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.linear.skinny_blocks import add_chunks, weight_rows_of_block
-from runtime.kernels.linear.split_k import MAX_SPLIT_TILES, split_counters
+from runtime.kernels.linear.split_k import split_counters
 from runtime.kernels.norm.gated_activation import Activation, activated
 from runtime.kernels.quantized.launch_configs import wna16_sum_order
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
@@ -57,7 +58,7 @@ def _moe_wna16_few_kernel(
     ACTIVATION: tl.constexpr,
     SINGLE: tl.constexpr,
     EXPERTS: tl.constexpr,  # power of two, at least num_experts
-    SCALES: tl.constexpr,  # elements from the scales of one expert to those of the next
+    SCALES: tl.constexpr,  # elements between the scales of two experts
     LAYOUT: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -225,7 +226,7 @@ def _add_product(x, numbers, scale, zero_point, acc, LAYOUT: tl.constexpr):
     return tl.dot(x, numbers.to(x.dtype).T, acc, input_precision="ieee")
 
 
-class QuantizedExperts(GroupedExperts):
+class QuantizedExperts(RoutedExperts):
     """`GroupedExperts` with quantized weights and 16-bit activations.
 
     Few choices take five launches: norm, router, routing and two products. The second adds a token's results."""
@@ -259,8 +260,7 @@ class QuantizedExperts(GroupedExperts):
         (num_tokens, hidden), num_choices = x.shape, len(x) * self.spec.top_k
         gate_up, down = self.weights
         tile = moe_wna16_tile(num_choices, self.spec.num_experts, self.deterministic)
-        num_counters = num_tokens * -(-hidden // tile.block_n)
-        is_single = num_choices <= MOST_SINGLE and num_counters <= MAX_SPLIT_TILES and not self.deterministic
+        is_single = self._is_single(num_tokens, hidden, tile)
         ids, weights = self._route(self.router.product(x))
         starts, order = (ids, ids) if is_single else self._sort(ids)
         inner = x.new_empty(num_choices, down.shape[1])
@@ -290,7 +290,7 @@ class QuantizedExperts(GroupedExperts):
         (size_out, size_in), num_experts, num_choices = weight.shape, self.spec.num_experts, len(out)
         num_tiles, pdl = num_choices, use_pdl(x)
         if not is_single:
-            num_tiles = (num_choices + min(num_experts, num_choices) * (tile.block_m - 1)) // tile.block_m
+            num_tiles = worst_case_tiles(num_choices, num_experts, tile)
         grid = -(-size_out // tile.block_n), num_tiles
         options: dict[str, Any] = {
             "LAYOUT": weight.layout, "K": size_in, "TOP_K": self.spec.top_k, "ACTIVATION": activation,

@@ -1,4 +1,4 @@
-"""Linear layers whose outputs have the same bits in any batch, for deterministic mode on a GPU.
+"""Linear layers with the same bits in any batch, for deterministic mode on a GPU.
 
 An output is a sum over K in the order of `sum_order`. The number of rows decides two other things: the tiles, and
 whether one program computes all chunks of a tile. With few rows, programs compute chunks side by side, because too few

@@ -83,7 +83,7 @@ def part_of(K, SPLIT: tl.constexpr, BLOCK_K: tl.constexpr):
 def keep_part(sums_ptr, counters_ptr, total, SPLIT: tl.constexpr):
     """Store this program's part of a tile and count its arrival; return how many parts arrived before it.
 
-    The parts of a tile lie one behind another and need no mask, unlike the parts of `store_part`."""
+    The parts of a tile lie one behind another and are not masked, unlike the parts of `store_part`."""
     size: tl.constexpr = total.shape[0] * total.shape[1]
     tl.store(_first_part(sums_ptr, total, SPLIT) + tl.program_id(1) * size, total)
     tl.debug_barrier()  # all of this program's stores come before its arrival

@@ -20,14 +20,14 @@ class Wna16SkinnyConfig(NamedTuple):
     block_k: int  # columns of a step, unless the layout fixes them (`step_columns`)
     num_warps: int
     stages: int = 1  # of the software pipeline
-    ahead: int = 1  # steps, 1 or 2, whose weights are requested before the wait for the previous kernel
+    ahead: int = 1  # steps, 1 or 2, of weights requested before the wait for the previous kernel
     unroll: int = 1  # steps between two waits for loads
 
 
 class GemvConfig(NamedTuple):
     """How `wna16_gemv` cuts a product."""
 
-    block_n: int  # weight rows whose loads are in flight at once
+    block_n: int  # weight rows with loads in flight at once
     num_warps: int
     blocks: int  # blocks of block_n rows that a program multiplies one after another
 
@@ -81,7 +81,7 @@ def row_words(weight: QuantizedWeight) -> int:
 
 
 def wna16_tiling(weight: QuantizedWeight, num_rows: int, fixed_order: bool = False) -> Tiling:
-    """The tiling for a weight and a number of rows: one tile over all rows, as long as its sums fit into registers.
+    """The tiling for a weight and a number of rows: one tile over all rows, if its sums fit into registers.
 
     Weights are then upcast once. With a fixed order, tiles have 32 weight rows and run on mma.sync, as for few rows:
     wgmma adds the columns of an instruction in another order."""

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -121,16 +122,10 @@ class QuantizedActivationLinear(QuantizedLinear, ABC, Generic[Rows]):
     def quantizes_rows(self, num_rows: int) -> bool:
         """True if the product of this many rows quantizes them."""
 
+    @property
     @abstractmethod
-    def quantize_rows(
-        self,
-        x: torch.Tensor,  # [num_rows, K]; with a gated activation [num_rows, 2 * K]
-        norm_weight: torch.Tensor | None = None,  # of an RMS norm, which comes first
-        eps: float = 0.0,
-        activation: Activation | None = None,
-        gated: bool = True,
-    ) -> Rows:
-        """x, its norm or its gated activation, quantized for this weight."""
+    def quantize_rows(self) -> Callable[..., Rows]:
+        """A function with the arguments of `quantize_fp8_torch`, which quantizes rows for this weight."""
 
     @abstractmethod
     def multiply(self, x: Rows, dtype: torch.dtype, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -195,15 +190,9 @@ class Fp8Linear(QuantizedActivationLinear[Fp8Activations]):
     def quantizes_rows(self, num_rows: int) -> bool:
         return num_rows != 1
 
-    def quantize_rows(
-        self,
-        x: torch.Tensor,
-        norm_weight: torch.Tensor | None = None,
-        eps: float = 0.0,
-        activation: Activation | None = None,
-        gated: bool = True,
-    ) -> Fp8Activations:
-        return quantize_fp8_triton(x, norm_weight, eps, activation, gated)
+    @property
+    def quantize_rows(self) -> Callable[..., Fp8Activations]:
+        return quantize_fp8_triton
 
     def multiply(self, x: Fp8Activations, dtype: torch.dtype, residual: torch.Tensor | None = None) -> torch.Tensor:
         return multiply_fp8(x, self.quantized, self.bias, residual, dtype)
@@ -217,16 +206,10 @@ class Int16Linear(QuantizedActivationLinear[Int16Activations]):
     def quantizes_rows(self, num_rows: int) -> bool:
         return FEWEST_INT16_ROWS <= num_rows <= MAX_INT16_ROWS[self.quantized.plane > 0]
 
-    def quantize_rows(
-        self,
-        x: torch.Tensor,
-        norm_weight: torch.Tensor | None = None,
-        eps: float = 0.0,
-        activation: Activation | None = None,
-        gated: bool = True,
-    ) -> Int16Activations:
+    @property
+    def quantize_rows(self) -> Callable[..., Int16Activations]:
         group_size = 0 if self.quantized.zero_points is None else self.quantized.group_size
-        return quantize_int16_triton(x, norm_weight, eps, activation, gated, group_size)
+        return partial(quantize_int16_triton, group_size=group_size)
 
     def multiply(self, x: Int16Activations, dtype: torch.dtype, residual: torch.Tensor | None = None) -> torch.Tensor:
         return int_wna16_gemm_triton(x, self.quantized, self.bias, residual, dtype)

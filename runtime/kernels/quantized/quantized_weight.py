@@ -32,7 +32,7 @@ class WeightLayout(NamedTuple):
     plane: int  # columns between the two nibbles of a byte; 0 for 8-bit values
     group_size: int  # columns that share a scale: 16, 32, 64 or 128; 0 for all
     scale_rows: int  # rows that share a scale
-    scale_stride: int  # elements from the scales of one group to those of the next
+    scale_stride: int  # elements between the scales of two groups
     has_zero_points: bool
 
 
@@ -59,7 +59,7 @@ class QuantizedWeight:
 
     @property
     def zero_points_or_scales(self) -> torch.Tensor:
-        """A pointer for kernels, which do not read it if the layout has no zero points."""
+        """A pointer for kernels, which read it only if the layout has zero points."""
         return self.scales if self.zero_points is None else self.zero_points
 
     @property

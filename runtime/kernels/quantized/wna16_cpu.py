@@ -1,15 +1,14 @@
-"""Products with quantized weights on a CPU: torch's operations with AVX-512 or AVX2 code for bfloat16 inputs.
+"""Products with int8 and int4 weights and bfloat16 activations on a CPU: torch's operations with AVX-512 or AVX2 code.
 
-Large int8 weights are multiplied in whole numbers (VNNI) where the CPU can: each input becomes two digits of 8 bits.
-Its error is far below that of bfloat16, and reading the weight is what takes time up to some 16 rows.
+- **Large int8 weights** are multiplied as integers (VNNI) where the CPU can. Activations become int16, split into two
+  int8 limbs. The error is far below that of bfloat16, and up to about 16 rows the time goes into reading the weight.
+- **Few rows, otherwise:** the operations dequantize each weight and multiply in float32.
+- **Many rows:** pieces of the weight are dequantized one after another, and multiplied as dense ones. That runs in
+  bfloat16 where the CPU has instructions for it, else in float32, which is up to ten times as fast there.
 
-The other operations dequantize each weight and multiply in float32. They are made for few rows. With many rows, pieces
-of the weight are dequantized one after another and multiplied as dense ones: in bfloat16 where the CPU has instructions
-for it, else in float32, which is up to ten times as fast there.
-
-A row's bits do not depend on the other rows of these operations: sums of whole numbers are exact, and the others were
-measured. Deterministic mode uses the operations for all numbers of rows. The calls are private to torch, so a build
-without them has no such products.
+A row's bits do not depend on the other rows of these operations: integer sums are exact, and the others were measured.
+Deterministic mode uses the operations for any number of rows. The calls are private to torch; a build without them
+dequantizes all weights.
 """
 
 from __future__ import annotations
@@ -22,70 +21,70 @@ import torch.nn.functional as F
 
 from runtime.kernels.linear.linear_torch import Product, can_pack
 
-INT4_GROUPS = (256, 128, 64, 32)  # columns that may share a scale
-_INT4_ROWS = {"AVX512": 64, "AVX2": 32}  # rows of a packed block, by the instructions that torch uses
-INT8_COLUMNS = 16  # that the vector code reads at once
-_FEW_INT8_ROWS = 16  # of the input; with more, bfloat16 pieces are faster
+INT4_GROUPS = (256, 128, 64, 32)  # supported group sizes
+_INT4_ROWS = {"AVX512": 64, "AVX2": 32}  # rows of a packed block, by torch's instruction set
+INT8_COLUMNS = 16  # columns that the vector code reads at once
+_FEW_INT8_ROWS = 16  # rows of x; with more, dequantized pieces are faster
 _FEW_INT4_ROWS = 96
 _PIECE = 1 << 20  # weights; 2 MB in bfloat16 stay in a core's cache
-_MANY_CODES = 1 << 21  # of a weight: cutting the input into digits takes as long as reading these
-_PIECE_ROWS = 128  # of the input, whose digits' products are in memory at a time
-_MOST = 32639  # the largest number of two digits from -128 to 127, 256 * 127 + 127
-_OFFSET = 32896.5  # what makes both digits of such a number those of an unsigned one, 256 * 128 + 128; and rounds
-_SHIFTS = torch.tensor((8, 0), dtype=torch.int32).view(2, 1, 1)  # of both digits
+_MANY_VALUES = 1 << 21  # of a weight: reading them takes as long as splitting x into limbs
+_PIECE_ROWS = 128  # rows of x multiplied at once, which bounds the memory of their limbs' products
+_LARGEST = 32639  # the largest number with limbs from -128 to 127, 256 * 127 + 127
+_OFFSET = 32896.5  # makes both limbs unsigned, 256 * 128 + 128, and rounds
+_SHIFTS = torch.tensor((8, 0), dtype=torch.int32).view(2, 1, 1)  # of the high and the low limb
 
 
 def has_vector_code() -> bool:
-    """True if this build of torch has the operations, and vector code for them on this CPU."""
+    """True if this build of torch has the operations, with vector code for this CPU."""
     names = ("_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu", "_convert_weight_to_int4pack_for_cpu")
     has_code = torch.backends.cpu.get_cpu_capability() in _INT4_ROWS
     return has_code and all(hasattr(torch.ops.aten, name) for name in names)
 
 
 def int4_rows() -> int:
-    """The rows of an int4 weight in a block of the packed layout."""
+    """The rows of a block of the packed int4 layout."""
     return _INT4_ROWS.get(torch.backends.cpu.get_cpu_capability(), 32)
 
 
 @cache
 def _dense_dtype() -> torch.dtype:
-    """The dtype in which pieces of a weight are multiplied: the faster one on this CPU."""
+    """The faster dtype on this CPU for pieces of a weight."""
     return torch.bfloat16 if can_pack(torch.bfloat16, torch.device("cpu")) else torch.float32
 
 
 def int8_product(
-    codes: torch.Tensor,  # int8 [out, in]
+    values: torch.Tensor,  # int8 [out, in]
     scale: torch.Tensor,  # bfloat16 [out]
     bias: torch.Tensor | None,
     deterministic: bool,
 ) -> Product:
-    """x @ (codes * scale).T + bias, for bfloat16 x."""
-    if codes.numel() >= _MANY_CODES and _has_whole_number_code():
-        return _whole_number_product(codes, scale, bias)
+    """x @ (values * scale).T + bias, for bfloat16 x."""
+    if values.numel() >= _MANY_VALUES and _has_integer_products():
+        return _integer_product(values, scale, bias)
 
     def few_rows(x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.aten._weight_int8pack_mm(x, codes, scale)
+        y: torch.Tensor = torch.ops.aten._weight_int8pack_mm(x, values, scale)
         return y
 
     def piece(x: torch.Tensor, rows: slice) -> torch.Tensor:
-        return F.linear(x, codes[rows].to(x.dtype)).mul_(scale[rows])
+        return F.linear(x, values[rows].to(x.dtype)).mul_(scale[rows])
 
-    return _by_rows(few_rows, piece, codes.shape, bias, None if deterministic else _FEW_INT8_ROWS)
+    return _by_rows(few_rows, piece, values.shape, bias, None if deterministic else _FEW_INT8_ROWS)
 
 
-def _whole_number_product(codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """`int8_product` with sums of whole numbers; `codes` are copied to the operation's layout."""
-    packed = torch.ops.onednn.qlinear_prepack(codes, None)
-    scales, zeros = scale.float(), torch.zeros(len(codes), dtype=torch.int64)
+def _integer_product(values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    """`int8_product` with integer sums; copies `values` to the layout of the operation."""
+    packed = torch.ops.onednn.qlinear_prepack(values, None)
+    scales, zeros = scale.float(), torch.zeros(len(values), dtype=torch.int64)
 
     def piece(x: torch.Tensor) -> torch.Tensor:
-        # A step has some four such products a layer, and of one row each operation takes a microsecond or two.
+        # A step has about four of these products a layer. For one row, each operation takes 1 to 2 microseconds.
         numbers = x.float()
-        unit = numbers.abs().amax(1, keepdim=True).mul_(1 / _MOST)  # a row that is not finite stays so by it
+        unit = numbers.abs().amax(1, keepdim=True).mul_(1 / _LARGEST)  # keeps a row that is not finite
         numbers = numbers.div_(unit).add_(_OFFSET).to(torch.int32)
-        digits = (numbers >> _SHIFTS).to(torch.uint8).flatten(0, 1)  # all rows' high ones first
+        limbs = (numbers >> _SHIFTS).to(torch.uint8).flatten(0, 1)  # the high limbs of all rows come first
         sums = torch.ops.onednn.qlinear_pointwise(
-            digits, 1.0, 128, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+            limbs, 1.0, 128, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
         y: torch.Tensor = sums[len(x) :].add_(sums[: len(x)], alpha=256).mul_(unit)
         return (y if bias is None else y.add_(bias)).to(x.dtype)
@@ -97,10 +96,10 @@ def _whole_number_product(codes: torch.Tensor, scale: torch.Tensor, bias: torch.
 
 
 @cache
-def _has_whole_number_code() -> bool:
-    """True if the operations exist, are fast (VNNI) and sum products of 8 bits in 32 bits.
+def _has_integer_products() -> bool:
+    """True if the operations exist, are fast (VNNI), and sum 8-bit products in 32 bits.
 
-    Without VNNI they saturate at 16 bits, also where a setting of oneDNN forbids what the CPU has."""
+    Without VNNI they saturate at 16 bits, also if a setting of oneDNN disables it."""
     names = ("qlinear_prepack", "qlinear_pointwise")
     has_vnni = getattr(torch.cpu, "_is_vnni_supported", lambda: False)
     if not has_vnni() or not all(hasattr(torch.ops.onednn, name) for name in names):
@@ -124,7 +123,7 @@ def int4_product(
     bias: torch.Tensor | None,
     deterministic: bool,
 ) -> Product:
-    """x @ ((codes - 8) * scale + zero).T + bias, for bfloat16 x."""
+    """x @ ((values - 8) * scale + zero).T + bias, for bfloat16 x."""
     shape = torch.Size((len(packed), 2 * packed.shape[1]))
     group = shape[1] // len(scales_and_zeros)
 
@@ -146,7 +145,7 @@ def _by_rows(
     bias: torch.Tensor | None,
     most: int | None,
 ) -> Product:
-    """`few_rows` for at most `most` rows of the input; for more, pieces of the weight's rows side by side."""
+    """`few_rows` up to `most` rows of x; above, `piece` for slices of the weight rows."""
     step = max(1, _PIECE // (shape[1] * int4_rows())) * int4_rows()
 
     def product(x: torch.Tensor) -> torch.Tensor:
@@ -163,26 +162,26 @@ def _by_rows(
 
 
 def pack_int4(nibbles: torch.Tensor) -> torch.Tensor:
-    """uint8 [out, in / 2], codes from 0 to 15, the low nibble first -> the operation's layout, in the same memory."""
+    """uint8 [out, in / 2] with two values a byte, the low nibble first -> the operation's layout, in place."""
     step = max(1, _PIECE // (2 * nibbles.shape[1] * int4_rows())) * int4_rows()
     for start in range(0, len(nibbles), step):
         piece = nibbles[start : start + step]
-        codes = torch.stack((piece & 15, piece >> 4), -1).flatten(1).int()
-        nibbles[start : start + step] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 2)
+        values = torch.stack((piece & 15, piece >> 4), -1).flatten(1).int()
+        nibbles[start : start + step] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, 2)
     return nibbles
 
 
 def _dequantized(packed: torch.Tensor, scales_and_zeros: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers of a piece of a weight, transposed: [in, rows]."""
+    """A dequantized piece of a weight, transposed: [in, rows]."""
     num_groups, num_rows, _ = scales_and_zeros.shape
     size = int4_rows()
-    # A block has size / 2 bytes for each column. Their low nibbles are the first half of its rows.
+    # A block has size / 2 bytes for each column; their low nibbles are the first half of its rows.
     blocks = packed.view(num_rows // size, -1, size // 2)
-    codes = torch.stack((blocks & 15, blocks >> 4), 2).to(dtype)
+    values = torch.stack((blocks & 15, blocks >> 4), 2).to(dtype)
     scale, zero = scales_and_zeros.float().view(num_groups, len(blocks), 1, size, 2).transpose(0, 1).unbind(-1)
-    groups = codes.view(len(blocks), num_groups, -1, size)
+    groups = values.view(len(blocks), num_groups, -1, size)
     torch.addcmul(_contiguous(zero - 8 * scale, dtype), groups, _contiguous(scale, dtype), out=groups)
-    return codes.flatten(2).transpose(0, 1).reshape(-1, num_rows)
+    return values.flatten(2).transpose(0, 1).reshape(-1, num_rows)
 
 
 def _contiguous(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -193,8 +192,8 @@ def _contiguous(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _is_known_layout() -> bool:
     """True if `pack_int4` gives the layout that `_dequantized` reads, which is private to torch."""
     num_rows = 2 * int4_rows()
-    codes = torch.arange(num_rows * 32).mul_(7).view(num_rows, 32) % 61 % 16
-    pairs = codes[:, ::2] | codes[:, 1::2] << 4
+    values = torch.arange(num_rows * 32).mul_(7).view(num_rows, 32) % 61 % 16
+    pairs = values[:, ::2] | values[:, 1::2] << 4
     ones = torch.ones(1, num_rows, dtype=torch.bfloat16)
     numbers = _dequantized(pack_int4(pairs.to(torch.uint8)), torch.stack((ones, 8 * ones), -1), torch.float32)
-    return torch.equal(numbers.t(), codes.float())
+    return torch.equal(numbers.t(), values.float())

@@ -36,14 +36,14 @@ _DOTS = constexpr(
     tuple(
         "{\n.reg .s32 h, l;\n"
         + "".join(
-            f"dp4a.{codes}.s32 h, ${4 + i}, ${8 + i}, {'h' if i else 0};\n"
-            f"dp4a.{codes}.u32 l, ${4 + i}, ${12 + i}, {'l' if i else '$16'};\n"
+            f"dp4a.{kind}.s32 h, ${4 + i}, ${8 + i}, {'h' if i else 0};\n"
+            f"dp4a.{kind}.u32 l, ${4 + i}, ${12 + i}, {'l' if i else '$16'};\n"
             for i in range(4)
         )
         + "mad.lo.s32 $0, h, 256, l;\n"
         + "".join(f"mov.b32 ${i}, 0;\n" for i in range(1, 4))
         + "}"
-        for codes in ("u32", "s32")
+        for kind in ("u32", "s32")
     )
 )
 _HALVES = constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
@@ -231,7 +231,7 @@ def _load_block(
 ):  # fmt: skip
     """The values of a block [BLOCK_N, WORDS], and the scales and zero points [BLOCK_N, WORDS / 4] of each 16 bytes.
 
-    With planes, scales and zero points of the low nibbles come before those of the high ones."""
+    With planes, the low nibbles have the first scales and zero points, the high nibbles the second."""
     row_of = tl.minimum(weight_rows_of_block(block, N, ACTIVATION, BLOCK_N), N - 1).to(tl.int64)[:, None]
     ROW_WORDS: tl.constexpr = K // 8 if LAYOUT.plane else K // 4
     words = tl.arange(0, WORDS)[None, :]
@@ -273,7 +273,7 @@ def wna16_gemv_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,
-    WORDS: tl.constexpr,  # 4-byte words, a power of two, at least those of a row
+    WORDS: tl.constexpr,  # 4-byte words: a power of two, at least a row
     PDL: tl.constexpr,
 ):
     """Program i: BLOCKS blocks from i * BLOCKS, each of BLOCK_N weight rows, with the one row of x."""

@@ -33,7 +33,7 @@ def load_x(
     xs, norms, cols, live, start,
     K: tl.constexpr, LAYOUT: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The columns of x for a step, twice; with planes, those of the low plane and of the high plane."""
+    """The columns of x for the low and for the high plane; without planes, the same columns twice."""
     x = _load_columns(xs, norms, cols, live, start, K, NORM, WHOLE)
     high_x = x
     if LAYOUT.plane:

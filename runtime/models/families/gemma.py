@@ -1,5 +1,6 @@
-"""The Gemma family: Gemma 2 (soft caps) and the text part of Gemma 3 (QK norm, two RoPE bases). In both, layers that
-see a window lie between those that see all, four norms a block multiply by 1 + w, and embeddings are scaled."""
+"""The Gemma family: Gemma 2 (soft caps) and the text part of Gemma 3 (QK norm, two RoPE bases). In both, layers with
+a window alternate with layers that attend to all positions, four norms a block multiply by 1 + w, and embeddings are
+scaled."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ WEIGHT_MAP = WeightMap(
         "q_norm": "model.layers.{}.self_attn.q_norm.weight",
         "k_norm": "model.layers.{}.self_attn.k_norm.weight",
     },
-    base="language_model.",  # of the models that see images too
+    base="language_model.",  # of models with images
     norms_plus_one=True,
     ignored=r"(vision_tower|multi_modal_projector)\..*",
 )
@@ -39,7 +40,7 @@ def gemma2_spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def gemma3_spec(config: Mapping[str, Any]) -> DecoderSpec:
-    """Likewise, of a text model's config or of one with a `text_config`."""
+    """The spec of the config of a text model, or of one with a `text_config`."""
     config = _GEMMA_3 | dict(config.get("text_config", config))
     ropes = config.get("rope_parameters") or {}
     config["rope_parameters"] = ropes.get("full_attention")
@@ -50,7 +51,7 @@ def gemma3_spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def _spec(config: Mapping[str, Any], pattern: int) -> DecoderSpec:
-    """The part that both have in common; every `pattern`-th layer has no window."""
+    """The common part of both specs. Every `pattern`-th layer attends to all positions."""
     activation = config.get("hidden_activation") or "gelu_pytorch_tanh"
     if activation != "gelu_pytorch_tanh":
         raise CallboardError(f"The model's hidden_activation is {activation!r}; supported is gelu_pytorch_tanh.")

@@ -1,5 +1,5 @@
-"""The dense GLM-4 family: neighbouring dimensions of half a head turn, biases on q, k and v, gate and up as one; since
-the versions of April 2025 (GLM-4-0414, Glm4ForCausalLM) with norms after attention and the feed-forward layer too."""
+"""The dense GLM-4 family: rotary pairs of neighbours in half of a head, biases on q, k and v, gate and up as one.
+Glm4ForCausalLM (GLM-4-0414) also has norms after attention and after the feed-forward layer."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def post_norms_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
-    """Likewise, of a Glm4ForCausalLM."""
+    """The spec of a Glm4ForCausalLM."""
     return replace(decoder_spec(config), post_norms=True)

@@ -1,4 +1,4 @@
-"""Granite 3, and the dense ones of Granite 4: a Llama with four multipliers."""
+"""Granite 3 and the dense models of Granite 4: a Llama with four multipliers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ HYBRID_WEIGHT_MAP = WeightMap({
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for what llama refuses.
 
-    Granite multiplies what each layer adds to the residual. Here the residual is that one divided by the multiplier, so
-    that layers add what they compute: embeddings are divided by it, and the norms' epsilon by its square."""
+    Granite multiplies the output of each layer before it is added to the residual. Here the residual is divided by the
+    multiplier instead, so layers add their outputs as they are. So embeddings are divided by the multiplier, and the
+    epsilon of norms by its square."""
     spec, multiplier = llama.decoder_spec(config), config.get("residual_multiplier", 1.0)
     return replace(
         spec,

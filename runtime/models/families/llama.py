@@ -1,4 +1,4 @@
-"""The Llama family: Llama 2 and 3.x, SmolLM2, and whoever publishes as LlamaForCausalLM."""
+"""The Llama family: Llama 2 and 3.x, SmolLM2, and other models published as LlamaForCausalLM."""
 
 from __future__ import annotations
 

@@ -1,6 +1,10 @@
-"""The Mistral family: Mistral 7B, a Llama whose first version attends in a sliding window, Ministral 8B, in which some
-layers do, Ministral 3, whose queries grow with their position, the text part of models that see images, and Mixtral's
-experts."""
+"""The Mistral family: variants of Llama.
+
+- Mistral 7B: the first version attends in a sliding window.
+- Ministral 8B: some layers attend in a sliding window.
+- Ministral 3: queries grow with their position.
+- Models with images: their text part.
+- Mixtral: experts."""
 
 from __future__ import annotations
 
@@ -47,7 +51,7 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def ministral3_spec(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of a Ministral 3's config.json, likewise."""
+    """The spec of a Ministral 3's config.json."""
     spec = decoder_spec({**_MINISTRAL_3, **config})
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not (beta := rope.get("llama_4_scaling_beta")):
@@ -66,7 +70,7 @@ def image_text_spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of a Mixtral's config.json, likewise."""
+    """The spec of a Mixtral's config.json."""
     experts = ExpertsSpec(config["num_local_experts"], config["num_experts_per_tok"], normalized=True)
     return replace(decoder_spec(config), experts=experts)
 

@@ -1,5 +1,5 @@
 """OLMo 2 and 3: norms after attention and the feed-forward layer but none before, and norms of q and k over all heads.
-In OLMo 3, three of four layers see a window, and only the others have their RoPE stretched."""
+In OLMo 3, three of four layers have a window, and only the others have a stretched RoPE."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def olmo2_spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def olmo3_spec(config: Mapping[str, Any]) -> DecoderSpec:
-    """Likewise, of an OLMo 3."""
+    """The spec of an OLMo 3."""
     config = {"rope_theta": 500000.0, **config}
     ropes = config.get("rope_parameters") or {}
-    if "full_attention" in ropes:  # each kind of layer has its own
+    if "full_attention" in ropes:  # each kind of layer has its own RoPE
         config["rope_parameters"] = ropes["full_attention"]
     spec = olmo2_spec(config)
     kinds = config.get("layer_types") or [

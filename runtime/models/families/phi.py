@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4-mini: a Llama whose checkpoints have q, k and v as one tensor, and gate and up as one."""
+"""Phi-3, Phi-3.5 and Phi-4-mini: a Llama with q, k and v as one tensor in checkpoints, and gate and up as one."""
 
 from __future__ import annotations
 

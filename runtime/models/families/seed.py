@@ -1,4 +1,4 @@
-"""Seed-OSS: a Llama with biases on q, k and v, and of the width of a head that it states."""
+"""Seed-OSS: a Llama with biases on q, k and v, and an explicit width of heads."""
 
 from __future__ import annotations
 

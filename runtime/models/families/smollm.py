@@ -1,4 +1,4 @@
-"""SmolLM3: a Llama in which every fourth layer has no rotary positions (arXiv 2501.18795)."""
+"""SmolLM3: a Llama without rotary positions in every fourth layer (arXiv 2501.18795)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for what llama refuses."""
     spec = llama.decoder_spec(_DEFAULTS | dict(config))
     layers, interval = range(spec.num_layers), config.get("no_rope_layer_interval", 4)
-    turned = config.get("no_rope_layers") or [(i + 1) % interval for i in layers]  # by its name, 1 is a layer with rope
+    turned = config.get("no_rope_layers") or [
+        (i + 1) % interval for i in layers
+    ]  # in spite of its name, 1 is a layer with rope
     spec = replace(spec, no_rope=tuple(not turned[i] for i in layers))
     if not (config.get("use_sliding_window") and config.get("sliding_window")):
         return spec

@@ -72,7 +72,7 @@ class CpuSteps(Steps):
             self.slots.add(new)
         self.slots.write_tables(plan.block_table_writes)
         if len(plan.draft_token_ids):
-            self.slots.write_given(plan)
+            self.slots.write_draft_tokens(plan)
         if self.poisoned:
             self._clear_fresh_blocks(plan)
         work = self._forward(plan)

@@ -1,4 +1,4 @@
-"""A plan's rows as flat arrays, the form that the model wants, made without a loop over tokens or decode rows."""
+"""build_input: the rows of a plan as a ForwardBatch, made without a loop over tokens or decode rows."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from runtime.worker.cpu.slots import Slots
 
 @dataclass(slots=True)
 class StepInput:
-    """One step's tokens, row after row. Decode rows come first, sorted so that those attending together are
-    neighbours; `sampled` maps back to the plan's order."""
+    """One step's tokens, row after row. Decode rows come first, sorted so that rows that attend together are adjacent.
+    `last` and `sampled` are in the plan's order."""
 
     batch: ForwardBatch
     last: NDArray[np.int64]  # [num_rows] index of each row's last token, in the plan's order
-    sampled: NDArray[np.int64]  # [num_sampled] index of each token that a sample follows, in the plan's order
+    sampled: NDArray[np.int64]  # [num_sampled] index of the token before each sample, in the plan's order
     sampled_slots: Int32s  # [num_sampled]
     sampled_positions: Int32s  # [num_sampled] position of the token to be sampled
 
@@ -38,7 +38,7 @@ def build_input(plan: StepPlan, slots: Slots, shape: AttentionShape) -> StepInpu
     kv_index = slots.tables[slot_of, positions // size].astype(np.int64) * size + positions % size
     token_index = torch.from_numpy(slot_of * slots.max_model_len + positions).to(shape.device)
 
-    first = np.empty(len(rows), np.int64)  # index of each row's token at position 0, were it there
+    first = np.empty(len(rows), np.int64)  # the index that each row's token at position 0 would have
     first[order] = ends - (starts + counts)
     sampling, sampled_after = last_tokens(plan, plan.num_samples)
     batch = ForwardBatch(

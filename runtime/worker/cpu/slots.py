@@ -1,4 +1,4 @@
-"""Slots: what a runner knows of the live requests, one row of every array a request."""
+"""Slots: the state of the live requests on a CPU, one row of every array a request."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from runtime.core.plan import Int32s, NewSlot, StepPlan, last_tokens
 
 
 class Slots:
-    """Token ids, block tables and adapters. A sampled token is written at its position, so that a row's input is always
-    `tokens[slot, start : start + count]` and no plan has to carry it."""
+    """Token ids, block tables and adapters. A sampled token is written at its position, so a row's input is always
+    `tokens[slot, start : start + count]`, and plans do not carry it."""
 
     def __init__(self, num_slots: int, max_model_len: int, max_blocks: int, device: torch.device) -> None:
         self.max_model_len = max_model_len
         self.tokens = torch.zeros((num_slots, max_model_len), dtype=torch.int32, device=device)
         self.flat_tokens = self.tokens.view(-1)
-        self.tables = np.zeros((num_slots, max_blocks), np.int32)  # on the host, where gather indices are made
+        self.tables = np.zeros((num_slots, max_blocks), np.int32)  # on the host, which makes gather indices
         self.adapters = np.zeros(num_slots, np.int64)
 
     def add(self, new: NewSlot) -> None:
-        """A request enters: its known tokens; its blocks come with the plan's table writes."""
+        """A request enters with its known tokens. Its blocks come with the plan's table writes."""
         self.tokens[new.slot, : len(new.token_ids)] = torch.tensor(new.token_ids, dtype=torch.int32)
         self.tables[new.slot], self.adapters[new.slot] = 0, new.adapter
 
@@ -28,13 +28,13 @@ class Slots:
         """writes: [3, n] slot, index in its table, block id."""
         self.tables[writes[0], writes[1]] = writes[2]
 
-    def write_given(self, plan: StepPlan) -> None:
-        """The ids that a plan brings, at their positions."""
+    def write_draft_tokens(self, plan: StepPlan) -> None:
+        """Write the draft tokens of a plan at their positions."""
         rows, positions = last_tokens(plan, plan.draft_lens)
         at = plan.slots[rows].astype(np.int64) * self.max_model_len + positions
         ids = torch.from_numpy(plan.draft_token_ids.copy())
         self.flat_tokens[torch.from_numpy(at)] = ids.to(self.flat_tokens.device)
 
     def write_sampled(self, flat_positions: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Keep sampled tokens [n] at `slot * max_model_len + position` [n]; -1, a failed row, becomes 0."""
+        """Write sampled tokens [n] at `slot * max_model_len + position` [n]; -1, a failed row, becomes 0."""
         self.flat_tokens.index_copy_(0, flat_positions, token_ids.clamp(min=0).to(torch.int32))

@@ -59,7 +59,7 @@ class DeviceSampler(SlotSampling):
 
     def resample(
         self,
-        logits: torch.Tensor,  # those of `sample`; changed in place for rows that are only masked
+        logits: torch.Tensor,  # from `sample`; changed in place for rows that are only masked
         token_ids: torch.Tensor,  # [n] int32 from `sample`; changed in place, like `tokens`
         host_slots: Int32s,  # [n]
         host_positions: Int32s,  # [n]
@@ -98,7 +98,7 @@ class DeviceSampler(SlotSampling):
     def _take_first_ranks(
         self, token_ids: torch.Tensor, host_slots: Int32s, host_positions: Int32s, tokens: torch.Tensor
     ) -> None:
-        """Replace the step's token ids by those of rank 0, the only rank that follows grammars."""
+        """Replace the step's token ids by rank 0's, since only rank 0 follows grammars."""
         token_ids.copy_(self.split.of_first_rank(token_ids))
         slots, positions = self.upload(host_slots, host_positions).view(2, -1).long()
         tokens[slots, positions] = token_ids.clamp(min=0)
@@ -138,7 +138,7 @@ class DeviceSampler(SlotSampling):
         rows: np.ndarray,  # [m] numbers of the samples that these logits belong to
         masks: TokenMasks,
     ) -> torch.Tensor | None:
-        """Rule out tokens that grammars do not allow. Returns the rows whose automata follow the sampled tokens."""
+        """Rule out tokens that grammars do not allow. Returns the rows that automata on the device follow."""
         if len(masks.numbers):
             at = np.searchsorted(rows, masks.numbers).astype(np.int32)
             apply_bitmask_triton(logits, self.upload(at), self.upload(masks.words))

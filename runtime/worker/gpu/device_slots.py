@@ -47,7 +47,7 @@ class DeviceSlots:
         if not (plan.new or plan.block_table_writes.shape[1] or len(plan.draft_token_ids)):
             return [NO_WRITES]
         slots, index, blocks = plan.block_table_writes
-        # A plan may write an entry twice. The last write counts, and kernels have no order, so a dict keeps one.
+        # A plan may write an entry twice. The last write counts; kernels write in any order, so a dict keeps one.
         tables = dict(zip((slots * self.stride + self.table_at + index).tolist(), blocks.tolist(), strict=True))
         at, values = np.fromiter(tables, np.int32, len(tables)), [np.fromiter(tables.values(), np.int32, len(tables))]
         first = np.flatnonzero(np.diff(at, prepend=-2) != 1)  # neighbours are one write

@@ -3,12 +3,10 @@
 `GpuSteps.program_for` chooses how a plan runs. The program queues its work on one stream, so plan order is stream order
 (C2):
 
-| program | runs as | result |
-|---|---|---|
-| GraphStep | CUDA graphs, one after another | the tokens that the graphs sampled |
-| RepeatedGraph | one graph, `num_steps` times | the tokens of all replays |
-| StagedStep | a list of stages: graphs or kernels, extras, second pass | tokens and reports |
-| UnrolledSteps | a program for each of `num_steps` steps | the joined results |
+    GraphStep       CUDA graphs, one after another                              -> the tokens that the graphs sampled
+    RepeatedGraph   one graph, `num_steps` times                                -> the tokens of all replays
+    StagedStep      a list of stages: graphs or kernels, extras, second pass    -> tokens and reports
+    UnrolledSteps   a program for each of `num_steps` steps                     -> the joined results
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ class GpuSteps(Steps):
         self.transfers = Transfers(cache.device)
         self.sampler: DeviceSampler = DeviceSampler(num_slots, split.vocab_size, eos_token_ids, self.transfers, split)
         self.graph_runner = GraphRunner(self.slots.flat_state, num_slots, max_model_len, cache.block_size)
-        self.adapter_graphs = self.graph_runner.beside()  # of steps whose rows have adapters
+        self.adapter_graphs = self.graph_runner.sibling()  # of steps with adapters
         self.graph_io = self.graph_runner.graph_io
         self.kernels = StepKernels(decoder, cache, self.slots, self.sampler, self.graph_runner.max_rows)
         self.reset()
@@ -73,7 +71,7 @@ class GpuSteps(Steps):
         return program.read
 
     def program_for(self, plan: StepPlan) -> StepProgram:
-        """The program of a plan, whose requests leave and enter their slots first."""
+        """The program of a plan. Its requests leave and enter their slots first."""
         if plan.num_steps > 1:
             return self._repeated_graph(plan) or UnrolledSteps(self, plan)
         self._free_and_open(plan)
@@ -99,8 +97,8 @@ class GpuSteps(Steps):
         """The graphs that compute the plan one after another, each with its part of it; empty if it is launched.
 
         - Graphs keep no states of all tokens, and decode graphs keep none at all.
-        - The attention of a decode graph reads prefixes before the step's own keys are written, so no new request,
-          which could share a prefix that this very step computes, may be in it.
+        - The attention of a decode graph reads prefixes before the step's own keys are written. A new request may
+          share a prefix that this very step computes, so it is never in a decode graph.
         - Several graphs would read the weights of experts several times, which one large step reads once."""
         if needs is Needs.ALL_STATES:
             return []
@@ -111,7 +109,7 @@ class GpuSteps(Steps):
         return graphs if len(graphs) == 1 or self.decoder.spec.experts is None else []
 
     def _repeated_graph(self, plan: StepPlan) -> StepProgram | None:
-        """None if there is no graph for the plan, or its samples need more than the graph."""
+        """None if the plan lacks a graph, or its samples need more than the graph."""
         if len(plan.freed) or not (graphs := self.graphs_for(plan, self.needs(plan))):
             return None
         within = np.arange(1, plan.num_steps + 1, dtype=np.int32)
@@ -127,8 +125,10 @@ class GpuSteps(Steps):
 
     @torch.inference_mode()
     def capture_graphs(self, row_lens: Sequence[int], prefill_tokens: int, pool: tuple[int, int] | None = None) -> None:
-        """Capture graphs of decode steps with rows of one token and of each of `row_lens` tokens, and of steps with
-        prompts of up to `prefill_tokens` tokens. Their memory is in `pool`, a pool of torch's allocator, if given."""
+        """Capture graphs of decode steps and of steps with prompts.
+
+        Rows of decode steps have one token, or one of `row_lens`. Steps with prompts have up to `prefill_tokens`
+        tokens. The memory of graphs is in `pool`, a pool of torch's allocator, if given."""
         if pool is not None:
             self.graph_runner.pool = self.adapter_graphs.pool = pool
         shapes: list[DecodeShape | MixedShape] = [*self.graph_runner.decode_shapes(row_lens)]
@@ -173,10 +173,14 @@ class GraphStep(StepProgram):
             samples.append((steps.replay(graph, part, writes), graph.shape.sample_places(part)))
             writes = [NO_WRITES]  # the first graph applies them
         step_id = self.plan.step_id
-        self.read = steps.transfers.end(
-            lambda: StepResult(step_id, np.concatenate([output[places] for output, places in samples]))
-        )
+        self.read = steps.transfers.end(lambda: StepResult(step_id, _collected(samples)))
         steps.graph_io.release_after(self.read, len(samples))
+
+
+def _collected(samples: list[tuple[Int32s, np.ndarray]]) -> Int32s:
+    """The samples in outputs of graphs, each with the numbers of its samples."""
+    found = [output[numbers] for output, numbers in samples]
+    return found[0] if len(found) == 1 else np.concatenate(found)
 
 
 class RepeatedGraph(StepProgram):
@@ -222,7 +226,7 @@ class StagedStep(StepProgram):
         steps.transfers.begin()
         for stage in [*compute, *extras, *sample, *([] if self.is_plain else [self._second_pass])]:
             stage(work)
-        # What the result keeps until it is read has no tensor of the device, whose memory the next step needs.
+        # The closure must not keep tensors of the device alive: the next step needs their memory.
         step_id, token_ids, reports = work.plan.step_id, steps.transfers.download(work.token_ids), work.reports
         self.read = read = steps.transfers.end(lambda: make_result(step_id, token_ids, reports))
         if self.graphs:

@@ -1,4 +1,4 @@
-"""The host's end of kernels/step/graph_io.py: rings of inputs for graphs, and of their outputs."""
+"""GraphIO: the host's end of kernels/step/graph_io.py, a ring of inputs for graphs and a ring of outputs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NUM_ENTRIES = 2 * MAX_PIECES  # graphs that may be in flight
 
 
 class GraphIO:
-    """Two rings of pinned memory. An entry is used again when the step that it was for is over."""
+    """Two rings of pinned memory. An entry is used again after its step is over."""
 
     def __init__(self, input_size: int, output_size: int, device: torch.device) -> None:
-        """Sizes of the longest input, without its head, and output, in ints."""
+        """Sizes in ints: of the longest input without its head, and of the longest output."""
         pinned = device.type == "cuda"
         self.input_ring = torch.zeros((_NUM_ENTRIES, HEAD + input_size), dtype=torch.int32, pin_memory=pinned)
         self.output_ring = torch.zeros((_NUM_ENTRIES, output_size), dtype=torch.int32, pin_memory=pinned)
@@ -30,9 +30,10 @@ class GraphIO:
         self._entry = -1
 
     def write_input(self, repeats: int, rows: Int32s, writes: list[Int32s]) -> Int32s:
-        """Write the input of the next `repeats` replays of a graph. `writes` are their number, as an array, and what
-        kernels/step/scatter_writes.py reads after it. Returns where the output will be after the replays; the entry
-        is used again, so the caller copies from it."""
+        """Write the input of the next `repeats` replays of a graph.
+
+        `writes` have the layout of kernels/step/scatter_writes.py. Returns the memory that will hold the output after
+        the replays. The caller copies from it, because the entry is used again."""
         self._entry = (self._entry + 1) % _NUM_ENTRIES
         self._over[self._entry]()
         entry = self._inputs[self._entry]
@@ -47,14 +48,14 @@ class GraphIO:
         return HEAD + num_ints + sum(map(len, writes)) <= len(self._inputs[0])
 
     def release_after(self, wait: Callable[[], object], num_inputs: int = 1) -> None:
-        """The step of the last input, or of the last few, is over when `wait()` returns."""
+        """The step of the last `num_inputs` inputs is over when `wait()` returns."""
         for i in range(num_inputs):
             self._over[self._entry - i] = wait
 
     def read_input(self, rows: torch.Tensor, state: torch.Tensor) -> None:
-        """At the head of a graph: read its rows, and apply to the state what the input changes."""
+        """At the head of a graph: read its rows, and apply the input's writes to the state."""
         read_input(self.input_ring, self.control, rows, state)
 
     def write_output(self, token_ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """At the end of a graph: write its output, and move the rows on by a token for the next replay."""
+        """At the end of a graph: write its output, and advance the rows by one token for the next replay."""
         write_output(token_ids, self.control, rows, self.output_ring)

@@ -1,4 +1,4 @@
-"""CUDA graphs of steps: captured by the shape of their rows, and replayed from and to memory of the host."""
+"""GraphRunner: CUDA graphs of steps, captured by the shape of their rows, replayed from and to memory of the host."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from runtime.worker.gpu.graph_io import MAX_PIECES, GraphIO
 from runtime.worker.gpu.step_rows import MixedShape, cut
 
 _LARGEST_GRAPH = 512  # rows of a decode step
-MAX_VERIFIED = 128  # tokens of a step of drafts that has a graph; larger batches do not gain by drafts
-# Tokens that a long row has on average, at least, in a graph for few and in one for many: each has a place to sample.
+MAX_VERIFIED = 128  # tokens of a step with draft tokens that has a graph; larger batches do not gain by drafts
+
+# Least tokens of a long row, on average, in a graph for few prompts and in one for many. Each row has a sample.
 _FEW_LONG_ROWS, _MANY_LONG_ROWS = 32, 8
-# Decoding rows beside prompts, and the tokens of a step up to which there is a graph for so many, besides one for all:
-# too many cost some empty programs of one kernel, and places to sample.
+# (decoding rows beside prompts, most tokens of a graph for this number of rows). Another serves any number of rows.
+# Unused rows cost empty programs of one kernel, and samples.
 _SHORT_SIZES = (0, 256), (16, 1024), (64, 2048)
 _MOST_PADDING = 128  # tokens, in a graph of more than _FEW_TOKENS
 _FEW_TOKENS = 1024
@@ -36,7 +37,7 @@ _NO_ROWS = StepPlan(0)
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Keeps cycles from being collected: one may hold a graph, and to free a graph within a capture invalidates it."""
+    """Do not collect cycles: one may hold a graph, and freeing a graph during a capture invalidates the capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -62,7 +63,7 @@ class DecodeShape(NamedTuple):
 
     @property
     def num_ints(self) -> int:
-        """Of the rows of a graph's input."""
+        """Length of the rows of a graph's input."""
         return 2 * (2 * self.num_rows + self.num_tokens)
 
     def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -85,11 +86,11 @@ class DecodeShape(NamedTuple):
         return rows.reshape(-1)
 
     def sample_places(self, plan: StepPlan) -> NDArray[np.intp]:
-        """Which of the samples are the plan's, in its order."""
+        """The numbers of the graph's samples that the plan wants, in the plan's order."""
         return np.flatnonzero(self._is_wanted(plan))
 
     def _is_wanted(self, plan: StepPlan) -> NDArray[np.bool_]:
-        """[num_rows, row_len] after which tokens of its rows the plan samples."""
+        """[num_rows, row_len] true for the tokens after which the plan samples."""
         at, ends = np.arange(self.row_len, dtype=np.int32), plan.num_tokens[:, None]
         return (at < ends) & (at >= ends - plan.num_samples[:, None])
 
@@ -106,15 +107,16 @@ class CapturedGraph:
 
     shape: DecodeShape | MixedShape
     graph: Replayable
-    token_ids: torch.Tensor  # [num_samples] int32, what the replay samples
+    token_ids: torch.Tensor  # [num_samples] int32, the samples of the last replay
 
 
 class GraphRunner:
-    """Captures a step for each of several shapes, and finds the graphs for a plan. It keeps no reference to the step,
-    whose owner keeps this object."""
+    """Captures a step for each of several shapes, and finds the graphs for a plan.
+
+    It does not keep a reference to the step: the step's owner keeps this object."""
 
     def __init__(self, state: torch.Tensor, num_slots: int, max_model_len: int, block_size: int) -> None:
-        """`state` is the requests' state as one line, which a step's input changes; slot `num_slots` is padding's."""
+        """`state` is the flat state of DeviceSlots. Inputs change it; its null slot is `num_slots`."""
         self.state, self.num_slots, self.max_model_len = state, num_slots, max_model_len
         self.max_rows = max(num_slots, MAX_VERIFIED)
         input_size = self.max_rows * _max_ints_of_a_row(block_size) + _NEW_TOKENS
@@ -123,10 +125,10 @@ class GraphRunner:
         self.rows = torch.zeros(10 * self.max_rows, dtype=torch.int32, device=state.device)
         self.graphs: dict[int, list[CapturedGraph]] = {}  # tokens of a row -> by rising number of rows
         self.prefill_graphs: list[CapturedGraph] = []  # by rising numbers of tokens and of short rows
-        self.pool: Any = None  # of the memory that all graphs share, as one replays at a time; None: a new one
+        self.pool: Any = None  # of the memory that all graphs share; None until the first capture makes one
 
-    def beside(self) -> GraphRunner:
-        """One without graphs, for those of another step, with the same input and output."""
+    def sibling(self) -> GraphRunner:
+        """A runner for the graphs of another step, with the same input and output."""
         other = copy(self)
         other.graphs, other.prefill_graphs = {}, []
         return other
@@ -135,7 +137,7 @@ class GraphRunner:
         return sum(map(len, self.graphs.values())) + len(self.prefill_graphs)
 
     def decode_shapes(self, row_lens: Sequence[int]) -> list[DecodeShape]:
-        """One a batch size; and as many for rows of each of `row_lens` tokens, of batches for which they may pay."""
+        """One a batch size, for rows of one token and of each of `row_lens` tokens."""
         largest = min(self.num_slots, _LARGEST_GRAPH)
         shapes = [DecodeShape(1, size) for size in graph_sizes(largest)]
         for row_len in row_lens:
@@ -143,8 +145,9 @@ class GraphRunner:
         return shapes
 
     def prefill_shapes(self, most_tokens: int) -> list[MixedShape]:
-        """Of steps with prompts of up to `most_tokens` tokens. Their padding lies within the context of one slot. Those
-        for the most decoding rows are for many prompts, too."""
+        """Shapes of steps with prompts of up to `most_tokens` tokens. Padding lies within the context of one slot.
+
+        The shape with the most decoding rows is also the shape for many prompts."""
         shapes = []
         for num_tokens in prefill_sizes(min(most_tokens, self.max_model_len)):
             most_short = min(self.num_slots, num_tokens)
@@ -161,12 +164,12 @@ class GraphRunner:
         shapes: Sequence[DecodeShape | MixedShape],
         step: Callable[[DecodeShape | MixedShape, torch.Tensor], torch.Tensor],
     ) -> None:
-        """Capture `step` for each of the shapes: from the rows of its input to the token ids that it samples. The
-        largest come first, so that the others find their memory in the pool."""
+        """Capture `step`, which maps the rows of an input to sampled token ids, for each shape. The largest shapes come
+        first, so that the others find their memory in the pool."""
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         for shape in sorted(shapes, key=lambda shape: -shape.num_tokens):
             self.graph_io.write_input(1, shape.pack(_NO_ROWS, self.num_slots), [NO_WRITES])
-            self.run(shape, step)  # kernels are compiled and workspaces made outside of a capture
+            self.run(shape, step)  # outside of the capture, to compile kernels and make workspaces
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with no_garbage_collection(), torch.cuda.graph(graph, pool=self.pool):
@@ -174,7 +177,7 @@ class GraphRunner:
             self.add(CapturedGraph(shape, graph, token_ids))
 
     def add(self, graph: CapturedGraph) -> None:
-        """Replay this graph from now on, where it suits."""
+        """Replay this graph from now on for the plans that it suits."""
         graphs = self.prefill_graphs
         if isinstance(graph.shape, DecodeShape):
             graphs = self.graphs.setdefault(graph.shape.row_len, [])
@@ -183,7 +186,7 @@ class GraphRunner:
     def run(
         self, shape: DecodeShape | MixedShape, step: Callable[[DecodeShape | MixedShape, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Read the input, run `step`, write the output: all that a graph captures."""
+        """Read the input, run `step`, write the output: the work that a graph captures."""
         rows = self.rows[: shape.num_ints]
         self.graph_io.read_input(rows, self.state)
         token_ids = step(shape, rows)
@@ -191,7 +194,7 @@ class GraphRunner:
         return token_ids
 
     def find(self, plan: StepPlan) -> CapturedGraph | None:
-        """The smallest graph of a decode step whose rows have room for the plan's."""
+        """The smallest graph of a decode step that has room for the plan's rows."""
         if not self.graphs:
             return None
         most = int(plan.num_tokens.max())
@@ -199,20 +202,20 @@ class GraphRunner:
         if row_len is None or len(plan.slots) > self.graphs[row_len][-1].shape.num_rows:
             return None
         if row_len > 1 and int(plan.num_computed.max()) + row_len > self.max_model_len:
-            return None  # the tokens that fill up a row have positions, too
+            return None  # padding tokens of a row have positions, too
         graphs = self.graphs[row_len]
         return graphs[bisect_left(graphs, len(plan.slots), key=lambda g: g.shape.num_rows)]
 
     def find_prefill(self, plan: StepPlan) -> list[tuple[CapturedGraph, StepPlan]]:
-        """The graphs of steps with prompts that have room for the plan, or one after another for the parts of it; none
-        if there are not all."""
+        """The graphs with prompts that have room for the plan, or for its parts one after another. Empty if a part does
+        not fit any graph."""
         sizes = piece_sizes(int(plan.num_tokens.sum()), sorted({g.shape.num_tokens for g in self.prefill_graphs}))
         parts = [plan] if len(sizes) == 1 else cut(plan, sizes)
         found = [(graph, part) for part in parts if (graph := self._smallest(MixedShape.of(part))) is not None]
         return found if len(found) == len(parts) <= MAX_PIECES else []
 
     def _smallest(self, own: MixedShape) -> CapturedGraph | None:
-        """The smallest graph of a step with prompts that has room, unless its padding takes longer than launches."""
+        """The smallest graph with prompts that has room; None if its padding takes longer than launches."""
         first = bisect_left(self.prefill_graphs, own.num_tokens, key=lambda g: g.shape.num_tokens)
         for graph in islice(self.prefill_graphs, first, None):
             if isinstance(graph.shape, MixedShape) and graph.shape.has_room(own):
@@ -221,7 +224,7 @@ class GraphRunner:
         return None
 
     def replay(self, graph: CapturedGraph, plan: StepPlan, writes: list[Int32s]) -> Int32s:
-        """Start the plan's steps. Returns where their samples, and those of the padding, will be (GraphIO)."""
+        """Start the plan's steps. Returns the memory that will hold the samples of all rows, also of padding."""
         output = self.graph_io.write_input(plan.num_steps, graph.shape.pack(plan, self.num_slots), writes)
         for _ in range(plan.num_steps):
             graph.graph.replay()
@@ -229,19 +232,22 @@ class GraphRunner:
 
 
 def graph_sizes(largest: int) -> list[int]:
-    """1, 2, 4, then eights up to 64, then sixteens; the largest batch always has its own."""
+    """Batch sizes of decode graphs: 1, 2, 4, eights up to 64, then sixteens, and the largest."""
     return _up_to(largest, [1, 2, 4, *range(8, 64, 8), *range(64, largest + 1, 16)])
 
 
 def prefill_sizes(largest: int) -> list[int]:
-    """By 64 up to 512, by 128 up to 2,048, and the largest: other steps above are pieces of these sizes. Below 128
-    tokens a step is as long as reading the weights, and above its time grows with its tokens, padding's included."""
+    """Token counts of graphs with prompts: by 64 up to 512, by 128 up to 2,048, and the largest. Larger steps are cut
+    into pieces of these sizes.
+
+    Below 128 tokens a step takes the time of reading the weights. Above, its time grows with its tokens and padding."""
     return _up_to(largest, [*range(64, 512, 64), *range(512, 2049, 128)]) if largest else []
 
 
 def piece_sizes(num_tokens: int, sizes: Sequence[int]) -> list[int]:
-    """Cuts so many tokens into a few of these sizes, and a rest that is one of them but for some padding. A small rest
-    would take as long as reading all weights, and is avoided."""
+    """Cut a step into few pieces of these sizes. The last piece may be up to _MOST_PADDING tokens smaller than a size.
+
+    A small last piece is avoided: it takes the time of reading all weights."""
     pieces: list[int] = []
     while (fits := [size for size in sizes if size <= num_tokens]) and not any(
         0 <= size - num_tokens <= _MOST_PADDING for size in sizes
@@ -252,11 +258,11 @@ def piece_sizes(num_tokens: int, sizes: Sequence[int]) -> list[int]:
 
 
 def _up_to(largest: int, sizes: Sequence[int]) -> list[int]:
-    """`largest`, and which of `sizes` are smaller."""
+    """The smaller ones of `sizes`, then `largest`."""
     return [*(size for size in sizes if size < largest), largest]
 
 
 def _max_ints_of_a_row(block_size: int) -> int:
-    """The most ints of a graph's input for each row: with most drafts, and blocks for most steps."""
+    """The most ints of a graph's input for each row: with all draft tokens, and blocks for all steps of a plan."""
     row_len, num_blocks = MAX_DRAFT_TOKENS + 1, 2 + MAX_STEPS // block_size
     return 2 * (2 + row_len) + 3 * num_blocks + 2 + row_len

@@ -1,11 +1,13 @@
-"""The rows of a step with prompts as one array of ints, for a step that is launched and for one that is a graph.
+"""MixedShape: the rows of a step with prompts as one array of ints, for launched steps and for graphs.
 
     rows of one token | longer rows | samples, in the plan's order
-    slots, starts, q_starts of the rows; of the samples: which token they follow, slot, position
+    slots, starts, q_starts of the rows; token before each sample, slot and position of the samples
 
-A step that is launched has exactly its plan's rows. A graph has room for more: unused rows are the null slot's and have
-no tokens, unused samples are the null slot's, and the tokens that fill up the step belong to its last row, which no
-plan uses. They are the first positions of the null slot, so that their keys and values go to the null block.
+A launched step has exactly its plan's rows. A graph has room for more:
+
+- Unused rows and samples belong to the null slot; unused rows are empty.
+- Padding tokens belong to the last row, which plans do not use. They are the first positions of the null slot, so that
+  their keys and values go to the null block.
 """
 
 from __future__ import annotations
@@ -23,18 +25,18 @@ RowArray = TypeVar("RowArray", Int32s, torch.Tensor)
 
 
 class MixedShape(NamedTuple):
-    """How many of everything a step has; for a graph, at most."""
+    """The size of a step with prompts and decoding rows; for a graph, the most that it has room for."""
 
     num_tokens: int
-    num_short: int  # rows of one token, which come first
-    num_long: int  # the others
+    num_short: int  # rows of one token; they come first
+    num_long: int  # other rows
     num_samples: int
-    max_count: int  # tokens of a row
-    max_len: int  # positions that a row's last token sees
+    max_count: int  # tokens of the longest row
+    max_len: int  # positions that the last token of a row sees, at most
 
     @classmethod
     def of(cls, plan: StepPlan) -> MixedShape:
-        """The plan's own."""
+        """The exact size of a plan."""
         num_short, num_samples = int((plan.num_tokens == 1).sum()), int(plan.num_samples.sum())
         num_long, max_count, max_len = len(plan.slots) - num_short, int(plan.num_tokens.max()), int(plan.ends.max())
         return cls(int(plan.num_tokens.sum()), num_short, num_long, num_samples, max_count, max_len)
@@ -45,23 +47,23 @@ class MixedShape(NamedTuple):
 
     @property
     def num_ints(self) -> int:
-        """Of the packed rows."""
+        """Length of the packed rows."""
         return 3 * self.num_rows + 1 + 3 * self.num_samples
 
     def has_room(self, own: MixedShape) -> bool:
-        """True if a plan of `own` shape fits, and a last row for padding beside it."""
+        """True if a plan of shape `own` fits beside a last row for padding."""
         has_rows = own.num_short <= self.num_short and own.num_long < self.num_long
         return has_rows and own.num_tokens <= self.num_tokens and own.num_samples <= self.num_samples
 
     def split(self, rows: RowArray) -> list[RowArray]:
-        """The packed rows: slots, starts and q_starts [num_rows + 1] of the rows; of the samples the token before them,
-        slots and positions."""
+        """Split packed rows: slots, starts and q_starts [num_rows + 1] of the rows. The last three arrays are of the
+        samples: the token before each, slots, positions."""
         n, s = self.num_rows, self.num_samples
         sizes = n, n, n + 1, s, s, s
         return [rows[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
     def pack(self, plan: StepPlan, null_slot: int) -> Int32s:
-        """The plan's rows, and what fills up the shape."""
+        """The plan's rows, and the padding of this shape."""
         packed = np.zeros(self.num_ints, np.int32)
         slots, starts, q_starts, sampled, sampled_slots, positions = self.split(packed)
         slots[:] = sampled_slots[:] = null_slot
@@ -80,13 +82,13 @@ class MixedShape(NamedTuple):
         return packed
 
     def sample_places(self, plan: StepPlan) -> np.ndarray:
-        """Which of the samples are the plan's, in its order."""
+        """The numbers of the samples that the plan wants, in the plan's order."""
         return np.arange(int(plan.num_samples.sum()))
 
 
 def cut(plan: StepPlan, sizes: Sequence[int]) -> list[StepPlan]:
-    """The rows of a plan in pieces of so many tokens, which compute and sample the same one after another. What the
-    plan changes before its rows run is in none of them."""
+    """Cut the rows of a plan into pieces of these numbers of tokens, which run one after another. The pieces do not
+    carry the plan's changes of slots and tables."""
     ends = np.cumsum(plan.num_tokens)
     firsts, pieces = ends - plan.num_tokens, []
     for begin, end in pairwise((0, *accumulate(sizes))):
@@ -98,7 +100,7 @@ def cut(plan: StepPlan, sizes: Sequence[int]) -> list[StepPlan]:
 
 
 def token_offsets(plan: StepPlan) -> Int32s:
-    """[num_rows] where in the step each row's token at position 0 would be, for the rows in the plan's order."""
+    """[num_rows] the index in the step at which each row's token at position 0 would be, in the plan's order."""
     order = _short_first(plan)
     counts = plan.num_tokens[order]
     offsets = np.empty(len(order), np.int32)

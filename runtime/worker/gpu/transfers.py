@@ -1,7 +1,7 @@
-"""Copies between host and device that the host neither waits for nor allocates for.
+"""Transfers: copies between host and device without waits and without new allocations.
 
-Memory that such copies need is pinned, and to have Torch find some for every copy takes 0.05 ms each. A step takes a
-`PinnedBuffer`, which was pinned once, and gives it back when its result has been read: the device is then done with it.
+Such copies need pinned memory, and torch takes 0.05 ms to find some. So a step takes a `PinnedBuffer`, which is pinned
+once. It gives the buffer back when its result is read, because the device does not use the buffer any more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class PinnedBuffer:
-    """The memory of one step, for what goes up before its kernels and comes down after them, and its end."""
+    """The memory of one step's copies in both directions, and the event of its end."""
 
     def __init__(self, device: torch.device) -> None:
         self._pinned = device.type == "cuda"
@@ -35,12 +35,12 @@ class PinnedBuffer:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
 
     def clear(self) -> None:
-        """The step before is over."""
+        """Begin a new step: the step before is over."""
         self._used = 0
 
     def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Room for `count` values on the host. What was taken before stays valid, also if more memory is needed: Torch
-        keeps the old until its copies are done."""
+        """Room for `count` values on the host. Earlier values stay valid, also if the buffer grows: torch keeps the old
+        memory until its copies are done."""
         size = count * dtype.itemsize
         if self._used + size > len(self._memory):
             self._memory, self._used = self._allocate(2 * (self._used + size)), 0
@@ -49,7 +49,7 @@ class PinnedBuffer:
 
 
 class Transfers:
-    """The copies of a device's steps. One thread begins steps and copies; any may wait for them."""
+    """The copies of a device's steps. One thread begins steps and copies; any thread may wait for them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -57,12 +57,12 @@ class Transfers:
         self._now = PinnedBuffer(device)
 
     def begin(self) -> None:
-        """Begin a step: all that is copied from now on belongs to it."""
+        """Begin a step. All copies from now on belong to it."""
         self._now = self._free.pop() if self._free else PinnedBuffer(self.device)
         self._now.clear()
 
     def upload(self, *arrays: np.ndarray) -> torch.Tensor:
-        """Arrays of one type, end to end, as a tensor on the device; a single one in its shape."""
+        """Arrays of one type, end to end, on the device; a single array keeps its shape."""
         flat = [a.reshape(-1) for a in arrays]
         host = self._now.take(sum(map(len, flat)), _TORCH[flat[0].dtype.type])
         np.concatenate(flat, out=host.numpy())
@@ -74,7 +74,7 @@ class Transfers:
         return self._now.take(x.numel(), x.dtype).view(x.shape).copy_(x, non_blocking=True)
 
     def end(self, result: Callable[[], T]) -> PendingResult[T]:
-        """The step's last copy has been asked for; `result` reads what has come when all of it is there."""
+        """End a step after its last copy. `result` makes its result when all copies have arrived."""
         buffer = self._now
         if buffer.done is not None:
             buffer.done.record()
@@ -82,7 +82,7 @@ class Transfers:
 
 
 class PendingResult(Generic[T]):
-    """The result of a step, which a call waits for. Several threads may call it, and more than once."""
+    """Waits for a step and returns its result. Several threads may call it, each more than once."""
 
     def __init__(self, buffer: PinnedBuffer, result: Callable[[], T], free: deque[PinnedBuffer]) -> None:
         self._buffer, self._make, self._free = buffer, result, free

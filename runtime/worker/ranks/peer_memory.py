@@ -1,7 +1,7 @@
-"""The communicator of ranks that are GPUs of one machine: each writes into the memory of all others.
+"""PeerMemory: the communicator of ranks that are GPUs of one machine. Each rank writes into the memory of all others.
 
-That memory is allocated by the driver and not by torch, whose allocator may give memory of which no handle can be made.
-It is one allocation a rank, in which the kernels have their inboxes (runtime.kernels.collectives.inboxes).
+The driver allocates this memory: torch's allocator may return memory without a handle. Each rank has one allocation, in
+which the kernels have their inboxes (runtime.kernels.collectives.inboxes).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from runtime.kernels.collectives.inboxes import EMPTY_WORD, LOOKS_PER_S, NUM_INB
 from runtime.spec.types import CallboardError
 from runtime.worker.cuda_driver import call, words_at
 
-_HANDLE = struct.Struct("<8sIIQQQ64s")  # mark, rank, size, process, address in it, bytes of an inbox, Memory's handle
+_HANDLE = struct.Struct("<8sIIQQQ64s")  # mark, rank, size, process, its address, bytes of an inbox, Memory's handle
 _MARK = b"cb-gpus "
-_GRANULE = 2 << 20  # smaller allocations of the driver share a page, and a handle is of a page
-_LEAST_BYTES = 256 << 10  # of an operand that all ranks' operands fit of into an inbox
-_MOST_BYTES = 32 << 20  # of an inbox; longer operands go in pieces
+_GRANULE = 2 << 20  # the driver puts smaller allocations on one page, and a handle names a page
+_LEAST_BYTES = 256 << 10  # an inbox has room for operands of this size from all ranks
+_MOST_BYTES = 32 << 20  # of an inbox; longer operands are sent in pieces
 _LAZY_ENABLE_PEER_ACCESS = 1
 
 
@@ -33,11 +33,11 @@ class Memory(Protocol):
     """Memory that other processes can reach."""
 
     def allocate(self, num_bytes: int) -> tuple[torch.Tensor, bytes]:
-        """New memory [num_bytes / 4] int32, and a handle of it, of at most 64 bytes. OSError if there is none."""
+        """Allocate memory [num_bytes / 4] int32. Returns it with a handle of at most 64 bytes. Raises OSError."""
         ...
 
     def open(self, handle: bytes) -> int:
-        """The address here of memory that another process has allocated. OSError if it cannot be reached."""
+        """The address in this process of memory that another process has allocated. Raises OSError."""
         ...
 
     def free(self, own: torch.Tensor, opened: Sequence[int]) -> None: ...
@@ -48,15 +48,14 @@ class _DriverHandle(ctypes.Structure):
 
 
 class DriverMemory:
-    """Memory of the CUDA driver on a device, in the context that torch has made there."""
+    """Memory of the CUDA driver on a device, in the context that torch has made."""
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.set_device(device)
         self._device = device
 
     def _enter(self) -> None:
-        """The driver's calls are for the context of their thread, which has none before its first call of the runtime;
-        an actor's calls come in several threads."""
+        """Give this thread a context, which the driver's calls need. An actor runs calls in several threads."""
         torch.cuda.synchronize(self._device)
 
     def allocate(self, num_bytes: int) -> tuple[torch.Tensor, bytes]:
@@ -114,7 +113,9 @@ class PeerMemory:
             ) from None
         self.handle = _HANDLE.pack(_MARK, rank, size, os.getpid(), self._own.data_ptr(), inbox_bytes, handle)
         self._opened: list[int] = []
-        self._error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")  # both sides can reach it
+        self._error = torch.zeros(
+            1, dtype=torch.int32, pin_memory=device.type == "cuda"
+        )  # host and device can reach it
         self._inboxes = Inboxes(
             rank,
             size,
@@ -124,7 +125,7 @@ class PeerMemory:
             num_looks=torch.zeros(1, dtype=torch.int32, device=device),
             error=self._error,
         )
-        self._greet()  # which compiles its kernel while nobody waits: there are no looks yet, and all addresses are own
+        self._greet()  # compiles the kernel: with a limit of 0 looks and its own addresses, it does not wait
         self._inboxes.state.zero_()
         self._own.fill_(EMPTY_WORD)
         self.set_timeout(timeout_s)

@@ -1,4 +1,4 @@
-"""A runner's place in its group: how it reaches the other ranks, and where they wait for each other between steps."""
+"""RankGroup: how a runner reaches the other ranks of its group, and how they wait for each other between steps."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from runtime.spec.decoder_spec import DecoderSpec
 from runtime.worker.ranks.peer_memory import PeerMemory, inbox_bytes_of
 from runtime.worker.ranks.shared_memory import SharedMemory
 
-_MOST_BYTES = 1 << 24  # of an operand that goes in one piece between processes on a CPU
-_WARM_UP_S = 60.0  # of waits in steps before the first plan, while ranks on GPUs compile kernels
-_PATIENCE_S = 3600.0  # of ranks that load; the engine sees to those that do not come
+_MOST_BYTES = 1 << 24  # of an operand that is sent in one piece between processes on a CPU
+_WARM_UP_S = 60.0  # limit of waits in steps before the first plan, while ranks on GPUs compile kernels
+_PATIENCE_S = 3600.0  # limit of waits while ranks load; the engine handles ranks that fail
 
 
 class RankGroup:
-    """What one rank shares with the others.
+    """The connections of one rank to the others.
 
-    Steps go through `communicator`. Ranks take different times to load, which its limits do not allow for: `least` is
-    where they meet before all of them compute."""
+    Steps use `communicator`. Ranks take different times to load, longer than its limits allow, so they first wait for
+    each other in `barrier`."""
 
     def __init__(self, config: EngineConfig, spec: DecoderSpec, numerics: Numerics) -> None:
-        """`config` is one that is `sized_for` a device."""
+        """`config` is `sized_for` a device."""
         self.communicator: Communicator = OneRank()
         self._meeting: Communicator = OneRank()
         self.handle = b""
         rank, size = spec.shard
         if size > 1:
-            # A step's hidden states go in one piece, and so does a row of logits.
+            # A step's hidden states are sent in one piece, and so is a row of logits.
             num_bytes = 4 * max((config.max_num_batched_tokens or 1) * spec.hidden_size, spec.whole.vocab_size)
             tree, device = numerics.rank_invariant, numerics.device
             self._meeting = SharedMemory(rank, size, 64, timeout_s=_PATIENCE_S)
@@ -44,15 +44,19 @@ class RankGroup:
             self.handle = self._meeting.handle + self.communicator.handle
 
     def connect(self, handles: Sequence[bytes]) -> None:
-        """Reach the other ranks, whose handles these are by rank."""
+        """Reach the other ranks. `handles` has the handle of each rank."""
         length = len(self._meeting.handle)
         self._meeting.connect([handle[:length] for handle in handles])
         self.communicator.connect([handle[length:] for handle in handles])
 
     def open(self) -> None:
-        """The first plan may come: ranks have nothing left to build while others wait."""
+        """The first plan may arrive: ranks have built everything."""
         self.communicator.set_timeout(TIMEOUT_S)
 
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.least(0)
+
     def least(self, value: int) -> int:
-        """The least of the values that all ranks come with; waits for them."""
+        """The smallest value of all ranks; waits for them."""
         return -int(self._meeting.all_max(torch.tensor([-value])))

@@ -1,10 +1,10 @@
-"""The communicator of ranks that are processes of one machine and compute on its CPU: over shared memory.
+"""SharedMemory: the communicator of ranks that are processes of one machine and compute on its CPU.
 
-Each rank has a buffer that it alone writes, of two halves that take turns, and a word that counts its operations. It
-copies its operand into the half that is due, counts, waits until all others have counted as far, and reads theirs. Who
-begins the operation after the next, and so writes over a half, has seen all others begin the next: they have read it.
+Each rank writes a buffer of two halves, which take turns, and a word that counts its operations. For an operation, a
+rank copies its operand into one half, counts, waits until all others have counted, and reads their halves.
 
-Counting is enough only because the stores of an x86 become visible in their order.
+A half is overwritten two operations later. By then all ranks have begun the operation between, so they have read the
+half. Counting is enough because the stores of an x86 become visible in their order.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from runtime.spec.types import CallboardError
 
 _HANDLE = struct.Struct("<8sIIIIQ")  # mark, rank, size, process, its descriptor of the buffer, bytes of a half
 _MARK = b"cb-ranks"
-_HEADER_BYTES, _OPERATION_AT = 128, 64  # the count is at 0, and what each half holds at 64
+_HEADER_BYTES, _OPERATION_AT = 128, 64  # the count is at 0, and the operations of the halves are at 64
 _OPERATION = struct.Struct("<4sQQ")  # name, bytes, operations before it
-_SPINS = 200  # looks at a rank's count, some 10 us, before the kernel is asked to wait: others may need the core
-_NAP_S = 0.1  # the longest sleep before a rank's process is looked at again
+_SPINS = 200  # polls of a rank's count, some 10 us, before the kernel waits: another process may need the core
+_NAP_S = 0.1  # the longest sleep between two checks of a rank's process
 _MAX_COUNT = 1 << 32
 
-_SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _EVERYBODY = 202, 0, 1, (1 << 31) - 1
+_SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _ALL_WAITERS = 202, 0, 1, (1 << 31) - 1
 _futex = ctypes.CDLL(None).syscall
 
 
@@ -40,7 +40,7 @@ class _TimeSpec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-# Number, word, operation, value, time limit; nothing else is used.
+# Number, word, operation, value, time limit. Other arguments are not used.
 _futex.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.POINTER(_TimeSpec))
 
 
@@ -55,23 +55,23 @@ class _Buffer:
         self.halves = whole[_HEADER_BYTES:].chunk(2)
 
     def publish(self, half: int, operation: bytes, data: torch.Tensor, count: int) -> None:
-        """The owner's: fill a half, then count, then wake who sleeps."""
+        """Fill a half, count, then wake waiting ranks. Only the owner calls it."""
         self.halves[half][: len(data)] = data
         at = _OPERATION_AT + half * _OPERATION.size
         self.memory[at : at + _OPERATION.size] = operation
         self.count.value = count
-        _futex(_SYS_FUTEX, self._address, _FUTEX_WAKE, _EVERYBODY, None)
+        _futex(_SYS_FUTEX, self._address, _FUTEX_WAKE, _ALL_WAITERS, None)
 
     def operation(self, half: int) -> bytes:
         at = _OPERATION_AT + half * _OPERATION.size
         return self.memory[at : at + _OPERATION.size]
 
     def has_counted(self, count: int) -> bool:
-        """The owner may be further by one, and not by two."""
+        """True if the owner has counted to `count`. It may be one further, but not two."""
         return (self.count.value - count) % _MAX_COUNT < 2
 
     def sleep(self, seen: int, seconds: float) -> None:
-        """Until the owner publishes, unless the count has changed from `seen`."""
+        """Wait until the owner publishes, unless the count has changed from `seen`."""
         limit = _TimeSpec(0, int(seconds * 1e9))
         _futex(_SYS_FUTEX, self._address, _FUTEX_WAIT, seen, ctypes.byref(limit))
 
@@ -83,7 +83,7 @@ class SharedMemory:
         self,
         rank: int,
         size: int,
-        max_bytes: int,  # of an operand that goes in one piece; longer ones go in several
+        max_bytes: int,  # of an operand in one piece; longer operands are sent in several
         tree: bool = False,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
@@ -94,7 +94,7 @@ class SharedMemory:
             )
         self.rank, self.size, self._tree, self._timeout_s = rank, size, tree, timeout_s
         self._half_bytes = -(-max_bytes // 64) * 64
-        memory = os.memfd_create("callboard-rank")  # no file: it goes with the last process that has it
+        memory = os.memfd_create("callboard-rank")  # memory without a file; it ends with the last process that has it
         os.ftruncate(memory, _HEADER_BYTES + 2 * self._half_bytes)
         self.handle = _HANDLE.pack(_MARK, rank, size, os.getpid(), memory, self._half_bytes)
         self._buffers: list[_Buffer] = []
@@ -122,7 +122,7 @@ class SharedMemory:
                 ) from None
             self._buffers.append(_Buffer(peer, half_bytes))
             os.close(peer)
-        self.all_max(torch.zeros(1, dtype=torch.int64))  # all have reached this rank's buffer
+        self.all_max(torch.zeros(1, dtype=torch.int64))  # all ranks have opened this rank's buffer
 
     def _watch(self, pid: int) -> None:
         process = os.pidfd_open(pid)
@@ -166,7 +166,7 @@ class SharedMemory:
             os.close(self._descriptors.pop())
 
     def _exchange(self, x: torch.Tensor, name: bytes) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Pieces of the operand, flat: where each begins, and what all ranks have there, valid until the next."""
+        """Exchange the flat operand in pieces. Yields the start of each and the ranks' pieces, valid until the next."""
         flat = x.reshape(-1)
         most = max(1, self._half_bytes // x.element_size())
         for start in range(0, len(flat), most):
@@ -188,7 +188,7 @@ class SharedMemory:
                 return
         deadline = time.monotonic() + self._timeout_s
         while True:
-            # What ends the wait is looked at before the count: a rank may have counted just before.
+            # Check the reasons to fail before the count: a rank may have counted just before it ended.
             has_ended, is_late = self._processes[rank].poll(0), time.monotonic() > deadline
             seen = buffer.count.value
             if buffer.has_counted(self._count):

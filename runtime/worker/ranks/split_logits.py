@@ -1,13 +1,12 @@
-"""SplitLogits: where the logits of ranks, each of its own rows of the output head, become what samplers take.
+"""SplitLogits: makes one choice of the logits of all ranks. Each rank has the logits of its rows of the output head.
 
-What a row asks for decides how its ranks agree:
+The parameters of a row decide how the ranks agree:
 
-- the best token alone (greedy, or with noise): a key a row, of which `best` takes the largest of all ranks
-- filters, penalties, biases, masks, log-probabilities: all logits, from `whole`, of which every rank then makes the
-  same token
-- a grammar, which rank 0 alone follows (grammar_state.py): rank 0's token, `of_first_rank`
+- Only the best token, greedy or with noise: `best` takes the largest key of all ranks.
+- Filters, penalties, biases, masks, log-probabilities: `whole` gathers all logits, and every rank draws the same token.
+- A grammar, which only rank 0 follows: `of_first_rank` takes rank 0's token.
 
-All ranks have the same requests in the same slots and so ask alike. With one rank nothing is done."""
+All ranks have the same requests in the same slots, so they call the same methods. With one rank nothing is done."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from runtime.spec.sharding import Shard
 
 
 class SplitLogits:
-    """The parts of a vocabulary, and the ways from a rank's part to the whole."""
+    """The parts of a vocabulary, and the exchange between ranks."""
 
     def __init__(self, vocab_size: int, ranks: Communicator | None = None) -> None:
         self.vocab_size, self.ranks = vocab_size, ranks or OneRank()
@@ -29,8 +28,8 @@ class SplitLogits:
         self._width = len(Shard(0, size).vocabulary(vocab_size))
 
     def whole(self, logits: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """[n, vocab] from every rank's [n, own_ids] of the same rows; the rows may lie further apart than `vocab`. Of
-        rows where `wanted` [n] int32 is 0, they may be anything."""
+        """[n, vocab] from every rank's [n, own_ids] of the same rows. Rows may lie further apart than `vocab`. Rows
+        with 0 in `wanted` [n] int32 may hold anything."""
         if not self.is_split:
             return logits
         if missing := self._width - len(self.own_ids):
@@ -38,10 +37,10 @@ class SplitLogits:
         return self.ranks.all_gather(logits, wanted)[:, : self.vocab_size]
 
     def best(self, keys: torch.Tensor) -> torch.Tensor:
-        """The largest of all ranks' keys (kernels/sampling/token_keys.py) [n] int64, in place of this rank's."""
+        """Replace this rank's keys (kernels/sampling/token_keys.py) [n] int64 by the largest of all ranks."""
         return self.ranks.all_max(keys)
 
     def of_first_rank(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Rank 0's [n], on all ranks; other ranks' do not count."""
+        """The token ids [n] of rank 0, on all ranks."""
         keys = token_ids.long() if self.ranks.rank == 0 else torch.full_like(token_ids, -2, dtype=torch.int64)
         return self.ranks.all_max(keys).to(token_ids.dtype)

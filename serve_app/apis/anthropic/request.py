@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from runtime.output.fields import FieldError, invalid, read_options
 from serve_app.apis.chat.request import ChatRequest
-from serve_app.protocol.shapes import RequestModel, only, text_or_list, type_of
+from serve_app.protocol.shapes import RequestModel, only, text_or_list_of, type_of
 
 # ---- content ---------------------------------------------------------------------------------------------------------
 
@@ -53,11 +53,7 @@ _ONLY_TEXT: Any = Discriminator(
     custom_error_message="only blocks of the type text are supported here; images and documents are not",
 )
 _TextBlocks = Annotated[list[Annotated[Annotated[TextBlock, Tag("<text>")], _ONLY_TEXT]], Field(fail_fast=True)]
-_CONTENT_SHAPE: Any = Discriminator(
-    text_or_list,
-    custom_error_type="content_shape",
-    custom_error_message="it should be a text or a list of blocks",
-)
+_CONTENT_SHAPE: Any = text_or_list_of("blocks")
 _Text = Annotated[Annotated[str, Tag("<text>")] | Annotated[_TextBlocks, Tag("<list>")], _CONTENT_SHAPE]
 
 

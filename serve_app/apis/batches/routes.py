@@ -25,11 +25,10 @@ from serve_app.apis.batches.answers import Batch, BatchList, DeletedFile, FileLi
 from serve_app.apis.batches.store import BatchStore, Record
 from serve_app.apis.batches.worker import Batches
 from serve_app.http.auth import check_origin
-from serve_app.http.json_routes import json_response
-from serve_app.http.limits import read_json_body
+from serve_app.http.json_routes import json_response, parsed_body
 from serve_app.protocol.errors import ApiError
 from serve_app.protocol.operation import BODY, ApiRoute, Operation, route
-from serve_app.protocol.parsing import parse, read_query
+from serve_app.protocol.parsing import read_query
 from serve_app.protocol.shapes import RequestModel, only
 from serve_app.settings import HttpSettings
 
@@ -211,7 +210,7 @@ class BatchRoutes:
         if request.method == "POST":
             # The body is short enough to be parsed on the event loop.
             settings = replace(self._settings, max_body_bytes=min(self._settings.max_body_bytes, _CREATE_BYTES))
-            asked = parse(CreateBatchRequest, await read_json_body(request.scope, request.receive, settings) or b"")
+            asked = await parsed_body(CreateBatchRequest, request, settings)
             record = await _on_disk(_created, store, asked, owner)
             self._batches.look_now()
             return json_response(record.object)

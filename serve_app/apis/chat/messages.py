@@ -9,7 +9,15 @@ from pydantic_core import PydanticCustomError, from_json
 
 from runtime.output.fields import invalid
 from runtime.output.tools import kind_of_tool
-from serve_app.protocol.shapes import LEGACY, MAX_VALUES, RequestModel, has_too_many_values, only, text_or_list, type_of
+from serve_app.protocol.shapes import (
+    LEGACY,
+    MAX_VALUES,
+    RequestModel,
+    has_too_many_values,
+    only,
+    text_or_list_of,
+    type_of,
+)
 
 
 class TextPart(RequestModel):
@@ -40,11 +48,7 @@ Part = Annotated[
 ]
 Content = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[Part], Field(fail_fast=True), Tag("<list>")],
-    Discriminator(
-        text_or_list,
-        custom_error_type="content_shape",
-        custom_error_message="it should be a text or a list of text parts",
-    ),
+    text_or_list_of("text parts"),
 ]
 
 

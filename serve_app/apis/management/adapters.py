@@ -15,10 +15,10 @@ from starlette.routing import Route
 
 from runtime.output.fields import invalid, shortened
 from runtime.spec.config import MAX_NAME_CHARS
-from serve_app.http.limits import Deadline, read_json_body
+from serve_app.http.json_routes import parsed_body
+from serve_app.http.limits import Deadline
 from serve_app.protocol.errors import ApiError, unavailable
 from serve_app.protocol.operation import BODY, ENGINES, route
-from serve_app.protocol.parsing import parse
 from serve_app.protocol.shapes import RequestModel
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
@@ -58,8 +58,8 @@ class AdapterRoutes:
 
     async def load(self, request: HttpRequest) -> Response:
         """Answer when all engines have the adapter."""
-        body, folder = await self._body(request)
-        asked = parse(LoadAdapterRequest, body)
+        folder = self._folder()
+        asked = await parsed_body(LoadAdapterRequest, request, self._settings)
         for field, value in (("lora_name", asked.lora_name), ("lora_path", asked.lora_path)):
             if not value.isprintable():  # logs and errors show it in one line
                 raise invalid(field, f"is {shortened(value)!r}, which has characters that cannot be printed")
@@ -70,19 +70,20 @@ class AdapterRoutes:
 
     async def unload(self, request: HttpRequest) -> Response:
         """Answer when the last request with the adapter has ended."""
-        asked = parse(UnloadAdapterRequest, (await self._body(request))[0])
+        self._folder()
+        asked = await parsed_body(UnloadAdapterRequest, request, self._settings)
         async with Deadline(self._settings.request_timeout_s):
             await self._service.unload_adapter(asked.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
-    async def _body(self, request: HttpRequest) -> tuple[bytes, str]:
-        """Return the body and the folder of adapters; raises the 403 without a folder."""
+    def _folder(self) -> str:
+        """Return the folder of adapters; raises the 403 without a folder, and the 503 while engines refuse requests."""
         if (folder := self._settings.lora_folder) is None:
             text = "This server does not load adapters while it runs; start it with --lora-folder to allow it."
             raise ApiError(403, text, code="adapters_not_allowed")
         if reason := self._service.health():
             raise unavailable(reason)
-        return await read_json_body(request.scope, request.receive, self._settings) or b"", folder
+        return folder
 
 
 def _path_within(folder: str, path: str) -> str:

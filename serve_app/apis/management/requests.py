@@ -12,11 +12,9 @@ from starlette.routing import Route
 
 from runtime.output.options import OutputOptions
 from serve_app.apis.management.answers import Aborted, CheckedGrammar, RecordedRequest
-from serve_app.http.json_routes import json_response
+from serve_app.http.json_routes import json_response, parsed_body
 from serve_app.http.lanes import run_rendering
-from serve_app.http.limits import read_json_body
 from serve_app.protocol.operation import BODY, route
-from serve_app.protocol.parsing import parse
 from serve_app.protocol.shapes import RequestModel
 from serve_app.service.grammars import compiled, ignored_paths
 from serve_app.service.recorded import RecordedRequests
@@ -69,13 +67,13 @@ class SingleRequestRoutes:
     async def abort(self, request: HttpRequest) -> Response:
         # The body is short enough to be parsed on the event loop, which alone may call the engines.
         settings = replace(self._settings, max_body_bytes=_MAX_ABORT_BYTES)
-        wanted = parse(AbortRequest, await read_json_body(request.scope, request.receive, settings) or b"")
+        wanted = await parsed_body(AbortRequest, request, settings)
         self._service.abort(wanted.request_id, request.scope["owner"])
         return json_response(Aborted(wanted.request_id))
 
     async def check_grammar(self, request: HttpRequest) -> Response:
         """Compile the grammar of a request with these fields, and report its faults."""
-        wanted = parse(GrammarRequest, await read_json_body(request.scope, request.receive, self._settings) or b"")
+        wanted = await parsed_body(GrammarRequest, request, self._settings)
         grammar = wanted.requested_grammar()
         ignored = ignored_paths(await compiled(self._service.grammars, grammar), grammar) if grammar else []
         return json_response(CheckedGrammar(ignored=ignored))

@@ -29,7 +29,7 @@ def status_routes(service: Service, settings: HttpSettings) -> list[Route]:
     own_version = get_json(lambda: Version(version("callboard")))
     return [
         route("/v1/models", models, "The served model and its adapters", ModelList, errors=(503,)),
-        route("/v1/models/{model:path}", routes.model, "A model or adapter, by its name", ModelCard, errors=(404, 503)),
+        route("/v1/models/{name:path}", routes.model, "A model or adapter, by its name", ModelCard, errors=(404, 503)),
         route("/health", routes.health, "Whether the server can serve now", Health, unready=Unhealthy, open=True),
         route("/ready", routes.ready, "Whether the start is complete", Health, unready=NotReady, open=True),
         ApiRoute("/ping", routes.health, _PING, replace(_PING, method="POST")),
@@ -67,4 +67,4 @@ class StatusRoutes:
         return Response(await self._service.metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def model(self, request: HttpRequest) -> Response:
-        return json_response(self._service.model_card(request.path_params["model"]))
+        return json_response(self._service.model_card(request.path_params["name"]))

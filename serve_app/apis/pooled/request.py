@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 from runtime.output.fields import invalid
 from serve_app.apis.completions.request import PromptValue, prompts_of
 from serve_app.protocol.other_servers import UnsupportedField, refused_fields
-from serve_app.protocol.shapes import OpenRequestModel, RequestModel, text_or_list
+from serve_app.protocol.shapes import OpenRequestModel, RequestModel, text_or_list_of
 
 _REFUSED = refused_fields(
     {
@@ -24,11 +24,7 @@ _REFUSED = refused_fields(
 _Text = Annotated[str, Field(min_length=1)]
 _Texts = Annotated[
     Annotated[_Text, Tag("<text>")] | Annotated[list[_Text], Field(min_length=1, fail_fast=True), Tag("<list>")],
-    Discriminator(
-        text_or_list,
-        custom_error_type="text_shape",
-        custom_error_message="it should be a text or a list of texts",
-    ),
+    text_or_list_of("texts"),
 ]
 
 

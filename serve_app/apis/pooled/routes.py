@@ -31,10 +31,10 @@ def pooled_routes(service: Service, settings: HttpSettings) -> list[Route]:
     """Return the routes of all endpoints; aliases are left out of the OpenAPI document."""
     routes: list[Route] = []
     for endpoint in POOLED_ENDPOINTS:
-        path, *aliases = endpoint.paths
-        handler = PooledRoute(service, endpoint, settings)
-        routes.append(ApiRoute(path, handler, endpoint.operation))
-        routes += [Route(alias, handler, methods=["POST"], include_in_schema=False) for alias in aliases]
+        handlers = [PooledRoute(service, endpoint, settings) for _ in endpoint.paths]  # metrics count by handler
+        routes.append(ApiRoute(endpoint.paths[0], handlers[0], endpoint.operation))
+        for path, handler in zip(endpoint.paths[1:], handlers[1:], strict=True):
+            routes.append(Route(path, handler, methods=["POST"], include_in_schema=False))
     return routes
 
 

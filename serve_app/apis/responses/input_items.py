@@ -11,13 +11,13 @@ from serve_app.apis.chat.messages import (
     CalledCustomTool,
     CalledFunction,
     ChatMessage,
+    Content,
     CustomToolCall,
-    Part,
     RefusalPart,
     TextPart,
     ToolCall,
 )
-from serve_app.protocol.shapes import RequestModel, text_or_list, type_of
+from serve_app.protocol.shapes import RequestModel, type_of
 
 _KINDS = (
     "message",
@@ -27,16 +27,6 @@ _KINDS = (
     "custom_tool_call_output",
     "reasoning",
 )
-
-
-_Text = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[Part], Field(fail_fast=True), Tag("<list>")],
-    Discriminator(
-        text_or_list,
-        custom_error_type="content_shape",
-        custom_error_message="it should be a text or a list of text parts",
-    ),
-]
 
 
 def _text(content: str | list[TextPart | RefusalPart]) -> str:
@@ -50,7 +40,7 @@ class _Item(RequestModel):
 class InputMessage(_Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: _Text
+    content: Content
 
 
 class FunctionCall(_Item):
@@ -69,7 +59,7 @@ class CustomCall(_Item):
 
 class CallOutput(_Item):
     call_id: str
-    output: _Text
+    output: Content
 
 
 class FunctionCallOutput(CallOutput):

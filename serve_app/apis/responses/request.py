@@ -31,7 +31,7 @@ from serve_app.apis.responses.input_items import InputItem, InputMessage, as_mes
 from serve_app.protocol.field_names import FieldNames
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS, refused_fields
 from serve_app.protocol.sampling import SamplingFields
-from serve_app.protocol.shapes import RequestModel, only, or_default, text_or_list, type_of
+from serve_app.protocol.shapes import RequestModel, only, or_default, text_or_list_of, type_of
 
 LOGPROBS = "message.output_text.logprobs"
 INSTRUCTING = ("system", "developer")  # roles of messages that instruct the model
@@ -178,11 +178,7 @@ class ReasoningOptions(RequestModel):
 
 _Input = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("<list>")],
-    Discriminator(
-        text_or_list,
-        custom_error_type="input_shape",
-        custom_error_message="it should be a text or a list of items",
-    ),
+    text_or_list_of("items"),
 ]
 _MetadataKey = Annotated[str, Field(max_length=64)]
 _MetadataValue = Annotated[str, Field(max_length=512)]

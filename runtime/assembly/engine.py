@@ -1,0 +1,73 @@
+"""The whole engine: the core with all extras that a configuration wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from runtime.core.engine import EngineCore
+from runtime.core.executor import Executor
+from runtime.core.extra import Extra
+from runtime.features.adapter_table import AdapterTable
+from runtime.features.grammars import Grammars
+from runtime.features.pooled_prompts import PooledPrompts
+from runtime.features.prompt_logprobs import PromptScoring
+from runtime.policy.admission import Admission
+from runtime.policy.branch_eviction import BranchEviction
+from runtime.policy.isolation import Isolation
+from runtime.policy.queue_sizes import QueueSizes
+from runtime.policy.static_batching import ShortestJobFirst, StaticBatching
+from runtime.policy.step_pacing import StepPacing
+from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.speculation.choose_k import Drafter, Speculation
+from runtime.speculation.draft_client import FIRST_ROUND_US, FIRST_ROW_US, DraftClient
+from runtime.speculation.ngram import Ngram
+
+
+def extras_of(config: EngineConfig, info: ModelInfo) -> list[Extra]:
+    """Return the extras that need no clock, for an engine or a draft model."""
+    extras: list[Extra] = [
+        QueueSizes(),
+        Admission(),
+        Isolation(),
+        BranchEviction(),
+        AdapterTable(config.max_loras),
+        Grammars(info),
+        PromptScoring(),
+        PooledPrompts(info),
+    ]
+    if config.batching == "static":
+        extras.append(StaticBatching())
+    if config.policy == "sjf":
+        extras.append(ShortestJobFirst())
+    return extras
+
+
+def build_engine(
+    config: EngineConfig,
+    info: ModelInfo,
+    executor: Executor,
+    speculation: Speculation | None = None,
+    pacing: StepPacing | None = None,
+) -> EngineCore:
+    """Return an engine with all extras.
+
+    Without `speculation` it drafts no tokens. Without `pacing` a step takes as many prompt tokens as it can hold."""
+    timed: Sequence[Extra | None] = (speculation, pacing)
+    return EngineCore(config, info, executor, [*filter(None, timed), *extras_of(config, info)])
+
+
+def speculation_of(config: EngineConfig, info: ModelInfo, clock: Callable[[], float]) -> Speculation | None:
+    """Return the speculation that the settings want, or None. A draft model has yet to be attached."""
+    if config.draft is None:
+        return None
+    drafter: Drafter = DraftClient(info.vocab_size, clock) if config.has_draft_model else Ngram()
+    round_us, row_us = (FIRST_ROUND_US, FIRST_ROW_US) if config.has_draft_model else (0.0, 0.0)
+    latency_us = info.latency_us + round_us
+    return Speculation(drafter, config.num_draft_tokens, info.step_us, latency_us, clock, row_us)
+
+
+def draft_client_of(core: EngineCore) -> DraftClient | None:
+    """Return the engine's side of a draft model, or None if it has none."""
+    speculation = core.extras.get(Speculation)
+    client = speculation.drafter if speculation is not None else None
+    return client if isinstance(client, DraftClient) else None

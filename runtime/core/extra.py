@@ -1,0 +1,181 @@
+"""Extra: the interface of everything that the core can do without.
+
+The core serves requests by itself: first come, first served, as many as fit. An extra changes the order, the size of a
+step or what a request may ask for. It overrides the hooks that it needs, keeps its own records by request, and is
+handed to the engine. Deleting an extra leaves a correct engine.
+
+The step thread calls all hooks. An event goes to all extras, a question to the first extra that overrides it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+from runtime.core.block_pool import EvictionOrder
+from runtime.core.kv_cache_manager import KVCacheManager
+from runtime.core.plan import StepResult
+from runtime.core.request_state import RequestState
+from runtime.core.stats import EngineStats
+from runtime.core.step import Step
+from runtime.spec.types import CallboardError, FinishReason, Request, StepOutput
+
+OPTIONAL_FIELDS = ("adapter", "grammar", "pooled", "prompt_logprobs", "thinking")  # of a request: extras serve them
+Ended = list[tuple[RequestState, FinishReason]]
+
+
+class Culprit(NamedTuple):
+    """A request that is at fault when runners are lost, and has ended."""
+
+    state: RequestState
+    num_losses: int  # losses in a row with rows of this request in flight
+
+
+class Extra:
+    """An addition to the engine. Each hook here is the core's own behaviour."""
+
+    serves: ClassVar[frozenset[str]] = frozenset()  # the OPTIONAL_FIELDS that a request may set with this extra
+
+    def attach(self, kv_cache: KVCacheManager, stats: EngineStats) -> None:
+        """The engine is constructed."""
+
+    def eviction_order(self) -> EvictionOrder | None:
+        """Return the order in which cached blocks are evicted; None for the core's."""
+        return None
+
+    # ---- a request ------------------------------------------------------------------------------------------------
+
+    def on_add(self, state: RequestState) -> None:
+        """A request arrives. Raises CallboardError to refuse it."""
+
+    def on_queue(self, state: RequestState) -> None:
+        """A request enters the waiting queue: it is new, preempted or requeued."""
+
+    def on_dequeue(self, state: RequestState) -> None:
+        """A request leaves the waiting queue."""
+
+    def on_end(self, state: RequestState, reason: FinishReason) -> None:
+        """A request has ended."""
+
+    def on_lost(self, in_flight: Set[RequestState]) -> Culprit | None:
+        """The runners are lost with rows of these live requests in flight. Return the request at fault, if known."""
+        return None
+
+    # ---- a step ---------------------------------------------------------------------------------------------------
+
+    def run_alone(self) -> RequestState | None:
+        """Return the request that must run without any other now."""
+        return None
+
+    def begin_step(self, running: Sequence[RequestState]) -> bool:
+        """A step is about to be planned. Return True to plan nothing now, because draft tokens are on their way."""
+        return False
+
+    def on_idle(self) -> None:
+        """No step is in flight: wait here for what `begin_step` has requested."""
+
+    def planning_delay_s(self, step: Step) -> float:
+        """Return the seconds for which the step after `step`, the only one in flight, need not be planned."""
+        return 0.0
+
+    def max_prompt_tokens(self, running: Sequence[RequestState], num_waiting_tokens: int) -> int | None:
+        """Return the most prompt tokens of the next step; None for as many as its budget holds."""
+        return None
+
+    def may_open_slots(self, step: Step, running: Sequence[RequestState]) -> bool:
+        """Return True if `step` may admit one more request."""
+        return step.prompt_budget > 0
+
+    def held(self) -> Set[RequestState]:
+        """Return the waiting requests that must not be admitted now."""
+        return frozenset()
+
+    def may_admit(self, state: RequestState, hits: Sequence[int], running: Sequence[RequestState]) -> bool:
+        """Return True if a waiting request with the cached blocks `hits` may run beside the running ones."""
+        return True
+
+    def on_plan(self, step: Step) -> None:
+        """A step is planned."""
+
+    # ---- draft tokens ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_drafting(self) -> bool:
+        """True if rows of the step that is being planned should verify draft tokens."""
+        return False
+
+    def defers(self, state: RequestState) -> bool:
+        """Return True to leave out a request whose last token is in flight, so that the next step can draft for it."""
+        return False
+
+    def drafts(self, state: RequestState, most: int) -> list[int]:
+        """Return at most `most` tokens that may follow the known tokens of a request."""
+        return []
+
+    def on_verified(self, state: RequestState, num_accepted: int, rejected: bool) -> None:
+        """A row has accepted draft tokens. `rejected` is True if the next one differs from the sample."""
+
+    # ---- a result -------------------------------------------------------------------------------------------------
+
+    def on_result(self, step: Step, result: StepResult, output: StepOutput) -> Ended:
+        """A result arrives, before its tokens are committed. Return the requests that end with it."""
+        return []
+
+    def without_sample(self, state: RequestState, result: StepResult, at: int) -> FinishReason:
+        """Token `at` of the result was not sampled. Return why the request ends; NONE to plan its row again."""
+        return FinishReason.ERROR
+
+    def stats(self) -> dict[str, float]:
+        """Return figures of this extra."""
+        return {}
+
+
+_T = TypeVar("_T")
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+class Extras:
+    """The hooks of an engine's extras. A hook that no extra overrides costs nothing, or is the core's own behaviour."""
+
+    def __init__(self, extras: Iterable[Extra] = ()) -> None:
+        self._all, core = tuple(extras), Extra()
+        served = frozenset[str]().union(*(extra.serves for extra in self._all))
+        self._unserved = [name for name in OPTIONAL_FIELDS if name not in served]
+        # Events: all extras that override the hook are called.
+        self.attach, self.stats = self._every(core.attach), self._every(core.stats)
+        self.on_add, self.on_end = self._every(core.on_add), self._every(core.on_end)
+        self.on_queue, self.on_dequeue = self._every(core.on_queue), self._every(core.on_dequeue)
+        self.on_lost, self.on_plan = self._every(core.on_lost), self._every(core.on_plan)
+        self.on_result, self.on_verified = self._every(core.on_result), self._every(core.on_verified)
+        # Questions: the first extra that overrides the hook answers.
+        self.eviction_order, self.run_alone = self._first(core.eviction_order), self._first(core.run_alone)
+        self.begin_step, self.on_idle = self._first(core.begin_step), self._first(core.on_idle)
+        self.planning_delay_s = self._first(core.planning_delay_s)
+        self.max_prompt_tokens = self._first(core.max_prompt_tokens)
+        self.may_open_slots, self.held = self._first(core.may_open_slots), self._first(core.held)
+        self.may_admit, self.without_sample = self._first(core.may_admit), self._first(core.without_sample)
+        self.drafter = next((extra for extra in self._all if type(extra).drafts is not Extra.drafts), None)
+
+    def __getitem__(self, kind: type[_T]) -> _T:
+        """Return the extra of this class. Raises KeyError if there is none."""
+        if (found := self.get(kind)) is None:
+            raise KeyError(f"This engine has no {kind.__name__}.")
+        return found
+
+    def get(self, kind: type[_T]) -> _T | None:
+        """Return the extra of this class, or None."""
+        return next((extra for extra in self._all if isinstance(extra, kind)), None)
+
+    def check_served(self, request: Request) -> None:
+        """Raises CallboardError if a request sets an optional field that no extra serves."""
+        for name in self._unserved:
+            value = request.adapter if name == "adapter" else getattr(request.params, name)
+            if value is not None and value is not False and value != "":
+                raise CallboardError(f"This engine does not serve {name}; leave it out.")
+
+    def _every(self, own: _Hook) -> tuple[_Hook, ...]:
+        name = own.__name__
+        return tuple(getattr(e, name) for e in self._all if getattr(type(e), name) is not getattr(Extra, name))
+
+    def _first(self, own: _Hook) -> _Hook:
+        return next(iter(self._every(own)), own)

@@ -1,0 +1,35 @@
+"""EngineStats: the figures of one engine, for logs, metrics and tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from runtime.core.plan import MAX_DRAFT_TOKENS
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Gauges of one moment, and counters that only rise.
+
+    The step thread counts. Other threads read without a lock: each figure is right, together they may be a step apart.
+    """
+
+    running: int = 0  # requests that hold a slot
+    waiting: int = 0  # requests without a slot
+    waiting_tokens: int = 0
+    steps: int = 0  # committed
+    blocks_total: int = 0
+    blocks_available: int = 0
+    preemptions: int = 0
+    drafts: int = 0  # rows with draft tokens
+    draft_tokens: int = 0
+    accepted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
+    prompt_tokens: int = 0  # of admitted requests
+    prompt_tokens_cached: int = 0  # of these, found in the prefix cache
+    structured_lazy: int = 0  # outputs with a grammar, by the engine of the grammar
+    structured_eager: int = 0
+
+    @property
+    def accepted_draft_tokens(self) -> int:
+        """Draft tokens that the model sampled as well."""
+        return sum(self.accepted_by_position)

@@ -1,0 +1,47 @@
+"""Grammars, as the engine sees them: outputs that a runner holds to a grammar or a budget of reasoning.
+
+Runners make and run the matchers (grammar_state.py). A row whose matcher is not ready yet is planned again. A request
+whose grammar cannot continue fails alone.
+"""
+
+from __future__ import annotations
+
+from runtime.core.extra import Ended, Extra
+from runtime.core.kv_cache_manager import KVCacheManager
+from runtime.core.plan import StepResult
+from runtime.core.request_state import RequestState
+from runtime.core.stats import EngineStats
+from runtime.core.step import Step
+from runtime.spec.config import ModelInfo
+from runtime.spec.types import CallboardError, FinishReason, StepOutput
+
+
+class Grammars(Extra):
+    """Serves `grammar` and `thinking`."""
+
+    serves = frozenset({"grammar", "thinking"})
+
+    def __init__(self, info: ModelInfo) -> None:
+        self._has_eos = bool(info.eos_token_ids)
+
+    def attach(self, kv_cache: KVCacheManager, stats: EngineStats) -> None:
+        self._stats = stats
+
+    def on_add(self, state: RequestState) -> None:
+        if state.params.grammar or state.params.thinking:
+            if not self._has_eos:
+                raise CallboardError(
+                    "This model has no end-of-sequence token; structured output needs one to end with."
+                )
+            state.may_resample = True
+
+    def on_result(self, step: Step, result: StepResult, output: StepOutput) -> Ended:
+        self._stats.structured_lazy += result.begun[0]
+        self._stats.structured_eager += result.begun[1]
+        return []
+
+    def without_sample(self, state: RequestState, result: StepResult, at: int) -> FinishReason:
+        if at in result.deferred.tolist():
+            return FinishReason.NONE
+        state.failure = result.failures.get(at, "")
+        return FinishReason.GRAMMAR if state.failure else FinishReason.ERROR

@@ -1,0 +1,235 @@
+"""Routing of grouped mixtures: the choices of tokens, sorted by expert on the device, and the sum of their results.
+
+A step can be a CUDA graph, so a launch must not depend on how many tokens chose an expert. Tokens are sorted by expert
+on the device, and one product covers all experts with a grid for the worst case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from runtime.kernels.linear.linear_torch import Linear
+from runtime.kernels.linear.split_k import MAX_SPLIT_TILES
+from runtime.kernels.magnitudes import larger
+from runtime.kernels.norm.gated_activation import Activation
+from runtime.kernels.triton_language import jit, next_power_of_2, tl, use_pdl
+from runtime.spec.decoder_spec import ExpertsSpec
+
+MOST_SINGLE = 32  # up to as many choices, each has its own programs, also if some share an expert
+_ROUND = 1024  # choices that a program sorts at once, or columns that it adds at once
+
+
+class Tile(NamedTuple):
+    """How a product over all experts is cut, and its launch options."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+class RoutedExperts:
+    """The launches that grouped mixtures share, for any weights."""
+
+    spec: ExpertsSpec
+    router: Linear
+    activation: Activation
+    deterministic: bool
+
+    def _is_single(self, num_tokens: int, hidden: int, tile: Tile) -> bool:
+        """True if each choice gets its own programs, and the last product adds the results of a token."""
+        num_counters = num_tokens * -(-hidden // tile.block_n)
+        few = num_tokens * self.spec.top_k <= MOST_SINGLE and num_counters <= MAX_SPLIT_TILES
+        return few and not self.deterministic
+
+    def _route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts of each token, int32 [num_tokens * top_k], and their weights in float32."""
+        (num_tokens, num_experts), top_k, pdl = logits.shape, self.spec.top_k, use_pdl(logits)
+        ids = torch.empty(num_tokens * top_k, dtype=torch.int32, device=logits.device)
+        weights = torch.empty(num_tokens * top_k, dtype=torch.float32, device=logits.device)
+        _route_kernel[(num_tokens,)](
+            logits, ids, weights, num_experts,
+            TOP_K=top_k, NORMALIZED=self.spec.normalized, EXPERTS=next_power_of_2(num_experts),
+            LANES=next_power_of_2(top_k), PDL=pdl, num_warps=1, launch_pdl=pdl,
+        )  # fmt: skip
+        return ids, weights
+
+    def _sort(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The start of each expert's choices, with the total at the end; and the choices sorted by expert."""
+        num_experts, pdl = self.spec.num_experts, use_pdl(ids)
+        starts = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
+        order = torch.empty_like(ids)
+        _sort_kernel[(num_experts,)](ids, starts, order, len(ids), BLOCK=_ROUND, PDL=pdl, num_warps=4, launch_pdl=pdl)
+        return starts, order
+
+    def _combine(self, results: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor) -> None:
+        (num_tokens, hidden), pdl = residual.shape, use_pdl(residual)
+        _combine_kernel[(num_tokens, -(-hidden // _ROUND))](
+            results, weights, residual, hidden,
+            TOP_K=self.spec.top_k, BLOCK=_ROUND, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        )  # fmt: skip
+
+
+def worst_case_tiles(num_choices: int, num_experts: int, tile: Tile) -> int:
+    """The most tiles that a number of choices can need, however they are spread over the experts."""
+    return (num_choices + min(num_experts, num_choices) * (tile.block_m - 1)) // tile.block_m
+
+
+def stacked(experts: Iterable[Sequence[Sequence[torch.Tensor]]], num_experts: int) -> list[list[torch.Tensor]]:
+    """The weight tensors of all experts, stacked to [num_experts, ...]; reads one expert at a time."""
+    for expert, weights in enumerate(experts):
+        if not expert:
+            stacks = [[t.new_empty(num_experts, *t.shape) for t in weight] for weight in weights]
+        for weight, stack in zip(weights, stacks, strict=True):
+            for tensor, place in zip(weight, stack, strict=True):
+                place[expert] = tensor
+    return stacks
+
+
+@jit
+def _route_kernel(
+    logits_ptr,  # [num_tokens, num_experts]
+    ids_ptr,  # [num_tokens, TOP_K] int32
+    weights_ptr,  # [num_tokens, TOP_K] fp32
+    num_experts,
+    TOP_K: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    EXPERTS: tl.constexpr,  # power of two, at least num_experts
+    LANES: tl.constexpr,  # power of two, at least TOP_K
+    PDL: tl.constexpr,
+):
+    """`route_torch`, one program a token; the first of equal experts wins."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    experts, lanes = tl.arange(0, EXPERTS), tl.arange(0, LANES)
+    logits = tl.load(logits_ptr + token * num_experts + experts, mask=experts < num_experts, other=float("-inf"))
+    logits = logits.to(tl.float32)
+    weights = tl.exp(logits - tl.reduce(logits, 0, larger))  # all are NaN if one logit is
+    total = tl.sum(weights, axis=0)
+    ids = tl.zeros([LANES], tl.int32)
+    chosen = tl.zeros([LANES], tl.float32)
+    for i in tl.static_range(TOP_K):
+        best = tl.max(weights, axis=0)
+        # If a NaN makes all comparisons false, use the last expert: the row is lost, but must not fault.
+        expert = tl.min(tl.where(weights == best, experts, num_experts - 1), axis=0)
+        ids = tl.where(lanes == i, expert, ids)
+        chosen = tl.where(lanes == i, best, chosen)
+        weights = tl.where(experts == expert, -1.0, weights)
+    chosen = chosen / tl.sum(chosen, axis=0) if NORMALIZED else chosen / total
+    tl.store(ids_ptr + token * TOP_K + lanes, ids, mask=lanes < TOP_K)
+    tl.store(weights_ptr + token * TOP_K + lanes, chosen, mask=lanes < TOP_K)
+
+
+@jit(do_not_specialize=["num_choices"])
+def _sort_kernel(
+    ids_ptr,  # [num_choices] int32
+    starts_ptr,  # [num_experts + 1] int32: the start of an expert's choices in `order`; the last is the total
+    order_ptr,  # [num_choices] int32: choices by expert, and by token within an expert
+    num_choices,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program e counts the choices of experts before e, and stores the choices of e behind them."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert, lanes = tl.program_id(0), tl.arange(0, BLOCK)
+    below = tl.zeros([BLOCK], tl.int32)
+    for at in range(0, num_choices, BLOCK):
+        ids = tl.load(ids_ptr + at + lanes, mask=at + lanes < num_choices, other=2147483647)
+        below += (ids < expert).to(tl.int32)
+    start = tl.sum(below, axis=0)
+    tl.store(starts_ptr + expert, start)
+    if expert == tl.num_programs(0) - 1:
+        tl.store(starts_ptr + expert + 1, num_choices)
+    for at in range(0, num_choices, BLOCK):
+        ids = tl.load(ids_ptr + at + lanes, mask=at + lanes < num_choices, other=2147483647)
+        mine = (ids == expert).to(tl.int32)
+        tl.store(order_ptr + start + tl.cumsum(mine, axis=0) - 1, at + lanes, mask=mine == 1)
+        start += tl.sum(mine, axis=0)
+
+
+@jit
+def choices_of_tile(
+    place, starts_ptr, order_ptr, num_experts, SINGLE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """Tile `place` of the choices sorted by expert: its expert, its rows, which of them exist, and their choices.
+
+    The expert is num_experts if there are fewer tiles. With SINGLE, each choice is a tile, choices are not sorted, and
+    order_ptr holds the expert of each."""
+    lanes = tl.arange(0, BLOCK_M)
+    if SINGLE:
+        expert = tl.load(order_ptr + place)
+        rows = place + lanes
+        live = lanes == 0
+        choices = rows
+    else:
+        experts = tl.arange(0, EXPERTS)
+        real = experts < num_experts
+        ends = tl.load(starts_ptr + experts + 1, mask=real, other=0)
+        tiles = (ends - tl.load(starts_ptr + experts, mask=real, other=0) + BLOCK_M - 1) // BLOCK_M
+        last = tl.cumsum(tiles, axis=0)
+        expert = tl.sum(((last <= place) & real).to(tl.int32), axis=0)
+        there = expert < num_experts
+        tile = place - tl.sum(tl.where(experts == expert, last - tiles, 0), axis=0)
+        rows = tl.load(starts_ptr + expert, mask=there, other=0) + tile * BLOCK_M + lanes
+        live = rows < tl.load(starts_ptr + expert + 1, mask=there, other=0)
+        choices = tl.load(order_ptr + rows, mask=live, other=0)
+    return expert, rows, live, choices
+
+
+@jit
+def add_results(
+    results_ptr,  # float32 [num_choices, N]
+    mixture_ptr,  # float32 [num_choices]: the experts' weights
+    residual_ptr,  # [num_tokens, N], added to
+    counter_ptr,  # int32 zero, one for each token and program of columns
+    token,
+    cols,
+    N,
+    TOP_K: tl.constexpr,
+):
+    """With one choice a program: the last program of a token that stores these columns adds the token's results."""
+    tl.debug_barrier()  # all of this program's stores come before its arrival
+    if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == TOP_K - 1:
+        tl.store(counter_ptr, 0)
+        total = tl.zeros(cols.shape, tl.float32)
+        for i in tl.static_range(TOP_K):
+            choice = token * TOP_K + i
+            result = tl.load(results_ptr + choice * N + cols, mask=cols < N, other=0.0, cache_modifier=".cg")
+            total += result.to(tl.float32) * tl.load(mixture_ptr + choice)
+        at = residual_ptr + token * N + cols
+        total += tl.load(at, mask=cols < N, other=0.0).to(tl.float32)
+        tl.store(at, total.to(residual_ptr.dtype.element_ty), mask=cols < N)
+
+
+@jit
+def _combine_kernel(
+    results_ptr,  # [num_tokens, TOP_K, hidden]
+    weights_ptr,  # [num_tokens, TOP_K] fp32
+    residual_ptr,  # [num_tokens, hidden] contiguous, added to
+    hidden,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < hidden
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(TOP_K):
+        choice = token * TOP_K + i
+        result = tl.load(results_ptr + choice * hidden + cols, mask=inside, other=0.0).to(tl.float32)
+        total += result * tl.load(weights_ptr + choice)
+    at = residual_ptr + token * hidden + cols
+    total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, total.to(residual_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,145 @@
+"""Builds a Decoder: reads or draws its parameters, and makes layers of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+
+import torch
+
+from runtime.kernels.attention.rope import query_scale_table, rope_table
+from runtime.kernels.collectives.communicator import Communicator, OneRank
+from runtime.kernels.experts.moe_torch import ExpertLayer
+from runtime.kernels.numerics import Numerics
+from runtime.kernels.table import select
+from runtime.models.decoder import Decoder, DecoderWeights, Layer, Mlp
+from runtime.models.linear_maps import LinearMaps
+from runtime.models.rank_maps import sharded
+from runtime.models.weight_map import WeightMap
+from runtime.models.weights import ReadWeight, draw, read_from
+from runtime.quant.model_formats import weight_bytes, weight_formats
+from runtime.quant.weight_format import TensorSource
+from runtime.spec.decoder_spec import DecoderSpec, RopeSpec
+
+logger = logging.getLogger(__name__)
+
+
+def load_decoder(
+    source: TensorSource,
+    spec: DecoderSpec,
+    weight_map: WeightMap,
+    numerics: Numerics,
+    num_positions: int,
+    communicator: Communicator | None = None,
+) -> Decoder:
+    """A decoder with the weights of a checkpoint. All tensors are checked before any is read."""
+    read = read_from(source, spec, weight_map, numerics)
+    start = time.perf_counter()
+    decoder = build_decoder(spec, numerics, num_positions, read, communicator)
+    if numerics.device.type == "cuda":
+        torch.cuda.synchronize()
+    size = weight_bytes(spec, numerics)
+    logger.info("weights: %.2f GiB read in %.1f s", size / (1 << 30), time.perf_counter() - start)
+    return decoder
+
+
+def draw_decoder(
+    spec: DecoderSpec, numerics: Numerics, num_positions: int, seed: int = 0, communicator: Communicator | None = None
+) -> Decoder:
+    """A decoder with seeded random weights, for tests and benchmarks."""
+    return build_decoder(spec, numerics, num_positions, draw(spec, numerics, seed), communicator)
+
+
+def build_decoder(
+    spec: DecoderSpec,
+    numerics: Numerics,
+    num_positions: int,  # the most positions of a request
+    read: ReadWeight,
+    communicator: Communicator | None = None,  # of the spec's rank
+) -> Decoder:
+    """A decoder of the parameters that `read` returns."""
+    kernels, ranks = select(numerics, spec), communicator or OneRank()
+    maps = LinearMaps(spec, kernels, weight_formats(spec, numerics), read)
+    builder = _LayerBuilder(sharded(maps, ranks, numerics.rank_invariant), num_positions)
+    weights = builder.weights(numerics)
+    return Decoder(spec, numerics, kernels, ranks, weights)
+
+
+class _LayerBuilder:
+    """Reads the parameters of a decoder in their order."""
+
+    def __init__(self, maps: LinearMaps, num_positions: int) -> None:
+        self.maps, self.spec, self.read, self.num_positions = maps, maps.spec, maps.read, num_positions
+        self.rope_specs = list(dict.fromkeys(self._rope(i) for i in range(self.spec.num_layers)))
+
+    def weights(self, numerics: Numerics) -> DecoderWeights:
+        spec, maps, device = self.spec, self.maps, numerics.device
+        table = partial(rope_table, head_dim=spec.head_dim, num_positions=self.num_positions, dtype=numerics.dtype)
+        scales = query_scale_table(spec.rope, self.num_positions)
+        (embed,) = self.read("embed")
+        positions = self.read("positions")[0] if spec.learned_positions else None
+        layers = [self._layer(i) for i in range(spec.num_layers)]
+        final_norm = head_norm = self._norm("final_norm")
+        if spec.logit_scale != 1.0:  # the norm applies it in float32, before the head
+            head_norm = final_norm.float() * spec.logit_scale
+        head = maps.format_of("head")
+        head_weight = head.encode(embed) if spec.tied_head else self.read("head")
+        return DecoderWeights(
+            embed,
+            maps.embedding(embed),
+            positions,
+            ropes=[table(rope).to(device) for rope in self.rope_specs],
+            query_scales=None if scales is None else scales.to(device),
+            layers=layers,
+            final_norm=final_norm,
+            head_norm=head_norm,
+            head=maps.columns(["head"], head, head_weight, None),
+        )
+
+    def _layer(self, index: int) -> Layer:
+        spec, maps, prefix = self.spec, self.maps, f"layers.{index}."
+        sliding = bool(spec.sliding) and spec.sliding[index]
+        attn_norm, ffn_norm = (self._norm(prefix + n) if spec.pre_norms else None for n in ("attn_norm", "ffn_norm"))
+        post_attn_norm, post_ffn_norm = (
+            self._norm(prefix + n) if spec.post_norms else None for n in ("post_attn_norm", "post_ffn_norm")
+        )
+        of_each_head = spec.qk_norm and not spec.qk_norm_all_heads
+        q_norm, k_norm = (maps.turned(prefix + n) if of_each_head else None for n in ("q_norm", "k_norm"))
+        qkv, out = (maps.linear(prefix, name) for name in ("qkv", "out"))
+        feed_forward: Mlp | ExpertLayer
+        if spec.experts is None:
+            feed_forward = Mlp(maps.linear(prefix, "gate_up"), maps.linear(prefix, "down"))
+        else:
+            feed_forward = maps.experts(prefix, spec.experts)
+        attention = partial(
+            maps.kernels.attention,
+            scale=spec.head_dim**-0.5 if spec.attn_scale is None else spec.attn_scale,
+            window=spec.window if sliding and spec.window < self.num_positions else 0,
+            soft_cap=spec.attn_soft_cap,
+        )
+        return Layer(
+            attn_norm=attn_norm,
+            post_attn_norm=post_attn_norm,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            heads_norm=maps.heads_norm(prefix) if spec.qk_norm_all_heads else None,
+            qkv=qkv,
+            rope=self.rope_specs.index(self._rope(index)),
+            attention=attention,
+            out=out,
+            ffn_norm=ffn_norm,
+            post_ffn_norm=post_ffn_norm,
+            feed_forward=feed_forward,
+        )
+
+    def _rope(self, index: int) -> RopeSpec:
+        """A layer's rotary positions."""
+        spec = self.spec
+        if spec.no_rope and spec.no_rope[index]:
+            return RopeSpec(partial=0.0)
+        return spec.local_rope if spec.local_rope is not None and spec.sliding[index] else spec.rope
+
+    def _norm(self, name: str) -> torch.Tensor:
+        (weight,) = self.read(name)
+        return weight if self.spec.norm == "rms" else torch.stack((weight, *self.read(f"{name}_bias")))
