@@ -174,7 +174,7 @@ benchmarks.engine.grammar_suite --sample 250 FOLDER ...`, one busy core of an In
 | test suite | llguidance | 44.0 % | 0.5 / 0.8 | 318 | 16 |
 
 **EBNF.** The nine examples of llama.cpp and 24 of transformers-CFG, up to 20 random texts of each (`python -m
-benchmarks.engine.grammar_texts --texts 20 --tokenizer FOLDER GRAMMAR ...`, SmolLM2's vocabulary, same machine). Masks
+benchmarks.grammar_texts --texts 20 --tokenizer FOLDER GRAMMAR ...`, SmolLM2's vocabulary, same machine). Masks
 of the SMILES grammars were not timed:
 
 | grammars | reader | texts accepted | compile, ms (median, most) | mask, us (median of medians) |

@@ -1,6 +1,6 @@
 """How many texts of real EBNF grammars may be written, by Callboard's reader and by llguidance's converter of GBNF.
 
-python -m benchmarks.engine.grammar_texts --tokenizer FOLDER GRAMMAR ...
+python -m benchmarks.grammar_texts --tokenizer FOLDER GRAMMAR ...
 
 Each grammar's texts are drawn at random from its rules, so a reader that loses one rejects a valid output. `ms` is the
 time to compile the grammar, `us` the time of a mask along the texts, at the tokenizer's vocabulary.
