@@ -13,8 +13,8 @@ from runtime.features.grammar_store import GrammarSender, GrammarStore, by_key, 
 from runtime.policy.queue_sizes import QueueSizes
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import CallboardError, Grammar, Request, SamplingParams
-from tests.support.engine.fake_runner import EOS, VOCAB, FakeRunner, sequential
 from runtime.speculation.draft import DraftRequests, OpenStream, requests_by_key, whole_requests
+from tests.support.engine.fake_runner import EOS, VOCAB, FakeRunner, sequential
 
 MAX_BYTES = 1000
 GRAMMARS = [Grammar(f"key {i}", "x" * (40 * i % 700), "é" * (i % 3)) for i in range(30)]

@@ -7,8 +7,8 @@ import pytest
 from runtime.spec.types import Grammar, GrammarSpec
 from runtime.structured.grammar import compiled
 from runtime.structured.pattern import GrammarError
-from tests.support.structured.cases import fits
 from runtime.structured.readers.lark import in_json_string, read_lark
+from tests.support.structured.cases import fits
 
 # From llama.cpp's grammars/, as they are.
 JSON = r"""
