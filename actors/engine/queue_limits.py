@@ -33,9 +33,8 @@ class HeldRequests:
 
     def add(self, stream: EngineStream, request: Request, resumed: bool) -> None:
         if self._timeout_s is not None and not resumed:
-            self._deadlines[stream] = (
-                stream.arrived_at + self._timeout_s
-            )  # a request that is held again keeps its deadline
+            # A request that is held again keeps its deadline.
+            self._deadlines[stream] = stream.arrived_at + self._timeout_s
         self._requests[stream] = request, resumed
         self._count(request, 1)
 

@@ -124,7 +124,7 @@ PERMUTED = {"type": "array", "uniqueItems": True, "items": {"enum": [f"{i}" * 20
             "should be",
         ),
         ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag", "JSON"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "is not JSON"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
         ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs.regex", "looks ahead"),
         ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json", '"not"'),
         ({"structured_outputs": {"json": PERMUTED}}, "structured_outputs.json", "the limit is 262144 bytes; make it"),

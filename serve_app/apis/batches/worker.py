@@ -80,7 +80,8 @@ class Batches:
             except OSError:
                 logger.exception("the folder of batches cannot be read")
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), _LOOK_S)
+                async with asyncio.timeout(_LOOK_S):  # wait_for of Python 3.11 may swallow a cancellation
+                    await self._news.wait()
 
     async def _sweep(self, store: BatchStore) -> None:
         try:

@@ -254,7 +254,8 @@ async def follow(
                     await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
                 elif not is_over:
                     try:
-                        await asyncio.wait_for(stored.news(response_id), settings.keep_alive_s)
+                        async with asyncio.timeout(settings.keep_alive_s):
+                            await stored.news(response_id)
                     except TimeoutError:
                         body = ResponseStream.keep_alive
                         await send({"type": "http.response.body", "body": body, "more_body": True})
