@@ -229,7 +229,7 @@ async def test_scores_arrive_once_despite_deaths(served):
     reading = asyncio.gather(*(read(link, req) for req in requests))
     for _ in range(2):
         await eventually(lambda: engine.loop.core.scheduler.stats.steps > 15)
-        assert not any(stream.scored for stream in only_link(link).streams if stream.request is long)
+        assert not any(stream.prompt_scored for stream in only_link(link).streams if stream.request is long)
         engine.die()
         await eventually(lambda: "restarting" in (link.health() or ""))
         engine.restart()
