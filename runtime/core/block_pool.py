@@ -127,8 +127,9 @@ class BlockPool:
 
     def mark_cached(self, blocks: list[CachedBlock]) -> None:
         """These held blocks enter the cache, parents first."""
+        cached = self._cached
         for block, _, _ in blocks:
-            self._cached[block] = 1
+            cached[block] = 1
         self._evictable.on_cached(blocks)
 
     def mark_spoilt(self, blocks: list[int]) -> None:

@@ -90,8 +90,8 @@ class Extra:
         """Return the waiting requests that must not be admitted now."""
         return frozenset()
 
-    def may_admit(self, state: RequestState, hits: Sequence[int], running: Sequence[RequestState]) -> bool:
-        """Return True if a waiting request with the cached blocks `hits` may run beside the running ones."""
+    def may_admit(self, state: RequestState, room: int, running: Sequence[RequestState]) -> bool:
+        """Return True if a waiting request, which can hold at most `room` blocks, may run beside the running ones."""
         return True
 
     def on_plan(self, step: Step) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from runtime.core.block_pool import NULL_BLOCK, BlockPool, CachedBlock, EvictionOrder
 from runtime.core.plan import EMPTY_TABLE, Int32s
 from runtime.core.prefix_cache import PrefixCache, hash_blocks, root_hash
-from runtime.core.request_state import NEVER, RequestState
+from runtime.core.request_state import RequestState
 from runtime.spec.config import ModelInfo
 
 
@@ -68,6 +68,8 @@ class KVCacheManager:
     def most_blocks_for(self, num_tokens: int) -> int:
         """Return the most blocks, of all groups, that a request of `num_tokens` tokens holds."""
         size = self.blocks_for(num_tokens)
+        if not self._caps:
+            return size * self._num_groups
         return size * (self._num_groups - len(self._caps)) + sum(min(size, cap) for cap in self._caps)
 
     def max_tokens(self) -> int:
@@ -85,13 +87,9 @@ class KVCacheManager:
         """Return the blocks that a request lacks for `num_tokens` tokens."""
         return self._num_groups * self.blocks_for(max(0, num_tokens - state.capacity))
 
-    def can_hold(self, state: RequestState, hits: list[int]) -> bool:
-        """Return True if the known tokens of a waiting request fit, with the cached blocks `hits`."""
-        return self.most_blocks_for(len(state.tokens)) <= self.num_available_beside(hits) + len(hits)
-
-    def num_available_beside(self, hits: Sequence[int]) -> int:
-        """Return the blocks that are available once a request holds the cached blocks `hits`."""
-        return self.pool.num_available - self.pool.num_unheld(hits)
+    def room_with(self, hits: Sequence[int]) -> int:
+        """Return the most blocks that a waiting request can hold, its cached blocks `hits` included."""
+        return self.pool.num_available - self.pool.num_unheld(hits) + len(hits)
 
     def open(self, state: RequestState, hits: list[int]) -> None:
         """A request has a slot, and begins with the cached blocks `hits`."""
@@ -157,25 +155,26 @@ class KVCacheManager:
         They may be matched from this step on, even by a row of the same step: runners store the K/V of all rows of a
         layer before any row attends. If another request has cached the same block first, this one moves to it: one copy
         remains, and the holder of a block holds its ancestors (block_pool.py)."""
-        if state.next_block_end == NEVER:
-            return
-        size, table = self.block_size, state.tables[0]
+        size = self.block_size
         num_full = min(state.num_computed, len(state.tokens), state.num_final) // size
-        block_hashes = self._hash_blocks(state, num_full)
-        new: list[CachedBlock] = []
-        for at in range(state.next_block_end // size - 1, num_full):
-            block, block_hash = table[at], block_hashes[at]
-            holder = self.cache.insert(block_hash, block)
-            if holder == block:
-                new.append((block, block_hash, table[at - 1] if at else NULL_BLOCK))
-            else:
-                self.pool.acquire([holder])
-                self.pool.release([block])
-                table[at] = holder
-                if move:
-                    self._write(state, at, [holder])
+        if num_full * size < state.next_block_end:
+            return
+        table, first = state.tables[0], state.next_block_end // size - 1
+        blocks, block_hashes = table[first:num_full], self._hash_blocks(state, num_full)[first:num_full]
+        cached = self.cache.insert(block_hashes, blocks)
+        parents = [table[first - 1] if first else NULL_BLOCK, *cached[:-1]]
+        new: list[CachedBlock] = list(zip(blocks, block_hashes, parents, strict=False))
+        if cached != blocks:
+            new = [each for each, block in zip(new, cached, strict=True) if each[0] == block]
+            for at, block in enumerate(cached, first):
+                if block != table[at]:
+                    self.pool.acquire([block])
+                    self.pool.release([table[at]])
+                    table[at] = block
+                    if move:
+                        self._write(state, at, [block])
         self.pool.mark_cached(new)
-        state.next_block_end = max(state.next_block_end, (num_full + 1) * size)
+        state.next_block_end = (num_full + 1) * size
 
     def find_faults(self, running: Sequence[RequestState]) -> list[str]:
         """Return one sentence for each block in a wrong place, and for each request without enough blocks."""

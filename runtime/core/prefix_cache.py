@@ -65,14 +65,15 @@ class PrefixCache:
             blocks.append(block)
         return blocks
 
-    def insert(self, block_hash: bytes, block: int) -> int:
-        """Store `block` under the hash, or return the block that was stored first."""
-        holder = self._block_of.setdefault(block_hash, block)
-        if holder == block:
-            self._hash_of[block] = block_hash
-            if self.changes is not None:
-                self.changes[block_hash[:KEY_BYTES]] = True
-        return holder
+    def insert(self, block_hashes: list[bytes], blocks: list[int]) -> list[int]:
+        """Store each block under its hash. Return the block of each hash: another one if that was stored first."""
+        cached = list(map(self._block_of.setdefault, block_hashes, blocks))
+        self._hash_of.update(zip(cached, block_hashes, strict=True))
+        if self.changes is not None:
+            for block_hash, block, holder in zip(block_hashes, blocks, cached, strict=True):
+                if block == holder:
+                    self.changes[block_hash[:KEY_BYTES]] = True
+        return cached
 
     def evict(self, blocks: list[int]) -> None:
         """Remove these blocks before their content is overwritten."""

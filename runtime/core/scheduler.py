@@ -248,7 +248,8 @@ class Scheduler:
         num_missing = len(state.tokens) - len(hits) * self.block_size
         if num_missing > step.prompt_budget and not self.config.chunked_prefill:
             return False
-        if not self.extras.may_admit(state, hits, self.running) or not self.kv_cache.can_hold(state, hits):
+        room, num_blocks = self.kv_cache.room_with(hits), self.kv_cache.most_blocks_for(len(state.tokens))
+        if not self.extras.may_admit(state, room, self.running) or num_blocks > room:
             return False
         self._dequeue(state)
         state.slot, state.status = self.slots.acquire(), RequestStatus.RUNNING

@@ -48,14 +48,14 @@ class Admission(Extra):
         # Output from another engine, or before it may stop, teaches nothing.
         self._expected[state] = _Expectation(max(len(state.tokens) - state.prompt_len, state.params.min_tokens))
 
-    def may_admit(self, state: RequestState, hits: Sequence[int], running: Sequence[RequestState]) -> bool:
+    def may_admit(self, state: RequestState, room: int, running: Sequence[RequestState]) -> bool:
         if not running:
             return True
         most_blocks_for, expected = self._kv_cache.most_blocks_for, self._expected
         needed = self._expect(state).num_blocks
         if not state.params.ignore_eos:
             needed += int(_MARGIN * (needed - most_blocks_for(len(state.tokens))))
-        room = self._kv_cache.num_available_beside(hits) + len(hits) - min(needed, most_blocks_for(state.max_len))
+        room -= min(needed, most_blocks_for(state.max_len))
         for other in running:
             known = expected[other]
             if other.num_total >= known.revise_at:
@@ -66,25 +66,25 @@ class Admission(Extra):
         return room >= 0
 
     def on_end(self, state: RequestState, reason: FinishReason) -> None:
-        if not state.params.ignore_eos and (length := self._observe(state)) > 0:
+        known = self._expected.pop(state)
+        if not state.params.ignore_eos and (length := self._observe(state, known)) > 0:
             self.lengths.observe_end(state.params.max_tokens, length, reason is FinishReason.STOP)
-        del self._expected[state]
 
     def _expect(self, state: RequestState) -> _Expectation:
         """Revise the expectation of a request."""
         known, params = self._expected[state], state.params
         length, known.revise_at = state.max_len, NEVER
         if not params.ignore_eos:
-            reached = max(self._observe(state), params.min_tokens)
+            reached = max(self._observe(state, known), params.min_tokens)
             more, revise_at = self.lengths.expect(params.max_tokens, reached)
             length = min(length, max(state.prompt_len + reached + ceil(more), state.num_total + 1))
             known.revise_at = revise_at + state.prompt_len + 1
         known.num_blocks = self._kv_cache.most_blocks_for(length)
         return known
 
-    def _observe(self, state: RequestState) -> int:
+    def _observe(self, state: RequestState, known: _Expectation) -> int:
         """Report new output to the estimator; return the length of the output."""
-        known, length = self._expected[state], len(state.tokens) - state.prompt_len
+        length = len(state.tokens) - state.prompt_len
         self.lengths.observe(state.params.max_tokens, known.num_observed, length)
         known.num_observed = max(known.num_observed, length)
         return length

@@ -50,19 +50,19 @@ class BranchOrder(EvictionOrder):
                 self._has_branch[parent] = 1
 
     def on_uncached(self, blocks: list[int]) -> None:
+        first_child, has_branch = self._first_child, self._has_branch
         for block in blocks:
-            self._first_child[block] = b""
-            self._has_branch[block] = 0
+            first_child[block] = b""
+            has_branch[block] = 0
 
     def add(self, blocks: list[int], table: list[int]) -> None:
-        has_branch, is_below = self._has_branch, 0
-        for block in reversed(table):  # a parent of a branch block is one, too
-            if is_below:
-                has_branch[block] = 1
-            else:
-                is_below = has_branch[block]
-        others = [block for block in blocks if not has_branch[block]]
-        self._append(others, [block for block in blocks if has_branch[block]] if len(others) < len(blocks) else [])
+        has_branch = self._has_branch
+        if not (branches := [block for block in table if has_branch[block]]):
+            self._append(blocks, [])
+            return
+        for block in table[: table.index(branches[-1])]:  # a parent of a branch block is one, too
+            has_branch[block] = 1
+        self._append([b for b in blocks if not has_branch[b]], [b for b in blocks if has_branch[b]])
 
     def _append(self, others: list[int], branches: list[int]) -> None:
         """Add released blocks, children before parents. No block of `others` is the parent of a branch block."""

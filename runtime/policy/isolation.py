@@ -109,7 +109,8 @@ class Isolation(Extra):
         return frozenset(waiting[1:])
 
     def on_end(self, state: RequestState, reason: FinishReason) -> None:
-        self._losses.pop(state, None)
+        if self._losses.pop(state, None) is None:
+            return
         self._goals.pop(state, None)
         self._cleared.pop(state, None)
         if not self._cleared:

@@ -53,7 +53,7 @@ class QueueSizes(Extra):
 
     def _add(self, state: RequestState, sign: int) -> None:
         self.num_predicted += sign * len(state.request.prediction)
-        self.num_hits += sign * self.hits(state)
+        self.num_hits += sign * self._hits.get(state, 0)
         self._num_list_bytes += sign * state.list_bytes
         if (grammar := state.params.grammar) is None:
             return

@@ -34,7 +34,7 @@ class Tree:
         self.pool.acquire(blocks)
         blocks += self.pool.allocate(num_new)
         for at in range(len(names) - num_new, len(names)):
-            assert self.cache.insert(names[at], blocks[at]) == blocks[at]
+            assert self.cache.insert([names[at]], [blocks[at]]) == [blocks[at]]
             self.pool.mark_cached([(blocks[at], names[at], blocks[at - 1] if at else NULL_BLOCK)])
         self.held.append(blocks)
         return True
