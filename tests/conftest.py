@@ -21,7 +21,7 @@ from actors.ray.environment import single_machine
 from runtime.loading.resolve import resolve
 from runtime.spec.types import CallboardError
 from runtime.structured.compiler import GrammarCompiler
-from tests.support import tiny_gguf
+from tests.support.models import tiny_gguf
 
 # No deadline: a busy machine is not a fault. CALLBOARD_TESTS=all tries more examples (tests/support/examples.py).
 settings.register_profile("usual", deadline=None, max_examples=25)

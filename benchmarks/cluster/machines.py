@@ -13,7 +13,7 @@ from pathlib import Path
 from actors.ray.environment import CLUSTER, haproxy_files, ray_token
 from actors.ray.haproxy import COMMAND, write_command
 from benchmarks.cluster.network import HOST, Machine
-from tests.support.tiny_gguf import write_tiny_gguf
+from tests.support.models.tiny_gguf import write_tiny_gguf
 
 PORT = 8000
 _REDIS_PORT = 6390

@@ -148,8 +148,8 @@ async def _with_application(
 
 def _models(folder: Path) -> tuple[Path, Path]:
     """One for engines of one rank, and one that ranks can divide."""
-    from tests.support.divisible_model import write_divisible_model
-    from tests.support.tiny_gguf import write_tiny_gguf
+    from tests.support.models.divisible_model import write_divisible_model
+    from tests.support.models.tiny_gguf import write_tiny_gguf
 
     tiny = write_tiny_gguf(folder / "tiny.gguf", llama__context_length=2048, llama__rope__freq_base=10000.0)
     return tiny, write_divisible_model(folder / "divisible")

@@ -154,8 +154,8 @@ def captured_pair(
 
 def soak(num_gpus: int, num_replays: int) -> None:
     """Replays of graphs of 100 sums, after random delays; AssertionError where a total is wrong."""
-    from tests.support.communicator_processes import answer_of, communicator_processes
-    from tests.support.gpu_ranks import make_apart, replay_in_processes, replay_on_streams
+    from tests.support.ranks.communicator_processes import answer_of, communicator_processes
+    from tests.support.ranks.gpu_ranks import make_apart, replay_in_processes, replay_on_streams
 
     if not num_gpus:
         replay_on_streams(num_replays, 100)

@@ -16,12 +16,10 @@ from actors.wire.link_messages import Adapters
 from benchmarks.library.make_adapter import save_adapter
 from runtime.features.adapter_table import AdapterTable
 from runtime.spec.types import CallboardError
-from tests.actors.test_adapters import MODULES, check, folders, pace, with_adapter  # noqa: F401
-from tests.actors.test_engine_group import Group, healthy, live
-from tests.actors.test_link import Engine, eventually, read, request
-from tests.support.fake_runner import sequential
-
-# ruff: noqa: F811
+from tests.support.engine.adapters import MODULES, check, pace, with_adapter
+from tests.support.engine.fake_runner import sequential
+from tests.support.engine.groups import Group, healthy, live
+from tests.support.engine.links import Engine, eventually, read, request
 
 
 def fail(text):

@@ -15,12 +15,9 @@ from actors.wire.metrics import MetricValues
 from runtime.assembly.engine import build_engine
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
-from tests.actors.test_adapters import folders  # noqa: F401
-from tests.actors.test_engine_group import Group
-from tests.actors.test_link import INFO, Engine, eventually, link_to, only_link
-from tests.support.fake_runner import FakeRunner
-
-# ruff: noqa: F811
+from tests.support.engine.fake_runner import FakeRunner
+from tests.support.engine.groups import Group
+from tests.support.engine.links import INFO, Engine, eventually, link_to, only_link
 
 LATER_S = FORGET_AFTER_S + 1
 

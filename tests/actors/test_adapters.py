@@ -13,33 +13,10 @@ from actors.runners.step_channel import RunnersLost
 from benchmarks.library.make_adapter import save_adapter
 from runtime.features.adapter_table import AdapterTable
 from runtime.spec.types import CallboardError
-from tests.actors.test_engine_group import Group, healthy, live
-from tests.actors.test_link import Engine, eventually, link_to, read, request
-from tests.support.fake_runner import sequential
-
-MODULES = {"model.layers.0.self_attn.q_proj": (8, 8)}
-
-
-@pytest.fixture
-def folders(tmp_path):
-    """Those of three adapters."""
-    for seed, name in enumerate("abc"):
-        save_adapter(tmp_path / name, MODULES, seed)
-    return [str(tmp_path / name) for name in "abc"]
-
-
-def with_adapter(group, name, i=0, **params):
-    return replace(request(i, **params), adapter=group.adapters.served()[name].digest)
-
-
-def pace(engine, delay_s):
-    """Set the time of steps: long enough for the test to disturb a stream, then zero."""
-    engine.delay_s = engine.runners[-1].delay_s = delay_s
-
-
-async def check(reading, asked):
-    for (tokens, reason, _), req in zip(await asyncio.wait_for(reading, 30), asked, strict=True):
-        assert (tokens, reason) == sequential(req, 512)
+from tests.support.engine.adapters import MODULES, check, pace, with_adapter
+from tests.support.engine.fake_runner import sequential
+from tests.support.engine.groups import Group, healthy, live
+from tests.support.engine.links import Engine, eventually, link_to, read, request
 
 
 async def test_adapters_load_and_unload_at_all_engines_and_fronts(folders):

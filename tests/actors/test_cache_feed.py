@@ -13,8 +13,8 @@ from runtime.features.adapter_table import AdapterTable
 from runtime.policy.queue_sizes import QueueSizes
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import Request, SamplingParams
+from tests.support.engine.fake_runner import EOS, FakeRunner
 from tests.support.examples import examples
-from tests.support.fake_runner import EOS, FakeRunner
 
 INFO = ModelInfo("f", 320, 512, (EOS,), 24, 4, "none", "none")
 

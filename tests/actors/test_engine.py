@@ -10,7 +10,7 @@ import pytest
 from actors.engine import actor as engine_module
 from actors.engine.actor import EngineActor
 from runtime.spec.config import EngineConfig
-from tests.actors.test_link import eventually
+from tests.support.engine.links import eventually
 
 
 async def test_ending_a_hung_draft_does_not_stop_step_checks(monkeypatch: pytest.MonkeyPatch):

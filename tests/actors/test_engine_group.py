@@ -4,7 +4,6 @@ import asyncio
 import socket
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 import uvloop
@@ -14,44 +13,11 @@ from actors.wire.engine_client import EngineRefusal, Refusal
 from actors.wire.link_messages import HEARTBEAT_S, LOST_AFTER_BEATS, Heartbeat
 from actors.wire.transport import Address
 from runtime.spec.types import FinishReason, Request, SamplingParams
-from tests.actors.test_link import INFO, Engine, eventually, hurry, link_to, read, request
-from tests.support.fake_runner import sequential
+from tests.support.engine.fake_runner import sequential
+from tests.support.engine.groups import Group, check, healthy, info_with, link_closing, live, running
+from tests.support.engine.links import INFO, Engine, eventually, hurry, link_to, read, request
 
 SLOW_S = 0.05  # of a step: streams of 60 tokens take three seconds, unless `hurry` ends them
-
-
-def info_with(**changes):
-    return replace(INFO, **changes)
-
-
-class Group:
-    """An EngineGroup over fresh engines, which it closes at its end."""
-
-    def __init__(self, *engines):
-        self.engines, self.group = engines, link_to(*engines)
-
-    async def __aenter__(self):
-        await self.group.start()
-        await eventually(lambda: len(healthy(self.group)) == sum(e.loop is not None for e in self.engines))
-        return self.group
-
-    async def __aexit__(self, *_):
-        self.group.close()
-        for engine in self.engines:
-            if engine.loop is not None:
-                engine.loop.close()
-
-
-def healthy(group):
-    return [link for link in group.links.values() if link.usable and not link.reason]
-
-
-def running(engine):
-    return engine.loop.stats()["running"]
-
-
-def live(engine):
-    return len(engine.loop.core.scheduler.requests)
 
 
 def freeze(engine):
@@ -63,12 +29,6 @@ def freeze(engine):
 @pytest.fixture
 def fast_beats(monkeypatch):
     monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.05)
-
-
-async def check(reading, count, max_tokens):
-    for i, (tokens, reason, _) in enumerate(await asyncio.wait_for(reading, 30)):
-        assert (tokens, reason) == sequential(request(i, max_tokens=max_tokens), 512)
-    assert i + 1 == count
 
 
 async def test_streams_spread_over_the_engines():
@@ -264,17 +224,6 @@ async def test_a_full_engine_is_skipped(monkeypatch):
         for task in filling:
             task.cancel()
         engines[1].loop.close()
-
-
-class link_closing:
-    def __init__(self, group):
-        self.group = group
-
-    async def __aenter__(self):
-        return self.group
-
-    async def __aexit__(self, *_):
-        self.group.close()
 
 
 async def fill(group, engine):

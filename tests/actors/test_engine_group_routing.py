@@ -11,10 +11,10 @@ from runtime.spec.types import CallboardError, Request, SamplingParams
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
-from tests.actors.test_engine_group import Group, healthy, info_with, link_closing, live, running
-from tests.actors.test_link import Engine, eventually, link_to, only_link, read
-from tests.support.fake_engine import MODEL, byte_tokenizer
-from tests.support.fake_runner import sequential
+from tests.support.engine.fake_runner import sequential
+from tests.support.engine.groups import Group, healthy, info_with, link_closing, live, running
+from tests.support.engine.links import Engine, eventually, link_to, only_link, read
+from tests.support.http.fake_engine import MODEL, byte_tokenizer
 
 
 def asking(prompt, name="r", salt="", **params):

@@ -13,7 +13,7 @@ from actors.runners.step_channel import RunnersLost, SocketExecutor
 from actors.wire import transport
 from runtime.core.executor import InProcess
 from runtime.core.plan import StepResult
-from tests.support.executor_group import (
+from tests.support.engine.executor_group import (
     HOSTS,
     Group,
     Runner,

@@ -10,8 +10,8 @@ from actors.front.engine_group import EngineGroup, ScaleFromZero
 from actors.wire.engine_client import EngineRefusal, Refusal
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
-from tests.actors.test_link import Engine, Engines, eventually, read, request
-from tests.support.fake_runner import sequential
+from tests.support.engine.fake_runner import sequential
+from tests.support.engine.links import Engine, Engines, eventually, read, request
 
 
 class Zero:

@@ -11,9 +11,9 @@ from actors.wire.engine_client import EngineRefusal, Refusal
 from actors.wire.link_messages import Submit, encode
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import Grammar, GrammarUpdate
-from tests.actors.test_link import INFO, Engine, SlowRunner, eventually, link_to, read, request
-from tests.support.engines import whole_scheduler
-from tests.support.fake_runner import sequential
+from tests.support.engine.fake_runner import sequential
+from tests.support.engine.links import INFO, Engine, SlowRunner, eventually, link_to, read, request
+from tests.support.engine.whole import whole_scheduler
 
 CONFIG = EngineConfig(block_size=4, max_num_seqs=16)
 GRAMMARS = [Grammar(f"key {i}", f"{i}" * 100_000, "") for i in range(3)]

@@ -10,9 +10,9 @@ from runtime.core.plan import decode_plan
 from runtime.policy.isolation import MAX_LOSSES, Isolation
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import CallboardError, FinishReason, Request, SamplingParams
-from tests.actors import test_link
-from tests.actors.test_link import eventually, link_to, read, request
-from tests.support.fake_runner import EOS, VOCAB, CheckedCore, FakeRunner, sequential
+from tests.support.engine import links
+from tests.support.engine.fake_runner import EOS, VOCAB, CheckedCore, FakeRunner, sequential
+from tests.support.engine.links import eventually, link_to, read, request
 
 INFO = ModelInfo("f", VOCAB, 256, (EOS,), 400, 4, "none", "none")
 POISON = 28  # a prompt that begins with it is one
@@ -233,12 +233,12 @@ def test_a_suspect_may_leave_during_its_trial():
     assert engine.culprits == [name, "r4"]
 
 
-class PoisonedEngine(test_link.Engine):
+class PoisonedEngine(links.Engine):
     """An engine loop with its thread and sockets. Its runners die of decode rows of one request."""
 
     def start_runners(self):
         self.runners.append(PoisonedRunner(self.config))
-        return self.runners[-1], test_link.INFO
+        return self.runners[-1], links.INFO
 
 
 @pytest.mark.parametrize("num_engines", [1, 2])

@@ -14,9 +14,9 @@ from actors.engine.loop import EngineLoop
 from actors.wire.link_messages import Submit
 from runtime.core.plan import StepPlan
 from runtime.spec.config import EngineConfig
-from tests.actors.test_link import INFO, Engine, SlowRunner, eventually, link_to, read, request
-from tests.support.engines import replace_extra
-from tests.support.fake_runner import FixedPacing, sequential
+from tests.support.engine.fake_runner import FixedPacing, sequential
+from tests.support.engine.links import INFO, Engine, SlowRunner, eventually, link_to, read, request
+from tests.support.engine.whole import replace_extra
 
 LOOK_S = 0.004  # the loop looks four times as often whether the step in flight has ended
 

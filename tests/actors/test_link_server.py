@@ -14,8 +14,8 @@ from actors.wire.link_messages import AbortById, Heartbeat, Report, Submit, deco
 from actors.wire.metrics import MetricValues
 from runtime.core.requests import requests_of
 from runtime.spec.types import FinishReason, SamplingParams
-from tests.actors.test_link import Engine, eventually, link_to, only_link, read, request
-from tests.support.fake_runner import sequential
+from tests.support.engine.fake_runner import sequential
+from tests.support.engine.links import Engine, eventually, link_to, only_link, read, request
 
 
 @pytest.fixture

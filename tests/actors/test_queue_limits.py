@@ -4,8 +4,8 @@ from actors.engine.queue_limits import HeldRequests, QueueLimits
 from actors.wire.link_messages import Submit
 from runtime.policy.queue_sizes import QueueSizes
 from runtime.spec.types import Request, SamplingParams
-from tests.core.test_scheduler import make
-from tests.support.engines import whole_scheduler
+from tests.support.engine.sessions import make
+from tests.support.engine.whole import whole_scheduler
 
 
 def submit(i: int, num_predicted: int) -> Submit:

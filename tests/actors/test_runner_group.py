@@ -17,7 +17,7 @@ from actors.runners.step_channel import RunnersLost, serve_steps
 from actors.wire.transport import connect
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import CallboardError
-from tests.support.executor_group import Runner, expected, failing, plan_of, same
+from tests.support.engine.executor_group import Runner, expected, failing, plan_of, same
 
 INFO = ModelInfo("fingerprint", 32000, 128, (0,), 100, 16, "float32", "cpu")
 PHASES = ["location", "join", "load", "open", "attach"]

@@ -11,11 +11,11 @@ from runtime.spec.types import CallboardError
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
-from tests.actors.test_engine_group import Group, check, healthy, info_with, link_closing, live
 from tests.actors.test_engine_group_routing import keys_of
-from tests.actors.test_link import Engine, eventually, link_to, read, request
-from tests.support.fake_engine import MODEL, byte_tokenizer
-from tests.support.fake_runner import sequential
+from tests.support.engine.fake_runner import sequential
+from tests.support.engine.groups import Group, check, healthy, info_with, link_closing, live
+from tests.support.engine.links import Engine, eventually, link_to, read, request
+from tests.support.http.fake_engine import MODEL, byte_tokenizer
 
 
 def client_of(service, settings=None):

@@ -13,7 +13,7 @@ from actors.engine.autoscaling import EngineFigures
 from actors.engine.supervisor import Supervisor
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
-from tests.actors.test_link import eventually
+from tests.support.engine.links import eventually
 
 FIGURES = EngineFigures(0, 0, 0, 1, 0, 1, 0)
 

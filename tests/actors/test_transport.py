@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from actors.runners.step_channel import RunnersLost, SocketExecutor, serve_steps
 from actors.wire import transport
 from actors.wire.transport import Address, connect
-from tests.support.executor_group import (
+from tests.support.engine.executor_group import (
     HOSTS,
     Runner,
     plan_of,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.page_browser import ANSWER, ask, is_answered, open_settings
+from tests.support.http.page_browser import ANSWER, ask, is_answered, open_settings
 
 
 def test_the_page_requests_and_sends_the_key(visit, server):

@@ -6,7 +6,7 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.page_browser import ANSWER, ask, is_answered, open_settings
+from tests.support.http.page_browser import ANSWER, ask, is_answered, open_settings
 
 
 def test_several_turns_with_settings(visit, server):

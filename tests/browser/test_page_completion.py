@@ -5,7 +5,7 @@ import math
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.page_browser import MODEL, ask, is_answered, open_settings
+from tests.support.http.page_browser import MODEL, ask, is_answered, open_settings
 
 
 def test_completion(visit, server):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.page_browser import ask, is_answered
+from tests.support.http.page_browser import ask, is_answered
 
 MARKDOWN = r"""## Title
 Some *italics*, **bold** and ~~old~~, a [link](https://example.org/a?b=1) and https://example.com/bare

@@ -8,7 +8,7 @@ import sys
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.page_browser import ANSWER, ask, is_answered, open_settings
+from tests.support.http.page_browser import ANSWER, ask, is_answered, open_settings
 
 CLIPBOARD = {"permissions": ["clipboard-read", "clipboard-write"]}
 HARD_TEXT = "It's \"hard\": $HOME `id` \\n \\ 日本 😀\n'''JSON\nJSON\n--"

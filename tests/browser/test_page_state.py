@@ -7,7 +7,7 @@ from playwright.sync_api import expect
 
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.settings import HttpSettings
-from tests.support.page_browser import ANSWER, Server, ask, is_answered, open_settings
+from tests.support.http.page_browser import ANSWER, Server, ask, is_answered, open_settings
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ DROPS_NAN = {
 def compiled() -> list[dict]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "support" / "hopper_kernels.py")],
+        [sys.executable, str(ROOT / "tests" / "support" / "kernels" / "hopper_kernels.py")],
         env=environment, cwd=ROOT, capture_output=True, text=True, timeout=1100,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

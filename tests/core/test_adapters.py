@@ -8,8 +8,8 @@ from runtime.core.plan import StepResult
 from runtime.core.prefix_cache import root_hash
 from runtime.features.adapter_table import AdapterTable, is_in_use
 from runtime.spec.types import CallboardError, Request, SamplingParams
-from tests.core.test_scheduler import make
-from tests.support.fake_runner import FakeRunner
+from tests.support.engine.fake_runner import FakeRunner
+from tests.support.engine.sessions import make
 
 PROMPT = list(range(1, 9))
 

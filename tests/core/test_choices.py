@@ -12,8 +12,8 @@ from serve_app.apis.completions.request import CompletionRequest
 from serve_app.protocol.answers import ChoiceUsage
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.service.service import Service
-from tests.core.test_scheduler import Session
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
+from tests.support.engine.sessions import Session
+from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer
 
 
 def prepare(n: int) -> PreparedRequest:

@@ -13,9 +13,9 @@ from runtime.core.block_pool import NULL_BLOCK
 from runtime.core.plan import StepResult, decode_plan, joined
 from runtime.policy.admission import Admission
 from runtime.spec.types import Grammar
-from tests.core.test_made_up_kv_group import WindowRunner, groups
-from tests.core.test_scheduler import Session, configs, events
-from tests.support.fake_runner import FakeRunner, FixedShare
+from tests.support.engine.fake_runner import FakeRunner, FixedShare
+from tests.support.engine.sessions import Session, configs, events
+from tests.support.engine.window_runner import WindowRunner, groups
 
 GRAMMAR = Grammar("key", "text", "")
 

@@ -7,45 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.assembly.engine import build_engine
-from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.config import EngineConfig
 from runtime.spec.types import Request, SamplingParams
 from runtime.speculation.choose_k import Speculation
 from runtime.speculation.draft import Chain, Commit, LocalWire, Open, Told
 from runtime.speculation.draft_client import DraftClient
-from tests.support.draft_wires import BusyWire, SlowWire
-from tests.support.engines import whole_draft
+from tests.support.engine.draft_wires import BusyWire, SlowWire
+from tests.support.engine.drafts import STEP_US, Clock, check_core, draft_core, info
+from tests.support.engine.fake_runner import VOCAB, CheckedCore, FakeRunner, check_integrity, sequential
 from tests.support.examples import examples
-from tests.support.fake_runner import EOS, VOCAB, CheckedCore, FakeRunner, check_integrity, sequential
-
-STEP_US = ((1, 10.0), (64, 20.0))
-
-
-class WrongAtTimes(FakeRunner):
-    """A draft that samples another token in a share of its positions, and continues from there."""
-
-    share = 0.0
-    rng = np.random.default_rng(0)
-
-    def sample(self, state):
-        return (super().sample(state) + (self.rng.random() < self.share)) % VOCAB
-
-
-def info(**kw):
-    return ModelInfo("f", VOCAB, kw.get("max_len", 64), (EOS,), kw.get("blocks", 40), 4, "none", "none")
-
-
-def draft_core(share=0.0, ahead=1, **kw):
-    config = EngineConfig(block_size=4, max_num_seqs=kw.pop("seqs", 6), max_num_batched_tokens=kw.pop("budget", 16))
-    runner = WrongAtTimes(config, info(**kw))
-    runner.share = share
-    return whole_draft(config, info(**kw), runner, ahead)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 class PausingClient(DraftClient):
@@ -137,11 +107,6 @@ def test_only_final_tokens_are_hashed():
         pass
     assert core.outbox[1] == [Chain(2, 13, guessed[8:12])]
     assert core.scheduler.stats.prompt_tokens_cached == 4, "what was final in the first"
-
-
-def check_core(core):
-    assert len(core._streams) == len(core.scheduler.requests)
-    check_integrity(core)
 
 
 params = st.builds(

@@ -6,8 +6,8 @@ from runtime.spec.types import Request, SamplingParams
 from runtime.speculation.choose_k import Speculation
 from runtime.speculation.draft import Chain, Commit, LocalWire, Open, Told
 from runtime.speculation.draft_client import DraftClient
-from tests.core.test_draft import STEP_US, Clock, check_core, draft_core, info
-from tests.support.fake_runner import VOCAB, FakeRunner
+from tests.support.engine.drafts import STEP_US, Clock, check_core, draft_core, info
+from tests.support.engine.fake_runner import VOCAB, FakeRunner
 
 
 def test_the_mirror_ends_at_the_drafts_context():

@@ -15,8 +15,8 @@ from runtime.spec.types import Request, SamplingParams
 from runtime.speculation.choose_k import Speculation, StepTimes
 from runtime.speculation.draft import LocalWire
 from runtime.speculation.draft_client import DraftClient
-from tests.support.engines import whole_draft
-from tests.support.fake_runner import EOS, VOCAB, FakeRunner
+from tests.support.engine.fake_runner import EOS, VOCAB, FakeRunner
+from tests.support.engine.whole import whole_draft
 
 STEP_US = ((1, 3650.0), (2, 3900.0), (4, 3950.0), (8, 4000.0), (16, 4100.0), (32, 4350.0), (64, 4800.0), (128, 5370.0))
 VERIFY = StepTimes((*STEP_US, (2048, 60_000.0)))

@@ -14,7 +14,7 @@ from runtime.policy.queue_sizes import QueueSizes
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import CallboardError, Grammar, Request, SamplingParams
 from runtime.speculation.draft import Open, Told, told_by_key, whole_told
-from tests.support.fake_runner import EOS, VOCAB, FakeRunner, sequential
+from tests.support.engine.fake_runner import EOS, VOCAB, FakeRunner, sequential
 
 MAX_BYTES = 1000
 GRAMMARS = [Grammar(f"key {i}", "x" * (40 * i % 700), "é" * (i % 3)) for i in range(30)]

@@ -7,33 +7,11 @@ from hypothesis import strategies as st
 
 from runtime.core.block_pool import NULL_BLOCK
 from runtime.policy.admission import Admission
-from runtime.spec.kv_cache_spec import KVCacheSpec, KVGroupSpec
 from runtime.spec.types import SamplingParams
-from tests.core.test_scheduler import Session, configs, events
+from tests.support.engine.fake_runner import FixedShare
+from tests.support.engine.sessions import Session, configs, events
+from tests.support.engine.window_runner import WindowRunner, groups
 from tests.support.examples import examples
-from tests.support.fake_runner import FakeRunner, FixedShare, mix
-
-
-def groups(window: int) -> KVCacheSpec:
-    full = KVGroupSpec((0, 2), num_kv_heads=1, head_dim=8, dtype="float32")
-    return KVCacheSpec((full, KVGroupSpec((1, 3), num_kv_heads=1, head_dim=8, dtype="float32", window=window)))
-
-
-class WindowRunner(FakeRunner):
-    """A runner with a second group that attends to a window. It checks every read of a row there."""
-
-    def __init__(self, config, info) -> None:
-        super().__init__(config, info)
-        self.window = info.kv_cache.groups[1].window
-        self.table_len = -(-info.max_model_len // self.size)
-
-    def attend(self, slot: int, position: int) -> None:
-        tokens, table = self.tokens[slot], self.tables[slot]
-        for at in range(position, max(-1, position - self.window), -1):
-            place = table[self.table_len + at // self.size], at % self.size
-            if at == position:
-                self.memory[place] = mix(at, tokens[at])
-            assert self.memory[place] == mix(at, tokens[at]), "what is still read was freed, or never written"
 
 
 class WindowSession(Session):

@@ -15,9 +15,9 @@ from runtime.core.request_state import RequestStatus
 from runtime.policy.admission import Admission
 from runtime.policy.output_length import OutputLengthEstimator
 from runtime.spec.types import Request, SamplingParams
-from tests.core.test_scheduler import make
-from tests.support.engines import whole_scheduler
-from tests.support.policy_simulation import CONTEXT, Clients, Simulation
+from tests.support.engine.policy_simulation import CONTEXT, Clients, Simulation
+from tests.support.engine.sessions import make
+from tests.support.engine.whole import whole_scheduler
 
 CHAT = 4000  # max_tokens of a chat without the field
 

@@ -1,7 +1,7 @@
 """Requests to reset the prefix cache: the blocks it forgets, and the blocks it must keep."""
 
 from runtime.spec.types import SamplingParams
-from tests.core.test_scheduler import Session, first_plan
+from tests.support.engine.sessions import Session, first_plan
 
 
 def test_a_reset_keeps_only_held_blocks():

@@ -11,10 +11,10 @@ from runtime.core.plan import StepResult
 from runtime.core.prefix_cache import hash_blocks, root_hash
 from runtime.core.scheduler import Scheduler
 from runtime.spec.types import CallboardError, FinishReason, Request, SamplingParams
-from tests.core.test_scheduler import make
-from tests.support.engines import whole_scheduler
+from tests.support.engine.fake_runner import EOS, VOCAB
+from tests.support.engine.sessions import make
+from tests.support.engine.whole import whole_scheduler
 from tests.support.examples import examples
-from tests.support.fake_runner import EOS, VOCAB
 
 tokens = st.sampled_from([EOS, 3, -1, *[7, 8, 9] * 7])  # a stop id, no finite logits, and words
 

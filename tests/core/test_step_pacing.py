@@ -10,8 +10,8 @@ from runtime.core.plan import StepPlan, StepResult
 from runtime.policy.step_pacing import StepPacing
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import Request, SamplingParams
-from tests.support.engines import whole_scheduler
-from tests.support.fake_runner import FixedPacing
+from tests.support.engine.fake_runner import FixedPacing
+from tests.support.engine.whole import whole_scheduler
 
 # Measured steps of a 3B model on one H200, by number of tokens, and the time that decode rows and their contexts add.
 STEP_TOKENS = [1, 16, 64, 128, 256, 512, 768, 1024, 1536, 2048, 4096, 8192]

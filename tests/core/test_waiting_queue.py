@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from runtime.core.queues import WaitingQueue
 from runtime.core.request_state import RequestState
 from runtime.spec.types import Request, SamplingParams
-from tests.core.test_scheduler import make
-from tests.support.engines import whole_scheduler
+from tests.support.engine.sessions import make
+from tests.support.engine.whole import whole_scheduler
 
 
 def test_requests_that_leave_the_queue_are_forgotten():

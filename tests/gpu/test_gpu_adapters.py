@@ -11,7 +11,7 @@ from runtime.kernels.linear.linear_torch import AdaptedLinear
 from runtime.kernels.linear.lora import RowAdapters, add_adapters_torch, add_adapters_triton, make_adapters
 from runtime.kernels.linear.small_results import EMPTY_WORD
 from tests.gpu.test_gpu_determinism import SPECS, prompt
-from tests.support.runner_driver import Driver, tiny_runner
+from tests.support.models.runner_driver import Driver, tiny_runner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from tests.support.communicator_processes import answer_of, communicator_processes
-from tests.support.gpu_ranks import every_operation, last_rank_dies, make, replay_in_processes, replay_on_streams
+from tests.support.ranks.communicator_processes import answer_of, communicator_processes
+from tests.support.ranks.gpu_ranks import every_operation, last_rank_dies, make, replay_in_processes, replay_on_streams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 

@@ -6,7 +6,7 @@ import torch
 from runtime.kernels.attention.decode_attention import decode_attention
 from runtime.kernels.attention.paged_attention import paged_attention_torch
 from runtime.kernels.attention.prefill_attention import prefill_attention
-from tests.support.attention_cases import check, paged_case, rows_of
+from tests.support.kernels.attention_cases import check, paged_case, rows_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 

@@ -8,7 +8,7 @@ import torch
 
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.types import SamplingParams
-from tests.support.runner_driver import Driver, tiny_runner
+from tests.support.models.runner_driver import Driver, tiny_runner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 

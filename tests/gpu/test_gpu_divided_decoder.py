@@ -10,7 +10,7 @@ from runtime.kernels.collectives.communicator import OneRank
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from tests.models.test_divided_decoder import SPECS, rank_logits
-from tests.support.lockstep_ranks import LockstepGroup
+from tests.support.ranks.lockstep_ranks import LockstepGroup
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 

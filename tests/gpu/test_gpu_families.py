@@ -6,9 +6,9 @@ import torch
 from runtime.assembly.runner import build_runner
 from runtime.spec.config import EngineConfig
 from runtime.worker.sources import DummySource
-from tests.support.family_cases import CASES, LIKE_OTHERS, spec_of
-from tests.support.family_steps import logits_of
-from tests.support.runner_driver import Driver
+from tests.support.models.family_cases import CASES, LIKE_OTHERS, spec_of
+from tests.support.models.family_steps import logits_of
+from tests.support.models.runner_driver import Driver
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.not_finite_cases import CASES, VALUES, check
+from tests.support.kernels.not_finite_cases import CASES, VALUES, check
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 

@@ -8,7 +8,7 @@ from runtime.assembly.engine import build_engine
 from runtime.core.executor import InProcess
 from runtime.spec.types import Request, SamplingParams
 from tests.gpu.test_gpu_prefill_graphs import SPECS, VOCAB
-from tests.support.runner_driver import tiny_runner
+from tests.support.models.runner_driver import tiny_runner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 

@@ -11,8 +11,8 @@ from benchmarks.library.models import spec_of
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.types import SamplingParams
 from runtime.worker.runner import ModelRunner
-from tests.support.family_cases import spec_of as family_spec_of
-from tests.support.runner_driver import Driver, tiny_runner
+from tests.support.models.family_cases import spec_of as family_spec_of
+from tests.support.models.runner_driver import Driver, tiny_runner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 

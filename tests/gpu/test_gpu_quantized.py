@@ -21,11 +21,11 @@ from runtime.quant.weight_format import Location
 from runtime.spec.config import EngineConfig
 from tests.models.test_quantized_gguf import FORMS as GGUF_FORMS
 from tests.models.test_quantized_gguf import random_blocks
-from tests.models.test_quantized_layouts import Tensors, equal, layout_of, random_weight
-from tests.models.test_quantized_models import LLAMA, logits
-from tests.support.plain_products import PLAIN
-from tests.support.quantized import FORMATS
-from tests.support.runner_driver import TINY, tiny_runner
+from tests.support.models.plain_products import PLAIN
+from tests.support.models.quantized import FORMATS
+from tests.support.models.quantized_models import LLAMA, logits
+from tests.support.models.quantized_tensors import Tensors, equal, layout_of, random_weight
+from tests.support.models.runner_driver import TINY, tiny_runner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 

@@ -13,7 +13,7 @@ from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch
 from runtime.kernels.quantized.quantized_weight import dequantize_torch
 from runtime.spec.decoder_spec import ExpertsSpec
-from tests.triton.test_quantized_kernels import some_weight
+from tests.support.kernels.quantized_weights import some_weight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 

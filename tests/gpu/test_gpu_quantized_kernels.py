@@ -9,7 +9,7 @@ from runtime.kernels.quantized.quantized_linear import Int16Linear, QuantizedLin
 from runtime.kernels.quantized.quantized_weight import dequantize_torch
 from runtime.kernels.quantized.weight_conversions import dequantize_triton
 from runtime.kernels.quantized.wna16_skinny_gemm import wna16_skinny_gemm_triton
-from tests.triton.test_quantized_kernels import FORMS, some_weight
+from tests.support.kernels.quantized_weights import FORMS, some_weight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 forms = pytest.mark.parametrize("form", FORMS, ids=lambda form: " ".join(map(str, form)))

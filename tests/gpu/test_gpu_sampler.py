@@ -23,7 +23,7 @@ from runtime.worker.cpu.sampler import Sampler
 from runtime.worker.cpu.slots import Slots
 from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.transfers import Transfers
-from tests.support.device_sampler_cases import (
+from tests.support.kernels.device_sampler_cases import (
     EOS,
     check_filters,
     check_graph_io,

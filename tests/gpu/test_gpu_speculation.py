@@ -5,7 +5,7 @@ import torch
 
 from runtime.speculation.choose_k import Speculation
 from tests.models.test_speculation import SAMPLING, answers, model_draft
-from tests.support.triton_engine import SPEC
+from tests.support.kernels.triton_engine import SPEC
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 

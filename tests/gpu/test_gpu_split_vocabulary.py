@@ -15,10 +15,10 @@ from runtime.worker.gpu.transfers import Transfers
 from runtime.worker.ranks.split_logits import SplitLogits
 from tests.gpu.test_gpu_structured import gpu_runner
 from tests.models.test_split_vocabulary import PARAMS
-from tests.support.lockstep_ranks import LockstepGroup, LockstepRank
-from tests.support.split_runners import SplitRunner
-from tests.support.split_sampler_cases import check_split_sampler
-from tests.support.structured_engine import answers, hot, recorded
+from tests.support.kernels.split_sampler_cases import check_split_sampler
+from tests.support.ranks.lockstep_ranks import LockstepGroup, LockstepRank
+from tests.support.ranks.split_runners import SplitRunner
+from tests.support.structured.engine import answers, hot, recorded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 

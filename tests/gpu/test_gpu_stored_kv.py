@@ -15,7 +15,7 @@ from runtime.kernels.attention.rope import (
 )
 from runtime.kernels.attention.stored_kv import dequantize_kv
 from runtime.spec.decoder_spec import RopeSpec
-from tests.support.attention_cases import check, encoded, every_fp8, paged_case, rows_of
+from tests.support.kernels.attention_cases import check, encoded, every_fp8, paged_case, rows_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 

@@ -15,9 +15,9 @@ from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.grammar.test_structured_steps import PERSON, PERSONS, check_fits, schemas_with_grammars
 from tests.grammar.test_structured_walks import SMALL
-from tests.support.structured_cases import regex
-from tests.support.structured_engine import SPEC, answers, hot, recorded, text_of
-from tests.support.triton_engine import SPEC as WIDE
+from tests.support.kernels.triton_engine import SPEC as WIDE
+from tests.support.structured.cases import regex
+from tests.support.structured.engine import SPEC, answers, hot, recorded, text_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 

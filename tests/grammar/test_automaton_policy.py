@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from runtime.structured.matching.automaton_policy import MOST_STEP_US, AutomatonPolicy
-from tests.support.structured_cases import regex
-from tests.support.structured_engine import answers, hot, runner_of
+from tests.support.structured.cases import regex
+from tests.support.structured.engine import answers, hot, runner_of
 
 VOCABULARY = 128_000
 MASK_S = 40e-6  # of the host, a token

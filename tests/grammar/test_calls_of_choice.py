@@ -13,7 +13,7 @@ from runtime.output.tools import Tool
 from runtime.spec.types import Grammar
 from runtime.structured.grammar import compiled
 from runtime.text.tool_calls import FORMATS
-from tests.support.structured_cases import fits
+from tests.support.structured.cases import fits
 
 A_CALL = {  # in pieces, and other pieces
     "qwen3_coder": (

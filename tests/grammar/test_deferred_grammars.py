@@ -12,8 +12,8 @@ from runtime.structured.matching.factory import MatcherFactory
 from runtime.structured.matching.lazy import LazyEngine
 from runtime.structured.matching.vocabulary import BYTES
 from runtime.worker.runner import ModelRunner
-from tests.support.structured_cases import regex
-from tests.support.structured_engine import Answers, answers, hot, recorded, runner_of
+from tests.support.structured.cases import regex
+from tests.support.structured.engine import Answers, answers, hot, recorded, runner_of
 
 SLOW = [regex("(?:ab|c){3,9}s"), regex("[a-z]{4,9}t")]
 QUICK = regex("(?:ab|c){4,9}q")

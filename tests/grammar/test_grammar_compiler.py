@@ -13,7 +13,7 @@ from runtime.structured.compiler import CompilerBusy, GrammarCompiler
 from runtime.structured.pattern import GrammarError
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat
+from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat
 
 
 class Children:

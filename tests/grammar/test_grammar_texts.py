@@ -7,7 +7,7 @@ import pytest
 from runtime.spec.types import Grammar, GrammarSpec
 from runtime.structured.grammar import compiled
 from runtime.structured.pattern import GrammarError
-from tests.support.structured_cases import fits
+from tests.support.structured.cases import fits
 
 # From llama.cpp's grammars/, as they are.
 JSON = r"""

@@ -7,7 +7,7 @@ from runtime.structured.grammar import MAX_BYTES
 from runtime.structured.schema import keywords
 from runtime.structured.schema import writer as schema
 from runtime.structured.schema.formats import FORMATS
-from tests.support.structured_corpus import CASES, REFUSED
+from tests.support.structured.corpus import CASES, REFUSED
 
 PAGE = Path(__file__).parents[2] / "docs" / "structured-output.md"
 _NOTES = {

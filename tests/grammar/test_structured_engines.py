@@ -28,7 +28,7 @@ from runtime.structured.matching.matcher import Matcher
 from runtime.structured.matching.vocabulary import BYTES
 from runtime.structured.pattern import GrammarError
 from runtime.structured.schema.writer import numbers
-from tests.support.structured_cases import BYTE_ENGINE, fits, regex
+from tests.support.structured.cases import BYTE_ENGINE, fits, regex
 
 EOS = BYTES.eos_ids[0]
 PERSON = {

@@ -14,9 +14,9 @@ from runtime.structured.matching import lazy
 from runtime.structured.matching.factory import MatcherFactory
 from runtime.structured.matching.matcher import Matcher
 from runtime.structured.matching.vocabulary import BYTES
-from tests.support.fake_engine import FakeEngine, byte_tokenizer, chat, client_of, events_of
-from tests.support.structured_cases import regex
-from tests.support.structured_engine import answers, hot, runner_of
+from tests.support.http.fake_engine import FakeEngine, byte_tokenizer, chat, client_of, events_of
+from tests.support.structured.cases import regex
+from tests.support.structured.engine import answers, hot, runner_of
 
 # It has 2**16 states, for all that may be "a" among the last letters, and they are found only as letters are written.
 BOMB = regex("xx?yz|(?:a|b)*a(?:a|b){16}c")

@@ -7,8 +7,8 @@ import pytest
 
 from runtime.spec.types import GrammarSpec
 from runtime.structured.grammar import compiled
-from tests.support.library_schemas import SCHEMAS
-from tests.support.structured_cases import fits
+from tests.support.structured.cases import fits
+from tests.support.structured.library_schemas import SCHEMAS
 
 
 @pytest.mark.parametrize(("schema", "good", "bad"), [case[1:] for case in SCHEMAS], ids=[case[0] for case in SCHEMAS])

@@ -16,8 +16,8 @@ from runtime.structured.grammar import compiled
 from runtime.structured.matching.vocabulary import BYTES
 from runtime.structured.pattern import GrammarError
 from tests.grammar.test_structured_walks import CHECKER, SCHEMAS, matchers_of, walk
-from tests.support.structured_cases import BYTE_ENGINE
-from tests.support.structured_corpus import CASES
+from tests.support.structured.cases import BYTE_ENGINE
+from tests.support.structured.corpus import CASES
 
 _OTHERS = [None, True, False, 0, 1, -1, 7, 2.5, 0.07, 10**19, "", "a", "aa", "é", "2024-01-01", [], [1], {}, {"a": 1}]
 

@@ -15,8 +15,8 @@ from runtime.structured.grammar import compiled
 from runtime.structured.matching.automaton import MAX_STATES, EagerMatcher, build
 from runtime.structured.matching.vocabulary import BYTES
 from runtime.structured.pattern import GrammarError
-from tests.support.structured_cases import BYTE_ENGINE, fits
-from tests.support.structured_corpus import CASES, REFUSED
+from tests.support.structured.cases import BYTE_ENGINE, fits
+from tests.support.structured.corpus import CASES, REFUSED
 
 
 def grammar_of(schema):

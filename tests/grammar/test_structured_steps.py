@@ -24,10 +24,10 @@ from runtime.structured.matching.automaton import EagerMatcher, build
 from runtime.structured.matching.lazy import LazyEngine
 from runtime.structured.pattern import GrammarError
 from tests.grammar.test_structured_walks import CHECKER, SCHEMAS, SMALL
-from tests.support.engines import whole_draft
-from tests.support.fake_runner import FixedShare
-from tests.support.structured_cases import regex
-from tests.support.structured_engine import SPEC, answers, hot, recorded, runner_of, text_of
+from tests.support.engine.fake_runner import FixedShare
+from tests.support.engine.whole import whole_draft
+from tests.support.structured.cases import regex
+from tests.support.structured.engine import SPEC, answers, hot, recorded, runner_of, text_of
 
 PERSON = {
     "type": "object",

@@ -18,7 +18,7 @@ from runtime.structured.matching.matcher import Matcher
 from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.structured.pattern import GrammarError
 from runtime.text.tokenizer import Tokenizer
-from tests.support.structured_corpus import CASES
+from tests.support.structured.corpus import CASES
 
 INFO = ModelInfo("f", 320, 4096, (1, 2), 9, 16, "float32", "cpu")
 

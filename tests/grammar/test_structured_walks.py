@@ -22,8 +22,8 @@ from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.structured.pattern import GrammarError
 from runtime.structured.schema.formats import FORMATS
 from runtime.structured.schema.keywords import KEYWORDS
-from tests.support.structured_cases import fits
-from tests.support.structured_corpus import CASES
+from tests.support.structured.cases import fits
+from tests.support.structured.corpus import CASES
 
 _PIECES = '{" ":" ": ", " "," }, "}] ]] [{ "a "b ": null true false 10 -1 0.5 e+ \\" \\\\ \\n aa ab zz 2024 -01 é😀 T1'
 _SPACED = [b" ", b", ", b'": ', b'", "', b': "']

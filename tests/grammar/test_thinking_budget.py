@@ -18,7 +18,7 @@ from runtime.structured.matching.factory import MatcherFactory
 from runtime.structured.matching.thinking import ThinkingMatcher
 from runtime.structured.matching.vocabulary import BYTES, Vocabulary
 from tests.grammar.test_structured_walks import SMALL, allowed
-from tests.support.structured_engine import SPEC, answers, hot, recorded, runner_of
+from tests.support.structured.engine import SPEC, answers, hot, recorded, runner_of
 
 OPEN, CLOSE = b"<think>", b"</think>"
 MARKED = Vocabulary((*BYTES.tokens[:256], b"", b"", b""), (256,))  # and tokens of their own for both marks

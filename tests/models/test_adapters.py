@@ -13,9 +13,8 @@ from benchmarks.library.make_adapter import modules_of, save_adapter
 from runtime.kernels.quantized.wna16_cpu import has_vector_code
 from runtime.loading.adapter_files import read_adapter
 from runtime.spec.types import CallboardError
-from tests.models.test_families import open_runner
-from tests.support.family_cases import save_model
-from tests.support.runner_driver import TINY, Driver, tiny_runner
+from tests.support.models.family_cases import save_model
+from tests.support.models.runner_driver import TINY, Driver, open_runner, tiny_runner
 
 
 def with_peft(model, matrices, scales):

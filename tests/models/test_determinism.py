@@ -13,7 +13,7 @@ from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.spec.types import SamplingParams
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
-from tests.support.runner_driver import TINY, Driver, tiny_runner
+from tests.support.models.runner_driver import TINY, Driver, tiny_runner
 
 SPECS = {
     "tiny": TINY,

@@ -21,7 +21,7 @@ from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
 from runtime.spec.sharding import Shard
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.runner import choose_numerics
-from tests.support.rank_threads import on_ranks
+from tests.support.ranks.rank_threads import on_ranks
 
 BASE = DecoderSpec(
     num_layers=2, hidden_size=64, num_heads=8, num_kv_heads=4, head_dim=16, ffn_size=128, vocab_size=201,

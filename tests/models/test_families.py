@@ -5,7 +5,6 @@ import math
 import re
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -24,17 +23,10 @@ from runtime.spec.types import CallboardError
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
-from tests.support.family_cases import CASES, CONTEXT, LIKE_OTHERS, save_model
-from tests.support.runner_driver import Driver
+from tests.support.models.family_cases import CASES, CONTEXT, LIKE_OTHERS, save_model
+from tests.support.models.runner_driver import Driver, open_runner
 
 NEW = 64  # tokens
-
-
-def open_runner(folder: Path, **config) -> ModelRunner:
-    return build_runner(
-        EngineConfig(model="tiny", device="cpu", kv_cache_memory=0.02, num_threads=1, **config),
-        CheckpointSource(folder),
-    )
 
 
 def generate(

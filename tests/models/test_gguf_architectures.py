@@ -16,7 +16,7 @@ from runtime.models import load_spec
 from runtime.models.weights import locate_parameters
 from runtime.spec.sharding import Part
 from runtime.spec.types import CallboardError
-from tests.support.gguf_export import export
+from tests.support.models.gguf_export import export
 
 SMALL = {
     "vocab_size": 61,

@@ -13,9 +13,9 @@ from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.types import CallboardError
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
-from tests.models.test_quantized_models import write
-from tests.support.quantized import FORMATS
-from tests.support.runner_driver import Driver, tiny_runner
+from tests.support.models.quantized import FORMATS
+from tests.support.models.quantized_models import write
+from tests.support.models.runner_driver import Driver, tiny_runner
 
 SPEC = DecoderSpec(
     num_layers=2, hidden_size=60, num_heads=6, num_kv_heads=2, head_dim=10, ffn_size=44, vocab_size=101,

@@ -13,8 +13,8 @@ from runtime.llm import LLM
 from runtime.policy.admission import Admission
 from runtime.spec.types import CallboardError, FinishReason, SamplingParams
 from runtime.structured.grammar import grammar_of
-from tests.support.fake_runner import FixedShare
-from tests.support.tiny_gguf import TINY_TOKENS
+from tests.support.engine.fake_runner import FixedShare
+from tests.support.models.tiny_gguf import TINY_TOKENS
 
 BASE = {"deterministic": True, "max_num_seqs": 4, "max_num_batched_tokens": 24, "block_size": 4, "num_kv_blocks": 80}
 SHARED = [5, 9, 33, 7, 8, 41, 3, 3, 9]

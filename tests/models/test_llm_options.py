@@ -8,7 +8,7 @@ import pytest
 from runtime.llm import LLM
 from runtime.spec.types import CallboardError, FinishReason, SamplingParams
 from runtime.text.tool_calls import CallDelta
-from tests.serve.test_chat_api import ARGUMENTS, CALL, LLAMA, QWEN, THINKING, TIME_CALL, TOOLS
+from tests.support.http.chats import ARGUMENTS, CALL, LLAMA, QWEN, THINKING, TIME_CALL, TOOLS
 
 SMALL = {"deterministic": True, "max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": 4, "num_kv_blocks": 400}
 HELLO = [{"role": "user", "content": "hello"}]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from tests.support.fake_hub import FakeHub
+from tests.support.models.fake_hub import FakeHub
 
 TOKEN = "hf_of_a_test"
 SHAS = {"main": "a" * 40, "v2": "b" * 40}

@@ -19,7 +19,7 @@ from runtime.loading.sources.gguf_choice import choose, gguf_models
 from runtime.loading.sources.names import HubName, WebFile, parse
 from runtime.loading.sources.near_names import nearest
 from runtime.spec.types import CallboardError
-from tests.support.fake_hub import FakeHub
+from tests.support.models.fake_hub import FakeHub
 
 SHA = "c" * 40
 

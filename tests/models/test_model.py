@@ -17,15 +17,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from runtime.assembly.runner import build_runner
 from runtime.models import load_spec
 from runtime.models.families.llama import decoder_spec
-from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import RopeSpec
 from runtime.spec.types import CallboardError
-from runtime.worker.runner import ModelRunner
-from runtime.worker.sources import CheckpointSource
-from tests.support.runner_driver import Driver
+from tests.support.models.runner_driver import Driver, open_runner
 
 BASE = {
     "vocab_size": 101,
@@ -74,13 +70,6 @@ def save_model(folder: Path, family: str = "llama", **overrides) -> PreTrainedMo
             parameter.data.normal_(1.0 * ("norm" in name), 0.3)
     model.save_pretrained(folder)
     return model
-
-
-def open_runner(folder: Path, **config) -> ModelRunner:
-    return build_runner(
-        EngineConfig(model="tiny", device="cpu", kv_cache_memory=0.05, num_threads=1, **config),
-        CheckpointSource(folder),
-    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -8,11 +8,11 @@ import pytest
 
 from runtime.llm import LLM
 from runtime.spec.types import CallboardError, FinishReason, Request, SamplingParams
-from tests.core.test_scheduler import make
-from tests.support.engines import whole_scheduler
-from tests.support.fake_engine import FakeEngine, chat, post
-from tests.support.structured_cases import regex
-from tests.support.structured_engine import answers, hot, runner_of
+from tests.support.engine.sessions import make
+from tests.support.engine.whole import whole_scheduler
+from tests.support.http.fake_engine import FakeEngine, chat, post
+from tests.support.structured.cases import regex
+from tests.support.structured.engine import answers, hot, runner_of
 
 LETTERS = regex("[ab]{3,9}")
 FREE = hot(None, max_tokens=5)

@@ -26,9 +26,9 @@ from runtime.spec.types import CallboardError, FinishReason, Request, SamplingPa
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
-from tests.actors.test_link import INFO, Engine, eventually, link_to
-from tests.support.fake_runner import FixedShare, sequential_vector
-from tests.support.family_cases import save_model
+from tests.support.engine.fake_runner import FixedShare, sequential_vector
+from tests.support.engine.links import INFO, Engine, eventually, link_to
+from tests.support.models.family_cases import save_model
 
 POOLED = SamplingParams(max_tokens=1, pooled=True)
 PROMPTS = [np.random.default_rng(i).integers(3, 101, n).tolist() for i, n in enumerate((50, 1, 2, 17, 33, 100, 17))]

@@ -14,10 +14,10 @@ from runtime.llm import LLM
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.policy.admission import Admission
 from runtime.spec.types import FinishReason, Request, SamplingParams
-from tests.actors.test_link import INFO, Engine, eventually, link_to, only_link, request
-from tests.core.test_scheduler import Session
-from tests.support.fake_runner import EOS, FixedShare, sequential, sequential_scores
-from tests.support.runner_driver import Driver, tiny_runner
+from tests.support.engine.fake_runner import EOS, FixedShare, sequential, sequential_scores
+from tests.support.engine.links import INFO, Engine, eventually, link_to, only_link, request
+from tests.support.engine.sessions import Session
+from tests.support.models.runner_driver import Driver, tiny_runner
 
 PROMPTS = [np.random.default_rng(i).integers(2, 262, n).tolist() for i, n in enumerate((50, 1, 2, 17, 33, 100))]
 PROMPTS.append([*PROMPTS[0][:40], *PROMPTS[3]])  # a prefix that the first one leaves in the cache

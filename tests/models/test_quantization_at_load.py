@@ -28,12 +28,11 @@ from runtime.spec.config import EngineConfig
 from runtime.spec.sharding import Part
 from runtime.spec.types import CallboardError, SamplingParams
 from runtime.text.tokenizer import Tokenizer
-from tests.models.test_model import open_runner
-from tests.models.test_quantized_layouts import CPU, Tensors, equal, numerics, random_weight, source_of
-from tests.models.test_quantized_models import LLAMA, MIXTRAL, PHI, logits
-from tests.support.plain_products import PLAIN
-from tests.support.quantized import FORMATS
-from tests.support.runner_driver import TINY, tiny_runner
+from tests.support.models.plain_products import PLAIN
+from tests.support.models.quantized import FORMATS
+from tests.support.models.quantized_models import LLAMA, MIXTRAL, PHI, logits
+from tests.support.models.quantized_tensors import CPU, Tensors, equal, numerics, random_weight, source_of
+from tests.support.models.runner_driver import TINY, open_runner, tiny_runner
 
 WIDE = {"hidden_size": 96, "intermediate_size": 256}  # groups of 32, and of 128 in down except for experts
 WHOLE = {"hidden_size": 128, "intermediate_size": 256}

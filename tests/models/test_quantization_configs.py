@@ -14,10 +14,10 @@ from runtime.quant.quantized_formats import DequantizedFormat
 from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import Location
 from runtime.spec.types import CallboardError
-from tests.models.test_model import open_runner
-from tests.models.test_quantized_layouts import layout_of, numerics, source_of
-from tests.models.test_quantized_models import LLAMA, write
-from tests.support.quantized import FORMATS
+from tests.support.models.quantized import FORMATS
+from tests.support.models.quantized_models import LLAMA, write
+from tests.support.models.quantized_tensors import layout_of, numerics, source_of
+from tests.support.models.runner_driver import open_runner
 
 FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}

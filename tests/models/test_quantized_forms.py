@@ -14,11 +14,11 @@ from runtime.models import load_spec
 from runtime.quant.checkpoint_layouts import exponents, unpack_nibbles, unpack_words
 from runtime.quant.encodings import ENCODINGS, Float8, Integer4, Integer8, Table
 from runtime.quant.model_formats import weight_bytes, weight_formats
-from tests.models.test_model import open_runner
-from tests.models.test_quantized_layouts import equal, numerics
-from tests.models.test_quantized_models import LLAMA, MIXTRAL, logits, write
-from tests.support.plain_products import PLAIN, pack_nibbles
-from tests.support.quantized import FORMATS
+from tests.support.models.plain_products import PLAIN, pack_nibbles
+from tests.support.models.quantized import FORMATS
+from tests.support.models.quantized_models import LLAMA, MIXTRAL, logits, write
+from tests.support.models.quantized_tensors import equal, numerics
+from tests.support.models.runner_driver import open_runner
 
 ALL = {
     f"{name}{suffix}": replace(form, scale_rows=rows, group_size=columns, has_zero_points=has_zero_points)

@@ -20,11 +20,11 @@ from runtime.quant.quantized_formats import DequantizedFormat, QuantizedFormat
 from runtime.quant.weight_format import Location
 from runtime.spec.sharding import Part
 from runtime.spec.types import CallboardError
-from tests.models.test_model import open_runner
-from tests.models.test_quantized_layouts import equal, numerics
-from tests.models.test_quantized_models import logits
-from tests.support.gguf_export import export
-from tests.support.plain_products import PLAIN
+from tests.support.models.gguf_export import export
+from tests.support.models.plain_products import PLAIN
+from tests.support.models.quantized_models import logits
+from tests.support.models.quantized_tensors import equal, numerics
+from tests.support.models.runner_driver import open_runner
 
 FORMS = {
     "Q8_0": "int8 g32", "Q4_0": "int4 g32", "Q4_1": "int4 g32 with zero points", "Q4_K": "int4 g32 with zero points",

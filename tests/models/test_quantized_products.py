@@ -20,7 +20,7 @@ from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.spec.types import CallboardError
 from runtime.worker.runner import choose_numerics
-from tests.support.runner_driver import tiny_runner
+from tests.support.models.runner_driver import tiny_runner
 
 GPU = Numerics(torch.bfloat16, torch.device("cuda"), "triton", packed=False, deterministic=False)
 FORMS_WITH_KERNELS = {

@@ -19,7 +19,7 @@ from runtime.spec.types import CallboardError, SamplingParams
 from runtime.worker.memory import available_memory, plan_memory
 from runtime.worker.runner import ModelRunner, choose_numerics
 from runtime.worker.sources import CheckpointSource
-from tests.support.runner_driver import GREEDY, TINY, Driver, tiny_runner
+from tests.support.models.runner_driver import GREEDY, TINY, Driver, tiny_runner
 
 
 @pytest.fixture(scope="module")

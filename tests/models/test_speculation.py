@@ -17,9 +17,9 @@ from runtime.speculation.choose_k import DecodeShape, Drafter, Speculation
 from runtime.speculation.draft import LocalWire
 from runtime.speculation.draft_client import DraftClient
 from runtime.speculation.ngram import Ngram
-from tests.support.engines import whole_draft
-from tests.support.fake_runner import FixedShare, Recorded
-from tests.support.runner_driver import TINY, tiny_runner
+from tests.support.engine.fake_runner import FixedShare, Recorded
+from tests.support.engine.whole import whole_draft
+from tests.support.models.runner_driver import TINY, tiny_runner
 
 SAMPLING = {
     "greedy": SamplingParams(max_tokens=32, temperature=0.0),

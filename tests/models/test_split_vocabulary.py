@@ -11,9 +11,9 @@ from runtime.spec.sharding import Shard
 from runtime.spec.types import FinishReason, Grammar, SamplingParams
 from runtime.structured.matching.vocabulary import Vocabulary
 from tests.grammar.test_structured_walks import SMALL
-from tests.support.split_runners import SplitRunner
-from tests.support.structured_cases import regex
-from tests.support.structured_engine import answers, hot, recorded, runner_of
+from tests.support.ranks.split_runners import SplitRunner
+from tests.support.structured.cases import regex
+from tests.support.structured.engine import answers, hot, recorded, runner_of
 
 PARAMS = [
     hot(regex("(?:ab|c){3,9}"), max_tokens=20),

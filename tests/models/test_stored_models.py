@@ -9,7 +9,7 @@ import pytest
 from runtime.loading.sources.stored import stored_models
 from serve_app import cli
 from tests.models.test_loading_sources import FILES, SHA, gguf
-from tests.support.fake_hub import FakeHub
+from tests.support.models.fake_hub import FakeHub
 
 
 @pytest.fixture

@@ -29,9 +29,8 @@ from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.sharding import Shard, Sharding, parts_of, sharding_of
 from runtime.spec.types import CallboardError
 from runtime.text.tokenizer import Tokenizer
-from tests.models.test_model import open_runner
-from tests.support.plain_products import PlainProducts
-from tests.support.runner_driver import TINY, Driver, tiny_runner
+from tests.support.models.plain_products import PlainProducts
+from tests.support.models.runner_driver import TINY, Driver, open_runner, tiny_runner
 
 FLOAT32 = Numerics(torch.float32, torch.device("cpu"), "torch", packed=False, deterministic=False)
 LLAMA = {

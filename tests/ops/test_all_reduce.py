@@ -12,7 +12,7 @@ from runtime.kernels.collectives.all_reduce import sum_partials_torch
 from runtime.kernels.collectives.communicator import Communicator, OneRank
 from runtime.spec.types import CallboardError
 from runtime.worker.ranks.shared_memory import SharedMemory
-from tests.support.rank_threads import on_ranks
+from tests.support.ranks.rank_threads import on_ranks
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from runtime.worker.cpu.sampler import Sampler
 from runtime.worker.cpu.slots import Slots
 from runtime.worker.ranks.split_logits import SplitLogits
 from tests.ops.test_sampler import EOS, PARAMS
-from tests.support.lockstep_ranks import LockstepGroup
+from tests.support.ranks.lockstep_ranks import LockstepGroup
 
 CPU = torch.device("cpu")
 MAX_LEN = 32

@@ -6,7 +6,7 @@ import torch
 
 from runtime.kernels.attention.attention_torch import AttentionShape, attention_exact, attention_torch, plan_attention
 from runtime.kernels.attention.stored_kv import dequantize_kv, store_kv_torch
-from tests.support.attention_cases import encoded, every_fp8
+from tests.support.kernels.attention_cases import encoded, every_fp8
 
 
 def test_e4m3_values_round_trip_and_saturate():

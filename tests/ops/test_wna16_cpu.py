@@ -16,9 +16,9 @@ from runtime.quant.model_formats import weight_bytes
 from runtime.quant.products import CpuProducts, products_of
 from runtime.spec.config import EngineConfig
 from runtime.worker.runner import choose_numerics
-from tests.models.test_model import open_runner
-from tests.models.test_quantized_models import LLAMA, logits, write
-from tests.support.quantized import FORMATS
+from tests.support.models.quantized import FORMATS
+from tests.support.models.quantized_models import LLAMA, logits, write
+from tests.support.models.runner_driver import open_runner
 
 pytestmark = pytest.mark.skipif(not has_vector_code(), reason="this CPU has neither AVX2 nor AVX-512")
 

@@ -12,9 +12,11 @@ import pytest
 
 from actors.ray import fork_server
 from actors.ray.environment import quiet_port, ray_token
+from runtime.llm import LLM
 from serve_app.server.ray_start import WORKERS_MODULES
 from tests.conftest import RAY_FOLDER
-from tests.support.tiny_gguf import write_tiny_gguf
+from tests.support.models.tiny_gguf import write_tiny_gguf
+from tests.support.processes.server import PROMPTS, sampling
 
 # If a shell runs the tests in the background, or by nohup, they and all their children ignore a signal. Handlers are
 # not inherited. With a handler here, the children of the tests react to the signal.
@@ -70,3 +72,10 @@ def private_ray(tmp_path: Path):
     inherited = {name: value for name, value in os.environ.items() if "RAY_" not in name}
     yield {**inherited, "HOME": str(tmp_path), **ray}
     shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="session", name="undisturbed")
+def answers(tiny_path) -> list[list[int]]:
+    """The answers, computed in this process."""
+    llm = LLM(str(tiny_path), deterministic=True, max_num_seqs=8, kv_cache_memory=0.1, num_threads=1)
+    return [answer.token_ids for answer in llm.generate(PROMPTS, [sampling(i, seed=i) for i in range(len(PROMPTS))])]

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.processes.test_actors import Server, answers, wait_for  # noqa: F401  (a fixture)
+from tests.support.processes.server import Server, wait_for
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

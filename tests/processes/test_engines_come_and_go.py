@@ -21,7 +21,7 @@ import pytest
 from actors.ray.placement import FRONT_CPUS
 from runtime.llm import LLM
 from runtime.spec.types import SamplingParams
-from tests.support.tiny_gguf import write_tiny_gguf
+from tests.support.models.tiny_gguf import write_tiny_gguf
 
 MODEL = "tiny"
 HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives to it

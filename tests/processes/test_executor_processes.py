@@ -10,7 +10,7 @@ import pytest
 
 from actors.runners.step_channel import RunnersLost, SocketExecutor, serve_steps
 from actors.wire.transport import connect
-from tests.support.executor_group import HOSTS, Runner, expected, failing, plan_of, processes, same
+from tests.support.engine.executor_group import HOSTS, Runner, expected, failing, plan_of, processes, same
 
 
 @HOSTS

@@ -1,91 +1,25 @@
 """HAProxy with the configuration that Serve writes, as actors/ray/haproxy.py adapts it; no Ray."""
 
-import os
 import socket
-import struct
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
 import pytest
-from jinja2 import Environment
 from openai import APIStatusError, OpenAI
 
 from actors.ray.environment import quiet_port, single_machine
 from actors.ray.haproxy import ANSWERS, answer, leave_fronts, stop, write_command
 from serve_app.server.serve import _LAST_ANSWERS_S
-
-
-def serve_config(folder: Path, port: int, servers: list[int], fallback: int | None) -> str:
-    """The configuration that Serve's HAProxyManager writes for one application with replicas on `servers`."""
-    from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
-    from ray.serve.config import HTTPOptions
-
-    config = HAProxyConfig(
-        http_options=HTTPOptions(host="0.0.0.0", port=port),
-        socket_path=str(folder / "admin.sock"),
-        metrics_socket_path=str(folder / "metrics.sock"),
-        server_state_base=str(folder),
-        server_state_file=str(folder / "state"),
-        stats_port=quiet_port(),
-        metrics_port=quiet_port(),
-        is_head=True,
-    )
-    replicas = [ServerConfig(f"r{i}", "127.0.0.1", replica) for i, replica in enumerate(servers)]
-    proxy = None if fallback is None else ServerConfig("fallback", "127.0.0.1", fallback)
-    backend = BackendConfig(name="http-callboard", path_prefix="/", app_name="callboard", servers=replicas,
-                            fallback_server=proxy)  # fmt: skip
-    api = HAProxyApi(config, {backend.name: backend} if servers or proxy else {}, str(folder / "haproxy.cfg"))
-    assert Environment is not None  # Serve renders with it
-    api._generate_config_file_internal()
-    return api.config_file_path
-
-
-def listening_ports(pid: int, state: str = "0A") -> set[tuple[str, int]]:
-    """(address, port) of every TCP socket on which a process listens, or in another `state` of the kernel."""
-    found, inodes = set(), set()
-    with suppress(OSError):  # it has ended
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):  # it is closed
-                inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
-    for table in ("tcp", "tcp6"):
-        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == state and fields[9] in inodes:
-                address, port = fields[1].split(":")
-                words = struct.unpack(f"<{len(address) // 8}I", bytes.fromhex(address))
-                family = socket.AF_INET if table == "tcp" else socket.AF_INET6
-                text = socket.inet_ntop(family, struct.pack(f">{len(words)}I", *words))
-                found.add((text.removeprefix("::ffff:"), int(port, 16)))
-    return found
-
-
-class Running:
-    def __init__(self, command: str, config: str, *arguments: str) -> None:
-        command_line = [command, "-db", "-f", config, "-dR", *arguments]
-        self.process = subprocess.Popen(command_line, stderr=subprocess.PIPE, text=True)
-
-    def ports(self) -> set[tuple[str, int]]:
-        return listening_ports(self.process.pid)
-
-    def wait_until_it_answers(self, port: int) -> None:
-        """All its sockets listen then."""
-        end = time.monotonic() + 60
-        while True:
-            try:
-                httpx.get(f"http://127.0.0.1:{port}/")
-                return
-            except httpx.TransportError:
-                assert self.process.poll() is None, self.process.stderr.read()
-                assert time.monotonic() < end
-                time.sleep(0.01)
+from tests.support.processes.haproxy import Healthy, Running, serve_config
+from tests.support.processes.inspection import listening_ports
 
 
 @pytest.fixture
@@ -118,19 +52,6 @@ def haproxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator:
 
 
 ESTABLISHED = "01"
-
-
-class Healthy(BaseHTTPRequestHandler):
-    """A front that is ready, and echoes its request."""
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("asked-with", str(self.headers.get("x-request-disconnect-disabled")))
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 class Leaving(Healthy):

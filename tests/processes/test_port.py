@@ -16,7 +16,7 @@ from openai import APIStatusError, OpenAI
 from actors.ray.environment import quiet_port
 from actors.ray.haproxy import write_command
 from serve_app.server.port import reserved_port
-from tests.processes.test_haproxy import Healthy, Running, serve_config
+from tests.support.processes.haproxy import Healthy, Running, serve_config
 
 
 class Clients:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes.inspection import processes_with
+
 ROOT = Path(__file__).parents[2]
 # The test writes the body of `work`, which leaves its parent an orphan in a session of its own.
 PROGRAM = """
@@ -37,18 +39,6 @@ except CallboardError as e:
 except KeyboardInterrupt:
     print("interrupted")
 """
-
-
-def processes_with(mark: str) -> list[str]:
-    """The command lines of all processes that have `mark` in their environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark.encode() in path.read_bytes():
-                found.append((path.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except OSError:
-            continue
-    return found
 
 
 class Program:

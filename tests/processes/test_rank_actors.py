@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from runtime.llm import LLM
-from tests.processes.test_actors import PROMPTS, Server, sampling, wait_for
-from tests.support.divisible_model import write_divisible_model
+from tests.support.models.divisible_model import write_divisible_model
+from tests.support.processes.server import PROMPTS, Server, sampling, wait_for
 
 pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.thorough]
 

@@ -17,8 +17,8 @@ from runtime.spec.types import CallboardError, Request, SamplingParams
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.grammar.test_structured_walks import SMALL
-from tests.support.rank_processes import RankedRunner, RankProcesses, rank_processes
-from tests.support.structured_cases import regex
+from tests.support.ranks.rank_processes import RankedRunner, RankProcesses, rank_processes
+from tests.support.structured.cases import regex
 
 EIGHTS = DecoderSpec(
     num_layers=1, hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=16, ffn_size=128, vocab_size=len(SMALL.tokens),

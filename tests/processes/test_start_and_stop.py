@@ -21,9 +21,8 @@ import httpx
 import pytest
 
 from actors.ray.environment import quiet_port
-from tests.processes.test_haproxy import listening_ports
-from tests.processes.test_process_tree import processes_with
-from tests.support.gate import GATE, HOOK
+from tests.support.processes.gate import GATE, HOOK
+from tests.support.processes.inspection import listening_ports, processes_with
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,12 +16,11 @@ from serve_app.app import AppArgs, build_app
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
-from tests.actors.test_adapters import MODULES
-from tests.actors.test_link import eventually
-from tests.serve.test_front_door_engine import serving
-from tests.serve.test_http import assert_error
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
-from tests.support.fake_runner import before_all, mix, sample
+from tests.support.engine.adapters import MODULES
+from tests.support.engine.fake_runner import before_all, mix, sample
+from tests.support.engine.links import eventually
+from tests.support.http.fake_engine import MODEL, FakeEngine, assert_error, byte_tokenizer
+from tests.support.http.serving import serving
 
 
 def client_with(engine: FakeEngine, **settings: object) -> httpx.AsyncClient:

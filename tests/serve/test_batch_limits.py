@@ -17,10 +17,10 @@ from serve_app.apis.batches.store import Record
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
-from tests.actors.test_link import eventually
-from tests.serve.test_batches import CountingEngine, Front, answered, created, ended, front, lines, results, short_waits
-from tests.serve.test_http import assert_error
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
+from tests.serve.test_batches import short_waits
+from tests.support.engine.links import eventually
+from tests.support.http.batches import CountingEngine, Front, answered, created, ended, front, lines, results
+from tests.support.http.fake_engine import MODEL, FakeEngine, assert_error, byte_tokenizer
 
 __all__ = ["short_waits"]  # a fixture of every test here
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device")

@@ -18,7 +18,7 @@ from serve_app.bench.figures import distribution, figures
 from serve_app.bench.load import Session, arrivals, play, play_streams
 from serve_app.bench.prompts import WORDS, prompts_of, single_tokens
 from serve_app.bench.report import draw, report
-from tests.support.paced_server import MODEL, PacedServer
+from tests.support.http.paced_server import MODEL, PacedServer
 
 ROOT = Path(__file__).parents[2]
 

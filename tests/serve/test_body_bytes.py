@@ -11,8 +11,7 @@ from serve_app.http.limits import BodyBytes, read_json_body
 from serve_app.protocol.errors import ApiError
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
-from tests.serve.test_http import assert_error
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
+from tests.support.http.fake_engine import MODEL, FakeEngine, assert_error, byte_tokenizer
 
 
 class Sender:

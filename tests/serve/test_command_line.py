@@ -18,7 +18,7 @@ from serve_app.command_line.flags import client_key, engine_config, http_setting
 from serve_app.command_line.subjects import SUBJECTS
 from serve_app.commands import chat, generate, inspect, serve
 from serve_app.settings import HttpSettings, ScalingSettings
-from tests.support.fake_engine import FakeEngine, byte_tokenizer
+from tests.support.http.fake_engine import FakeEngine, byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
 WITH_SHORT_HELP = {"serve": serve, "chat": chat, "generate": generate, "inspect": inspect}

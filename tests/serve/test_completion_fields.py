@@ -5,8 +5,7 @@ import hashlib
 import pytest
 
 from runtime.spec.types import Request
-from tests.serve.test_http import assert_error
-from tests.support.fake_engine import EOS, FakeEngine, chat, events_of, post
+from tests.support.http.fake_engine import EOS, FakeEngine, assert_error, chat, events_of, post
 
 PATHS = {"/v1/completions": {"prompt": "a"}, "/v1/chat/completions": chat()}
 

@@ -27,7 +27,7 @@ from serve_app.protocol.sampling import MAX_BIASES
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 from tests.support.cpu_time import reference_s
-from tests.support.fake_engine import EOS, TEMPLATE, FakeEngine, byte_tokenizer
+from tests.support.http.fake_engine import EOS, TEMPLATE, FakeEngine, byte_tokenizer
 
 NUM_STREAMS = 50
 TICK_S = 0.01  # between two tokens of a stream

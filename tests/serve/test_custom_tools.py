@@ -9,11 +9,11 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 from openai.types.chat.chat_completion_chunk import Choice, ChoiceDelta, ChoiceDeltaToolCall
 
-from tests.serve.test_chat_api import CALL, LLAMA, PLAIN, QWEN, TOOLS
-from tests.serve.test_forced_calls import GrammarEngine
 from tests.serve.test_tool_call_formats import tokenizer_of
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, client_of
-from tests.support.structured_cases import fits
+from tests.support.http.chats import CALL, LLAMA, PLAIN, QWEN, TOOLS
+from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer, client_of
+from tests.support.http.grammar_engine import GrammarEngine
+from tests.support.structured.cases import fits
 
 pytestmark = pytest.mark.usefixtures("shared_compiler")
 TEXT = 'a = "é\\n"\n\tb 😀 \\ }</tool_call>'

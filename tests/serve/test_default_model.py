@@ -12,7 +12,7 @@ from runtime.spec.types import SamplingParams
 from runtime.text.sampling_defaults import RECOMMENDED, SamplingDefaults
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
-from tests.support.fake_engine import FakeEngine, byte_tokenizer, chat
+from tests.support.http.fake_engine import FakeEngine, byte_tokenizer, chat
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 

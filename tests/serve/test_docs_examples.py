@@ -33,8 +33,8 @@ from serve_app.apis.batches.worker import Batches
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
-from tests.serve.test_chat_api import CALL, QWEN
-from tests.support.fake_engine import FakeEngine, byte_tokenizer
+from tests.support.http.chats import CALL, QWEN
+from tests.support.http.fake_engine import FakeEngine, byte_tokenizer
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [DOCS / "http.md", *sorted((DOCS / "apis").glob("*.md"))]

@@ -13,7 +13,7 @@ from serve_app.apis.completions.endpoint import COMPLETIONS
 from serve_app.apis.completions.request import CompletionRequest
 from serve_app.service.service import Service
 from tests.serve.test_stream_equals_plain import Scripted, events
-from tests.support.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, events_of, post
+from tests.support.http.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, events_of, post
 
 BYTES = byte_tokenizer()
 

@@ -1,57 +1,18 @@
 """Calls that a request requires, from an engine that writes any text of their grammar: every call arrives."""
 
 import json
-import random
 import re
 from typing import Any
 
-import numpy as np
 import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
-from runtime.spec.types import Request
-from runtime.structured.matching.vocabulary import BYTES
-from tests.serve.test_chat_api import LLAMA, PLAIN, QWEN, prompt_of
-from tests.support.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, client_of
-from tests.support.structured_cases import BYTE_ENGINE
+from tests.support.http.chats import LLAMA, PLAIN, QWEN, prompt_of
+from tests.support.http.fake_engine import MODEL, byte_tokenizer, client_of
+from tests.support.http.grammar_engine import NAMED, TOOLS, GrammarEngine
 
 pytestmark = pytest.mark.usefixtures("shared_compiler")
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "Adds.",
-            "parameters": {"type": "object", "properties": {"a": {"enum": [1, "}"]}}, "required": ["a"]},
-        },
-    }
-    for name in ("add", "add_all", "sub")
-]
-NAMED = {"type": "function", "function": {"name": "add"}}
-
-
-class GrammarEngine(FakeEngine):
-    """Answers with random bytes that the request's grammar allows. Where the answer may end, it ends in half of all
-    cases, and always beyond `most` bytes."""
-
-    def __init__(self, seed: int, most: int = 400) -> None:
-        super().__init__(max_model_len=4096)
-        self._random, self._most, self.text = random.Random(seed), most, ""
-
-    def _outputs(self, request: Request):
-        assert request.params.grammar is not None
-        matcher, script = BYTE_ENGINE.matcher(request.params.grammar.lark), []
-        while EOS not in script:
-            mask = np.zeros(BYTES.num_words, np.int32)
-            matcher.fill(mask)
-            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
-            may_end = EOS in allowed and (len(script) > self._most or self._random.random() < 0.5)
-            others = [i for i in allowed if i != EOS]
-            script.append(EOS if may_end or not others else self._random.choice(others))
-            matcher.advance(script[-1:])
-        self.script, self.text = script, bytes(script[:-1]).decode()
-        return super()._outputs(request)
 
 
 def written(engine: GrammarEngine, template: str) -> list[tuple[str, Any]]:

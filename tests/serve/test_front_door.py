@@ -16,7 +16,7 @@ from serve_app.application import build_http_app
 from serve_app.protocol.errors import ApiError
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat
+from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat
 
 http = httpx.Client(timeout=10)  # one for all, because a new one reads the certificates of the system
 

@@ -10,10 +10,10 @@ import pytest
 
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
-from tests.serve.test_chat_api import CALL, PLAIN, TIME_CALL, TOOLS, answers, called, engine_of, prompt_of, send
-from tests.serve.test_forced_calls import GrammarEngine
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, client_of
-from tests.support.structured_cases import fits
+from tests.support.http.chats import CALL, PLAIN, TIME_CALL, TOOLS, answers, called, engine_of, prompt_of, send
+from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer, client_of
+from tests.support.http.grammar_engine import GrammarEngine
+from tests.support.structured.cases import fits
 
 pytestmark = pytest.mark.usefixtures("shared_compiler")
 HI: Any = [{"role": "user", "content": "hi"}]

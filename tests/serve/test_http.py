@@ -3,7 +3,6 @@
 import json
 import pickle
 
-import httpx
 import msgspec
 import pytest
 
@@ -13,7 +12,7 @@ from serve_app.apis.management.answers import Health
 from serve_app.http.limits import is_long
 from serve_app.protocol.errors import ApiError
 from serve_app.settings import HttpSettings
-from tests.support.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, chat, client_of, post
+from tests.support.http.fake_engine import EOS, MODEL, FakeEngine, assert_error, byte_tokenizer, chat, client_of, post
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
@@ -210,17 +209,6 @@ def test_only_long_requests_are_read_in_a_thread(body, expected):
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
-
-
-def assert_error(response: httpx.Response, status: int, param: str | None, says: str, code: str | None = None) -> None:
-    assert response.status_code == status, response.text
-    assert response.headers["content-type"] == "application/json"
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["param"] == param
-    assert error["code"] == code
-    assert says in error["message"]
-    assert "Traceback" not in error["message"]
 
 
 @pytest.mark.parametrize(

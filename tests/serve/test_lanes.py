@@ -12,9 +12,9 @@ from serve_app.application import build_http_app
 from serve_app.http.lanes import LONG_REQUESTS, Lane
 from serve_app.protocol.errors import ApiError
 from serve_app.service.service import Service
-from tests.actors.test_link import eventually
 from tests.serve.test_costly_requests import call, of
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat, client_of
+from tests.support.engine.links import eventually
+from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat, client_of
 
 CHATS = {
     "/v1/chat/completions": chat(),

@@ -11,8 +11,7 @@ from serve_app.apis.completions.request import CompletionRequest
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.shapes import MAX_VALUES
 from serve_app.service.service import Service
-from tests.serve.test_http import assert_error
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat, client_of, post
+from tests.support.http.fake_engine import MODEL, FakeEngine, assert_error, byte_tokenizer, chat, client_of, post
 
 IDS = [i % 1000 for i in range(100_000)]
 

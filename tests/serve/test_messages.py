@@ -12,10 +12,10 @@ from runtime.spec.types import FinishReason
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
-from tests.serve.test_chat_api import ARGUMENTS, CALL, QWEN, THINKING, TIME_CALL
-from tests.serve.test_chat_api import TOOLS as CHAT_TOOLS
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, post
-from tests.support.structured_cases import fits
+from tests.support.http.chats import ARGUMENTS, CALL, QWEN, THINKING, TIME_CALL
+from tests.support.http.chats import TOOLS as CHAT_TOOLS
+from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer, post
+from tests.support.structured.cases import fits
 
 pytestmark = pytest.mark.usefixtures("shared_compiler")
 HI = [{"role": "user", "content": "hi"}]

@@ -14,72 +14,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from actors.wire.metrics import METRICS, Histogram, MetricValues, Snapshot, all_at_zero
 from runtime.policy.admission import Admission
 from runtime.spec.types import Request, SamplingParams
-from serve_app.application import build_http_app
 from serve_app.observability import ray_metrics as ray_metrics_module
 from serve_app.observability.context import ChoiceStats
 from serve_app.observability.ray_metrics import RayMetrics
-from serve_app.service.service import Service
-from tests.actors import test_link
-from tests.actors.test_link import Engine, eventually, link_to
-from tests.support.fake_engine import FakeEngine, byte_tokenizer, client_of
-from tests.support.fake_runner import FixedShare
-
-MODEL = "m"
-
-
-def parsed(text: str) -> dict[str, float]:
-    """Samples by name, each with its labels except model_name and engine. Samples of several engines are summed."""
-    samples: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            labels = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
-            key = sample.name + "".join(f",{k}={v}" for k, v in sorted(labels.items()))
-            samples[key] = samples.get(key, 0) + sample.value
-    return samples
-
-
-class Fronts:
-    """HTTP fronts that share engines, over real sockets."""
-
-    def __init__(self, *engines: Engine) -> None:
-        self.engines, self.links, self.clients, self.services = engines, [], [], []
-
-    async def add(self) -> httpx.AsyncClient:
-        links = link_to(*self.engines)
-        await links.start()
-        self.services.append(Service(links, byte_tokenizer(), MODEL))
-        app = build_http_app(self.services[-1])
-        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
-        self.links.append(links)
-        self.clients.append(client)
-        return client
-
-    async def scrape(self, at: int = 0) -> dict[str, float]:
-        for service in self.services:
-            if service is not self.services[at]:
-                await service.metrics.report()  # as each does once a second
-        return parsed((await self.clients[at].get("/metrics")).text)
-
-    async def close(self) -> None:
-        for client, links in zip(self.clients, self.links, strict=True):
-            await client.aclose()
-            links.close()
-        for engine in self.engines:
-            if engine.loop:
-                engine.loop.close()
-
-
-async def complete(client: httpx.AsyncClient, prompt: list[int], max_tokens: int, **fields) -> httpx.Response:
-    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **fields}
-    return await client.post("/v1/completions", json=body)
-
-
-@pytest.fixture
-async def fronts():
-    made = Fronts(Engine())
-    await made.add()
-    yield made
-    await made.close()
+from tests.support.engine import links
+from tests.support.engine.fake_runner import FixedShare
+from tests.support.engine.links import Engine, eventually, link_to
+from tests.support.http.fake_engine import FakeEngine, client_of
+from tests.support.http.metrics import MODEL, Fronts, complete, parsed
 
 
 async def test_every_metric_exists_from_the_start(fronts):
@@ -206,7 +148,7 @@ async def test_aborted_and_refused_requests_are_counted():
 
 async def test_a_preempted_request_waits_longer_between_two_tokens(monkeypatch):
     """Memory for less than both requests: the latencies of tokens still add up to the time of decoding."""
-    monkeypatch.setattr(test_link, "INFO", replace(test_link.INFO, eos_token_ids=(), num_kv_blocks=40))
+    monkeypatch.setattr(links, "INFO", replace(links.INFO, eos_token_ids=(), num_kv_blocks=40))
     engine = Engine()
     fronts = Fronts(engine)
     client = await fronts.add()

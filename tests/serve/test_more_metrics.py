@@ -1,12 +1,12 @@
 """Metrics by vLLM's older names, the state of engines, and the memory and CPU time of processes."""
-# ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
+# fixtures are named twice: where they come from, and as arguments
 
 import time
 
 import pytest
 
-from tests.actors.test_link import Engine, eventually
-from tests.serve.test_metrics import Fronts, complete, fronts, parsed  # noqa: F401
+from tests.support.engine.links import Engine, eventually
+from tests.support.http.metrics import Fronts, complete, parsed
 
 
 async def test_old_and_new_metric_names_have_equal_values(fronts):

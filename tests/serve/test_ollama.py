@@ -11,9 +11,9 @@ from runtime.spec.types import FinishReason
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
-from tests.serve.test_chat_api import CALL, PLAIN, QWEN, THINKING, TIME_CALL, TOOLS
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, client_of
-from tests.support.structured_cases import fits
+from tests.support.http.chats import CALL, PLAIN, QWEN, THINKING, TIME_CALL, TOOLS
+from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer, client_of
+from tests.support.structured.cases import fits
 
 pytestmark = pytest.mark.usefixtures("shared_compiler")
 HI = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}

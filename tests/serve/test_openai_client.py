@@ -11,7 +11,7 @@ import pytest
 from openai.types import Completion, CompletionChoice
 from openai.types.completion_choice import Logprobs
 
-from tests.support.fake_engine import MODEL, FakeEngine, client_of
+from tests.support.http.fake_engine import MODEL, FakeEngine, client_of
 
 
 class EchoedLogprobs(Logprobs):

@@ -12,7 +12,7 @@ from runtime.spec.pooling import Pooling
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
+from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer
 
 KEY = "a-key"
 

@@ -19,7 +19,7 @@ from serve_app.observability.tracing import Tracing
 from serve_app.server import ray_start
 from serve_app.service.service import Service
 from serve_app.tools import doctor
-from tests.support.fake_engine import FakeEngine, byte_tokenizer, client_of
+from tests.support.http.fake_engine import FakeEngine, byte_tokenizer, client_of
 
 ROOT = Path(__file__).parents[2]
 _SUFFIXES = r"(?:_total|_bucket|_sum|_count)?"

@@ -10,8 +10,8 @@ from pydantic import BaseModel
 
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
-from tests.serve.test_chat_api import ARGUMENTS, CALL, PLAIN, QWEN, TOOLS
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, client_of
+from tests.support.http.chats import ARGUMENTS, CALL, PLAIN, QWEN, TOOLS
+from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer, client_of
 
 pytestmark = pytest.mark.usefixtures("shared_compiler")
 HI: list[Any] = [{"role": "user", "content": "hi"}]

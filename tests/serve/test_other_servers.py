@@ -10,9 +10,8 @@ from openai.types.chat import completion_create_params as chat_create_params
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.completions.request import CompletionRequest
 from serve_app.protocol.other_servers import IGNORED_FIELDS, UNSUPPORTED_FIELDS
-from tests.serve.test_http import assert_error
 from tests.support import api_page
-from tests.support.fake_engine import FakeEngine, chat, client_of, post
+from tests.support.http.fake_engine import FakeEngine, assert_error, chat, client_of, post
 
 PATHS = {"/v1/completions": {"prompt": "a"}, "/v1/chat/completions": chat()}
 KINDS = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}

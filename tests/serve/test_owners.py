@@ -9,10 +9,9 @@ import pytest
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
-from tests.actors.test_link import eventually, link_to
-from tests.serve.test_front_door_engine import body, live, serving
-from tests.serve.test_http import assert_error
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, client_of, post
+from tests.support.engine.links import eventually, link_to
+from tests.support.http.fake_engine import MODEL, FakeEngine, assert_error, byte_tokenizer, client_of, post
+from tests.support.http.serving import body, live, serving
 
 
 async def test_an_abort_ends_only_requests_of_the_same_key():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.page import _HEADERS
-from tests.support.fake_engine import FakeEngine, client_of
+from tests.support.http.fake_engine import FakeEngine, client_of
 
 FOLDER = Path(__file__).parents[2] / "serve_app" / "page"
 FILES = sorted(

@@ -13,7 +13,7 @@ from serve_app.processes import application_processes as processes
 from serve_app.processes.application_processes import Process, kill_any
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
+from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from runtime.output import score_prompt
 from runtime.output.score_prompt import DEFAULT_INSTRUCTION, PairPrompter
 from runtime.spec.pooling import Pooling
-from tests.support.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, client_of, post
+from tests.support.http.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, client_of, post
 
 EMBEDS, CUTS = Pooling("last", normalized=True), Pooling("last", normalized=True, cuts_dimensions=True)
 RANKS = Pooling("last", num_labels=1)

@@ -8,7 +8,7 @@ import pytest
 from runtime.spec.pooling import Pooling
 from runtime.text.tokenizer import Tokenizer
 from serve_app.protocol.prompt_ids import prompt_ids
-from tests.support.fake_engine import FakeEngine, byte_tokenizer, chat, client_of, post
+from tests.support.http.fake_engine import FakeEngine, byte_tokenizer, chat, client_of, post
 
 
 @pytest.fixture

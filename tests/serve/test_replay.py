@@ -21,7 +21,7 @@ from serve_app.service.recorded import RecordedRequests
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 from serve_app.tools.replay import replay
-from tests.support.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, chat, client_of
+from tests.support.http.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, chat, client_of
 
 URL = "http://test"
 

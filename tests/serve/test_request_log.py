@@ -12,7 +12,7 @@ from serve_app.application import build_http_app
 from serve_app.observability.line_pipe import PipeWriter, RequestPipe, opened_pipe
 from serve_app.observability.request_line import quoted
 from serve_app.service.service import Service
-from tests.support.fake_engine import FakeEngine, byte_tokenizer
+from tests.support.http.fake_engine import FakeEngine, byte_tokenizer
 
 
 class Client(httpx.AsyncClient):

@@ -20,11 +20,10 @@ from serve_app.application import build_http_app
 from serve_app.protocol.errors import ApiError
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
-from tests.actors.test_link import eventually
-from tests.serve.test_chat_api import QWEN
-from tests.serve.test_http import assert_error
-from tests.serve.test_responses_api import CALL, TOOLS, data_of, engine_of, openai_client, said
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
+from tests.support.engine.links import eventually
+from tests.support.http.chats import CALL, QWEN
+from tests.support.http.fake_engine import MODEL, FakeEngine, assert_error, byte_tokenizer
+from tests.support.http.responses import TOOLS, data_of, engine_of, openai_client, said
 
 
 class Front:

@@ -1,39 +1,18 @@
 """/v1/responses through OpenAI's client, which validates answers, and the agents SDK; against the same chat."""
 
-import json
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.serve.test_chat_api import CALL, PLAIN, QWEN, THINKING, TIME_CALL, prompt_of
-from tests.serve.test_http import assert_error
-from tests.support.fake_engine import MODEL, TEMPLATE, FakeEngine, byte_tokenizer, client_of
+from tests.support.http.chats import CALL, PLAIN, QWEN, THINKING, TIME_CALL, prompt_of
+from tests.support.http.fake_engine import MODEL, TEMPLATE, FakeEngine, assert_error, byte_tokenizer, client_of
+from tests.support.http.responses import TOOLS, data_of, engine_of, openai_client, said
 
 pytestmark = pytest.mark.usefixtures("shared_compiler")
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-TOOLS: list[Any] = [
-    {"type": "function", "name": name, "description": "About a city.", "parameters": PARAMETERS, "strict": False}
-    for name in ("get_weather", "get_time")
-]
 CHAT_TOOLS = [{"type": "function", "function": {k: t[k] for k in ("name", "description", "parameters")}} for t in TOOLS]
 ALL = f"Hm.\n</think>\n\nI see.\n{CALL}\n{TIME_CALL}"
-
-
-def engine_of(text: str, group: int = 1, **fields: Any) -> FakeEngine:
-    return FakeEngine(text, group=group, max_model_len=4096, **fields)
-
-
-def openai_client(engine: FakeEngine, template: str = TEMPLATE) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(
-        base_url="http://test/v1",
-        api_key="none",
-        max_retries=0,
-        http_client=client_of(engine, byte_tokenizer(template)),
-        _strict_response_validation=True,
-    )
 
 
 async def events_of(client: openai.AsyncOpenAI, **fields: Any) -> list[Any]:
@@ -195,10 +174,6 @@ async def prompt(template: str = QWEN, **fields: Any) -> str:
     return prompt_of(engine)
 
 
-def said(role: str, text: str, kind: str = "input_text") -> dict[str, Any]:
-    return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
-
-
 async def test_items_become_messages():
     call = {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": '{"city": "Zürich"}'}
     answered = {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "21"}]}
@@ -332,11 +307,6 @@ async def test_errors_before_and_within_a_stream():
     )  # fmt: skip
     async with client_of(engine_of("Hello", fails_after=2)) as http:
         assert_error(await http.post("/v1/responses", json={"input": "hi"}), 500, None, "no finite", "engine_error")
-
-
-def data_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    lines = answer.text.splitlines()
-    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
 
 
 async def test_each_event_is_called_by_its_type():

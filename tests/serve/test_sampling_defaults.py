@@ -20,7 +20,7 @@ from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app import cli
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat
+from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat
 
 QWEN = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05, "min_p": 0.01}
 GGUF = {

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from runtime.spec.types import CallboardError, SamplingParams
 from runtime.text.tokenizer import Tokenizer
-from tests.support.fake_engine import EOS, FakeEngine, byte_tokenizer, chat, client_of, events_of, post
+from tests.support.http.fake_engine import EOS, FakeEngine, byte_tokenizer, chat, client_of, events_of, post
 
 
 def prompt_logprob(char: str) -> float:

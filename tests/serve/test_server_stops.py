@@ -11,8 +11,8 @@ import pytest
 from actors.engine.supervisor import STOPPED
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
-from tests.actors.test_link import INFO, Engine, eventually, link_to
-from tests.support.fake_engine import byte_tokenizer
+from tests.support.engine.links import INFO, Engine, eventually, link_to
+from tests.support.http.fake_engine import byte_tokenizer
 
 _STREAMS = {
     "/v1/completions": {"prompt": "a", "max_tokens": 400},

@@ -11,13 +11,15 @@ import pytest
 from tokenizers import AddedToken
 
 from runtime.spec.types import ThinkingBudget
+from runtime.structured.matching.vocabulary import BYTES
 from runtime.text.tokenizer import Tokenizer
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
-from tests.serve.test_chat_api import CALL, QWEN, THINKING, TOOLS, engine_of
-from tests.serve.test_forced_calls import BYTE_ENGINE, BYTES, GrammarEngine
 from tests.serve.test_tool_call_formats import HARMONY
-from tests.support.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, chat, client_of
+from tests.support.http.chats import CALL, QWEN, THINKING, TOOLS, engine_of
+from tests.support.http.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, chat, client_of
+from tests.support.http.grammar_engine import GrammarEngine
+from tests.support.structured.cases import BYTE_ENGINE
 
 EFFORT = QWEN + "{% if reasoning_effort %}({{ reasoning_effort }}){% endif %}"
 

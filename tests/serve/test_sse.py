@@ -18,7 +18,7 @@ from serve_app.apis.completions.endpoint import COMPLETIONS
 from serve_app.apis.completions.request import CompletionRequest
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat, events_of, post
+from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat, events_of, post
 
 
 def joined(events: list[dict]) -> list[tuple[str, str]]:

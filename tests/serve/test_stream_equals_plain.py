@@ -14,7 +14,7 @@ from runtime.text.tokenizer import Tokenizer
 from serve_app.apis.completions.endpoint import COMPLETIONS
 from serve_app.apis.completions.request import CompletionRequest
 from serve_app.service.service import Service
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
+from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer
 from tests.text.test_text_stream import TOKENIZERS
 
 EOS = 0

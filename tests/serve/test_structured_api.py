@@ -12,9 +12,9 @@ from runtime.spec.types import Grammar
 from runtime.structured.compiler import GrammarCompiler
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
-from tests.serve.test_chat_api import LLAMA, QWEN, THINKING, TOOLS
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat
-from tests.support.structured_cases import fits
+from tests.support.http.chats import LLAMA, QWEN, THINKING, TOOLS
+from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat
+from tests.support.structured.cases import fits
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 CITY = '{"city": "Zürich"}'

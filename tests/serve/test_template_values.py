@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runtime.text.chat import ChatTemplate
-from tests.support.fake_engine import FakeEngine, byte_tokenizer, chat, client_of
+from tests.support.http.fake_engine import FakeEngine, byte_tokenizer, chat, client_of
 
 LLAMA = (Path(__file__).parents[1] / "data/chat_templates/llama3.2.jinja").read_text()
 

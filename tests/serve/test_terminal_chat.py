@@ -20,7 +20,7 @@ from serve_app.service.service import Service
 from serve_app.terminal import loading, partners
 from serve_app.terminal.partners import MAX_TOKENS, Ending, RemoteModel, read_event
 from serve_app.terminal.talk import Talk
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
+from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
 QUESTION = [{"role": "user", "content": "a"}]

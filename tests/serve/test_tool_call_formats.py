@@ -8,11 +8,11 @@ import openai
 import pytest
 
 from runtime.text.tokenizer import Tokenizer
-from tests.serve.test_chat_api import QWEN
-from tests.serve.test_chat_api import TOOLS as CHAT_TOOLS
-from tests.serve.test_forced_calls import NAMED, TOOLS, GrammarEngine
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, client_of, events_of
-from tests.support.structured_cases import fits
+from tests.support.http.chats import QWEN
+from tests.support.http.chats import TOOLS as CHAT_TOOLS
+from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer, client_of, events_of
+from tests.support.http.grammar_engine import NAMED, TOOLS, GrammarEngine
+from tests.support.structured.cases import fits
 
 pytestmark = pytest.mark.usefixtures("shared_compiler")
 HARMONY = (

@@ -17,12 +17,12 @@ from runtime.spec.types import RequestOutput
 from runtime.speculation.choose_k import Speculation
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
-from tests.actors.test_link import INFO, Engine, eventually, link_to, request
 from tests.serve.test_openai_client import OpenCompletion
-from tests.support.engines import replace_extra
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
-from tests.support.fake_runner import VOCAB, FixedShare, Oracle, sequential
-from tests.support.runner_driver import tiny_runner
+from tests.support.engine.fake_runner import VOCAB, FixedShare, Oracle, sequential
+from tests.support.engine.links import INFO, Engine, eventually, link_to, request
+from tests.support.engine.whole import replace_extra
+from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer
+from tests.support.models.runner_driver import tiny_runner
 
 WRONG = 2  # guesses of each of the scripted engine's steps that are
 

@@ -258,7 +258,7 @@ def test_a_separate_template_for_tools():
 
 
 def test_a_folder_with_a_template_for_tools(tmp_path):
-    from tests.support.fake_engine import byte_tokenizer
+    from tests.support.http.fake_engine import byte_tokenizer
 
     byte_tokenizer()._backend.save(str(tmp_path / "tokenizer.json"))
     named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
@@ -274,7 +274,7 @@ def test_a_folder_with_a_template_for_tools(tmp_path):
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"])
 def test_a_template_cannot_link_out_of_its_folder(tmp_path, name: str):
-    from tests.support.fake_engine import byte_tokenizer
+    from tests.support.http.fake_engine import byte_tokenizer
 
     folder, secret = tmp_path / "model", tmp_path / "secret"
     (folder / name).parent.mkdir(parents=True)
@@ -291,7 +291,7 @@ def test_a_template_cannot_link_out_of_its_folder(tmp_path, name: str):
 
 
 def test_links_within_a_hub_cache_are_followed(tmp_path):
-    from tests.support.fake_engine import byte_tokenizer
+    from tests.support.http.fake_engine import byte_tokenizer
 
     snapshot, blobs = tmp_path / "models--a--b/snapshots/0123", tmp_path / "models--a--b/blobs"
     snapshot.mkdir(parents=True)

@@ -12,7 +12,7 @@ from runtime.text.chat import ChatTemplate
 from runtime.text.tool_calls import GENERIC, HERMES, LLAMA3
 from runtime.text.tool_calls.generic import with_tools_as_text
 from runtime.text.tool_calls.mistral import MISTRAL
-from tests.support.fake_engine import byte_tokenizer
+from tests.support.http.fake_engine import byte_tokenizer
 
 TEMPLATES = {
     path.stem: path.read_text("utf-8") for path in Path(__file__).parents[1].glob("data/chat_templates/*.jinja")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from runtime.text.chat import ChatTemplate
 from runtime.text.tool_calls import FORMATS, GENERIC
 from runtime.text.tool_calls.generic import with_tools_as_text
-from tests.support.fake_engine import byte_tokenizer
+from tests.support.http.fake_engine import byte_tokenizer
 
 FOLDER = Path(__file__).parents[1] / "data" / "chat_templates"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -12,7 +12,7 @@ from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
 from runtime.text.chat import ChatTemplate
 from runtime.text.tool_calls import FORMATS, ForcedCall
-from tests.support.fake_engine import byte_tokenizer
+from tests.support.http.fake_engine import byte_tokenizer
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "state": {"type": "string"}}}
 AREA = {

@@ -5,4 +5,4 @@ import os
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 if INTERPRETING:
-    import tests.support.interpreter  # noqa: F401
+    import tests.support.kernels.interpreter  # noqa: F401

@@ -17,8 +17,8 @@ from runtime.kernels.linear.small_results import EMPTY_WORD
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch
 from runtime.worker.runner import ModelRunner
-from tests.support.runner_driver import Driver, tiny_runner
-from tests.support.triton_engine import SHALLOW, replayed_graphs
+from tests.support.kernels.triton_engine import SHALLOW, replayed_graphs
+from tests.support.models.runner_driver import Driver, tiny_runner
 
 ROWS = torch.tensor([2, 0, 1, 2, 0, 3, 3], dtype=torch.int32)
 

@@ -8,8 +8,8 @@ from runtime.kernels.sampling.sample import PENALISED_FROM, PROMPT_LEN, SEED_HIG
 from runtime.spec.types import Grammar, SamplingParams
 from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.transfers import Transfers
-from tests.support import device_sampler_cases, split_sampler_cases
-from tests.support.device_sampler_cases import CPU, EOS
+from tests.support.kernels import device_sampler_cases, split_sampler_cases
+from tests.support.kernels.device_sampler_cases import CPU, EOS
 
 
 def test_slots_set_their_sampling_state():

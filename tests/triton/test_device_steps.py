@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.triton_engine import chains, check_tokens, logits_after_chunks, run
+from tests.support.kernels.triton_engine import chains, check_tokens, logits_after_chunks, run
 
 pytestmark = pytest.mark.usefixtures("wide_products")
 

@@ -17,10 +17,10 @@ from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
-from tests.support.family_cases import spec_of, yarn
-from tests.support.family_steps import logits_of
-from tests.support.runner_driver import Driver
-from tests.support.triton_engine import replayed_graphs
+from tests.support.kernels.triton_engine import replayed_graphs
+from tests.support.models.family_cases import spec_of, yarn
+from tests.support.models.family_steps import logits_of
+from tests.support.models.runner_driver import Driver
 
 pytestmark = pytest.mark.usefixtures("wide_products")
 

@@ -4,7 +4,7 @@ card's instructions is tested in tests/compile (`drops_nan`) and tests/gpu, whic
 import pytest
 import torch
 
-from tests.support.not_finite_cases import CASES, check
+from tests.support.kernels.not_finite_cases import CASES, check
 
 CHEAP = ("fp8 rows", "fp8 weights", "integer product", "routing", "norms", "fp8 keys", "int8 keys")
 

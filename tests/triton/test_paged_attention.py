@@ -9,7 +9,7 @@ from runtime.kernels.attention.decode_attention import decode_attention
 from runtime.kernels.attention.paged_attention import PagedRows, paged_attention_torch
 from runtime.kernels.attention.prefill_attention import _find_segment, prefill_attention
 from runtime.kernels.triton_language import jit, tl
-from tests.support.attention_cases import check, paged_case, rows_of
+from tests.support.kernels.attention_cases import check, paged_case, rows_of
 
 
 def test_the_twin_is_softmax_over_each_tokens_past():

@@ -12,8 +12,8 @@ from runtime.spec.pooling import Pooling
 from runtime.spec.types import SamplingParams
 from runtime.worker.gpu.step_rows import MixedShape
 from runtime.worker.runner import ModelRunner
-from tests.support.runner_driver import GREEDY, Driver, tiny_runner
-from tests.support.triton_engine import SHALLOW, replayed_graphs
+from tests.support.kernels.triton_engine import SHALLOW, replayed_graphs
+from tests.support.models.runner_driver import GREEDY, Driver, tiny_runner
 
 SPEC = replace(SHALLOW, hidden_size=64, num_heads=2, ffn_size=64)
 HOT = SamplingParams(max_tokens=60, temperature=1.0)

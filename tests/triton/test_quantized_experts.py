@@ -12,7 +12,7 @@ from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch, rms_norm_triton
 from runtime.kernels.quantized.quantized_weight import dequantize_torch
 from runtime.spec.decoder_spec import ExpertsSpec
-from tests.triton.test_quantized_kernels import some_weight
+from tests.support.kernels.quantized_weights import some_weight
 
 SPEC = ExpertsSpec(3, 2, True)
 ROWS = {"single": 2, "few": 17, "many": 25}  # 4, 34 and 50 choices of three experts

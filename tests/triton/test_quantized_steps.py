@@ -11,8 +11,8 @@ from runtime.quant.model_formats import LAYOUTS
 from runtime.quant.products import products_of
 from runtime.quant.scheme import QuantizationScheme
 from runtime.spec.decoder_spec import ExpertsSpec
-from tests.support.plain_products import PLAIN
-from tests.support.triton_engine import SPEC
+from tests.support.kernels.triton_engine import SPEC
+from tests.support.models.plain_products import PLAIN
 from tests.triton.test_family_steps import logits
 
 KINDS = {

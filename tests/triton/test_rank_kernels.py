@@ -10,8 +10,8 @@ import torch
 from runtime.kernels.collectives import all_reduce
 from runtime.kernels.collectives.all_reduce import sum_partials_torch
 from runtime.worker.ranks.peer_memory import PeerMemory
-from tests.support.communicator_processes import answer_of, communicator_processes
-from tests.support.host_memory import HostMemory
+from tests.support.ranks.communicator_processes import answer_of, communicator_processes
+from tests.support.ranks.host_memory import HostMemory
 
 INBOX_BYTES = 1 << 18
 SHAPES = ((2, 700), (9, 4096), (1, 1040))  # the second in two pieces

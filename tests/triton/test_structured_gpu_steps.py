@@ -11,10 +11,10 @@ from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.gpu.step_rows import MixedShape
 from runtime.worker.runner import ModelRunner
 from tests.grammar.test_deferred_grammars import SLOW, both
-from tests.support.split_runners import SplitRunner
-from tests.support.structured_cases import regex
-from tests.support.structured_engine import Answers, answers, hot, recorded, small_runner
-from tests.support.triton_engine import replayed_graphs
+from tests.support.kernels.triton_engine import replayed_graphs
+from tests.support.ranks.split_runners import SplitRunner
+from tests.support.structured.cases import regex
+from tests.support.structured.engine import Answers, answers, hot, recorded, small_runner
 
 pytestmark = pytest.mark.usefixtures("wide_products")
 

@@ -1,6 +1,6 @@
 """An OpenAI-compatible server that sends one word a token at fixed times after the request.
 
-    python -m tests.support.paced_server --first-ms 200 --gap-ms 20    # prints its URL
+    python -m tests.support.http.paced_server --first-ms 200 --gap-ms 20    # prints its URL
 
 The load of the machine moves its times little, so that two benchmarks can be compared on it.
 """

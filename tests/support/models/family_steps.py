@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.support.runner_driver import Driver
+from tests.support.models.runner_driver import Driver
 
 
 def logits_of(driver: Driver, long: list[int], short: list[int]) -> torch.Tensor:

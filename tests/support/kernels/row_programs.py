@@ -1,7 +1,7 @@
 """Runs choose_kernel under Triton's interpreter with several programs a row, which wait for each other: as processes
 that share the memory of its arguments. Their tokens must equal the tokens of one program a row.
 
-    TRITON_INTERPRET=1 OMP_NUM_THREADS=1 python tests/support/row_programs.py
+    TRITON_INTERPRET=1 OMP_NUM_THREADS=1 python tests/support/kernels/row_programs.py
 
 It runs in a separate process, because it changes the interpreter, and forks before it has threads.
 """
@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from triton.runtime import interpreter
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
-import tests.support.interpreter  # noqa: F401
+import tests.support.kernels.interpreter  # noqa: F401
 from runtime.kernels.sampling import sample
-from tests.support.device_sampler_cases import CPU, make_state
+from tests.support.kernels.device_sampler_cases import CPU, make_state
 
 NUM_PROGRAMS = 3  # of a row
 SECONDS = 60  # limit of a launch, because a program may hang

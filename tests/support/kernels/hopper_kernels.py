@@ -1,6 +1,6 @@
 """Compiles for sm_90a, without a GPU, every Triton kernel that serving the benchmarked models launches.
 
-    python tests/support/hopper_kernels.py
+    python tests/support/kernels/hopper_kernels.py
 
 The steps of runtime.worker.gpu.gpu_steps run on meta tensors, which have shapes and no data. Each launch becomes a
 compilation with the same arguments, hints and options as in serving. Prints one JSON line a kernel. It runs in a
@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.kernels.tune_quantized import FORMS, NF4  # noqa: E402

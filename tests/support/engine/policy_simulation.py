@@ -12,7 +12,7 @@ from runtime.core.request_state import NEVER, RequestState
 from runtime.policy.admission import Admission
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import Request, SamplingParams
-from tests.support.engines import whole_scheduler
+from tests.support.engine.whole import whole_scheduler
 
 EOS, WORD = 0, 1
 CONTEXT, BLOCK = 2048, 16

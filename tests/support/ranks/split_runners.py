@@ -12,7 +12,7 @@ from runtime.features.grammar_state import GrammarState
 from runtime.spec.sharding import Shard
 from runtime.worker.ranks.split_logits import SplitLogits
 from runtime.worker.runner import ModelRunner
-from tests.support.lockstep_ranks import LockstepGroup, LockstepRank
+from tests.support.ranks.lockstep_ranks import LockstepGroup, LockstepRank
 
 
 def split(runner: ModelRunner, rank: LockstepRank) -> ModelRunner:

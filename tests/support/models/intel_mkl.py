@@ -1,4 +1,4 @@
-"""A pytest plugin (`-p tests.support.intel_mkl`): MKL takes this CPU for one of Intel's.
+"""A pytest plugin (`-p tests.support.models.intel_mkl`): MKL takes this CPU for one of Intel's.
 
 On other CPUs MKL has only its oldest kernels, and MKL_ENABLE_INSTRUCTIONS does nothing. Tests on such a CPU would miss
 the behaviour of MKL on most others. To be loaded before torch multiplies anything."""

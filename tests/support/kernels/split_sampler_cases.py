@@ -10,8 +10,8 @@ from runtime.spec.types import SamplingParams
 from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.transfers import Transfers
 from runtime.worker.ranks.split_logits import SplitLogits
-from tests.support.device_sampler_cases import CPU, EOS, draw_params
-from tests.support.lockstep_ranks import LockstepGroup, LockstepRank
+from tests.support.kernels.device_sampler_cases import CPU, EOS, draw_params
+from tests.support.ranks.lockstep_ranks import LockstepGroup, LockstepRank
 
 
 def device_steps(

@@ -11,7 +11,7 @@ from starlette.routing import Route
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
-from tests.support.fake_engine import FakeEngine, byte_tokenizer
+from tests.support.http.fake_engine import FakeEngine, byte_tokenizer
 
 MODEL = "library/tiny-model"
 ANSWER = "A **bow**:\n\n```python\nprint('<b>42</b>')\n```\nwith `n = 1.33` & <i>you</i>."

@@ -22,7 +22,7 @@ from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.kv_cache_spec import KVCacheSpec
 from runtime.spec.types import FinishReason, Request, StepOutput, TokenLogprobs
 from runtime.speculation.choose_k import Drafter
-from tests.support.engines import with_extras
+from tests.support.engine.whole import with_extras
 
 EOS = 0
 VOCAB = 29

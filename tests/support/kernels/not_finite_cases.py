@@ -32,7 +32,7 @@ from runtime.spec.decoder_spec import ExpertsSpec, RopeSpec
 from runtime.spec.types import SamplingParams
 from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.transfers import Transfers
-from tests.support.attention_cases import encoded, paged_case
+from tests.support.kernels.attention_cases import encoded, paged_case
 
 VALUES = (torch.nan, torch.inf, -torch.inf)
 OTHERS = [0, 2]

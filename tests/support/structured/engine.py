@@ -16,9 +16,9 @@ from runtime.worker.gpu.step_rows import MixedShape
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.grammar.test_structured_walks import SMALL
-from tests.support import triton_engine
-from tests.support.fake_runner import Recorded
-from tests.support.runner_driver import TINY
+from tests.support.engine.fake_runner import Recorded
+from tests.support.kernels import triton_engine
+from tests.support.models.runner_driver import TINY
 
 SPEC = replace(TINY, vocab_size=len(SMALL.tokens))
 # Closing characters are likely, because random answers would otherwise never end.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.types import SamplingParams
 from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.runner import ModelRunner
-from runtime.worker.sources import DummySource
+from runtime.worker.sources import CheckpointSource, DummySource
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 TINY = DecoderSpec(
@@ -93,3 +94,11 @@ class Driver:
         for a, b in pairwise(edges):
             self.step((slot, a, b - a, int(b == len(tokens))))
         return self.logits[0]
+
+
+def open_runner(folder: Path, **config) -> ModelRunner:
+    """A runner of the checkpoint in a folder, on one thread of the CPU."""
+    return build_runner(
+        EngineConfig(model="tiny", device="cpu", kv_cache_memory=0.05, num_threads=1, **config),
+        CheckpointSource(folder),
+    )

@@ -10,7 +10,7 @@ from typing import Any
 
 _LINES = [
     json.loads(line)
-    for line in (Path(__file__).parents[1] / "data" / "structured_corpus.jsonl").read_text().splitlines()
+    for line in (Path(__file__).parents[2] / "data" / "structured_corpus.jsonl").read_text().splitlines()
 ]
 CASES: list[tuple[Any, list[Any], list[Any]]] = [
     (case["schema"], case["valid"], case["invalid"]) for case in _LINES if "valid" in case

@@ -166,6 +166,6 @@ _MSGSPEC = [
 
 _WRITTEN = [
     (case["name"], case["schema"], case["fits"], case["fails"])
-    for case in map(json.loads, (Path(__file__).parents[1] / "data" / "library_schemas.jsonl").read_text().splitlines())
+    for case in map(json.loads, (Path(__file__).parents[2] / "data" / "library_schemas.jsonl").read_text().splitlines())
 ]
 SCHEMAS = [*_PYDANTIC, *_MSGSPEC, *_WRITTEN]

@@ -19,9 +19,9 @@ from runtime.worker.gpu.graph_runner import CapturedGraph, DecodeShape
 from runtime.worker.gpu.step_rows import MixedShape
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
-from tests.support.engines import whole_draft
-from tests.support.fake_runner import Recorded
-from tests.support.runner_driver import Driver, tiny_runner
+from tests.support.engine.fake_runner import Recorded
+from tests.support.engine.whole import whole_draft
+from tests.support.models.runner_driver import Driver, tiny_runner
 
 SPEC = DecoderSpec(
     num_layers=2,

@@ -213,3 +213,14 @@ async def post(engine: FakeEngine, body: dict, path: str = "/v1/completions") ->
 
 def chat(**fields) -> dict:
     return {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
+
+
+def assert_error(response: httpx.Response, status: int, param: str | None, says: str, code: str | None = None) -> None:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert error["code"] == code
+    assert says in error["message"]
+    assert "Traceback" not in error["message"]
