@@ -1,7 +1,7 @@
 """The draft actor: a process with a small model that proposes draft tokens (protocol: runtime/speculation/draft.py).
 
     engine's step thread                     draft's thread
-    DraftClient - SocketDraft  --- Told -->  DraftLoop - DraftCore - ModelRunner
+    DraftClient - SocketDraft  --- DraftRequests -->  DraftLoop - DraftCore - ModelRunner
                                <-- Chains -
 
 Frames are msgpack, over transport.py. A draft is a cache of its engines' state (C8): it is never restarted on its own,
@@ -24,7 +24,7 @@ from actors.ray.process import SWITCH_INTERVAL_S, ModelActor, freeze_garbage
 from actors.wire.transport import Address, FrameSocket, connect
 from runtime.features.grammar_store import GrammarSender, GrammarStore
 from runtime.spec.config import EngineConfig
-from runtime.speculation.draft import Chain, DraftCore, Told, told_by_key, whole_told
+from runtime.speculation.draft import DraftCore, DraftRequests, DraftTokens, requests_by_key, whole_requests
 
 logger = logging.getLogger(__name__)
 
@@ -38,19 +38,19 @@ class SocketDraft:
 
     def __init__(self, draft: FrameSocket) -> None:
         self._draft, self._grammars = draft, GrammarSender()
-        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[Chain])
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[DraftTokens])
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(draft.sock, select.POLLIN)
         self._writable.register(draft.sock, select.POLLOUT)
 
-    def send(self, told: Told) -> None:
-        self._draft.send(self._encoder.encode(told_by_key(told, self._grammars)), self._make_room)
+    def send(self, told: DraftRequests) -> None:
+        self._draft.send(self._encoder.encode(requests_by_key(told, self._grammars)), self._make_room)
 
     def _make_room(self) -> None:
         if not self._writable.poll(_UNREAD_MS):
             raise TimeoutError("the draft does not read")
 
-    def receive(self, timeout_s: float) -> list[Chain] | None:
+    def receive(self, timeout_s: float) -> list[DraftTokens] | None:
         if not self._readable.poll(timeout_s * 1000):
             return None
         frames = self._draft.receive()
@@ -64,7 +64,7 @@ class DraftLoop:
 
     def __init__(self, core: DraftCore, on_failure: Callable[[], None]) -> None:
         self._core, self._on_failure = core, on_failure
-        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Told)
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(DraftRequests)
         self._engines: dict[int, FrameSocket] = {}  # by file descriptor, which names the engine in the core
         self._grammars: dict[int, GrammarStore] = {}  # of each engine's connection
         self._epoll = select.epoll()
@@ -100,7 +100,7 @@ class DraftLoop:
         with suppress(OSError):
             frames = self._engines[fd].receive()
         for frame in frames:
-            self._core.take(fd, whole_told(self._decoder.decode(frame), self._grammars[fd]))
+            self._core.take(fd, whole_requests(self._decoder.decode(frame), self._grammars[fd]))
         if frames:
             return
         self._core.forget(fd)

@@ -25,14 +25,14 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the ranks; a blocked `collect` in another thread returns with an error."""
+        """Release the ranks. A blocked `collect` in another thread then raises an error."""
         ...
 
 
 class Runner(Protocol):
     """Computes steps (runtime.worker.runner.ModelRunner)."""
 
-    asynchronous: bool  # a launched step goes on by itself; else all the work is done in the wait, as on a CPU
+    asynchronous: bool  # True if a launched step runs by itself; False if the wait does the work, as on a CPU
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Start applying `plan` and computing its rows; the returned call waits for the result.
@@ -41,7 +41,7 @@ class Runner(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forget all requests."""
+        """Drop all requests."""
         ...
 
 

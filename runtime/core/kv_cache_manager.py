@@ -49,7 +49,7 @@ class KVCacheManager:
         self._writes = _TableWrites([], [], [])  # not sent yet
 
     def reset(self) -> None:
-        """The runners are gone, and with them what the blocks held."""
+        """Free all blocks and empty the cache, because the runners' memory is lost."""
         self.cache.reset()
         self.pool.reset()
         self._writes = _TableWrites([], [], [])
@@ -62,27 +62,27 @@ class KVCacheManager:
         return np.array(writes, np.int32)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Entries of a table that hold so many tokens."""
+        """Return the entries of a table that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def most_blocks_for(self, num_tokens: int) -> int:
-        """Blocks, of all groups, that a request of so many tokens holds at most."""
+        """Return the most blocks, of all groups, that a request of `num_tokens` tokens holds."""
         size = self.blocks_for(num_tokens)
         return size * (self._num_groups - len(self._caps)) + sum(min(size, cap) for cap in self._caps)
 
     def max_tokens(self) -> int:
-        """The longest request that the pool can hold."""
+        """Return the tokens of the longest request that fits the pool."""
         sizes = range(self.pool.num_blocks - 1, 0, -1)
         fitting = (n for n in sizes if self.most_blocks_for(n * self.block_size) < self.pool.num_blocks)
         return next(fitting, 0) * self.block_size
 
     @property
     def num_free_tokens(self) -> int:
-        """Tokens for which one request could get blocks."""
+        """Tokens for which one request can get blocks."""
         return self.pool.num_available // self._num_groups * self.block_size
 
     def num_missing(self, state: RequestState, num_tokens: int) -> int:
-        """Blocks that a request lacks to hold so many tokens."""
+        """Return the blocks that a request lacks for `num_tokens` tokens."""
         return self._num_groups * self.blocks_for(max(0, num_tokens - state.capacity))
 
     def can_hold(self, state: RequestState, hits: list[int]) -> bool:
@@ -104,10 +104,10 @@ class KVCacheManager:
             state.next_block_end = state.capacity + self.block_size
 
     def close(self, state: RequestState, spoilt: bool = False) -> None:
-        """A request leaves its slot; full blocks stay in the cache as long as nobody needs their place.
+        """A request leaves its slot. Its full blocks stay in the cache until they are evicted.
 
-        Of one that failed (`spoilt`) none stays, not even what it shares: any of them may hold the value that is not
-        finite, and would fail whoever comes with the same prefix."""
+        With `spoilt` none stays, not even a shared one. Any of them may hold the value that is not finite, and would
+        fail the next request with the same prefix."""
         if spoilt:
             self.pool.mark_spoilt(state.tables[0])
         else:
@@ -119,7 +119,7 @@ class KVCacheManager:
             self._writes = _TableWrites(*(list(compress(column, kept)) for column in self._writes))
 
     def extend(self, state: RequestState, num_tokens: int) -> None:
-        """Blocks for so many tokens in all; there must be as many available."""
+        """Give a request blocks for `num_tokens` tokens in all, which must be available."""
         count = self.blocks_for(max(0, num_tokens - state.capacity))
         if count == 0:
             return
@@ -155,8 +155,8 @@ class KVCacheManager:
         """Put the request's newly full blocks into the cache.
 
         They may be matched from this step on, even by a row of the same step: runners store the K/V of all rows of a
-        layer before any row attends. If another request got there first, this one moves to its block: one copy
-        remains, and whoever holds a block holds its ancestors (block_pool.py)."""
+        layer before any row attends. If another request has cached the same block first, this one moves to it: one copy
+        remains, and the holder of a block holds its ancestors (block_pool.py)."""
         if state.next_block_end == NEVER:
             return
         size, table = self.block_size, state.tables[0]
@@ -178,7 +178,7 @@ class KVCacheManager:
         state.next_block_end = max(state.next_block_end, (num_full + 1) * size)
 
     def find_faults(self, running: Sequence[RequestState]) -> list[str]:
-        """One sentence for each block whose bookkeeping is wrong, and for each request that lacks blocks."""
+        """Return one sentence for each block in a wrong place, and for each request without enough blocks."""
         held = Counter(block for state in running for table in state.tables for block in _held(table))
         faults = self.pool.find_faults(held) + self.cache.find_faults(self.pool.is_cached)
         for state in running:

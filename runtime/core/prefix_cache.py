@@ -11,11 +11,11 @@ from array import array
 from collections.abc import Callable
 from hashlib import blake2b
 
-KEY_BYTES = 8  # of a hash by which others than its engine know a block; two that are alike cost a wrong guess, no more
+KEY_BYTES = 8  # of a hash, as routers receive it; two equal keys cost a wrong choice of an engine
 
 
 def root_hash(fingerprint: str, salt: str, adapter: str = "") -> bytes:
-    """The hash of the empty prefix of requests with this salt and the adapter of this digest, 16 bytes."""
+    """Return the 16-byte hash of the empty prefix, for a salt and the digest of an adapter."""
     return blake2b(f"{fingerprint}\0{adapter}\0{salt}".encode(), digest_size=16).digest()
 
 
@@ -33,8 +33,8 @@ def hash_blocks(parent: bytes, token_ids: array[int], block_size: int) -> list[b
 class PrefixCache:
     """Finds the block with a hash. Reference counts and eviction order are the BlockPool's."""
 
-    # Who follows the cache from afar puts a dict here, and takes it out with all that changed since: by the first
-    # KEY_BYTES of its hash, True for a block that came, False for one that went. None: nobody does.
+    # Set to {} to record inserts (True) and evictions (False), by the first KEY_BYTES of the hash. The cache feed
+    # drains it. None while no front follows the cache.
     changes: dict[bytes, bool] | None = None
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class PrefixCache:
         self._hash_of: dict[int, bytes] = {}
 
     def reset(self) -> None:
-        """Forget everything (the runners' memory is gone)."""
+        """Empty the cache, because the runners' memory is lost."""
         if self.changes is not None:
             self.changes |= dict.fromkeys(self.keys(), False)
         self._block_of.clear()
@@ -52,11 +52,11 @@ class PrefixCache:
         return len(self._block_of)
 
     def keys(self) -> list[bytes]:
-        """The first KEY_BYTES of each cached block's hash."""
+        """Return the first KEY_BYTES of the hash of each cached block."""
         return [block_hash[:KEY_BYTES] for block_hash in self._block_of]
 
     def match_prefix(self, block_hashes: list[bytes]) -> list[int]:
-        """The blocks of the longest cached prefix of the path `block_hashes`."""
+        """Return the blocks of the longest cached prefix of the path `block_hashes`."""
         blocks = []
         for one in block_hashes:
             block = self._block_of.get(one)
@@ -66,7 +66,7 @@ class PrefixCache:
         return blocks
 
     def insert(self, block_hash: bytes, block: int) -> int:
-        """Returns the block that stands for the hash from now on: `block`, or the one that was there first."""
+        """Store `block` under the hash, or return the block that was stored first."""
         holder = self._block_of.setdefault(block_hash, block)
         if holder == block:
             self._hash_of[block] = block_hash
@@ -75,7 +75,7 @@ class PrefixCache:
         return holder
 
     def evict(self, blocks: list[int]) -> None:
-        """The content of these blocks is about to be overwritten."""
+        """Remove these blocks before their content is overwritten."""
         hashes = [self._hash_of.pop(block) for block in blocks]
         for block_hash in hashes:
             del self._block_of[block_hash]
@@ -84,7 +84,7 @@ class PrefixCache:
                 self.changes[block_hash[:KEY_BYTES]] = False
 
     def find_faults(self, is_cached: Callable[[int], bool]) -> list[str]:
-        """One sentence for each block that has a hash here, but is not cached by the pool, or has another's."""
+        """Return one sentence for each hash whose block is not cached by the pool or has another hash."""
         pairs = self._hash_of.items()
         faults = [f"Block {block} has a hash, but is not cached." for block in self._hash_of if not is_cached(block)]
         return faults + [f"Block {b} has a hash that finds another." for b, h in pairs if self._block_of.get(h) != b]

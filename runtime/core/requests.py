@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from runtime.spec.types import Request, SamplingParams
 
 SEED_MASK = (1 << 63) - 1
-_DRAWN_BITS = 53  # of seeds that nobody gave: every client reads such a number exactly, JavaScript too
+_DRAWN_BITS = 53  # of random seeds: every client reads such a number exactly, also JavaScript
 
 
 def requests_of(
@@ -23,7 +23,7 @@ def requests_of(
     adapter: str = "",
     prediction: tuple[int, ...] = (),
 ) -> list[Request]:
-    """A request for each choice of one prompt. Without a seed in `params`, they get random ones."""
+    """Return a request for each choice of one prompt. Without a seed in `params` the seed is random."""
     seed = secrets.randbits(_DRAWN_BITS) if params.seed is None else params.seed
     of_all = priority, cache_salt, adapter, prediction
     return [
@@ -33,7 +33,7 @@ def requests_of(
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """The request's own for the first choice, one derived from it for others."""
+    """Return the seed of a choice: the request's own for the first one, a derived one for others."""
     if index == 0:
         return seed
     digest = hashlib.blake2b(b"%d/%d" % (seed, index), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""Eager automata on the device: outputs that follow them need nothing of the host from one step to the next."""
+"""Eager automata on the device: outputs that follow them do not use the host between steps."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _POOL_BYTES = 64 << 20  # some 50 automata of small schemas at a vocabulary of 1
 
 
 class DeviceAutomata:
-    """A pool of automata, uploaded once each, and the state of each slot (kernels/sampling/automata.py). Its memory
-    pool is taken with the first one; when it is full, or there is no memory for it, those that come later stay with the
-    host."""
+    """A pool of automata, uploaded once each, and the state of each slot (kernels/sampling/automata.py).
+
+    The first automaton allocates the pool. Without room in it, or memory for it, later outputs stay with the host."""
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self.device = device
@@ -27,7 +27,7 @@ class DeviceAutomata:
         self._places: WeakKeyDictionary[Automaton, list[int]] = WeakKeyDictionary()
 
     def enter(self, slot: int, matcher: EagerMatcher) -> bool:
-        """The slot's output, which has not ended, is where `matcher` is. False: its automaton finds no room."""
+        """Set a slot's state from the matcher of its output; return False without room for the automaton."""
         place = self._places.get(matcher.automaton) or self._add(matcher.automaton)
         if place:
             self._write(self.places[slot], np.array(place, np.int32))
@@ -35,15 +35,16 @@ class DeviceAutomata:
         return bool(place)
 
     def mask(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
-        """Rows as kernels/sampling/automata.py has them, on the device."""
+        """Mask the logits of rows, in the form of kernels/sampling/automata.py, on the device."""
         mask_states_triton(logits, rows, self.places, self.states, self.pool)
 
     def advance(self, token_ids: torch.Tensor, rows: torch.Tensor) -> None:
         advance_states_triton(token_ids, rows, self.places, self.states, self.pool)
 
     def _add(self, automaton: Automaton) -> list[int]:
-        """Upload it; its place, or none. It gets one state more, the end, to which EOS leads, a class of its own, and
-        where nothing else is allowed."""
+        """Upload an automaton; return its place, or an empty list without room.
+
+        On the device, EOS has a class of its own. It leads to one more state, the end, which allows only EOS."""
         num_states, num_classes = automaton.next_state.shape
         eos_ids = list(automaton.eos_ids)
         token_class = automaton.token_class.copy()
@@ -71,6 +72,6 @@ class DeviceAutomata:
         return place
 
     def _write(self, target: torch.Tensor, values: np.ndarray) -> None:
-        """Copy to the device; the host does not wait for it."""
+        """Copy to the device without a wait of the host."""
         host = torch.from_numpy(values)
         target.copy_(host.pin_memory() if self.device.type == "cuda" else host, non_blocking=True)

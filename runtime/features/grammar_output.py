@@ -1,7 +1,7 @@
-"""The output of one request that is bound to a grammar, and the making of its matcher beside the steps.
+"""The output of one request with a grammar, and the making of its matcher beside the steps.
 
-A matcher takes microseconds where its grammar is ready, and some 30 ms for the largest new one. The latter is made on a
-thread: until then the row of the output is computed but not sampled (StepResult.deferred), and other rows go on.
+A matcher takes microseconds if its grammar is ready, and up to some 30 ms if it is new. A new one is made on a thread.
+Until then, the output's row is computed but not sampled (StepResult.deferred), and other rows go on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from runtime.structured.matching.matcher import Matcher
 
 logger = logging.getLogger(__name__)
 
-_FEW_TOKENS = 64  # of an output, which a matcher advances by within a step
+_FEW_TOKENS = 64  # tokens of an output that a matcher may take within a step
 
 
 @dataclass(slots=True)
@@ -28,15 +28,15 @@ class GrammarOutput:
     grammar: Grammar | None
     thinking: ThinkingBudget | None
     prompt_len: int
-    tokens: list[int]  # as far as known
-    num_taken: int = 0  # of these that the matcher has advanced by
+    tokens: list[int]  # known tokens
+    num_taken: int = 0  # known tokens that the matcher has taken
     matcher: Matcher | None = None  # None until it is made
     failed: bool = False
-    failure: str = ""  # why
-    host_s: float = 0.0  # spent on its masks
-    on_device: bool = False  # it follows an automaton there, and its matcher stays behind
-    is_new: bool = True  # no step had a row of it
-    alone: bool = False  # the lexer of its grammar came to a limit: it needs its own
+    failure: str = ""  # reason; "" unless it failed
+    host_s: float = 0.0  # time of the host on its masks
+    on_device: bool = False  # True if an automaton of the device follows it; its matcher then stays as it is
+    is_new: bool = True  # True until a step has a row of it
+    alone: bool = False  # True if it needs a lexer of its own: the shared one reached a limit
     _making: Future[tuple[Matcher, int]] | None = field(default=None)  # the matcher, and its num_taken
 
     @property
@@ -45,18 +45,18 @@ class GrammarOutput:
         return self.prompt_len + len(self.tokens)
 
     def fail(self, why: object) -> None:
-        """Its request ends, and others go on (C9)."""
+        """End its request; others go on (C9)."""
         logger.info("a request fails: %s", why)
         self.failed, self.failure = True, " ".join(str(why).split())
 
     def take(self) -> None:
-        """Advance the matcher by the tokens that it has not seen. Raises CallboardError."""
+        """Advance the matcher by the tokens that it has not taken. Raises CallboardError."""
         assert self.matcher is not None
         self.matcher.advance(self.tokens[self.num_taken :])
         self.num_taken = len(self.tokens)
 
     def rewrite(self, at: int, tokens: list[int]) -> None:
-        """From position `at` on it has these tokens."""
+        """Replace the tokens from position `at` on."""
         at -= self.prompt_len
         self.cancel()
         self.tokens[at:] = tokens
@@ -68,7 +68,7 @@ class GrammarOutput:
                 self.stop(e)
 
     def stop(self, why: CallboardError) -> None:
-        """Its matcher cannot go on: another one may if other outputs spent the lexer, else the output fails."""
+        """Drop the matcher after a limit of its shared lexer: another one may go on. After any other error, fail."""
         if isinstance(why, SharedLimit):
             self.matcher, self.num_taken, self.alone = None, 0, True
         else:
@@ -81,13 +81,13 @@ class GrammarOutput:
             self._making = None
 
     def begin(self, thread: Executor, engines: Future[MatcherFactory]) -> Future[tuple[Matcher, int]] | None:
-        """Begin to make its matcher on `thread`; None if that takes microseconds, so that a step may do it."""
+        """Begin to make its matcher on `thread`; return None if that takes microseconds and a step may do it."""
         if self._making is None and not self._is_quick(engines):
             self._making = thread.submit(self._made, engines.result, list(self.tokens))
         return self._making
 
     def adopt(self, engines: Future[MatcherFactory]) -> None:
-        """Take the matcher that was made, or that takes microseconds. Raises CallboardError."""
+        """Take the matcher from the thread, or make one that takes microseconds. Raises CallboardError."""
         if self._making is None:
             self.matcher = made_factory(engines.result).matcher(self.grammar, self.thinking)
             return
@@ -100,7 +100,7 @@ class GrammarOutput:
         return engines.exception() is not None or engines.result().is_ready(self.grammar)
 
     def _made(self, engines: Callable[[], MatcherFactory], tokens: list[int]) -> tuple[Matcher, int]:
-        """On the thread: a matcher that has advanced by `tokens`."""
+        """Return a matcher that has taken `tokens`; called on the thread."""
         try:
             try:
                 matcher = made_factory(engines).matcher(self.grammar, self.thinking, self.alone)
@@ -117,8 +117,8 @@ class GrammarOutput:
 
 
 def made_factory(engines: Callable[[], MatcherFactory]) -> MatcherFactory:
-    """Waits for them. A vocabulary that they cannot be made for fails the outputs that need them, not the step."""
+    """Wait for the factory. A vocabulary without one fails the outputs that need it, not the step."""
     try:
         return engines()
-    except Exception as e:  # whatever llguidance, or the reader of the tokenizer, does not like
+    except Exception as e:  # any error of llguidance or of the tokenizer's reader
         raise CallboardError(f"Structured output does not work with this model's tokenizer: {e}") from e

@@ -1,8 +1,8 @@
-"""Structured output: the matchers of the slots whose output is bound to a grammar, and their masks for a step.
+"""Structured output in a runner: the matchers of outputs with a grammar, and their masks for a step.
 
-A matcher stands where an output's known tokens lead to, so that a request that comes back after a preemption or a
-restart goes on where it was (C8). The masks of a step depend on the tokens of the step before: a device's are made
-while it computes. Outputs whose grammar is an automaton leave the host after their first token.
+A matcher stands after an output's known tokens, so a request goes on after a preemption or a restart (C8). The masks of
+a step depend on the tokens of the step before; they are computed while the device computes. An output with an automaton
+leaves the host after its first token.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from runtime.structured.matching.vocabulary import Vocabulary
 from runtime.worker.extras import RunnerParts, TokenMasks
 from runtime.worker.sources import ModelSource
 
-_MAKING_S = 0.002  # a step waits for the matchers of new outputs, in all: a small grammar's takes half of it
-_IDLE_S = 0.01  # a step whose rows all wait for their matchers
+_MAKING_S = 0.002  # most seconds that a step waits for matchers of new outputs; a small grammar takes half of it
+_IDLE_S = 0.01  # the same for a step in which all rows wait for their matchers
 
 
 @dataclass(slots=True)
@@ -45,23 +45,23 @@ class _Row:
     first: int  # of its samples, in the step
     position: int  # of the token that this one is
     guesses: list[int]
-    waits: bool = False  # for its matcher: it is not sampled in this step
+    waits: bool = False  # True if it waits for its matcher and is not sampled in this step
 
 
 @dataclass(slots=True)
 class Masks:
-    """The tokens that a step may sample; samples that are not in `numbers`, nor tracked, may be any."""
+    """The tokens that a step may sample. A sample outside `numbers` and `tracked` may be any token."""
 
-    numbers: Int32s  # [n] of samples of the step, rising
+    numbers: Int32s  # [n] numbers of samples of the step, rising
     words: Int32s  # [n, num_words], as Matcher.fill has them
-    failed: Int32s  # numbers of the samples that are not drawn: the grammar cannot go on, or its matcher is not there
-    rows: list[_Row]  # the rows whose samples are drawn
+    failed: Int32s  # numbers of samples that are not drawn: the grammar cannot go on, or waits for its matcher
+    rows: list[_Row]  # rows with drawn samples
     tracked: (
         Int32s  # [n, GUESSES + most guesses], rows of outputs on the device, as kernels/sampling/automata.py has them
     )
     automata: DeviceAutomata | None
-    begun: tuple[int, int]  # outputs for the first time here, by the engine that serves them: lazy, eager
-    failures: dict[int, str]  # why a request fails (C9), by the number of the first sample of its row
+    begun: tuple[int, int]  # numbers of new outputs of the lazy and the eager engine
+    failures: dict[int, str]  # reasons of failed requests (C9), by the number of the first sample of the row
     deferred: Int32s  # numbers of the first samples of rows that wait for a matcher
 
     def report(self, result: StepResult) -> None:
@@ -69,8 +69,7 @@ class Masks:
 
 
 class GrammarState:
-    """The outputs that are bound to a grammar, by slot. Each step asks for `masks`, and, if there are any, tells what
-    was `sampled`."""
+    """The outputs with a grammar, by slot. A step requests `masks` and, if it gets any, reports with `sampled`."""
 
     def __init__(
         self,
@@ -79,11 +78,12 @@ class GrammarState:
         shard: Shard = ALONE,
         new_automata: Callable[[], DeviceAutomata] | None = None,  # None unless a device can follow automata
     ) -> None:
-        """A draft's outputs are rewritten, and where a grammar cannot be served they go on without it. Ranks other than
-        0 follow no output and take rank 0's tokens: which engine serves an output, and so which limits it may come to,
-        depends on time, and masks would cost each rank the same again."""
+        """A draft's outputs are rewritten; without a matcher, they go on free.
+
+        Only rank 0 follows outputs; the other ranks take its tokens. The engine of an output, and so its limits, depend
+        on time, so two ranks could disagree."""
         self._num_words, self._is_draft, self._shard = -(-vocab_size // 32), is_draft, shard
-        self.step_us = math.inf  # a decode step of many rows, once a device's was measured
+        self.step_us = math.inf  # time of a decode step of many rows, once a device has measured it
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._engines: Future[MatcherFactory] | None = None
         self._outputs: dict[int, GrammarOutput] = {}
@@ -112,13 +112,14 @@ class GrammarState:
             self.serve(read_vocabulary)
 
     def serve(self, vocabulary: Callable[[], Vocabulary]) -> None:
-        """Make engines for the model's vocabulary, which takes about a second: a target's in the background, where the
-        first outputs wait for it. Until this is called, no output that has a grammar can be served."""
+        """Make a factory for the model's vocabulary, which takes about a second. A target makes it in the background.
+
+        Without it, an output with a grammar fails."""
         if self._shard.rank:
             return
         self._engines = self._thread.submit(lambda: self._make_factory(vocabulary()))
         if self._is_draft:
-            self._engines.exception()  # waits, since its engine decodes plainly meanwhile
+            self._engines.exception()  # waits: its engine decodes without a draft meanwhile
 
     def _make_factory(self, vocabulary: Vocabulary) -> MatcherFactory:
         policy = None if self._is_draft else AutomatonPolicy(self.step_us, len(vocabulary.tokens))
@@ -151,8 +152,9 @@ class GrammarState:
             self._made_factory().spent(output.grammar, output.host_s)
 
     def masks(self, plan: StepPlan) -> Masks | None:
-        """The masks of the plan's samples; None if all of them may be any token. If some are the host's to make, it
-        waits for the samples of the last plan that had such."""
+        """Return the masks of the plan's samples; None if all of them may be any token.
+
+        Masks of the host need the samples of the last plan with such masks, so this waits for them."""
         if not self._outputs:
             return None
         if self._is_draft:
@@ -168,7 +170,7 @@ class GrammarState:
         numbers = [number for row in rows for number in range(row.first, row.first + len(row.guesses) + 1)]
         words = np.empty((len(numbers), self._num_words), np.int32)
         self._fill(rows, words)
-        if self._is_draft:  # whose outputs are all the host's
+        if self._is_draft:  # its outputs are all on the host
             for row in rows:
                 if row.output.failed:
                     self.remove(row.slot)
@@ -180,7 +182,7 @@ class GrammarState:
         deferred = np.array([row.first for row in rows if row.waits], np.int32)
         engines = [row.output.matcher.engine for row in new if row.output.matcher and not row.output.alone]
         begun = engines.count("lazy"), engines.count("eager")
-        # Failed ones too, whatever their slots' states are, so that the warm-up's row has all kernels compiled.
+        # Failed rows, too: the row of the warm-up then compiles all kernels.
         tracked = _tracked([row for row in all_rows if row.output.on_device or row.output.failed])
         as_arrays = np.array(numbers, np.int32), words, np.array(failed, np.int32)
         drawn = [row for row in rows if not row.waits]
@@ -193,7 +195,7 @@ class GrammarState:
             self._last = masks, tokens
 
     def _rewrite(self, plan: StepPlan) -> None:
-        """The tokens that a draft's plan brings are final (speculation/draft.py): they replace those sampled there."""
+        """Replace sampled tokens of a draft by the final tokens of its plan (speculation/draft.py)."""
         if not len(plan.draft_token_ids):
             return
         self._take_last()
@@ -222,9 +224,9 @@ class GrammarState:
         return rows
 
     def _find_matchers(self, rows: list[_Row], num_rows: int) -> None:
-        """Note which rows wait: for a matcher, or for a token before them that was not sampled. In all, a step of
-        `num_rows` waits for the matchers of new outputs as long as for one small grammar, and longer if no row has
-        anything else to do."""
+        """Note the rows that wait for a matcher, or for an earlier token that was not sampled.
+
+        A step of `num_rows` rows waits at most _MAKING_S for matchers of new outputs; if all rows wait, _IDLE_S."""
         begun, waiting = time.perf_counter(), []
         for row in rows:
             row.waits = row.position > row.output.end and not row.output.failed
@@ -238,7 +240,7 @@ class GrammarState:
                 row.waits = not self._has_matcher(row.output, math.inf)
 
     def _has_matcher(self, output: GrammarOutput, until: float) -> bool:
-        """False if its matcher is not there, and cannot be until this time; one that fails needs none."""
+        """Return False if its matcher cannot be made until this time. A failed output needs no matcher."""
         if output.matcher is not None or output.failed:
             return True
         assert self._engines is not None
@@ -255,15 +257,16 @@ class GrammarState:
         return True
 
     def _moves(self, slot: int, output: GrammarOutput) -> bool:
-        """Move the output to the device, if an automaton there can follow it; True if it goes on there."""
+        """Move the output to the device if an automaton can follow it there; return True if it moved."""
         matcher = output.matcher
         if self._automata is None or output.failed or not isinstance(matcher, EagerMatcher) or matcher.is_finished:
             return False
         return self._automata.enter(slot, matcher)
 
     def _left_thinking(self, rows: list[_Row]) -> list[_Row]:
-        """Of the rows whose reasoning is over, those that go on with a grammar; the others are bound no longer. A draft
-        may have to take tokens back, so that nothing is ever over there."""
+        """Return the rows that end their reasoning and go on with a grammar; drop the others' outputs.
+
+        A draft may take tokens back, so its reasoning never ends for good."""
         left = []
         for row in rows:
             matcher = row.output.matcher
@@ -276,7 +279,7 @@ class GrammarState:
         return left
 
     def _take(self, masks: Masks, tokens: Callable[[], Int32s]) -> None:
-        """As the scheduler does (core/plan.py): samples count up to the first that does not equal its guess."""
+        """Take the samples that the scheduler accepts (core/plan.py): up to the first that does not equal its guess."""
         samples = tokens().tolist()
         for row in masks.rows:
             for token, guess in zip(samples[row.first :], [*row.guesses, -1], strict=False):
@@ -287,12 +290,12 @@ class GrammarState:
                     break
 
     def _made_factory(self) -> MatcherFactory:
-        """Waits for them. A vocabulary that they cannot be made for fails the outputs that need them, not the step."""
+        """Wait for the factory. A vocabulary without one fails the outputs that need it, not the step."""
         assert self._engines is not None
         return made_factory(self._engines.result)
 
     def _fill(self, rows: list[_Row], words: Int32s) -> None:
-        """A mask after a guess that is not allowed stays open: no sample equals that guess, so none there counts."""
+        """Fill the masks of rows. A mask after a rejected guess allows all tokens: its sample does not count."""
         started, begin, spans = time.perf_counter(), 0, []
         together: list[tuple[_Row, LazyMatcher, int]] = []
         for row in rows:

@@ -6,8 +6,8 @@
     update([c])     --- GrammarUpdate(added c, removed a) --->  holds b, c
 
 The sender alone decides what the store holds. It adds what a message names before that message, and removes the texts
-that were named longest ago, beyond a bound of bytes. Both ends begin empty with each connection, so a new link, a new
-engine and new runners need no agreement. The reader of a message keeps the grammar itself, so that a later removal
+that were named longest ago, beyond a bound of bytes. Both ends begin empty with each connection, so new links and
+processes start in agreement. The reader of a message keeps the grammar itself, so that a later removal
 does not concern it.
 """
 

@@ -62,7 +62,7 @@ class Drafter(Protocol):
         """A followed request has no token in flight, and up to `wanted` guesses are worth having for its next row."""
         return
 
-    def is_due(self) -> bool:
+    def poll(self) -> bool:
         """True if draft tokens that were asked for are on their way, and should be waited for."""
         return False
 
@@ -147,7 +147,7 @@ class Speculation(Extra):
         self.acceptance = _FIRST_ACCEPTANCE  # running estimate over all requests
         # What steps take beyond the estimate: with guesses, without; by the number of bits of the number of rows.
         self._beyond_us: tuple[dict[int, float], dict[int, float]] = ({}, {})
-        self._stepped_at, self._was_asked = 0.0, False
+        self._stepped_at, self._was_requested = 0.0, False
         self._num_rows, self._rounded = 0, (latency_us, 0.0)
         self._num_begun = 0
         self.round_count = 0  # guesses of a row in the step that is being planned; 0: it does not pay
@@ -197,8 +197,8 @@ class Speculation(Extra):
             is_known = state.num_total == len(state.tokens) == state.num_computed + 1
             if count > 0 and drafter.follows(state, count) and is_known:
                 drafter.ask(state, count)
-                self._was_asked = True
-        return drafter.is_due()
+                self._was_requested = True
+        return drafter.poll()
 
     def choose_k(self, num_rows: int, acceptance: float) -> None:
         """A step of about so many rows is being planned; their mean acceptance."""
@@ -206,7 +206,7 @@ class Speculation(Extra):
         drift = _DRIFT * min(1.0, _DRIFT_ROWS / max(1, num_rows)) if self._num_begun % _DRIFT_EVERY == 0 else 0.0
         if drift or num_rows != self._num_rows:
             self._num_rows, size = num_rows, num_rows.bit_length()
-            for beyond, first in zip(self._beyond_us, self._first_beyond_us(num_rows), strict=True):
+            for beyond, first in zip(self._beyond_us, self._first_overhead_us(num_rows), strict=True):
                 known = beyond.setdefault(size, first)
                 beyond[size] = known + drift * (first - known)
             round_us, step_us = (round(beyond[size] / _COARSE_US) * _COARSE_US for beyond in self._beyond_us)
@@ -219,7 +219,7 @@ class Speculation(Extra):
             draft_us = self.drafter.step_us(num_rows)
             self.round_count = self._best(num_rows, draft_us, self._rounded, round(acceptance * 40))
 
-    def _first_beyond_us(self, num_rows: int) -> tuple[float, float]:
+    def _first_overhead_us(self, num_rows: int) -> tuple[float, float]:
         """First estimates of what rounds, and steps without drafts, take beyond the models' times."""
         return self._latency_us + num_rows * self._row_us, 0.0
 
@@ -275,12 +275,12 @@ class Speculation(Extra):
         if shape is None:
             return
         num_rows, num_tokens, count = shape
-        was_asked, self._was_asked = self._was_asked, False
+        was_asked, self._was_requested = self._was_requested, False
         if not count and (was_asked or self.drafter.is_busy()):
             return  # it waited for nothing, or shared a GPU: plain steps would seem slow, and rounds pay by that
         expected_us = self._times.us(num_tokens) + (count and count * self.drafter.step_us(num_rows))
         beyond, size, most = self._beyond_us[count == 0], num_rows.bit_length(), _MOST_SURPRISE * expected_us
-        known = beyond.setdefault(size, self._first_beyond_us(num_rows)[count == 0])
+        known = beyond.setdefault(size, self._first_overhead_us(num_rows)[count == 0])
         beyond[size] += _BEYOND_WEIGHT * min(max(took_us - expected_us - known, -most), most)
         if count:
             self._num_rows = 0  # `choose_k` looks again

@@ -1,11 +1,11 @@
 """A draft model's side of speculation: it mirrors the engine's requests and samples ahead of them.
 
     engine                                     draft
-    Open(7, tokens t0..t9)      ---------->    mirror 7: t0..t9, then guesses g10 g11 g12 ...
-                                <----------    Chain(7, length 10, [g10, g11, g12])
+    OpenStream(7, tokens t0..t9)      ---------->    mirror 7: t0..t9, then guesses g10 g11 g12 ...
+                                <----------    DraftTokens(7, length 10, [g10, g11, g12])
     verifies; g10, g11 were right, then t12
-    Commit(7, base 10, [g10, g11, t12])  -->   g12 != t12: rewind to 12, go on with t12, g13, g14 ...
-                                <----------    Chain(7, length 13, [g13, g14, g15])
+    CommitTokens(7, base 10, [g10, g11, t12])  -->   g12 != t12: rewind to 12, go on with t12, g13, g14 ...
+                                <----------    DraftTokens(7, length 13, [g13, g14, g15])
 
 Only token ids travel: both models sample with the same noise by position (C4), so a guess is right if it equals the
 target's own sample. Nothing here is needed for a right answer (C8). A chain names the length that it continues, and a
@@ -36,7 +36,7 @@ _MORE_AHEAD, _LESS_AHEAD = 0.1, 0.5  # guesses, when a commit finds the draft id
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
+class OpenStream:
     """Mirror `request`, whose tokens are all final, and guess `wanted` tokens. `stream` is the engine's number for it,
     never used for another request. A second one replaces the mirror."""
 
@@ -46,7 +46,7 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class CommitTokens:
     """The request's tokens from position `base_len` on are final, and `wanted` guesses may follow. `base_len` is at
     most what the draft has acknowledged; what it knows already is skipped."""
 
@@ -57,16 +57,16 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class DraftRequests:
     """Engine to draft, one frame a step: at most one entry a stream."""
 
-    opened: list[Open] = field(default_factory=list)
-    committed: list[Commit] = field(default_factory=list)
+    opened: list[OpenStream] = field(default_factory=list)
+    committed: list[CommitTokens] = field(default_factory=list)
     closed: list[int] = field(default_factory=list)
     grammars: GrammarUpdate | None = None  # on a connection, before `opened` is read
 
 
-def told_by_key(told: Told, sender: GrammarSender) -> Told:
+def requests_by_key(told: DraftRequests, sender: GrammarSender) -> DraftRequests:
     """A frame as it travels on the connection of `sender`: grammars are keys, and new texts stand in `grammars`."""
     grammars = [o.request.params.grammar for o in told.opened if o.request.params.grammar is not None]
     if not grammars:
@@ -75,7 +75,7 @@ def told_by_key(told: Told, sender: GrammarSender) -> Told:
     return replace(told, opened=opened, grammars=sender.update(grammars))
 
 
-def whole_told(told: Told, store: GrammarStore) -> Told:
+def whole_requests(told: DraftRequests, store: GrammarStore) -> DraftRequests:
     """A frame that has come on the connection of `store`, with whole grammars."""
     if told.grammars is not None:
         store.apply(told.grammars)
@@ -85,7 +85,7 @@ def whole_told(told: Told, store: GrammarStore) -> Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class DraftTokens:
     """Draft to engine, in lists: `token_ids` may follow the stream's first `length` tokens, which the draft has as
     final. None: it has no guess now; and with length 0 it does not know the stream (any more)."""
 
@@ -101,7 +101,7 @@ class _Mirror:
     owner: Hashable
     stream: int
     wanted: int
-    owes: bool = True  # no chain was sent since the last commit
+    reply_due: bool = True  # no chain was sent since the last commit
 
 
 class DraftCore:
@@ -121,13 +121,13 @@ class DraftCore:
         self.scheduler = Scheduler(config, info, extras)
         self.executor, self.ahead = executor, ahead
         self.keeps_grammars = keeps_grammars and bool(info.eos_token_ids)
-        self.outbox: dict[Hashable, list[Chain]] = {}  # by owner; the caller sends them and empties it
+        self.outbox: dict[Hashable, list[DraftTokens]] = {}  # by owner; the caller sends them and empties it
         self._streams: dict[tuple[Hashable, int], RequestState] = {}
         self._num_opened = 0
         self._room = float(ahead)  # guesses ahead that are done when the next commit comes
         self._was_ahead = self._is_idle = False  # the last step; and there was nothing more to compute
 
-    def take(self, owner: Hashable, told: Told) -> None:
+    def take(self, owner: Hashable, told: DraftRequests) -> None:
         """Apply a frame of the engine `owner`."""
         for stream in told.closed:
             self._close(owner, stream)
@@ -137,7 +137,7 @@ class DraftCore:
             self._close(owner, opened.stream)
             self._open(owner, opened)
         if told.committed:
-            self._learn_room()
+            self._adapt_lookahead()
         for commit in told.committed:
             self._commit(owner, commit)
 
@@ -161,22 +161,22 @@ class DraftCore:
 
         What is only guessed ahead is launched in small pieces: most often it is wrong, and then in the way."""
         scheduler = self.scheduler
-        owes = any(mirror.owner.owes for mirror in self._streams.values())
-        max_steps, depth = (MAX_STEPS, _DEPTH) if owes else (_AHEAD_STEPS, 1)
+        reply_due = any(mirror.owner.reply_due for mirror in self._streams.values())
+        max_steps, depth = (MAX_STEPS, _DEPTH) if reply_due else (_AHEAD_STEPS, 1)
         while scheduler.num_in_flight < depth and (step := scheduler.schedule(max_steps)) is not None:
             self.executor.submit(step.plan)
         self._is_idle = not scheduler.num_in_flight
         if self._is_idle:
             return False
-        self._was_ahead = not owes
+        self._was_ahead = not reply_due
         output = scheduler.commit(self.executor.collect())
         for state, _ in output.finished:  # its logits were not finite
             del self._streams[state.owner.owner, state.owner.stream]
         for state in dict.fromkeys(output.states):
-            self._offer(state)
+            self._send_if_ready(state)
         return True
 
-    def _open(self, owner: Hashable, opened: Open) -> None:
+    def _open(self, owner: Hashable, opened: OpenStream) -> None:
         self._num_opened += 1
         params = opened.request.params
         params = replace(params, logprobs=None, prompt_logprobs=None)
@@ -190,24 +190,24 @@ class DraftCore:
         state.stop_ids = frozenset()  # the target decides what ends it
         state.num_final = len(state.tokens)
         self._streams[owner, opened.stream] = state
-        self._aim(state)
+        self._set_target(state)
 
     def _close(self, owner: Hashable, stream: int) -> None:
         state = self._streams.pop((owner, stream), None)
         if state is not None:
             self.scheduler.abort(state.request.request_id, stopped=True)
 
-    def _commit(self, owner: Hashable, commit: Commit) -> None:
+    def _commit(self, owner: Hashable, commit: CommitTokens) -> None:
         state = self._streams.get((owner, commit.stream))
         if state is None:
-            self._say(owner, Chain(commit.stream, 0, []))
+            self._send(owner, DraftTokens(commit.stream, 0, []))
             return
         mirror: _Mirror = state.owner
         new = commit.token_ids[state.num_final - commit.base_len :] if commit.base_len <= state.num_final else []
         # Padding of the target's vocabulary, or beyond the draft's context: no slot has room for such a mirror.
         if new and (max(new) >= self.scheduler.info.vocab_size or state.num_final + len(new) >= state.max_len):
             self._close(owner, commit.stream)
-            self._say(owner, Chain(commit.stream, 0, []))
+            self._send(owner, DraftTokens(commit.stream, 0, []))
             return
         at = state.num_final
         for token in new:
@@ -216,38 +216,40 @@ class DraftCore:
                 break
             at += 1
         state.num_final += len(new)
-        mirror.wanted, mirror.owes = commit.wanted, True
-        self._aim(state)
+        mirror.wanted, mirror.reply_due = commit.wanted, True
+        self._set_target(state)
         if state.slot is None or state.plan_limit <= state.num_final or commit.base_len > state.num_final:
-            mirror.owes = False  # not soon, or not at all, or not without what is between
-            self._say(owner, Chain(commit.stream, state.num_final, []))
+            mirror.reply_due = False  # not soon, or not at all, or not without what is between
+            self._send(owner, DraftTokens(commit.stream, state.num_final, []))
         else:
-            self._offer(state)
+            self._send_if_ready(state)
 
-    def _aim(self, state: RequestState) -> None:
+    def _set_target(self, state: RequestState) -> None:
         """Guess first as far as is wanted, and further ahead when that is sent. A request's last token is never
         guessed: nothing would be verified after it."""
         mirror: _Mirror = state.owner
-        ahead = 0 if mirror.owes else int(self._room)
+        ahead = 0 if mirror.reply_due else int(self._room)
         state.plan_limit = min(state.num_final + mirror.wanted + ahead, state.max_len - 1)
 
-    def _learn_room(self) -> None:
+    def _adapt_lookahead(self) -> None:
         """Most commits correct a guess, and wait while the draft is still busy with what followed it."""
         if self._is_idle:
             self._room = min(self.ahead, self._room + _MORE_AHEAD)
         elif self._was_ahead:
             self._room = max(0.0, self._room - _LESS_AHEAD)
 
-    def _offer(self, state: RequestState) -> None:
+    def _send_if_ready(self, state: RequestState) -> None:
         """Send the chain when it is as long as wanted, and again when it has become as long as it may."""
         mirror: _Mirror = state.owner
         num, most = len(state.tokens) - state.num_final, state.plan_limit - state.num_final
-        if (mirror.owes and num >= most) or (num == most > mirror.wanted + 1):
-            mirror.owes = False
-            self._aim(state)
-            self._say(mirror.owner, Chain(mirror.stream, state.num_final, state.tokens[state.num_final :].tolist()))
+        if (mirror.reply_due and num >= most) or (num == most > mirror.wanted + 1):
+            mirror.reply_due = False
+            self._set_target(state)
+            self._send(
+                mirror.owner, DraftTokens(mirror.stream, state.num_final, state.tokens[state.num_final :].tolist())
+            )
 
-    def _say(self, owner: Hashable, chain: Chain) -> None:
+    def _send(self, owner: Hashable, chain: DraftTokens) -> None:
         self.outbox.setdefault(owner, []).append(chain)
 
 
@@ -258,10 +260,10 @@ class LocalWire:
     def __init__(self, core: DraftCore) -> None:
         self._core = core
 
-    def send(self, told: Told) -> None:
+    def send(self, told: DraftRequests) -> None:
         self._core.take(None, told)
 
-    def receive(self, timeout_s: float) -> list[Chain] | None:
+    def receive(self, timeout_s: float) -> list[DraftTokens] | None:
         """Ignores `timeout_s`, since nothing else could happen meanwhile."""
         while self._core.step():
             pass

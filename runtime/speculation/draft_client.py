@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from runtime.core.request_state import RequestState
 from runtime.spec.types import Request
 from runtime.speculation.choose_k import Drafter, StepTimes
-from runtime.speculation.draft import CATCH_UP, Chain, Commit, Open, Told
+from runtime.speculation.draft import CATCH_UP, CommitTokens, DraftRequests, DraftTokens, OpenStream
 
 _PATIENCE, _PATIENCE_US = 6.0, 1000.0  # an answer is late after so many times what a round should take, and so much
 _BEHIND_S, _MAX_BEHIND_S = 0.5, 5.0  # before a stream that is behind is asked again, doubling: each time it begins anew
@@ -31,11 +31,11 @@ T = TypeVar("T")
 class DraftWire(Protocol):
     """A connection to a draft. Both methods raise OSError when the draft is gone."""
 
-    def send(self, told: Told) -> None:
+    def send(self, told: DraftRequests) -> None:
         """Never blocks for longer than the draft needs to read."""
         ...
 
-    def receive(self, timeout_s: float) -> list[Chain] | None:
+    def receive(self, timeout_s: float) -> list[DraftTokens] | None:
         """The chains that have come, waiting at most `timeout_s` for some; empty if only Opens were read, None if
         nothing has come."""
         ...
@@ -98,8 +98,8 @@ class DraftClient(Drafter):
         self._streams: dict[int, _Stream] = {}  # by number
         self._unanswered: set[_Stream] = set()  # those that are OPENED, DUE or BEHIND
         self._num_streams = 0
-        self._told = Told()  # not sent yet
-        self._num_told = 0  # tokens of the requests that it opens
+        self._requests = DraftRequests()  # not sent yet
+        self._num_opened_tokens = 0  # tokens of the requests that it opens
         self._asked_at = self._steps_us = 0.0  # when the last round began, and what the draft's steps for it take
         self._overhead_us = _FIRST_OVERHEAD_US
         self._silent_since: float | None = None  # since when the draft has not answered what it was told
@@ -134,16 +134,16 @@ class DraftClient(Drafter):
 
     def _open(self, state: RequestState, wanted: int) -> None:
         """Let the draft mirror a request, unless the next frame is full; then a later step does."""
-        if self._num_told and self._num_told + len(state.tokens) > _MOST_OPENED:
+        if self._num_opened_tokens and self._num_opened_tokens + len(state.tokens) > _MOST_OPENED:
             return
-        self._num_told += len(state.tokens)
+        self._num_opened_tokens += len(state.tokens)
         self._num_streams += 1
         origin, tokens = state.request, state.tokens.tolist()
         stream = _Stream(origin.request_id, self._num_streams, self._clock() + _BEHIND_S)
         self._by_request[origin.request_id] = self._streams[stream.number] = stream
         self._unanswered.add(stream)
         request = Request("", tokens, state.prompt_len, state.params, origin.seed, 0, origin.cache_salt)
-        self._told.opened.append(Open(stream.number, request, wanted))
+        self._requests.opened.append(OpenStream(stream.number, request, wanted))
 
     def ask(self, state: RequestState, wanted: int) -> None:
         """A request that the draft follows has no token in flight, and its next row could bring `wanted` guesses."""
@@ -152,7 +152,7 @@ class DraftClient(Drafter):
             return
         stream.asked = known
         new = state.tokens[stream.acked :].tolist()
-        self._told.committed.append(Commit(stream.number, stream.acked, new, wanted))
+        self._requests.committed.append(CommitTokens(stream.number, stream.acked, new, wanted))
         self._unanswered.add(stream)
         # What the draft catches up with is not waited for; what came meanwhile is, or slow drafts would never do it.
         if len(new) > CATCH_UP[-1] and stream.state is not _State.CAUGHT_UP:
@@ -162,17 +162,17 @@ class DraftClient(Drafter):
         else:
             stream.state, stream.deadline = _State.BEHIND, 0.0  # what was guessed ahead is enough
 
-    def is_due(self) -> bool:
+    def poll(self) -> bool:
         """Say what there is to say, hear what there is to hear. True: some answers should be waited for."""
-        told, now = self._told, self._clock()
+        told, now = self._requests, self._clock()
         if told.opened or told.committed or told.closed:
-            self._told, self._num_told = Told(), 0
+            self._requests, self._num_opened_tokens = DraftRequests(), 0
             if told.committed:
                 self._begin_round(told, now)
             if self._silent_since is None and (told.opened or told.committed):
                 self._silent_since = now
             self._try(lambda wire: wire.send(told))
-        self._hear(0.0)
+        self._receive(0.0)
         if self._silent_since is not None and now - self._silent_since > _HUNG_S:
             self.is_hung = True
         due = self._due()
@@ -187,7 +187,7 @@ class DraftClient(Drafter):
         if not due:
             return
         while due and (left := max(stream.deadline for stream in due) - self._clock()) > 0:
-            self._hear(left)
+            self._receive(left)
             due = self._due()
         if due:
             self._give_up(due)
@@ -214,7 +214,7 @@ class DraftClient(Drafter):
     def _due(self) -> list[_Stream]:
         return [stream for stream in self._unanswered if stream.state is _State.DUE]
 
-    def _begin_round(self, told: Told, now: float) -> None:
+    def _begin_round(self, told: DraftRequests, now: float) -> None:
         self._asked_at = now
         behind = [len(commit.token_ids) for commit in told.committed]
         self._steps_us = max(commit.wanted for commit in told.committed) * self.step_us(len(behind))
@@ -231,7 +231,7 @@ class DraftClient(Drafter):
             stream.fall_behind(self._clock())
         self.num_late += 1
 
-    def _hear(self, timeout_s: float) -> None:
+    def _receive(self, timeout_s: float) -> None:
         chains = self._try(lambda wire: wire.receive(timeout_s))
         if chains is None:
             return
@@ -255,7 +255,7 @@ class DraftClient(Drafter):
     def _close(self, stream: _Stream) -> None:
         del self._streams[stream.number], self._by_request[stream.request_id]
         self._unanswered.discard(stream)
-        self._told.closed.append(stream.number)
+        self._requests.closed.append(stream.number)
 
     def _try(self, use: Callable[[DraftWire], T]) -> T | None:
         """With the wire, if there is one; a broken one is let go of, and all guesses with it."""

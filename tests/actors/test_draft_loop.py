@@ -9,7 +9,7 @@ import pytest
 
 from actors.runners.draft import DraftLoop, SocketDraft
 from actors.wire.transport import FrameSocket
-from runtime.speculation.draft import Chain, Told
+from runtime.speculation.draft import DraftRequests, DraftTokens
 
 
 class EchoCore:
@@ -21,8 +21,8 @@ class EchoCore:
     def step(self) -> bool:
         return False
 
-    def take(self, owner, told: Told) -> None:
-        self.outbox.setdefault(owner, []).extend(Chain(stream, 0, []) for stream in told.closed)
+    def take(self, owner, told: DraftRequests) -> None:
+        self.outbox.setdefault(owner, []).extend(DraftTokens(stream, 0, []) for stream in told.closed)
 
     def forget(self, owner) -> None:
         self.forgotten.append(owner)
@@ -41,9 +41,9 @@ def test_engines_connect_and_leave_while_it_waits():
     for _ in range(3):  # descriptors are free again
         engines = [attach(loop) for _ in range(3)]
         for i, engine in enumerate(engines):
-            engine.send(Told(closed=[i, i + 10]))
+            engine.send(DraftRequests(closed=[i, i + 10]))
         for i, engine in enumerate(engines):
-            assert engine.receive(5) == [Chain(i, 0, []), Chain(i + 10, 0, [])]
+            assert engine.receive(5) == [DraftTokens(i, 0, []), DraftTokens(i + 10, 0, [])]
             assert engine.receive(0) is None
         for engine in engines:
             engine._draft.sock.close()
@@ -57,8 +57,8 @@ def test_frames_that_arrive_together_are_read_together():
     ours, theirs = socket.socketpair()
     draft, encode = SocketDraft(FrameSocket(ours)), msgspec.msgpack.encode
     for i in range(3):
-        FrameSocket(theirs).send(encode([Chain(i, 0, [])]))
-    assert draft.receive(5) == [Chain(i, 0, []) for i in range(3)]
+        FrameSocket(theirs).send(encode([DraftTokens(i, 0, [])]))
+    assert draft.receive(5) == [DraftTokens(i, 0, []) for i in range(3)]
     theirs.close()
     with pytest.raises(ConnectionResetError):
         draft.receive(5)

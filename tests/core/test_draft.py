@@ -10,7 +10,7 @@ from runtime.assembly.engine import build_engine
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import Request, SamplingParams
 from runtime.speculation.choose_k import Speculation
-from runtime.speculation.draft import Chain, Commit, LocalWire, Open, Told
+from runtime.speculation.draft import CommitTokens, DraftRequests, DraftTokens, LocalWire, OpenStream
 from runtime.speculation.draft_client import DraftClient
 from tests.support.engine.draft_wires import BusyWire, SlowWire
 from tests.support.engine.drafts import STEP_US, Clock, check_core, draft_core, info
@@ -62,28 +62,28 @@ def test_draft_tokens_continue_confirmed_tokens():
     core = draft_core(ahead=2)
     request = Request("r", [1, 2, 3, 4, 5], 5, SamplingParams(max_tokens=40, ignore_eos=True), seed=0)
     right, _ = sequential(request, 64)
-    core.take("engine", Told(opened=[Open(7, request, 3)]))
+    core.take("engine", DraftRequests(opened=[OpenStream(7, request, 3)]))
     while core.step():
         pass
-    assert core.outbox.pop("engine") == [Chain(7, 5, right[:3]), Chain(7, 5, right[:5])], "and again when it is ahead"
-    core.take("engine", Told(committed=[Commit(7, 5, right[:4], 3)]))
+    assert core.outbox.pop("engine") == [DraftTokens(7, 5, right[:3]), DraftTokens(7, 5, right[:5])]
+    core.take("engine", DraftRequests(committed=[CommitTokens(7, 5, right[:4], 3)]))
     while core.step():
         pass
-    assert core.outbox.pop("engine")[-1] == Chain(7, 9, right[4:9])
+    assert core.outbox.pop("engine")[-1] == DraftTokens(7, 9, right[4:9])
     wrong = (right[5] + 1) % VOCAB  # as if the target had sampled another token
-    core.take("engine", Told(committed=[Commit(7, 5, [*right[:5], wrong], 2)]))
+    core.take("engine", DraftRequests(committed=[CommitTokens(7, 5, [*right[:5], wrong], 2)]))
     while core.step():
         pass
     rest, _ = sequential(Request("r", [*request.token_ids, *right[:5], wrong], 11, request.params, seed=0), 64)
     (first, _) = core.outbox.pop("engine")
-    assert first == Chain(7, 11, rest[:2]), "it went back and took the other way"
-    core.take("engine", Told(committed=[Commit(7, 9, [right[4], wrong], 2)]))
-    assert core.outbox.pop("engine") == [Chain(7, 11, rest[:4])], "a repeated commit changes nothing"
-    core.take("engine", Told(committed=[Commit(7, 14, [1], 2)]))
-    assert core.outbox.pop("engine") == [Chain(7, 11, [])], "a gap is told"
-    core.take("engine", Told(committed=[Commit(8, 14, [1], 2)]))
-    assert core.outbox.pop("engine") == [Chain(8, 0, [])], "and so is an unknown stream"
-    core.take("engine", Told(closed=[7, 9]))
+    assert first == DraftTokens(7, 11, rest[:2]), "it went back and took the other way"
+    core.take("engine", DraftRequests(committed=[CommitTokens(7, 9, [right[4], wrong], 2)]))
+    assert core.outbox.pop("engine") == [DraftTokens(7, 11, rest[:4])], "a repeated commit changes nothing"
+    core.take("engine", DraftRequests(committed=[CommitTokens(7, 14, [1], 2)]))
+    assert core.outbox.pop("engine") == [DraftTokens(7, 11, [])], "a gap is told"
+    core.take("engine", DraftRequests(committed=[CommitTokens(8, 14, [1], 2)]))
+    assert core.outbox.pop("engine") == [DraftTokens(8, 0, [])], "and so is an unknown stream"
+    core.take("engine", DraftRequests(closed=[7, 9]))
     assert not core.scheduler.requests
     check_core(core)
 
@@ -94,18 +94,18 @@ def test_only_final_tokens_are_hashed():
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     first = Request("a", [1, 2, 3, 4, 5], 5, params, seed=0)
     guessed, _ = sequential(first, 64)
-    core.take(1, Told(opened=[Open(1, first, 8)]))
+    core.take(1, DraftRequests(opened=[OpenStream(1, first, 8)]))
     while core.step():
         pass
-    core.take(1, Told(committed=[Commit(1, 5, [(guessed[0] + 1) % VOCAB] * 6, 8)]))
+    core.take(1, DraftRequests(committed=[CommitTokens(1, 5, [(guessed[0] + 1) % VOCAB] * 6, 8)]))
     while core.step():
         pass
     core.outbox.clear()
     second = Request("b", [*first.token_ids, *guessed[:8]], 13, params, seed=0)
-    core.take(1, Told(opened=[Open(2, second, 4)]))
+    core.take(1, DraftRequests(opened=[OpenStream(2, second, 4)]))
     while core.step():
         pass
-    assert core.outbox[1] == [Chain(2, 13, guessed[8:12])]
+    assert core.outbox[1] == [DraftTokens(2, 13, guessed[8:12])]
     assert core.scheduler.stats.prompt_tokens_cached == 4, "what was final in the first"
 
 
@@ -165,7 +165,7 @@ def test_tokens_are_right_under_any_events(
             got.setdefault(state.request.request_id, []).append(token)
     assert got == want
     if not kills and not loss:
-        client.is_due()
+        client.poll()
         assert not draft._streams, "all mirrors were closed"
 
 
@@ -210,7 +210,7 @@ def test_a_draft_runs_ahead_while_there_is_time():
     """A commit that finds it busy makes it stop earlier; a commit that finds it idle makes it stop later."""
     core, tokens = draft_core(ahead=8, max_len=4000, blocks=2000), [1, 2, 3]
     request = Request("", tokens, 3, SamplingParams(max_tokens=3000, ignore_eos=True), seed=0)
-    core.take(None, Told(opened=[Open(1, request, 3)]))
+    core.take(None, DraftRequests(opened=[OpenStream(1, request, 3)]))
 
     def guesses_after(num_pieces):
         """The number of guesses, and whether no work was left, if a commit arrives after `num_pieces` pieces of
@@ -221,7 +221,7 @@ def test_a_draft_runs_ahead_while_there_is_time():
         is_idle = not [core.step() for _ in range(num_pieces)][-1]
         num = len(core._streams[None, 1].tokens) - len(tokens)
         core.outbox.clear()
-        core.take(None, Told(committed=[Commit(1, len(tokens), known[len(tokens) :], 3)]))
+        core.take(None, DraftRequests(committed=[CommitTokens(1, len(tokens), known[len(tokens) :], 3)]))
         tokens[:] = known
         return num, is_idle
 
@@ -329,7 +329,7 @@ def test_a_silent_draft_costs_one_wait():
     assert waits[0] < 0.003
     core.abort("0")
     wire.loss = 0.0
-    client.is_due()
+    client.poll()
     wire.loss, client.is_hung, client._silent_since = 1.1, False, None
     for i in range(1, 60):  # no request lives long enough for a wait
         core.add(Request(str(i), [1, 2, 3], 3, SamplingParams(max_tokens=60, ignore_eos=True), seed=i))

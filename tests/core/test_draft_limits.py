@@ -4,7 +4,7 @@ from runtime.assembly.engine import build_engine
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import Request, SamplingParams
 from runtime.speculation.choose_k import Speculation
-from runtime.speculation.draft import Chain, Commit, LocalWire, Open, Told
+from runtime.speculation.draft import CommitTokens, DraftRequests, DraftTokens, LocalWire, OpenStream
 from runtime.speculation.draft_client import DraftClient
 from tests.support.engine.drafts import STEP_US, Clock, check_core, draft_core, info
 from tests.support.engine.fake_runner import VOCAB, FakeRunner
@@ -14,16 +14,16 @@ def test_the_mirror_ends_at_the_drafts_context():
     """This holds too for one that waits for a slot, of an engine with a longer context."""
     core = draft_core(seqs=1, max_len=64)
     requests = [Request(str(i), [1, 2, i], 3, SamplingParams(max_tokens=200, ignore_eos=True), seed=0) for i in (1, 2)]
-    core.take("engine", Told(opened=[Open(i, request, 2) for i, request in enumerate(requests)]))
+    core.take("engine", DraftRequests(opened=[OpenStream(i, request, 2) for i, request in enumerate(requests)]))
     while core.step():
         pass
     core.outbox.clear()
-    core.take("engine", Told(committed=[Commit(1, 3, [7] * 61, 2)]))
-    assert core.outbox["engine"] == [Chain(1, 0, [])]
-    core.take("engine", Told(closed=[0]))
+    core.take("engine", DraftRequests(committed=[CommitTokens(1, 3, [7] * 61, 2)]))
+    assert core.outbox["engine"] == [DraftTokens(1, 0, [])]
+    core.take("engine", DraftRequests(closed=[0]))
     assert not core.step(), "no row of 64 tokens and another"
     longer = Request("r", [*requests[1].token_ids, *[7] * 62], 3, requests[1].params, seed=0)
-    core.take("engine", Told(opened=[Open(2, longer, 2)]))
+    core.take("engine", DraftRequests(opened=[OpenStream(2, longer, 2)]))
     assert not core.step()
     check_core(core)
 

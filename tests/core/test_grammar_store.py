@@ -13,7 +13,7 @@ from runtime.features.grammar_store import GrammarSender, GrammarStore, by_key, 
 from runtime.policy.queue_sizes import QueueSizes
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import CallboardError, Grammar, Request, SamplingParams
-from runtime.speculation.draft import Open, Told, told_by_key, whole_told
+from runtime.speculation.draft import DraftRequests, OpenStream, requests_by_key, whole_requests
 from tests.support.engine.fake_runner import EOS, VOCAB, FakeRunner, sequential
 
 MAX_BYTES = 1000
@@ -75,11 +75,11 @@ def test_unknown_key_is_refused():
 
 def test_draft_gets_each_text_once():
     sender, store = GrammarSender(), GrammarStore()
-    told = Told(opened=[Open(i, request(str(i), GRAMMARS[9 + i % 2]), 3) for i in range(6)])
-    frames = [msgspec.msgpack.encode(told_by_key(told, sender)) for _ in range(2)]
+    told = DraftRequests(opened=[OpenStream(i, request(str(i), GRAMMARS[9 + i % 2]), 3) for i in range(6)])
+    frames = [msgspec.msgpack.encode(requests_by_key(told, sender)) for _ in range(2)]
     assert len(frames[1]) < len(frames[0]) - GRAMMARS[9].num_bytes
     for frame in frames:
-        assert whole_told(msgspec.msgpack.decode(frame, type=Told), store).opened == told.opened
+        assert whole_requests(msgspec.msgpack.decode(frame, type=DraftRequests), store).opened == told.opened
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 from runtime.spec.types import Grammar, GrammarSpec
 from runtime.structured.grammar import compiled
 from runtime.structured.pattern import GrammarError
+from runtime.structured.readers.lark import in_json_string, read_lark
 from tests.support.structured.cases import fits
 
 # From llama.cpp's grammars/, as they are.
@@ -134,6 +135,43 @@ def test_too_many_rules(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("runtime.structured.readers.ebnf.MAX_RULES", 2)
     with pytest.raises(GrammarError, match="over 2 rules, the limit"):
         of_grammar('root ::= a\na ::= "b"\nb ::= "c"')
+
+
+def test_a_recursive_grammar_follows_reasoning():
+    """A recursion to the start is one to the structure, not to the free text before it."""
+    found = compiled(GrammarSpec("grammar", 'root ::= "(" root ")" | "x"', after="</think>"))
+    assert fits(found, "hm</think>((x))")
+    assert not fits(found, "hm</think>(hm</think>x)")
+
+
+def test_ignored_texts_stay_within_a_lark_grammar():
+    found = compiled(GrammarSpec("grammar", 'start: "a" "b"\n%ignore " "', after="</think>"))
+    assert fits(found, "</think>\na  b")
+    assert not fits(found, "</ think>ab")
+
+
+def test_priorities_of_lark_change_no_text():
+    found = of_grammar('start: A | !b\nA.2: "a"\n!b.10: "b"')
+    assert fits(found, "a")
+    assert fits(found, "b")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "texts", "others"),
+    [
+        ('start: "a\\n" X\nX: "\\""', ['a\\n\\"'], ['a\n"']),
+        ('start: "go"i "a".."c" /[^x]/', ["GOb\\n", "goaé"], ["gob\n", "gobx", "gobX\n"]),
+        (
+            "%import common (INT, WS)\n%import common.CNAME -> N\nstart: N INT\n%ignore WS",
+            ["x_1 \\n 2", "a 1"],
+            ["x\n1"],
+        ),
+    ],
+)
+def test_a_lark_grammar_within_a_json_string(grammar: str, texts: list[str], others: list[str]):
+    found = of_grammar(in_json_string(read_lark(grammar)))
+    assert [text for text in texts if not fits(found, text)] == []
+    assert [text for text in others if fits(found, text)] == []
 
 
 # ---- structural tags -------------------------------------------------------------------------------------------------

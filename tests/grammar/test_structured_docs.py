@@ -11,7 +11,7 @@ from tests.support.structured.corpus import CASES, REFUSED
 
 PAGE = Path(__file__).parents[2] / "docs" / "structured-output.md"
 _NOTES = {
-    "$ref": "within the schema: a pointer (`#/…`), an `$anchor`, an `$id`; recursion to any depth",
+    "$ref": "within the schema: a pointer (`#/…`) or an `$anchor`, also after the root's `$id`; any recursion",
     "additionalItems": "after a list of `items` (draft 7 and before)",
     "additionalProperties": "missing beside `properties` or `patternProperties`, it means false",
     "allOf": "merged",
@@ -27,7 +27,7 @@ _NOTES = {
     "minProperties": "up to the number of required properties, to 1, or where all names are listed",
     "multipleOf": "exactly, in decimals: whole numbers to 10,000, and fractions like 0.01, 0.25, 2.5 that divide 10ⁿ",
     "nullable": "with `type`: null as well (OpenAPI)",
-    "oneOf": "where no value fits two options, or objects have a tag, or a property that the others can be without",
+    "oneOf": "where types, enums or properties of objects exclude a value of two options, or can be made to",
     "pattern": "ECMA-262; lookaheads only after its `^`; no back-references, `\\b`, `\\p` or flags; `^`, `$` at ends",
     "patternProperties": "a free name matches just one pattern",
     "properties": "in the order of the schema",
@@ -55,12 +55,12 @@ _HEAD = """# Structured output
 
 <!-- Written by tests/grammar/test_structured_docs.py from the code; change that. -->
 
-An answer can be bound to a JSON Schema, a regular expression, a choice of texts or a grammar, or have regions that are.
-What is answered then fits, whatever
-the temperature; an answer that ends by `max_tokens` is cut off where it is, and says `length`. What cannot be enforced
-is refused with a 400 that names the keyword or the limit. Before a token is chosen, what does not
-fit is ruled out, and then penalties, temperature and filters apply; `min_tokens` holds nothing back that is the only
-way on. Log-probabilities are those of the model alone.
+An answer can follow a JSON Schema, a regular expression, a choice of texts or a grammar, in whole or in regions. It
+then fits at any temperature. An answer that reaches `max_tokens` is cut off, with the finish reason `length`.
+
+A request with something that cannot be enforced gets a 400 that names the keyword or the limit. Tokens that do not fit
+are excluded first; penalties, temperature and filters apply to the rest. `min_tokens` excludes no token that is the
+only way on. Log-probabilities are the model's own.
 
 | field | value |
 | --- | --- |
@@ -76,9 +76,9 @@ way on. Log-probabilities are those of the model alone.
 | `tools` | a custom tool with a `format` of the type grammar, Lark's or a regular expression: its text follows it |
 | `response_format` and `tools` | the model answers in that JSON, or with calls, bound too (Hermes', DeepSeek's marks) |
 
-White space is at most one space after each comma and colon. In strings, characters stand for themselves, and what JSON
-does not allow is escaped in the shortest way. Integers have up to 19 digits.
-A model that reasons does so first; the structure begins after `</think>`.
+White space is at most one space after each comma and colon. In strings, a character is escaped only where JSON requires
+it, in the shortest way. Integers have up to 19 digits. A model that reasons does so first; the structure begins after
+`</think>`.
 
 In Python, without a server, the same fields are keywords of `LLM.generate` and `LLM.chat`:
 
@@ -95,13 +95,8 @@ answers = LLM().generate(prompts, params, structured_outputs={"json": schema})
 
 ## Grammars
 
-A text with `::=` is EBNF as llama.cpp (GBNF), XGrammar and SGLang write it, and begins with the rule `root`; any
-other is Lark's form, with terminals, `%ignore`, `%import common.NAME` and `"a".."z"`, and begins with `start`. Rules
-may recurse in any way. A grammar says which texts there are, character by character, and every one of them can be
-written, however its tokens are cut: terminals of Lark's form too match as little or as much as lets the rest fit. `i`
-makes ASCII letters match in both cases; regular expressions have what a schema's `pattern` may have. What is refused
-is named with its line and column: lookaheads, tokens (`<|eot|>`), attributes and templates of rules, `%declare`,
-`%json` and the like.
+A text with `::=` is EBNF, as llama.cpp (GBNF), XGrammar and SGLang write it, and begins with the rule `root`. Any other
+text is Lark's form and begins with `start`. Rules may recurse in any way. An error names the line and the column.
 
 ```
 root ::= call ("; " call)*
@@ -109,18 +104,27 @@ call ::= [a-z]+ "(" (argument (", " argument)*)? ")"
 argument ::= [0-9]+ | call
 ```
 
-Rules without recursion become one terminal each, which costs what a regular expression costs. Where the end of a
-terminal depends on what follows (`[a-z]+ "end"` beside a recursion), it is read by single characters: free text of
-this kind takes longer to mask, and too much of it ends with `grammar_failed`.
+**EBNF** describes texts character by character, and every one of them can be written. Rules without recursion become
+one terminal each. Where the end of a terminal depends on the text after it (`[a-z]+ "end"` beside a recursion), it is
+read by single characters. Masks of such free text take longer, and too much of it ends with `grammar_failed`.
+
+**Lark** grammars go to llguidance. As in Lark, each terminal takes as much text as it can: after `/[a-z]+/`, the text
+`"end"` cannot follow. Regular expressions are Rust's. `%ignore`, `%import common.NAME`, `"a".."z"` and the flag `i` are
+supported; priorities have no effect. Lookaheads, tokens (`<|eot|>`), attributes and templates of rules, `%declare`,
+`%json` and other directives are refused. A custom tool's expressions have the syntax of a schema's `pattern`, because
+they are rewritten for a JSON string.
 
 ## Structural tags
 
-Text is free up to a trigger, with which a tag begins; what follows is the rest of that tag's `begin`, its content and
-its `end`, and then the text is free again. A trigger that begins no tag cannot be written, in a region whatever fits
-can. The newer form has the formats `triggered_tags` (`at_least_one`: the answer begins with a tag;
-`stop_after_first`: it ends with the first), `tag`, `tags_with_separator`, `sequence`, `or`, `const_string`,
-`any_text`, `json_schema`, `regex` and `grammar`. Free text is the last part of a sequence, or the content of a tag:
-it goes up to the first `end`. A regular expression within a tag ends at the first place where `end` follows, too.
+Text is free up to a trigger, which begins a tag. The rest of that tag's `begin`, its content and its `end` follow; then
+the text is free again. A trigger that begins no tag cannot be written. In a region, any text that fits can.
+
+The newer form has the formats `triggered_tags`, `tag`, `tags_with_separator`, `sequence`, `or`, `const_string`,
+`any_text`, `json_schema`, `regex` and `grammar`. With `at_least_one`, the answer begins with a tag; with
+`stop_after_first`, it ends with the first.
+
+Free text is the last part of a sequence, or the content of a tag up to the first `end`. A regular expression within a
+tag ends at the first place where `end` follows, too.
 
 ## JSON Schema (drafts 4 to 2020-12, and OpenAPI's)
 
@@ -130,23 +134,81 @@ it goes up to the first `end`. A regular expression within a tag ends at the fir
 
 _STRICT = """.
 
-With `"strict": true` everything that asserts something is enforced or refused. With `"strict": false` what cannot be
-enforced is ignored, and the header `x-callboard-ignored-fields` has the path of each such keyword; for tools that is
-the rule unless `strict` is true. Where `strict` is missing, so it is for one keyword: `uniqueItems` of free items,
-which no grammar can enforce, and which a reader that makes a set of them (pydantic's `set`) does not need.
+With `"strict": true`, everything that asserts something is enforced or refused. With `"strict": false`, a keyword that
+cannot be enforced is ignored, and the header `x-callboard-ignored-fields` has its path. Tools without `strict` are read
+like this.
+
+Elsewhere, a missing `strict` ignores one keyword: `uniqueItems` of free items. No grammar can enforce it, and a reader
+that makes a set (pydantic's `set`) does not need it.
 
 """
 
 _MEASURED = """
-A grammar within these limits may still have too many states to go on somewhere in an answer. That answer ends with the
-error `grammar_failed` (a 400, or the last event of a stream that has begun), and no other is touched.
+A grammar within these limits may still reach a limit of states within an answer. That answer ends with the error
+`grammar_failed` (a 400, or the last event of a stream that has begun). Other answers go on.
+
+## What Callboard does itself, and why
+
+Two packages compute masks: llguidance on the host, for every grammar, and outlines-core, which builds automata for a
+GPU. Both could read schemas, too. Callboard keeps a reader of its own where a measurement showed a gain for users.
+
+| part | Where | reads | without it |
+| --- | --- | --- | --- |
+| JSON Schema | `runtime/structured/schema/` | Callboard | fewer schemas accepted, invalid instances accepted |
+| regular expressions | `readers/regex.py` | Callboard | Rust's `\\d`, `.` and `$` for ECMA-262's; no lookaheads |
+| EBNF, GBNF | `readers/ebnf.py`, `context_free.py`, `ambiguity.py` | Callboard | valid texts lost in 4 of 33 grammars |
+| Lark | `readers/lark.py` | llguidance | - |
+| automata | `matching/automaton.py` | outlines-core | slow steps of small models on a GPU: see below |
+
+**JSON Schema.** SchemaStore, 250 of 578 schemas drawn; 250 of Berkeley's 3,245 function-calling schemas; 250 of the 461
+groups of JSON-Schema-Test-Suite (draft 2020-12, at 44401e0c). Compiled as with `strict: true` (`python -m
+benchmarks.engine.grammar_suite --sample 250 FOLDER ...`, one busy core of an Intel Xeon, family 6, model 167, 2.6 GHz):
+
+| schemas | reader | accepted | compile, ms, p50 / p90 | valid instances taken | invalid instances taken |
+| --- | --- | --- | --- | --- | --- |
+| SchemaStore | Callboard | 50.4 % | 25 / 107 | | |
+| SchemaStore | llguidance | 37.6 % | 1.8 / 17 | | |
+| tools | Callboard | 100 % | 1.4 / 2.6 | | |
+| tools | llguidance | 100 % | 0.6 / 0.8 | | |
+| test suite | Callboard | 69.2 % | 1.6 / 8.9 | 331 | 0 |
+| test suite | llguidance | 44.0 % | 0.5 / 0.8 | 318 | 16 |
+
+**EBNF.** The nine examples of llama.cpp and 24 of transformers-CFG, up to 20 random texts of each (`python -m
+benchmarks.grammar_texts --texts 20 --tokenizer FOLDER GRAMMAR ...`, SmolLM2's vocabulary, same machine). Masks
+of the SMILES grammars were not timed:
+
+| grammars | reader | texts accepted | compile, ms (median, most) | mask, us (median of medians) |
+| --- | --- | --- | --- | --- |
+| llama.cpp (9) | Callboard | 176 of 176 | 15, 63 | 9 |
+| llama.cpp (9) | llguidance | 156 of 176 | 2, 14 | 9 |
+| transformers-CFG (20) | Callboard | 367 of 367 | 13, 1,753 | 4 |
+| transformers-CFG (20) | llguidance | 367 of 367 | 8, 48 | 5 |
+| its SMILES (4) | Callboard | 80 of 80 | 162, 178 | |
+| its SMILES (4) | llguidance | 29 of 80 | 13, 15 | |
+
+llguidance's converter makes terminals of rules, and its lexer takes the longest one. `ws ::= [ \\t\\n]*` before `"\\n"`
+then takes the newline, and llama.cpp's `arithmetic.gbnf` accepts no complete text.
+
+**Lark.** Callboard had an exact reader of Lark grammars, too, which split ambiguous terminals. Lark's users expect the
+longest terminal: an exact reader writes `floatx` for a keyword and a name. Before its removal, with the same texts:
+
+| grammar | own reader: compile, mask (mean) | llguidance: compile, mask (mean) |
+| --- | --- | --- |
+| C (syncode) | 531 ms, 18 ms; 20 of 39 texts at a limit | 2.3 ms, 0.19 ms |
+| Java (syncode) | above 15 s | 9 ms |
+| Lark's own | 14.4 s | 1.9 ms |
+| RFC index (llguidance) | 2.7 s | 15 ms |
+
+**Left out.** The suites show little loss for references across an `$id` within a schema (1 of 578 of SchemaStore), and
+for a `oneOf` of strings, numbers or arrays with different bounds (2 of 578). Both are refused. Lookaheads after `^`
+(4 of 578) stay: zod writes them for e-mail addresses.
 
 ## What it costs
 
-A grammar is served at once by llguidance, on the host while the device computes. On a GPU whose decode steps of 64 rows
-take less than 3 ms (measured at the start), one that comes back becomes an automaton that lives on the device: once the
-host has spent as much time on its masks as building is expected to take, and if it comes out small. Longer steps hide
-the masks, and none is built. `callboard:structured_outputs_total` tells which serves.
+llguidance serves a grammar at once, on the host while the device computes. On a GPU with decode steps of 64 rows below
+3 ms, measured at the start, a grammar that returns becomes an automaton on the device. It does so once the host has
+spent the expected time of the build on its masks, if the automaton is small. Longer steps hide the masks, so none is
+built. `callboard:structured_outputs_total` counts outputs by engine.
 
 On an H200, random weights, 64 rows of one schema of open strings, median step in ms (`python -m
 benchmarks.engine.structured_steps --model llama-3.1-8b --tokenizer FOLDER`;
@@ -157,13 +219,16 @@ benchmarks.engine.structured_steps --model llama-3.1-8b --tokenizer FOLDER`;
 | Llama-3.1-8B's shape | 4.96 | 5.01 (+1.1 %) | 4.97 (+0.2 %) |
 | Llama-3.2-1B's shape | 1.15 | 2.44 (+112 %) | 1.25 (+8.1 %) |
 
-Steps below two milliseconds do not hide what the host does for 64 rows. After a prompt of 1,024 tokens the first token
-of a known grammar comes when a free one does (8B, one request, in process: 22.6, 22.5 and 22.6 ms); after 64 tokens,
-whose prefill waits for the host's launches, 0.5 and 0.8 ms later (9.6, 10.1, 10.4).
+Steps below two milliseconds do not hide the host's work for 64 rows. Time to the first token of a known grammar (8B,
+one request, in process):
+
+| prompt | free, ms | llguidance, ms | automaton, ms |
+| --- | --- | --- | --- |
+| 1,024 tokens | 22.6 | 22.5 | 22.6 |
+| 64 tokens | 9.6 | 10.1 | 10.4 |
 
 On a CPU core (AMD Zen 4), a corpus of 196 schemas (`python -m benchmarks.engine.grammar --tokenizer FOLDER ...
---eager 40`):
-compiling in the child takes 1.6 ms (p99 9.9). By vocabulary, times p50 / p99, the automata of small schemas:
+--eager 40`): a child compiles one in 1.6 ms (p99 9.9). By vocabulary, p50 / p99, with the automata of small schemas:
 
 | vocabulary | set up | a new grammar, ms | mask and advance of a row, us (mean) | automaton, ms |
 | --- | --- | --- | --- | --- |
@@ -171,37 +236,30 @@ compiling in the child takes 1.6 ms (p99 9.9). By vocabulary, times p50 / p99, t
 | 128,256 | 0.26 s | 0.6 / 1.2 | 18 / 905 (50) | 27 / 191 |
 | 151,665 | 0.27 s | 0.7 / 1.3 | 13 / 1,058 (46) | 36 / 222 |
 
-Of the schemas of SchemaStore (575), Berkeley's function-calling tools (500 drawn) and JSON-Schema-Test-Suite (draft
-2020-12: 438), compiled as with `strict: true` beside llguidance's own JSON compiler (`python -m
-benchmarks.engine.grammar_suite FOLDER`, one core of a busy machine):
+The first mask at a place of a grammar is the slow one. A matcher of the largest grammar (256 KiB) takes some 30 ms. A
+thread of the runner makes matchers of new grammars: the rows that need them wait, and other rows go on. A grammar's
+text travels once to each engine, and once to its runners.
 
-| schemas | accepted | llguidance | ms, p50 / p90 | llguidance | invalid instances taken | llguidance |
-| --- | --- | --- | --- | --- | --- | --- |
-| SchemaStore | 53.2 % | 40.9 % | 11 / 54 | 1.9 / 15 | | |
-| tools | 100 % | 100 % | 1.4 / 2.1 | 0.6 / 0.7 | | |
-| test suite | 72.8 % | 46.6 % | 1.6 / 2.8 | 0.6 / 1.0 | 0 | 15 |
-
-A matcher of the largest grammar (256 KiB) takes some 30 ms. Matchers of new grammars are made on a thread of the
-runner: the rows that need them wait, and the other rows of a step go on. A grammar's text travels once to each engine,
-and once to its runners.
-
-The slow masks are the first in a place of a grammar that nobody has been to.
-
-Automata of real schemas take longer: CPU time goes by the length of the expression, some 3 ns for a byte and a token of
-the vocabulary. Types of OpenAI's API as closed objects, 30 of each, with 49,152 tokens (`python -m
-benchmarks.engine.grammar --tokenizer FOLDER --api 30`), CPU seconds:
+Automata of real schemas take longer: some 3 ns of CPU time for a byte of the expression and a token of the vocabulary.
+Types of OpenAI's API as closed objects, 30 of each, with 49,152 tokens (`python -m benchmarks.engine.grammar
+--tokenizer FOLDER --api 30`), CPU seconds:
 
 | properties | built | p50 | p90 | p99 |
 | --- | --- | --- | --- | --- |
 | 1 to 60 | 29 | 0.07 | 0.22 | 0.42 |
 | 10 to 60 | 22 | 0.52 | 1.0 | 1.1 |
 
-The others have over 4,096 states or took over five seconds. At 20 us of the host a token
-(Llama-3.2-1B's shape above: 1.29 ms for 64 rows), an automaton of half a second has paid after 25,000 tokens.
+The others have over 4,096 states or took over five seconds. At 20 us of the host a token (Llama-3.2-1B's shape above:
+1.29 ms for 64 rows), an automaton of half a second has paid after 25,000 tokens.
 
-Eight streams of SmolLM2 on two cores, which front, engine and model share, had inter-token times of 41 ms (p99 59)
-alone and 47 ms (p99 98) while a client posted 11 grammars a second that mean harm; of these 225 were a 400 and 102 a
-right answer, the slowest after 0.9 s (`python -m benchmarks.serving.grammar_bombs --url URL`).
+Eight streams of SmolLM2 share two cores with the front and the engine while a client posts 11 harmful grammars a second
+(`python -m benchmarks.serving.grammar_bombs --url URL`). Of these, 225 got a 400 and 102 a right answer, the slowest
+after 0.9 s:
+
+| | inter-token time, ms | p99 |
+| --- | --- | --- |
+| alone | 41 | 59 |
+| with harmful grammars | 47 | 98 |
 """
 
 # Keywords of drafts and of OpenAPI that assert nothing.
@@ -219,7 +277,7 @@ def page() -> str:
         + ", ".join(f"`{word}`" for word in keywords.REFUSED)
         + ". Nothing is fetched: a `$ref` stays within its schema.\n\nThese assert nothing: "
         + ", ".join(f"`{word}`" for word in sorted(ANNOTATIONS, key=str.lower))
-        + ", other formats, and any name that no draft and not OpenAPI defines"
+        + ", other formats, and any name outside the drafts and OpenAPI"
         + _STRICT
         + "## Limits\n\n| of | at most |\n| --- | --- |\n"
         + "".join(f"| {what} | {most:,} |\n" for what, most in _LIMITS.items())

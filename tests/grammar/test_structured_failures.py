@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from runtime.core.engine import EngineCore
-from runtime.core.request_state import RequestStatus
 from runtime.spec.types import CallboardError, FinishReason
 from runtime.structured.matching import lazy
 from runtime.structured.matching.factory import MatcherFactory
@@ -116,7 +115,7 @@ def test_what_is_accepted_is_known_after_anothers_failure():
     other.advance(b"xyz")
     explode(greedy)
     other.advance([EOS])
-    assert other.status is RequestStatus.ENDED
+    assert other.has_ended
     other.rollback(1)
     assert mask_of(other) == [EOS]
     engines.close()

@@ -130,7 +130,7 @@ def share_accepted(params, want, ahead, keeps_grammars, noise=0.0, vocabulary=SM
     model.decoder.final_norm *= 1 + noise * torch.randn(SPEC.hidden_size, generator=torch.Generator().manual_seed(1))
     draft = whole_draft(model.config, model.info, InProcess(model), ahead, keeps_grammars)
     draft.scheduler.extras[Admission].lengths = FixedShare(0.0)  # it admits as if answers were short
-    say, lazy = draft._say, LazyEngine(SMALL)
+    say, lazy = draft._send, LazyEngine(SMALL)
 
     def check_and_say(owner, chain):
         state = draft._streams[owner, chain.stream]
@@ -139,7 +139,7 @@ def share_accepted(params, want, ahead, keeps_grammars, noise=0.0, vocabulary=SM
             assert lazy.matcher(state.params.grammar.lark).allowed(output) == len(output)
         say(owner, chain)
 
-    draft._say = check_and_say
+    draft._send = check_and_say
     client, schedulers = DraftClient(SPEC.vocab_size, time.monotonic), []
     client.attach(LocalWire(draft), ((1, 0.1), (64, 0.1)))
     assert answers(RUNNER, params, client, between=lambda core, step: schedulers.append(core.scheduler)) == want

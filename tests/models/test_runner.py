@@ -79,7 +79,7 @@ def test_log_probabilities_by_token_id_come_after_the_best(runner):
     raw = driver.logits.log_softmax(-1)
     for row, params in enumerate(wanted):
         num_top = params.logprobs
-        found = result.sampled_logprobs(row, num_top, len(params.logprob_token_ids)).top
+        found = result.sampled_logprobs(row, params).top
         last = raw.shape[1] - 1
         ids = raw[row].topk(num_top).indices.tolist() + [min(i, last) for i in params.logprob_token_ids]
         assert [i for i, _ in found] == list(dict.fromkeys(ids))

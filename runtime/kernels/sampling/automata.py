@@ -1,10 +1,10 @@
-"""Outputs that follow token automata, by a state for each slot: masks from it, and its way on by what was sampled.
+"""Token automata on a device: a state for each slot gives the masks of its output, and advances by sampled tokens.
 
-All automata are in one pool, int32, and a slot's place says where its own begins. Of an automaton with S states:
+All automata share one int32 pool. A slot's place has the offsets of its automaton, which has S states:
 
     masks [S, num_words] | class of each token [vocab] | next state [S, num_classes], -1: not allowed
 
-A state of -1 is nowhere: there all tokens are allowed, since none of them counts any more.
+In state -1 all tokens are allowed: the output has left its automaton, and its samples do not count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from runtime.kernels.sampling.bitmask import apply_bitmask_torch
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, tl, use_pdl
 
-# Columns of a place, int32: where in the pool the three parts begin, and the number of classes.
+# Columns of a place, int32: the offsets of the three parts in the pool, and the number of classes.
 MASKS, CLASSES, NEXT, NUM_CLASSES = range(4)
 # Columns of a row of a step, int32: its slot, its first sample in the step and in the logits, and its guesses.
 SLOT, FIRST, AT, NUM_GUESSES, GUESSES = range(5)
@@ -36,7 +36,7 @@ def mask_states_torch(
     states: torch.Tensor,  # [num_slots] int32
     pool: torch.Tensor,  # int32
 ) -> None:
-    """After a row's state, and after each of its guesses, follows one row of the logits."""
+    """Mask one row of the logits for a row's state, and one for the state after each of its guesses."""
     num_words = -(-logits.shape[1] // 32)
     for slot, _, at, num_guesses, *guesses in rows.tolist():
         state, place = int(states[slot]), places[slot].tolist()
@@ -56,7 +56,7 @@ def advance_states_torch(
     states: torch.Tensor,  # changed in place
     pool: torch.Tensor,
 ) -> None:
-    """By the samples that count: those up to the first that does not equal its guess."""
+    """Advance states by the accepted samples: up to the first that does not equal its guess."""
     for slot, first, _, num_guesses, *guesses in rows.tolist():
         state = int(states[slot])
         for i, guess in enumerate([*guesses[:num_guesses], -1]):

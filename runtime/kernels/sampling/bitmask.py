@@ -1,4 +1,4 @@
-"""Masks of logits: only tokens whose bit is set stay possible."""
+"""Masks of logits: a token stays possible if its bit is set."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _apply_bitmask_kernel(
 
 
 def apply_bitmask_triton(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
-    """`apply_bitmask_torch` as one kernel, which only writes what is not allowed."""
+    """`apply_bitmask_torch` as one kernel; it writes the excluded tokens only."""
     vocab, pdl = logits.shape[1], use_pdl(logits)
     _apply_bitmask_kernel[(-(-vocab // _TILE), len(rows))](
         logits, rows, words, vocab, words.shape[1], logits.stride(0), TILE=_TILE, PDL=pdl, num_warps=4, launch_pdl=pdl

@@ -14,7 +14,8 @@ _CLOCK = "(?:[0-9]{1,9}H(?:[0-9]{1,9}M(?:[0-9]{1,9}S)?)?|[0-9]{1,9}M(?:[0-9]{1,9
 _DAYS = "(?:[0-9]{1,9}Y(?:[0-9]{1,9}M(?:[0-9]{1,9}D)?)?|[0-9]{1,9}M(?:[0-9]{1,9}D)?|[0-9]{1,9}D)"
 # At most 63 characters. Two hyphens in a row would begin an encoded label.
 _LABEL = "(?:[a-zA-Z0-9]{1,63}|[a-zA-Z0-9]{1,19}(?:-[a-zA-Z0-9]{1,10}){1,4})"
-_HOSTNAME = f"{_LABEL}(?:\\.{_LABEL}){{0,3}}"  # four labels fit the 253 characters of a name
+_SHORT_LABEL = "(?:[a-zA-Z0-9]{1,62}|[a-zA-Z0-9]{1,18}(?:-[a-zA-Z0-9]{1,10}){1,4})"
+_HOSTNAME = f"{_LABEL}(?:\\.{_SHORT_LABEL}){{0,3}}"  # four labels fit the 253 characters of a name
 _ATOM = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]"
 # At most 64 characters in all.
 _LOCAL = (

@@ -85,8 +85,9 @@ def _room(value: Decimal) -> int:
 
 
 def _point(low: str, high: str | None, low_open: bool, high_open: bool, room: int) -> str | None:
-    """Return the expression of a fraction 0.low <= x <= 0.high with its point; optional if x may be 0, None if there is
-    no such fraction."""
+    """Return the expression of a fraction 0.low <= x <= 0.high with its point; None without such a fraction.
+
+    The fraction is optional if x may be 0."""
     digits = _digits(low, high, low_open, high_open, room)
     bare = not (low or low_open) and not (high == "" and high_open)
     if digits is None:

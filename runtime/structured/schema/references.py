@@ -1,14 +1,14 @@
 """`$ref` within a schema: "#", a JSON pointer, an `$anchor` or the document's own `$id` before one of these.
 
-Nothing is fetched. A schema within the document that has an `$id` would change what references beneath it mean, so a
-reference beside one is refused.
+Nothing is fetched. A schema within the document that has an `$id` changes the meaning of the references in it, so these
+are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote, urldefrag, urljoin
 
 from runtime.structured.pattern import shown
 from runtime.structured.schema.keywords import at
@@ -35,20 +35,30 @@ def with_pointers(root: Any) -> Any:
     schemas = list(_walk(root, "#"))
     anchors = {f"#{s[key]}": where for s, where in schemas for key in _ANCHORS if isinstance(s.get(key), str)}
     anchors |= {name: where for s, where in schemas if (name := _id_of(s)).startswith("#")}  # until draft 7
-    inner = next((where for s, where in schemas[1:] if not _id_of(s).startswith(("#", "!"))), None)
-    own = _id_of(root).rstrip("#") if isinstance(root, dict) else ""
+    inner = [where for s, where in schemas[1:] if not _id_of(s).startswith(("#", "!"))]
+    own = _id_of(root).removesuffix("#") if isinstance(root, dict) else ""
     for schema, where in schemas:
         if not isinstance(ref := schema.get("$ref"), str):
             continue
-        if inner is not None:
-            raise at(where, f"has a '$ref' in a schema with an '$id' at {inner[:100]}, which is not supported")
-        local = ref.removeprefix(own) or "#"
-        if not local.startswith("#"):
+        if any(where == place or where.startswith(f"{place}/") for place in inner):
+            raise at(where, "has a '$ref' in a schema with an '$id', which is supported at the root only")
+        if (local := _local(own, ref)) is None:
             raise at(where, f"has the '$ref' {shown(ref)}; only references within the schema are supported")
         if local != "#" and not local.startswith("#/") and local not in anchors:
             raise at(where, f"has the '$ref' {shown(ref)}, which leads nowhere")
         schema["$ref"] = anchors.get(local, local)
     return root
+
+
+def _local(own: str, ref: str) -> str | None:
+    """Return a reference without the document's own address; None if it leads elsewhere."""
+    if ref.startswith("#") or not ref:
+        return ref or "#"
+    try:
+        address, fragment = urldefrag(urljoin(own, ref))
+    except ValueError:
+        return None
+    return f"#{fragment}" if address == own else None
 
 
 def _id_of(schema: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.types import Request, SamplingParams
 from runtime.speculation.choose_k import Speculation
-from runtime.speculation.draft import Commit, Open, Told
+from runtime.speculation.draft import CommitTokens, DraftRequests, OpenStream
 from runtime.worker.gpu.graph_runner import CapturedGraph, DecodeShape
 from runtime.worker.gpu.step_rows import MixedShape
 from runtime.worker.runner import ModelRunner
@@ -181,7 +181,7 @@ def chains(backend):
     core, answers = whole_draft(runner.config, runner.info, InProcess(runner), 0), []
 
     def tell(**told):
-        core.take(0, Told(**told))
+        core.take(0, DraftRequests(**told))
         while core.step():
             pass
         answers.append({chain.stream: chain for chain in core.outbox.pop(0)})
@@ -190,12 +190,12 @@ def chains(backend):
     rng, params = np.random.default_rng(0), SamplingParams(temperature=0.9, max_tokens=60, repetition_penalty=1.2)
     known = {i: rng.integers(0, 131, 1 + i).tolist() for i in (1, 2)}
     plain = {1: params, 2: SamplingParams(temperature=1.0, max_tokens=60)}
-    said = tell(opened=[Open(i, Request("", known[i], len(known[i]), plain[i], i), 2) for i in known])
+    said = tell(opened=[OpenStream(i, Request("", known[i], len(known[i]), plain[i], i), 2) for i in known])
     for right in (2, 1):
         commits = []
         for i, chain in said.items():
             new = [*chain.token_ids[:right], int(rng.integers(131))]
-            commits.append(Commit(i, len(known[i]), new, 2))
+            commits.append(CommitTokens(i, len(known[i]), new, 2))
             known[i] += new
         said = tell(committed=commits)
         assert all(chain.length == len(known[i]) for i, chain in said.items())
