@@ -79,6 +79,8 @@ class BranchOrder(EvictionOrder):
             del (others if block in others else branches)[block]
 
     def take(self, count: int) -> list[int]:
+        if not self._branches:
+            return [self._others.popitem(last=False)[0] for _ in range(count)]
         return [self._next_queue().popitem(last=False)[0] for _ in range(count)]
 
     def _next_queue(self) -> OrderedDict[int, int]:
