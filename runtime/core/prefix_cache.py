@@ -35,7 +35,7 @@ class PrefixCache:
 
     # Set to {} to record inserts (True) and evictions (False), by the first KEY_BYTES of the hash. The cache feed
     # drains it. None while no front follows the cache.
-    changes: dict[bytes, bool] | None = None
+    pending_events: dict[bytes, bool] | None = None
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
@@ -43,8 +43,8 @@ class PrefixCache:
 
     def reset(self) -> None:
         """Empty the cache, because the runners' memory is lost."""
-        if self.changes is not None:
-            self.changes |= dict.fromkeys(self.keys(), False)
+        if self.pending_events is not None:
+            self.pending_events |= dict.fromkeys(self.keys(), False)
         self._block_of.clear()
         self._hash_of.clear()
 
@@ -70,8 +70,8 @@ class PrefixCache:
         holder = self._block_of.setdefault(block_hash, block)
         if holder == block:
             self._hash_of[block] = block_hash
-            if self.changes is not None:
-                self.changes[block_hash[:KEY_BYTES]] = True
+            if self.pending_events is not None:
+                self.pending_events[block_hash[:KEY_BYTES]] = True
         return holder
 
     def evict(self, blocks: list[int]) -> None:
@@ -79,9 +79,9 @@ class PrefixCache:
         hashes = [self._hash_of.pop(block) for block in blocks]
         for block_hash in hashes:
             del self._block_of[block_hash]
-        if self.changes is not None:
+        if self.pending_events is not None:
             for block_hash in hashes:
-                self.changes[block_hash[:KEY_BYTES]] = False
+                self.pending_events[block_hash[:KEY_BYTES]] = False
 
     def find_faults(self, is_cached: Callable[[int], bool]) -> list[str]:
         """Return one sentence for each hash whose block is not cached by the pool or has another hash."""

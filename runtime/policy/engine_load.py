@@ -20,7 +20,7 @@ class EngineLoad(NamedTuple):
     @classmethod
     def of(cls, scheduler: Scheduler) -> EngineLoad:
         """That of the engine with this scheduler. What waiting requests have in the cache is as of their arrival, and
-        known only if the cache is followed (`PrefixCache.changes`)."""
+        known only if the cache is followed (`PrefixCache.pending_events`)."""
         waiting, pool = scheduler.waiting, scheduler.pool
         started = 0  # tokens of prompts that are computed in part
         for state in scheduler.running:
