@@ -1,7 +1,7 @@
 """Prompt lookup: draft tokens from a request's own text, with indexes of bounded cost.
 
-The text of a request is its prediction, then the tokens that it begins with; it never changes. All choices of one prompt
-share its index, and a step adds a bounded piece to it. Later tokens go into a dictionary per request.
+The text of a request is its prediction, then the tokens that it begins with; it never changes. All choices of one
+prompt share its index, and a step adds a bounded piece to it. Later tokens go into a dictionary per request.
 """
 
 from __future__ import annotations
