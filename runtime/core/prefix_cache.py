@@ -1,8 +1,8 @@
 """The prefix cache: a tree of full KV blocks, found by their hashes.
 
 A block's hash covers its parent's hash and its own token ids; the root's covers the model's fingerprint, the adapter
-and the cache salt (C5). Equal hashes therefore mean equal prefixes, and the tree needs no child pointers: a path is
-looked up by hashing forward.
+and the cache salt (C5). Equal hashes therefore mean equal prefixes. A path is looked up by hashing forward, without
+child pointers.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class PrefixCache:
                 self.pending_events[block_hash[:KEY_BYTES]] = False
 
     def find_faults(self, is_cached: Callable[[int], bool]) -> list[str]:
-        """Return one sentence for each hash whose block is not cached by the pool or has another hash."""
+        """Return one sentence for each hash with a block that the pool does not cache, or that has another hash."""
         pairs = self._hash_of.items()
         faults = [f"Block {block} has a hash, but is not cached." for block in self._hash_of if not is_cached(block)]
         return faults + [f"Block {b} has a hash that finds another." for b, h in pairs if self._block_of.get(h) != b]

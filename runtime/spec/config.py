@@ -46,7 +46,7 @@ MAX_NAME_CHARS = 256  # of an adapter's name
 
 
 def choices_of(setting: Field[Any], kind: Any) -> tuple[Any, ...]:
-    """Return the values that a setting of type `kind` may have; empty if there is no list."""
+    """Return the values that a setting of type `kind` may have; empty for any value."""
     return get_args(kind) if get_origin(kind) is Literal else tuple(setting.metadata["choices"])
 
 
@@ -84,8 +84,8 @@ class EngineConfig:
     )
     pooling: Literal["auto", "none", "last", "mean", "yes_no"] = setting(
         "auto",
-        "the vector of a prompt for embeddings and scores: of the last token, the mean of all, or the probability of yes "
-        "against no as the next word; auto follows the model's sentence-transformers files or classifier",
+        "the vector of a prompt for embeddings and scores: of the last token, the mean of all, or the probability of "
+        "yes against no as the next word; auto follows the model's sentence-transformers files or classifier",
     )
     tool_call_parser: str = setting(
         "auto",
@@ -100,8 +100,8 @@ class EngineConfig:
     )
     quantization: Literal["auto", "none", "fp8", "int8", "int4", "nf4"] = setting(
         "auto",
-        "weights of linear layers on the device: auto keeps the file's format, none dequantizes; the others quantize an "
-        "unquantized file to 8 or 4 bits while loading",
+        "weights of linear layers on the device: auto keeps the file's format, none dequantizes; the others quantize "
+        "an unquantized file to 8 or 4 bits while loading",
     )
     head_quantization: Literal["auto", "none", "fp8", "int8"] = setting(
         "auto",
@@ -113,9 +113,9 @@ class EngineConfig:
     )
     kv_cache_dtype: Literal["auto", "none", "fp8", "int8"] = setting(
         "auto",
-        "format of stored keys and values: none is the compute dtype; fp8 (e4m3, with the checkpoint's scales or 1) and "
-        "int8 (a scale per token and head) take half of bfloat16's memory; auto follows the checkpoint's "
-        "kv_cache_scheme, else none",
+        "format of stored keys and values: none is the compute dtype; fp8 (e4m3, with the checkpoint's scales or 1) "
+        "and int8 (a scale per token and head) take half of bfloat16's memory; auto is fp8 if the checkpoint's "
+        "kv_cache_scheme is, else none",
     )
     kernel_backend: Literal["auto", "triton", "torch"] = setting("auto", "auto is triton on a GPU and torch on a CPU")
     deterministic: bool = setting(

@@ -1,7 +1,7 @@
 """Sampling parameters as a table: each field of SamplingParams carries its description.
 
-Four things follow from the description: validation, the bounds of the HTTP API, the columns of a slot's row on device
-and host, and the pass over the logits that a parameter belongs to (worker/slot_sampling.py).
+Validation and the bounds of the HTTP API follow from the description. So do the columns of a slot's row on device and
+host, and the parameter's pass over the logits (worker/slot_sampling.py).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Effect(Enum):
     TEXT = auto()  # the text of the output; engine and runners ignore it
 
 
-# The captured pass samples all rows of a step and reads their columns. A second pass samples rows again, from changed
-# logits: rows with an effect of SECOND_PASS, and rows with HOLD while the output is too short. Penalties change logits
-# in place. The captured pass therefore leaves them out if the second pass, or REPORT, needs the model's own logits.
+# The captured pass samples all rows of a step and reads their columns. A second pass samples rows again from changed
+# logits. These rows have an effect of SECOND_PASS, or HOLD while the output is too short. Penalties change logits in
+# place. The captured pass therefore leaves them out if the second pass, or REPORT, needs the model's own logits.
 CAPTURED_PASS = frozenset({Effect.DRAW, Effect.FILTER, Effect.PENALTY})
 SECOND_PASS = frozenset({Effect.BIAS, Effect.GRAMMAR})
 

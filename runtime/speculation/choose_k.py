@@ -32,8 +32,8 @@ _WEIGHT, _OVERALL_WEIGHT = (
     0.01,
 )  # weight of the newest draft token in a request's estimate, and in the overall one
 _OVERHEAD_WEIGHT = 0.2  # weight of the newest step in the overhead estimate
-# Every _DRIFT_EVERY steps the overhead estimate drifts to its first value, so that drafting is tried again. It drifts
-# less above _DRIFT_ROWS rows, where a try costs more.
+# Every _DRIFT_EVERY steps it drifts to its first value, so that drafting is tried again. It drifts less above
+# _DRIFT_ROWS rows, where a try costs more.
 _DRIFT_EVERY, _DRIFT, _DRIFT_ROWS = 16, 0.016, 8
 _COARSE_US = 50.0  # the overhead estimate is rounded to multiples of this
 _MOST_SURPRISE = 0.5  # share of a step's time; a larger difference comes from a pause, a compiler or another process
