@@ -9,8 +9,8 @@ again (C8). One of them may be the cause, and would cause the next loss too:
     third loss     the request that ran alone is at fault, and ends (C9)
 
 It does not matter which rows kill, nor whether steps finish between. A prompt may be computed each time, and the first
-token after it fail. No other request runs during a trial, so only the suspect can cause a third loss. A trial takes a few
-steps, less than loading a model again. A request that gains more between two losses is not suspected.
+token after it fail. No other request runs during a trial, so only the suspect can cause a third loss. A trial takes a
+few steps, less than loading a model again. A request that gains more between two losses is not suspected.
 
 Several requests may kill the runners only together. Each is cleared alone, and a cleared request is not tried again:
 
