@@ -190,7 +190,8 @@ def test_the_count_follows_acceptance_and_cost():
     assert counts == sorted(counts)
     assert counts[0] == 0
     assert counts[-1] == 7, "and the known token make eight rows"
-    state = type("State", (), {"acceptance": 0.5, "max_len": 100, "num_total": 50})()
+    state = type("State", (), {"max_len": 100, "num_total": 50})()
+    cheap._acceptance[state] = 0.5
     assert cheap._count(state) == 3, "what is right once in sixteen times is not worth a row"
     state.max_len = 52
     assert cheap._count(state) == 1, "nothing is verified after the last token"
@@ -208,7 +209,7 @@ def test_a_run_of_wrong_guesses_does_not_end_a_good_draft():
 
     speculation = Speculation(Costly(), None, ((1, 3700.0), (8, 4000.0)), 2200.0)
     speculation.acceptance = 0.8
-    state = type("State", (), {"acceptance": None, "max_len": 1000, "num_total": 50})()
+    state = type("State", (), {"max_len": 1000, "num_total": 50})()
 
     def is_guessed_for():
         speculation.choose_k(1, speculation._mean_acceptance([state]))
@@ -223,7 +224,8 @@ def test_a_run_of_wrong_guesses_does_not_end_a_good_draft():
 def test_a_request_that_rests_alone_is_tried_again():
     """Rounds go on for its batch, because one more row is free here."""
     speculation = Speculation(Ngram(), None, ((1, 100.0), (64, 100.0)), 0.0)
-    good, bad = (type("State", (), {"acceptance": a, "max_len": 1000, "num_total": 50})() for a in (0.9, 0.01))
+    good, bad = (type("State", (), {"max_len": 1000, "num_total": 50})() for _ in range(2))
+    speculation._acceptance.update({good: 0.9, bad: 0.01})
     counts = []
     for _ in range(100):
         speculation.choose_k(2, speculation._mean_acceptance([good, bad]))
