@@ -174,13 +174,12 @@ class LLM:
         adapter: str = "",
         **options: Any,
     ) -> list[Completion]:
-        """Complete texts or lists of token ids, all together, in the order given.
+        """Complete texts or lists of token ids as one batch, and return the completions in order.
 
-        `params` are one for all or one each; without them, the model's own (`defaults.params(max_tokens=64)` changes
-        some). Without a seed each prompt gets a random one. `progress` shows a bar; by default from 8 prompts on.
-        `adapter` is one that `load_adapter` has returned.
-        `options` are those of runtime.output.options.OutputOptions, as over HTTP: `n` completions of each prompt, one
-        after the other in the result; `response_format` or `structured_outputs`, which they match."""
+        `params` are one for all or one each; default: the model's own (`defaults.params(max_tokens=64)` changes some).
+        Without a seed each prompt gets a random one. `progress` shows a bar; default: from 8 prompts on. `adapter` is a
+        result of `load_adapter`. `options` are fields of runtime.output.options.OutputOptions, as over HTTP. With `n`,
+        completions of one prompt are adjacent. They match `response_format` or `structured_outputs`."""
         asked = read_options(OutputOptions, options)
         grammar = asked.requested_grammar()
         batch: list[_Prompt] = [(ids, None, grammar) for ids in self._encode_all(prompts)]
@@ -197,8 +196,8 @@ class LLM:
     ) -> list[Completion]:
         """Answer one conversation or several, with the model's own chat template.
 
-        `options` are those of runtime.output.options.ChatOptions: beside those of `generate`, `tools`, `tool_choice`,
-        `chat_template_kwargs` and others, as over HTTP. Reasoning and tool calls are read out of the text."""
+        `options` are fields of runtime.output.options.ChatOptions, as over HTTP: the options of `generate`, and
+        `tools`, `tool_choice`, `chat_template_kwargs` and others. Reasoning and tool calls are parsed from the text."""
         asked = read_options(ChatOptions, options)
         asked.check()
         several = bool(messages) and not isinstance(messages[0], Mapping)
@@ -206,17 +205,16 @@ class LLM:
         return self._run([self._chat(c, asked) for c in conversations], params, asked.n or 1, progress, adapter)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The token ids of a conversation, up to where the model's answer begins."""
+        """Return the token ids of a conversation, up to the beginning of the model's answer."""
         return self._chat(messages, ChatOptions())[0]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, adapter: str = ""
     ) -> Generator[str, None, Completion]:
-        """The text of one completion, piece by piece, and at last the completion as the generator's return value.
-        Closing the iterator ends the request.
+        """Yield the text of one completion in pieces, and return the completion. Closing the iterator ends the request.
 
-        Several streams may be open at once, and other calls may come between their pieces. Raises CallboardError if
-        the request fails."""
+        Several streams may be open at once, and other methods may be called between their pieces. Raises CallboardError
+        if the request fails."""
         (choice,) = self._add((self._encode(prompt), None, None), params or self.defaults.params(), 1, adapter)
         num_read = 0
         try:
@@ -240,9 +238,9 @@ class LLM:
         progress: bool | None = None,
         adapter: str = "",
     ) -> list[list[float]]:
-        """The vectors of texts or lists of token ids, all together, in the order given, as /v1/embeddings makes them.
+        """Return the vectors of texts or lists of token ids in order, as /v1/embeddings does.
 
-        `dimensions` keeps so many numbers of each, where the model is trained for that."""
+        `dimensions` shortens each vector to this length, if the model is trained for that."""
         pooling = required_pooling(self.runner.info.pooling)
         if pooling.num_labels:
             raise CallboardError("This model makes scores, not embeddings; use `score`.")
@@ -259,8 +257,9 @@ class LLM:
         progress: bool | None = None,
         adapter: str = "",
     ) -> list[float]:
-        """How well each document goes with a query, all together, in the order given, as /v1/score has it: a
-        classifier's probability, or the cosine of two embeddings. `instruction` is for rerankers that read one."""
+        """Return the relevance of each document to a query in order, as /v1/score does.
+
+        This is a classifier's probability, or the cosine of two embeddings. Only some rerankers read `instruction`."""
         pooling = required_pooling(self.runner.info.pooling)
         if pooling.num_labels > 1:
             raise CallboardError(f"This model's classifier has {pooling.num_labels} labels; a score is of one label.")
@@ -385,8 +384,9 @@ class LLM:
             self.engine.abort(self._unwanted.pop())
 
     def _step(self) -> list[_Choice | _Vector]:
-        """One step, whose output goes to the owners of its requests; returns those that ended. After an exception the
-        engine is as new, and computes the live requests again (C8)."""
+        """Run one step, and pass its output to the owners of its requests. Returns the owners of ended requests.
+
+        After an exception the engine is as new, and computes the live requests again (C8)."""
         self._abort_unwanted()
         self._in_step = True
         try:

@@ -23,18 +23,18 @@ class CacheFeed:
 
     def stop(self) -> None:
         """Record changes no longer: the last follower is gone. A new follower begins with a snapshot."""
-        self._cache.changes = None
+        self._cache.pending_events = None
         self._number += 1  # a follower that continues regardless finds a gap
 
     def snapshot(self) -> CacheUpdate:
         """Return the whole cache, and record changes from now on."""
-        if self._cache.changes is None:
-            self._cache.changes = {}
+        if self._cache.pending_events is None:
+            self._cache.pending_events = {}
         return CacheUpdate(self._number, b"".join(self._cache.keys()), b"", EngineLoad.of(self._scheduler), True)
 
     def update(self) -> CacheUpdate:
         """Return the changes since the last update. A snapshot must precede it."""
-        changes, self._cache.changes = self._cache.changes, {}
+        changes, self._cache.pending_events = self._cache.pending_events, {}
         assert changes is not None, "the first update is a snapshot"
         self._number += 1
         added = b"".join([key for key, is_cached in changes.items() if is_cached])

@@ -43,8 +43,8 @@ class SocketDraft:
         self._readable.register(draft.sock, select.POLLIN)
         self._writable.register(draft.sock, select.POLLOUT)
 
-    def send(self, told: DraftRequests) -> None:
-        self._draft.send(self._encoder.encode(requests_by_key(told, self._grammars)), self._make_room)
+    def send(self, requests: DraftRequests) -> None:
+        self._draft.send(self._encoder.encode(requests_by_key(requests, self._grammars)), self._make_room)
 
     def _make_room(self) -> None:
         if not self._writable.poll(_UNREAD_MS):

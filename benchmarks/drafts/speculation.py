@@ -32,7 +32,7 @@ from benchmarks.library.measure import Results, engine_config, middle, new_parse
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import Request, SamplingParams
 
-LEARNED = "acceptance", "round_beyond_us", "step_beyond_us", "draft_answer_beyond_us", "draft_late_rounds"
+LEARNED = "acceptance", "verify_overhead_us", "step_overhead_us", "draft_answer_overhead_us", "draft_late_rounds"
 
 
 async def run_batch(

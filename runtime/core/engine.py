@@ -85,7 +85,7 @@ class EngineCore:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Return all statistics by name, also those of the extras."""
+        """Return all statistics by name, including the extras' own."""
         stats = self.current_stats()
         figures = asdict(stats) | {"accepted_draft_tokens": stats.accepted_draft_tokens}
         for extra_figures in self.extras.stats:

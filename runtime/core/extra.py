@@ -1,8 +1,8 @@
 """Extra: the interface of everything that the core can do without.
 
-The core serves requests by itself: first come, first served, as many as fit. An extra changes the order, the size of a
-step or what a request may ask for. It overrides the hooks that it needs, keeps its own records by request, and is
-handed to the engine. Deleting an extra leaves a correct engine.
+The core serves requests by itself: first come, first served, within its memory. An extra changes the order, the size of
+a step or the fields that a request may set. It overrides the hooks that it needs and keeps its own records by request.
+The engine is constructed with its extras. Deleting an extra leaves a correct engine.
 
 The step thread calls all hooks. An event goes to all extras, a question to the first extra that overrides it.
 """
@@ -79,7 +79,7 @@ class Extra:
         return 0.0
 
     def max_prompt_tokens(self, running: Sequence[RequestState], num_waiting_tokens: int) -> int | None:
-        """Return the most prompt tokens of the next step; None for as many as its budget holds."""
+        """Return the most prompt tokens of the next step; None for its whole budget."""
         return None
 
     def may_open_slots(self, step: Step, running: Sequence[RequestState]) -> bool:
@@ -105,7 +105,7 @@ class Extra:
         return False
 
     def defers(self, state: RequestState) -> bool:
-        """Return True to leave out a request whose last token is in flight, so that the next step can draft for it."""
+        """Return True to leave out a request with its last token in flight, so that the next step can draft for it."""
         return False
 
     def drafts(self, state: RequestState, most: int) -> list[int]:

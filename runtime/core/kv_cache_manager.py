@@ -1,5 +1,6 @@
-"""The requests' block tables: which block holds which of a request's tokens, shared by equal prefixes, and the changes
-that the next plan brings to the runners."""
+"""The requests' block tables: the blocks of each request's tokens, which equal prefixes share.
+
+The next plan sends the changes of the tables to the runners."""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ class _TableWrites(NamedTuple):
 
 
 class KVCacheManager:
-    """Works on `RequestState.tables`; the scheduler decides who gets blocks.
+    """Maintains `RequestState.tables`; the scheduler decides which request gets blocks.
 
-    Every group of the KV cache has a table of its own for each request, all of one length. In a slot's table, as plans
-    write it, those of the groups stand one after another, each with room for the longest request. Blocks of a window
-    group are freed when no later row can read them. Prefixes are then gone from that group, so that only a cache of one
-    full group shares them."""
+    Every group of the KV cache has a table of its own for each request, all of one length. A slot's table in a plan is
+    the tables of the groups one after another, each with room for the longest request. Blocks of a window group are
+    freed when no later row can read them. That group then lacks the prefix, so only a cache of one full group shares
+    prefixes."""
 
     def __init__(self, info: ModelInfo, prefix_cache: bool, max_chunk: int, order: EvictionOrder | None = None) -> None:
         """No row has more than `max_chunk` tokens. Cached blocks are evicted in `order`."""
@@ -40,7 +41,8 @@ class KVCacheManager:
         self._num_groups = max(1, len(self._groups))
         self._windows = [(i, group) for i, group in enumerate(self._groups) if group.window is not None]
         max_chunk = max(max_chunk, 3)  # rows of two steps in flight, and of the last known token again
-        # Most blocks of a request in each window group: what its largest row reads and writes.
+
+        # Most blocks of a request in each window group: its largest row reads and writes these.
         self._caps = [self.blocks_for(group.window - 1 + max_chunk) + 1 for _, group in self._windows if group.window]
         self._table_len = self.blocks_for(info.max_model_len)
         self._shares = prefix_cache and self._num_groups == 1 and not self._windows

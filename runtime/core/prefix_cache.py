@@ -1,8 +1,8 @@
 """The prefix cache: a tree of full KV blocks, found by their hashes.
 
 A block's hash covers its parent's hash and its own token ids; the root's covers the model's fingerprint, the adapter
-and the cache salt (C5). Equal hashes therefore mean equal prefixes, and the tree needs no child pointers: a path is
-looked up by hashing forward.
+and the cache salt (C5). Equal hashes therefore mean equal prefixes. A path is looked up by hashing forward, without
+child pointers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PrefixCache:
 
     # Set to {} to record inserts (True) and evictions (False), by the first KEY_BYTES of the hash. The cache feed
     # drains it. None while no front follows the cache.
-    changes: dict[bytes, bool] | None = None
+    pending_events: dict[bytes, bool] | None = None
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
@@ -43,8 +43,8 @@ class PrefixCache:
 
     def reset(self) -> None:
         """Empty the cache, because the runners' memory is lost."""
-        if self.changes is not None:
-            self.changes |= dict.fromkeys(self.keys(), False)
+        if self.pending_events is not None:
+            self.pending_events |= dict.fromkeys(self.keys(), False)
         self._block_of.clear()
         self._hash_of.clear()
 
@@ -80,12 +80,12 @@ class PrefixCache:
         hashes = [self._hash_of.pop(block) for block in blocks]
         for block_hash in hashes:
             del self._block_of[block_hash]
-        if self.changes is not None:
+        if self.pending_events is not None:
             for block_hash in hashes:
-                self.changes[block_hash[:KEY_BYTES]] = False
+                self.pending_events[block_hash[:KEY_BYTES]] = False
 
     def find_faults(self, is_cached: Callable[[int], bool]) -> list[str]:
-        """Return one sentence for each hash whose block is not cached by the pool or has another hash."""
+        """Return one sentence for each hash with a block that the pool does not cache, or that has another hash."""
         pairs = self._hash_of.items()
         faults = [f"Block {block} has a hash, but is not cached." for block in self._hash_of if not is_cached(block)]
         return faults + [f"Block {b} has a hash that finds another." for b, h in pairs if self._block_of.get(h) != b]

@@ -64,7 +64,7 @@ class RequestState:
         self.reads_cache = self.fills_cache = True  # it takes cached blocks; its blocks become cached
         self.may_resample = False  # the row of its last known token may be planned again
         self.on_row: Callable[[RequestState, int, int], None] | None = None  # called with start and count of each row
-        # Set by a draft model, whose requests run ahead of the final tokens (speculation/draft.py)
+        # Set by a draft model: its requests run ahead of the final tokens (speculation/draft.py)
         self.plan_limit = max_len + self.only_scores  # no row is planned once `num_total` is this
         self.num_final = NEVER  # tokens that stay; only these are hashed (C5)
         self.first_unsent: int | None = None  # from here on rows bring the known tokens; None if the runner has all

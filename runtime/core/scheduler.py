@@ -1,15 +1,15 @@
-"""The scheduler: which tokens of which requests the next step computes.
+"""The scheduler: decides which requests the next step computes, and how many tokens of each.
 
-There are no phases. A request has `num_total` tokens, of which `num_computed` have been planned. A step plans the rest,
-or as much as the token budget allows: a prefill chunk, or one token (decode). A row that reaches the request's last
-token samples the next one. That sample counts at once, although its id is not known yet:
+Prefill and decode are not separate phases. A request has `num_total` tokens; `num_computed` of them have been planned.
+A step plans the rest, or as much as the token budget allows: a prefill chunk, or one token (decode). A row that reaches
+the request's last token samples the next one. That sample counts at once, although its id is not known yet:
 
     tokens       [ prompt ............ | output ....... ]         ids known: len(tokens)
     num_total                                            + p      p sampled in steps still in flight
     num_computed  ..................................^             K/V planned; the next row starts here
 
 So step k+1 is planned before the tokens of step k are known (queue depth 2), and depth 1 is the same code. An end of
-sequence is seen one step late and costs one row, whose token is dropped. A request's `epoch` changes when it leaves
+sequence is seen one step late and costs one row; its token is dropped. A request's `epoch` changes when it leaves
 its slot, and a result of an older epoch is stale (C3). Blocks and slots are reused at once, because runners execute
 plans in order (C2).
 
@@ -99,7 +99,7 @@ class Scheduler:
     def abort(self, request_id: str, stopped: bool = False) -> None:
         """End a request; an unknown id is not an error (C9).
 
-        `stopped` says that its output was complete. A request with stop strings counts as complete, because only its
+        `stopped` is True if its output was complete. A request with stop strings counts as complete, because only its
         owner sees them."""
         state = self.requests.get(request_id)
         if state is not None:
@@ -171,7 +171,7 @@ class Scheduler:
     def schedule(self, max_steps: int = 1) -> Step | None:
         """Plan the next step; return None if there is nothing to compute before a result or draft tokens arrive.
 
-        A plan whose rows decode one token each may be run up to `max_steps` times."""
+        A plan with rows of one decoded token each may be run up to `max_steps` times."""
         alone = self.extras.run_alone()
         if alone is not None:
             for state in [s for s in self.running if s is not alone]:

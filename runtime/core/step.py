@@ -29,7 +29,7 @@ class Step:
         self.step_id = step_id
         self._kv_cache = kv_cache
         self.budget = budget  # tokens that are left
-        self.max_prompt_tokens: int | None = None  # None: the budget is the only limit
+        self.max_prompt_tokens: int | None = None  # None if only the budget limits them
         self.num_prompts = self.num_prompt_tokens = 0  # rows of several tokens, and their tokens
         self.rows: list[RequestState] = []
         self.sampled_rows: list[SampledRow] = []

@@ -3,8 +3,8 @@
     reserve  ->  [runners load it]  ->  open   ->  [new requests]
                                     ->  close  ->  [requests that had it before]  ->  release
 
-An adapter is identified by the digest of its files. Index 0 is the model itself, without an adapter. An index is given
-to another adapter only after `release`, when no request and no step in flight has it, so that runners may overwrite it
+An adapter is identified by the digest of its files. Index 0 is the model itself, without an adapter. Another adapter
+gets an index only after `release`, when no request and no step in flight has it. Runners may therefore overwrite it
 without a check (C2). Fresh runners get the same adapters at the same indices.
 """
 
@@ -81,5 +81,5 @@ def is_in_use(index: int, states: Iterable[RequestState]) -> bool:
 
 
 def not_loaded(digest: str) -> CallboardError:
-    """The error for a request whose adapter is not there."""
-    return CallboardError(f"The adapter {digest} is not loaded; load it again, or ask for the model itself.")
+    """Return the error for a request with an adapter that is not loaded."""
+    return CallboardError(f"The adapter {digest} is not loaded; load it again, or request the model itself.")

@@ -240,7 +240,7 @@ class GrammarState:
                 row.waits = not self._has_matcher(row.output, math.inf)
 
     def _has_matcher(self, output: GrammarOutput, until: float) -> bool:
-        """Return False if its matcher cannot be made until this time. A failed output needs no matcher."""
+        """Return False if its matcher cannot be made until this time. A failed output does not need one."""
         if output.matcher is not None or output.failed:
             return True
         assert self._engines is not None

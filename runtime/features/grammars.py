@@ -1,7 +1,7 @@
 """Grammars, as the engine sees them: outputs that a runner holds to a grammar or a budget of reasoning.
 
-Runners make and run the matchers (grammar_state.py). A row whose matcher is not ready yet is planned again. A request
-whose grammar cannot continue fails alone.
+Runners make and run the matchers (grammar_state.py). A row is planned again if its matcher is not ready yet. A request
+fails alone if its grammar cannot continue.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from runtime.spec.types import FinishReason, PromptLogprobs, StepOutput
 
 
 class _ScoredRow(NamedTuple):
-    """A planned row of a request whose prompt is being scored."""
+    """A planned row of a request that scores its prompt."""
 
     state: RequestState
     epoch: int
@@ -92,5 +92,5 @@ class PromptScoring(Extra):
 
 
 def end_of(numbers: bytes) -> FinishReason:
-    """Return how a request ends whose output is these float32 numbers: with an error if one is not finite."""
+    """Return the finish reason of a request with these float32 numbers as output: ERROR if one is not finite."""
     return FinishReason.LENGTH if np.isfinite(np.frombuffer(numbers, np.float32)).all() else FinishReason.ERROR

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.spec.bounds import Bounds
+from runtime.spec.sampling_fields import Bounds
 from runtime.spec.types import CallboardError
 
 _WIDTH, _HEADS, _EXPERTS, _POSITIONS = Bounds(1, 1 << 20), Bounds(1, 1 << 16), Bounds(0, 1 << 12), Bounds(1, 1 << 30)

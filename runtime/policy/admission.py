@@ -30,7 +30,7 @@ class _Expectation:
 
     def __init__(self, num_observed: int) -> None:
         self.num_blocks = 0  # that it holds at its end
-        self.revise_at = 0  # num_total from which on the estimate says more
+        self.revise_at = 0  # num_total at which the estimate changes
         self.num_observed = num_observed  # output tokens that the estimator has seen
 
 

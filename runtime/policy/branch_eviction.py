@@ -1,9 +1,9 @@
 """BranchEviction: shared prefixes stay in the cache longer than the history of one conversation.
 
 The least recently released block goes first, but a branch block ages at a quarter of the speed. Cached prompts diverge
-at a branch block or below it: an instruction with which many conversations begin is worth more than the history of one,
-which may be over. (Segmented LRU, Karedla, Love and Wherry 1994, protects what was requested twice; here that would be
-every history of three turns.)
+at a branch block or below it. An instruction at the beginning of many conversations is worth more than the history of
+one, which may be over. (Segmented LRU, Karedla, Love and Wherry 1994, protects blocks requested twice. Here these would
+be every history of three turns.)
 
 Children are released before their parents. So the head of each of the two queues is a leaf of the prefix tree among the
 blocks of that queue. A branch block goes only if it is older than the head of the other queue, so none of those is its

@@ -1,4 +1,4 @@
-"""EngineLoad: what an engine has to do and what room it has, for those who choose among engines or count them."""
+"""EngineLoad: the work and the free memory of one engine, for routing and scaling."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ class EngineLoad(NamedTuple):
 
     queued_tokens: int = 0  # known tokens of all its requests that are still to be computed, without cached ones
     num_running: int = 0  # requests that hold a slot
-    num_waiting: int = 0  # requests that hold none
-    num_free_blocks: int = 0  # KV blocks that can be handed out: those that nobody holds, cached or not
+    num_waiting: int = 0  # requests without a slot
+    num_free_blocks: int = 0  # KV blocks that no request holds, cached or not
     num_blocks: int = 0  # KV blocks in all
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> EngineLoad:
-        """That of the engine with this scheduler. What waiting requests have in the cache is as of their arrival, and
-        known only if the cache is followed (`PrefixCache.changes`)."""
+        """Return the load of the engine with this scheduler.
+
+        Cached tokens of waiting requests are as of their arrival, and count only if a front follows the cache
+        (`PrefixCache.pending_events`)."""
         waiting, pool = scheduler.waiting, scheduler.pool
         started = 0  # tokens of prompts that are computed in part
         for state in scheduler.running:

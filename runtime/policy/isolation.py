@@ -9,8 +9,8 @@ again (C8). One of them may be the cause, and would cause the next loss too:
     third loss     the request that ran alone is at fault, and ends (C9)
 
 It does not matter which rows kill, nor whether steps finish between. A prompt may be computed each time, and the first
-token after it fail. During a trial no other request runs, so a third loss has no other cause. A trial takes a few
-steps, less than loading a model again. A request that gains more between two losses is not suspected.
+token after it fail. No other request runs during a trial, so only the suspect can cause a third loss. A trial takes a
+few steps, less than loading a model again. A request that gains more between two losses is not suspected.
 
 Several requests may kill the runners only together. Each is cleared alone, and a cleared request is not tried again:
 
@@ -52,7 +52,9 @@ class Isolation(Extra):
     def __init__(self) -> None:
         self._losses: dict[RequestState, _Losses] = {}  # of live requests that were ever in flight at a loss
         self._goals: dict[RequestState, int] = {}  # suspects, and the number of tokens that clears each
-        # Cleared requests in the order of their return, and the tokens that let the next one return; 0 before it.
+
+        # Cleared requests in the order of their return, each with the token count after which the next one returns; 0
+        # before its own return.
         self._cleared: dict[RequestState, int] = {}
         self._most: int | None = None  # cleared requests that may run together; None for all
 
@@ -66,7 +68,7 @@ class Isolation(Extra):
             losses.at = len(state.tokens)
             if losses.num >= MAX_LOSSES - 1 and state not in self._cleared:
                 self._goals[state] = losses.at + PROGRESS_TOKENS
-        # The last to arrive is tried first: a request that has run for long was no danger until now.
+        # The last to arrive is tried first: a request that has run for long was harmless until now.
         self._goals = dict(sorted(self._goals.items(), key=lambda item: item[0].sort_key[-1], reverse=True))
         if len(states) == 1 and self._losses[states[0]].num >= MAX_LOSSES:
             culprit: RequestState | None = states[0]
@@ -86,7 +88,7 @@ class Isolation(Extra):
         return next((state for state in returned if self._losses[state].num_returns >= _MAX_RETURNS), None)
 
     def run_alone(self) -> RequestState | None:
-        """Return the suspect on trial; None if there is no suspect."""
+        """Return the suspect on trial; None without suspects."""
         while self._goals:
             state, goal = next(iter(self._goals.items()))
             if len(state.tokens) < goal:

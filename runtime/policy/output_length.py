@@ -1,20 +1,20 @@
 """Estimates the tokens that an answer still gets: the scheduler admits as many requests as should fit to their end.
 
-Only an answer that stops by itself shows how long answers are. One that ends at its max_tokens, and one that still
-runs, show no more than that it did not stop before: their lengths are censored. So what is learned is the hazard, the
-share of answers that stop at a length among those that have come so far, and not a mean of lengths; a product of such
-shares is the survival curve of Kaplan and Meier (1958, doi 10.2307/2281868). Here the hazard is constant within spans
-of lengths that grow by the factor 1.4 (a piecewise exponential model), so that a curve is some thirty pairs of counts:
+Only an answer that stops by itself shows its full length. The length of an answer that ends at max_tokens, or still
+runs, is censored: it did not stop before. The estimator therefore learns the hazard, not a mean of lengths. The hazard
+at a length is the share of answers that stop there, among all that reach it. A product over such shares is the survival
+curve of Kaplan and Meier (1958, doi 10.2307/2281868). Here the hazard is constant within spans of lengths that grow by
+the factor 1.4 (a piecewise exponential model). A curve is some thirty pairs of counts:
 
     hazard of a span = (answers that stopped in it + prior answers) / (tokens generated in it + prior tokens)
 
 which is the posterior mean under a gamma prior. The prior hazard at length x is 3 / (600 + x): a new answer is expected
-to have 300 tokens, and one that has gone on for longer than usual to go on for longer. It is worth a tenth of an answer
-a span, so that the first stops outweigh it. An answer that turns out longer than expected costs a preemption at worst;
-that the estimate begins low, far below a context, is what lets a cold engine fill its memory.
+to have 300 tokens, and the expected rest grows with the length. The prior counts as a tenth of an answer per span, so
+the first stops outweigh it. An answer that is longer than expected costs a preemption at worst. The estimate begins
+far below a full context, so that a cold engine can fill its memory.
 
-Requests with other limits are other answers: a question whose answer is cut at 16 tokens tells nothing of chats that
-may fill the context. Each class of max_tokens, a power of two wide, has its own counts, in which old answers fade.
+Requests with other limits have other answers: an answer cut at 16 tokens does not predict chats that may fill the
+context. Each class of max_tokens, a power of two wide, has its own counts, in which old answers fade.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from itertools import pairwise
 _EDGES = (0, *(base << shift for shift in range(28) for base in (8, 12)), 1 << 62)  # of the spans
 _PRIOR_ANSWERS = 0.1  # that stopped in each span
 _PRIOR_TOKENS = tuple(_PRIOR_ANSWERS * (600 + (a + min(b, 2 * a + 8)) / 2) / 3 for a, b in pairwise(_EDGES))
-_KEPT = 1 - 1 / 256  # of what was seen, with each answer that ends: some 256 answers are remembered
-_MOST_WEIGHT = 1e12  # of an observation, the first one's being 1
-_REST = 0.01  # a share of answers that is as good as none
+_KEPT = 1 - 1 / 256  # share of the counts that stays when an answer ends: some 256 answers are remembered
+_MOST_WEIGHT = 1e12  # of an observation; the first one has 1
+_REST = 0.01  # a smaller share of answers counts as none
 
 
 class _Curve:
-    """Counts of the answers of one class, by span of lengths, without the prior ones. Old answers fade since new ones
-    count with ever more weight."""
+    """Counts of the answers of one class by span of lengths, without the prior. New answers count with growing weight,
+    so old ones fade."""
 
     __slots__ = ("stops", "tokens", "weight")
 
@@ -41,7 +41,7 @@ class _Curve:
         self.weight = 1.0
 
     def fade(self) -> None:
-        """An answer has ended."""
+        """Reduce the weight of the answers so far, because one has ended."""
         self.weight /= _KEPT
         if self.weight > _MOST_WEIGHT:
             self.stops = [count / self.weight for count in self.stops]
@@ -49,7 +49,7 @@ class _Curve:
             self.weight = 1.0
 
     def hazard(self, span: int) -> float:
-        """The share of answers that stop with a token of this span."""
+        """Return the share of answers that stop at a token of this span."""
         stops = self.stops[span] + self.weight * _PRIOR_ANSWERS
         return stops / (self.tokens[span] + self.weight * _PRIOR_TOKENS[span])
 
@@ -61,7 +61,7 @@ class OutputLengthEstimator:
         self._curves: dict[int, _Curve] = {}
 
     def observe(self, max_tokens: int, start: int, end: int) -> None:
-        """An answer that may have `max_tokens` has gone on from length `start` to `end` without a stop."""
+        """Count an answer with this limit that grew from length `start` to `end` without a stop."""
         if start >= end:
             return
         curve, span = self._curve(max_tokens), bisect_right(_EDGES, start) - 1
@@ -71,15 +71,14 @@ class OutputLengthEstimator:
             start, span = upto, span + 1
 
     def observe_end(self, max_tokens: int, length: int, stopped: bool) -> None:
-        """It has ended at this length, by itself (`stopped`) or by some limit."""
+        """Count the end of an answer at this length, by itself (`stopped`) or by a limit."""
         curve = self._curve(max_tokens)
         if stopped:
             curve.stops[bisect_right(_EDGES, max(0, length - 1)) - 1] += curve.weight
         curve.fade()
 
     def expect(self, max_tokens: int, length: int) -> tuple[float, int]:
-        """Of an answer that has reached `length`: the tokens that are expected to come, and the length from which on
-        more can be said."""
+        """Return the expected further tokens of an answer at `length`, and the length at which to estimate again."""
         curve, first = self._curve(max_tokens), bisect_right(_EDGES, length) - 1
         at, share, more = length, 1.0, 0.0
         for span in range(first, len(_PRIOR_TOKENS)):

@@ -1,7 +1,7 @@
 """Paces steps: how many prompt tokens one takes beside rows that decode, and how late the next one may be planned.
 
-A step is taken to last as long as one that only decodes as many rows, and longer by a constant for each prompt token.
-Both are estimated from the times of recent steps, so that they follow the model, the device and the length of contexts.
+The expected time of a step is the time of a step that decodes the same rows, plus a constant for each prompt token.
+Both are estimated from recent steps, so that they follow the model, the device and the length of contexts.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ from runtime.core.request_state import RequestState
 from runtime.core.step import Step
 from runtime.spec.types import StepOutput
 
-# Where no target is given: times of a decoding step that prompts may add to a step, or else a share of all that wait.
+# Without a target, the larger of two counts: prompt tokens for this many decode steps' time, or this share of all that
+# wait.
 _AUTO_STEPS, _AUTO_SHARE = 4.0, 0.35
-_LEAST_TOKENS = 64  # a prompt goes on by so many at least
-# Steps of such multiples fill a runner's graphs, decoding rows included: the last for steps above 2,048 tokens.
+_LEAST_TOKENS = 64  # a step with prompts takes at least this many prompt tokens
+
+# (multiple, upper limit of the tokens of a step). Steps of such multiples, decoding rows included, fill a runner's
+# graphs.
 _MULTIPLES = (64, 512), (128, 2048), (2048, 1 << 62)
-_EARLY_US, _EARLY_SHARE = 500.0, 0.1  # how long before a step's expected end the next one is planned at the latest
+_EARLY_US, _EARLY_SHARE = 500.0, 0.1  # the next step is planned this long before a step's expected end
 
 
 class _Estimate:
-    """Of a quantity that varies: its mean, and what it seldom falls below."""
+    """The mean of a varying quantity, and a low value that it seldom falls below."""
 
     _WEIGHT, _LOW_WEIGHT = 0.2, 0.02  # of the newest value
-    _MOST_SURPRISE = 2.0  # times the mean, or its inverse: more is a compiler or a pause of the host
+    _MOST_SURPRISE = 2.0  # largest ratio to the mean; a larger one comes from a compiler or a pause of the host
 
     def __init__(self, first: float) -> None:
         self.mean = self.low = first
@@ -41,8 +44,8 @@ class StepPacing(Extra):
     """Learns how long steps take, and bounds their prompt tokens."""
 
     def __init__(self, max_itl_ms: float | None, clock: Callable[[], float]) -> None:
-        """`max_itl_ms`: the longest that a step with prompts should take; None: in proportion to one that decodes.
-        `clock` counts seconds."""
+        """`max_itl_ms` is the target time of a step with prompts; None for a multiple of a decode step. `clock` returns
+        seconds."""
         self._max_us = None if max_itl_ms is None else max_itl_ms * 1e3
         self._clock = clock
         self._decode_us: dict[int, _Estimate] = {}  # of a step, by the number of bits of its number of rows
@@ -71,13 +74,14 @@ class StepPacing(Extra):
 
     @property
     def prefill_rate(self) -> float:
-        """Prompt tokens a second; 0 until it is known."""
+        """Prompt tokens per second; 0 before the first estimate."""
         return 0.0 if self._token_us is None else 1e6 / self._token_us.mean
 
     def prompt_tokens_beside(self, num_decoding: int, num_queued: int) -> int | None:
-        """Prompt tokens for a step beside `num_decoding` rows; None: as many as there are. `num_queued` is the number
-        of all that are still to be computed: where no target is given, a step takes at least a share of them, so that
-        a burst of prompts does not wait for the few that came first."""
+        """Return the most prompt tokens of a step beside `num_decoding` rows; None for no limit.
+
+        `num_queued` counts all prompt tokens that are not computed yet. Without a target, a step takes at least a share
+        of them. A burst of prompts then does not wait for the few that arrived first."""
         if not num_decoding or self._token_us is None or (decode := self._decode(num_decoding)) is None:
             return None
         token_us = self._token_us.mean
@@ -90,8 +94,9 @@ class StepPacing(Extra):
         return max(_LEAST_TOKENS, total - num_decoding)
 
     def delay_s(self, num_decoding: int, num_prompt_tokens: int, planned_at: float) -> float:
-        """Seconds for which the step after the only one in flight need not be planned yet; 0 or less: plan it now.
-        A plan that comes too late leaves the device idle, so that a step counts with the least that it may take."""
+        """Return the seconds for which the step after the only one in flight need not be planned; 0 or less for now.
+
+        A late plan leaves the device idle, so the low estimate of a step's time counts."""
         if (decode := self._decode(num_decoding)) is None or (num_prompt_tokens and self._token_us is None):
             return 0.0
         expected_us = decode.low + (num_prompt_tokens * self._token_us.low if self._token_us else 0.0)
@@ -99,7 +104,7 @@ class StepPacing(Extra):
         return began_at + (expected_us * (1.0 - _EARLY_SHARE) - _EARLY_US) / 1e6 - self._clock()
 
     def observe_step(self, num_decoding: int, num_prompt_tokens: int, planned_at: float) -> None:
-        """The result of the oldest step has come in."""
+        """Learn from the time of the oldest step, which has returned its result."""
         now = self._clock()
         took_us, self._result_at = (now - max(planned_at, self._result_at)) * 1e6, now
         if not num_prompt_tokens:
@@ -116,7 +121,7 @@ class StepPacing(Extra):
                 self._token_us.observe(token_us)
 
     def _decode(self, num_decoding: int) -> _Estimate | None:
-        """Of a step that only decodes so many rows, or, if there was none, of the size nearest to it."""
+        """Return the estimate of a step that decodes this many rows, or of the nearest size observed."""
         if not (known := self._decode_us):
             return None
         size = num_decoding.bit_length()

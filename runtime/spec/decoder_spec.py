@@ -1,4 +1,4 @@
-"""DecoderSpec: a decoder-only transformer as data. A family file turns a checkpoint's config into one of these."""
+"""DecoderSpec: a decoder-only transformer as data. A family file makes it from a checkpoint's config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding (arXiv 2104.09864), half-split layout, and how it is stretched to longer contexts.
+    """Rotary position embedding (arXiv 2104.09864), half-split layout, with its stretching to longer contexts.
 
     models/rope.py reads it from a config; `rope_table` of kernels/attention/rope.py computes each type."""
 
@@ -26,29 +26,29 @@ class RopeSpec:
     low_freq_factor: float = 1.0  # llama3: wavelengths above original_positions / this are stretched fully
     high_freq_factor: float = 4.0  # llama3: wavelengths below original_positions / this are kept
     original_positions: int = 8192  # the context before stretching; all but default and linear, and for query_beta
-    partial: float = 1.0  # share of head_dim that turns, its first dimensions; 0: no rotary positions
-    interleaved: bool = False  # in the checkpoint, dimension 2 i turns with 2 i + 1, not i with i + half of them
+    partial: float = 1.0  # share of head_dim that rotates, its first dimensions; 0 without rotary positions
+    interleaved: bool = False  # the checkpoint pairs dimension 2 i with 2 i + 1, not i with i + half of them
     attention_factor: float = 1.0  # of cos and sin; yarn and longrope
-    beta_fast: float = 32.0  # yarn: dimensions that turn more often than this in the original context are kept
-    beta_slow: float = 1.0  # yarn: those that turn less often than this are stretched fully
+    beta_fast: float = 32.0  # yarn: dimensions with more turns than this in the original context are kept
+    beta_slow: float = 1.0  # yarn: dimensions with fewer turns than this are stretched fully
     query_beta: float = 0.0  # q is multiplied by 1 + this * ln(1 + position // original_positions)
     truncate: bool = True  # yarn: the edges between are whole dimensions
     short_factor: tuple[float, ...] = ()  # longrope: divisors of the frequencies, up to the original context
-    long_factor: tuple[float, ...] = ()  # and beyond it
+    long_factor: tuple[float, ...] = ()  # longrope: divisors of the frequencies above the original context
 
     @property
     def reorders_heads(self) -> bool:
-        """True if rows of q and k change places when they are read (runtime.models.decoder.rope_permutation)."""
+        """True if loading permutes the rows of q and k (runtime.models.decoder.rope_permutation)."""
         return self.partial > 0.0 and (self.partial < 1.0 or self.interleaved)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """A mixture of feed-forward layers in place of one; `ffn_size` is an expert's."""
+    """A mixture of feed-forward layers in place of one; `ffn_size` is the size of one expert."""
 
     num_experts: int
-    top_k: int  # experts of a token
-    normalized: bool  # their weights are made to sum to one
+    top_k: int  # experts per token
+    normalized: bool  # the weights of a token's experts are scaled to sum to one
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
@@ -74,34 +74,35 @@ class DecoderSpec:
     rope: RopeSpec = RopeSpec()
     activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate
     tied_head: bool = False
-    makes_text: bool = True  # False: the checkpoint has no output head, in whose place the embedding stands
+    makes_text: bool = True  # False if the checkpoint lacks an output head; the embedding then replaces it
     qk_norm: bool = False  # RMSNorm over head_dim of each q and k head, before RoPE
     qk_norm_all_heads: bool = False  # with qk_norm: over all heads of q at once, and over all of k
     qkv_bias: bool = False
     out_bias: bool = False
     ffn_bias: bool = False
     fused_qkv: bool = False  # the checkpoint has q, k and v as one tensor
-    fused_gate_up: bool = False  # and gate and up
-    gated: bool = True  # the feed-forward layer has a gate; without, `up` alone is activated
+    fused_gate_up: bool = False  # the checkpoint has gate and up as one tensor
+    gated: bool = True  # the feed-forward layer has a gate; without it `up` alone is activated
     experts: ExpertsSpec | None = None
     norm: Literal["rms", "layer"] = "rms"  # layer: with the mean subtracted, and a bias
     pre_norms: bool = True  # a norm before attention and the feed-forward layer
-    post_norms: bool = False  # and one after each, before the residual
+    post_norms: bool = False  # a norm after each of them, before the residual
     learned_positions: bool = False  # an embedding of positions is added to that of tokens
-    embed_scale: float = 1.0  # of the tokens' embedding, rounded to the model's dtype
-    attn_scale: float | None = None  # of attention scores; None: head_dim ** -0.5
-    attn_soft_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they stay
-    logit_scale: float = 1.0  # of the logits
-    logit_soft_cap: float = 0.0  # as attn_soft_cap, of the logits as they are scaled
+    embed_scale: float = 1.0  # factor of the tokens' embedding, rounded to the model's dtype
+    attn_scale: float | None = None  # factor of attention scores; None for head_dim ** -0.5
+    attn_soft_cap: float = 0.0  # scores become cap * tanh(score / cap); 0 for none
+    logit_scale: float = 1.0  # factor of the logits
+    logit_soft_cap: float = 0.0  # as attn_soft_cap, for the scaled logits
     window: int = 0  # positions that a token of a sliding layer sees, itself included
-    sliding: tuple[bool, ...] = ()  # which layers are; (): none
-    local_rope: RopeSpec | None = None  # of sliding layers; None: that of the others
-    no_rope: tuple[bool, ...] = ()  # which layers have no rotary positions; (): none
-    # The schemes (runtime.quant.scheme) of the parameters that the checkpoint has quantized; None: all are dense.
+    sliding: tuple[bool, ...] = ()  # True for each sliding layer; empty for none
+    local_rope: RopeSpec | None = None  # of sliding layers; None if it equals `rope`
+    no_rope: tuple[bool, ...] = ()  # True for each layer without rotary positions; empty for none
+
+    # Schemes (runtime.quant.scheme) of the checkpoint's quantized parameters; None if all are dense.
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
-    fp8_kv_cache: bool = False  # the checkpoint asks for keys and values in fp8
-    shard: Shard = ALONE  # the rank whose heads, ffn_size and vocab_size these are
-    of_all_ranks: DecoderSpec | None = field(default=None, repr=False)  # None: there is one
+    fp8_kv_cache: bool = False  # the checkpoint requests keys and values in fp8
+    shard: Shard = ALONE  # this spec holds the heads, ffn_size and vocab_size of this rank
+    of_all_ranks: DecoderSpec | None = field(default=None, repr=False)  # the whole spec; None without ranks
 
     @property
     def whole(self) -> DecoderSpec:
@@ -110,17 +111,17 @@ class DecoderSpec:
 
     @property
     def first_kv_head(self) -> int:
-        """Which of the whole model's heads of keys and values is the first one here. Where there are fewer than ranks,
-        neighbouring ranks have the same one."""
+        """The index, in the whole model, of this rank's first K/V head. With fewer heads than ranks, neighbouring ranks
+        share one."""
         return self.shard.rank * self.whole.num_kv_heads // self.shard.size
 
     @property
     def token_ids(self) -> range:
-        """The token ids whose rows of the embedding and the head are here; logits are of these."""
+        """The token ids of this rank's rows of the embedding and the head, and of its logits."""
         return self.shard.vocabulary(self.whole.vocab_size)
 
     def of_rank(self, shard: Shard) -> DecoderSpec:
-        """The spec of what one rank of a tensor-parallel group computes; this is that of a whole model.
+        """Return the spec of one rank of a tensor-parallel group. `self` is the spec of a whole model.
 
         Raises CallboardError if a group of that size cannot divide the model."""
         if shard.size == 1:
@@ -149,9 +150,9 @@ class DecoderSpec:
         return self.num_heads % size == 0 and divides_kv and self.ffn_size % size == 0 and has_tokens
 
     def linears(self) -> dict[str, tuple[dict[str, tuple[int, ...]], bool]]:
-        """A layer's linear maps: fused name -> ({part: (out, in) shape}, has a bias), parts in row order.
+        """Return a layer's linear maps: fused name -> ({part: (out, in) shape}, has a bias), parts in row order.
 
-        Of a mixture, gate_up and down are those of each expert."""
+        In a mixture, gate_up and down are the maps of each expert."""
         hidden, ffn = self.hidden_size, self.ffn_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         qkv: dict[str, tuple[int, ...]] = {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
@@ -168,7 +169,7 @@ class DecoderSpec:
         }
 
     def check(self, config: EngineConfig) -> None:
-        """Raises CallboardError if `config` asks what this model cannot do; no weight is needed to know."""
+        """Raise CallboardError if `config` needs something that this model cannot do. Needs no weights."""
         self.whole.of_rank(Shard(0, config.tensor_parallel_size))
         if config.rank_invariant and config.max_loras:
             raise CallboardError(
@@ -180,19 +181,19 @@ class DecoderSpec:
             )
 
     def kv_cache_form(self, kv_cache_dtype: str) -> str:
-        """none, fp8 or int8: what the setting means for this model."""
+        """Return none, fp8 or int8: the meaning of the setting for this model."""
         if kv_cache_dtype == "auto":
             return "fp8" if self.fp8_kv_cache else "none"
         return kv_cache_dtype
 
     def kv_cache(self, dtype: str, kv_cache_dtype: str = "auto") -> KVCacheSpec:
-        """The KV cache of this model when it computes in `dtype`, "bfloat16" say. Sliding layers keep all keys, too."""
+        """Return the KV cache of this model for a compute dtype such as "bfloat16". Sliding layers keep all keys."""
         dtype, scale_dtype = QUANTIZED_DTYPES.get(self.kv_cache_form(kv_cache_dtype), (dtype, None))
         group = KVGroupSpec(tuple(range(self.num_layers)), self.num_kv_heads, self.head_dim, dtype, scale_dtype)
         return KVCacheSpec((group,))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter by its unfused name, `layers.3.q.weight` say, and its shape."""
+        """Return the shape of every parameter by its unfused name, such as `layers.3.q.weight`."""
         hidden = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, hidden)} | self._norm("final_norm")
         if self.learned_positions:

@@ -1,8 +1,8 @@
 """KVCacheSpec: the layout of a model's KV cache as plain data; memory plan, allocation and block tables derive from it.
 
-Layers whose keys and values have one shape and one lifetime are a group, and every group has block tables of its own.
-All groups draw from one pool: a block holds `block_size` tokens of one group's layers, so that it takes as many bytes
-as the largest group needs.
+Layers with keys and values of one shape and one lifetime are a group. Every group has block tables of its own. All
+groups draw from one pool. A block holds `block_size` tokens of one group's layers, and has the bytes that the largest
+group needs.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "i
 
 @dataclass(frozen=True, slots=True)
 class KVGroupSpec:
-    """Layers whose keys and values are stored alike and kept equally long."""
+    """Layers that store their keys and values alike and keep them equally long."""
 
     layers: tuple[int, ...]  # their numbers in the model, rising
     num_kv_heads: int
     head_dim: int
     dtype: str  # of the stored values, a key of DTYPE_BYTES
-    scale_dtype: str | None = None  # of one scale for each token and head of K and of V; None: a token has none
-    # Positions that a token attends to, itself included; what can no longer be read is not kept. None: all before it.
+    scale_dtype: str | None = None  # of a scale per token and head of K and of V; None without scales
+    # Positions that a token attends to, itself included; None for all. Older positions are not kept.
     window: int | None = None
 
     @property
@@ -37,13 +37,13 @@ class KVGroupSpec:
         return block_size * self.bytes_per_token
 
     def num_dead_blocks(self, num_computed: int, block_size: int) -> int:
-        """Leading blocks that no row reads any more which starts at position `num_computed` or later."""
+        """Return the number of leading blocks that rows from position `num_computed` on never read."""
         return 0 if self.window is None else max(0, num_computed - self.window + 1) // block_size
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """The groups of a model's KV cache, in the order in which block tables name them."""
+    """The groups of a model's KV cache, in the order of the block tables."""
 
     groups: tuple[KVGroupSpec, ...]
 
@@ -66,5 +66,5 @@ class KVCacheSpec:
         return num_blocks * self.bytes_per_block(block_size)
 
     def place_of(self, layer: int) -> tuple[int, int]:
-        """The number of the group that a layer belongs to, and the layer's index in it."""
+        """Return the number of a layer's group, and the layer's index in it."""
         return next((g, group.layers.index(layer)) for g, group in enumerate(self.groups) if layer in group.layers)

@@ -1,7 +1,7 @@
 """Sampling parameters as a table: each field of SamplingParams carries its description.
 
-From the description follow validation, the columns of a slot's row on the device and on the host, which pass over the
-logits a parameter belongs to (worker/slot_sampling.py), and the bounds of the HTTP API.
+Validation and the bounds of the HTTP API follow from the description. So do the columns of a slot's row on device and
+host, and the parameter's pass over the logits (worker/slot_sampling.py).
 """
 
 from __future__ import annotations
@@ -11,27 +11,43 @@ from dataclasses import dataclass, field, fields
 from enum import Enum, auto
 from typing import Any
 
-from runtime.spec.bounds import Bounds
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Bounds of a number that a user sets: from `low`, or above `above`, to `high`. Their text is for errors."""
+
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+
+    def hold(self, value: float) -> bool:
+        """Return True if the value is within the bounds."""
+        is_high_enough = value > self.above if self.above is not None else self.low is None or value >= self.low
+        return is_high_enough and (self.high is None or value <= self.high)
+
+    def __str__(self) -> str:
+        if self.above is not None:
+            return f"above {self.above:.15g}" + ("" if self.high is None else f" and at most {self.high:.15g}")
+        return f"at least {self.low:.15g}" if self.high is None else f"between {self.low:.15g} and {self.high:.15g}"
 
 
 class Effect(Enum):
-    """The part of a request's way to a token that a parameter changes."""
+    """What a parameter changes on a request's way to a token."""
 
-    LENGTH = auto()  # where the output ends: the scheduler's
-    DRAW = auto()  # how a token is drawn from what the logits leave
-    FILTER = auto()  # which tokens are left to be drawn; without a temperature it changes nothing
-    PENALTY = auto()  # logits of tokens that stand in the request already
+    LENGTH = auto()  # the end of the output, which the scheduler decides
+    DRAW = auto()  # how a token is drawn from the remaining ones
+    FILTER = auto()  # the tokens that remain; without a temperature it changes nothing
+    PENALTY = auto()  # logits of tokens that are in the request already
     BIAS = auto()  # logits of single tokens
     HOLD = auto()  # logits of tokens that would end the output too early
-    GRAMMAR = auto()  # which tokens are allowed at all
+    GRAMMAR = auto()  # the tokens that are allowed
     REPORT = auto()  # log-probabilities, beside the token
-    TEXT = auto()  # the text of the output: neither engine nor runners look at it
+    TEXT = auto()  # the text of the output; engine and runners ignore it
 
 
-# All rows of a step are sampled by the captured pass, which reads their columns. The rows of a request with an effect
-# of the second pass are then sampled again from changed logits; so are those that HOLD while the output is too short.
-# Penalties change logits in place, so the captured pass leaves them to the second one where that one, or REPORT, wants
-# the model's own.
+# The captured pass samples all rows of a step and reads their columns. A second pass samples rows again from changed
+# logits. These rows have an effect of SECOND_PASS, or HOLD while the output is too short. Penalties change logits in
+# place. The captured pass therefore leaves them out if the second pass, or REPORT, needs the model's own logits.
 CAPTURED_PASS = frozenset({Effect.DRAW, Effect.FILTER, Effect.PENALTY})
 SECOND_PASS = frozenset({Effect.BIAS, Effect.GRAMMAR})
 
@@ -47,11 +63,11 @@ class SamplingField:
     effect: Effect
     neutral: Any  # the value that changes nothing
     bounds: Bounds
-    column: int | None  # of a slot's row, whose entries are 32 bits wide
+    column: int | None  # of a slot's row, with entries of 32 bits
 
     @property
     def code(self) -> str:
-        """The kind of number that its column holds: "f" or "i"."""
+        """The type of its column: "f" or "i"."""
         return "f" if self.type == "float" else "i"
 
     @property
@@ -73,8 +89,9 @@ def sampling(
     neutral: Any = ...,
     column: int | None = None,
 ) -> Any:
-    """A dataclass field with its description. Values lie from `low`, or above `above`, to `high`; `neutral` is the
-    default unless it says otherwise."""
+    """Return a dataclass field with its description.
+
+    Values lie from `low`, or above `above`, to `high`. If `neutral` is not given, the default is neutral."""
     description = (effect, default if neutral is ... else neutral, Bounds(low, high, above), column)
     return field(default=default, metadata={"sampling": description})
 
@@ -84,7 +101,7 @@ def _type_name(annotation: Any) -> str:
 
 
 class SamplingTable:
-    """The fields of a class of sampling parameters, and all that is derived from them."""
+    """The fields of a class of sampling parameters, and their columns and bounds."""
 
     def __init__(self, params: type) -> None:
         self.fields = tuple(SamplingField(f.name, _type_name(f.type), *f.metadata["sampling"]) for f in fields(params))
@@ -92,14 +109,14 @@ class SamplingTable:
         self._bounded = [f for f in self.fields if f.bounds != Bounds()]
 
     def out_of_bounds(self, params: object) -> SamplingField | None:
-        """The first field whose value is not within its bounds; None is, where a field may be that."""
+        """Return the first field with a value outside its bounds. A value of None is within."""
         for f in self._bounded:
             if (value := getattr(params, f.name)) is not None and not f.bounds.hold(value):
                 return f
         return None
 
     def has_effect(self, params: object, effects: Set[Effect]) -> bool:
-        """True if a parameter with one of these effects is not neutral."""
+        """Return True if a parameter with one of these effects is not neutral."""
         return any(f.effect in effects and getattr(params, f.name) != f.neutral for f in self.fields)
 
 
@@ -107,7 +124,7 @@ _tables: dict[type, SamplingTable] = {}
 
 
 def table_of(params: type) -> SamplingTable:
-    """The table of a class, made once."""
+    """Return the table of a class, which is made once."""
     if (table := _tables.get(params)) is None:
         table = _tables[params] = SamplingTable(params)
     return table

@@ -1,7 +1,7 @@
 """How the ranks of a tensor-parallel group divide a parameter among themselves (Megatron-LM, arXiv 1909.08053).
 
-The rule follows from what a parameter does, not from how it is stored: a weight format is told which parts of the
-parameter a rank holds, and finds the same parts of its own tensors."""
+The rule follows from a parameter's role, not from its storage. A weight format receives the rank's parts of a
+parameter, and finds the same parts in its own tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from runtime.spec.decoder_spec import DecoderSpec
 
-# The pieces of a parameter that have the same bounds in groups of 1, 2, 4 and 8 ranks, each of which has some of them.
+# Pieces of a parameter with the same bounds in groups of 1, 2, 4 and 8 ranks. Each rank has whole pieces.
 NUM_LEAVES = 8
 
 
@@ -22,19 +22,20 @@ class Shard(NamedTuple):
     size: int = 1
 
     def vocabulary(self, vocab_size: int) -> range:
-        """The token ids whose rows of the embedding and of the head a rank has: on all as many as on the first, but
-        fewer on the last ones where the vocabulary does not divide evenly."""
+        """Return the token ids of a rank's rows of the embedding and of the head.
+
+        All ranks have the same number, except the last ones if the vocabulary does not divide evenly."""
         share = -(-vocab_size // self.size)
         if NUM_LEAVES % self.size == 0:
             share = -(-vocab_size // NUM_LEAVES) * (NUM_LEAVES // self.size)
         return range(min(self.rank * share, vocab_size), min((self.rank + 1) * share, vocab_size))
 
 
-ALONE = Shard()  # all of a model
+ALONE = Shard()  # a whole model
 
 
 class Sharding(Enum):
-    """The share of a rank; weights of linear maps are [out, in]."""
+    """The share of one rank. Weights of linear maps are [out, in]."""
 
     REPLICATED = "replicated"  # the whole parameter
     COLUMN = "column"  # some outputs: rows of the weight and of its bias, and of a norm over all of them
@@ -58,7 +59,7 @@ _DIVIDED_DIM = {
 
 
 def sharding_of(parameter: str) -> Sharding:
-    """The rule for a parameter of `DecoderSpec.shapes`."""
+    """Return the rule for a parameter of `DecoderSpec.shapes`."""
     part = _part_of(parameter)
     if part in ("embed", "head"):
         return Sharding.VOCABULARY
@@ -70,15 +71,14 @@ def sharding_of(parameter: str) -> Sharding:
 
 
 def _part_of(parameter: str) -> str:
-    """q of layers.3.q.weight, q_heads_norm of layers.3.q_heads_norm."""
+    """Return the last part of a name: q of layers.3.q.weight, q_heads_norm of layers.3.q_heads_norm."""
     return parameter.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
 
 
 def parts_of(spec: DecoderSpec, parameter: str) -> tuple[Part, ...]:
-    """The part of a parameter that the rank of a spec (`DecoderSpec.of_rank`) holds, as ranges in rising order; () is
-    the whole.
+    """Return the ranges of a parameter that the rank of a spec (`DecoderSpec.of_rank`) holds, rising; () for all of it.
 
-    There are several where the checkpoint has maps fused into one tensor, each of which is divided by itself."""
+    A tensor of several fused maps has one range per map."""
     if spec.shard.size == 1 or sharding_of(parameter) is Sharding.REPLICATED:
         return ()
     dim, divided = _divided(spec, parameter)
@@ -86,7 +86,7 @@ def parts_of(spec: DecoderSpec, parameter: str) -> tuple[Part, ...]:
 
 
 def leaves_of(spec: DecoderSpec, parameter: str) -> list[Part]:
-    """The leaves of a parameter that the rank of a spec has, in rising order; each of fused maps has its own."""
+    """Return the leaves of a parameter that the rank of a spec holds, rising. Each fused map has its own."""
     dim, divided = _divided(spec, parameter)
     leaves = []
     for before, own, length in divided:
@@ -100,8 +100,9 @@ def leaves_of(spec: DecoderSpec, parameter: str) -> list[Part]:
 
 
 def _divided(spec: DecoderSpec, parameter: str) -> tuple[int, list[tuple[int, range, int]]]:
-    """The dimension that ranks divide, and of each map that the parameter has: how much of that dimension is before
-    it, the rank's range within it, and its length."""
+    """Return the dimension that ranks divide, and for each map in the parameter its place along that dimension.
+
+    A place is the map's offset, the rank's range within the map, and the map's length."""
     whole, rank, head_dim = spec.whole, spec.shard.rank, spec.head_dim
 
     def own(first: int, count: int, size: int) -> range:

@@ -1,4 +1,4 @@
-"""The vocabulary of Callboard: what a request is, how it samples, what comes back.
+"""The vocabulary of Callboard: requests, sampling parameters and outputs.
 
 Everything here is plain data: no torch, no I/O, no clock. All ids, lengths and positions count tokens.
 """
@@ -20,18 +20,18 @@ NOT_FINITE = "The model gave logits that are not finite for this request."  # wi
 
 
 class CallboardError(Exception):
-    """A fault that a user can act on: its text is one sentence with the value at fault and what to change."""
+    """A fault that a user can fix. Its text is one sentence: the value at fault and the change to make."""
 
 
 class FinishReason(IntEnum):
-    """Why a request ended. NONE means that it goes on."""
+    """Why a request ended. NONE means that it continues."""
 
     NONE = 0
     STOP = 1  # an end-of-sequence id or a stop id was sampled
     LENGTH = 2  # max_tokens or the model's context is exhausted
-    ABORT = 3  # the client went away or asked for it
-    ERROR = 4  # a fault of this request alone (non-finite logits, say)
-    GRAMMAR = 5  # its grammar cannot be served, or not any further
+    ABORT = 3  # the client disconnected or aborted it
+    ERROR = 4  # a fault of this request alone, for example non-finite logits
+    GRAMMAR = 5  # its grammar cannot be served, or cannot continue
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +39,22 @@ class GrammarSpec:
     """A form that a client wants the output to match."""
 
     kind: Literal["json", "regex", "choice", "calls", "grammar", "tags", "without"]
-    # A JSON Schema; a regular expression of the whole output; a JSON list of texts; see grammar.Calls; a grammar in
-    # EBNF or Lark's form; see tags.Tags; a JSON list of texts that the output must not hold.
+    # In the order of the kinds: a JSON Schema; a regular expression of the whole output; a JSON list of texts.
+    # See grammar.Calls. A grammar in EBNF or Lark's form. See tags.Tags. A JSON list of forbidden texts.
     text: str
     after: str = ""  # the output begins with free text up to this mark
-    may_stay_free: bool = False  # or is free text altogether, without the mark
-    # Keywords of a schema that cannot be enforced are refused, or with False ignored; None refuses all but uniqueItems.
+    may_stay_free: bool = False  # the whole output may be free text, without the mark
+    # True refuses keywords of a schema that cannot be enforced. False ignores them. None refuses all but uniqueItems.
     strict: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A GrammarSpec as the engines take it (runtime.structured.grammar): every output that it allows is what was
-    asked for."""
+    """A GrammarSpec in the engines' form (runtime.structured.grammar). It allows only outputs that match the spec."""
 
-    key: str  # hash of what it allows
+    key: str  # hash of the outputs that it allows
     lark: str  # llguidance's form
-    expression: str  # the same as one regular expression; "" if there is none of a reasonable length
+    expression: str  # the same as one regular expression; empty if that would be too long
     ignored: tuple[str, ...] = ()  # paths of keywords that are not enforced
 
     @property
@@ -76,8 +75,8 @@ class ThinkingBudget:
     """The most tokens of an output's reasoning, and the marks around it as tokens."""
 
     num_tokens: int
-    close_ids: tuple[int, ...]  # that end reasoning; follow one another where they are several
-    open_id: int | None  # begins it; None: its mark is text
+    close_ids: tuple[int, ...]  # the tokens, in order, that end reasoning
+    open_id: int | None  # begins reasoning; None if its mark is text
     is_open: bool  # the prompt ends within reasoning
 
 
@@ -87,7 +86,7 @@ class SamplingParams:
 
     Columns 1, 2, 9 and 12 of a slot's row are kernels/sampling/sample.py's."""
 
-    # 0 with prompt_logprobs alone: the request scores its prompt and ends
+    # 0 only with prompt_logprobs: the request scores its prompt and ends
     max_tokens: int = sampling(16, Effect.LENGTH, 0)
     # Below 1e-5 it is greedy, as with 0: logits divided by it would overflow.
     temperature: float = sampling(1.0, Effect.DRAW, 0.0, 100.0, neutral=0.0, column=0)
@@ -98,31 +97,31 @@ class SamplingParams:
     frequency_penalty: float = sampling(0.0, Effect.PENALTY, -2.0, 2.0, column=7)  # over output
     presence_penalty: float = sampling(0.0, Effect.PENALTY, -2.0, 2.0, column=8)  # over output
     logit_bias: tuple[tuple[int, float], ...] = sampling((), Effect.BIAS)  # (token id, bias) pairs
-    allowed_token_ids: tuple[int, ...] = sampling((), Effect.BIAS)  # no others are drawn; empty: all may be
+    allowed_token_ids: tuple[int, ...] = sampling((), Effect.BIAS)  # only these are sampled; empty for all
     min_tokens: int = sampling(0, Effect.HOLD, 0)  # no EOS and no stop id before this many output tokens
     stop_token_ids: tuple[int, ...] = sampling((), Effect.LENGTH)
     ignore_eos: bool = sampling(False, Effect.LENGTH)
-    seed: int | None = sampling(None, Effect.TEXT)  # None: the front draws one; engines have it in the Request (C4)
-    logprobs: int | None = sampling(None, Effect.REPORT, 0, 20)  # n: the sampled token's and the n best ones'
-    logprob_token_ids: tuple[int, ...] = sampling((), Effect.REPORT)  # where there are `logprobs`, also those of these
-    # n: at each prompt position, its own token's and the n best ones'
+    seed: int | None = sampling(None, Effect.TEXT)  # if None the front draws one; engines read Request.seed (C4)
+    logprobs: int | None = sampling(None, Effect.REPORT, 0, 20)  # n reports the sampled token and the n best
+    logprob_token_ids: tuple[int, ...] = sampling((), Effect.REPORT)  # with `logprobs`, also report these
+    # At each prompt position, n reports its own token and the n best.
     prompt_logprobs: int | None = sampling(None, Effect.REPORT, 0, 20)
     grammar: Grammar | None = sampling(None, Effect.GRAMMAR)  # noqa: RUF009
     thinking: ThinkingBudget | None = sampling(None, Effect.GRAMMAR)  # noqa: RUF009
-    # What comes back is a vector of the prompt (pooling.py); max_tokens is 1, and that token is dropped.
+    # The output is a vector of the prompt (pooling.py); max_tokens is 1, and that token is dropped.
     pooled: bool = sampling(False, Effect.LENGTH)
-    stop: tuple[str, ...] = sampling((), Effect.TEXT)  # matched by whoever makes the text
+    stop: tuple[str, ...] = sampling((), Effect.TEXT)  # matched by the process that makes the text
     include_stop_str_in_output: bool = sampling(False, Effect.TEXT)
     skip_special_tokens: bool = sampling(True, Effect.TEXT)
 
     @property
     def list_bytes(self) -> int:
-        """Bytes that its lists take in a message, about; its grammar is not counted."""
+        """Approximate bytes of its lists in a message, without its grammar."""
         num_ids = len(self.allowed_token_ids) + len(self.stop_token_ids) + len(self.logprob_token_ids)
         return 5 * num_ids + 14 * len(self.logit_bias) + 4 * sum(map(len, self.stop))
 
     def with_grammar(self, grammar: Grammar) -> SamplingParams:
-        """The same with another grammar: a copy without the checks that `self` has passed."""
+        """Return a copy with another grammar. It skips the checks that `self` has passed."""
         copy = object.__new__(SamplingParams)
         for name in self.__slots__:
             object.__setattr__(copy, name, getattr(self, name))
@@ -144,11 +143,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request as a front submits it (made by `requests.requests_of`, which resolves its seed).
+    """One request as a front submits it. `requests.requests_of` makes it and resolves its seed.
 
-    `token_ids` holds the prompt and, when a stream is resumed after an engine's death, the output already delivered;
-    `prompt_len` tells where the output begins, so that positions, penalties and limits are those of the first try (C8).
-    """
+    `token_ids` holds the prompt. If a stream is resumed after an engine's death, the delivered output follows there.
+    `prompt_len` marks where the output begins, so positions, penalties and limits are as in the first try (C8)."""
 
     request_id: str
     token_ids: list[int]
@@ -157,12 +155,12 @@ class Request:
     seed: int = 0  # 63 bits; the key of this request's noise (C4)
     priority: int = 0  # lower is served first
     cache_salt: str = ""  # requests share cached blocks only under the same salt (C5)
-    adapter: str = ""  # digest of the adapter that its rows are computed with (adapters.py); "": none
-    prediction: tuple[int, ...] = ()  # what a client expects the output to be: n-gram lookup guesses from it
+    adapter: str = ""  # digest of its adapter; empty for none
+    prediction: tuple[int, ...] = ()  # the output that the client expects; n-gram lookup drafts from it
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes in a message, about, with its grammar."""
+        """Approximate bytes in a message, with its grammar."""
         grammar = self.params.grammar
         num_tokens = len(self.token_ids) + len(self.prediction)
         return TOKEN_BYTES * num_tokens + self.params.list_bytes + (0 if grammar is None else grammar.num_bytes)
@@ -174,11 +172,11 @@ class TokenLogprobs(NamedTuple):
     token_id: int
     logprob: float
     rank: int  # 1 is the most likely token
-    top: tuple[tuple[int, float], ...]  # (token id, logprob), best first; then those asked for by id that are not there
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), best first; then further ones requested by id
 
 
 class PromptLogprobs(NamedTuple):
-    """Log-probabilities of m prompt tokens in columns: the form in which they travel, little-endian and in C order."""
+    """Log-probabilities of m prompt tokens in columns, in the wire form: little-endian and in C order."""
 
     ranks: bytes  # int32 [m]
     logprobs: bytes  # float32 [m]
@@ -186,12 +184,12 @@ class PromptLogprobs(NamedTuple):
     top_logprobs: bytes  # float32 [m, n]
 
     def of(self, token_ids: Sequence[int]) -> PromptScores:
-        """One entry for each of these m tokens."""
+        """Return one entry for each of these m tokens."""
         return PromptScores(self, token_ids)
 
 
 class PromptScores(Sequence[TokenLogprobs]):
-    """PromptLogprobs by token: an entry is made when it is read, since all of a long prompt's take a while."""
+    """PromptLogprobs by token. An entry is made when it is read, because all entries of a long prompt take long."""
 
     def __init__(self, columns: PromptLogprobs, token_ids: Sequence[int]) -> None:
         self._token_ids = token_ids
@@ -217,7 +215,7 @@ class PromptScores(Sequence[TokenLogprobs]):
 
 
 class Verified(NamedTuple):
-    """Draft tokens that one step verified. The right ones are tokens `at` to `at + num_accepted` of an output."""
+    """Draft tokens that one step verified. The accepted ones are tokens `at` to `at + num_accepted` of an output."""
 
     at: int
     num_draft_tokens: int
@@ -226,37 +224,36 @@ class Verified(NamedTuple):
 
 @dataclass(slots=True)
 class RequestOutput:
-    """Tokens that one step added to one request, and all that goes with them."""
+    """Tokens that one step added to one request, with their log-probabilities and times."""
 
     request_id: str
     token_ids: list[int]
     finish_reason: FinishReason = FinishReason.NONE
     stop_token_id: int | None = None  # the stop id that ended it; None for EOS, which is not delivered as a stop id
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token id, if asked for
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token id, if requested
     num_cached: int = 0  # prompt tokens served from the prefix cache
-    num_expected: int | None = None  # of these, those that a choice among engines had expected; None: there was none
+    num_expected: int | None = None  # cached tokens that the router expected; None if it did not choose the engine
     error: str = ""  # one sentence, with FinishReason.ERROR and GRAMMAR
-    # All of them with the first output, if asked for; entry i is about prompt token i + 1.
+    # All of them come with the first output, if requested. Entry i is about prompt token i + 1.
     prompt_logprobs: Sequence[TokenLogprobs] = ()
-    queued_s: float = 0.0  # with the first token: from the engine's queue to a slot
-    prefill_s: float = 0.0  # with the first token: from a slot to it
-    first_sampled_at: float = 0.0  # with the first token: when it was sampled, by the engine's wall clock
-    sampled_at: float = 0.0  # when the last token here was sampled, by the engine's wall clock; 0: there is none
-    verified: list[Verified] | None = None  # in order, if there was something to verify
-    pooled: bytes | None = None  # float32, little-endian: the vector of a pooled request, which comes with its end
+    queued_s: float = 0.0  # with the first token: time from the engine's queue to a slot
+    prefill_s: float = 0.0  # with the first token: time from a slot to this token
+    first_sampled_at: float = 0.0  # with the first token: its sampling time by the engine's wall clock
+    sampled_at: float = 0.0  # sampling time of the last token here by the engine's wall clock; 0 without tokens
+    verified: list[Verified] | None = None  # in order; None without draft tokens
+    pooled: bytes | None = None  # vector of a pooled request, float32 little-endian; comes with its end
 
 
 @dataclass(slots=True)
 class StepOutput:
     """Tokens that one committed step added, in columns: `states[i]` gained `token_ids[i]`.
 
-    A request's states are opaque here (scheduler.RequestState); `finished` lists those that ended, after their last
-    token."""
+    The states (RequestState) are opaque here. `finished` lists the requests that ended, after their last token."""
 
     states: list[Any]
     token_ids: list[int]
     finished: list[tuple[Any, FinishReason]]
     logprobs: dict[int, TokenLogprobs]  # by index in the columns
-    prompt_logprobs: list[tuple[Any, PromptLogprobs]]  # (state, those of prompt tokens 1, 2, ...), once a request
-    pooled: list[tuple[Any, bytes]] = field(default_factory=list)  # (state, its vector in float32), which then ended
+    prompt_logprobs: list[tuple[Any, PromptLogprobs]]  # (state, log-probabilities of prompt tokens 1, 2, ...)
+    pooled: list[tuple[Any, bytes]] = field(default_factory=list)  # (state of a request that ended, float32 vector)
     verified: list[tuple[Any, int, int]] = field(default_factory=list)  # (state, draft tokens, accepted) of a row

@@ -1,7 +1,7 @@
-"""Guessing how a request goes on, and when that pays.
+"""Speculation: chooses how many draft tokens a row gets, and learns from the verified ones.
 
-The target samples with noise by position (C4), so a guess is right exactly if it equals the token that the target
-itself samples there; nothing is resampled, and with or without guesses the tokens are the same (arXiv 2408.07978).
+The target samples with noise by position (C4), so a draft token is accepted if it equals the target's own sample.
+Nothing is resampled: the tokens are the same with and without draft tokens (arXiv 2408.07978).
 """
 
 from __future__ import annotations
@@ -18,32 +18,36 @@ from runtime.core.request_state import RequestState, RequestStatus
 from runtime.core.step import Step
 from runtime.spec.types import FinishReason, StepOutput
 
-# The estimate chooses no more: with the known token these are eight rows, which few-row products take at once.
+# The estimate's maximum: with the known token these are eight rows, which a few-row product computes at once.
 _MAX_CHOSEN_TOKENS = 7
-_MAX_ACCEPTANCE = 0.975  # a higher estimate counts as this
-_LEAST_LIKELY = 0.1  # a draft token that is right less often is not worth its place in a step
+_MAX_ACCEPTANCE = 0.975  # limit of the estimate
+_LEAST_LIKELY = 0.1  # a draft token accepted less often is not worth its place in a step
 _LIKELY_TOKENS = [  # draft tokens of a row that are likely enough, by its acceptance in 40ths
     next((n for n in range(MAX_DRAFT_TOKENS, 0, -1) if (i / 40) ** n >= _LEAST_LIKELY), 0) for i in range(41)
 ]
-_FIRST_ACCEPTANCE = 0.7  # before anything is known: with a lower one, a large batch would never find out
-_RESTED_ACCEPTANCE = 0.6  # the least to which that of a request that rests drifts back
-_WEIGHT, _OVERALL_WEIGHT = 0.05, 0.01  # of the newest draft token in a request's estimate, and in that of all requests
-_BEYOND_WEIGHT = 0.2  # of the newest step in the estimate of what steps take beyond the model's time
-# Once in so many steps that estimate drifts to its first value, by this share, so that what did not pay is tried again;
-# in larger batches, where a try costs more, by less.
+_FIRST_ACCEPTANCE = 0.7  # initial estimate: with a lower one, a large batch would never try to draft
+_RESTED_ACCEPTANCE = 0.6  # a request without draft tokens drifts back to at least this
+_WEIGHT, _OVERALL_WEIGHT = (
+    0.05,
+    0.01,
+)  # weight of the newest draft token in a request's estimate, and in the overall one
+_OVERHEAD_WEIGHT = 0.2  # weight of the newest step in the overhead estimate
+# Every _DRIFT_EVERY steps it drifts to its first value, so that drafting is tried again. It drifts less above
+# _DRIFT_ROWS rows, where a try costs more.
 _DRIFT_EVERY, _DRIFT, _DRIFT_ROWS = 16, 0.016, 8
-_COARSE_US = 50.0  # what that estimate is rounded to
-_MOST_SURPRISE = 0.5  # of a step's time: more of a difference is a pause, a compiler, another process
-_REST_WEIGHT = 0.01  # of the way back, per token decoded without draft tokens: after some 100 it is tried again
+_COARSE_US = 50.0  # the overhead estimate is rounded to multiples of this
+_MOST_SURPRISE = 0.5  # share of a step's time; a larger difference comes from a pause, a compiler or another process
+_REST_WEIGHT = 0.01  # of the way back, per token decoded without draft tokens: a retry after some 100 tokens
 
 
 class Drafter(Protocol):
-    """Where guesses come from. Called by the step thread alone. One that has its guesses at once, as these defaults
-    have it, only needs `guess` and `forget`."""
+    """A source of draft tokens. Only the step thread calls it.
+
+    A drafter that has its draft tokens at once needs only `guess` and `forget`; the defaults here do the rest."""
 
     @property
     def is_ready(self) -> bool:
-        """True if it can guess now."""
+        """True if it can draft now."""
         return True
 
     def begin_step(self) -> None:
@@ -51,54 +55,55 @@ class Drafter(Protocol):
         return
 
     def step_us(self, num_rows: int) -> float:
-        """Microseconds that one more draft token for each of so many rows takes."""
+        """Return the microseconds for one more draft token in each of `num_rows` rows."""
         return 0.0
 
     def follows(self, state: RequestState, wanted: int) -> bool:
-        """True if guesses for this request can be asked for; if not yet, the drafter begins to see to it."""
+        """Return True if draft tokens can be requested for this request; if not, prepare for it."""
         return True
 
     def ask(self, state: RequestState, wanted: int) -> None:
-        """A followed request has no token in flight, and up to `wanted` guesses are worth having for its next row."""
+        """Request up to `wanted` draft tokens for the next row of a followed request without tokens in flight."""
         return
 
     def poll(self) -> bool:
-        """True if draft tokens that were asked for are on their way, and should be waited for."""
+        """Return True if requested draft tokens are on their way, and the next step should wait for them."""
         return False
 
     def wait(self) -> None:
-        """Until nothing is due any more."""
+        """Wait until no draft tokens are due."""
         return
 
     def is_busy(self) -> bool:
-        """True if it may be computing beside the steps, which then take longer."""
+        """Return True if it may be computing beside the steps, which then take longer."""
         return False
 
     def stats(self) -> dict[str, float]:
-        """Figures of its own."""
+        """Return figures of this drafter."""
         return {}
 
     @abstractmethod
     def guess(self, state: RequestState, most: int) -> list[int] | None:
-        """Up to `most` tokens that may follow the request's known ones; empty: it has no idea; None: it does not tell.
-        Never waits."""
+        """Return up to `most` tokens that may follow the request's known ones, without waiting.
+
+        An empty list counts as a rejected draft token. None means that no reply is there, and does not count."""
         ...
 
     @abstractmethod
     def forget(self, state: RequestState) -> None:
-        """The request has ended."""
+        """Drop the records of a request that has ended."""
         ...
 
 
 class StepTimes:
-    """Time of a step by its size, between what was measured, and beyond it in proportion."""
+    """Time of a step by its size: interpolated between measured sizes, and in proportion above the largest."""
 
     def __init__(self, step_us: Sequence[tuple[int, float]]) -> None:
-        """step_us: (size, microseconds), rising; empty: a microsecond each."""
+        """step_us: (size, microseconds), rising. If it is empty, each token counts as a microsecond."""
         self._points = tuple(step_us) or ((1, 1.0),)
 
     def us(self, size: int) -> float:
-        """Microseconds."""
+        """Return the microseconds of a step of this size."""
         points = self._points
         if size <= points[0][0]:
             return points[0][1]
@@ -124,10 +129,11 @@ class DecodeShape(NamedTuple):
 
 
 class Speculation(Extra):
-    """Chooses how many draft tokens a request gets: as many as its acceptance so far and the time of a step let pay.
+    """Chooses the number of draft tokens that yields the most tokens per second.
 
-    What steps with and without guesses take beyond the model's and the drafter's own time (waiting, planning, a GPU
-    that two processes share) is learned from the time between results, by size of the batch."""
+    It knows each request's acceptance and the models' step times. Steps also have an overhead: waiting, planning, a GPU
+    that two processes share. The overhead is learned from the time between results, by batch size, for steps with and
+    without draft tokens."""
 
     def __init__(
         self,
@@ -138,19 +144,20 @@ class Speculation(Extra):
         clock: Callable[[], float] | None = None,
         row_us: float = 0.0,
     ) -> None:
-        """`fixed` guesses always, or by estimate. step_us: (tokens, time of a step of so many rows), rising.
-        `latency_us`, and `row_us` for each row, is a first guess at what a round takes beyond that; without a clock, in
-        seconds, it stays."""
+        """`fixed` is the number of draft tokens; None to choose it by estimate.
+
+        `step_us` holds (tokens, time of a step with this many rows), rising. `latency_us`, plus `row_us` per row, is
+        the first estimate of a round's overhead. `clock` returns seconds; without it the first estimate stays."""
         self.drafter, self._fixed, self._clock = drafter, fixed, clock
         self._latency_us, self._row_us = latency_us, row_us
         self._times = StepTimes(step_us)
         self.acceptance = _FIRST_ACCEPTANCE  # running estimate over all requests
-        # What steps take beyond the estimate: with guesses, without; by the number of bits of the number of rows.
-        self._beyond_us: tuple[dict[int, float], dict[int, float]] = ({}, {})
+        # Overhead of steps with draft tokens, and without, by the number of bits of the number of rows.
+        self._overhead_us: tuple[dict[int, float], dict[int, float]] = ({}, {})
         self._stepped_at, self._was_requested = 0.0, False
         self._num_rows, self._rounded = 0, (latency_us, 0.0)
         self._num_begun = 0
-        self.round_count = 0  # guesses of a row in the step that is being planned; 0: it does not pay
+        self.round_count = 0  # draft tokens per row of the step that is being planned; 0 if drafting does not pay
         self._best = lru_cache(maxsize=4096)(self._compute_best)
         self._acceptance: dict[RequestState, float] = {}  # of each live request, once there is an estimate
 
@@ -167,29 +174,30 @@ class Speculation(Extra):
         return []
 
     def planning_delay_s(self, step: Step) -> float:
-        return 0.0  # draft tokens are requested as soon as a step ends
+        return 0.0  # draft tokens are requested right after a step ends
 
     @property
     def is_drafting(self) -> bool:
         return self.round_count > 0
 
     def stats(self) -> dict[str, float]:
-        """The estimates by which the count is chosen, in a batch of the last step's size."""
+        """Return the estimates behind the choice, for a batch of the last step's size."""
         return {
             "acceptance": self.acceptance,
-            "round_beyond_us": self._rounded[0],
-            "step_beyond_us": self._rounded[1],
+            "verify_overhead_us": self._rounded[0],
+            "step_overhead_us": self._rounded[1],
             **self.drafter.stats(),
         }
 
     def begin_step(self, running: Sequence[RequestState]) -> bool:
-        """A step is about to be planned: ask for its guesses. True: they should be waited for, or those in flight, so
-        that all rows stay in one step."""
+        """Request draft tokens for the step that is about to be planned.
+
+        Returns True to wait for them, or for rows that verify, so that all rows stay in one step."""
         drafter, rested = self.drafter, self.round_count == 0
         drafter.begin_step()
         self.choose_k(len(running), self._mean_acceptance(running))
         if self.round_count == 0 and rested and drafter.is_ready:
-            return False  # nothing was asked, and nothing is in flight
+            return False  # nothing is requested or in flight
         if any(state.status is RequestStatus.VERIFYING for state in running):
             return True
         for state in running if self.round_count else ():
@@ -201,15 +209,15 @@ class Speculation(Extra):
         return drafter.poll()
 
     def choose_k(self, num_rows: int, acceptance: float) -> None:
-        """A step of about so many rows is being planned; their mean acceptance."""
+        """Set `round_count` for a step of about `num_rows` rows with this mean acceptance."""
         self._num_begun += 1
         drift = _DRIFT * min(1.0, _DRIFT_ROWS / max(1, num_rows)) if self._num_begun % _DRIFT_EVERY == 0 else 0.0
         if drift or num_rows != self._num_rows:
             self._num_rows, size = num_rows, num_rows.bit_length()
-            for beyond, first in zip(self._beyond_us, self._first_overhead_us(num_rows), strict=True):
-                known = beyond.setdefault(size, first)
-                beyond[size] = known + drift * (first - known)
-            round_us, step_us = (round(beyond[size] / _COARSE_US) * _COARSE_US for beyond in self._beyond_us)
+            for overheads, first in zip(self._overhead_us, self._first_overhead_us(num_rows), strict=True):
+                known = overheads.setdefault(size, first)
+                overheads[size] = known + drift * (first - known)
+            round_us, step_us = (round(overheads[size] / _COARSE_US) * _COARSE_US for overheads in self._overhead_us)
             self._rounded = round_us, step_us
         if not self.drafter.is_ready:
             self.round_count = 0
@@ -220,15 +228,16 @@ class Speculation(Extra):
             self.round_count = self._best(num_rows, draft_us, self._rounded, round(acceptance * 40))
 
     def _first_overhead_us(self, num_rows: int) -> tuple[float, float]:
-        """First estimates of what rounds, and steps without drafts, take beyond the models' times."""
+        """Return the first overhead estimates of a step with draft tokens, and of a plain one."""
         return self._latency_us + num_rows * self._row_us, 0.0
 
     def _mean_acceptance(self, running: Sequence[RequestState]) -> float:
-        """Requests that rest drift back, to the estimate of all if that is good: a run of wrong guesses comes with good
-        drafts, too, and where one costs much, less would never bring it back."""
+        """Return the mean acceptance; the estimates of requests without draft tokens drift back to the overall one.
+
+        Good drafts have runs of rejected tokens, too. Without the drift such a request would never draft again."""
         draft_us = self.drafter.step_us(len(running))
         if self._fixed is not None or not running or not self._best(len(running), draft_us, self._rounded, 40):
-            return 1.0  # it makes no difference
+            return 1.0  # the count does not depend on it
         total, usual = 0.0, max(_RESTED_ACCEPTANCE, self.acceptance)
         for state in running:
             known = self._acceptance.get(state)
@@ -241,12 +250,12 @@ class Speculation(Extra):
         return total / len(running)
 
     def defers(self, state: RequestState) -> bool:
-        """True if a request whose last token is in flight is left out of this step, to get draft tokens in the next."""
+        """Return True to leave a request with tokens in flight out of this step, so that the next one can draft."""
         count = self._count(state)
         return count > 0 and self.drafter.follows(state, count)
 
     def drafts(self, state: RequestState, most: int) -> list[int]:
-        """At most `most` tokens that may follow the request's known ones; empty if that would not pay."""
+        """Return at most `most` draft tokens for a row of the request; empty if they would not pay."""
         count = min(most, self._count(state))
         if count <= 0 or (guesses := self.drafter.guess(state, count)) is None:
             return []
@@ -261,13 +270,13 @@ class Speculation(Extra):
             self.record(state, False)
 
     def record(self, state: RequestState, right: bool) -> None:
-        """A guess was right, or wrong, or there was none; those after a wrong one tell nothing."""
+        """Count a draft token as right or wrong; a missing one is wrong. Tokens after a wrong one do not count."""
         known = self._acceptance.get(state, self.acceptance)
         self._acceptance[state] = known + _WEIGHT * (right - known)
         self.acceptance += _OVERALL_WEIGHT * (right - self.acceptance)
 
     def observe_step(self, shape: DecodeShape | None) -> None:
-        """A result has come in, of a step that only decoded if it has a shape."""
+        """Learn from the time of a result. `shape` is None if the step computed prompts."""
         if self._clock is None:
             return
         now = self._clock()
@@ -277,16 +286,18 @@ class Speculation(Extra):
         num_rows, num_tokens, count = shape
         was_asked, self._was_requested = self._was_requested, False
         if not count and (was_asked or self.drafter.is_busy()):
-            return  # it waited for nothing, or shared a GPU: plain steps would seem slow, and rounds pay by that
+            return  # the step waited in vain or shared the GPU: it is slower than a plain step
         expected_us = self._times.us(num_tokens) + (count and count * self.drafter.step_us(num_rows))
-        beyond, size, most = self._beyond_us[count == 0], num_rows.bit_length(), _MOST_SURPRISE * expected_us
-        known = beyond.setdefault(size, self._first_overhead_us(num_rows)[count == 0])
-        beyond[size] += _BEYOND_WEIGHT * min(max(took_us - expected_us - known, -most), most)
+        overheads, size, most = self._overhead_us[count == 0], num_rows.bit_length(), _MOST_SURPRISE * expected_us
+        known = overheads.setdefault(size, self._first_overhead_us(num_rows)[count == 0])
+        overheads[size] += _OVERHEAD_WEIGHT * min(max(took_us - expected_us - known, -most), most)
         if count:
-            self._num_rows = 0  # `choose_k` looks again
+            self._num_rows = 0  # `choose_k` rounds the estimates again
 
     def _count(self, state: RequestState) -> int:
-        """Of a round's guesses, those of a request that are likely enough; its last token is never guessed."""
+        """Return the number of likely draft tokens of a request, at most the round's.
+
+        A request's last token is never drafted."""
         most = min(self.round_count, state.max_len - state.num_total - 1)
         if self._fixed is not None or most <= 0:
             return most
@@ -294,11 +305,11 @@ class Speculation(Extra):
         return min(most, _LIKELY_TOKENS[round(known * 40)])
 
     def _compute_best(
-        self, num_rows: int, draft_us: float, beyond_us: tuple[float, float], acceptance_40ths: int
+        self, num_rows: int, draft_us: float, overhead_us: tuple[float, float], acceptance_40ths: int
     ) -> int:
-        """The count that yields the most tokens a second if all rows are alike; 0 if plain steps do."""
+        """Return the count that yields the most tokens per second if all rows are alike; 0 if plain steps do."""
         rate = min(acceptance_40ths / 40, _MAX_ACCEPTANCE)
-        round_us, step_us = beyond_us
+        round_us, step_us = overhead_us
         best, most = 0, 1 / max(1.0, self._times.us(num_rows) + step_us)
         for count in range(1, _MAX_CHOSEN_TOKENS + 1):
             tokens = (1 - rate ** (count + 1)) / (1 - rate)

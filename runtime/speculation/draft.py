@@ -7,12 +7,12 @@
     CommitTokens(7, base 10, [g10, g11, t12])  -->   g12 != t12: rewind to 12, go on with t12, g13, g14 ...
                                 <----------    DraftTokens(7, length 13, [g13, g14, g15])
 
-Only token ids travel: both models sample with the same noise by position (C4), so a guess is right if it equals the
-target's own sample. Nothing here is needed for a right answer (C8). A chain names the length that it continues, and a
-commit starts where the last chain did: frames may be lost, repeated or late, and what follows makes it good.
+Only token ids travel. Both models sample with the same noise by position (C4), so a guess is right if it equals the
+target's own sample. Answers are correct without any of this (C8). A chain names the length that it continues, and a
+commit starts where the last chain did. Frames may therefore be lost, repeated or late: later frames repair the mirror.
 
-A mirror is an ordinary request of an ordinary scheduler, with blocks, prefix cache and preemption, that never ends by
-itself: it pauses `wanted` tokens (and some ahead) beyond those known to be final, and may be rewritten from there on.
+A mirror is an ordinary request of an ordinary scheduler, with blocks, prefix cache and preemption. It never ends by
+itself: it pauses `wanted` tokens, and some ahead, after its final tokens, and may be rewritten from there on.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from runtime.features.grammar_store import GrammarSender, GrammarStore, request_
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import CallboardError, GrammarUpdate, Request
 
-CATCH_UP = (2, 8)  # tokens of a row, at most, that a draft's runner has graphs for, besides one
+CATCH_UP = (2, 8)  # row lengths that a draft's runner has graphs for, besides 1
 _DEPTH = 2  # plans in flight
-_AHEAD_STEPS = 2  # steps of a plan that nobody waits for
-_MORE_AHEAD, _LESS_AHEAD = 0.1, 0.5  # guesses, when a commit finds the draft idle, and when it has to wait
+_AHEAD_STEPS = 2  # steps of a plan that only guesses ahead
+_MORE_AHEAD, _LESS_AHEAD = 0.1, 0.5  # change of the lookahead if a commit finds the draft idle, or has to wait
 
 
 @dataclass(frozen=True, slots=True)
 class OpenStream:
-    """Mirror `request`, whose tokens are all final, and guess `wanted` tokens. `stream` is the engine's number for it,
-    never used for another request. A second one replaces the mirror."""
+    """Mirror `request`, which has only final tokens, and guess `wanted` tokens.
+
+    `stream` is the engine's number for it, never used for another request. A second OpenStream replaces the mirror."""
 
     stream: int
     request: Request
@@ -47,8 +48,9 @@ class OpenStream:
 
 @dataclass(frozen=True, slots=True)
 class CommitTokens:
-    """The request's tokens from position `base_len` on are final, and `wanted` guesses may follow. `base_len` is at
-    most what the draft has acknowledged; what it knows already is skipped."""
+    """The request's tokens from position `base_len` on are final, and `wanted` guesses may follow.
+
+    `base_len` is at most the length that the draft has acknowledged. The draft skips tokens that it already has."""
 
     stream: int
     base_len: int
@@ -58,7 +60,7 @@ class CommitTokens:
 
 @dataclass(frozen=True, slots=True)
 class DraftRequests:
-    """Engine to draft, one frame a step: at most one entry a stream."""
+    """Engine to draft, one frame per step, with at most one entry per stream."""
 
     opened: list[OpenStream] = field(default_factory=list)
     committed: list[CommitTokens] = field(default_factory=list)
@@ -66,28 +68,29 @@ class DraftRequests:
     grammars: GrammarUpdate | None = None  # on a connection, before `opened` is read
 
 
-def requests_by_key(told: DraftRequests, sender: GrammarSender) -> DraftRequests:
-    """A frame as it travels on the connection of `sender`: grammars are keys, and new texts stand in `grammars`."""
-    grammars = [o.request.params.grammar for o in told.opened if o.request.params.grammar is not None]
+def requests_by_key(requests: DraftRequests, sender: GrammarSender) -> DraftRequests:
+    """Return the frame for the connection of `sender`: requests hold keys of grammars, and `grammars` the new ones."""
+    grammars = [o.request.params.grammar for o in requests.opened if o.request.params.grammar is not None]
     if not grammars:
-        return told
-    opened = [replace(each, request=request_by_key(each.request)) for each in told.opened]
-    return replace(told, opened=opened, grammars=sender.update(grammars))
+        return requests
+    opened = [replace(each, request=request_by_key(each.request)) for each in requests.opened]
+    return replace(requests, opened=opened, grammars=sender.update(grammars))
 
 
-def whole_requests(told: DraftRequests, store: GrammarStore) -> DraftRequests:
-    """A frame that has come on the connection of `store`, with whole grammars."""
-    if told.grammars is not None:
-        store.apply(told.grammars)
-    if all(each.request.params.grammar is None for each in told.opened):
-        return told
-    return replace(told, opened=[replace(o, request=store.whole_request(o.request)) for o in told.opened])
+def whole_requests(requests: DraftRequests, store: GrammarStore) -> DraftRequests:
+    """Return a frame received on the connection of `store`, with whole grammars."""
+    if requests.grammars is not None:
+        store.apply(requests.grammars)
+    if all(each.request.params.grammar is None for each in requests.opened):
+        return requests
+    return replace(requests, opened=[replace(o, request=store.whole_request(o.request)) for o in requests.opened])
 
 
 @dataclass(frozen=True, slots=True)
 class DraftTokens:
-    """Draft to engine, in lists: `token_ids` may follow the stream's first `length` tokens, which the draft has as
-    final. None: it has no guess now; and with length 0 it does not know the stream (any more)."""
+    """Draft to engine, in lists: `token_ids` may follow the stream's first `length` tokens, which are final.
+
+    An empty list means that the draft cannot guess now; length 0, that it does not have the stream."""
 
     stream: int
     length: int
@@ -96,7 +99,7 @@ class DraftTokens:
 
 @dataclass(slots=True)
 class _Mirror:
-    """A stream as its draft sees it, besides its tokens."""
+    """The draft's record of a stream, without its tokens."""
 
     owner: Hashable
     stream: int
@@ -105,7 +108,7 @@ class _Mirror:
 
 
 class DraftCore:
-    """Mirrors of one or several engines' requests. Not thread-safe: one thread calls everything."""
+    """Mirrors the requests of one or several engines. Not thread-safe: one thread calls all methods."""
 
     def __init__(
         self,
@@ -116,33 +119,34 @@ class DraftCore:
         keeps_grammars: bool = False,
         extras: Sequence[Extra] = (),
     ) -> None:
-        """Up to `ahead` guesses are made beyond those wanted, for when all of them are right; fewer where the next
-        commit comes before they are done. A draft that keeps grammars guesses only what they allow."""
+        """Guess up to `ahead` tokens after the wanted ones, fewer if the next commit usually arrives before that.
+
+        With `keeps_grammars` the draft samples only tokens that the grammars allow."""
         self.scheduler = Scheduler(config, info, extras)
         self.executor, self.ahead = executor, ahead
         self.keeps_grammars = keeps_grammars and bool(info.eos_token_ids)
         self.outbox: dict[Hashable, list[DraftTokens]] = {}  # by owner; the caller sends them and empties it
         self._streams: dict[tuple[Hashable, int], RequestState] = {}
         self._num_opened = 0
-        self._room = float(ahead)  # guesses ahead that are done when the next commit comes
-        self._was_ahead = self._is_idle = False  # the last step; and there was nothing more to compute
+        self._room = float(ahead)  # guesses ahead that fit before the next commit
+        self._was_ahead = self._is_idle = False  # the last step only guessed ahead; nothing was left to compute
 
-    def take(self, owner: Hashable, told: DraftRequests) -> None:
+    def take(self, owner: Hashable, requests: DraftRequests) -> None:
         """Apply a frame of the engine `owner`."""
-        for stream in told.closed:
+        for stream in requests.closed:
             self._close(owner, stream)
-        if told.opened:
-            self.outbox.setdefault(owner, [])  # an empty answer says that they were read: chains take longer
-        for opened in told.opened:
+        if requests.opened:
+            self.outbox.setdefault(owner, [])  # an empty reply acknowledges them at once: chains take longer
+        for opened in requests.opened:
             self._close(owner, opened.stream)
             self._open(owner, opened)
-        if told.committed:
+        if requests.committed:
             self._adapt_lookahead()
-        for commit in told.committed:
+        for commit in requests.committed:
             self._commit(owner, commit)
 
     def forget(self, owner: Hashable) -> None:
-        """The engine is gone, and its requests with it."""
+        """Close all streams of an engine that has disconnected."""
         for _, stream in [key for key in self._streams if key[0] == owner]:
             self._close(owner, stream)
         self.outbox.pop(owner, None)
@@ -157,9 +161,9 @@ class DraftCore:
         self.executor.reset()
 
     def step(self) -> bool:
-        """Launch steps as far as mirrors want guesses, and wait for the oldest. False: there is nothing to compute.
+        """Launch the steps that mirrors need, and wait for the oldest. Return False if there is nothing to compute.
 
-        What is only guessed ahead is launched in small pieces: most often it is wrong, and then in the way."""
+        Guesses ahead are launched in small pieces: most of them are wrong, and then delay the next commit."""
         scheduler = self.scheduler
         reply_due = any(mirror.owner.reply_due for mirror in self._streams.values())
         max_steps, depth = (MAX_STEPS, _DEPTH) if reply_due else (_AHEAD_STEPS, 1)
@@ -186,7 +190,7 @@ class DraftCore:
         try:
             state = self.scheduler.add(request, _Mirror(owner, opened.stream, opened.wanted))
         except CallboardError:
-            return  # longer than the draft's context, or padding of the target's vocabulary: no chain ever comes
+            return  # longer than the draft's context, or with padding of the target's vocabulary: it gets no chain
         state.stop_ids = frozenset()  # the target decides what ends it
         state.num_final = len(state.tokens)
         self._streams[owner, opened.stream] = state
@@ -219,27 +223,31 @@ class DraftCore:
         mirror.wanted, mirror.reply_due = commit.wanted, True
         self._set_target(state)
         if state.slot is None or state.plan_limit <= state.num_final or commit.base_len > state.num_final:
-            mirror.reply_due = False  # not soon, or not at all, or not without what is between
+            # It waits for a slot, has reached its limit, or misses the tokens before the commit.
+            mirror.reply_due = False
             self._send(owner, DraftTokens(commit.stream, state.num_final, []))
         else:
             self._send_if_ready(state)
 
     def _set_target(self, state: RequestState) -> None:
-        """Guess first as far as is wanted, and further ahead when that is sent. A request's last token is never
-        guessed: nothing would be verified after it."""
+        """Set where the mirror pauses: after the wanted tokens, and further ahead once these are sent.
+
+        A request's last token is never guessed, because no row verifies it."""
         mirror: _Mirror = state.owner
         ahead = 0 if mirror.reply_due else int(self._room)
         state.plan_limit = min(state.num_final + mirror.wanted + ahead, state.max_len - 1)
 
     def _adapt_lookahead(self) -> None:
-        """Most commits correct a guess, and wait while the draft is still busy with what followed it."""
+        """Guess further ahead if this commit finds the draft idle, and less far if it has to wait.
+
+        Most commits correct a guess, and then the tokens after it are computed in vain."""
         if self._is_idle:
             self._room = min(self.ahead, self._room + _MORE_AHEAD)
         elif self._was_ahead:
             self._room = max(0.0, self._room - _LESS_AHEAD)
 
     def _send_if_ready(self, state: RequestState) -> None:
-        """Send the chain when it is as long as wanted, and again when it has become as long as it may."""
+        """Send the chain when it has the wanted length, and again at its limit."""
         mirror: _Mirror = state.owner
         num, most = len(state.tokens) - state.num_final, state.plan_limit - state.num_final
         if (mirror.reply_due and num >= most) or (num == most > mirror.wanted + 1):
@@ -254,17 +262,16 @@ class DraftCore:
 
 
 class LocalWire:
-    """A draft in the engine's own process (draft_client.DraftWire), which computes while the engine looks: it is never
-    late."""
+    """A draft in the engine's own process (draft_client.DraftWire). It computes within `receive` and is never late."""
 
     def __init__(self, core: DraftCore) -> None:
         self._core = core
 
-    def send(self, told: DraftRequests) -> None:
-        self._core.take(None, told)
+    def send(self, requests: DraftRequests) -> None:
+        self._core.take(None, requests)
 
     def receive(self, timeout_s: float) -> list[DraftTokens] | None:
-        """Ignores `timeout_s`, since nothing else could happen meanwhile."""
+        """Compute all chains and return them. `timeout_s` is ignored."""
         while self._core.step():
             pass
         return self._core.outbox.pop(None, None)

@@ -1,8 +1,10 @@
-"""The engine's side of a draft model: its questions, the answers, and how long these are waited for.
+"""The engine's side of a draft model: it requests draft tokens and waits a bounded time for them.
 
-A round is: the last step's tokens are committed, the draft is told, the next step waits until the guesses are there or
-late, and verifies what came. The wait is bounded by a few times what the draft takes. A stream whose answer is late, or
-has much to catch up with, goes on plainly; it is asked again when it has answered, or after a deadline of its own.
+In a round, the engine commits the last step's tokens and sends them to the draft. The next step waits until the draft
+tokens arrive or are late, and verifies the ones that arrived. The wait is at most a few times the draft's usual time.
+
+A stream decodes without draft tokens if its reply is late or the draft has many tokens to catch up with. The engine
+requests again after the reply, or after the stream's own deadline.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from runtime.spec.types import Request
 from runtime.speculation.choose_k import Drafter, StepTimes
 from runtime.speculation.draft import CATCH_UP, CommitTokens, DraftRequests, DraftTokens, OpenStream
 
-_PATIENCE, _PATIENCE_US = 6.0, 1000.0  # an answer is late after so many times what a round should take, and so much
-_BEHIND_S, _MAX_BEHIND_S = 0.5, 5.0  # before a stream that is behind is asked again, doubling: each time it begins anew
+_PATIENCE, _PATIENCE_US = 6.0, 1000.0  # a reply is late after _PATIENCE expected rounds plus _PATIENCE_US
+_BEHIND_S, _MAX_BEHIND_S = 0.5, 5.0  # first and longest delay before a late stream's next request; it doubles
 _MOST_OPENED = 1 << 16  # tokens of the requests that a frame opens: a step waits until it is encoded and sent
-_HUNG_S = 10.0  # silence after which a draft is thought to be stuck
-_OVERHEAD_WEIGHT = 0.1  # of the newest answer in the estimate of what they take beyond the draft's steps
+_HUNG_S = 10.0  # silence after which a draft counts as stuck
+_OVERHEAD_WEIGHT = 0.1  # weight of the newest reply in the estimate of the overhead
 _FIRST_OVERHEAD_US = 300.0
-FIRST_ROUND_US, FIRST_ROW_US = 1000.0, 60.0  # a round beyond the models' times, and each of its rows
+FIRST_ROUND_US, FIRST_ROW_US = 1000.0, 60.0  # first overhead of a round beyond the models' steps, and of each row
 
 T = TypeVar("T")
 
@@ -31,63 +33,64 @@ T = TypeVar("T")
 class DraftWire(Protocol):
     """A connection to a draft. Both methods raise OSError when the draft is gone."""
 
-    def send(self, told: DraftRequests) -> None:
-        """Never blocks for longer than the draft needs to read."""
+    def send(self, requests: DraftRequests) -> None:
+        """Send a frame. Blocks only until the draft reads it."""
         ...
 
     def receive(self, timeout_s: float) -> list[DraftTokens] | None:
-        """The chains that have come, waiting at most `timeout_s` for some; empty if only Opens were read, None if
-        nothing has come."""
+        """Return the chains that arrive within `timeout_s`.
+
+        An empty list acknowledges OpenStreams; None means that nothing arrived."""
         ...
 
 
 class _State(Enum):
-    """How a stream stands with the draft."""
+    """The state of a stream's last request."""
 
-    OPENED = auto()  # the draft was told of it and has never answered
-    DUE = auto()  # it was asked for guesses, and the next step waits for them until the stream's deadline
-    BEHIND = auto()  # it was asked and nobody waits; it is asked again after the deadline
+    OPENED = auto()  # opened at the draft, without a reply yet
+    DUE = auto()  # draft tokens are requested, and the next step waits for them until the stream's deadline
+    BEHIND = auto()  # draft tokens are requested, but no step waits; the next request follows after the deadline
     ANSWERED = auto()
-    CAUGHT_UP = auto()  # it has answered what nobody waited for
+    CAUGHT_UP = auto()  # the reply came after steps had stopped waiting
 
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """A request that the draft mirrors: what it was told of it, and its last chain."""
+    """A request that the draft mirrors, the state of its last message, and its last chain."""
 
     request_id: str
     number: int
-    deadline: float  # of its answer; it may have passed
+    deadline: float  # of its reply; may be in the past
     state: _State = _State.OPENED
-    num_misses: int = 0  # times that it fell behind since its last answer
-    acked: int = 0  # final tokens that the draft has
-    asked: int = 0  # known tokens when guesses were last asked for
-    chain: list[int] = field(default_factory=list)  # what may follow the first `acked` tokens
+    num_misses: int = 0  # times that it fell behind since its last reply
+    acked: int = 0  # final tokens that the draft has acknowledged
+    asked: int = 0  # known tokens at the last request for draft tokens
+    chain: list[int] = field(default_factory=list)  # draft tokens after the first `acked` tokens
 
     def guesses(self, state: RequestState) -> list[int]:
-        """Of a chain that was made on the assumption of tokens that have come true, the rest; of any other, nothing."""
+        """Return the draft tokens after the confirmed prefix, or none if the prefix was rejected."""
         since = state.tokens[self.acked :].tolist()
         return self.chain[len(since) :] if self.chain[: len(since)] == since else []
 
     def fall_behind(self, now: float) -> None:
-        """Nobody waits for its answer."""
+        """Stop waiting for its reply, and set the time of the next request."""
         self.state = _State.BEHIND
         self.deadline = now + min(_MAX_BEHIND_S, _BEHIND_S * 2**self.num_misses)
         self.num_misses += 1
 
 
 class DraftClient(Drafter):
-    """A Drafter (speculation.py) that is a model somewhere else, or away. One thread calls everything."""
+    """A Drafter (choose_k.py) with a model that runs elsewhere, or is absent. One thread calls all methods."""
 
     def __init__(self, vocab_size: int, clock: Callable[[], float]) -> None:
         """`vocab_size` is the target's; `clock` counts seconds."""
         self.vocab_size, self._clock = vocab_size, clock
-        self.num_late = 0  # rounds in which some answer came too late
+        self.num_late = 0  # rounds with a late reply
         self._wire: DraftWire | None = None
         self._detach()
 
     def attach(self, wire: DraftWire, step_us: Sequence[tuple[int, float]]) -> None:
-        """Go on with this draft, which knows nothing yet. step_us: (rows, time of its step), rising."""
+        """Use this draft, without streams so far. step_us: (rows, time of its step), rising."""
         self._detach()
         self._wire, self._times = wire, StepTimes(step_us)
 
@@ -96,14 +99,14 @@ class DraftClient(Drafter):
         self._times = StepTimes(())
         self._by_request: dict[str, _Stream] = {}
         self._streams: dict[int, _Stream] = {}  # by number
-        self._unanswered: set[_Stream] = set()  # those that are OPENED, DUE or BEHIND
+        self._unanswered: set[_Stream] = set()  # OPENED, DUE or BEHIND
         self._num_streams = 0
         self._requests = DraftRequests()  # not sent yet
-        self._num_opened_tokens = 0  # tokens of the requests that it opens
-        self._asked_at = self._steps_us = 0.0  # when the last round began, and what the draft's steps for it take
-        self._overhead_us = _FIRST_OVERHEAD_US
-        self._silent_since: float | None = None  # since when the draft has not answered what it was told
-        self.is_hung = False  # it was silent for so long that another draft should take its place
+        self._num_opened_tokens = 0  # tokens of the requests that `_requests` opens
+        self._asked_at = self._steps_us = 0.0  # start of the last round, and expected time of the draft's steps for it
+        self._overhead_us = _FIRST_OVERHEAD_US  # estimate: from request to reply, without the draft's steps
+        self._silent_since: float | None = None  # time of the first message without a reply; None if all have one
+        self.is_hung = False  # the draft was silent for _HUNG_S and should be replaced
 
     # ---- Drafter --------------------------------------------------------------------------------------------------
 
@@ -112,18 +115,19 @@ class DraftClient(Drafter):
         return self._wire is not None
 
     def is_busy(self) -> bool:
-        """Some requests are never answered, so this is not believed beyond their deadlines."""
+        """True while a reply is outstanding. The draft never replies to some streams, so each counts until its
+        deadline."""
         now = self._clock()
         return any(now < stream.deadline for stream in self._unanswered)
 
     def stats(self) -> dict[str, float]:
-        return {"draft_late_rounds": self.num_late, "draft_answer_beyond_us": self._overhead_us}
+        return {"draft_late_rounds": self.num_late, "draft_answer_overhead_us": self._overhead_us}
 
     def step_us(self, num_rows: int) -> float:
         return self._times.us(num_rows)
 
     def follows(self, state: RequestState, wanted: int) -> bool:
-        """The draft can be asked about the request now. One that it does not mirror yet it is told of."""
+        """Return True if draft tokens can be requested now; open the stream if the draft does not mirror it yet."""
         stream = self._by_request.get(state.request.request_id)
         if stream is None:
             self._open(state, wanted)
@@ -133,7 +137,7 @@ class DraftClient(Drafter):
         return stream.state is not _State.OPENED
 
     def _open(self, state: RequestState, wanted: int) -> None:
-        """Let the draft mirror a request, unless the next frame is full; then a later step does."""
+        """Open a stream for a request, unless the next frame is full; a later step then opens it."""
         if self._num_opened_tokens and self._num_opened_tokens + len(state.tokens) > _MOST_OPENED:
             return
         self._num_opened_tokens += len(state.tokens)
@@ -146,7 +150,7 @@ class DraftClient(Drafter):
         self._requests.opened.append(OpenStream(stream.number, request, wanted))
 
     def ask(self, state: RequestState, wanted: int) -> None:
-        """A request that the draft follows has no token in flight, and its next row could bring `wanted` guesses."""
+        """Request `wanted` draft tokens for a followed request without tokens in flight."""
         stream, known = self._by_request[state.request.request_id], len(state.tokens)
         if stream.asked == known:
             return
@@ -154,24 +158,25 @@ class DraftClient(Drafter):
         new = state.tokens[stream.acked :].tolist()
         self._requests.committed.append(CommitTokens(stream.number, stream.acked, new, wanted))
         self._unanswered.add(stream)
-        # What the draft catches up with is not waited for; what came meanwhile is, or slow drafts would never do it.
+        # Steps do not wait while the draft catches up. They wait for the tokens after that, or a slow draft would
+        # never catch up.
         if len(new) > CATCH_UP[-1] and stream.state is not _State.CAUGHT_UP:
             stream.fall_behind(self._clock())
         elif len(stream.guesses(state)) < wanted:
-            stream.state = _State.DUE  # its deadline is that of the round
+            stream.state = _State.DUE  # the round sets its deadline
         else:
-            stream.state, stream.deadline = _State.BEHIND, 0.0  # what was guessed ahead is enough
+            stream.state, stream.deadline = _State.BEHIND, 0.0  # the chain in hand is long enough
 
     def poll(self) -> bool:
-        """Say what there is to say, hear what there is to hear. True: some answers should be waited for."""
-        told, now = self._requests, self._clock()
-        if told.opened or told.committed or told.closed:
+        """Send queued messages and read replies. Return True while the next step should wait for a reply."""
+        requests, now = self._requests, self._clock()
+        if requests.opened or requests.committed or requests.closed:
             self._requests, self._num_opened_tokens = DraftRequests(), 0
-            if told.committed:
-                self._begin_round(told, now)
-            if self._silent_since is None and (told.opened or told.committed):
+            if requests.committed:
+                self._begin_round(requests, now)
+            if self._silent_since is None and (requests.opened or requests.committed):
                 self._silent_since = now
-            self._try(lambda wire: wire.send(told))
+            self._try(lambda wire: wire.send(requests))
         self._receive(0.0)
         if self._silent_since is not None and now - self._silent_since > _HUNG_S:
             self.is_hung = True
@@ -182,7 +187,7 @@ class DraftClient(Drafter):
         return len(due) > len(late)
 
     def wait(self) -> None:
-        """Until the answers that are due have come, or are late."""
+        """Wait until the replies that are due arrive or are late."""
         due = self._due()
         if not due:
             return
@@ -192,11 +197,11 @@ class DraftClient(Drafter):
         if due:
             self._give_up(due)
         else:
-            beyond_us = (self._clock() - self._asked_at) * 1e6 - self._steps_us
-            self._overhead_us += _OVERHEAD_WEIGHT * (beyond_us - self._overhead_us)
+            overhead_us = (self._clock() - self._asked_at) * 1e6 - self._steps_us
+            self._overhead_us += _OVERHEAD_WEIGHT * (overhead_us - self._overhead_us)
 
     def guess(self, state: RequestState, most: int) -> list[int] | None:
-        """The tokens after the request's known ones in its last chain; None if there is no such chain."""
+        """Return up to `most` draft tokens after the request's known tokens; None if no chain reaches them."""
         stream = self._by_request.get(state.request.request_id)
         if stream is None or stream.asked != len(state.tokens):
             return None
@@ -204,7 +209,7 @@ class DraftClient(Drafter):
         return None if not guesses and stream.acked < stream.asked else guesses
 
     def forget(self, state: RequestState) -> None:
-        """The request has ended."""
+        """Close the stream of a request that has ended."""
         stream = self._by_request.get(state.request.request_id)
         if stream is not None:
             self._close(stream)
@@ -214,13 +219,13 @@ class DraftClient(Drafter):
     def _due(self) -> list[_Stream]:
         return [stream for stream in self._unanswered if stream.state is _State.DUE]
 
-    def _begin_round(self, told: DraftRequests, now: float) -> None:
+    def _begin_round(self, requests: DraftRequests, now: float) -> None:
         self._asked_at = now
-        behind = [len(commit.token_ids) for commit in told.committed]
-        self._steps_us = max(commit.wanted for commit in told.committed) * self.step_us(len(behind))
+        behind = [len(commit.token_ids) for commit in requests.committed]
+        self._steps_us = max(commit.wanted for commit in requests.committed) * self.step_us(len(behind))
         if max(behind) > CATCH_UP[-1]:
             self._steps_us += self.step_us(sum(behind))
-        # Below what the steps took when the draft started, if they took long because the machine was busy then.
+        # The overhead may be negative: if the machine was busy when the draft started, its step times are too long.
         expected_us = max(_FIRST_OVERHEAD_US, self._overhead_us + self._steps_us)
         deadline = now + (_PATIENCE * expected_us + _PATIENCE_US) / 1e6
         for stream in self._due():
@@ -240,11 +245,11 @@ class DraftClient(Drafter):
             stream = self._streams.get(chain.stream)
             if stream is None:
                 continue  # its request has ended
-            if chain.length == 0:  # the draft does not know it: told anew
+            if chain.length == 0:  # the draft does not have the stream: `follows` opens it again
                 self._close(stream)
                 continue
             if chain.length < stream.acked:
-                continue  # it comes out of turn
+                continue  # it is older than one received before
             ends = (i for i, token in enumerate(chain.token_ids) if token >= self.vocab_size)
             stream.acked, stream.chain = chain.length, chain.token_ids[: next(ends, None)]
             if chain.length >= stream.asked:
@@ -258,12 +263,12 @@ class DraftClient(Drafter):
         self._requests.closed.append(stream.number)
 
     def _try(self, use: Callable[[DraftWire], T]) -> T | None:
-        """With the wire, if there is one; a broken one is let go of, and all guesses with it."""
+        """Call `use` with the wire if there is one; detach a broken wire, and drop its draft tokens."""
         if self._wire is None:
             return None
         try:
             return use(self._wire)
         except OSError as e:
             self._detach()
-            self.is_hung = isinstance(e, TimeoutError)  # it lives, and reads no more
+            self.is_hung = isinstance(e, TimeoutError)  # the draft is alive but no longer reads
             return None

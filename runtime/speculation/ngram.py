@@ -1,7 +1,7 @@
 """Prompt lookup: draft tokens from a request's own text, with indexes of bounded cost.
 
-The tokens that a request begins with, and its prediction before them, are a text that never changes. All choices of one
-prompt share its index, and a step adds a bounded piece to it. Tokens that come later go into a dictionary per request.
+The text of a request is its prediction, then the tokens that it begins with; it never changes. All choices of one
+prompt share its index, and a step adds a bounded piece to it. Later tokens go into a dictionary per request.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from runtime.core.request_state import RequestState
 from runtime.speculation.choose_k import Drafter
 
 STEP_WORK = 4096  # tokens of texts that one step indexes, over all requests: about a millisecond
-OWN_COST = 8  # work of indexing one token of an output, which plain Python does
-TEXT_COST = 512  # work of a piece of any size, beyond its tokens
-MAX_TEXT_TOKENS = 1 << 22  # of all texts at a time, 20 to 36 bytes each; further texts are not looked up
-_LONG, _SHORT = 4, 2  # tokens that must agree: the long n-gram first, then the short one
-_FEW = 32  # n-grams that plain Python enters faster than numpy does
-SHORT_PROMPT = 512  # tokens of a prompt that its requests enter in their dictionaries, which are faster to look up in
+OWN_COST = 8  # work of indexing one token of an output, in plain Python
+TEXT_COST = 512  # fixed work of a piece of a text, besides its tokens
+MAX_TEXT_TOKENS = 1 << 22  # of all texts, 20 to 36 bytes each; further texts are not indexed
+_LONG, _SHORT = 4, 2  # sizes of n-grams: the long one is looked up first
+_FEW = 32  # at most this many n-grams are inserted faster by plain Python than by numpy
+SHORT_PROMPT = 512  # tokens; shorter prompts go into the requests' dictionaries, which have faster lookups
 _MASK = (1 << 64) - 1
-# Odd, and drawn at each start, so that no client can choose tokens that collide.
+# Odd and random at each start, so that clients cannot choose tokens that collide.
 _FACTORS = [secrets.randbits(64) | 1 for _ in range(_LONG)]
 
 
 class TextIndex:
-    """Where each n-gram of a fixed text ends for the last time, in a hash table of such positions for each size.
+    """Hash tables from each n-gram of a fixed text to the position where it ends for the last time, one per size.
 
-    The text is indexed from its end to its start. So what is found is the last place even before the index is complete.
-    """
+    The text is indexed from its end to its start, so an incomplete index also finds the last position."""
 
     def __init__(self, prediction: Sequence[int], tokens: array[int]) -> None:
         """The text is `prediction`, then `tokens`."""
@@ -42,7 +41,7 @@ class TextIndex:
         self._filled = len(prediction)  # `_text` holds the text from here on
         self._left = len(self._text)  # n-grams that end before this position are not indexed yet
         self._bits = (2 * len(self._text)).bit_length()  # at least half of the slots stay empty
-        self._tables = {size: np.zeros(1 << self._bits, np.int32) for size in (_LONG, _SHORT)}  # 0: an empty slot
+        self._tables = {size: np.zeros(1 << self._bits, np.int32) for size in (_LONG, _SHORT)}  # 0 if a slot is empty
         self.num_users = 0
 
     def __len__(self) -> int:
@@ -50,7 +49,7 @@ class TextIndex:
 
     @property
     def is_partial(self) -> bool:
-        """Part of the text is not indexed yet."""
+        """True if a part of the text is not indexed yet."""
         return self._left > _SHORT
 
     def advance(self, most: int) -> int:
@@ -66,7 +65,7 @@ class TextIndex:
         return end - start
 
     def _insert(self, table: Int32s, text: Int32s, ends: Int32s, size: int) -> None:
-        """Enter n-grams by their `ends`, which rise and lie before all that the table has (linear probing)."""
+        """Insert n-grams by their `ends` with linear probing. `ends` rise, and lie before all ends in the table."""
         mixed = np.zeros(len(ends), np.uint64)
         for at, factor in zip(range(size, 0, -1), _FACTORS, strict=False):
             mixed += text[ends - at].astype(np.uint64) * np.uint64(factor)
@@ -84,14 +83,14 @@ class TextIndex:
             table[at] = table[at] or end
 
     def find(self, gram: array[int]) -> int:
-        """Where these tokens end for the last time, as far as the text is indexed; 0 if nowhere."""
+        """Return where these tokens end for the last time in the indexed part of the text; 0 if nowhere."""
         if (table := self._tables.get(len(gram))) is None:
             return 0  # the request is shorter than an n-gram
         slot = (sum(map(mul, gram, _FACTORS)) & _MASK) >> (64 - self._bits)
         return int(table.item(self._probe(table, slot, gram)))
 
     def _probe(self, table: Int32s, slot: int, gram: array[int]) -> int:
-        """The first slot from `slot` on that has the n-gram, or is empty."""
+        """Return the first slot from `slot` on that has the n-gram or is empty."""
         size, text, last = len(gram), self._text, len(table) - 1
         while (end := table.item(slot)) and text[end - size : end] != gram:
             slot = (slot + 1) & last
@@ -107,23 +106,24 @@ class _Lookup:
         self.key = id(state.request.prediction), id(state.request.token_ids)
         length = len(state.request.prediction) + len(state.request.token_ids)
         self.has_text = bool(state.request.prediction) or length > SHORT_PROMPT
-        self.text: TextIndex | None = None  # of what it began with; None: not begun, or there is no room
-        self.ends: dict[bytes, int] = {}  # where n-grams that end after that text end for the last time
-        self.seen = length if self.has_text else 1  # `ends` has what ends before
+        self.text: TextIndex | None = None  # index of its text; None before the first lookup, or without room
+        self.ends: dict[bytes, int] = {}  # last ends of the n-grams that end after the text
+        self.seen = length if self.has_text else 1  # n-grams that end from here on are not in `ends` yet
 
 
 class Ngram(Drafter):
-    """Prompt lookup: what followed the last time that the request's last tokens stood anywhere in it, prompt included
-    (https://github.com/apoorvumang/prompt-lookup-decoding). A repetition may run on into its own guesses. A request's
-    prediction counts as if it stood before its prompt, and an output is guessed to begin as it does."""
+    """Prompt lookup: drafts the tokens that followed the last earlier occurrence of the request's last tokens.
+
+    Source: https://github.com/apoorvumang/prompt-lookup-decoding. A repetition may continue into its own draft tokens.
+    A request's prediction counts as text before its prompt. The first draft tokens of an output are its prediction."""
 
     def __init__(self) -> None:
         self._lookups: dict[str, _Lookup] = {}  # by request id
-        # By the identities of its two parts, which the entry keeps alive.
+        # Indexes by the identities of the two parts of their text. An entry keeps both parts alive.
         self._texts: dict[tuple[int, int], tuple[TextIndex, Sequence[int], Sequence[int]]] = {}
         self._work = STEP_WORK  # left in this step
         self.num_held = 0  # tokens of all texts
-        self.num_indexed = 0  # tokens of texts that were indexed, ever
+        self.num_indexed = 0  # tokens of texts indexed since the start
 
     def begin_step(self) -> None:
         self._work = STEP_WORK
@@ -161,7 +161,7 @@ class Ngram(Drafter):
             del self._texts[lookup.key]
 
     def _begin_text(self, lookup: _Lookup, state: RequestState) -> None:
-        """Give a request the index of what it began with: another choice's, or a new one if there is room."""
+        """Give a request the index of its text: the one of another choice, or a new one if there is room."""
         prediction, began = state.request.prediction, state.request.token_ids
         held = self._texts.get(lookup.key)
         if held is None:
@@ -174,8 +174,9 @@ class Ngram(Drafter):
         lookup.text.num_users += 1
 
     def _extend_own(self, lookup: _Lookup, state: RequestState) -> None:
-        """Index what came after, but for the last place, which nothing follows yet. What piled up while guesses did not
-        pay takes its part of the step's work."""
+        """Index the tokens after the text, except the n-gram at the end, which nothing follows yet.
+
+        Tokens that accumulated while drafting did not pay count as work of the step."""
         offset, ends, tokens = len(state.request.prediction), lookup.ends, state.tokens
         start = lookup.seen - offset
         end = len(tokens)
@@ -192,14 +193,14 @@ class Ngram(Drafter):
 
 
 def _gram(state: RequestState, end: int, size: int) -> array[int]:
-    """The tokens before position `end` of a request, which may begin in its prediction; fewer if there are fewer."""
+    """Return the `size` tokens before position `end`, continued into the request's prediction; fewer at its start."""
     if end >= size:
         return state.tokens[end - size : end]
     return array("i", state.request.prediction[end - size :]) + state.tokens[:end]
 
 
 def _find(lookup: _Lookup, state: RequestState) -> int:
-    """Where the request's last tokens stood for the last time before, as the position after them; 0 if nowhere."""
+    """Return the position after the last earlier occurrence of the request's last tokens; 0 if there is none."""
     end, text = len(state.tokens), lookup.text
     long, short = _gram(state, end, _LONG), _gram(state, end, _SHORT)
     if after := lookup.ends.get(long.tobytes()):

@@ -136,11 +136,11 @@ def test_a_cache_without_followers_records_nothing():
     served = Served()
     served.add([1, 2, 3, 4, 5])
     served.run()
-    assert served.cache.changes is None
+    assert served.cache.pending_events is None
     first = served.feed.snapshot()
     assert len(first.added) == KEY_BYTES * len(served.cache)
     served.feed.stop()
-    assert served.cache.changes is None
+    assert served.cache.pending_events is None
 
 
 class Front:
@@ -178,4 +178,4 @@ def test_followers_get_every_change_at_a_limited_rate():
     assert fronts[0].got[-1].number == 2
     assert set(memoryview(fronts[0].got[-1].added).cast("q")) == served.keys()
     followers.follow(fronts[0], False)
-    assert served.cache.changes is None
+    assert served.cache.pending_events is None

@@ -102,7 +102,7 @@ async def test_moved_streams_go_to_the_longest_cached_prefix():
             await group.start()
             await read(group, asking(prompt[:length]))
             assert not only_link(group).is_followed  # there is nothing to choose
-            assert engine.loop.core.scheduler.kv_cache.cache.changes is None
+            assert engine.loop.core.scheduler.kv_cache.cache.pending_events is None
     async with Group(engines[0]) as group:
         asked = [asking(prompt, f"r{i}", max_tokens=300, seed=None) for i in range(2)]
         reading = [asyncio.create_task(read(group, request)) for request in asked]
@@ -202,4 +202,4 @@ async def test_the_feed_survives_lost_connections_and_runners():
         await eventually(lambda: all(is_pictured(group, e) for e in engines))
         engines[0].die()
         await eventually(lambda: len(healthy(group)) == 1)
-        await eventually(lambda: engines[1].loop.core.scheduler.kv_cache.cache.changes is None)
+        await eventually(lambda: engines[1].loop.core.scheduler.kv_cache.cache.pending_events is None)

@@ -15,10 +15,10 @@ verify_us = StepTimes(STEP_US).us
 
 
 class Draft(Drafter):
-    """`step_us` and, in a round, `beyond_us` more than its steps and the target's."""
+    """`step_us` and, in a round, `overhead_us` more than its steps and the target's."""
 
-    def __init__(self, step_us, beyond_us):
-        self.one_us, self.beyond_us = step_us, beyond_us
+    def __init__(self, step_us, overhead_us):
+        self.one_us, self.overhead_us = step_us, overhead_us
 
     def step_us(self, num_rows):
         return self.one_us * (1 + num_rows / 200)
@@ -54,7 +54,7 @@ def speedups(draft, rate, num_rows=1, num_answers=12, seed=0, output_len=384):
             speculation.begin_step(states)
             counts = [len(speculation.drafts(s, 8)) if speculation.round_count else 0 for s in states]
             most, num_tokens = max(counts), num_rows + sum(counts)
-            round_us = verify_us(num_tokens) + most * draft.step_us(num_rows) + draft.beyond_us + 40.0 * num_rows
+            round_us = verify_us(num_tokens) + most * draft.step_us(num_rows) + draft.overhead_us + 40.0 * num_rows
             now[0] += (round_us if most else plain_us) * rng.gauss(1.0, 0.02) / 1e6
             for i, (state, count) in enumerate(zip(states, counts, strict=True)):
                 lengths[i] += 1

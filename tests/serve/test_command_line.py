@@ -286,8 +286,8 @@ def test_a_missing_or_broken_file_of_flags_is_named(tmp_path: Path, capsys):
         ("tensor_parallel_size=2 needs 2 GPUs; use device=cpu or add GPUs.",
          "--tensor-parallel-size 2 needs 2 GPUs; use --device cpu or add GPUs."),
         ("lora is 'x'; it must be NAME=FOLDER.", "--lora is 'x'; it must be NAME=FOLDER."),
-        ("max_loras is 1; it must be at least 2, as lora names so many.",
-         "--max-loras is 1; it must be at least 2, as lora names so many."),
+        ("max_loras is 1; it must be at least 2, the number in lora.",
+         "--max-loras is 1; it must be at least 2, the number in lora."),
         ("/x/max_model_len/generation_config.json: the model, the draft and 'max_model_len' stay.",) * 2,
     ],
 )  # fmt: skip
