@@ -69,10 +69,10 @@ class PrefixCache:
         """Store each block under its hash. Return the block of each hash: another one if that was stored first."""
         cached = list(map(self._block_of.setdefault, block_hashes, blocks))
         self._hash_of.update(zip(cached, block_hashes, strict=True))
-        if self.changes is not None:
+        if self.pending_events is not None:
             for block_hash, block, holder in zip(block_hashes, blocks, cached, strict=True):
                 if block == holder:
-                    self.changes[block_hash[:KEY_BYTES]] = True
+                    self.pending_events[block_hash[:KEY_BYTES]] = True
         return cached
 
     def evict(self, blocks: list[int]) -> None:
