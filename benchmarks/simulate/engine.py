@@ -151,7 +151,7 @@ class SimulatedEngine:
         blocks = pool.allocate(min(pool.num_available, len(known) - len(hits)))
         parent = hits[-1] if hits else NULL_BLOCK
         for block, block_hash in zip(blocks, known[len(hits) :], strict=False):
-            kv_cache.cache.insert(block_hash, block)
+            kv_cache.cache.insert([block_hash], [block])
             pool.mark_cached([(block, block_hash, parent)])
             parent = block
         pool.release(hits + blocks)
