@@ -76,11 +76,11 @@ async def test_a_replacement_is_ready_before_the_old_one_leaves(folders, monkeyp
         other = link_to(*engines)
         await other.start()
         await eventually(lambda: len(healthy(other)) == 2)
-        old = with_adapter(group, "x", max_tokens=80)
+        old = with_adapter(group, "x", max_tokens=400)
         loads, may_load = [e.load_adapter for e in engines], threading.Event()
 
         def load_late(load, *place):
-            assert may_load.wait(10)
+            assert may_load.wait(60)
             load(*place)
 
         for engine, load in zip(engines, loads, strict=True):
