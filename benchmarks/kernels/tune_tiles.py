@@ -4,7 +4,7 @@
     TRITON_INTERPRET=1 python -m benchmarks.kernels.tune_tiles --model tiny --rows 20  # on a CPU, without meaning
 
 Prints a JSON line for each product with its time by each tiling, in microseconds, and the error against float64. The
-ways are: rows as limbs (`integer_linear`), weights dequantized in registers (`decoded_linear`), a dense copy made anew,
+ways are: rows as limbs (`int_wna16_gemm`), weights dequantized in registers (`w4a16_gemm`), a dense copy made anew,
 and bfloat16. Then it prints one for a whole layer except attention, as one CUDA graph over different weights, with the
 tree's choices.
 """

@@ -21,7 +21,8 @@ from serve_app.server.server_settings import APP_NAME, ServerSettings, reachable
 from serve_app.server.shutdown import drain
 
 _CALL_S = 1.0  # for a front's answer to a call
-_MAX_TEMPORARY_LEN = 8  # of the folder with HAProxy's Unix sockets, whose paths have at most 107 bytes
+_MAX_TEMPORARY_LEN = 8  # of the folder of HAProxy's Unix sockets: a path has at most 107 bytes
+
 # For requests that HAProxy has read at the end. It tries three more times, 0.2 s apart, to reach a front, and then
 # answers that the server is stopping.
 _LAST_ANSWERS_S = 2.0

@@ -1,4 +1,4 @@
-"""The policy of automata against one who knows what will come, in a simulation of requests and their grammars."""
+"""The policy of automata against an oracle that knows all requests, in a simulation of requests with grammars."""
 
 import itertools
 
@@ -32,7 +32,7 @@ def simulate(policy: AutomatonPolicy, requests: list[tuple[int, int]], sizes: li
 
 
 def oracle(requests: list[tuple[int, int]], sizes: list[int], build_s: float) -> float:
-    """Seconds of one who knows all requests: each grammar is built at once, or never."""
+    """Return the seconds of an oracle that knows all requests: it builds each grammar at once, or never."""
     masks = [0.0] * len(sizes)
     for grammar, num_tokens in requests:
         masks[grammar] += num_tokens * MASK_S

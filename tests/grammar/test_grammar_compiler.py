@@ -1,4 +1,4 @@
-"""The compiler's queue: who leaves, who is small, and who is one too many. Its children wait for the test."""
+"""The compiler's queue: abandoned, small and excess requests. Its children wait for the test."""
 
 import asyncio
 import threading
@@ -47,7 +47,7 @@ class Children:
             self._changed.notify_all()
 
     async def until_begun(self, num: int) -> list[str]:
-        """What was begun, as soon as it is so many."""
+        """Return the specifications that have begun, once there are `num`."""
 
         def wait() -> bool:
             with self._changed:
@@ -155,7 +155,7 @@ async def test_small_grammars_have_places_in_a_full_queue(children: Children):
     with pytest.raises(CompilerBusy, match="3 grammars wait") as refused:
         await grammars.compile(large("one too many"))
     assert refused.value.retry_after_s == 5.0
-    same = await asked(grammars, large("3"))  # needs no place
+    same = await asked(grammars, large("3"))  # shares the place of an equal one
     tasks += await asked(grammars, *(small(str(i)) for i in range(4)))
     await children.until_begun(2)
     with pytest.raises(CompilerBusy):

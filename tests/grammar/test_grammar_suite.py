@@ -1,4 +1,4 @@
-"""The benchmark over public suites reads their forms; the sample of our own holds what it counts."""
+"""The benchmark over public suites reads their formats. A sample in the tree has known counts."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Grammars in EBNF and Lark's form, and structural tags: what they allow, and what is wrong with those refused."""
+"""Grammars in EBNF and in Lark's form, and structural tags: accepted texts, and errors of refused grammars."""
 
 import json
 

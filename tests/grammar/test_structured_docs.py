@@ -1,4 +1,4 @@
-"""docs/structured-output.md is what the code says; `python -m tests.grammar.test_structured_docs` writes it."""
+"""docs/structured-output.md equals the text below; `python -m tests.grammar.test_structured_docs` writes it."""
 
 from pathlib import Path
 
@@ -109,10 +109,11 @@ one terminal each. Where the end of a terminal depends on the text after it (`[a
 read by single characters. Masks of such free text take longer, and too much of it ends with `grammar_failed`.
 
 **Lark** grammars go to llguidance. As in Lark, each terminal takes as much text as it can: after `/[a-z]+/`, the text
-`"end"` cannot follow. Regular expressions are Rust's. `%ignore`, `%import common.NAME`, `"a".."z"` and the flag `i` are
-supported; priorities have no effect. Lookaheads, tokens (`<|eot|>`), attributes and templates of rules, `%declare`,
-`%json` and other directives are refused. A custom tool's expressions have the syntax of a schema's `pattern`, because
-they are rewritten for a JSON string.
+`"end"` cannot follow. Regular expressions are Rust's.
+
+`%ignore`, `%import common.NAME`, `"a".."z"` and the flag `i` are supported; priorities are ignored. Lookaheads, tokens
+(`<|eot|>`), attributes and templates of rules, `%declare`, `%json` and other directives are refused. A custom tool's
+expressions have the syntax of a schema's `pattern`, because they are rewritten for a JSON string.
 
 ## Structural tags
 
@@ -207,8 +208,9 @@ for a `oneOf` of strings, numbers or arrays with different bounds (2 of 578). Bo
 
 llguidance serves a grammar at once, on the host while the device computes. On a GPU with decode steps of 64 rows below
 3 ms, measured at the start, a grammar that returns becomes an automaton on the device. It does so once the host has
-spent the expected time of the build on its masks, if the automaton is small. Longer steps hide the masks, so none is
-built. `callboard:structured_outputs_total` counts outputs by engine.
+spent the expected time of the build on its masks, if the automaton is small.
+
+Longer steps hide the masks, so none is built. `callboard:structured_outputs_total` counts outputs by engine.
 
 On an H200, random weights, 64 rows of one schema of open strings, median step in ms (`python -m
 benchmarks.engine.structured_steps --model llama-3.1-8b --tokenizer FOLDER`;

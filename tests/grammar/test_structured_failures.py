@@ -37,7 +37,7 @@ def mask_of(matcher: Matcher) -> list[int]:
 
 
 def explode(matcher: Matcher) -> None:
-    """Write what is allowed until a limit is in the way."""
+    """Write allowed tokens until the matcher reaches a limit."""
     random = np.random.default_rng(0)
 
     def write() -> None:
@@ -131,7 +131,7 @@ def test_an_output_that_fails_by_itself_stays_failed():
 
 
 def made_beside_the_steps(alone: list[bool]) -> Callable[..., Matcher]:
-    """For MatcherFactory.matcher: those of new grammars, and with their own lexer, are made on a thread."""
+    """Replace MatcherFactory.matcher: a thread makes the matchers of new grammars, and those with their own lexer."""
     make = MatcherFactory.matcher
 
     def matcher(engines: MatcherFactory, grammar, thinking=None, is_alone: bool = False) -> Matcher:

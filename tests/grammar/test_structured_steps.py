@@ -125,7 +125,7 @@ def test_speculation_changes_no_token(plain, share_right: float):
 
 
 def share_accepted(params, want, ahead, keeps_grammars, noise=0.0, vocabulary=SMALL, **config):
-    """Of the guesses of a draft that is the model itself, with so much noise in its last norm."""
+    """Return the accepted share of a draft's tokens. The draft is the model with `noise` in its last norm."""
     model = runner_of(vocabulary, is_draft=True, **config)
     model.decoder.final_norm *= 1 + noise * torch.randn(SPEC.hidden_size, generator=torch.Generator().manual_seed(1))
     draft = whole_draft(model.config, model.info, InProcess(model), ahead, keeps_grammars)
@@ -149,7 +149,7 @@ def share_accepted(params, want, ahead, keeps_grammars, noise=0.0, vocabulary=SM
 
 @pytest.mark.parametrize("ahead", [0, 5])
 def test_a_draft_guesses_what_grammars_allow(plain, ahead):
-    """And keeps them through commits that rewrite what it had guessed, and through preemptions of its own."""
+    """It also keeps to the grammars through commits that rewrite its tokens, and through its own preemptions."""
     with_grammars, _ = share_accepted(MIXED, plain, ahead, True)
     assert with_grammars > 0.93, "only what was guessed after an end is wrong"
     assert with_grammars > 0.2 + share_accepted(MIXED, plain, ahead, False)[0]

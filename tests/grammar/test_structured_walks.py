@@ -247,7 +247,7 @@ def test_whatever_comes_is_compiled_or_refused(schema: object):
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_instances_of_others_can_be_written(data: st.DataObject):
-    """hypothesis-jsonschema draws values that fit; those of scalars, and lists of them, are all within the grammar."""
+    """hypothesis-jsonschema draws valid values. The grammar accepts all scalars among them, and lists of scalars."""
     plain = scalars().filter(lambda s: s.get("type") not in ("number",) and not s.keys() & {"pattern", "format"})
     schema = data.draw(plain | plain.map(lambda s: {"type": "array", "items": s, "maxItems": 5}))
     value = data.draw(from_schema(schema))

@@ -65,7 +65,7 @@ def test_special_marks_are_tokens():
 
 
 @pytest.mark.parametrize(
-    ("text", "is_open", "num_left"),  # of a budget of 12 bytes; None: reasoning is over, or there was none
+    ("text", "is_open", "num_left"),  # of a budget of 12 bytes; None without open reasoning
     [
         (b"", True, 12),
         (b"ab", True, 10),

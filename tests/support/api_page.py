@@ -1,7 +1,7 @@
-"""`python -m tests.support.api_page`: writes docs/api.md, the fields of all requests and what becomes of each.
+"""`python -m tests.support.api_page`: writes docs/api.md, the fields of all requests and how each is treated.
 
-What becomes of a field follows from the models that check requests. The names are those models' and those that OpenAI,
-Anthropic, vLLM, SGLang and Ollama document; the first two are read off the packages of their clients.
+The models that check requests decide the treatment of a field. The names come from these models and from the documents
+of OpenAI, Anthropic, vLLM, SGLang and Ollama. Those of the first two are read from their client packages.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ of a chat that this table lacks (`chat_template_kwargs`, `structured_outputs` ..
 
 
 class Fate(NamedTuple):
-    """What becomes of a field."""
+    """The treatment of a field."""
 
     kind: Literal["**works**", "refused", "ignored", ""]
     why: str = ""
 
 
 def fate(kind: type[RequestModel], name: str) -> Fate:
-    """What becomes of a field of one kind of request."""
+    """Return the treatment of a field by one kind of request."""
     if (field := kind.model_fields.get(name)) is not None:
         checks = [m.func for m in field.metadata if isinstance(m, AfterValidator)]
         remedy = [check.remedy for check in checks if hasattr(check, "remedy")]
@@ -113,7 +113,7 @@ def fate(kind: type[RequestModel], name: str) -> Fate:
 
 
 def _fate_elsewhere(refused_fields: Mapping[str, UnsupportedField], name: str) -> Fate:
-    """What becomes of a field that a request does not have."""
+    """Return the treatment of a field that a request does not have."""
     if (refused := refused_fields.get(name)) is not None:
         harmless = ", ".join(f"`{value!r}`" for value in refused.harmless if value is not None)
         return Fate("refused", refused.instead + (f" ({harmless})" if harmless else ""))
@@ -121,7 +121,7 @@ def _fate_elsewhere(refused_fields: Mapping[str, UnsupportedField], name: str) -
 
 
 def names() -> dict[str, list[str]]:
-    """All fields, each with those who document it."""
+    """Return all fields, each with the servers that document it."""
     from anthropic.types.message_create_params import MessageCreateParamsBase
     from openai.types import completion_create_params as completion
     from openai.types.chat import completion_create_params as chat
