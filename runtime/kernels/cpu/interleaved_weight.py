@@ -1,0 +1,165 @@
+"""Quantized weights on a CPU: blocks of 16 rows by 32 columns, in the order in which a product reads them.
+
+A vector holds four neighbouring columns (a quad) of each of the 16 rows: byte `4 * row + column`. One instruction
+multiplies a quad with the same four activations in all rows. A block of 32 columns (a chunk) has eight quads:
+
+| bits | vectors of 64 bytes in a chunk |
+| --- | --- |
+| 4 | four: low nibbles hold quad 2 i, high nibbles quad 2 i + 1 |
+| 5 | as 4 bits, then one: bit j of a byte is bit 4 of quad j |
+| 6 | as 4 bits, then two: bits 2 j and 2 j + 1 of a byte of vector i are bits 4 and 5 of quad 4 i + j |
+| 8 | eight: one for each quad |
+
+Scales lie beside the values: 16 for each group of columns, one for each row. Nothing depends on the instruction set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+ROWS = 16  # of a block
+COLUMNS = 32  # of a chunk
+QUAD = 4  # columns that one lane multiplies at once
+
+
+class WeightForm(NamedTuple):
+    """What a kernel is compiled for: number = (value - offset) * scale - minimum, for unsigned values.
+
+    With super groups, scale = super scale * scale as stored, and the same for the minimum."""
+
+    bits: int  # of a value: 4, 5, 6 or 8
+    group_size: int  # columns that share a scale: 16, or a multiple of 32; 0 for all columns
+    scale_dtype: torch.dtype  # float16, bfloat16 or float32; uint8 or int8 with super groups
+    offset: int = 0
+    has_minimum: bool = False
+    super_size: int = 0  # columns of a super group: a multiple of the group size; 0 without super scales
+
+    @property
+    def chunk_bytes(self) -> int:
+        return ROWS * COLUMNS * self.bits // 8
+
+
+class RowMajorWeight(NamedTuple):
+    """A weight [N, K] before it is interleaved. Its rows can be joined with others of the same form."""
+
+    form: WeightForm
+    values: torch.Tensor  # uint8 [N, K], one value a byte
+    scales: torch.Tensor  # form.scale_dtype [N, groups]
+    minimums: torch.Tensor | None = None  # like scales
+    super_scales: torch.Tensor | None = None  # float16 [N, super groups]
+    super_minimums: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InterleavedWeight:
+    """A weight [N, K]. N is padded with rows of zeros to a multiple of 16."""
+
+    form: WeightForm
+    shape: tuple[int, int]
+    values: torch.Tensor  # uint8 [ceil(N / 16), K / 32, form.chunk_bytes]
+    scales: torch.Tensor  # form.scale_dtype [ceil(N / 16), groups, 16]
+    minimums: torch.Tensor | None  # like scales
+    super_scales: torch.Tensor | None  # float16 [ceil(N / 16), super groups, 16]
+    super_minimums: torch.Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (getattr(self, field.name) for field in fields(self))
+        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+
+
+def interleaved_bytes(form: WeightForm, shape: tuple[int, int]) -> int:
+    """The bytes of an interleaved weight [N, K]."""
+    blocks, columns = -(-shape[0] // ROWS), shape[1]
+    numbers = 2 if form.has_minimum else 1
+    of_groups = ROWS * (columns // (form.group_size or columns)) * form.scale_dtype.itemsize
+    of_supers = ROWS * (columns // form.super_size) * 2 if form.super_size else 0
+    return blocks * (columns // COLUMNS * form.chunk_bytes + numbers * (of_groups + of_supers))
+
+
+def interleave(weight: RowMajorWeight) -> InterleavedWeight:
+    """The weight in the layout of the kernels. K is a multiple of 32 and of the group size."""
+    form, values, *scales = weight
+    num_rows, num_columns = values.shape
+    missing = -num_rows % ROWS
+
+    def by_block(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        padded = F.pad(tensor, (0, 0, 0, missing))
+        return padded.view(-1, ROWS, tensor.shape[1]).transpose(1, 2).contiguous()
+
+    padded = F.pad(values, (0, 0, 0, missing), value=form.offset)
+    # [block, row, chunk, quad, column] -> [block, chunk, quad, row, column]
+    quads = padded.view(-1, ROWS, num_columns // COLUMNS, COLUMNS // QUAD, QUAD).permute(0, 2, 3, 1, 4)
+    quads = quads.reshape(*quads.shape[:3], ROWS * QUAD)
+    blocked = [by_block(tensor) for tensor in scales]
+    assert blocked[0] is not None
+    return InterleavedWeight(form, (num_rows, num_columns), _pack(quads, form.bits), blocked[0], *blocked[1:])
+
+
+def _pack(quads: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 [block, chunk, 8, 64] -> uint8 [block, chunk, bytes]."""
+    if bits == 8:
+        return quads.flatten(2)
+    low = quads & 15
+    packed = (low[:, :, ::2] | low[:, :, 1::2] << 4).flatten(2)
+    if bits == 4:
+        return packed
+    high, each = quads >> 4, bits - 4
+    shared = high.unflatten(2, (-1, 8 // each))
+    shifts = torch.arange(0, 8, each, dtype=torch.uint8)[:, None]
+    plane = (shared << shifts).sum(3, dtype=torch.int32).to(torch.uint8)
+    return torch.cat((packed, plane.flatten(2)), 2)
+
+
+def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """The inverse of `_pack`."""
+    if bits == 8:
+        return packed.unflatten(2, (8, -1))
+    nibbles, plane = packed.split([ROWS * COLUMNS // 2, packed.shape[2] - ROWS * COLUMNS // 2], 2)
+    vectors = nibbles.unflatten(2, (4, -1))
+    quads = torch.stack((vectors & 15, vectors >> 4), 3).flatten(2, 3)
+    if bits == 4:
+        return quads
+    each = bits - 4
+    shifts = torch.arange(0, 8, each, dtype=torch.uint8)[:, None]
+    high = (plane.unflatten(2, (each, 1, -1)) >> shifts & (1 << each) - 1).flatten(2, 3)
+    return quads | high << 4
+
+
+def values_of(weight: InterleavedWeight) -> torch.Tensor:
+    """The values, uint8 [padded N, K]."""
+    quads = _unpack(weight.values, weight.form.bits).unflatten(3, (ROWS, QUAD))
+    return quads.permute(0, 3, 1, 2, 4).reshape(-1, weight.shape[1])
+
+
+def scales_of(weight: InterleavedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scales and minimums, float32 [padded N, groups]."""
+
+    def whole(stored: torch.Tensor | None, of_super: torch.Tensor | None) -> torch.Tensor | None:
+        if stored is None:
+            return None
+        numbers = stored.float()
+        if of_super is not None:
+            numbers = numbers * of_super.float().repeat_interleave(numbers.shape[1] // of_super.shape[1], 1)
+        return numbers.transpose(1, 2).flatten(0, 1)
+
+    scales = whole(weight.scales, weight.super_scales)
+    assert scales is not None
+    return scales, whole(weight.minimums, weight.super_minimums)
+
+
+def dequantize_interleaved(weight: InterleavedWeight) -> torch.Tensor:
+    """The numbers, float32 [N, K]."""
+    numbers = values_of(weight).float() - weight.form.offset
+    scales, minimums = scales_of(weight)
+    columns = weight.form.group_size or weight.shape[1]
+    numbers *= scales.repeat_interleave(columns, 1)
+    if minimums is not None:
+        numbers -= minimums.repeat_interleave(columns, 1)
+    return numbers[: weight.shape[0]]
