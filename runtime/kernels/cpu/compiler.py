@@ -1,0 +1,177 @@
+"""Compiles kernels of `language.py` for this CPU, on first use.
+
+A kernel's code is kept on disk, so that later processes load it in a millisecond. `CALLBOARD_CPU_ISA` limits the
+instruction set: avx2, avx512, generic (none beyond the platform's own), or native, the default."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+from runtime.kernels.cpu.language import Pointer, Trace, Type, Value, f32, i64
+
+_LEVELS = {  # CPU name and features of LLVM
+    "generic": ("x86-64", ""),
+    "avx2": ("x86-64-v3", ""),
+    "avxvnni": ("x86-64-v3", "+avxvnni"),
+    "avx512": ("x86-64-v4", "+avx512vnni"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The CPU for which kernels are compiled."""
+
+    triple: str
+    cpu: str
+    features: str
+    dot: str  # the instructions of `dot.py`: avx512vnni, avxvnni, avx2, neon or generic
+    vector_bytes: int  # of a register
+
+    @property
+    def name(self) -> str:
+        return f"{self.dot} ({self.cpu})"
+
+
+@cache
+def host() -> Target:
+    """This CPU, within the limit of CALLBOARD_CPU_ISA."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    triple, level = llvm.get_process_triple(), os.environ.get("CALLBOARD_CPU_ISA", "native")
+    if level == "native":
+        return target_of(triple, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
+    if level not in _LEVELS:
+        raise ValueError(f"CALLBOARD_CPU_ISA is {level}; it must be native or one of {', '.join(_LEVELS)}.")
+    cpu, features = _LEVELS[level] if triple.startswith("x86_64") else ("generic", "")
+    return target_of(triple, cpu, features)
+
+
+def target_of(triple: str, cpu: str, features: str) -> Target:
+    """A target with the instructions that its features allow."""
+    has = set(features.split(","))
+    if triple.startswith("x86_64"):
+        level = {"x86-64-v3": 3, "x86-64-v4": 4}.get(cpu, 4 if "+avx512bw" in has else 3 if "+avx2" in has else 1)
+        if level == 4 and "+avx512vnni" in has:
+            return Target(triple, cpu, features, "avx512vnni", 64)
+        if level >= 3:
+            return Target(triple, cpu, features, "avxvnni" if "+avxvnni" in has else "avx2", 32)
+    elif triple.startswith(("aarch64", "arm64")) and "+dotprod" in has:
+        return Target(triple, cpu, features, "neon", 16)
+    return Target(triple, cpu, features, "generic", 16)
+
+
+@cache
+def _machine(target: Target) -> Any:
+    found = llvm.Target.from_triple(target.triple)
+    return found.create_target_machine(cpu=target.cpu, features=target.features, opt=3, jit=True)
+
+
+def trace(function: Callable[..., None], constants: dict[str, Any], target: Target) -> str:
+    """The LLVM IR of a kernel.
+
+    Parameters annotated with a `Type` are numbers (i64 or f32), and with `[Type]` pointers; the compiled function reads
+    them from an array of 64-bit words. Then come the part of the work and the number of parts. Other parameters are
+    constants of the tracing; one called `target` is the target."""
+    module = ir.Module()
+    module.triple = target.triple
+    pointer = ir.PointerType()
+    compiled = ir.Function(module, ir.FunctionType(ir.VoidType(), [pointer, i64.ir, i64.ir]), "kernel")
+    words, part, parts = compiled.args
+    builder = ir.IRBuilder(compiled.append_basic_block("entry"))
+    Trace.builder, Trace.module = builder, module
+    arguments: dict[str, Any] = {}
+    at = 0
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        annotation = parameter.annotation
+        if name in ("part", "parts"):
+            arguments[name] = Value(part if name == "part" else parts, i64)
+        elif name == "target":
+            arguments[name] = target
+        elif name in constants:
+            arguments[name] = constants[name]
+        else:
+            place = builder.gep(words, [ir.Constant(i64.ir, at)], source_etype=i64.ir)
+            at += 1
+            if isinstance(annotation, list):
+                arguments[name] = Pointer(builder.load(place, typ=pointer), annotation[0])
+            else:
+                assert isinstance(annotation, Type)
+                arguments[name] = Value(builder.load(place, typ=annotation.ir), annotation)
+    body = builder.append_basic_block("body")
+    builder.branch(body)
+    builder.position_at_end(body)
+    function(**arguments)
+    Trace.builder.ret_void()
+    return str(module)
+
+
+def optimized(source: str, target: Target) -> Any:
+    """A module of LLVM, verified and optimized."""
+    module = llvm.parse_assembly(source)
+    module.verify()
+    machine = _machine(target)
+    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+    passes.getModulePassManager().run(module, passes)
+    return module
+
+
+def assembly(function: Callable[..., None], target: Target, **constants: Any) -> str:
+    """The instructions of a kernel, to be read."""
+    text: str = _machine(target).emit_assembly(optimized(trace(function, constants, target), target))
+    return text
+
+
+_engines: list[Any] = []  # keep the code of kernels in memory
+
+
+def load(source: str, target: Target, name: str = "kernel") -> int:
+    """The address of a compiled function of a module's source."""
+    machine = llvm.Target.from_triple(target.triple).create_target_machine(
+        cpu=target.cpu, features=target.features, opt=3, jit=True
+    )
+    stored = _cache_file(source, target)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    if stored is not None and stored.exists():
+        engine.add_object_file(llvm.ObjectFileRef.from_data(stored.read_bytes()))
+    else:
+        code = machine.emit_object(optimized(source, target))
+        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        if stored is not None:
+            _write(stored, code)
+    engine.finalize_object()
+    _engines.append(engine)
+    address: int = engine.get_function_address(name)
+    return address
+
+
+def _cache_file(source: str, target: Target) -> Path | None:
+    """Where the code of a module is kept; None if there is no such place."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    key = hashlib.sha256("\n".join((llvmlite.__version__, repr(target), source)).encode()).hexdigest()[:32]
+    return Path(root, "callboard", "kernels", f"{key}.o")
+
+
+def _write(path: Path, code: bytes) -> None:
+    """Write a file in one piece; a cache that cannot be written is left alone."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_bytes(code)
+        partial.replace(path)
+    except OSError:
+        return
+
+
+Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)

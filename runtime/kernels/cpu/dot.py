@@ -1,0 +1,109 @@
+"""Dot products of unsigned 8-bit values with int16 activations, by the instructions of each CPU.
+
+Activations are split into two int8 limbs, 256 * high + low. Sums are exact in int32, so every CPU gives the same bits.
+
+| target | instruction | note |
+| --- | --- | --- |
+| avx512vnni, avxvnni | vpdpbusd | four products a lane, added in int32 |
+| avx2 | vpmaddubsw, then vpmaddwd | pairs are added in int16: values of 8 bits are split into nibbles |
+| neon | sdot | signed: values of 8 bits are moved by 128 |
+| generic | multiplications in int32 | any CPU |
+"""
+
+from __future__ import annotations
+
+from runtime.kernels.cpu.compiler import Target
+from runtime.kernels.cpu.language import Trace, Value, i8, i16, i32, joined, number, u8, zeros
+
+_LARGEST_INT16 = 32767
+
+
+class Dot:
+    """The sum over quads of values times activations, for one row of x and `lanes` rows of a weight."""
+
+    def __init__(self, target: Target, lanes: int, bits: int, limbs: int) -> None:
+        self.target, self.lanes, self.bits, self.limbs = target, lanes, bits, limbs
+        self._sums: dict[tuple[int, int], Value] = {}  # (limb, shift of the value's part) -> a partial sum
+        self._pairs: dict[tuple[int, int], int] = {}  # additions in int16 since the last widening
+        self._wide: Value | None = None
+
+    @property
+    def moved(self) -> int:
+        """The number by which `add` decreases values; the caller corrects the sum by it."""
+        return 128 if self.target.dot == "neon" and self.bits == 8 else 0
+
+    def add(self, values: Value, activations: list[Value]) -> None:
+        """values: u8 [4 * lanes]; activations: of each limb, the high first, i8 [4 * lanes]."""
+        if self.target.dot == "avx2":
+            self._add_pairs(values, activations)
+            return
+        for limb, x in enumerate(activations):
+            key = limb, 0
+            total = self._sums.get(key, zeros(i32(self.lanes)))
+            self._sums[key] = _multiply_add(self.target, total, values, x, self.moved)
+
+    def total(self) -> Value:
+        """i32 [lanes]."""
+        if self.target.dot == "avx2":
+            for key in list(self._sums):
+                self._widen(key)
+            assert self._wide is not None
+            return self._wide
+        if self.limbs == 1:
+            return self._sums[0, 0]
+        return (self._sums[0, 0] << 8) + self._sums[1, 0]
+
+    def _add_pairs(self, values: Value, activations: list[Value]) -> None:
+        parts = [(0, values)]
+        if self.bits == 8:
+            words = values.bitcast(i16(2 * self.lanes))
+            parts = [(0, _bytes(words & 0x0F0F)), (4, _bytes((words.bitcast(i16(2 * self.lanes)) >> 4) & 0x0F0F))]
+        largest = 2 * 128 * ((1 << min(self.bits, 8 if self.bits < 8 else 4)) - 1)
+        for shift, part in parts:
+            for limb, x in enumerate(activations):
+                key = limb, shift
+                products = _call("llvm.x86.avx2.pmadd.ub.sw", i16(2 * self.lanes), part, x)
+                if key in self._sums and (self._pairs[key] + 1) * largest > _LARGEST_INT16:
+                    self._widen(key)
+                self._sums[key] = self._sums[key] + products if key in self._sums else products
+                self._pairs[key] = self._pairs.get(key, 0) + 1
+
+    def _widen(self, key: tuple[int, int]) -> None:
+        """Move a partial sum of pairs to int32, times the weight of its limb and of its part of the values."""
+        limb, shift = key
+        factor = 1 << shift + (8 if limb == 0 and self.limbs == 2 else 0)
+        factors = number(factor, i16(2 * self.lanes))
+        wide = _call("llvm.x86.avx2.pmadd.wd", i32(self.lanes), self._sums.pop(key), factors)
+        self._pairs[key] = 0
+        self._wide = wide if self._wide is None else self._wide + wide
+
+
+def _bytes(words: Value) -> Value:
+    return words.bitcast(u8(2 * words.type.lanes))
+
+
+def _call(name: str, result, *arguments: Value) -> Value:  # type: ignore[no-untyped-def]
+    return Value(Trace.intrinsic(name, result.ir, [x.ir for x in arguments]), result)
+
+
+def _multiply_add(target: Target, total: Value, values: Value, x: Value, moved: int) -> Value:
+    """total + the sum of each lane's four products."""
+    lanes = total.type.lanes
+    if target.dot in ("avx512vnni", "avxvnni"):
+        return _call(f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", total.type, total, values, x)
+    if target.dot == "neon":
+        signed = (values ^ 128 if moved else values).bitcast(i8(4 * lanes))
+        parts = [
+            _call("llvm.aarch64.neon.sdot.v4i32.v16i8", i32(4), *each)
+            for each in zip(total.split(lanes // 4), signed.split(lanes // 4), x.split(lanes // 4), strict=True)
+        ]
+        return joined(*parts)
+    products = values.to(i32) * x.to(i32)
+    for quad in range(4):
+        total = total + products.lanes(range(quad, 4 * lanes, 4))
+    return total
+
+
+def repeated_quad(word: Value, lanes: int) -> Value:
+    """Four activations (i32, four int8) for each of the lanes: i8 [4 * lanes]."""
+    return word.repeat(lanes).bitcast(i8(4 * lanes))

@@ -1,0 +1,252 @@
+"""Products of quantized weights (interleaved_weight.py) with rows quantized to int16 or int8.
+
+An output is a sum over groups of scale * (sum over chunks of activation scale * integer sum), in the order of the
+columns, each operation rounded to float32. A row of x meets the same operations whatever the other rows are, so
+results are batch-invariant to the bit. `int_product_torch` computes the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from runtime.kernels.cpu.compiler import Target
+from runtime.kernels.cpu.dot import Dot, repeated_quad
+from runtime.kernels.cpu.interleaved_weight import COLUMNS, QUAD, ROWS, WeightForm
+from runtime.kernels.cpu.language import (
+    Pointer,
+    Type,
+    Value,
+    Variable,
+    bf16,
+    f16,
+    f32,
+    i8,
+    i32,
+    i64,
+    loop,
+    share,
+    u8,
+    u32,
+    variable,
+    zeros,
+)
+
+TYPES = {
+    torch.float16: f16,
+    torch.bfloat16: bf16,
+    torch.float32: f32,
+    torch.uint8: u8,
+    torch.int8: i8,
+}
+_QUADS = COLUMNS // QUAD
+
+
+def int_product(
+    values: [u8],
+    scales: [f32],  # of form.scale_dtype, like minimums
+    minimums: [f32],
+    super_scales: [f16],
+    super_minimums: [f16],
+    x: [i8],  # [rows, K / 32, limbs, 32]
+    x_scales: [f32],  # [rows, K / 32]
+    x_sums: [i32],  # [rows, K / 32, 2]: sums of half chunks
+    bias: [f32],  # [blocks * 16], read if has_bias
+    out: [f32],  # [rows, >= blocks * 16], rows out_stride apart
+    num_rows: i64,
+    num_blocks: i64,
+    num_chunks: i64,
+    out_stride: i64,
+    part: i64,
+    parts: i64,
+    target: Target,
+    form: WeightForm,
+    limbs: int,
+    tiles: tuple[int, ...],  # numbers of rows of x that share a read of the weight, falling to 1
+    adds: bool,  # to what `out` holds
+    has_bias: bool,
+) -> None:
+    """Part i of n: a share of the blocks of the weight, for all rows of x."""
+    lanes = min(ROWS, target.vector_bytes // 4)
+    begin, end = share(num_blocks, part, parts)
+    for block in loop(begin, end):
+        row = variable(zeros(i64))
+        for tile in tiles:
+            last = num_rows if tile == 1 else num_rows - (tile - 1)
+            for first in loop(row.now, last, tile):
+                row.set(first + tile)
+                for half in range(ROWS // lanes):
+                    rows = _Rows(x, x_scales, x_sums, first, tile, num_chunks, limbs, lanes)
+                    weight = _Block(target, form, values, block, half, lanes, num_chunks)
+                    shared = _Scales(form, scales, minimums, super_scales, super_minimums, block, half, lanes, num_chunks)
+                    sums = _multiply(weight, shared, rows)
+                    at = block * ROWS + half * lanes
+                    for m, total in enumerate(sums):
+                        place = (first + m) * out_stride + at
+                        result = total.now
+                        if has_bias:
+                            result = result + bias.load(at, lanes)
+                        if adds:
+                            result = out.load(place, lanes) + result
+                        out.store(place, result)
+
+
+class _Rows:
+    """A tile of quantized rows of x."""
+
+    def __init__(
+        self, x: Pointer, scales: Pointer, sums: Pointer, first: Value, tile: int, chunks: Value, limbs: int, lanes: int
+    ) -> None:
+        self.tile, self.num_chunks, self.limbs, self.lanes = tile, chunks, limbs, lanes
+        bytes_of_row = chunks * (COLUMNS * limbs)
+        self._x = [x.of(i32) + (first + m) * bytes_of_row // 4 for m in range(tile)]
+        self._scales = [scales + (first + m) * chunks for m in range(tile)]
+        self._sums = [sums + (first + m) * chunks * 2 for m in range(tile)]
+
+    def quad(self, m: int, chunk: Value, quad: int) -> list[Value]:
+        """Activations of each limb, repeated for all lanes."""
+        at = chunk * (self.limbs * _QUADS) + quad
+        return [repeated_quad(self._x[m].load(at + limb * _QUADS), self.lanes) for limb in range(self.limbs)]
+
+    def scale(self, m: int, chunk: Value) -> Value:
+        return self._scales[m].load(chunk).repeat(self.lanes)
+
+    def sum(self, m: int, chunk: Value, half: int | None) -> Value:
+        """The integer sum of a chunk, or of one half of it."""
+        first, second = (self._sums[m].load(chunk * 2 + i) for i in range(2))
+        return (first + second if half is None else (first, second)[half]).repeat(self.lanes)
+
+
+class _Block:
+    """The values of one block of a weight, or of some of its rows."""
+
+    def __init__(
+        self, target: Target, form: WeightForm, values: Pointer, block: Value, half: int, lanes: int, chunks: Value
+    ) -> None:
+        self.target, self.form, self.lanes = target, form, lanes
+        self._values = values + (block * chunks * form.chunk_bytes + half * lanes * QUAD)
+
+    def quads(self, chunk: Value) -> list[Value]:
+        """The eight quads of a chunk: u8 [4 * lanes]."""
+        bits, at = self.form.bits, self._values + chunk * self.form.chunk_bytes
+        if bits == 8:
+            return [self._vector(at, j).bitcast(u8(4 * self.lanes)) for j in range(_QUADS)]
+        nibbles = [self._vector(at, j) for j in range(_QUADS // 2)]
+        low = [v >> shift & 0x0F0F0F0F for v in nibbles for shift in (0, 4)]
+        if bits > 4:
+            each, per = bits - 4, 8 // (bits - 4)
+            planes = [self._vector(at, _QUADS // 2 + i) for i in range(each)]
+            mask = 0x10101010 if each == 1 else 0x30303030
+            for j in range(_QUADS):
+                shift = 4 - j % per * each
+                plane = planes[j // per]
+                low[j] = low[j] | ((plane << shift if shift > 0 else plane >> -shift) & mask)
+        return [v.bitcast(u8(4 * self.lanes)) for v in low]
+
+    def _vector(self, at: Pointer, index: int) -> Value:
+        return at.load(index * ROWS * QUAD, 4 * self.lanes).bitcast(u32(self.lanes))
+
+
+class _Scales:
+    """The scales and minimums of one block of a weight."""
+
+    def __init__(
+        self,
+        form: WeightForm,
+        scales: Pointer,
+        minimums: Pointer,
+        super_scales: Pointer,
+        super_minimums: Pointer,
+        block: Value,
+        half: int,
+        lanes: int,
+        chunks: Value,
+    ) -> None:
+        self.form, self.lanes = form, lanes
+        columns = chunks * COLUMNS
+        groups = block * (columns // form.group_size) if form.group_size else block
+        self._scales, self._minimums = (
+            p.of(TYPES[form.scale_dtype]) + (groups * ROWS + half * lanes) for p in (scales, minimums)
+        )
+        supers = block * (columns // form.super_size) if form.super_size else block
+        self._supers = [p + (supers * ROWS + half * lanes) for p in (super_scales, super_minimums)]
+
+    def of_super(self, index: Value) -> list[Value]:
+        """The factors of a super group: of scales, and perhaps of minimums."""
+        pointers = self._supers[: 2 if self.form.has_minimum else 1]
+        return [p.load(index * ROWS, self.lanes).to(f32) for p in pointers]
+
+    def of_group(self, index: Value, factors: list[Value]) -> list[Value]:
+        """The scale of a group, and perhaps the minimum."""
+        pointers = (self._scales, self._minimums)[: 2 if self.form.has_minimum else 1]
+        numbers = [p.load(index * ROWS, self.lanes).to(f32) for p in pointers]
+        return [n * f for n, f in zip(numbers, factors, strict=True)] if factors else numbers
+
+
+def _multiply(block: _Block, scales: _Scales, rows: _Rows) -> list[Variable]:
+    """The sums of a tile: f32 [lanes] for each row of x."""
+    form, chunks = block.form, rows.num_chunks
+    sums = [variable(zeros(f32(block.lanes))) for _ in range(rows.tile)]
+    if form.super_size:
+        per = form.super_size // COLUMNS
+        for index in loop(0, chunks // per):
+            factors = scales.of_super(index)
+            for chunk in loop(index * per, (index + 1) * per):
+                _add_chunk(sums, block, scales, rows, chunk, factors)
+    elif form.group_size in (16, 32):
+        for chunk in loop(0, chunks):
+            _add_chunk(sums, block, scales, rows, chunk, [])
+    else:
+        per_group = form.group_size // COLUMNS if form.group_size else chunks
+        for group in loop(0, chunks // per_group):
+            _add_group(sums, block, scales, rows, group, per_group)
+    return sums
+
+
+def _add_chunk(
+    sums: list[Variable], block: _Block, scales: _Scales, rows: _Rows, chunk: Value, factors: list[Value]
+) -> None:
+    """Add a chunk that is one group, or two groups of 16 columns."""
+    form, quads = block.form, block.quads(chunk)
+    halves = [0, 1] if form.group_size == 16 else [None]
+    for half in halves:
+        own = slice(0, _QUADS) if half is None else slice(half * _QUADS // 2, (half + 1) * _QUADS // 2)
+        scale, *minimums = scales.of_group(chunk if half is None else chunk * 2 + half, factors)
+        for m, total in enumerate(sums):
+            product, below = _of_row(block, rows, m, chunk, quads, own, half)
+            total += scale * product
+            for smallest in minimums:
+                total.set(total - smallest * below())
+
+
+def _add_group(
+    sums: list[Variable], block: _Block, scales: _Scales, rows: _Rows, group: Value, chunks: Value | int
+) -> None:
+    """Add a group of several chunks."""
+    products = [variable(zeros(f32(block.lanes))) for _ in sums]
+    belows = [variable(zeros(f32(block.lanes))) for _ in sums] if block.form.has_minimum else []
+    for chunk in loop(group * chunks, (group + 1) * chunks):
+        quads = block.quads(chunk)
+        for m, total in enumerate(products):
+            product, below = _of_row(block, rows, m, chunk, quads, slice(0, _QUADS), None)
+            total += product
+            if belows:
+                belows[m] += below()
+    scale, *minimums = scales.of_group(group, [])
+    for m, total in enumerate(sums):
+        total += scale * products[m]
+        for smallest in minimums:
+            total.set(total - smallest * belows[m])
+
+
+def _of_row(
+    block: _Block, rows: _Rows, m: int, chunk: Value, quads: list[Value], own: slice, half: int | None
+) -> tuple[Value, Callable[[], Value]]:
+    """The product of a chunk, or of a half of it, with row m: its part of scale and of minimum, f32 [lanes]."""
+    dot = Dot(block.target, block.lanes, block.form.bits, rows.limbs)
+    for quad in range(_QUADS)[own]:
+        dot.add(quads[quad], rows.quad(m, chunk, quad))
+    whole, scale = dot.total(), rows.scale(m, chunk)
+    if offset := block.form.offset - dot.moved:
+        whole = whole - rows.sum(m, chunk, half) * offset
+    return scale * whole.to(f32), lambda: scale * rows.sum(m, chunk, half).to(f32)
