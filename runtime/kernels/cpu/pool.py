@@ -1,0 +1,96 @@
+"""Pool: the threads of this process that compute kernels, and tapes of kernels that are run again and again."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from runtime.kernels.cpu import threads
+from runtime.kernels.cpu.compiler import Function, host, load, trace
+from runtime.kernels.cpu.threads import LINE, OP_WORDS
+
+PARTS_PER_THREAD = 4  # parts are taken as threads become free
+_MAX_RUN = (1 << 31) - 2
+
+
+class Tape:
+    """Kernels with their arguments, in order. Each one begins when the one before it has ended."""
+
+    def __init__(self) -> None:
+        self._ops: list[tuple[int, int, int]] = []
+        self._kept: list[object] = []  # memory that the arguments point to
+        self._words: Any = None
+
+    def add(self, function: int, arguments: Any, parts: int) -> None:
+        self._ops.append((function, ctypes.addressof(arguments), parts))
+        self._kept.append(arguments)
+
+    def keep(self, owner: object) -> None:
+        """Keep memory alive as long as the tape."""
+        self._kept.append(owner)
+
+    def __len__(self) -> int:
+        return len(self._ops)
+
+    @property
+    def words(self) -> Any:
+        if self._words is None:
+            self._words = aligned_words(len(self._ops) * OP_WORDS)
+            for index, op in enumerate(self._ops):
+                self._words[index * OP_WORDS : index * OP_WORDS + 3] = op
+        return self._words
+
+
+def aligned_words(count: int) -> Any:
+    """Zeros, int64 [count], that begin at a cache line."""
+    whole = np.zeros(count + LINE, np.int64)
+    start = -whole.ctypes.data // 8 % LINE
+    return whole[start : start + count]
+
+
+class Pool:
+    """Threads that share the parts of kernels. The caller is one of them."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        target = host()
+        self._run = Function(load(trace(threads.run_tape, {}, target), target))
+        serve = Function(load(trace(threads.serve, {}, target), target))
+        self._control = aligned_words(5 * LINE)
+        self._generation, self._single = 0, Tape()
+        self._single.add(0, (ctypes.c_int64 * 1)(), 1)
+        self._arguments = (ctypes.c_int64 * 5)()
+        self._arguments_at = ctypes.addressof(self._arguments)
+        self._serve_words = (ctypes.c_int64 * 1)(self._control.ctypes.data)
+        self._process = os.getpid()
+        for index in range(1, num_threads):
+            threading.Thread(
+                target=serve,
+                args=(ctypes.addressof(self._serve_words), index, num_threads),
+                name=f"kernels-{index}",
+                daemon=True,
+            ).start()
+
+    def run(self, tape: Tape, wakes: bool = True) -> None:
+        """Run all kernels of a tape. Not thread-safe."""
+        words, self._generation = tape.words, self._generation % _MAX_RUN + 1
+        self._arguments[:] = (self._control.ctypes.data, words.ctypes.data, len(tape), self._generation, int(wakes))
+        self._run(self._arguments_at, 0, 1)
+
+    def launch(self, function: int, arguments: Any, parts: int) -> None:
+        """Run one kernel in parts."""
+        words = self._single.words
+        words[:3] = function, ctypes.addressof(arguments), parts
+        self.run(self._single)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._control[threads.STOP * LINE] = 1
+        self.run(self._single)

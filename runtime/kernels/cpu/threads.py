@@ -1,0 +1,181 @@
+"""Compiled code that divides kernels among threads: a tape of kernels, and threads that take parts of each.
+
+A tape is an array of 64-bit words, eight for each kernel:
+
+| word | content |
+| --- | --- |
+| 0, 1 | address of the kernel, and of its arguments |
+| 2 | number of parts |
+| 3 | ticket: run << 32, plus the next part |
+| 4 | done: run << 32, plus the finished parts |
+
+A thread takes a part by increasing the ticket, and goes on to the next kernel when all parts of one are done. The
+caller takes parts, too, and never waits for a thread that has none: a thread that the system has suspended costs time
+only if it holds a part. Tickets bear the number of the run, so a late thread cannot take a part of another run.
+
+A waiting thread spins for some microseconds, then yields its core at each look. After some milliseconds without work
+it sleeps (futex). A thread that is woken may need a millisecond to get a core, which is longer than the pause between
+two steps."""
+
+from __future__ import annotations
+
+import sys
+
+from llvmlite import ir
+
+from runtime.kernels.cpu.language import Pointer, Trace, Value, Variable, bit, i32, i64, loop, number, variable, when, zeros
+
+OP_WORDS = 8
+FUNCTION, ARGUMENTS, PARTS, TICKET, DONE = range(5)
+GENERATION, TAPE, NUM_OPS, SLEEPERS, STOP = range(5)  # words of a pool's control block; each has a line of its own
+LINE = 8  # words
+_SPINS = 1 << 8  # of a waiting thread, before it yields its core at each further look
+_LOOKS = 1 << 13  # of a thread without work, before it sleeps: some milliseconds
+_FUTEX = {"x86_64": 202, "aarch64": 98}
+_WAIT, _WAKE = 128, 129  # of private futexes
+
+
+def run_tape(control: [i64], tape: [i64], num_ops: i64, run: i64, wakes: i64, part: i64, parts: i64) -> None:
+    """The caller's side: start a run, take parts of it, and return when all are done."""
+    for op in _ops(tape, num_ops):
+        op.store(TICKET, run << 32)
+        op.store(DONE, run << 32)
+    control.store(TAPE * LINE, _address(tape))
+    control.store(NUM_OPS * LINE, num_ops)
+    _store(control + GENERATION * LINE, run)
+    with when(wakes.equals(1) & (_load(control + SLEEPERS * LINE) > 0)):
+        _futex(control + GENERATION * LINE, _WAKE, number((1 << 31) - 1, i64))
+    _take_parts(tape, num_ops, run)
+    last = tape + (num_ops - 1) * OP_WORDS
+    _wait_until(lambda: _load(last + DONE) >= (run << 32) + last.load(PARTS))
+
+
+def serve(control: [i64], part: i64, parts: i64) -> None:
+    """A thread of the pool: take parts of each run until the pool is closed."""
+    seen = variable(zeros(i64))
+    repeat = _While()
+    with repeat:
+        spins = variable(zeros(i64))
+        waiting = _While()
+        with waiting:
+            _look_again(spins)
+            waiting.go_on_if(_load(control + GENERATION * LINE).equals(seen.now) & (spins.now < _LOOKS))
+        with when(_load(control + GENERATION * LINE).equals(seen.now)):
+            _add(control + SLEEPERS * LINE, 1)
+            _futex(control + GENERATION * LINE, _WAIT, seen.now)
+            _add(control + SLEEPERS * LINE, -1)
+        run = _load(control + GENERATION * LINE)
+        is_open = _load(control + STOP * LINE).equals(0)
+        with when(is_open & (run > seen.now)):
+            seen.set(run)
+            tape = Pointer(Trace.builder.inttoptr(control.load(TAPE * LINE).ir, ir.PointerType()), i64)
+            _take_parts(tape, control.load(NUM_OPS * LINE), run)
+        repeat.go_on_if(is_open)
+
+
+def _ops(tape: Pointer, num_ops: Value):  # type: ignore[no-untyped-def]
+    for index in loop(0, num_ops):
+        yield tape + index * OP_WORDS
+
+
+def _take_parts(tape: Pointer, num_ops: Value, run: Value) -> None:
+    """Take parts of each kernel in turn. Return early if the run is over."""
+    index = variable(zeros(i64))
+    ops = _While()
+    with ops:
+        op = tape + index.now * OP_WORDS
+        total, is_current = op.load(PARTS), variable(number(1, i64))
+        taking = _While()
+        with taking:
+            ticket = _load(op + TICKET)
+            left = ticket - (run << 32)
+            has_parts = (left >= 0) & (left < total)
+            with when(has_parts), when(_swap(op + TICKET, ticket, ticket + 1)):
+                _call(op.load(FUNCTION), op.load(ARGUMENTS), left, total)
+                _add(op + DONE, 1)
+            with when((left < 0) | (left > total)):
+                is_current.set(0)
+            taking.go_on_if(has_parts)
+        index += 1
+        goes_on = is_current.now.equals(1) & (index.now < num_ops)
+        with when(goes_on):
+            _wait_until(lambda: _load(op + DONE) >= (run << 32) + total)
+        ops.go_on_if(goes_on)
+
+
+def _wait_until(condition) -> None:  # type: ignore[no-untyped-def]
+    """Spin, then yield the core to others, until a condition holds."""
+    spins = variable(zeros(i64))
+    waiting = _While()
+    with when(condition().equals(number(0, bit))), waiting:
+        _look_again(spins)
+        waiting.go_on_if(condition().equals(number(0, bit)))
+
+
+class _While:
+    """A loop that runs once and again as long as `go_on_if`, its last statement, holds."""
+
+    def __enter__(self) -> None:
+        self._body = Trace.builder.append_basic_block("while")
+        Trace.builder.branch(self._body)
+        Trace.builder.position_at_end(self._body)
+
+    def go_on_if(self, condition: Value) -> None:
+        self._condition = condition
+
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is not None:
+            return
+        done = Trace.builder.append_basic_block("done")
+        Trace.builder.cbranch(self._condition.ir, self._body, done)
+        Trace.builder.position_at_end(done)
+
+
+def _address(pointer: Pointer) -> Value:
+    return Value(Trace.builder.ptrtoint(pointer.ir, i64.ir), i64)
+
+
+def _load(pointer: Pointer) -> Value:
+    return Value(Trace.builder.load_atomic(pointer.ir, "acquire", 8, typ=i64.ir), i64)
+
+
+def _store(pointer: Pointer, value: Value) -> None:
+    Trace.builder.atomic_rmw("xchg", pointer.ir, value.ir, "seq_cst")
+
+
+def _add(pointer: Pointer, value: int) -> None:
+    Trace.builder.atomic_rmw("add", pointer.ir, number(value, i64).ir, "seq_cst")
+
+
+def _swap(pointer: Pointer, expected: Value, value: Value) -> Value:
+    """Replace a word that has the expected value. True if it had."""
+    pair = Trace.builder.cmpxchg(pointer.ir, expected.ir, value.ir, "seq_cst", "acquire")
+    return Value(Trace.builder.extract_value(pair, 1), bit)
+
+
+def _call(function: Value, *arguments: Value) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [i64.ir] * len(arguments))
+    pointer = Trace.builder.inttoptr(function.ir, kind.as_pointer())
+    Trace.builder.call(pointer, [x.ir for x in arguments])
+
+
+def _look_again(spins: Variable) -> None:
+    """Wait for a moment: spin, or let another thread have the core."""
+    spins += 1
+    if Trace.module.triple.startswith("x86_64"):
+        Trace.intrinsic("llvm.x86.sse2.pause", ir.VoidType(), [])
+    with when(spins.now > _SPINS):
+        Trace.intrinsic("sched_yield", i32.ir, [])
+
+
+def _futex(word: Pointer, operation: int, value: Value) -> None:
+    """Sleep while a word has a value, or wake sleepers; elsewhere than on Linux, yield the core."""
+    machine = Trace.module.triple.split("-")[0]
+    if not sys.platform.startswith("linux") or machine not in _FUTEX:
+        Trace.intrinsic("sched_yield", i32.ir, [])
+        return
+    function = Trace.module.globals.get("syscall")
+    if function is None:
+        function = ir.Function(Trace.module, ir.FunctionType(i64.ir, [i64.ir], var_arg=True), "syscall")
+    words = [number(_FUTEX[machine], i64), _address(word), number(operation, i64), value, number(0, i64)]
+    Trace.builder.call(function, [x.ir for x in words])
