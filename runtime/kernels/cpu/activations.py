@@ -10,13 +10,17 @@ from collections.abc import Callable
 
 from runtime.kernels.cpu.interleaved_weight import COLUMNS
 from runtime.kernels.cpu.language import (
+    F32s,
+    Float,
+    I8s,
+    I32s,
+    Int,
     Pointer,
     Value,
     absolute,
     f32,
     i8,
     i32,
-    i64,
     joined,
     loop,
     number,
@@ -36,17 +40,17 @@ _GELU_SCALE = 1.5957691216057308  # 2 * sqrt(2 / pi)
 
 
 def quantize_rows(
-    x: [f32],  # [rows, columns], rows x_stride apart; with a gate [rows, 2 * columns]
-    norm_weight: [f32],  # [columns], read if there is a norm
-    limbs: [i8],  # [rows, chunks, num_limbs, 32]
-    scales: [f32],  # [rows, chunks]
-    sums: [i32],  # [rows, chunks, 2]
-    num_rows: i64,
-    columns: i64,
-    x_stride: i64,
-    eps: f32,
-    part: i64,
-    parts: i64,
+    x: F32s,  # [rows, columns], rows x_stride apart; with a gate [rows, 2 * columns]
+    norm_weight: F32s,  # [columns], read if there is a norm
+    limbs: I8s,  # [rows, chunks, num_limbs, 32]
+    scales: F32s,  # [rows, chunks]
+    sums: I32s,  # [rows, chunks, 2]
+    num_rows: Int,
+    columns: Int,
+    x_stride: Int,
+    eps: Float,
+    part: Int,
+    parts: Int,
     num_limbs: int,
     has_norm: bool,
     activation: str,  # silu, gelu_tanh, or empty
@@ -119,15 +123,15 @@ def _store(at: Pointer, numbers: Value, num_limbs: int) -> None:
 
 
 def add_normed(
-    x: [f32],  # [rows, columns], rows x_stride apart
-    norm_weight: [f32],
-    residual: [f32],  # [rows, columns] contiguous
-    num_rows: i64,
-    columns: i64,
-    x_stride: i64,
-    eps: f32,
-    part: i64,
-    parts: i64,
+    x: F32s,  # [rows, columns], rows x_stride apart
+    norm_weight: F32s,
+    residual: F32s,  # [rows, columns] contiguous
+    num_rows: Int,
+    columns: Int,
+    x_stride: Int,
+    eps: Float,
+    part: Int,
+    parts: Int,
     adds: bool,  # to the residual; else the norm replaces it
 ) -> None:
     """The norm of rows, stored or added. Part i of n: a share of the rows."""
@@ -141,12 +145,12 @@ def add_normed(
 
 
 def activate(
-    x: [f32],  # [rows, 2 * columns] with a gate, else [rows, columns]
-    out: [f32],  # [rows, columns]
-    num_rows: i64,
-    columns: i64,
-    part: i64,
-    parts: i64,
+    x: F32s,  # [rows, 2 * columns] with a gate, else [rows, columns]
+    out: F32s,  # [rows, columns]
+    num_rows: Int,
+    columns: Int,
+    part: Int,
+    parts: Int,
     activation: str,
     gated: bool,
 ) -> None:

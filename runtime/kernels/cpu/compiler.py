@@ -19,7 +19,7 @@ import llvmlite
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from runtime.kernels.cpu.language import Pointer, Trace, Type, Value, f32, i64
+from runtime.kernels.cpu.language import Pointer, Trace, Value, i64
 
 _LEVELS = {  # CPU name and features of LLVM
     "generic": ("x86-64", ""),
@@ -81,9 +81,9 @@ def _machine(target: Target) -> Any:
 def trace(function: Callable[..., None], constants: dict[str, Any], target: Target) -> str:
     """The LLVM IR of a kernel.
 
-    Parameters annotated with a `Type` are numbers (i64 or f32), and with `[Type]` pointers; the compiled function reads
-    them from an array of 64-bit words. Then come the part of the work and the number of parts. Other parameters are
-    constants of the tracing; one called `target` is the target."""
+    Parameters annotated with a number or a pointer of `language.py` are read from an array of 64-bit words, in their
+    order; `part` and `parts` are the share of the work. Other parameters are constants of the tracing, and `target` is
+    the target."""
     module = ir.Module()
     module.triple = target.triple
     pointer = ir.PointerType()
@@ -104,11 +104,9 @@ def trace(function: Callable[..., None], constants: dict[str, Any], target: Targ
         else:
             place = builder.gep(words, [ir.Constant(i64.ir, at)], source_etype=i64.ir)
             at += 1
-            if isinstance(annotation, list):
-                arguments[name] = Pointer(builder.load(place, typ=pointer), annotation[0])
-            else:
-                assert isinstance(annotation, Type)
-                arguments[name] = Value(builder.load(place, typ=annotation.ir), annotation)
+            kind, (type,) = annotation.__origin__, annotation.__metadata__
+            loaded = builder.load(place, typ=pointer if kind is Pointer else type.ir)
+            arguments[name] = kind(loaded, type)
     body = builder.append_basic_block("body")
     builder.branch(body)
     builder.position_at_end(body)

@@ -14,8 +14,14 @@ from runtime.kernels.cpu.compiler import Target
 from runtime.kernels.cpu.dot import Dot, repeated_quad
 from runtime.kernels.cpu.interleaved_weight import COLUMNS, QUAD, ROWS, WeightForm
 from runtime.kernels.cpu.language import (
+    F16s,
+    F32s,
+    Float,
+    I8s,
+    I32s,
+    Int,
     Pointer,
-    Type,
+    U8s,
     Value,
     Variable,
     bf16,
@@ -32,10 +38,10 @@ from runtime.kernels.cpu.language import (
     zeros,
 )
 
-TYPES = {
+TYPES: dict[torch.dtype, Type] = {
     torch.float16: f16,
     torch.bfloat16: bf16,
-    torch.float32: f32,
+    torch.float32: Float,
     torch.uint8: u8,
     torch.int8: i8,
 }
@@ -43,22 +49,22 @@ _QUADS = COLUMNS // QUAD
 
 
 def int_product(
-    values: [u8],
-    scales: [f32],  # of form.scale_dtype, like minimums
-    minimums: [f32],
-    super_scales: [f16],
-    super_minimums: [f16],
-    x: [i8],  # [rows, K / 32, limbs, 32]
-    x_scales: [f32],  # [rows, K / 32]
-    x_sums: [i32],  # [rows, K / 32, 2]: sums of half chunks
-    bias: [f32],  # [blocks * 16], read if has_bias
-    out: [f32],  # [rows, >= blocks * 16], rows out_stride apart
-    num_rows: i64,
-    num_blocks: i64,
-    num_chunks: i64,
-    out_stride: i64,
-    part: i64,
-    parts: i64,
+    values: U8s,
+    scales: F32s,  # of form.scale_dtype, like minimums
+    minimums: F32s,
+    super_scales: F16s,
+    super_minimums: F16s,
+    x: I8s,  # [rows, K / 32, limbs, 32]
+    x_scales: F32s,  # [rows, K / 32]
+    x_sums: I32s,  # [rows, K / 32, 2]: sums of half chunks
+    bias: F32s,  # [blocks * 16], read if has_bias
+    out: F32s,  # [rows, >= blocks * 16], rows out_stride apart
+    num_rows: Int,
+    num_blocks: Int,
+    num_chunks: Int,
+    out_stride: Int,
+    part: Int,
+    parts: Int,
     target: Target,
     form: WeightForm,
     limbs: int,
@@ -78,7 +84,9 @@ def int_product(
                 for half in range(ROWS // lanes):
                     rows = _Rows(x, x_scales, x_sums, first, tile, num_chunks, limbs, lanes)
                     weight = _Block(target, form, values, block, half, lanes, num_chunks)
-                    shared = _Scales(form, scales, minimums, super_scales, super_minimums, block, half, lanes, num_chunks)
+                    shared = _Scales(
+                        form, scales, minimums, super_scales, super_minimums, block, half, lanes, num_chunks
+                    )
                     sums = _multiply(weight, shared, rows)
                     at = block * ROWS + half * lanes
                     for m, total in enumerate(sums):

@@ -120,7 +120,7 @@ def _pack(quads: torch.Tensor, bits: int) -> torch.Tensor:
 def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """The inverse of `_pack`."""
     if bits == 8:
-        return packed.unflatten(2, (8, -1))
+        return packed.view(*packed.shape[:2], 8, -1)
     nibbles, plane = packed.split([ROWS * COLUMNS // 2, packed.shape[2] - ROWS * COLUMNS // 2], 2)
     vectors = nibbles.unflatten(2, (4, -1))
     quads = torch.stack((vectors & 15, vectors >> 4), 3).flatten(2, 3)
@@ -129,12 +129,13 @@ def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     each = bits - 4
     shifts = torch.arange(0, 8, each, dtype=torch.uint8)[:, None]
     high = (plane.unflatten(2, (each, 1, -1)) >> shifts & (1 << each) - 1).flatten(2, 3)
-    return quads | high << 4
+    whole: torch.Tensor = quads | high << 4
+    return whole
 
 
 def values_of(weight: InterleavedWeight) -> torch.Tensor:
     """The values, uint8 [padded N, K]."""
-    quads = _unpack(weight.values, weight.form.bits).unflatten(3, (ROWS, QUAD))
+    quads: torch.Tensor = _unpack(weight.values, weight.form.bits).view(*weight.values.shape[:2], -1, ROWS, QUAD)
     return quads.permute(0, 3, 1, 2, 4).reshape(-1, weight.shape[1])
 
 

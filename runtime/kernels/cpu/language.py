@@ -12,10 +12,10 @@ vector. A float operation rounds once: nothing is fused, so a kernel gives the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from llvmlite import ir
 
@@ -53,8 +53,6 @@ class Type:
 i8, i16, i32, i64 = (Type("i", bits) for bits in (8, 16, 32, 64))
 u8, u16, u32 = (Type("u", bits) for bits in (8, 16, 32))
 f16, f32, bf16, bit = Type("f", 16), Type("f", 32), Type("b", 16), Type("i", 1)
-
-Number = "Value | int | float"
 
 
 class Trace:
@@ -195,14 +193,11 @@ class Value:
         size = self.type.lanes // parts
         return [self.lanes(range(i * size, (i + 1) * size)) for i in range(parts)]
 
-    def reduce(self, combine: Any) -> Value:
+    def reduce(self, combine: Callable[[Value, Value], Value]) -> Value:
         """All lanes combined into one number, halves with halves: the order is the same on every CPU."""
         value = self
         while value.type.lanes > 1:
-            low, high = value.split(2)
-            value = combine(low, high)
-            if value.type.lanes == 1:
-                return value
+            value = combine(*value.split(2))
         return value
 
 
@@ -256,6 +251,17 @@ class Pointer:
         """Bring the line of an address near, for one use."""
         flags = [ir.Constant(ir.IntType(32), flag) for flag in (0, 2, 1)]  # read, keep in L2, data
         Trace.intrinsic("llvm.prefetch.p0", ir.VoidType(), [(self + offset).ir, *flags])
+
+
+# Annotations of the parameters of kernels: numbers, and numbers in memory.
+Int = Annotated[Value, i64]
+Float = Annotated[Value, f32]
+I8s = Annotated[Pointer, i8]
+U8s = Annotated[Pointer, u8]
+I32s = Annotated[Pointer, i32]
+I64s = Annotated[Pointer, i64]
+F16s = Annotated[Pointer, f16]
+F32s = Annotated[Pointer, f32]
 
 
 def number(value: Any, type: Type) -> Value:

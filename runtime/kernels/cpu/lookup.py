@@ -4,22 +4,34 @@ from __future__ import annotations
 
 from runtime.kernels.cpu.int_product import TYPES
 from runtime.kernels.cpu.interleaved_weight import COLUMNS, QUAD, ROWS, WeightForm
-from runtime.kernels.cpu.language import Pointer, Value, f16, f32, i64, loop, share, u8
+from runtime.kernels.cpu.language import (
+    F16s,
+    F32s,
+    Float,
+    I64s,
+    Int,
+    Pointer,
+    U8s,
+    Value,
+    f32,
+    loop,
+    share,
+)
 
 
 def lookup(
-    values: [u8],
-    scales: [f32],  # of form.scale_dtype, like minimums
-    minimums: [f32],
-    super_scales: [f16],
-    super_minimums: [f16],
-    ids: [i64],  # [rows]
-    out: [f32],  # [rows, columns]
-    num_rows: i64,
-    columns: i64,
-    factor: f32,
-    part: i64,
-    parts: i64,
+    values: U8s,
+    scales: F32s,  # of form.scale_dtype, like minimums
+    minimums: F32s,
+    super_scales: F16s,
+    super_minimums: F16s,
+    ids: I64s,  # [rows]
+    out: F32s,  # [rows, columns]
+    num_rows: Int,
+    columns: Int,
+    factor: Float,
+    part: Int,
+    parts: Int,
     form: WeightForm,
 ) -> None:
     """out[i] = factor * row ids[i]. Part i of n: a share of the rows."""
