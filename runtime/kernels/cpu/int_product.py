@@ -21,6 +21,7 @@ from runtime.kernels.cpu.language import (
     I32s,
     Int,
     Pointer,
+    Type,
     U8s,
     Value,
     Variable,
@@ -41,7 +42,7 @@ from runtime.kernels.cpu.language import (
 TYPES: dict[torch.dtype, Type] = {
     torch.float16: f16,
     torch.bfloat16: bf16,
-    torch.float32: Float,
+    torch.float32: f32,
     torch.uint8: u8,
     torch.int8: i8,
 }

@@ -188,6 +188,11 @@ class Value:
     def __getitem__(self, lane: int) -> Value:
         return Value(Trace.builder.extract_element(self.ir, ir.Constant(ir.IntType(32), lane)), self.type(1))
 
+    def with_lane(self, lane: int, value: Value) -> Value:
+        """This vector with another number in one lane."""
+        at = ir.Constant(ir.IntType(32), lane)
+        return Value(Trace.builder.insert_element(self.ir, value.ir, at), self.type)
+
     def split(self, parts: int) -> list[Value]:
         """Neighbouring lanes as vectors of equal size."""
         size = self.type.lanes // parts
@@ -315,7 +320,7 @@ def _conversion(own: Type, target: Type) -> str:
     if target.is_float:
         return "sitofp" if own.kind == "i" else "uitofp"
     if target.bits == own.bits:
-        return "bitcast"
+        return "bitcast"  # of another sign
     if target.bits < own.bits:
         return "trunc"
     return "sext" if own.kind == "i" and own.bits > 1 else "zext"
@@ -367,7 +372,7 @@ def rounded(value: Value) -> Value:
     return _unary("rint", value)
 
 
-def loop(begin: Any, end: Any, step: int = 1) -> Iterator[Value]:
+def loop(begin: Any, end: Any, step: Any = 1) -> Iterator[Value]:
     """A compiled loop; the body of the Python loop is traced once."""
     builder = Trace.builder
     body, done = builder.append_basic_block("loop"), builder.append_basic_block("done")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.kernels.cpu.language import Value, f32, i32, maximum, minimum, rounded
+from runtime.kernels.cpu.language import Value, f32, i32, maximum, minimum, rounded, where
 
 _LOG2_E = 1.44269504088896341
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
@@ -27,3 +27,28 @@ def exp(x: Value) -> Value:
 def sigmoid(x: Value) -> Value:
     """1 / (1 + e ** -x)."""
     return 1.0 / (exp(0.0 - x) + 1.0)
+
+
+# log(1 + z) = z - z^2 / 2 + z^3 * p(z): the coefficients of Cephes' logf, the highest power first.
+_LOG = (
+    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
+    2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
+)  # fmt: skip
+_HALF_SQRT = 0.70710678118654752440
+
+
+def log(x: Value) -> Value:
+    """The natural logarithm of a positive, normal x, within 2 units in the last place."""
+    lanes = x.type.lanes
+    raw = x.bitcast(i32(lanes))
+    exponent = (raw >> 23) - 126
+    mantissa = ((raw & 0x7FFFFF) | 0x3F000000).bitcast(f32(lanes))  # in [1/2, 1)
+    is_low = mantissa < _HALF_SQRT
+    z = where(is_low, mantissa + mantissa, mantissa) - 1.0
+    power = where(is_low, exponent - 1, exponent).to(f32)
+    p = z * _LOG[0] + _LOG[1]
+    for coefficient in _LOG[2:]:
+        p = p * z + coefficient
+    square = z * z
+    y = p * z * square + power * _LN2_LOW - square * 0.5
+    return z + y + power * _LN2_HIGH
