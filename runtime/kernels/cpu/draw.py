@@ -49,6 +49,7 @@ def draw(
     first_id: Int,  # token id of the first column
     part: Int,
     parts: Int,
+    checked: bool,  # a logit that is not finite fails its tile
 ) -> None:
     """Part i of n: every n-th tile from i on."""
     tiles = (vocab + (TILE - 1)) // TILE
@@ -64,8 +65,10 @@ def draw(
             _best(own, begin, end, first_id, best, bad, noised)
         with when(is_drawn.equals(number(0, bit))):
             _best(own, begin, end, first_id, best, bad, lambda x, ids: x)
-        is_finite = bad.now.equals(0.0)
-        keys.store(task, where(is_finite, best.now, number(_FAILED, i64)))
+        found = best.now
+        if checked:
+            found = where(bad.now.equals(0.0), found, number(_FAILED, i64))
+        keys.store(task, found)
 
 
 def _best(

@@ -16,7 +16,6 @@ from runtime.kernels.cpu.interleaved_weight import COLUMNS, QUAD, ROWS, WeightFo
 from runtime.kernels.cpu.language import (
     F16s,
     F32s,
-    Float,
     I8s,
     I32s,
     Int,
