@@ -5,10 +5,11 @@ Only `select` decides which one runs (C7)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -42,7 +43,26 @@ from runtime.kernels.quantized.fp8_w8a8_gemm import has_fp8_gemm
 from runtime.kernels.quantized.int_wna16_gemm import has_int_wna16_gemm
 from runtime.kernels.quantized.quantized_linear import Fp8Linear, Int16Linear, QuantizedLinear
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
+from runtime.kernels.sampling.token_keys import DrawnKeys
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
+
+
+class Tape(Protocol):
+    """Recorded calls of kernels (runtime/kernels/cpu/pool.py)."""
+
+
+class TapeRecorder(Protocol):
+    """Records calls of kernels and runs them again (runtime/kernels/cpu/launcher.py)."""
+
+    def record(self) -> AbstractContextManager[Tape]: ...
+    def replay(self, tape: Tape) -> None: ...
+
+
+class CompiledKernels(NamedTuple):
+    """What the steps of a CPU use of its compiled kernels, besides the operations of a decoder."""
+
+    launcher: TapeRecorder
+    drawn_keys: DrawnKeys
 
 
 class RopeStoreKV(Protocol):
@@ -108,6 +128,7 @@ class Kernels:
     add_adapters: AddAdapters
     quantized_linear: Callable[[QuantizedWeight, torch.Tensor | None], Linear] | None = None  # on a GPU
     quantized_experts: QuantizedMixture | None = None
+    compiled: CompiledKernels | None = None  # with the `llvm` backend
 
 
 def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:

@@ -9,10 +9,10 @@ from runtime.kernels.cpu.launcher import Launcher, kernel
 
 
 class BestKeys:
-    """`best_keys_noised_torch` as one kernel."""
+    """`drawn_keys_torch` as one kernel."""
 
-    def __init__(self) -> None:
-        self._launcher = Launcher()
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
 
     def __call__(
         self,

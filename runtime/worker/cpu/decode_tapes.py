@@ -8,14 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.kernels.cpu.launcher import Launcher
-from runtime.kernels.cpu.pool import Tape
-from runtime.kernels.cpu.tiled_attention import TiledRows
+from runtime.kernels.cpu.tiled_rows import TiledRows
+from runtime.kernels.table import Tape, TapeRecorder
 from runtime.models.decoder import Decoder
 from runtime.models.forward_batch import ForwardBatch
 from runtime.worker.kv_cache import KVCache
@@ -28,8 +25,7 @@ class _Recorded:
     """A tape with its inputs and results."""
 
     tape: Tape
-    inputs: torch.Tensor  # int64 [3, n]: token ids, positions, places in the cache
-    tiles: NDArray[np.int32]  # [n, 4]
+    batch: ForwardBatch
     hidden: torch.Tensor
     logits: torch.Tensor
 
@@ -37,9 +33,8 @@ class _Recorded:
 class DecodeTapes:
     """The tapes of one decoder."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, launcher: Launcher, tables: NDArray[np.int32]) -> None:
+    def __init__(self, decoder: Decoder, cache: KVCache, launcher: TapeRecorder) -> None:
         self.decoder, self.cache, self.launcher = decoder, cache, launcher
-        self.tables = torch.from_numpy(tables)  # the block tables of all slots
         self._recorded: dict[int, _Recorded] = {}
         self._is_complete = True  # false if the decoder has operations that are not kernels
 
@@ -47,29 +42,29 @@ class DecodeTapes:
         """True if steps of this many rows may run as tapes."""
         return self._is_complete and num_rows <= MAX_ROWS
 
-    def run(
-        self,
-        inputs: NDArray[np.int64],  # [3, n]: token ids, positions, places in the cache
-        tiles: NDArray[np.int32],  # [n, 4]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """The hidden states [n, hidden] and the logits [n, vocab] of decode rows, valid until the next step."""
-        found = self._recorded.get(len(tiles))
+        found = self._recorded.get(len(batch.token_ids))
         if found is None:
-            return self._record(inputs, tiles)
-        found.inputs.numpy()[:], found.tiles[:] = inputs, tiles
+            return self._record(batch)
+        own, tiled, new_tiled = found.batch, found.batch.attention, batch.attention
+        assert isinstance(tiled, TiledRows)
+        assert isinstance(new_tiled, TiledRows)
+        own.token_ids.copy_(batch.token_ids)
+        own.positions.copy_(batch.positions)
+        own.kv_index.copy_(batch.kv_index)
+        tiled.tiles.copy_(new_tiled.tiles)
         self.launcher.replay(found.tape)
         return found.hidden, found.logits
 
-    def _record(self, inputs: NDArray[np.int64], tiles: NDArray[np.int32]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _record(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a step and keep its calls, if they are all that it computes."""
-        own, tiles = torch.from_numpy(inputs.copy()), tiles.copy()
-        batch = ForwardBatch(*own, TiledRows(len(tiles), torch.from_numpy(tiles), self.tables))
         with self.launcher.record() as tape, _Operations() as operations:
             hidden = self.decoder.forward(batch, self.cache.layers)
             logits = self.decoder.logits(hidden)
         self._is_complete = not operations.computed
         if self._is_complete:
-            self._recorded[len(tiles)] = _Recorded(tape, own, tiles, hidden, logits)
+            self._recorded[len(batch.token_ids)] = _Recorded(tape, batch, hidden, logits)
         return hidden, logits
 
 
