@@ -1,6 +1,7 @@
 """The threads of compiled kernels: each part is computed once, in order, with any number of threads."""
 
 import ctypes
+import itertools
 import os
 import threading
 import time
@@ -30,7 +31,7 @@ def address() -> int:
 def chain(length: int, parts: int) -> tuple[Tape, list[np.ndarray]]:
     """A tape in which each kernel sums the results of the one before it."""
     tape, arrays = Tape(), [np.zeros(parts, np.int64) for _ in range(length + 1)]
-    for source, out in zip(arrays, arrays[1:], strict=False):
+    for source, out in itertools.pairwise(arrays):
         tape.add(address(), (ctypes.c_int64 * 3)(source.ctypes.data, out.ctypes.data, parts), parts)
     return tape, arrays
 
