@@ -4,7 +4,7 @@ Only `select` decides which one runs (C7)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -17,6 +17,9 @@ from runtime.kernels.attention.decode_attention import decode_attention
 from runtime.kernels.attention.paged_attention import PagedBatch
 from runtime.kernels.attention.prefill_attention import prefill_attention
 from runtime.kernels.attention.rope import rope_rows_torch, rope_rows_triton, rope_store_kv_torch, rope_store_kv_triton
+from runtime.kernels.cpu.int_product_torch import lookup_torch
+from runtime.kernels.cpu.interleaved_linear import InterleavedLinear
+from runtime.kernels.cpu.interleaved_weight import InterleavedWeight
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts, has_fp8_moe
 from runtime.kernels.experts.moe_torch import ExpertLayer, Experts
 from runtime.kernels.experts.moe_w16a16 import GroupedExperts
@@ -108,6 +111,9 @@ class Kernels:
     add_adapters: AddAdapters
     quantized_linear: Callable[[QuantizedWeight, torch.Tensor | None], Linear] | None = None  # on a GPU
     quantized_experts: QuantizedMixture | None = None
+    # On a CPU: the rows of all parts, which may differ in form, and dequantized rows by their index.
+    interleaved_linear: Callable[[Sequence[InterleavedWeight], torch.Tensor | None], Linear] | None = None
+    interleaved_lookup: Callable[[InterleavedWeight, torch.Tensor], torch.Tensor] | None = None
 
 
 def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
@@ -150,6 +156,8 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
         partial(add_adapters_torch, multiply=lambda x, weight: product(weight)(x))
         if deterministic
         else add_adapters_torch,
+        interleaved_linear=lambda parts, bias: InterleavedLinear(parts, bias, norm, activate),
+        interleaved_lookup=lambda weight, ids: lookup_torch(weight, ids).to(numerics.dtype),
     )
 
 
