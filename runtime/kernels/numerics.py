@@ -14,7 +14,7 @@ class Numerics:
 
     dtype: torch.dtype
     device: torch.device
-    backend: Literal["torch", "triton"]
+    backend: Literal["torch", "triton", "llvm"]  # llvm: torch, with native products of quantized weights
     packed: bool  # true if linear layers are pre-packed for oneDNN
     deterministic: bool
     rank_invariant: bool = False  # implies deterministic

@@ -4,12 +4,11 @@ Only `select` decides which one runs (C7)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -18,6 +17,7 @@ from runtime.kernels.attention.decode_attention import decode_attention
 from runtime.kernels.attention.paged_attention import PagedBatch
 from runtime.kernels.attention.prefill_attention import prefill_attention
 from runtime.kernels.attention.rope import rope_rows_torch, rope_rows_triton, rope_store_kv_torch, rope_store_kv_triton
+from runtime.kernels.cpu.interleaved_weight import InterleavedWeight
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts, has_fp8_moe
 from runtime.kernels.experts.moe_torch import ExpertLayer, Experts
 from runtime.kernels.experts.moe_w16a16 import GroupedExperts
@@ -46,23 +46,16 @@ from runtime.kernels.quantized.quantized_weight import QuantizedWeight
 from runtime.kernels.sampling.token_keys import DrawnKeys
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 
-
-class Tape(Protocol):
-    """Recorded calls of kernels (runtime/kernels/cpu/pool.py)."""
-
-
-class TapeRecorder(Protocol):
-    """Records calls of kernels and runs them again (runtime/kernels/cpu/launcher.py)."""
-
-    def record(self) -> AbstractContextManager[Tape]: ...
-    def replay(self, tape: Tape) -> None: ...
+if TYPE_CHECKING:  # it imports llvmlite, which only CPUs need
+    from runtime.kernels.cpu.launcher import Launcher
 
 
 class CompiledKernels(NamedTuple):
     """What the steps of a CPU use of its compiled kernels, besides the operations of a decoder."""
 
-    launcher: TapeRecorder
+    launcher: Launcher
     drawn_keys: DrawnKeys
+    attends: bool  # attention and rotary positions are compiled, too; steps then make `TiledRows`
 
 
 class RopeStoreKV(Protocol):
@@ -128,6 +121,9 @@ class Kernels:
     add_adapters: AddAdapters
     quantized_linear: Callable[[QuantizedWeight, torch.Tensor | None], Linear] | None = None  # on a GPU
     quantized_experts: QuantizedMixture | None = None
+    # On a CPU: the rows of all parts, which may differ in form, and dequantized rows by their index.
+    interleaved_linear: Callable[[Sequence[InterleavedWeight], torch.Tensor | None], Linear] | None = None
+    interleaved_lookup: Callable[[InterleavedWeight, torch.Tensor], torch.Tensor] | None = None
     compiled: CompiledKernels | None = None  # with the `llvm` backend
 
 
@@ -158,7 +154,7 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
     def product(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
         return cpu_product(weight, bias, numerics.packed, deterministic)
 
-    return Kernels(
+    references = Kernels(
         norm,
         rms_norm_in_place_torch,
         activate,
@@ -172,6 +168,11 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
         if deterministic
         else add_adapters_torch,
     )
+    if numerics.backend != "llvm":
+        return references
+    from runtime.kernels.cpu.operations import compiled_operations  # imports llvmlite, which only this backend needs
+
+    return compiled_operations(numerics, spec, references)
 
 
 def _quantized_linear(

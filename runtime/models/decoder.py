@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from runtime.kernels.attention.stored_kv import KVLayer
 from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.collectives.heads_norm import HeadsNorm
+from runtime.kernels.cpu.interleaved_weight import InterleavedWeight
 from runtime.kernels.experts.moe_torch import ExpertLayer
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
@@ -71,11 +72,7 @@ class Decoder:
 
     def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
         """[num_tokens, hidden] of the token embedding, with positions if they are learned."""
-        h = (
-            F.embedding(batch.token_ids, self.embed)
-            if self.embed_tokens is None
-            else self.embed_tokens(batch.token_ids)
-        )
+        h = self.embed_tokens(batch.token_ids)
         if self.embed_scale != 1.0:
             h.mul_(self.embed_scale)
         if self.position_embed is not None:
@@ -122,8 +119,8 @@ class Layer:
 class DecoderWeights(NamedTuple):
     """The weights and tables of a decoder."""
 
-    embed: torch.Tensor  # [own tokens, hidden]
-    embed_tokens: Callable[[torch.Tensor], torch.Tensor] | None  # the embedding of a rank; None if `embed` is whole
+    embed: torch.Tensor | InterleavedWeight  # [own tokens, hidden]
+    embed_tokens: Callable[[torch.Tensor], torch.Tensor]  # token ids -> [num_tokens, hidden]
     positions: torch.Tensor | None  # [num_positions, hidden], with spec.learned_positions
     ropes: list[torch.Tensor]  # rotary tables
     query_scales: torch.Tensor | None  # [num_positions, ...] of q by position

@@ -77,24 +77,22 @@ class _LayerBuilder:
         spec, maps, device = self.spec, self.maps, numerics.device
         table = partial(rope_table, head_dim=spec.head_dim, num_positions=self.num_positions, dtype=numerics.dtype)
         scales = query_scale_table(spec.rope, self.num_positions)
-        (embed,) = self.read("embed")
+        embed = maps.embedding()
         positions = self.read("positions")[0] if spec.learned_positions else None
         layers = [self._layer(i) for i in range(spec.num_layers)]
         final_norm = head_norm = self._norm("final_norm")
         if spec.logit_scale != 1.0:  # the norm applies it in float32, before the head
             head_norm = final_norm.float() * spec.logit_scale
-        head = maps.format_of("head")
-        head_weight = head.encode(embed) if spec.tied_head else self.read("head")
         return DecoderWeights(
-            embed,
-            maps.embedding(embed),
+            embed.table,
+            embed.lookup,
             positions,
             ropes=[table(rope).to(device) for rope in self.rope_specs],
             query_scales=None if scales is None else scales.to(device),
             layers=layers,
             final_norm=final_norm,
             head_norm=head_norm,
-            head=maps.columns(["head"], head, head_weight, None),
+            head=maps.head(embed.table),
         )
 
     def _layer(self, index: int) -> Layer:

@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from runtime.kernels.collectives.communicator import OneRank
 from runtime.kernels.collectives.heads_norm import HeadsNorm, HeadsWeight
-from runtime.kernels.experts.moe_torch import ExpertLayer
-from runtime.kernels.linear.linear_torch import Linear
+from runtime.kernels.cpu.interleaved_weight import ROWS, InterleavedWeight, dequantize_interleaved
+from runtime.kernels.experts.moe_torch import ExpertLayer, Experts
+from runtime.kernels.linear.linear_torch import Linear, Product
 from runtime.kernels.table import Kernels
 from runtime.models.weights import ReadWeight
+from runtime.quant.quantized_formats import InterleavedFormat, fused_linear
 from runtime.quant.weight_format import DENSE, Weight, WeightFormat
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.spec.sharding import Part
 
 FormatOf = Callable[[str], WeightFormat]  # of a parameter by its name
 SUMS = ("out", "down")  # each rank of a group has some inputs of these maps, so results are summed over ranks
+_AT_ONCE = 1 << 22  # numbers of an embedding that are read at once
+
+
+class MapPart(NamedTuple):
+    """Rows of a fused map: the weights of some of its parameters, joined in one format."""
+
+    names: list[str]
+    weight_format: WeightFormat
+    weight: Weight
+
+
+class Embedding(NamedTuple):
+    """A token embedding."""
+
+    table: torch.Tensor | InterleavedWeight  # [own tokens, hidden]
+    lookup: Callable[[torch.Tensor], torch.Tensor]  # token ids -> [num_tokens, hidden]
 
 
 class LinearMaps:
@@ -31,21 +53,21 @@ class LinearMaps:
         """A fused linear map of a layer."""
         if name in SUMS:
             return self._sum(prefix, name)
-        weight_format, weight = self._weight(prefix, name)
-        parts, bias = [f"{prefix}{part}" for part in self.spec.linears()[name][0]], self._bias(prefix, name)
-        return self.columns([f"{part}.weight" for part in parts], weight_format, weight, bias)
+        return self.columns(self._parts(prefix, name), self._bias(prefix, name))
 
-    def columns(
-        self, names: list[str], weight_format: WeightFormat, weight: Weight, bias: torch.Tensor | None
-    ) -> Linear:
-        """The map with the weights of these parameters. Each rank of a group has some of its outputs."""
-        return weight_format.linear(weight, bias, self.kernels)
+    def columns(self, parts: list[MapPart], bias: torch.Tensor | None) -> Linear:
+        """The map with these rows. Each rank of a group has some of its outputs."""
+        return fused_linear([(part.weight_format, part.weight) for part in parts], bias, self.kernels)
 
     def experts(self, prefix: str, spec: ExpertsSpec) -> ExpertLayer:
         """The mixture of experts of a layer."""
         router, prefixes = self._router(prefix), self._expert_prefixes(prefix, spec)
-        weights = ((self._weight(p, "gate_up")[1], self._weight(p, "down")[1]) for p in prefixes)
-        return self.format_of(f"{prefixes[0]}down.weight").experts(spec, router, weights, self.kernels)
+        weight_format = self.format_of(f"{prefixes[0]}down.weight")
+        if isinstance(weight_format, InterleavedFormat):
+            products = ((self._product(p, "gate_up"), self._product(p, "down")) for p in prefixes)
+            return Experts(spec, router, products, lambda product: product, self.kernels.activate)
+        weights = ((self._parts(p, "gate_up")[0].weight, self._parts(p, "down")[0].weight) for p in prefixes)
+        return weight_format.experts(spec, router, weights, self.kernels)
 
     def heads_norm(self, prefix: str) -> HeadsNorm:
         """The norms over all heads of q and of k."""
@@ -53,23 +75,73 @@ class LinearMaps:
         parts = [HeadsWeight(weight, [len(weight)]) for weight in weights]
         return HeadsNorm(parts, self.spec.norm_eps, self.kernels.norm_in_place, OneRank())
 
-    def embedding(self, embed: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Token ids -> [num_tokens, hidden], if a rank has some rows of `embed`; None if it has all."""
-        return None
+    def embedding(self) -> Embedding:
+        """The embedding, quantized if its format is interleaved."""
+        weight_format = self.format_of("embed")
+        if not isinstance(weight_format, InterleavedFormat):
+            (table,) = self.read("embed")
+            return Embedding(table, partial(F.embedding, weight=table))
+        interleaved = self._interleaved("embed", weight_format)
+        assert self.kernels.interleaved_lookup is not None
+        return Embedding(interleaved, partial(self.kernels.interleaved_lookup, interleaved))
+
+    def head(self, table: torch.Tensor | InterleavedWeight) -> Linear:
+        """The output head; `table` is that of the embedding."""
+        weight_format = self.format_of("head")
+        if self.spec.tied_head and weight_format is not self.format_of("embed"):  # a copy in its own format
+            dense = dequantize_interleaved(table) if isinstance(table, InterleavedWeight) else table
+            return self.columns([MapPart(["head"], weight_format, weight_format.encode(dense))], None)
+        if not isinstance(weight_format, InterleavedFormat):
+            weight = (table,) if isinstance(table, torch.Tensor) and self.spec.tied_head else self.read("head")
+            return self.columns([MapPart(["head"], weight_format, weight)], None)
+        return self._interleaved_head(weight_format, table)
+
+    def _interleaved_head(self, weight_format: InterleavedFormat, table: torch.Tensor | InterleavedWeight) -> Linear:
+        if not (self.spec.tied_head and isinstance(table, InterleavedWeight)):
+            table = self._interleaved("head", weight_format)
+        assert self.kernels.interleaved_linear is not None
+        return self.kernels.interleaved_linear([table], None)
+
+    def _interleaved(self, name: str, weight_format: InterleavedFormat) -> InterleavedWeight:
+        """The rank's rows of the embedding or the head, which are read in pieces."""
+        rows, step = self.spec.token_ids, max(1, _AT_ONCE // (self.spec.hidden_size * ROWS)) * ROWS
+        starts = range(rows.start, rows.stop, step)
+        pieces = (self.read(name, Part(0, start, min(start + step, rows.stop))) for start in starts)
+        return weight_format.interleaved(pieces, len(rows))
 
     def turned(self, name: str) -> torch.Tensor:
         """The weight of a norm of q or k, in the order that `rope_table` needs."""
         return self.read(name)[0].view(-1, self.spec.head_dim)[:, rope_permutation(self.spec)].flatten()
 
     def _sum(self, prefix: str, name: str) -> Linear:
-        weight_format, weight = self._weight(prefix, name)
-        return weight_format.linear(weight, self._bias(prefix, name), self.kernels)
+        return LinearMaps.columns(self, self._parts(prefix, name), self._bias(prefix, name))
 
-    def _weight(self, prefix: str, name: str) -> tuple[WeightFormat, Weight]:
-        """The weight of a fused linear map, and its format."""
-        names = [f"{prefix}{part}.weight" for part in self.spec.linears()[name][0]]
-        weight_format = self.format_of(names[0])
-        return weight_format, weight_format.join([self.read(name) for name in names], row_order(self.spec, name))
+    def _product(self, prefix: str, name: str) -> Product:
+        """The product of a map without a bias, for the inputs of this rank."""
+        return LinearMaps.columns(self, self._parts(prefix, name), None).product
+
+    def _parts(self, prefix: str, name: str) -> list[MapPart]:
+        """The weights of a fused map. Neighbours in one format are joined."""
+        order, at, parts = row_order(self.spec, name), 0, list[MapPart]()
+        groups = list[list[str]]()
+        for part in self.spec.linears()[name][0]:
+            parameter = f"{prefix}{part}.weight"
+            if groups and self._joins(groups[-1][0], parameter):
+                groups[-1].append(parameter)
+            else:
+                groups.append([parameter])
+        for names in groups:
+            weights = [self.read(parameter) for parameter in names]
+            num_rows = sum(len(weight[0]) for weight in weights)
+            own = None if order is None or at >= len(order) else order[at : at + num_rows] - at
+            weight_format, at = self.format_of(names[0]), at + num_rows
+            parts.append(MapPart(names, weight_format, weight_format.join(weights, own)))
+        return parts
+
+    def _joins(self, name: str, other: str) -> bool:
+        formats = self.format_of(name), self.format_of(other)
+        interleaved = [each.encoding for each in formats if isinstance(each, InterleavedFormat)]
+        return len(set(interleaved)) <= 1
 
     def _bias(self, prefix: str, name: str) -> torch.Tensor | None:
         parts, has_bias = self.spec.linears()[name]

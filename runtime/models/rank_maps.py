@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 
 from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.collectives.divided_linear import (
@@ -20,10 +17,11 @@ from runtime.kernels.collectives.divided_linear import (
     sum_of_leaves,
 )
 from runtime.kernels.collectives.heads_norm import HeadsNorm, HeadsWeight
+from runtime.kernels.cpu.interleaved_weight import InterleavedWeight
 from runtime.kernels.experts.moe_torch import ExpertLayer, Experts
 from runtime.kernels.linear.linear_torch import Linear, Product
-from runtime.models.linear_maps import SUMS, LinearMaps
-from runtime.quant.weight_format import Weight, WeightFormat
+from runtime.models.linear_maps import SUMS, Embedding, LinearMaps, MapPart
+from runtime.quant.quantized_formats import InterleavedFormat
 from runtime.spec.decoder_spec import ExpertsSpec
 from runtime.spec.sharding import leaves_of
 
@@ -62,36 +60,45 @@ class RankMaps(LinearMaps):
         """The lengths of the pieces of a norm's sum."""
         return [len(weight)]
 
-    def embedding(self, embed: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        if self.communicator.size == 1:
-            return None
-        first, communicator = self.spec.token_ids.start, self.communicator
+    def embedding(self) -> Embedding:
+        own, communicator = super().embedding(), self.communicator
+        if communicator.size == 1:
+            return own
+        first, num_rows = self.spec.token_ids.start, own.table.shape[0]
 
         def embedded(token_ids: torch.Tensor) -> torch.Tensor:
             places = token_ids - first
-            elsewhere = (places < 0) | (places >= len(embed))
-            own = F.embedding(places.masked_fill_(elsewhere, 0), embed)
-            return communicator.reduced(own.masked_fill_(elsewhere[:, None], 0))
+            elsewhere = (places < 0) | (places >= num_rows)
+            rows = own.lookup(places.masked_fill_(elsewhere, 0))
+            return communicator.reduced(rows.masked_fill_(elsewhere[:, None], 0))
 
-        return embedded
+        return Embedding(own.table, embedded)
 
 
 class LeafMaps(RankMaps):
     """Maps in leaves. Their bits do not depend on the number of ranks (EngineConfig.rank_invariant)."""
 
-    def columns(
-        self, names: list[str], weight_format: WeightFormat, weight: Weight, bias: torch.Tensor | None
-    ) -> Linear:
-        sizes = [leaf.stop - leaf.start for name in names for leaf in leaves_of(self.spec, name)]
+    def columns(self, parts: list[MapPart], bias: torch.Tensor | None) -> Linear:
+        sizes = [
+            [leaf.stop - leaf.start for name in part.names for leaf in leaves_of(self.spec, name)] for part in parts
+        ]
+        biases = [None] * len(parts) if bias is None else bias.split([sum(own) for own in sizes])
+        with_sizes = zip(parts, sizes, biases, strict=True)
+        return ColumnLeaves([leaf for one in with_sizes for leaf in self._leaves_of_outputs(*one)])
 
+    def _leaves_of_outputs(self, part: MapPart, sizes: list[int], bias: torch.Tensor | None) -> list[Linear]:
         def leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
             split = tensor.split([size * len(tensor) // sum(sizes) for size in sizes])
             return [leaf.clone() for leaf in split]  # aligned, because a library's sums may depend on alignment
 
-        weights = zip(*map(leaves, weight), strict=True)
+        weights = zip(*map(leaves, part.weight), strict=True)
         biases = [None] * len(sizes) if bias is None else leaves(bias)
         pairs = zip(weights, biases, strict=True)
-        return ColumnLeaves([weight_format.linear(leaf, own_bias, self.kernels) for leaf, own_bias in pairs])
+        return [part.weight_format.linear(leaf, own_bias, self.kernels) for leaf, own_bias in pairs]
+
+    def _interleaved_head(self, weight_format: InterleavedFormat, table: torch.Tensor | InterleavedWeight) -> Linear:
+        weight = self.read("embed" if self.spec.tied_head else "head")
+        return self.columns([MapPart(["head"], weight_format, weight)], None)
 
     def _sum(self, prefix: str, name: str) -> Linear:
         leaves = self._input_leaves(prefix, name)

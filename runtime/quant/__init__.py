@@ -55,7 +55,9 @@ def parse_schemes(
     linears = {
         parameter: name.removesuffix(".weight")
         for parameter, name in names().items()
-        if parameter == "head" or (parameter.endswith(".weight") and ".router." not in parameter)
+        if parameter == "head"
+        or (parameter == "embed" and method == "gguf")
+        or (parameter.endswith(".weight") and ".router." not in parameter)
     }
     readings = [
         {parameter: scheme for parameter, name in linears.items() if (scheme := rule(parameter, prefix + name))}

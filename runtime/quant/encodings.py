@@ -33,6 +33,7 @@ class Encoding(ABC):
     - quantized values [out, in], one a byte;
     - scales, float32 [ceil(out / scale_rows), ceil(in / group_size)];
     - with has_zero_points, zero points like scales;
+    - with super_size, scales and zero points are integers, and their factors follow: float16 [out, in / super_size];
     - with `reordered`, int64 [in]: the column of the weight for each column of values."""
 
     label: str  # such as "int4"
@@ -40,6 +41,9 @@ class Encoding(ABC):
     group_size: int = 0  # columns that share a scale; 0 for all
     has_zero_points: bool = False
     reordered: bool = False
+    scale_dtype: torch.dtype = torch.float32  # holds all scales and zero points without loss
+    value_bits: int = 0  # of a value, if fewer than `bits`
+    super_size: int = 0  # columns that share the factors of their scales and zero points; 0 without factors
 
     bits: ClassVar[int] = 8
 
@@ -54,6 +58,11 @@ class Encoding(ABC):
         )
         return self.label + block + (" with zero points" if self.has_zero_points else "")
 
+    @property
+    def flat(self) -> Encoding:
+        """The same numbers with 8-bit or 4-bit values and float32 scales."""
+        return replace(self, scale_dtype=torch.float32, value_bits=0, super_size=0)
+
     @abstractmethod
     def upcast(self, quantized: torch.Tensor) -> torch.Tensor:
         """Quantized values as float32 numbers, without their scales."""
@@ -67,8 +76,12 @@ class Encoding(ABC):
         """The nearest quantized values of float32 numbers, which are divided by their scales."""
 
     def encode(self, dense: torch.Tensor) -> Weight:
-        """Quantize `dense` by rounding to nearest."""
+        """Quantize `dense` by rounding to nearest. Scales are numbers of `scale_dtype`, and have no factors."""
         scale, *zero_points = self._shared(dense)
+        if self.scale_dtype != torch.float32:
+            smallest = max(SMALLEST_SCALE, torch.finfo(self.scale_dtype).smallest_normal)
+            scale = scale.to(self.scale_dtype).float().clamp_min(smallest)
+            zero_points = [tensor.to(self.scale_dtype).float() for tensor in zero_points]
         quantized = torch.empty(dense.shape, dtype=self._nearest(scale[:0]).dtype, device=dense.device)
         for rows, shared in self._pieces(dense):
             numbers = dense[rows]
@@ -91,25 +104,43 @@ class Encoding(ABC):
     def part(self, weight: Weight, part: Part) -> Weight:
         """Rows or columns of a weight that is not reordered; the part begins and ends with a block."""
         quantized, *shared = weight
-        if per := (self.scale_rows, self.group_size)[part.dim]:
+        num_scales = 1 + self.has_zero_points
+
+        def own(tensor: torch.Tensor, columns: int) -> torch.Tensor:
+            if not (per := (self.scale_rows, columns)[part.dim]):
+                return tensor
             start = part.start // per
-            shared = [tensor.narrow(part.dim, start, -(-part.stop // per) - start) for tensor in shared]
-        return quantized.narrow(part.dim, part.start, part.stop - part.start), *shared
+            return tensor.narrow(part.dim, start, -(-part.stop // per) - start)
+
+        return (
+            quantized.narrow(part.dim, part.start, part.stop - part.start),
+            *(own(tensor, self.group_size) for tensor in shared[:num_scales]),
+            *(own(tensor, self.super_size) for tensor in shared[num_scales:]),
+        )
+
+    def scales_of(self, weight: Weight) -> tuple[torch.Tensor, ...]:
+        """Scales, and perhaps zero points, times their factors: float32."""
+        end = 2 + self.has_zero_points
+        if not self.super_size:
+            return weight[1:end]
+        pairs = zip(weight[1:end], weight[end : 2 * end - 1], strict=True)
+        repeats = self.super_size // self.group_size
+        return tuple(factors.float().repeat_interleave(repeats, 1) * integers for integers, factors in pairs)
 
     def scale_shape(self, shape: Shape) -> Shape:
         return -(-shape[0] // self.scale_rows), -(-shape[1] // self.group_size) if self.group_size else 1
 
     def dequantize(self, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
         """The numbers [out, in], each rounded once to `dtype`."""
-        quantized, scale, *more = weight
+        quantized, (scale, *zero_points) = weight[0], self.scales_of(weight)
         dense = torch.empty(quantized.shape, dtype=dtype, device=quantized.device)
         for rows, shared in self._pieces(quantized):
             part = quantized[rows]
             numbers = self.upcast(part).mul_(self._spread(scale[shared], part.shape))
-            if self.has_zero_points:
-                numbers.sub_(self._spread(more[0][shared], part.shape))
+            if zero_points:
+                numbers.sub_(self._spread(zero_points[0][shared], part.shape))
             if self.reordered:
-                dense[rows].index_copy_(1, more[-1], numbers.to(dtype))
+                dense[rows].index_copy_(1, weight[-1], numbers.to(dtype))
             else:
                 dense[rows] = numbers
         return dense
@@ -140,7 +171,9 @@ class Encoding(ABC):
 
     def device_bytes(self, shape: Shape) -> int:
         """The bytes of a quantized weight, packed as densely as possible."""
-        return math.prod(shape) * self.bits // 8 + 4 * math.prod(self.scale_shape(shape)) * (1 + self.has_zero_points)
+        scale_bytes = math.prod(self.scale_shape(shape)) * (1 if self.super_size else 4)
+        factor_bytes = 2 * math.prod(shape) // self.super_size if self.super_size else 0
+        return math.prod(shape) * self.bits // 8 + (scale_bytes + factor_bytes) * (1 + self.has_zero_points)
 
 
 LARGEST_E4M3 = (448.0, 416.0, 384.0, 352.0, 320.0, 288.0, 256.0, 240.0)  # one octave of e4m3, the largest first
@@ -192,12 +225,16 @@ class Integer8(Encoding):
 
     def _shared(self, dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
         low, high = self._extremes(dense)
+        bits = self.value_bits or self.bits
         if not self.has_zero_points:
-            return (_scale(low, high, (1 << self.bits - 1) - 1),)
+            return (_scale(low, high, (1 << bits - 1) - 1),)
         low, high = low.clamp_max(0), high.clamp_min(0)
-        return _divided(high - low, (1 << self.bits) - 1).clamp_min(SMALLEST_SCALE), -low
+        return _divided(high - low, (1 << bits) - 1).clamp_min(SMALLEST_SCALE), -low
 
     def _nearest(self, numbers: torch.Tensor) -> torch.Tensor:
+        lowest, bits = 0 if self.has_zero_points else -1, self.value_bits or self.bits
+        if self.scale_dtype != torch.float32:  # a rounded scale may move the largest number beyond the last value
+            numbers = numbers.clamp((lowest << bits) // 2, (1 << bits) + (lowest << bits) // 2 - 1)
         return numbers.round_().to(torch.uint8 if self.has_zero_points else torch.int8)
 
 
@@ -281,4 +318,7 @@ def encoding_of(scheme: QuantizationScheme) -> Encoding:
         group_size=scheme.group_size,
         has_zero_points=not scheme.symmetric,
         reordered=scheme.reordered,
+        scale_dtype=getattr(torch, scheme.scale_dtype),
+        value_bits=scheme.value_bits,
+        super_size=scheme.super_size,
     )

@@ -24,8 +24,8 @@ from runtime.quant.checkpoint_layouts import (
 )
 from runtime.quant.encodings import Encoding, encoding_of
 from runtime.quant.gguf_blocks import TYPES, GgufBlocks
-from runtime.quant.products import lacks_vector_code, products_of
-from runtime.quant.quantized_formats import DequantizedFormat, QuantizedFormat
+from runtime.quant.products import LlvmProducts, products_of
+from runtime.quant.quantized_formats import DequantizedFormat, InterleavedFormat, QuantizedFormat
 from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import DENSE, Shape, WeightFormat
 from runtime.spec.config import EngineConfig
@@ -59,7 +59,8 @@ LAYOUTS: dict[str, Callable[[QuantizationScheme], CheckpointLayout]] = {  # by `
 def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[str], WeightFormat]:
     """A function from the name of a parameter of `spec.shapes()` to its format.
 
-    The parts of a fused layer get formats that join. Without numerics, formats only describe the checkpoint."""
+    The parts of a fused layer get formats that join, or an `InterleavedFormat` each. Without numerics, formats only
+    describe the checkpoint."""
     schemes, shapes, whole_shapes = spec.quantization, _shapes(spec), _shapes(spec.whole)
     products = products_of(numerics) if numerics else None
     if not schemes:
@@ -83,26 +84,27 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
             return False
         own, whole = shapes[parameter], whole_shapes[parameter]
         pieces = _pieces(spec, parameter, own, whole, numerics.rank_invariant)
-        has_whole_groups = all(n == whole[1] or n % (encoding.group_size or 1) == 0 for _, n in pieces)
+        together = encoding.super_size or encoding.group_size or 1
+        has_whole_groups = all(n == whole[1] or n % together == 0 for _, n in pieces)
         return has_whole_groups and all(encoding.fits(shape) and products.fits(encoding, shape) for shape in pieces)
 
     @cache
     def agree(names: tuple[str, ...]) -> bool:
-        encoding = own_encoding(names[0])
-        if (
-            encoding is None
-            or products is None
-            or not products.takes(encoding)
-            or (encoding.scale_rows > 1 and spec.rope.reorders_heads)
-        ):
+        encodings = [encoding for name in names if (encoding := own_encoding(name))]
+        if products is None or len(encodings) < len(names):
             return False
-        return all(own_encoding(name) == encoding and fits(encoding, name) for name in names)
+        if not isinstance(products, LlvmProducts) and len({encoding.flat for encoding in encodings}) > 1:
+            return False
+        if any(encoding.scale_rows > 1 for encoding in encodings) and spec.rope.reorders_heads:
+            return False
+        own = zip(encodings, names, strict=True)
+        return all(products.takes(encoding) and fits(encoding, name) for encoding, name in own)
 
     def stays(parameter: str) -> bool:
         """True if a weight can stay quantized on the device.
 
-        All weights of one product must have one encoding, and the device must have products for it. These weights are
-        the parts of a fused layer, or all experts of a layer."""
+        The device must have products for all weights of one layer: the parts of a fused layer, or all experts. On a GPU
+        they must have one encoding."""
         prefix, _, part = parameter.removesuffix(".weight").rpartition(".")
         layer, experts, _ = parameter.partition(".experts.")
         parts = next((parts for parts in linears if part in parts), None)
@@ -114,14 +116,23 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
     def of_kind(scheme: QuantizationScheme, shape: Shape, stay: bool) -> WeightFormat:
         layout = layout_of(scheme)
         encoding = layout.encoding(shape)
+        if stay and isinstance(products, LlvmProducts):
+            return InterleavedFormat(layout, encoding, products)
         return QuantizedFormat(layout, encoding, products) if stay and products else DequantizedFormat(layout, encoding)
 
     @cache
     def format_of(parameter: str) -> WeightFormat:
+        if parameter == "head" and parameter not in schemes and spec.tied_head:
+            parameter = "embed"
         if (scheme := schemes.get(parameter)) is None:
             return DENSE
-        stay = stays(parameter)
-        return DENSE if scheme.layout == PLAIN and not stay else of_kind(scheme, whole_shapes[parameter], stay)
+        is_table = parameter == "embed"
+        stay = stays(parameter) and (isinstance(products, LlvmProducts) or not is_table)
+        return (
+            DENSE
+            if (scheme.layout == PLAIN or is_table) and not stay
+            else of_kind(scheme, whole_shapes[parameter], stay)
+        )
 
     return format_of
 
@@ -154,8 +165,9 @@ def weight_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
     format_of = weight_formats(spec, numerics)
     size = sum(format_of(name).device_bytes(shape, numerics) for name, shape in spec.shapes().items())
     head = format_of("head")
+    is_table = isinstance(head, InterleavedFormat) and head is format_of("embed")  # which serves for both
     if spec.tied_head and (
-        numerics.packed or numerics.rank_invariant or head is not DENSE
+        numerics.rank_invariant or (not is_table and (numerics.packed or head is not DENSE))
     ):  # it is a second copy of the embedding, in its own layout
         size += head.device_bytes((spec.vocab_size, spec.hidden_size), numerics)
     return size
@@ -206,14 +218,13 @@ def check_products(spec: DecoderSpec, numerics: Numerics, config: EngineConfig, 
     can = encodings_at_load(numerics)
     for field, encoding in requested_encodings(config, is_draft).items():
         if encoding in encoded and encoding not in can:
-            in_half = encodings_at_load(replace(numerics, dtype=torch.bfloat16))
-            advice = f"use {' or '.join(can or in_half)}{'' if can else ' with dtype=bfloat16'}"
             where = f"in {numerics.dtype_name} on {numerics.device.type} ({numerics.backend} kernels)"
-            if lacks_vector_code(numerics):
-                where = "on a CPU without AVX2 and AVX-512"
+            elsewhere = replace(numerics, dtype=torch.bfloat16) if numerics.backend == "triton" else numerics
+            other = [] if can else encodings_at_load(elsewhere)
+            advice = f"use {' or '.join(can or other)}{'' if can else ' with dtype=bfloat16'}"
             raise CallboardError(
                 f"{field} is {encoding}, which has no products {where}; "
-                f"{advice if can or in_half else 'leave it at auto'}."
+                f"{advice if can or other else 'leave it at auto'}."
             )
     if (size := spec.shard.size) == 1:
         return

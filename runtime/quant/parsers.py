@@ -22,13 +22,21 @@ from runtime.quant.scheme import (
 _BITSANDBYTES_TABLES = {"nf4": "nf4", "fp4": "bitsandbytes fp4"}  # bnb_4bit_quant_type -> encoding
 _BITSANDBYTES_GROUP = 64  # consecutive weights that share a scale
 _GPTQ_LAYOUTS = ("gptq", "gptq_v2")  # values of checkpoint_format; "gptq" stores each zero point less one
+_K: dict[str, Any] = {
+    "group_size": 32,
+    "symmetric": False,
+    "super_size": 256,
+}  # types with factors of scales and of zero points
+_HALF: dict[str, Any] = {"group_size": 32, "scale_dtype": "float16"}
 _GGUF_TYPES = {
-    "Q8_0": QuantizationScheme("gguf Q8_0", "int8", group_size=32),
-    "Q4_0": QuantizationScheme("gguf Q4_0", "int4", group_size=32),
-    "Q4_1": QuantizationScheme("gguf Q4_1", "int4", group_size=32, symmetric=False),
-    "Q4_K": QuantizationScheme("gguf Q4_K", "int4", group_size=32, symmetric=False),
-    "Q5_K": QuantizationScheme("gguf Q5_K", "int8", group_size=32, symmetric=False),
-    "Q6_K": QuantizationScheme("gguf Q6_K", "int8", group_size=16),
+    "Q8_0": QuantizationScheme("gguf Q8_0", "int8", **_HALF),
+    "Q4_0": QuantizationScheme("gguf Q4_0", "int4", **_HALF),
+    "Q4_1": QuantizationScheme("gguf Q4_1", "int4", symmetric=False, **_HALF),
+    "Q5_0": QuantizationScheme("gguf Q5_0", "int8", value_bits=5, **_HALF),
+    "Q5_1": QuantizationScheme("gguf Q5_1", "int8", symmetric=False, value_bits=5, **_HALF),
+    "Q4_K": QuantizationScheme("gguf Q4_K", "int4", **_K),
+    "Q5_K": QuantizationScheme("gguf Q5_K", "int8", value_bits=5, **_K),
+    "Q6_K": QuantizationScheme("gguf Q6_K", "int8", group_size=16, value_bits=6, super_size=256),
 }
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 
+from runtime.kernels.cpu.interleaved_weight import (
+    COLUMNS,
+    InterleavedWeight,
+    RowMajorWeight,
+    WeightForm,
+    interleave_pieces,
+    interleaved_bytes,
+)
 from runtime.kernels.experts.moe_torch import ExpertLayer, Experts
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.quantized import wna16_cpu
 from runtime.kernels.quantized.fp8_w8a8_gemm import fits_fp8_gemm
 from runtime.kernels.quantized.quantized_weight import (
     MAX_GROUP,
@@ -66,53 +73,71 @@ class QuantizedProducts(Protocol):
         )
 
 
-class CpuProducts(QuantizedProducts):
-    """bfloat16 products on a CPU with AVX2 or AVX-512, for int4 weights, and for int8 weights with a scale a row."""
+class LlvmProducts(QuantizedProducts):
+    """Integer products on a CPU, of weights with 4 to 8 bits and a scale for each group of columns, or for each row.
 
-    def __init__(self, deterministic: bool) -> None:
-        self._deterministic = deterministic
+    A packed weight has the tensors of a `RowMajorWeight`."""
 
     def takes(self, encoding: Encoding) -> bool:
-        if encoding.scale_rows > 1 or not isinstance(encoding, Integer8):
-            return False
-        return isinstance(encoding, Integer4) or not (encoding.group_size or encoding.has_zero_points)
+        has_groups = encoding.group_size in (0, 16) or encoding.group_size % COLUMNS == 0
+        return isinstance(encoding, Integer8) and encoding.scale_rows == 1 and has_groups
 
     def fits(self, encoding: Encoding, shape: Shape) -> bool:
-        if encoding.bits == 8:
-            return shape[1] % wna16_cpu.INT8_COLUMNS == 0
-        return shape[0] % wna16_cpu.int4_rows() == 0 and _group(encoding, shape) > 0
+        return all(shape[1] % (size or 1) == 0 for size in (COLUMNS, encoding.group_size, encoding.super_size))
 
     def packed(self, encoding: Encoding, weight: Weight) -> Weight:
-        quantized, scale, *zero_points = weight
-        if encoding.bits == 8:
-            return quantized.contiguous(), scale.to(torch.bfloat16)
-        quantized = quantized if zero_points else (quantized + 8).view(torch.uint8)
-        zero = 8 * scale - zero_points[0] if zero_points else torch.zeros_like(scale)
-        repeats = quantized.shape[1] // _group(encoding, tuple(quantized.shape)) // scale.shape[1]
-        both = torch.stack((scale, zero), -1).to(torch.bfloat16).repeat_interleave(repeats, 1)
-        return quantized[:, ::2] | quantized[:, 1::2] << 4, both
+        values, *shared = weight
+        if not encoding.has_zero_points:
+            values = values.view(torch.uint8) + _form(encoding).offset
+        if shared[0].dtype == torch.float32:
+            known = encoding.scale_dtype
+            narrow = known if known != torch.float32 else _narrowest(shared)
+            shared = [tensor.to(narrow) for tensor in shared]
+        return values, *shared
 
     def device_bytes(self, encoding: Encoding, shape: Shape) -> int:
-        if encoding.bits == 8:
-            return shape[0] * (shape[1] + 2)
-        return shape[0] * (shape[1] // 2 + 4 * (shape[1] // _group(encoding, shape)))
+        """An upper bound: the scales of a checkpoint may have a narrower dtype than its config promises."""
+        return interleaved_bytes(_form(encoding), (shape[0], shape[1]))
+
+    def interleaved(self, encoding: Encoding, pieces: Iterable[Weight], num_rows: int) -> InterleavedWeight:
+        """The weight of `num_rows` from packed pieces of its rows (`interleave_pieces`)."""
+        return interleave_pieces((_row_major(encoding, piece) for piece in pieces), num_rows)
 
     def linear(self, encoding: Encoding, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
-        quantized, scale = weight
-        if encoding.bits == 8:
-            product = wna16_cpu.int8_product(quantized, scale.view(-1), bias, self._deterministic)
-        else:
-            by_group = scale.transpose(0, 1).contiguous()
-            product = wna16_cpu.int4_product(wna16_cpu.pack_int4(quantized), by_group, bias, self._deterministic)
-        return Linear(product, kernels.norm, kernels.activate)
+        assert kernels.interleaved_linear is not None
+        return kernels.interleaved_linear([self.interleaved(encoding, [weight], len(weight[0]))], bias)
 
 
-def _group(encoding: Encoding, shape: Shape) -> int:
-    """The group size on a CPU: the largest supported one that divides the encoding's; 0 if there is none."""
-    columns = encoding.group_size or shape[1]
-    if shape[1] % columns:
-        return 0
-    return next((group for group in wna16_cpu.INT4_GROUPS if columns % group == 0), 0)
+def _form(encoding: Encoding) -> WeightForm:
+    """The form of weights, with the widest scales that they may have. Symmetric values are stored unsigned."""
+    bits = encoding.value_bits or encoding.bits
+    of_factors = torch.uint8 if encoding.has_zero_points else torch.int8
+    return WeightForm(
+        bits,
+        encoding.group_size,
+        of_factors if encoding.super_size else encoding.scale_dtype,
+        0 if encoding.has_zero_points else 1 << bits - 1,
+        encoding.has_zero_points,
+        encoding.super_size,
+    )
+
+
+def _row_major(encoding: Encoding, weight: Weight) -> RowMajorWeight:
+    """A packed weight with its form. Random weights have no factors of scales."""
+    values, *shared = weight
+    count = 1 + encoding.has_zero_points
+    (scales, *minimums), factors = shared[:count], shared[count:]
+    form = _form(encoding)._replace(scale_dtype=scales.dtype, super_size=encoding.super_size if factors else 0)
+    more = [(*tensors, None)[0] for tensors in (minimums, factors[:1], factors[1:])]
+    return RowMajorWeight(form, values, scales, *more)
+
+
+def _narrowest(numbers: Sequence[torch.Tensor]) -> torch.dtype:
+    """The first dtype that holds all numbers without loss."""
+    for dtype in (torch.float16, torch.bfloat16):
+        if all(torch.equal(tensor.to(dtype).float(), tensor) for tensor in numbers):
+            return dtype
+    return torch.float32
 
 
 class TritonProducts(QuantizedProducts):
@@ -133,14 +158,14 @@ class TritonProducts(QuantizedProducts):
         return shape[1] % (2 * plane_of(encoding.group_size) if encoding.bits == 4 else 16) == 0
 
     def packed(self, encoding: Encoding, weight: Weight) -> Weight:
-        quantized, *more = weight
+        quantized, more = weight[0], encoding.scales_of(weight)
         if isinstance(encoding, Integer4 | Table):
             quantized = quantized if quantized.dtype == torch.uint8 else (quantized + 8).view(torch.uint8)
             return pack_planes(quantized, plane_of(encoding.group_size)), *more
         return ((quantized ^ 128).view(torch.int8) if quantized.dtype == torch.uint8 else quantized), *more
 
     def device_bytes(self, encoding: Encoding, shape: Shape) -> int:
-        return encoding.device_bytes(shape)
+        return encoding.flat.device_bytes(shape)
 
     def dequantizes(self, encoding: Encoding, shape: Shape) -> bool:
         name = "fp8" if isinstance(encoding, Float8) else ""
@@ -187,16 +212,10 @@ def _quantized(encoding: Encoding, weight: Weight) -> QuantizedWeight:
     )
 
 
-def lacks_vector_code(numerics: Numerics) -> bool:
-    """True for a CPU on which torch lacks fast products with quantized weights."""
-    return numerics.device.type == "cpu" and not wna16_cpu.has_vector_code()
-
-
 def products_of(numerics: Numerics) -> QuantizedProducts | None:
     """The products of a backend; None if it has none and dequantizes all weights."""
-    on_cpu = numerics.backend == "torch" and numerics.device.type == "cpu"
-    if on_cpu and numerics.dtype == torch.bfloat16 and not lacks_vector_code(numerics):
-        return CpuProducts(numerics.deterministic)
+    if numerics.backend == "llvm":
+        return LlvmProducts()
     if numerics.backend == "triton" and (numerics.dtype == torch.bfloat16 or INTERPRETED):
         return TritonProducts(numerics)
     return None

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
+from runtime.kernels.cpu.interleaved_weight import InterleavedWeight
 from runtime.kernels.experts.moe_torch import ExpertLayer
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import Kernels
 from runtime.quant.checkpoint_layouts import CheckpointLayout
 from runtime.quant.encodings import Encoding
-from runtime.quant.products import QuantizedProducts
+from runtime.quant.products import LlvmProducts, QuantizedProducts
 from runtime.quant.weight_format import DenseFormat, Location, Shape, StoredTensor, TensorSource, Weight, WeightFormat
 from runtime.spec.decoder_spec import ExpertsSpec
 from runtime.spec.sharding import Part
@@ -78,6 +79,8 @@ class QuantizedFormat(WeightFormat):
         return self._products.packed(self.encoding, self._layout.read(source, location, numerics.device))
 
     def encode(self, dense: torch.Tensor, parts: tuple[Part, ...] = ()) -> Weight:
+        if parts and parts[0].dim == 0 and self.encoding.scale_rows == 1:  # only these rows
+            dense, parts = torch.cat([dense[part.start : part.stop] for part in parts]), ()
         whole = self.encoding.encode(dense)
         pieces = [self.encoding.part(whole, part) for part in parts]
         return self._products.packed(self.encoding, self.encoding.join(pieces) if pieces else whole)
@@ -89,3 +92,33 @@ class QuantizedFormat(WeightFormat):
         self, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
     ) -> ExpertLayer:
         return self._products.experts(self.encoding, spec, router, weights, kernels)
+
+
+class InterleavedFormat(QuantizedFormat):
+    """Quantized on a CPU, where the weights of one layer may differ in encoding."""
+
+    def __init__(self, layout: CheckpointLayout, encoding: Encoding, products: LlvmProducts) -> None:
+        super().__init__(layout, encoding, products)
+        self._interleaved = products.interleaved
+        if encoding.value_bits:
+            self.name = encoding.name.replace(f"int{encoding.bits}", f"int{encoding.value_bits}")
+
+    def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
+        with threads_for(math.prod(location.shape)):
+            return super().read(source, location, numerics)
+
+    def interleaved(self, pieces: Iterable[Weight], num_rows: int) -> InterleavedWeight:
+        """The weight of `num_rows`. Pieces of its rows need less memory than the whole; all but the last have a
+        multiple of 16."""
+        return self._interleaved(self.encoding, pieces, num_rows)
+
+
+def fused_linear(parts: Sequence[tuple[WeightFormat, Weight]], bias: torch.Tensor | None, kernels: Kernels) -> Linear:
+    """The linear layer with the rows of all parts. Several parts have an `InterleavedFormat` each."""
+    if len(parts) == 1:
+        ((weight_format, weight),) = parts
+        return weight_format.linear(weight, bias, kernels)
+    interleaved = [f.interleaved([w], len(w[0])) for f, w in parts if isinstance(f, InterleavedFormat)]
+    assert len(interleaved) == len(parts), "parts of other formats are joined"
+    assert kernels.interleaved_linear is not None
+    return kernels.interleaved_linear(interleaved, bias)

@@ -21,6 +21,9 @@ class QuantizationScheme:
     symmetric: bool = True  # without zero points
     reordered: bool = False  # the columns of a group need not be neighbours; a tensor holds the group of each
     dequantized: bool = False  # dense on the device, even if it has products for the encoding
+    scale_dtype: str = "float32"  # a dtype that holds all scales and zero points
+    value_bits: int = 0  # of a value, if fewer than the encoding has; 0 for all of them
+    super_size: int = 0  # columns with a common factor of their scales; 0 without factors
 
 
 # (our parameter, its module in the checkpoint) -> its scheme, or None if it is not quantized. Examples of arguments:

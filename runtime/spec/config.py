@@ -101,15 +101,16 @@ class EngineConfig:
     quantization: Literal["auto", "none", "fp8", "int8", "int4", "nf4"] = setting(
         "auto",
         "weights of linear layers on the device: auto keeps the file's format, none dequantizes; the others quantize "
-        "an unquantized file to 8 or 4 bits while loading",
+        "an unquantized file to 8 or 4 bits while loading (on a CPU int8 and int4)",
     )
     head_quantization: Literal["auto", "none", "fp8", "int8"] = setting(
         "auto",
-        "the same for the output head; auto is int8 on a CPU with quantization int8 or int4, else the file's format",
+        "the same for the output head; auto is int8 on a CPU with quantization int8 or int4, else the file's format; "
+        "a head that shares the embedding's weights decides for both",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where the model runs; auto uses a GPU if there is one")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "compute dtype; auto is bfloat16 on a GPU, and on a CPU with quantization int8 or int4, else float32"
+        "auto", "dtype of activations; auto is bfloat16 on a GPU and float32 on a CPU"
     )
     kv_cache_dtype: Literal["auto", "none", "fp8", "int8"] = setting(
         "auto",
@@ -117,7 +118,10 @@ class EngineConfig:
         "and int8 (a scale per token and head) take half of bfloat16's memory; auto is fp8 if the checkpoint's "
         "kv_cache_scheme is, else none",
     )
-    kernel_backend: Literal["auto", "triton", "torch"] = setting("auto", "auto is triton on a GPU and torch on a CPU")
+    kernel_backend: Literal["auto", "triton", "torch", "llvm"] = setting(
+        "auto",
+        "auto is triton on a GPU, and on a CPU llvm, which multiplies quantized weights, or torch without llvmlite",
+    )
     deterministic: bool = setting(
         False,
         "bit-equal logits for every batch, chunking, cache hit and restart, on one machine with one num_threads; "

@@ -7,6 +7,7 @@ it together, in phases. Steps are `CpuSteps` (torch kernels) or `GpuSteps` (Trit
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import logging
 import math
 import os
@@ -21,7 +22,6 @@ from runtime.core.plan import StepPlan, StepResult
 from runtime.kernels.linear.linear_torch import can_pack
 from runtime.kernels.linear.tiles import multiplies_fp8
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.quantized import wna16_cpu
 from runtime.kernels.triton_language import INTERPRETED
 from runtime.quant.at_load import quantized_at_load
 from runtime.quant.model_formats import check_products, encodings_on_device, format_names
@@ -262,17 +262,20 @@ def choose_numerics(config: EngineConfig) -> Numerics:
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu and config.device != "cpu" else _CPU
     on_gpu = device.type == "cuda"
     if config.kernel_backend == "triton" and not (on_gpu or INTERPRETED):
-        raise CallboardError("kernel_backend is triton, which needs a GPU; use kernel_backend=torch on a CPU.")
-    backend = "triton" if on_gpu and config.kernel_backend == "auto" else config.kernel_backend
-    # On a CPU, products with quantized weights take bfloat16, and so do all other products of such a model.
-    asked = {config.quantization, config.head_quantization}
-    in_half = on_gpu or (not asked.isdisjoint(("int8", "int4")) and wna16_cpu.has_vector_code())
-    dtype = getattr(torch, ("bfloat16" if in_half else "float32") if config.dtype == "auto" else config.dtype)
+        raise CallboardError("kernel_backend is triton, which needs a GPU; use kernel_backend=llvm on a CPU.")
+    has_llvm = importlib.util.find_spec("llvmlite") is not None
+    if config.kernel_backend == "llvm" and (on_gpu or not has_llvm):
+        lack = "computes on a CPU; use device=cpu" if on_gpu else "needs the package llvmlite; install it"
+        raise CallboardError(f"kernel_backend is llvm, which {lack}, or leave it at auto.")
+    backend = config.kernel_backend
+    if backend == "auto":
+        backend = "triton" if on_gpu else "llvm" if has_llvm else "torch"
+    dtype = getattr(torch, ("bfloat16" if on_gpu else "float32") if config.dtype == "auto" else config.dtype)
     deterministic = config.deterministic or config.rank_invariant
     return Numerics(
         dtype=dtype,
         device=device,
-        backend="torch" if backend == "auto" else backend,
+        backend=backend,
         # Deterministic products choose their packing themselves (C6). This flag is for the memory plan.
         packed=(config.packed_weights or deterministic) and can_pack(dtype, device),
         deterministic=deterministic,

@@ -4,12 +4,12 @@ residual around them. Rows are float32 between kernels; a model in another dtype
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from runtime.kernels.cpu.activations import add_normed, quantize_rows
 from runtime.kernels.cpu.int_product import int_product
+from runtime.kernels.cpu.int_product_torch import QuantizedRows
 from runtime.kernels.cpu.interleaved_weight import COLUMNS, ROWS, InterleavedWeight
 from runtime.kernels.cpu.launcher import Launcher, kernel
 from runtime.kernels.linear.linear_torch import Activate, Linear, Norm
@@ -17,14 +17,6 @@ from runtime.kernels.norm.gated_activation import Activation
 from runtime.kernels.norm.rms_norm import rms_norm_torch
 
 _FEW_ROWS, _MANY_ROWS = (1,), (4, 2, 1)  # numbers of rows that share a read of the weight
-
-
-class QuantizedRows(NamedTuple):
-    """Rows of activations: (256 * high + low) * scale."""
-
-    limbs: torch.Tensor  # int8 [rows, K / 32, limbs, 32]
-    scales: torch.Tensor  # float32 [rows, K / 32]
-    sums: torch.Tensor  # int32 [rows, K / 32, 2]
 
 
 class InterleavedLinear(Linear):

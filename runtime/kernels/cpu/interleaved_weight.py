@@ -15,6 +15,7 @@ Scales lie beside the values: 16 for each group of columns, one for each row. No
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 ROWS = 16  # of a block
 COLUMNS = 32  # of a chunk
 QUAD = 4  # columns that one lane multiplies at once
+_AT_ONCE = 1 << 20  # values that are interleaved at once
 
 
 class WeightForm(NamedTuple):
@@ -83,38 +85,61 @@ def interleaved_bytes(form: WeightForm, shape: tuple[int, int]) -> int:
 
 def interleave(weight: RowMajorWeight) -> InterleavedWeight:
     """The weight in the layout of the kernels. K is a multiple of 32 and of the group size."""
-    form, values, *scales = weight
+    return interleave_pieces([weight], len(weight.values))
+
+
+def interleave_pieces(pieces: Iterable[RowMajorWeight], num_rows: int) -> InterleavedWeight:
+    """A weight of `num_rows` from consecutive pieces of its rows; all but the last have a multiple of 16.
+
+    So a large weight needs little memory beside itself. Pieces may differ in the dtype of their scales."""
+    values, block, shared = torch.empty(0), 0, list[tuple[torch.Tensor | None, ...]]()
+    for piece in pieces:
+        form, num_columns = piece.form, piece.values.shape[1]
+        if not shared:
+            shape = -(-num_rows // ROWS), num_columns // COLUMNS, form.chunk_bytes
+            values = torch.empty(shape, dtype=torch.uint8)
+        step = max(1, _AT_ONCE // (num_columns * ROWS)) * ROWS
+        for rows in piece.values.split(step):
+            packed = _pack(_quads(rows, form.offset), form.bits)
+            values[block : block + len(packed)] = packed
+            block += len(packed)
+        shared.append(tuple(_by_block(tensor) for tensor in piece[2:]))
+    scales, *more = (None if same[0] is None else torch.cat(same) for same in zip(*shared, strict=True))
+    assert scales is not None
+    form = form._replace(scale_dtype=scales.dtype)
+    return InterleavedWeight(form, (num_rows, num_columns), values, scales, *more)
+
+
+def _by_block(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """[N, n] -> [ceil(N / 16), n, 16]."""
+    if tensor is None:
+        return None
+    padded = F.pad(tensor, (0, 0, 0, -len(tensor) % ROWS))
+    return padded.view(-1, ROWS, tensor.shape[1]).transpose(1, 2)
+
+
+def _quads(values: torch.Tensor, padding: int) -> torch.Tensor:
+    """uint8 [N, K] -> int32 [block, chunk, 8, 16]: a word has the four columns of a quad, each in its byte."""
     num_rows, num_columns = values.shape
-    missing = -num_rows % ROWS
-
-    def by_block(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if tensor is None:
-            return None
-        padded = F.pad(tensor, (0, 0, 0, missing))
-        return padded.view(-1, ROWS, tensor.shape[1]).transpose(1, 2).contiguous()
-
-    padded = F.pad(values, (0, 0, 0, missing), value=form.offset)
-    # [block, row, chunk, quad, column] -> [block, chunk, quad, row, column]
-    quads = padded.view(-1, ROWS, num_columns // COLUMNS, COLUMNS // QUAD, QUAD).permute(0, 2, 3, 1, 4)
-    quads = quads.reshape(*quads.shape[:3], ROWS * QUAD)
-    blocked = [by_block(tensor) for tensor in scales]
-    assert blocked[0] is not None
-    return InterleavedWeight(form, (num_rows, num_columns), _pack(quads, form.bits), blocked[0], *blocked[1:])
+    if missing := -num_rows % ROWS:
+        values = F.pad(values, (0, 0, 0, missing), value=padding)
+    words = values.contiguous().view(torch.int32).view(-1, ROWS, num_columns // COLUMNS, COLUMNS // QUAD)
+    return words.permute(0, 2, 3, 1)
 
 
 def _pack(quads: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 [block, chunk, 8, 64] -> uint8 [block, chunk, bytes]."""
+    """int32 [block, chunk, 8, 16] -> uint8 [block, chunk, bytes]."""
     if bits == 8:
-        return quads.flatten(2)
-    low = quads & 15
-    packed = (low[:, :, ::2] | low[:, :, 1::2] << 4).flatten(2)
-    if bits == 4:
-        return packed
-    high, each = quads >> 4, bits - 4
-    shared = high.unflatten(2, (-1, 8 // each))
-    shifts = torch.arange(0, 8, each, dtype=torch.uint8)[:, None]
-    plane = (shared << shifts).sum(3, dtype=torch.int32).to(torch.uint8)
-    return torch.cat((packed, plane.flatten(2)), 2)
+        return quads.flatten(2).view(torch.uint8)
+    low = quads & 0x0F0F0F0F if bits > 4 else quads
+    words = (low[:, :, ::2] | low[:, :, 1::2] << 4).flatten(2)
+    if bits > 4:
+        each = bits - 4
+        shared = (quads >> 4 & 0x03030303).unflatten(2, (-1, 8 // each))
+        shifts = torch.arange(0, 8, each, dtype=torch.int32)[:, None]
+        plane = (shared << shifts).sum(3, dtype=torch.int32)  # no two have a bit in common
+        words = torch.cat((words, plane.flatten(2)), 2)
+    return words.view(torch.uint8)
 
 
 def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:

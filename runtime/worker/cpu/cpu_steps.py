@@ -62,7 +62,7 @@ class CpuSteps(Steps):
         max_blocks = -(-self.max_model_len // self.cache.block_size)
         self.slots = Slots(self.num_slots, self.max_model_len, max_blocks, self.cache.device)
         self.tapes = None
-        if self.compiled is not None:
+        if self.compiled is not None and self.compiled.attends:
             self.tapes = DecodeTapes(self.decoder, self.cache, self.compiled.launcher)
         self.poisoned = False  # some step had a non-finite value, so free blocks may hold one
 
@@ -97,7 +97,9 @@ class CpuSteps(Steps):
             step = build_decode_input(plan, self.slots, self.cache.block_size)
             hidden, logits = self.tapes.run(step.batch)
         else:
-            step = build_input(plan, self.slots, self.attention_shape, tiled=self.compiled is not None)
+            step = build_input(
+                plan, self.slots, self.attention_shape, tiled=self.compiled is not None and self.compiled.attends
+            )
             hidden = self.decoder.forward(step.batch, self.cache.layers)
         if not hidden.sum(dtype=torch.float32).isfinite():
             self.poisoned = True

@@ -6,16 +6,19 @@ memory and run the tape: Python does nothing between two kernels."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.kernels.cpu.tiled_rows import TiledRows
-from runtime.kernels.table import Tape, TapeRecorder
 from runtime.models.decoder import Decoder
 from runtime.models.forward_batch import ForwardBatch
 from runtime.worker.kv_cache import KVCache
+
+if TYPE_CHECKING:  # they import llvmlite, which only CPUs need
+    from runtime.kernels.cpu.launcher import Launcher
+    from runtime.kernels.cpu.pool import Tape
 
 MAX_ROWS = 16  # of a tape; with more, the time between kernels matters little
 
@@ -33,7 +36,7 @@ class _Recorded:
 class DecodeTapes:
     """The tapes of one decoder."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, launcher: TapeRecorder) -> None:
+    def __init__(self, decoder: Decoder, cache: KVCache, launcher: Launcher) -> None:
         self.decoder, self.cache, self.launcher = decoder, cache, launcher
         self._recorded: dict[int, _Recorded] = {}
         self._is_complete = True  # false if the decoder has operations that are not kernels
@@ -72,7 +75,7 @@ class _Operations(TorchDispatchMode):
     """Notes whether torch computes anything; views and new tensors do not count."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.computed: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from runtime.core.plan import Int32s, StepPlan, last_tokens
 from runtime.kernels.attention.attention_torch import AttentionShape, decode_bucket, plan_attention
-from runtime.kernels.cpu.tiled_rows import TiledRows, tiles_of
+from runtime.kernels.cpu.tiled_rows import TiledRows, attention_tiles
 from runtime.models.forward_batch import AttentionMetadata, ForwardBatch
 from runtime.worker.cpu.slots import Slots
 
@@ -42,7 +42,7 @@ def build_input(plan: StepPlan, slots: Slots, shape: AttentionShape, tiled: bool
 
     attention: AttentionMetadata
     if tiled:
-        attention = TiledRows(int(ends[-1]), torch.from_numpy(tiles_of(starts, counts, rows)), slots.all_tables)
+        attention = TiledRows(int(ends[-1]), torch.from_numpy(attention_tiles(starts, counts, rows)), slots.all_tables)
     else:
         attention = plan_attention(slots.tables[rows], starts, counts, shape)
     first = np.empty(len(rows), np.int64)  # the index that each row's token at position 0 would have
@@ -75,7 +75,7 @@ def build_decode_input(plan: StepPlan, slots: Slots, block_size: int) -> StepInp
     attention = TiledRows(len(rows), torch.from_numpy(tiles), slots.all_tables)
     sampling, _ = last_tokens(plan, plan.num_samples)
     return StepInput(
-        ForwardBatch(*inputs, attention),
+        ForwardBatch(inputs[0], inputs[1], inputs[2], attention),
         last=index,
         sampled=index[sampling],
         sampled_slots=rows[sampling],

@@ -94,7 +94,8 @@ class Sampler(SlotSampling):
         """The best keys [n] of these rows, with noise where there is a temperature."""
         seeds = self.rows[slots, sample.SEED_LOW : sample.SEED_HIGH + 1].view(np.int64)[:, 0]
         temperatures = self._float(sample.TEMPERATURE, slots)
-        return self.drawn_keys(logits, *map(self.upload, (temperatures, seeds, positions)), first, checked)
+        uploaded = self.upload(temperatures), self.upload(seeds), self.upload(positions)
+        return self.drawn_keys(logits, *uploaded, first, checked)
 
     def _float(self, column: int, slots: Int32s) -> NDArray[np.float32]:
         values: NDArray[np.float32] = self.rows[slots, column].view(np.float32)
