@@ -36,10 +36,9 @@ class _Operations:
         self.numerics, self.spec, self.launcher, self.references = numerics, spec, launcher, references
 
     def linear(self, parts: Sequence[InterleavedWeight], bias: torch.Tensor | None) -> InterleavedLinear:
-        references = self.references
-        return InterleavedLinear(
-            parts, bias, self.launcher, references.norm, references.activate, self.spec.activation, self.spec.gated
-        )
+        references, spec = self.references, self.spec
+        around = references.norm, references.activate, spec.activation, spec.gated
+        return InterleavedLinear(parts, bias, self.launcher, *around, self.numerics.activation_bits // 8)
 
     def lookup(self, weight: InterleavedWeight, ids: torch.Tensor) -> torch.Tensor:
         """Dequantized rows of a weight, valid until the next lookup."""

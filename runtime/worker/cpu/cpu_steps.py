@@ -53,6 +53,7 @@ class CpuSteps(Steps):
         )
         split = SplitLogits(decoder.spec.whole.vocab_size, decoder.communicator)
         self.copies, self.compiled = HostCopies(cache.device), decoder.kernels.compiled
+        self.is_tiled = self.compiled is not None and self.compiled.attends
         drawn_keys = drawn_keys_torch if self.compiled is None else self.compiled.drawn_keys
         self.sampler: Sampler = Sampler(num_slots, split.vocab_size, eos_token_ids, cache.device, split, drawn_keys)
         self.reset()
@@ -62,7 +63,8 @@ class CpuSteps(Steps):
         max_blocks = -(-self.max_model_len // self.cache.block_size)
         self.slots = Slots(self.num_slots, self.max_model_len, max_blocks, self.cache.device)
         self.tapes = None
-        if self.compiled is not None and self.compiled.attends:
+        if self.is_tiled:
+            assert self.compiled is not None
             self.tapes = DecodeTapes(self.decoder, self.cache, self.compiled.launcher)
         self.poisoned = False  # some step had a non-finite value, so free blocks may hold one
 
