@@ -99,9 +99,7 @@ class CpuSteps(Steps):
             step = build_decode_input(plan, self.slots, self.cache.block_size)
             hidden, logits = self.tapes.run(step.batch)
         else:
-            step = build_input(
-                plan, self.slots, self.attention_shape, tiled=self.compiled is not None and self.compiled.attends
-            )
+            step = build_input(plan, self.slots, self.attention_shape, tiled=self.is_tiled)
             hidden = self.decoder.forward(step.batch, self.cache.layers)
         if not hidden.sum(dtype=torch.float32).isfinite():
             self.poisoned = True
