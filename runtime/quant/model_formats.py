@@ -128,11 +128,9 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
             return DENSE
         is_table = parameter == "embed"
         stay = stays(parameter) and (isinstance(products, LlvmProducts) or not is_table)
-        return (
-            DENSE
-            if (scheme.layout == PLAIN or is_table) and not stay
-            else of_kind(scheme, whole_shapes[parameter], stay)
-        )
+        if not stay and (is_table or scheme.layout == PLAIN):
+            return DENSE
+        return of_kind(scheme, whole_shapes[parameter], stay)
 
     return format_of
 
@@ -167,7 +165,7 @@ def weight_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
     head = format_of("head")
     is_table = isinstance(head, InterleavedFormat) and head is format_of("embed")  # which serves for both
     if spec.tied_head and (
-        numerics.rank_invariant or not is_table and (numerics.packed or head is not DENSE)
+        numerics.rank_invariant or (not is_table and (numerics.packed or head is not DENSE))
     ):  # it is a second copy of the embedding, in its own layout
         size += head.device_bytes((spec.vocab_size, spec.hidden_size), numerics)
     return size
