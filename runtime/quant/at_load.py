@@ -87,8 +87,8 @@ def _schemes(
         size, dtype = _GROUP_ON_CPU if encoding == "int4" else size, "bfloat16"
     for name in names:
         is_whole = columns[_together(name)] % _WHOLE == 0
-        own = size if is_whole else min(size, _SMALL)
-        schemes[name] = QuantizationScheme(PLAIN, encoding, group_size=own, scale_dtype=dtype)
+        group_size = size if is_whole else min(size, _SMALL)
+        schemes[name] = QuantizationScheme(PLAIN, encoding, group_size=group_size, scale_dtype=dtype)
     return schemes
 
 

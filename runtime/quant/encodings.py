@@ -76,7 +76,7 @@ class Encoding(ABC):
         """The nearest quantized values of float32 numbers, which are divided by their scales."""
 
     def encode(self, dense: torch.Tensor) -> Weight:
-        """Quantize `dense` by rounding to nearest. Scales are numbers of `scale_dtype`, and have no factors."""
+        """Quantize `dense` by rounding to nearest. Scales are rounded to `scale_dtype`, without factors."""
         scale, *zero_points = self._shared(dense)
         if self.scale_dtype != torch.float32:
             smallest = max(SMALLEST_SCALE, torch.finfo(self.scale_dtype).smallest_normal)

@@ -128,11 +128,9 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
             return DENSE
         is_table = parameter == "embed"
         stay = stays(parameter) and (isinstance(products, LlvmProducts) or not is_table)
-        return (
-            DENSE
-            if (scheme.layout == PLAIN or is_table) and not stay
-            else of_kind(scheme, whole_shapes[parameter], stay)
-        )
+        if not stay and (is_table or scheme.layout == PLAIN):
+            return DENSE
+        return of_kind(scheme, whole_shapes[parameter], stay)
 
     return format_of
 

@@ -22,11 +22,8 @@ from runtime.quant.scheme import (
 _BITSANDBYTES_TABLES = {"nf4": "nf4", "fp4": "bitsandbytes fp4"}  # bnb_4bit_quant_type -> encoding
 _BITSANDBYTES_GROUP = 64  # consecutive weights that share a scale
 _GPTQ_LAYOUTS = ("gptq", "gptq_v2")  # values of checkpoint_format; "gptq" stores each zero point less one
-_K: dict[str, Any] = {
-    "group_size": 32,
-    "symmetric": False,
-    "super_size": 256,
-}  # types with factors of scales and of zero points
+# Of types whose scales and zero points have factors, and of types with float16 scales.
+_K: dict[str, Any] = {"group_size": 32, "symmetric": False, "super_size": 256}
 _HALF: dict[str, Any] = {"group_size": 32, "scale_dtype": "float16"}
 _GGUF_TYPES = {
     "Q8_0": QuantizationScheme("gguf Q8_0", "int8", **_HALF),

@@ -123,7 +123,7 @@ def _form(encoding: Encoding) -> WeightForm:
 
 
 def _row_major(encoding: Encoding, weight: Weight) -> RowMajorWeight:
-    """A packed weight with its form. Random weights have no factors of scales."""
+    """A packed weight with its form. Random weights lack factors of scales."""
     values, *shared = weight
     count = 1 + encoding.has_zero_points
     (scales, *minimums), factors = shared[:count], shared[count:]

@@ -37,9 +37,8 @@ def weight_report(spec: DecoderSpec, numerics: Numerics) -> list[str]:
             sizes[weight_format.name, why].append((weight_format.encoding.device_bytes(shape), size))
         elif not name.endswith(("norm", "bias")):
             part = name.removesuffix(".weight").rpartition(".")[2]
-            (not_taken if scheme and name != "embed" else plain)[
-                f"experts' {part}" if ".experts." in name else part
-            ] = None
+            reasons = not_taken if scheme and name != "embed" else plain
+            reasons[f"experts' {part}" if ".experts." in name else part] = None
     lines = []
     for (encoding, text), of_maps in sizes.items():
         quantized, held = (sum(part) / _GIB for part in zip(*of_maps, strict=True))
