@@ -44,6 +44,7 @@ from runtime.kernels.quantized.int_wna16_gemm import has_int_wna16_gemm
 from runtime.kernels.quantized.quantized_linear import Fp8Linear, Int16Linear, QuantizedLinear
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
 from runtime.kernels.sampling.token_keys import DrawnKeys
+from runtime.kernels.sampling.top_k_top_p import FilterBounds
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 
 if TYPE_CHECKING:  # it imports llvmlite, which only CPUs need
@@ -55,6 +56,7 @@ class CompiledKernels(NamedTuple):
 
     launcher: Launcher
     drawn_keys: DrawnKeys
+    filter_bounds: FilterBounds
     attends: bool  # attention and rotary positions are compiled, too; steps then make `TiledRows`
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from runtime.kernels.cpu.draw import TILE, draw
+from runtime.kernels.cpu.filters import top_k_top_p_bounds
 from runtime.kernels.cpu.interleaved_linear import InterleavedLinear
 from runtime.kernels.cpu.interleaved_weight import InterleavedWeight
 from runtime.kernels.cpu.launcher import Launcher, kernel
@@ -25,7 +27,7 @@ def compiled_operations(numerics: Numerics, spec: DecoderSpec, references: Kerne
         references,
         interleaved_linear=operations.linear,
         interleaved_lookup=operations.lookup,
-        compiled=CompiledKernels(launcher, operations.drawn_keys, attends=False),
+        compiled=CompiledKernels(launcher, operations.drawn_keys, partial(top_k_top_p_bounds, launcher), attends=False),
     )
 
 

@@ -5,9 +5,12 @@ Ties survive together, so the order of equal tokens does not matter. `choose.py`
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
+# `top_k_top_p_bounds_torch`, or a function for the same tokens.
+FilterBounds = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _NUCLEUS_GUESSES = (1024, 8192)  # tokens sorted for top-p before all of them are; almost every nucleus is smaller
 
 
@@ -40,7 +43,9 @@ def _nucleus_bounds(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     vocab = logits.shape[-1]
     # The best log-probability, unlike logsumexp, has the same order of sums for any number of rows.
     best_logprob = logits.log_softmax(-1).amax(-1, keepdim=True)
-    for size in (*(s for s in _NUCLEUS_GUESSES if s < vocab), vocab):
+    for size in (*(s for s in # `top_k_top_p_bounds_torch`, or a function for the same tokens.
+FilterBounds = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+_NUCLEUS_GUESSES if s < vocab), vocab):
         ordered = logits.topk(size).values
         probs = (ordered - ordered[:, :1] + best_logprob).exp()
         mass = probs.cumsum(-1)

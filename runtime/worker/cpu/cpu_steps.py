@@ -13,7 +13,6 @@ import torch
 
 from runtime.core.plan import StepPlan, StepResult, joined
 from runtime.kernels.attention.attention_torch import AttentionShape
-from runtime.kernels.sampling.token_keys import drawn_keys_torch
 from runtime.models.decoder import Decoder
 from runtime.worker.cpu.decode_tapes import DecodeTapes
 from runtime.worker.cpu.host_copies import HostCopies
@@ -54,8 +53,8 @@ class CpuSteps(Steps):
         split = SplitLogits(decoder.spec.whole.vocab_size, decoder.communicator)
         self.copies, self.compiled = HostCopies(cache.device), decoder.kernels.compiled
         self.is_tiled = self.compiled is not None and self.compiled.attends
-        drawn_keys = drawn_keys_torch if self.compiled is None else self.compiled.drawn_keys
-        self.sampler: Sampler = Sampler(num_slots, split.vocab_size, eos_token_ids, cache.device, split, drawn_keys)
+        kernels = () if self.compiled is None else (self.compiled.drawn_keys, self.compiled.filter_bounds)
+        self.sampler: Sampler = Sampler(num_slots, split.vocab_size, eos_token_ids, cache.device, split, *kernels)
         self.reset()
 
     def reset(self) -> None:

@@ -11,7 +11,7 @@ from runtime.kernels.sampling import sample
 from runtime.kernels.sampling.bitmask import apply_bitmask_torch
 from runtime.kernels.sampling.penalties import penalise_torch
 from runtime.kernels.sampling.token_keys import DrawnKeys, drawn_keys_torch, tokens_of_keys_torch
-from runtime.kernels.sampling.top_k_top_p import top_k_top_p_bounds_torch
+from runtime.kernels.sampling.top_k_top_p import FilterBounds, top_k_top_p_bounds_torch
 from runtime.worker.cpu.host_copies import HostCopies
 from runtime.worker.cpu.slots import Slots
 from runtime.worker.extras import TokenMasks
@@ -34,9 +34,10 @@ class Sampler(SlotSampling):
         device: torch.device,
         split: SplitLogits | None = None,
         drawn_keys: DrawnKeys = drawn_keys_torch,
+        filter_bounds: FilterBounds = top_k_top_p_bounds_torch,
     ) -> None:
         super().__init__(num_slots, vocab_size, eos_token_ids, HostCopies(device), split)
-        self.drawn_keys = drawn_keys
+        self.drawn_keys, self.filter_bounds = drawn_keys, filter_bounds
 
     def sample(
         self,
@@ -84,7 +85,7 @@ class Sampler(SlotSampling):
             top_k = self.upload(self.rows[subset, sample.TOP_K].astype(np.int64))
             top_p, min_p = (self.upload(self._float(column, subset)) for column in (sample.TOP_P, sample.MIN_P))
             scaled = kept / temperatures
-            bounds = top_k_top_p_bounds_torch(scaled, top_k, top_p, min_p)
+            bounds = self.filter_bounds(scaled, top_k, top_p, min_p)
             logits.index_copy_(0, index, kept.masked_fill_(scaled < bounds[:, None], -torch.inf))
         return tokens_of_keys_torch(self._keys(logits, slots, positions, checked=False))
 
