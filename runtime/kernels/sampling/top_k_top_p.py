@@ -43,9 +43,7 @@ def _nucleus_bounds(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     vocab = logits.shape[-1]
     # The best log-probability, unlike logsumexp, has the same order of sums for any number of rows.
     best_logprob = logits.log_softmax(-1).amax(-1, keepdim=True)
-    for size in (*(s for s in # `top_k_top_p_bounds_torch`, or a function for the same tokens.
-FilterBounds = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-_NUCLEUS_GUESSES if s < vocab), vocab):
+    for size in (*(s for s in _NUCLEUS_GUESSES if s < vocab), vocab):
         ordered = logits.topk(size).values
         probs = (ordered - ordered[:, :1] + best_logprob).exp()
         mass = probs.cumsum(-1)
