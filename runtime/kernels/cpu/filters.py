@@ -16,6 +16,7 @@ from runtime.kernels.cpu.language import (
     Float,
     I64s,
     Int,
+    Value,
     f32,
     i32,
     i64,
@@ -71,7 +72,7 @@ def collect(
     count.store(0, taken.now)
 
 
-def _either(a, b):  # type: ignore[no-untyped-def]
+def _either(a: Value, b: Value) -> Value:
     return a | b
 
 
