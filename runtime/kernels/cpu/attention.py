@@ -46,7 +46,7 @@ from runtime.kernels.cpu.mathematics import exp, tanh
 from runtime.kernels.cpu.stored_numbers import LANES, KVForm, load_part, store_part
 
 TILE = 8  # tokens
-CHUNK = 32  # positions
+CHUNK = 64
 _GROUPS = CHUNK // LANES
 _LOWEST = -3.4e38  # finite: a token may see no position of its first chunk
 _ACCUMULATORS = 8  # vectors of a weighted sum that are kept in registers
@@ -94,7 +94,12 @@ def attention(
                     begin_seen, end_seen = queries.seen(base, position + t, 1)
                     with when(begin_seen < end_seen):
                         own = q + ((token + t) * q_stride + (head + h) * form.head_dim)
-                        queries.attend(own, h * count + t, chunk, begin_seen, end_seen)
+                        queries.weigh(own, h * count + t, chunk, begin_seen, end_seen)
+            for h in loop(0, heads_per_task):
+                for t in loop(0, count):
+                    begin_seen, end_seen = queries.seen(base, position + t, 1)
+                    with when(begin_seen < end_seen):
+                        queries.add_values(h * count + t, chunk, begin_seen, end_seen)
         for h in loop(0, heads_per_task):
             for t in loop(0, count):
                 at = ((token + t) * num_heads + head + h) * form.head_dim
@@ -108,6 +113,7 @@ class _States:
         self.form, self.size = form, form.num_vectors * LANES
         self._sums = array(f32, count * self.size)
         self._tops, self._totals = array(f32, count * LANES), array(f32, count * LANES)
+        self._weights, self._factors = array(f32, count * CHUNK), array(f32, count * LANES)
 
     def reset(self, count: Value) -> None:
         for i in loop(0, count * LANES, LANES):
@@ -123,6 +129,13 @@ class _States:
         self._tops.store(query * LANES, top)
         total = self._totals.load(query * LANES, LANES)
         self._totals.store(query * LANES, fused(total, factor, weights))
+        self._factors.store(query * LANES, factor)
+
+    def factor(self, query: Value) -> Value:
+        return self._factors.load(query * LANES, LANES)
+
+    def weights(self, query: Value) -> Pointer:
+        return self._weights + query * CHUNK
 
     def sums(self, query: Value) -> Pointer:
         return self._sums + query * self.size
@@ -210,7 +223,6 @@ class _Queries:
 
     def __init__(self, form: KVForm, window: int, soft_cap: float, states: _States) -> None:
         self.form, self.window, self.soft_cap, self.states = form, window, soft_cap, states
-        self._weights = array(f32, CHUNK)
 
     def seen(self, base: Value, position: Value, count: Any) -> tuple[Value, Value]:
         """The positions of a chunk that some of `count` tokens see."""
@@ -218,26 +230,42 @@ class _Queries:
         begin = maximum(position - (self.window - 1) - base, 0) if self.window else number(0, i64)
         return begin, end
 
-    def attend(self, q: Pointer, query: Value, chunk: _Chunk, begin: Value, end: Value) -> None:
-        """Add the positions of a chunk from `begin` to `end`, at least one."""
-        states, groups = self.states, (begin // LANES, (end + (LANES - 1)) // LANES)
-        own = [load_part(q, v * LANES, min(LANES, self.form.head_dim - v * LANES)) for v in range(self.form.num_vectors)]
+    def weigh(self, q: Pointer, query: Value, chunk: _Chunk, begin: Value, end: Value) -> None:
+        """The weights of a chunk's positions from `begin` to `end`, at least one."""
+        memory, states, groups = self.states.weights(query), self.states, (begin // LANES, (end + (LANES - 1)) // LANES)
+        own = [
+            load_part(q, v * LANES, min(LANES, self.form.head_dim - v * LANES)) for v in range(self.form.num_vectors)
+        ]
         highest = variable(number(_LOWEST, f32(LANES)))
         for group in loop(*groups):
             scores = self._masked(self._scores(own, chunk, group), group, begin, end)
-            self._weights.store(group * LANES, scores)
+            memory.store(group * LANES, scores)
             highest.set(maximum(scores, highest.now))
         old = states.top(query)
         top = maximum(_largest(highest.now), old)
         factor, total = exp(old - top), variable(zeros(f32(LANES)))
         for group in loop(*groups):
-            weights = exp(self._weights.load(group * LANES, LANES) - top)
+            weights = exp(memory.load(group * LANES, LANES) - top)
             total += weights
             if self.form.has_token_scales:
                 weights = weights * chunk.value_scales.load(group * LANES, LANES)
-            self._weights.store(group * LANES, weights)
+            memory.store(group * LANES, weights)
         states.update(query, top, factor, total.now)
-        self._add_values(states.sums(query), factor, chunk, begin, end)
+
+    def add_values(self, query: Value, chunk: _Chunk, begin: Value, end: Value) -> None:
+        """Add the values of these positions, times their weights."""
+        sums, factor, weights = self.states.sums(query), self.states.factor(query), self.states.weights(query)
+        for first in range(0, self.form.num_vectors, _ACCUMULATORS):
+            vectors = range(first, min(first + _ACCUMULATORS, self.form.num_vectors))
+            totals = [variable(sums.load(v * LANES, LANES) * factor) for v in vectors]
+            for group in loop(begin // LANES, (end + (LANES - 1)) // LANES):
+                values, start = chunk.values(group), group * LANES
+                for i in loop(maximum(begin - start, 0), minimum(end - start, LANES)):
+                    weight = weights.load(start + i).repeat(LANES)
+                    for vector, total in zip(vectors, totals, strict=True):
+                        total.set(fused(weight, chunk.load(values, i, vector), total))
+            for vector, total in zip(vectors, totals, strict=True):
+                sums.store(vector * LANES, total.now)
 
     def _scores(self, own: list[Value], chunk: _Chunk, group: Value) -> Value:
         keys = chunk.keys(group)
@@ -261,19 +289,6 @@ class _Queries:
         if self.window:
             hidden = hidden | (lanes < begin.to(i32) - first)
         return where(hidden, number(float("-inf"), scores.type), scores)
-
-    def _add_values(self, sums: Pointer, factor: Value, chunk: _Chunk, begin: Value, end: Value) -> None:
-        for first in range(0, self.form.num_vectors, _ACCUMULATORS):
-            vectors = range(first, min(first + _ACCUMULATORS, self.form.num_vectors))
-            totals = [variable(sums.load(v * LANES, LANES) * factor) for v in vectors]
-            for group in loop(begin // LANES, (end + (LANES - 1)) // LANES):
-                values, start = chunk.values(group), group * LANES
-                for i in loop(maximum(begin - start, 0), minimum(end - start, LANES)):
-                    weight = self._weights.load(start + i).repeat(LANES)
-                    for vector, total in zip(vectors, totals, strict=True):
-                        total.set(fused(weight, chunk.load(values, i, vector), total))
-            for vector, total in zip(vectors, totals, strict=True):
-                sums.store(vector * LANES, total.now)
 
 
 def _largest(x: Value) -> Value:
