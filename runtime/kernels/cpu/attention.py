@@ -94,7 +94,12 @@ def attention(
                     begin_seen, end_seen = queries.seen(base, position + t, 1)
                     with when(begin_seen < end_seen):
                         own = q + ((token + t) * q_stride + (head + h) * form.head_dim)
-                        queries.weigh(own, h * count + t, chunk, begin_seen, end_seen)
+                        queries.score(own, h * count + t, chunk, begin_seen, end_seen)
+            for h in loop(0, heads_per_task):
+                for t in loop(0, count):
+                    begin_seen, end_seen = queries.seen(base, position + t, 1)
+                    with when(begin_seen < end_seen):
+                        queries.weigh(h * count + t, chunk, begin_seen, end_seen)
             for h in loop(0, heads_per_task):
                 for t in loop(0, count):
                     begin_seen, end_seen = queries.seen(base, position + t, 1)
@@ -230,7 +235,7 @@ class _Queries:
         begin = maximum(position - (self.window - 1) - base, 0) if self.window else number(0, i64)
         return begin, end
 
-    def weigh(self, q: Pointer, query: Value, chunk: _Chunk, begin: Value, end: Value) -> None:
+    def score(self, q: Pointer, query: Value, chunk: _Chunk, begin: Value, end: Value) -> None:
         """The weights of a chunk's positions from `begin` to `end`, at least one."""
         memory, states, groups = self.states.weights(query), self.states, (begin // LANES, (end + (LANES - 1)) // LANES)
         own = [
@@ -241,8 +246,12 @@ class _Queries:
             scores = self._masked(self._scores(own, chunk, group), group, begin, end)
             memory.store(group * LANES, scores)
             highest.set(maximum(scores, highest.now))
+        states._factors.store(query * LANES, highest.now)
+
+    def weigh(self, query: Value, chunk: _Chunk, begin: Value, end: Value) -> None:
+        memory, states, groups = self.states.weights(query), self.states, (begin // LANES, (end + (LANES - 1)) // LANES)
         old = states.top(query)
-        top = maximum(_largest(highest.now), old)
+        top = maximum(_largest(states.factor(query)), old)
         factor, total = exp(old - top), variable(zeros(f32(LANES)))
         for group in loop(*groups):
             weights = exp(memory.load(group * LANES, LANES) - top)
