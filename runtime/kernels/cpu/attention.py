@@ -54,21 +54,22 @@ def attention(
     begin, end = share(num_heads // heads_per_task * num_tiles, part, parts)
     chunk = Chunk(form, kv, scales, num_heads // group, num_positions)
     rows = Rows(form, window, soft_cap, _FEW * max_heads)
-    lanes = Lanes(form, window, soft_cap, max_heads, target.vector_bytes)
+    together = max(n for n in (1, 2, 3, 4) if group % n == 0)
+    lanes = Lanes(form, window, soft_cap, max(max_heads, together), together, target)
     for task in loop(begin, end):
         head = task // num_tiles * heads_per_task
         numbers = tiles + task % num_tiles * 4
         token, count, row, position = (numbers.load(i).to(i64) for i in range(4))
         head_scale = scale * chunk.open(head // group, tables + row * table_stride)
         own, out_stride = head * form.head_dim, num_heads * form.head_dim
-        tile = Tile(
-            q + (token * q_stride + own), q_stride, out + (token * out_stride + own), out_stride,
-            position, count, heads_per_task,
-        )  # fmt: skip
+        first_q, first_out = q + (token * q_stride + own), out + (token * out_stride + own)
         first = maximum(position - (window - 1), 0) // CHUNK if window else 0
-        for is_fit, queries in ((count <= _FEW, rows), (count > _FEW, lanes)):
+        for is_fit, queries, heads in (
+            (count <= _FEW, rows, heads_per_task),
+            ((count > _FEW) & (head % together).equals(0), lanes, maximum(heads_per_task, together)),
+        ):
             with when(is_fit):
-                queries.open(tile, head_scale)
+                queries.open(Tile(first_q, q_stride, first_out, out_stride, position, count, heads), head_scale)
                 for index in loop(first, (position + count - 1) // CHUNK + 1):
                     base = index * CHUNK
                     chunk.read(base, *seen_positions(base, position, count, window))

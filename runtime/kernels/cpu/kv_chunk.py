@@ -71,9 +71,9 @@ class Chunk:
             return self._head_values + self._places.load(group)
         return self._values + group * (LANES * self.stride)
 
-    def number(self, row: Pointer, position: Any, index: Any) -> Value:
-        """One number of a key or a value, in all lanes."""
-        return row.load(number(position, i64) * self.stride + index).repeat(LANES)
+    def number(self, row: Pointer, position: Any, index: Any, lanes: int) -> Value:
+        """One number of a key or a value, repeated."""
+        return row.load(number(position, i64) * self.stride + index).repeat(lanes)
 
     def load(self, row: Pointer, position: Any, vector: int) -> Value:
         """A vector of a key or a value, by its position within a group."""
