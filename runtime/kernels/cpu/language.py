@@ -54,6 +54,8 @@ i8, i16, i32, i64 = (Type("i", bits) for bits in (8, 16, 32, 64))
 u8, u16, u32 = (Type("u", bits) for bits in (8, 16, 32))
 f16, f32, bf16, bit = Type("f", 16), Type("f", 32), Type("b", 16), Type("i", 1)
 
+_LINE = 64  # bytes of a cache line
+
 
 class Trace:
     """The function that is traced now."""
@@ -185,6 +187,10 @@ class Value:
         undefined = ir.Constant(self.type.ir, ir.Undefined)
         return Value(_shuffle(self.ir, undefined, order), self.type(len(order)))
 
+    def lanes_with(self, other: Value, order: Sequence[int]) -> Value:
+        """A vector of these lanes of this vector and another; the other's lanes are counted on."""
+        return Value(_shuffle(self.ir, other.ir, order), self.type(len(order)))
+
     def __getitem__(self, lane: int) -> Value:
         return Value(Trace.builder.extract_element(self.ir, ir.Constant(ir.IntType(32), lane)), self.type(1))
 
@@ -277,12 +283,25 @@ def number(value: Any, type: Type) -> Value:
     return scalar if type.lanes == 1 else scalar.repeat(type.lanes)
 
 
+def lane_numbers(lanes: int) -> Value:
+    """0, 1, 2 and so on, int32."""
+    return Value(ir.Constant(i32(lanes).ir, list(range(lanes))), i32(lanes))
+
+
 def zeros(type: Type) -> Value:
     return number(0, type)
 
 
 def variable(first: Value) -> Variable:
     return Variable(first)
+
+
+def array(type: Type, count: int) -> Pointer:
+    """Memory on the stack for one call of the kernel, aligned to a cache line, with any content."""
+    with Trace.builder.goto_entry_block():
+        memory = Trace.builder.alloca(type.ir, count)
+    memory.align, memory.type = _LINE, ir.PointerType()
+    return Pointer(memory, type)
 
 
 def _matched(a: Value, b: Any) -> tuple[Value, Value]:
@@ -336,6 +355,11 @@ def _rounded_to_bfloat16(value: Value) -> Value:
     return Value(Trace.builder.trunc(whole.ir, bf16(lanes).ir), bf16(lanes))
 
 
+def where_to(condition: Value, a: Pointer, b: Pointer) -> Pointer:
+    """a if the condition holds, else b."""
+    return Pointer(Trace.builder.select(condition.ir, a.ir, b.ir), a.type)
+
+
 def where(condition: Value, a: Any, b: Any) -> Value:
     """a in the lanes where the condition holds, else b."""
     if not isinstance(a, Value):
@@ -361,6 +385,14 @@ def _unary(name: str, value: Value) -> Value:
 
 def absolute(value: Value) -> Value:
     return _unary("fabs", value)
+
+
+def fused(a: Value, b: Any, c: Any) -> Value:
+    """a * b + c, rounded once: the same bits on all CPUs, but slow on one without such an instruction."""
+    a, b = _matched(a, b)
+    a, c = _matched(a, c)
+    suffix = f"v{a.type.lanes}f32" if a.type.lanes > 1 else "f32"
+    return Value(Trace.intrinsic(f"llvm.fma.{suffix}", a.type.ir, [a.ir, b.ir, c.ir]), a.type)
 
 
 def square_root(value: Value) -> Value:

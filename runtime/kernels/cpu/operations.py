@@ -8,6 +8,8 @@ from functools import partial
 
 import torch
 
+from runtime.kernels.attention.rope import rope_rows_triton
+from runtime.kernels.cpu.compiled_attention import CompiledAttention
 from runtime.kernels.cpu.draw import TILE, draw
 from runtime.kernels.cpu.filters import top_k_top_p_bounds
 from runtime.kernels.cpu.interleaved_linear import InterleavedLinear
@@ -23,11 +25,17 @@ def compiled_operations(numerics: Numerics, spec: DecoderSpec, references: Kerne
     """The references, with compiled kernels in place of operations that have one."""
     launcher = Launcher()
     operations = _Operations(numerics, spec, launcher, references)
+    attends = numerics.dtype == torch.float32
+    if attends:
+        around = CompiledAttention(launcher)
+        references = replace(
+            references, rope_rows=rope_rows_triton, rope_store_kv=around.rope_store_kv, attention=around.attention
+        )
     return replace(
         references,
         interleaved_linear=operations.linear,
         interleaved_lookup=operations.lookup,
-        compiled=CompiledKernels(launcher, operations.drawn_keys, partial(top_k_top_p_bounds, launcher), attends=False),
+        compiled=CompiledKernels(launcher, operations.drawn_keys, partial(top_k_top_p_bounds, launcher), attends),
     )
 
 
