@@ -30,7 +30,7 @@ class CompiledAttention:
     ) -> torch.Tensor:
         """`rope_store_kv_torch` as one kernel."""
         qkv = qkv.contiguous()
-        num_tokens, all_heads, head_dim = qkv.shape
+        num_tokens, all_heads, _ = qkv.shape
         num_kv_heads, cache_positions = kv.shape[1], kv.shape[2] * kv.shape[3]
         num_heads, (table, positions) = all_heads - 2 * num_kv_heads, rope
         function = kernel(rope_store, form=_form(kv), has_norms=q_norm is not None)

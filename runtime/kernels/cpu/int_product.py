@@ -46,6 +46,7 @@ TYPES: dict[torch.dtype, Type] = {
     torch.int8: i8,
 }
 _QUADS = COLUMNS // QUAD
+_AHEAD = 8192  # bytes of values: two pages, since the processor itself prefetches within a page
 
 
 def int_product(
@@ -137,6 +138,8 @@ class _Block:
     def quads(self, chunk: Value) -> list[Value]:
         """The eight quads of a chunk: u8 [4 * lanes]."""
         bits, at = self.form.bits, self._values + chunk * self.form.chunk_bytes
+        for line in range(0, self.form.chunk_bytes, 64):
+            at.prefetch(_AHEAD + line)
         if bits == 8:
             return [self._vector(at, j).bitcast(u8(4 * self.lanes)) for j in range(_QUADS)]
         nibbles = [self._vector(at, j) for j in range(_QUADS // 2)]
@@ -187,6 +190,9 @@ class _Scales:
     def of_group(self, index: Value, factors: list[Value]) -> list[Value]:
         """The scale of a group, and perhaps the minimum."""
         pointers = (self._scales, self._minimums)[: 2 if self.form.has_minimum else 1]
+        columns = self.form.group_size or COLUMNS
+        for pointer in pointers:  # as many groups ahead as values are
+            pointer.prefetch((index + _AHEAD // self.form.chunk_bytes * COLUMNS // columns) * ROWS)
         numbers = [p.load(index * ROWS, self.lanes).to(f32) for p in pointers]
         return [n * f for n, f in zip(numbers, factors, strict=True)] if factors else numbers
 
