@@ -139,7 +139,8 @@ def _pack(quads: torch.Tensor, bits: int) -> torch.Tensor:
         shifts = torch.arange(0, 8, each, dtype=torch.int32)[:, None]
         plane = (shared << shifts).sum(3, dtype=torch.int32)  # no two have a bit in common
         words = torch.cat((words, plane.flatten(2)), 2)
-    return words.view(torch.uint8)
+    packed: torch.Tensor = words.view(torch.uint8)
+    return packed
 
 
 def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
@@ -153,14 +154,15 @@ def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
         return quads
     each = bits - 4
     shifts = torch.arange(0, 8, each, dtype=torch.uint8)[:, None]
-    high = (plane.unflatten(2, (each, 1, -1)) >> shifts & (1 << each) - 1).flatten(2, 3)
+    high: torch.Tensor = (plane.unflatten(2, (each, 1, -1)) >> shifts & (1 << each) - 1).flatten(2, 3)
     return quads | high << 4
 
 
 def values_of(weight: InterleavedWeight) -> torch.Tensor:
     """The values, uint8 [padded N, K]."""
     quads = _unpack(weight.values, weight.form.bits).unflatten(3, (ROWS, QUAD))
-    return quads.permute(0, 3, 1, 2, 4).reshape(-1, weight.shape[1])
+    values: torch.Tensor = quads.permute(0, 3, 1, 2, 4).reshape(-1, weight.shape[1])
+    return values
 
 
 def scales_of(weight: InterleavedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
