@@ -145,8 +145,10 @@ def _pack(quads: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """The inverse of `_pack`."""
+    quads: torch.Tensor
     if bits == 8:
-        return packed.unflatten(2, (8, -1))
+        quads = packed.unflatten(2, (8, -1))
+        return quads
     nibbles, plane = packed.split([ROWS * COLUMNS // 2, packed.shape[2] - ROWS * COLUMNS // 2], 2)
     vectors = nibbles.unflatten(2, (4, -1))
     quads = torch.stack((vectors & 15, vectors >> 4), 3).flatten(2, 3)
