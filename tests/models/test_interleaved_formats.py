@@ -170,11 +170,12 @@ def test_the_embedding_stays_quantized(tmp_path, tied):
     torch.testing.assert_close(logits(runner), logits(dense), rtol=1e-3, atol=1e-3)
     assert runner.memory.weights < 1.2 * path.stat().st_size
     assert runner.memory.weights == weight_bytes(decoder.spec, runner.numerics)
-    table = decoder.embed.nbytes
-    assert (
-        weight_bytes(decoder.spec, replace(runner.numerics, rank_invariant=True))
-        == runner.memory.weights + tied * table
-    )
+
+
+def test_the_head_in_leaves_is_a_second_copy():
+    spec = replace(SPEC, tied_head=True, quantization={"embed": gguf_scheme("Q8_0")})
+    whole, in_leaves = (weight_bytes(spec, replace(LLVM, rank_invariant=each)) for each in (False, True))
+    assert in_leaves - whole == weight_formats(spec, LLVM)("embed").device_bytes((131, 256), LLVM)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

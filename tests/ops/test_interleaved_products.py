@@ -15,6 +15,7 @@ from runtime.kernels.cpu.interleaved_weight import (
     interleave,
     interleave_pieces,
     interleaved_bytes,
+    row_major,
 )
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -72,6 +73,9 @@ def test_interleaved_weights_keep_their_numbers(form, rows, supers, seed):
     weight = random_weight(form, rows, 256 * supers, seed)
     interleaved, want = interleave(weight), numbers(weight)
     assert torch.equal(dequantize_interleaved(interleaved), want)
+    again = row_major(interleaved)
+    assert again.form == form
+    assert all(torch.equal(a, b) for a, b in zip(again[1:], weight[1:], strict=True) if a is not None)
     assert interleaved.nbytes == interleaved_bytes(form, interleaved.shape)
     ids = torch.randint(0, rows, (5,), generator=torch.Generator().manual_seed(seed))
     assert torch.equal(lookup_torch(interleaved, ids), want[ids])

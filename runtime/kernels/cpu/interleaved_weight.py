@@ -160,6 +160,14 @@ def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return quads | high << 4
 
 
+def row_major(weight: InterleavedWeight) -> RowMajorWeight:
+    """The inverse of `interleave`."""
+    shared = (weight.scales, weight.minimums, weight.super_scales, weight.super_minimums)
+    by_row = [None if t is None else t.transpose(1, 2).flatten(0, 1)[: weight.shape[0]] for t in shared]
+    assert by_row[0] is not None
+    return RowMajorWeight(weight.form, values_of(weight)[: weight.shape[0]], by_row[0], *by_row[1:])
+
+
 def values_of(weight: InterleavedWeight) -> torch.Tensor:
     """The values, uint8 [padded N, K]."""
     quads = _unpack(weight.values, weight.form.bits).unflatten(3, (ROWS, QUAD))
