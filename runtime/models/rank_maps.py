@@ -17,11 +17,12 @@ from runtime.kernels.collectives.divided_linear import (
     sum_of_leaves,
 )
 from runtime.kernels.collectives.heads_norm import HeadsNorm, HeadsWeight
-from runtime.kernels.cpu.interleaved_weight import InterleavedWeight
+from runtime.kernels.cpu.interleaved_weight import InterleavedWeight, row_major
 from runtime.kernels.experts.moe_torch import ExpertLayer, Experts
 from runtime.kernels.linear.linear_torch import Linear, Product
 from runtime.models.linear_maps import SUMS, Embedding, LinearMaps, MapPart
 from runtime.quant.quantized_formats import InterleavedFormat
+from runtime.quant.weight_format import Weight
 from runtime.spec.decoder_spec import ExpertsSpec
 from runtime.spec.sharding import leaves_of
 
@@ -97,7 +98,10 @@ class LeafMaps(RankMaps):
         return [part.weight_format.linear(leaf, own_bias, self.kernels) for leaf, own_bias in pairs]
 
     def _interleaved_head(self, weight_format: InterleavedFormat, table: torch.Tensor | InterleavedWeight) -> Linear:
-        weight = self.read("embed" if self.spec.tied_head else "head")
+        if self.spec.tied_head and isinstance(table, InterleavedWeight):
+            weight: Weight = tuple(tensor for tensor in row_major(table)[1:] if tensor is not None)
+        else:
+            weight = self.read("head")
         return self.columns([MapPart(["head"], weight_format, weight)], None)
 
     def _sum(self, prefix: str, name: str) -> Linear:

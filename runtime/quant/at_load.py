@@ -83,7 +83,7 @@ def _schemes(
         own = [leaf.stop - leaf.start for leaf in leaves if leaf.dim == 1] or [shapes[name][1]]
         columns[_together(name)] = gcd(columns[_together(name)], *own)
     size, dtype = GROUPS[encoding], "float32"
-    if on_cpu:  # scales of 16 bits are read with the weight, and cost no accuracy
+    if on_cpu and encoding in _WITH_HEAD:  # half the bytes of scales, at the same accuracy
         size, dtype = _GROUP_ON_CPU if encoding == "int4" else size, "bfloat16"
     for name in names:
         is_whole = columns[_together(name)] % _WHOLE == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
 
@@ -67,26 +67,20 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         return lambda parameter: DENSE
 
     layout_of = cache(lambda scheme: LAYOUTS[scheme.layout](scheme))
-    linears = [parts for parts, _ in spec.linears().values()]
-
-    of_experts = defaultdict(list)  # layer -> the weights of its experts
-    for name in whole_shapes:
-        layer, experts, _ = name.partition(".experts.")
-        if experts:
-            of_experts[layer].append(name)
+    linears, of_experts = [parts for parts, _ in spec.linears().values()], _weights_of_experts(whole_shapes)
 
     def own_encoding(parameter: str) -> Encoding | None:
         scheme = schemes.get(parameter)
         return layout_of(scheme).encoding(whole_shapes[parameter]) if scheme and not scheme.dequantized else None
 
     def fits(encoding: Encoding, parameter: str) -> bool:
-        if products is None or numerics is None:
+        if products is None or numerics is None or not products.takes(encoding):
             return False
         own, whole = shapes[parameter], whole_shapes[parameter]
         pieces = _pieces(spec, parameter, own, whole, numerics.rank_invariant)
-        together = encoding.super_size or encoding.group_size or 1
-        has_whole_groups = all(n == whole[1] or n % together == 0 for _, n in pieces)
-        return has_whole_groups and all(encoding.fits(shape) and products.fits(encoding, shape) for shape in pieces)
+        return _has_whole_groups(encoding, whole, pieces) and all(
+            encoding.fits(shape) and products.fits(encoding, shape) for shape in pieces
+        )
 
     @cache
     def agree(names: tuple[str, ...]) -> bool:
@@ -97,8 +91,7 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
             return False
         if any(encoding.scale_rows > 1 for encoding in encodings) and spec.rope.reorders_heads:
             return False
-        own = zip(encodings, names, strict=True)
-        return all(products.takes(encoding) and fits(encoding, name) for encoding, name in own)
+        return all(map(fits, encodings, names))
 
     def stays(parameter: str) -> bool:
         """True if a weight can stay quantized on the device.
@@ -109,7 +102,7 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         layer, experts, _ = parameter.partition(".experts.")
         parts = next((parts for parts in linears if part in parts), None)
         if experts:
-            return agree(tuple(of_experts[layer]))
+            return agree(of_experts[layer])
         return agree(tuple(f"{prefix}.{part}.weight" for part in parts) if parts else (parameter,))
 
     @cache
@@ -133,6 +126,21 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         return of_kind(scheme, whole_shapes[parameter], stay)
 
     return format_of
+
+
+def _weights_of_experts(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Layer -> the weights of its experts."""
+    of_layer = defaultdict[str, list[str]](list)
+    for name in names:
+        layer, experts, _ = name.partition(".experts.")
+        if experts:
+            of_layer[layer].append(name)
+    return {layer: tuple(weights) for layer, weights in of_layer.items()}
+
+
+def _has_whole_groups(encoding: Encoding, whole: Shape, pieces: set[Shape]) -> bool:
+    together = encoding.super_size or encoding.group_size or 1
+    return all(columns == whole[1] or columns % together == 0 for _, columns in pieces)
 
 
 def _pieces(spec: DecoderSpec, parameter: str, own: Shape, whole: Shape, in_leaves: bool) -> set[Shape]:
@@ -217,12 +225,8 @@ def check_products(spec: DecoderSpec, numerics: Numerics, config: EngineConfig, 
     for field, encoding in requested_encodings(config, is_draft).items():
         if encoding in encoded and encoding not in can:
             where = f"in {numerics.dtype_name} on {numerics.device.type} ({numerics.backend} kernels)"
-            elsewhere = replace(numerics, dtype=torch.bfloat16) if numerics.backend == "triton" else numerics
-            other = [] if can else encodings_at_load(elsewhere)
-            advice = f"use {' or '.join(can or other)}{'' if can else ' with dtype=bfloat16'}"
             raise CallboardError(
-                f"{field} is {encoding}, which has no products {where}; "
-                f"{advice if can or other else 'leave it at auto'}."
+                f"{field} is {encoding}, which has no products {where}; {_advice(encoding, numerics)}."
             )
     if (size := spec.shard.size) == 1:
         return
@@ -233,3 +237,14 @@ def check_products(spec: DecoderSpec, numerics: Numerics, config: EngineConfig, 
                 f"tensor_parallel_size is {size}, but a rank's {list(_shapes(spec)[name])} of {name} cannot be "
                 f"{encoding}; choose another size, or quantization=none."
             )
+
+
+def _advice(encoding: str, numerics: Numerics) -> str:
+    """What to change if this device has no products for an encoding at load."""
+    if can := encodings_at_load(numerics):
+        return f"use {' or '.join(can)}"
+    if can := encodings_at_load(replace(numerics, dtype=torch.bfloat16)):
+        return f"use {' or '.join(can)} with dtype=bfloat16"
+    if numerics.device.type == "cpu" and encoding in encodings_at_load(replace(numerics, backend="llvm")):
+        return "install llvmlite and leave kernel_backend at auto"
+    return "leave it at auto"

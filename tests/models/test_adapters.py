@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.library.make_adapter import modules_of, save_adapter
-from runtime.kernels.quantized.wna16_cpu import has_vector_code
 from runtime.loading.adapter_files import read_adapter
 from runtime.spec.types import CallboardError
 from tests.support.models.family_cases import save_model
@@ -92,8 +91,6 @@ def adapters(tmp_path_factory) -> list[str]:
     "config", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=["float32", "bfloat16", "int8"]
 )
 def test_rows_of_many_adapters_equal_each_alone(config, adapters):
-    if "quantization" in config and not has_vector_code():
-        pytest.skip("this CPU has neither AVX2 nor AVX-512")
     runner = tiny_runner(deterministic=True, max_loras=3, max_lora_rank=4, **config)
     for index, folder in enumerate(adapters, 1):
         runner.load_adapter(index, folder)

@@ -16,6 +16,7 @@ from runtime.models.decoder_build import draw_decoder
 from runtime.models.families.phi import WEIGHT_MAP
 from runtime.models.forward_batch import ForwardBatch
 from runtime.quant.at_load import quantized_at_load
+from runtime.quant.parsers import parse_gguf
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
 from runtime.spec.sharding import Shard
@@ -129,7 +130,24 @@ def test_rank_invariant_logits_are_equal_to_the_bit(family):
 
 
 def test_rank_invariant_logits_of_quantized_weights():
-    """All groups quantize a leaf alike; without a kernel its dequantized values are equal."""
+    """All groups quantize a leaf alike."""
     spec = replace(BASE, hidden_size=512, head_dim=64, ffn_size=512)
-    settings = {"quantization": "int4", "head_quantization": "int8", "dtype": "bfloat16", "rank_invariant": True}
-    assert torch.equal(all_logits(spec, 4, **settings), all_logits(spec, 1, **settings))
+    settings = {"quantization": "int4", "head_quantization": "int8", "rank_invariant": True}
+    for backend in ("llvm", "torch"):
+        want = all_logits(spec, 1, kernel_backend=backend, **settings)
+        assert torch.equal(all_logits(spec, 4, kernel_backend=backend, **settings), want)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_ranks_have_parts_of_weights_that_differ_in_form(tied):
+    kinds = {"q": "Q5_0", "k": "Q5_0", "v": "Q8_0", "out": "Q4_0", "gate": "Q4_1", "up": "Q4_1", "down": "Q5_1"}
+    spec = replace(BASE, hidden_size=256, head_dim=32, ffn_size=256, tied_head=tied)
+    names = {f"layers.{layer}.{part}.weight": kind for layer in range(2) for part, kind in kinds.items()}
+    rule = parse_gguf({"types": {f"{name}.weight": kind for name, kind in (names | {"embed": "Q8_0"}).items()}})
+    spec = replace(spec, quantization={name: rule(name, name) for name in (*names, "embed")})
+    want = all_logits(spec, 1)
+    torch.testing.assert_close(all_logits(spec, 2), want, rtol=1e-3, atol=1e-3)
+    in_leaves = all_logits(spec, 1, rank_invariant=True)
+    torch.testing.assert_close(in_leaves, want, rtol=1e-3, atol=1e-3)
+    for size in (2, 4):
+        assert torch.equal(all_logits(spec, size, rank_invariant=True), in_leaves)

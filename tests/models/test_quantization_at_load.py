@@ -34,9 +34,10 @@ from tests.support.models.quantized_models import LLAMA, MIXTRAL, PHI, logits
 from tests.support.models.quantized_tensors import CPU, Tensors, equal, numerics, random_weight, source_of
 from tests.support.models.runner_driver import TINY, open_runner, tiny_runner
 
-WIDE = {"hidden_size": 96, "intermediate_size": 256}  # groups of 32, and of 128 in down except for experts
+WIDE = {"hidden_size": 96, "intermediate_size": 256}
 WHOLE = {"hidden_size": 128, "intermediate_size": 256}
 ROWS = {"strategy": "channel", "symmetric": True}
+_INT8 = replace(ENCODINGS["int8"], scale_dtype=torch.bfloat16)  # as a CPU quantizes
 GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
 
 
@@ -48,11 +49,7 @@ def _config(file_format: str, **targets: dict) -> dict:
 CONFIGS = {  # of checkpoints as llm-compressor and bitsandbytes write them
     "fp8": _config("float-quantized", all=("Linear", ROWS | {"num_bits": 8, "type": "float"})),
     "int8": _config("int-quantized", all=("Linear", ROWS | {"num_bits": 8, "type": "int"})),
-    "int4": _config(
-        "pack-quantized",
-        down=("re:.*down_proj", GROUPS | {"group_size": 128}),
-        others=("Linear", GROUPS | {"group_size": 32}),
-    ),
+    "int4": _config("pack-quantized", all=("Linear", GROUPS | {"group_size": 32})),
     "nf4": FORMATS["bnb-nf4"].config,
 }
 
@@ -69,13 +66,11 @@ def plain_tensors(config: dict) -> dict[str, torch.Tensor]:
     return {name: random_parameter(name, shape, generator).bfloat16() for name, shape in shapes.items()}
 
 
-def stored(form: str, parameter: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def stored(form: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """The tensors of a weight, quantized as at a load, in a checkpoint of CONFIGS."""
     rows = len(weight)
-    group = {"int4": 128 if parameter.endswith("down.weight") and "experts" not in parameter else 32, "nf4": 64}.get(
-        form, 0
-    )
-    codes, scale = replace(ENCODINGS[form], group_size=group).encode(weight)
+    group, dtype = {"int4": 32, "nf4": 64}.get(form, 0), torch.bfloat16 if form in ("int4", "int8") else torch.float32
+    codes, scale = replace(ENCODINGS[form], group_size=group, scale_dtype=dtype).encode(weight)
     match form:
         case "int4":
             words = ((codes.long() & 15) ^ 8).view(rows, -1, 8) << torch.arange(0, 32, 4)
@@ -108,9 +103,7 @@ def write_both(folder: Path, form: str, config: dict) -> tuple[Path, Path]:
         plain[name] = quantized[name] = weight
         if parameter.endswith(".weight") and ".router." not in parameter:
             del quantized[name]
-            quantized |= {
-                name.removesuffix("weight") + own: each for own, each in stored(form, parameter, weight).items()
-            }
+            quantized |= {name.removesuffix("weight") + own: each for own, each in stored(form, weight).items()}
     stated = config | {"quantization_config": CONFIGS[form]}
     return write(folder / "plain", config, plain), write(folder / "quantized", stated, quantized)
 
@@ -160,7 +153,7 @@ def test_the_head_has_its_own_quantization(tmp_path, tied):
     config = LLAMA | {"tie_word_embeddings": tied}
     plain, _ = write_both(tmp_path, "fp8", config)
     runner = open_runner(plain, dtype="bfloat16", head_quantization="int8")
-    codes, scale = ENCODINGS["int8"].encode(plain_tensors(config)["embed" if tied else "head"])
+    codes, scale = _INT8.encode(plain_tensors(config)["embed" if tied else "head"])
     hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     want = torch.nn.functional.linear(hidden, (codes * scale).bfloat16())
     assert torch.equal(runner.decoder.head.product(hidden), want)
@@ -179,7 +172,7 @@ def test_a_cpu_has_an_int8_head_beside_quantized_maps(form):
         return (quantized_at_load(replace(TINY, quantization=stored), config, device).quantization or {}).get("head")
 
     asked, of_file = EngineConfig(quantization=form), {"head": QuantizationScheme("gptq", form)}
-    assert head(asked) == QuantizationScheme("plain", "int8")
+    assert head(asked) == QuantizationScheme("plain", "int8", scale_dtype="bfloat16")
     assert head(asked, stored=of_file) == of_file["head"]
     plain = [replace(asked, head_quantization="none"), EngineConfig(quantization="fp8"), EngineConfig()]
     assert [head(asked, "cuda"), *map(head, plain)] == [None] * 4
@@ -275,7 +268,9 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path, write_tiny_gguf):
     with pytest.raises(CallboardError) as error:
         check_model(EngineConfig(model=str(quantized), quantization="fp8"))
     assert str(error.value) == wanted
-    with pytest.raises(CallboardError, match="quantization is nf4, but the checkpoint's weights are int4 already"):
+    with pytest.raises(
+        CallboardError, match="quantization is nf4, but the checkpoint's weights are int4, int8 already"
+    ):
         check_model(EngineConfig(model=str(write_tiny_gguf()), quantization="nf4"))
     mixed = dict.fromkeys(("layers.0.q.weight", "layers.0.k.weight"), QuantizationScheme("awq", "int4"))
     spec = replace(
@@ -301,13 +296,12 @@ def test_a_format_without_a_kernel_here_is_refused(monkeypatch):
             "use fp8 or int8 or int4 or nf4 with dtype=bfloat16.",
         ),
     ):
-        monkeypatch.setattr("runtime.kernels.quantized.wna16_cpu.has_vector_code", lambda: True)
         monkeypatch.setattr("runtime.quant.model_formats.products_of", products)
         for field, form in (("quantization", "nf4"), ("head_quantization", "int8")):
             with pytest.raises(CallboardError) as error:
                 tiny_runner(dtype="float32", **{field: form})
             assert str(error.value) == (
-                f"{field} is {form}, which has no products in float32 on cpu (torch kernels); {refusal}"
+                f"{field} is {form}, which has no products in float32 on cpu (llvm kernels); {refusal}"
             )
 
 

@@ -48,7 +48,7 @@ def test_texts_equal_the_dense_models(tmp_path, write_tiny_gguf):
 def test_inspect_and_the_runner_report_weight_formats(tmp_path, write_tiny_gguf):
     folder, _ = write(tmp_path, FORMATS["gptq"], LLAMA | {"num_hidden_layers": 3, "intermediate_size": 1 << 14})
     Tokenizer.load(write_tiny_gguf())._backend.save(str(folder / "tokenizer.json"))
-    report = model_report(EngineConfig(model=str(folder), device="cpu", dtype="float32"))
+    report = model_report(EngineConfig(model=str(folder), device="cpu", kernel_backend="torch"))
     spec, _ = load_spec(open_checkpoint(folder).config)
     shapes = {name: shape for name, shape in spec.shapes().items() if name in spec.quantization}
     dense = sum(4 * rows * columns for rows, columns in shapes.values())
@@ -56,6 +56,9 @@ def test_inspect_and_the_runner_report_weight_formats(tmp_path, write_tiny_gguf)
     widened = f"dequantized to {dense / (1 << 30):.2f} GiB of float32 as this device has no products for it"
     assert f"\nweights        21 maps in int4 g32: {codes / (1 << 30):.2f} GiB, {widened}\n" in report
     assert "\n               embed, head, norms and biases are plain numbers in the checkpoint\n" in report
-    runner = open_runner(folder, dtype="float32")
+    runner = open_runner(folder, kernel_backend="torch")
     assert runner.info.weight_formats == "int4 g32, dense"
     assert f"weights {weight_bytes(spec, runner.numerics) / (1 << 30):.2f} GiB" in report
+    kept = model_report(EngineConfig(model=str(folder), device="cpu"))
+    assert f"\nweights        21 maps in int4 g32: {codes / (1 << 30):.2f} GiB\n" in kept
+    assert "\ndtype          float32 on cpu, llvm kernels" in kept

@@ -117,20 +117,25 @@ def test_memory_is_planned_for_the_largest_dequantized_map(monkeypatch):
     assert widened("fp8", every) == 2 * 2 * 256 * 128
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
-def test_a_cpu_without_vector_code_refuses_the_set_field(form, monkeypatch):
-    monkeypatch.setattr("runtime.kernels.quantized.wna16_cpu.has_vector_code", lambda: False)
-    wanted = f" is {form}, which has no products on a CPU without AVX2 and AVX-512; leave it at auto."
-    with pytest.raises(CallboardError) as error:
-        tiny_runner(quantization=form)
-    assert str(error.value) == "quantization" + wanted
-    with pytest.raises(CallboardError) as error:
-        tiny_runner(is_draft=True, quantization=form)
-    assert str(error.value) == "draft_quantization" + wanted
+def test_a_cpu_without_llvmlite_refuses_the_set_field(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    fix = {"int8": "install llvmlite and leave kernel_backend at auto", "int4": None, "fp8": "leave it at auto"}
+    fix["int4"] = fix["int8"]
+    for form, advice in fix.items():
+        for is_draft, field in ((False, "quantization"), (True, "draft_quantization")):
+            with pytest.raises(CallboardError) as error:
+                tiny_runner(is_draft=is_draft, quantization=form)
+            where = f"which has no products in float32 on cpu (torch kernels); {advice}."
+            assert str(error.value) == f"{field} is {form}, {where}"
+    with pytest.raises(CallboardError, match="kernel_backend is llvm, which needs the package llvmlite; install it"):
+        choose_numerics(EngineConfig(device="cpu", kernel_backend="llvm"))
 
 
-def test_auto_is_float32_on_a_cpu_without_kernels(monkeypatch):
-    monkeypatch.setattr("runtime.kernels.quantized.wna16_cpu.has_vector_code", lambda: False)
-    numerics = choose_numerics(EngineConfig(device="cpu", quantization="int4"))
-    assert numerics.dtype == torch.float32
-    assert products_of(replace(numerics, dtype=torch.bfloat16)) is None
+def test_a_cpu_computes_in_float32(monkeypatch):
+    asked = [{}, {"quantization": "int4"}, {"head_quantization": "int8"}, {"kernel_backend": "torch"}]
+    numerics = [choose_numerics(EngineConfig(device="cpu", **settings)) for settings in asked]
+    assert {(each.dtype, each.backend) for each in numerics[:3]} == {(torch.float32, "llvm")}
+    assert (numerics[3].dtype, numerics[3].backend) == (torch.float32, "torch")
+    assert products_of(numerics[3]) is None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert choose_numerics(EngineConfig(device="cpu")).backend == "torch"

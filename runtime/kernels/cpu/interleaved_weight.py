@@ -148,13 +148,16 @@ def _pack(quads: torch.Tensor, bits: int) -> torch.Tensor:
         shifts = torch.arange(0, 8, each, dtype=torch.int32)[:, None]
         plane = (shared << shifts).sum(3, dtype=torch.int32)  # no two have a bit in common
         words = torch.cat((words, plane.flatten(2)), 2)
-    return words.view(torch.uint8)
+    packed: torch.Tensor = words.view(torch.uint8)
+    return packed
 
 
 def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """The inverse of `_pack`."""
+    quads: torch.Tensor
     if bits == 8:
-        return packed.view(*packed.shape[:2], 8, -1)
+        quads = packed.unflatten(2, (8, -1))
+        return quads
     nibbles, plane = packed.split([ROWS * COLUMNS // 2, packed.shape[2] - ROWS * COLUMNS // 2], 2)
     vectors = nibbles.unflatten(2, (4, -1))
     quads = torch.stack((vectors & 15, vectors >> 4), 3).flatten(2, 3)
@@ -162,15 +165,23 @@ def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
         return quads
     each = bits - 4
     shifts = torch.arange(0, 8, each, dtype=torch.uint8)[:, None]
-    high = (plane.unflatten(2, (each, 1, -1)) >> shifts & (1 << each) - 1).flatten(2, 3)
-    whole: torch.Tensor = quads | high << 4
-    return whole
+    high: torch.Tensor = (plane.unflatten(2, (each, 1, -1)) >> shifts & (1 << each) - 1).flatten(2, 3)
+    return quads | high << 4
+
+
+def row_major(weight: InterleavedWeight) -> RowMajorWeight:
+    """The inverse of `interleave`."""
+    shared = (weight.scales, weight.minimums, weight.super_scales, weight.super_minimums)
+    by_row = [None if t is None else t.transpose(1, 2).flatten(0, 1)[: weight.shape[0]] for t in shared]
+    assert by_row[0] is not None
+    return RowMajorWeight(weight.form, values_of(weight)[: weight.shape[0]], by_row[0], *by_row[1:])
 
 
 def values_of(weight: InterleavedWeight) -> torch.Tensor:
     """The values, uint8 [padded N, K]."""
-    quads: torch.Tensor = _unpack(weight.values, weight.form.bits).view(*weight.values.shape[:2], -1, ROWS, QUAD)
-    return quads.permute(0, 3, 1, 2, 4).reshape(-1, weight.shape[1])
+    quads = _unpack(weight.values, weight.form.bits).unflatten(3, (ROWS, QUAD))
+    values: torch.Tensor = quads.permute(0, 3, 1, 2, 4).reshape(-1, weight.shape[1])
+    return values
 
 
 def scales_of(weight: InterleavedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:

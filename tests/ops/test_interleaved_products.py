@@ -1,0 +1,150 @@
+"""The torch twin of the integer products on a CPU: its rounding, its independent rows, and the numbers of a weight."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.kernels.cpu.int_product_torch import int_product_torch, lookup_torch, quantize_rows_torch
+from runtime.kernels.cpu.interleaved_linear import InterleavedLinear
+from runtime.kernels.cpu.interleaved_weight import (
+    InterleavedWeight,
+    RowMajorWeight,
+    WeightForm,
+    dequantize_interleaved,
+    interleave,
+    interleave_pieces,
+    interleaved_bytes,
+    row_major,
+)
+
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+FORMS = [
+    WeightForm(4, 32, HALF, 8), WeightForm(4, 32, HALF, 0, True), WeightForm(4, 128, BRAIN, 8),
+    WeightForm(4, 128, SINGLE, 0, True), WeightForm(4, 0, HALF, 8), WeightForm(4, 16, HALF, 0, True),
+    WeightForm(5, 32, HALF, 16), WeightForm(5, 32, HALF, 0, True), WeightForm(8, 0, BRAIN, 128),
+    WeightForm(8, 32, HALF, 128), WeightForm(8, 64, SINGLE, 0, True), WeightForm(4, 32, torch.uint8, 0, True, 256),
+    WeightForm(5, 32, torch.uint8, 0, True, 256), WeightForm(6, 16, torch.int8, 32, False, 256),
+]  # fmt: skip
+
+
+def random_weight(form: WeightForm, rows: int, columns: int, seed: int = 0) -> RowMajorWeight:
+    """Any values, and scales of any sign."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 1 << form.bits, (rows, columns), generator=generator).to(torch.uint8)
+    groups = rows, columns // (form.group_size or columns)
+
+    def scales() -> torch.Tensor:
+        if form.super_size:
+            low = 0 if form.scale_dtype == torch.uint8 else -128
+            return torch.randint(low, 64, groups, generator=generator).to(form.scale_dtype)
+        return torch.randn(groups, generator=generator).mul_(0.1).to(form.scale_dtype)
+
+    def factors() -> torch.Tensor:
+        return torch.randn(rows, columns // form.super_size, generator=generator).mul_(0.01).half()
+
+    more = [scales() if form.has_minimum else None, factors() if form.super_size else None]
+    more.append(factors() if form.super_size and form.has_minimum else None)
+    return RowMajorWeight(form, values, scales(), *more)
+
+
+def numbers(weight: RowMajorWeight) -> torch.Tensor:
+    """The numbers of a weight in row-major order."""
+
+    def spread(stored: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+        whole = stored.float()
+        if factors is not None:
+            whole = whole * factors.float().repeat_interleave(whole.shape[1] // factors.shape[1], 1)
+        return whole.repeat_interleave(weight.values.shape[1] // whole.shape[1], 1)
+
+    dense = (weight.values.float() - weight.form.offset) * spread(weight.scales, weight.super_scales)
+    return dense if weight.minimums is None else dense - spread(weight.minimums, weight.super_minimums)
+
+
+def random_rows(count: int, columns: int) -> torch.Tensor:
+    x = torch.randn(count, columns, generator=torch.Generator().manual_seed(1))
+    return x * torch.logspace(-4, 4, count)[:, None]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(1, 70), supers=st.integers(1, 3), seed=st.integers(0, 99))
+def test_interleaved_weights_keep_their_numbers(form, rows, supers, seed):
+    weight = random_weight(form, rows, 256 * supers, seed)
+    interleaved, want = interleave(weight), numbers(weight)
+    assert torch.equal(dequantize_interleaved(interleaved), want)
+    again = row_major(interleaved)
+    assert again.form == form
+    assert all(torch.equal(a, b) for a, b in zip(again[1:], weight[1:], strict=True) if a is not None)
+    assert interleaved.nbytes == interleaved_bytes(form, interleaved.shape)
+    ids = torch.randint(0, rows, (5,), generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(lookup_torch(interleaved, ids), want[ids])
+
+
+def tensors_of(weight: InterleavedWeight) -> list[torch.Tensor]:
+    each = (weight.values, weight.scales, weight.minimums, weight.super_scales, weight.super_minimums)
+    return [tensor for tensor in each if tensor is not None]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_pieces_make_the_same_weight(form):
+    weight, cuts = random_weight(form, 61, 512), ((0, 16), (16, 48), (48, 61))
+    pieces = [
+        RowMajorWeight(form, *(None if tensor is None else tensor[start:stop] for tensor in weight[1:]))
+        for start, stop in cuts
+    ]
+    whole, joined = interleave(weight), interleave_pieces(iter(pieces), 61)
+    assert (whole.form, whole.shape) == (joined.form, joined.shape)
+    assert all(torch.equal(a, b) for a, b in zip(tensors_of(whole), tensors_of(joined), strict=True))
+
+
+def test_pieces_with_other_scales_keep_their_numbers():
+    pieces = [random_weight(WeightForm(4, 32, dtype, 8), 16, 64) for dtype in (HALF, BRAIN)]
+    joined = interleave_pieces(pieces, 32)
+    assert joined.form.scale_dtype == SINGLE
+    assert torch.equal(dequantize_interleaved(joined), torch.cat([numbers(piece) for piece in pieces]))
+
+
+@pytest.mark.parametrize(("bits", "largest"), [(16, 32512), (8, 127)])
+def test_rows_are_rounded_to_the_nearest_integer(bits, largest):
+    x = random_rows(9, 96)
+    x[3] = 0
+    rows, chunks = quantize_rows_torch(x, bits), x.unflatten(1, (-1, 32))
+    assert int(rows.numbers.abs().max()) == largest
+    errors = (rows.numbers * rows.scales[..., None] - chunks).abs().amax(2)
+    assert bool((errors <= chunks.abs().amax(2) / largest * 0.501 + 1e-38).all())
+    assert torch.equal(rows.sums.sum(2), rows.numbers.sum(2).int())
+    assert torch.equal(rows.sums[..., 0], rows.numbers[..., :16].sum(2).int())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("bits", "error"), [(16, 1e-4), (8, 0.02)])
+def test_products_are_near_those_of_dense_weights(form, bits, error):
+    weight, x = random_weight(form, 37, 512), random_rows(9, 512)
+    want = x.double() @ numbers(weight).double().T
+    got = int_product_torch(x, interleave(weight), bits)
+    assert ((got - want).norm(dim=1) / want.norm(dim=1)).max() < error
+    for row in range(len(x)):
+        assert torch.equal(int_product_torch(x[row : row + 1], interleave(weight), bits)[0], got[row])
+
+
+def test_numbers_that_are_not_finite_reach_their_row_only():
+    weight, x = interleave(random_weight(FORMS[0], 33, 64)), random_rows(4, 64)
+    want = int_product_torch(x, weight)
+    x[1, 3], x[2, 40] = torch.nan, torch.inf
+    got = int_product_torch(x, weight)
+    assert not got[1:3].isfinite().any()
+    assert torch.equal(got[[0, 3]], want[[0, 3]])
+
+
+@pytest.mark.parametrize("dtype", [SINGLE, BRAIN, HALF])
+def test_layers_join_parts_of_several_forms(dtype):
+    weights = [
+        random_weight(form, rows, 256) for form, rows in zip(FORMS[:3] + FORMS[-1:], (16, 7, 32, 5), strict=True)
+    ]
+    bias, x = torch.randn(60), torch.randn(3, 256).to(dtype)
+    layer = InterleavedLinear([interleave(weight) for weight in weights], bias.to(dtype), None, None)
+    want = x.float() @ torch.cat([numbers(weight) for weight in weights]).T + bias.to(dtype).float()
+    got = layer.product(x)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, want.to(dtype), rtol=0.01, atol=0.01)
