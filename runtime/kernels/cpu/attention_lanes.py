@@ -76,9 +76,9 @@ class Lanes:
         begin, end = seen_positions(base, tile.position, tile.count, self.window)
         for head in loop(0, tile.heads, self.together):
             for lane in loop(0, LANES, self.width):
-                self._score(head, lane, base, chunk, end)
+                self._score(head, lane, base, chunk, begin, end)
         for head in loop(0, tile.heads):
-            self._weigh(head, chunk, end)
+            self._weigh(head, chunk, begin, end)
         for head in loop(0, tile.heads, self.together):
             for lane in loop(0, LANES, self.width):
                 self._add_values(head, lane, base, chunk, begin, end)
@@ -107,13 +107,13 @@ class Lanes:
         seen = key <= positions
         return seen & (key > positions - self.window) if self.window else seen
 
-    def _score(self, head: Value, lane: Value, base: Value, chunk: Chunk, end: Value) -> None:
-        """Scores of the positions of a chunk up to `end`."""
+    def _score(self, head: Value, lane: Value, base: Value, chunk: Chunk, begin: Value, end: Value) -> None:
+        """Scores of the groups of positions of a chunk that tokens see."""
         heads, step, width = range(self.together), self._keys, self.width
         weights = [self._weights + (head + h) * (CHUNK * LANES) + lane for h in heads]
         highest = [variable(number(LOWEST, f32(width))) for _ in heads]
         positions = self._positions(base, lane)
-        for group in loop(0, (end + (LANES - 1)) // LANES):
+        for group in loop(begin // LANES, (end + (LANES - 1)) // LANES):
             keys, start = chunk.keys(group), group * LANES
             for key in loop(0, minimum(end - start, LANES), step):
                 products = self._products(head, lane, chunk, keys + key * chunk.stride)
@@ -161,7 +161,7 @@ class Lanes:
         sums = _added(_added(parts[0], parts[2]), _added(parts[1], parts[3]))
         return [sums[h * self._keys : (h + 1) * self._keys] for h in range(self.together)]
 
-    def _weigh(self, head: Value, chunk: Chunk, end: Value) -> None:
+    def _weigh(self, head: Value, chunk: Chunk, begin: Value, end: Value) -> None:
         """Weights from scores."""
         weights, at = self._weights + head * (CHUNK * LANES), head * LANES
         totals = self._results + (head * (self.size + LANES) + self.size) * LANES
@@ -172,7 +172,7 @@ class Lanes:
         self._factors.store(at, factor)
         for lane in loop(0, LANES):
             total = variable(zeros(f32(LANES)))
-            for key in loop(lane, (end + (LANES - 1)) // LANES * LANES, LANES):
+            for key in loop(begin // LANES * LANES + lane, (end + (LANES - 1)) // LANES * LANES, LANES):
                 weight = exp(weights.load(key * LANES, LANES) - top)
                 total += weight
                 if self.form.has_token_scales:
