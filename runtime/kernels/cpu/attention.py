@@ -1,9 +1,9 @@
 """Attention over the paged cache of keys and values: softmax(q k^T * scale) v.
 
 A tile is up to LANES neighbouring tokens of one row. Its queries read each chunk of keys and values while it is in the
-L1 cache. A query is computed in the same way in any tile: an online softmax (arXiv 1805.02867) over chunks of CHUNK
-absolute positions, from the first that has a visible position. Hidden positions are skipped, or their weight is 0 and
-their products are dropped. A token's bits therefore depend on nothing but its own q and the keys and values that it
+L1 cache. The same operations compute a query in any tile: an online softmax (arXiv 1805.02867) over chunks of CHUNK
+absolute positions. It begins at the first chunk with a visible position. Hidden positions are skipped, or their weight
+is 0 and their products are dropped. A token's bits therefore depend only on its own q and the keys and values that it
 sees."""
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ class Lanes:
             for first, count in _blocks(self.form.head_dim):
                 own = tile.q + head * self.form.head_dim + first
                 rows = [own + minimum(tile.count - 1, row) * tile.q_stride for row in range(LANES)]
-                for i, vector in enumerate(_transposed([load_part(row, 0, count) for row in rows])):
-                    self._queries.store((head * self.size + first + i) * LANES, vector)
+                for index, vector in enumerate(_transposed([load_part(row, 0, count) for row in rows])):
+                    self._queries.store((head * self.size + first + index) * LANES, vector)
 
     def attend(self, base: Value, chunk: Chunk) -> None:
         """Add the chunk at position `base`."""
