@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.kernels.cpu.attention import attention
-from runtime.kernels.cpu.compiler import assembly, target_of
-from runtime.kernels.cpu.stored_numbers import LANES, KVForm
-from runtime.kernels.cpu.tiled_rows import TILE, attention_tiles
+from runtime.kernels.cpu.attention.attention import attention
+from runtime.kernels.cpu.attention.stored_numbers import LANES, KVForm
+from runtime.kernels.cpu.attention.tiled_rows import TILE, attention_tiles
+from runtime.kernels.llvm.compiler import assembly, target_of
 from tests.support.kernels.cached_rows import Layer, rows_of
 from tests.support.kernels.compiled import targets
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.kernels.attention.rope import rope_rows_torch, rope_store_kv_torch
-from runtime.kernels.cpu.compiler import assembly, target_of
-from runtime.kernels.cpu.rope_store import rope_store
-from runtime.kernels.cpu.stored_numbers import KVForm
+from runtime.kernels.cpu.attention.rope_store import rope_store
+from runtime.kernels.cpu.attention.stored_numbers import KVForm
+from runtime.kernels.llvm.compiler import assembly, target_of
 from tests.support.kernels.compiled import call, targets
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn)

@@ -8,12 +8,12 @@ sees."""
 
 from __future__ import annotations
 
-from runtime.kernels.cpu.attention_lanes import Lanes
-from runtime.kernels.cpu.attention_rows import Rows, Tile
-from runtime.kernels.cpu.compiler import Target
-from runtime.kernels.cpu.kv_chunk import CHUNK, Chunk, seen_positions
-from runtime.kernels.cpu.language import F32s, Float, I32s, Int, U8s, i64, loop, maximum, share, when
-from runtime.kernels.cpu.stored_numbers import KVForm
+from runtime.kernels.cpu.attention.attention_lanes import Lanes
+from runtime.kernels.cpu.attention.attention_rows import Rows, Tile
+from runtime.kernels.cpu.attention.kv_chunk import CHUNK, Chunk, seen_positions
+from runtime.kernels.cpu.attention.stored_numbers import KVForm
+from runtime.kernels.llvm.compiler import Target
+from runtime.kernels.llvm.language import F32s, Float, I32s, Int, U8s, i64, loop, maximum, share, when
 
 _FEW = 7  # tokens of a tile, up to which vectors of numbers are faster than vectors of tokens
 

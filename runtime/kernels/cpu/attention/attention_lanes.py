@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from runtime.kernels.cpu.attention_rows import LOWEST, Tile, adjusted, quotient
-from runtime.kernels.cpu.compiler import Target
-from runtime.kernels.cpu.kv_chunk import CHUNK, Chunk, seen_positions
-from runtime.kernels.cpu.language import (
+from runtime.kernels.cpu.attention.attention_rows import LOWEST, Tile, adjusted, quotient
+from runtime.kernels.cpu.attention.kv_chunk import CHUNK, Chunk, seen_positions
+from runtime.kernels.cpu.attention.stored_numbers import LANES, KVForm, load_part, store_part
+from runtime.kernels.llvm.compiler import Target
+from runtime.kernels.llvm.language import (
     Pointer,
     Value,
     array,
@@ -29,8 +30,7 @@ from runtime.kernels.cpu.language import (
     where,
     zeros,
 )
-from runtime.kernels.cpu.mathematics import exp
-from runtime.kernels.cpu.stored_numbers import LANES, KVForm, load_part, store_part
+from runtime.kernels.llvm.mathematics import exp
 
 _HIDDEN = float("-inf")
 _QUAD = 4  # lanes of a group of `_sums_of_lanes`
