@@ -18,6 +18,7 @@ class Numerics:
     packed: bool  # true if linear layers are pre-packed for oneDNN
     deterministic: bool
     rank_invariant: bool = False  # implies deterministic
+    activation_bits: int = 16  # of products with quantized weights on a CPU: 16 or 8
 
     @property
     def dtype_name(self) -> str:

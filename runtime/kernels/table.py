@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -17,8 +17,6 @@ from runtime.kernels.attention.decode_attention import decode_attention
 from runtime.kernels.attention.paged_attention import PagedBatch
 from runtime.kernels.attention.prefill_attention import prefill_attention
 from runtime.kernels.attention.rope import rope_rows_torch, rope_rows_triton, rope_store_kv_torch, rope_store_kv_triton
-from runtime.kernels.cpu.int_product_torch import lookup_torch
-from runtime.kernels.cpu.interleaved_linear import InterleavedLinear
 from runtime.kernels.cpu.interleaved_weight import InterleavedWeight
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts, has_fp8_moe
 from runtime.kernels.experts.moe_torch import ExpertLayer, Experts
@@ -45,7 +43,21 @@ from runtime.kernels.quantized.fp8_w8a8_gemm import has_fp8_gemm
 from runtime.kernels.quantized.int_wna16_gemm import has_int_wna16_gemm
 from runtime.kernels.quantized.quantized_linear import Fp8Linear, Int16Linear, QuantizedLinear
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
+from runtime.kernels.sampling.token_keys import DrawnKeys
+from runtime.kernels.sampling.top_k_top_p import FilterBounds
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
+
+if TYPE_CHECKING:  # it imports llvmlite, which only CPUs need
+    from runtime.kernels.cpu.launcher import Launcher
+
+
+class CompiledKernels(NamedTuple):
+    """What the steps of a CPU use of its compiled kernels, besides the operations of a decoder."""
+
+    launcher: Launcher
+    drawn_keys: DrawnKeys
+    filter_bounds: FilterBounds
+    attends: bool  # attention and rotary positions are compiled, too; steps then make `TiledRows`
 
 
 class RopeStoreKV(Protocol):
@@ -114,6 +126,7 @@ class Kernels:
     # On a CPU: the rows of all parts, which may differ in form, and dequantized rows by their index.
     interleaved_linear: Callable[[Sequence[InterleavedWeight], torch.Tensor | None], Linear] | None = None
     interleaved_lookup: Callable[[InterleavedWeight, torch.Tensor], torch.Tensor] | None = None
+    compiled: CompiledKernels | None = None  # with the `llvm` backend
 
 
 def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
@@ -143,7 +156,7 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
     def product(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
         return cpu_product(weight, bias, numerics.packed, deterministic)
 
-    return Kernels(
+    references = Kernels(
         norm,
         rms_norm_in_place_torch,
         activate,
@@ -156,9 +169,12 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
         partial(add_adapters_torch, multiply=lambda x, weight: product(weight)(x))
         if deterministic
         else add_adapters_torch,
-        interleaved_linear=lambda parts, bias: InterleavedLinear(parts, bias, norm, activate),
-        interleaved_lookup=lambda weight, ids: lookup_torch(weight, ids).to(numerics.dtype),
     )
+    if numerics.backend != "llvm":
+        return references
+    from runtime.kernels.cpu.operations import compiled_operations  # imports llvmlite, which only this backend needs
+
+    return compiled_operations(numerics, spec, references)
 
 
 def _quantized_linear(

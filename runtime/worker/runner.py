@@ -130,7 +130,7 @@ class ModelRunner:
         forms = encodings_on_device(spec, numerics)
         of_fp8 = any(form.startswith("fp8") for form in forms.values())
         has_fp8 = of_fp8 and multiplies_fp8(numerics.device)  # activations are rounded to fp8, too
-        of_numerics = numerics.dtype_name, numerics.backend, numerics.deterministic, has_fp8
+        of_numerics = numerics.dtype_name, numerics.backend, numerics.deterministic, has_fp8, numerics.activation_bits
         whole_cache = spec.whole.kv_cache(numerics.dtype_name, self.config.kv_cache_dtype)
         num_sums = "leaves" if numerics.rank_invariant else self.shard.size
         identity = (weights_fingerprint, *of_numerics, forms, whole_cache, num_sums)
@@ -280,4 +280,5 @@ def choose_numerics(config: EngineConfig) -> Numerics:
         packed=(config.packed_weights or deterministic) and can_pack(dtype, device),
         deterministic=deterministic,
         rank_invariant=config.rank_invariant,
+        activation_bits=16 if config.cpu_activations == "int16" else 8,
     )

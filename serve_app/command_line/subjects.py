@@ -35,7 +35,7 @@ SUBJECTS = {
     ),
     "quantization": Subject(
         "the forms of weights, of the KV cache and of numbers in between",
-        ("quantization", "head_quantization", "dtype", "kv_cache_dtype"),
+        ("quantization", "head_quantization", "dtype", "kv_cache_dtype", "cpu_activations"),
     ),
     "memory": Subject(
         "the context, the KV cache and their memory",

@@ -1,7 +1,8 @@
 """Compiles kernels of `language.py` for this CPU, on first use.
 
-A kernel's code is kept on disk, so that later processes load it in a millisecond. `CALLBOARD_CPU_ISA` limits the
-instruction set: avx2, avx512, generic (none beyond the platform's own), or native, the default."""
+A kernel's code is kept on disk, so that later processes load it in a millisecond. Kernels need AVX2, FMA and F16C on
+x86, and nothing on ARM. `CALLBOARD_CPU_ISA` limits the instruction set: avx2, avxvnni, avx512, generic (without
+instructions for dot products), or native, the default."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ import llvmlite
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from runtime.kernels.cpu.language import Pointer, Trace, Type, Value, f32, i64
+from runtime.kernels.cpu.language import Pointer, Trace, Value, i64
 
 _LEVELS = {  # CPU name and features of LLVM
-    "generic": ("x86-64", ""),
+    "generic": ("x86-64-v3", "-avxvnni"),
     "avx2": ("x86-64-v3", ""),
     "avxvnni": ("x86-64-v3", "+avxvnni"),
     "avx512": ("x86-64-v4", "+avx512vnni"),
@@ -62,11 +63,10 @@ def target_of(triple: str, cpu: str, features: str) -> Target:
     """A target with the instructions that its features allow."""
     has = set(features.split(","))
     if triple.startswith("x86_64"):
-        level = {"x86-64-v3": 3, "x86-64-v4": 4}.get(cpu, 4 if "+avx512bw" in has else 3 if "+avx2" in has else 1)
-        if level == 4 and "+avx512vnni" in has:
+        if "+avx512vnni" in has and (cpu == "x86-64-v4" or "+avx512bw" in has):
             return Target(triple, cpu, features, "avx512vnni", 64)
-        if level >= 3:
-            return Target(triple, cpu, features, "avxvnni" if "+avxvnni" in has else "avx2", 32)
+        dot = "generic" if features == _LEVELS["generic"][1] else "avxvnni" if "+avxvnni" in has else "avx2"
+        return Target(triple, cpu, features, dot, 32)
     elif triple.startswith(("aarch64", "arm64")) and "+dotprod" in has:
         return Target(triple, cpu, features, "neon", 16)
     return Target(triple, cpu, features, "generic", 16)
@@ -81,9 +81,9 @@ def _machine(target: Target) -> Any:
 def trace(function: Callable[..., None], constants: dict[str, Any], target: Target) -> str:
     """The LLVM IR of a kernel.
 
-    Parameters annotated with a `Type` are numbers (i64 or f32), and with `[Type]` pointers; the compiled function reads
-    them from an array of 64-bit words. Then come the part of the work and the number of parts. Other parameters are
-    constants of the tracing; one called `target` is the target."""
+    Parameters annotated with a number or a pointer of `language.py` are read from an array of 64-bit words, in their
+    order; `part` and `parts` are the share of the work. Other parameters are constants of the tracing, and `target` is
+    the target."""
     module = ir.Module()
     module.triple = target.triple
     pointer = ir.PointerType()
@@ -104,11 +104,9 @@ def trace(function: Callable[..., None], constants: dict[str, Any], target: Targ
         else:
             place = builder.gep(words, [ir.Constant(i64.ir, at)], source_etype=i64.ir)
             at += 1
-            if isinstance(annotation, list):
-                arguments[name] = Pointer(builder.load(place, typ=pointer), annotation[0])
-            else:
-                assert isinstance(annotation, Type)
-                arguments[name] = Value(builder.load(place, typ=annotation.ir), annotation)
+            kind, (type,) = annotation.__origin__, annotation.__metadata__
+            loaded = builder.load(place, typ=pointer if kind is Pointer else type.ir)
+            arguments[name] = kind(loaded, type)
     body = builder.append_basic_block("body")
     builder.branch(body)
     builder.position_at_end(body)

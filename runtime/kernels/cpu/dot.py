@@ -13,7 +13,7 @@ Activations are split into two int8 limbs, 256 * high + low. Sums are exact in i
 from __future__ import annotations
 
 from runtime.kernels.cpu.compiler import Target
-from runtime.kernels.cpu.language import Trace, Value, i8, i16, i32, joined, number, u8, zeros
+from runtime.kernels.cpu.language import Trace, Type, Value, i8, i16, i32, joined, number, u8, zeros
 
 _LARGEST_INT16 = 32767
 
@@ -82,7 +82,7 @@ def _bytes(words: Value) -> Value:
     return words.bitcast(u8(2 * words.type.lanes))
 
 
-def _call(name: str, result, *arguments: Value) -> Value:  # type: ignore[no-untyped-def]
+def _call(name: str, result: Type, *arguments: Value) -> Value:
     return Value(Trace.intrinsic(name, result.ir, [x.ir for x in arguments]), result)
 
 

@@ -14,8 +14,14 @@ from runtime.kernels.cpu.compiler import Target
 from runtime.kernels.cpu.dot import Dot, repeated_quad
 from runtime.kernels.cpu.interleaved_weight import COLUMNS, QUAD, ROWS, WeightForm
 from runtime.kernels.cpu.language import (
+    F16s,
+    F32s,
+    I8s,
+    I32s,
+    Int,
     Pointer,
     Type,
+    U8s,
     Value,
     Variable,
     bf16,
@@ -32,7 +38,7 @@ from runtime.kernels.cpu.language import (
     zeros,
 )
 
-TYPES = {
+TYPES: dict[torch.dtype, Type] = {
     torch.float16: f16,
     torch.bfloat16: bf16,
     torch.float32: f32,
@@ -40,25 +46,26 @@ TYPES = {
     torch.int8: i8,
 }
 _QUADS = COLUMNS // QUAD
+_AHEAD = 8192  # bytes of values: two pages, since the processor itself prefetches within a page
 
 
 def int_product(
-    values: [u8],
-    scales: [f32],  # of form.scale_dtype, like minimums
-    minimums: [f32],
-    super_scales: [f16],
-    super_minimums: [f16],
-    x: [i8],  # [rows, K / 32, limbs, 32]
-    x_scales: [f32],  # [rows, K / 32]
-    x_sums: [i32],  # [rows, K / 32, 2]: sums of half chunks
-    bias: [f32],  # [blocks * 16], read if has_bias
-    out: [f32],  # [rows, >= blocks * 16], rows out_stride apart
-    num_rows: i64,
-    num_blocks: i64,
-    num_chunks: i64,
-    out_stride: i64,
-    part: i64,
-    parts: i64,
+    values: U8s,
+    scales: F32s,  # of form.scale_dtype, like minimums
+    minimums: F32s,
+    super_scales: F16s,
+    super_minimums: F16s,
+    x: I8s,  # [rows, K / 32, limbs, 32]
+    x_scales: F32s,  # [rows, K / 32]
+    x_sums: I32s,  # [rows, K / 32, 2]: sums of half chunks
+    bias: F32s,  # [blocks * 16], read if has_bias
+    out: F32s,  # [rows, >= blocks * 16], rows out_stride apart
+    num_rows: Int,
+    num_blocks: Int,
+    num_chunks: Int,
+    out_stride: Int,
+    part: Int,
+    parts: Int,
     target: Target,
     form: WeightForm,
     limbs: int,
@@ -78,7 +85,9 @@ def int_product(
                 for half in range(ROWS // lanes):
                     rows = _Rows(x, x_scales, x_sums, first, tile, num_chunks, limbs, lanes)
                     weight = _Block(target, form, values, block, half, lanes, num_chunks)
-                    shared = _Scales(form, scales, minimums, super_scales, super_minimums, block, half, lanes, num_chunks)
+                    shared = _Scales(
+                        form, scales, minimums, super_scales, super_minimums, block, half, lanes, num_chunks
+                    )
                     sums = _multiply(weight, shared, rows)
                     at = block * ROWS + half * lanes
                     for m, total in enumerate(sums):
@@ -129,6 +138,8 @@ class _Block:
     def quads(self, chunk: Value) -> list[Value]:
         """The eight quads of a chunk: u8 [4 * lanes]."""
         bits, at = self.form.bits, self._values + chunk * self.form.chunk_bytes
+        for line in range(0, self.form.chunk_bytes, 64):
+            at.prefetch(_AHEAD + line)
         if bits == 8:
             return [self._vector(at, j).bitcast(u8(4 * self.lanes)) for j in range(_QUADS)]
         nibbles = [self._vector(at, j) for j in range(_QUADS // 2)]
@@ -179,6 +190,9 @@ class _Scales:
     def of_group(self, index: Value, factors: list[Value]) -> list[Value]:
         """The scale of a group, and perhaps the minimum."""
         pointers = (self._scales, self._minimums)[: 2 if self.form.has_minimum else 1]
+        columns = self.form.group_size or COLUMNS
+        for pointer in pointers:  # as many groups ahead as values are
+            pointer.prefetch((index + _AHEAD // self.form.chunk_bytes * COLUMNS // columns) * ROWS)
         numbers = [p.load(index * ROWS, self.lanes).to(f32) for p in pointers]
         return [n * f for n, f in zip(numbers, factors, strict=True)] if factors else numbers
 

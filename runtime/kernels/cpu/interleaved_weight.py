@@ -15,12 +15,14 @@ Scales lie beside the values: 16 for each group of columns, one for each row. No
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from runtime.kernels.cpu import weight_memory
 
 ROWS = 16  # of a block
 COLUMNS = 32  # of a chunk
@@ -97,17 +99,24 @@ def interleave_pieces(pieces: Iterable[RowMajorWeight], num_rows: int) -> Interl
         form, num_columns = piece.form, piece.values.shape[1]
         if not shared:
             shape = -(-num_rows // ROWS), num_columns // COLUMNS, form.chunk_bytes
-            values = torch.empty(shape, dtype=torch.uint8)
+            values = weight_memory.empty(shape, torch.uint8)
         step = max(1, _AT_ONCE // (num_columns * ROWS)) * ROWS
         for rows in piece.values.split(step):
             packed = _pack(_quads(rows, form.offset), form.bits)
             values[block : block + len(packed)] = packed
             block += len(packed)
         shared.append(tuple(_by_block(tensor) for tensor in piece[2:]))
-    scales, *more = (None if same[0] is None else torch.cat(same) for same in zip(*shared, strict=True))
+    scales, *more = (None if same[0] is None else _joined(same) for same in zip(*shared, strict=True))
     assert scales is not None
     form = form._replace(scale_dtype=scales.dtype)
     return InterleavedWeight(form, (num_rows, num_columns), values, scales, *more)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The parts one after the other, in the memory of weights."""
+    dtype = torch.result_type(parts[0], parts[-1])
+    rows = sum(len(part) for part in parts)
+    return torch.cat(list(parts), out=weight_memory.empty((rows, *parts[0].shape[1:]), dtype))
 
 
 def _by_block(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -12,10 +12,10 @@ vector. A float operation rounds once: nothing is fused, so a kernel gives the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from llvmlite import ir
 
@@ -54,7 +54,7 @@ i8, i16, i32, i64 = (Type("i", bits) for bits in (8, 16, 32, 64))
 u8, u16, u32 = (Type("u", bits) for bits in (8, 16, 32))
 f16, f32, bf16, bit = Type("f", 16), Type("f", 32), Type("b", 16), Type("i", 1)
 
-Number = "Value | int | float"
+_LINE = 64  # bytes of a cache line
 
 
 class Trace:
@@ -187,22 +187,28 @@ class Value:
         undefined = ir.Constant(self.type.ir, ir.Undefined)
         return Value(_shuffle(self.ir, undefined, order), self.type(len(order)))
 
+    def lanes_with(self, other: Value, order: Sequence[int]) -> Value:
+        """A vector of these lanes of this vector and another; the other's lanes are counted on."""
+        return Value(_shuffle(self.ir, other.ir, order), self.type(len(order)))
+
     def __getitem__(self, lane: int) -> Value:
         return Value(Trace.builder.extract_element(self.ir, ir.Constant(ir.IntType(32), lane)), self.type(1))
+
+    def with_lane(self, lane: int, value: Value) -> Value:
+        """This vector with another number in one lane."""
+        at = ir.Constant(ir.IntType(32), lane)
+        return Value(Trace.builder.insert_element(self.ir, value.ir, at), self.type)
 
     def split(self, parts: int) -> list[Value]:
         """Neighbouring lanes as vectors of equal size."""
         size = self.type.lanes // parts
         return [self.lanes(range(i * size, (i + 1) * size)) for i in range(parts)]
 
-    def reduce(self, combine: Any) -> Value:
+    def reduce(self, combine: Callable[[Value, Value], Value]) -> Value:
         """All lanes combined into one number, halves with halves: the order is the same on every CPU."""
         value = self
         while value.type.lanes > 1:
-            low, high = value.split(2)
-            value = combine(low, high)
-            if value.type.lanes == 1:
-                return value
+            value = combine(*value.split(2))
         return value
 
 
@@ -258,6 +264,17 @@ class Pointer:
         Trace.intrinsic("llvm.prefetch.p0", ir.VoidType(), [(self + offset).ir, *flags])
 
 
+# Annotations of the parameters of kernels: numbers, and numbers in memory.
+Int = Annotated[Value, i64]
+Float = Annotated[Value, f32]
+I8s = Annotated[Pointer, i8]
+U8s = Annotated[Pointer, u8]
+I32s = Annotated[Pointer, i32]
+I64s = Annotated[Pointer, i64]
+F16s = Annotated[Pointer, f16]
+F32s = Annotated[Pointer, f32]
+
+
 def number(value: Any, type: Type) -> Value:
     """A Python number, or a value, as a value of a type."""
     if isinstance(value, Value):
@@ -266,12 +283,25 @@ def number(value: Any, type: Type) -> Value:
     return scalar if type.lanes == 1 else scalar.repeat(type.lanes)
 
 
+def lane_numbers(lanes: int) -> Value:
+    """0, 1, 2 and so on, int32."""
+    return Value(ir.Constant(i32(lanes).ir, list(range(lanes))), i32(lanes))
+
+
 def zeros(type: Type) -> Value:
     return number(0, type)
 
 
 def variable(first: Value) -> Variable:
     return Variable(first)
+
+
+def array(type: Type, count: int) -> Pointer:
+    """Memory on the stack for one call of the kernel, aligned to a cache line, with any content."""
+    with Trace.builder.goto_entry_block():
+        memory = Trace.builder.alloca(type.ir, count)
+    memory.align, memory.type = _LINE, ir.PointerType()
+    return Pointer(memory, type)
 
 
 def _matched(a: Value, b: Any) -> tuple[Value, Value]:
@@ -309,7 +339,7 @@ def _conversion(own: Type, target: Type) -> str:
     if target.is_float:
         return "sitofp" if own.kind == "i" else "uitofp"
     if target.bits == own.bits:
-        return "bitcast"
+        return "bitcast"  # of another sign
     if target.bits < own.bits:
         return "trunc"
     return "sext" if own.kind == "i" and own.bits > 1 else "zext"
@@ -323,6 +353,11 @@ def _rounded_to_bfloat16(value: Value) -> Value:
     is_nan = (raw & 0x7FFFFFFF) > 0x7F800000
     whole = where(is_nan, (raw >> 16) | 0x40, rounded)
     return Value(Trace.builder.trunc(whole.ir, bf16(lanes).ir), bf16(lanes))
+
+
+def where_to(condition: Value, a: Pointer, b: Pointer) -> Pointer:
+    """a if the condition holds, else b."""
+    return Pointer(Trace.builder.select(condition.ir, a.ir, b.ir), a.type)
 
 
 def where(condition: Value, a: Any, b: Any) -> Value:
@@ -352,6 +387,14 @@ def absolute(value: Value) -> Value:
     return _unary("fabs", value)
 
 
+def fused(a: Value, b: Any, c: Any) -> Value:
+    """a * b + c, rounded once: the same bits on all CPUs, but slow on one without such an instruction."""
+    a, b = _matched(a, b)
+    a, c = _matched(a, c)
+    suffix = f"v{a.type.lanes}f32" if a.type.lanes > 1 else "f32"
+    return Value(Trace.intrinsic(f"llvm.fma.{suffix}", a.type.ir, [a.ir, b.ir, c.ir]), a.type)
+
+
 def square_root(value: Value) -> Value:
     return _unary("sqrt", value)
 
@@ -361,7 +404,7 @@ def rounded(value: Value) -> Value:
     return _unary("rint", value)
 
 
-def loop(begin: Any, end: Any, step: int = 1) -> Iterator[Value]:
+def loop(begin: Any, end: Any, step: Any = 1) -> Iterator[Value]:
     """A compiled loop; the body of the Python loop is traced once."""
     builder = Trace.builder
     body, done = builder.append_basic_block("loop"), builder.append_basic_block("done")

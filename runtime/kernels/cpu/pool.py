@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -14,6 +12,9 @@ import numpy as np
 
 from runtime.kernels.cpu import threads
 from runtime.kernels.cpu.compiler import Function, host, load, trace
+from runtime.kernels.cpu.language import (
+    Int,
+)
 from runtime.kernels.cpu.threads import LINE, OP_WORDS
 
 PARTS_PER_THREAD = 4  # parts are taken as threads become free
@@ -56,7 +57,9 @@ def aligned_words(count: int) -> Any:
 
 
 class Pool:
-    """Threads that share the parts of kernels. The caller is one of them."""
+    """Threads that share the parts of kernels. The caller is one of them.
+
+    Callers in several threads take turns."""
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
@@ -64,12 +67,11 @@ class Pool:
         self._run = Function(load(trace(threads.run_tape, {}, target), target))
         serve = Function(load(trace(threads.serve, {}, target), target))
         self._control = aligned_words(5 * LINE)
-        self._generation, self._single = 0, Tape()
+        self._generation, self._single, self._lock = 0, Tape(), threading.Lock()
         self._single.add(0, (ctypes.c_int64 * 1)(), 1)
         self._arguments = (ctypes.c_int64 * 5)()
         self._arguments_at = ctypes.addressof(self._arguments)
         self._serve_words = (ctypes.c_int64 * 1)(self._control.ctypes.data)
-        self._process = os.getpid()
         for index in range(1, num_threads):
             threading.Thread(
                 target=serve,
@@ -78,19 +80,44 @@ class Pool:
                 daemon=True,
             ).start()
 
-    def run(self, tape: Tape, wakes: bool = True) -> None:
-        """Run all kernels of a tape. Not thread-safe."""
-        words, self._generation = tape.words, self._generation % _MAX_RUN + 1
-        self._arguments[:] = (self._control.ctypes.data, words.ctypes.data, len(tape), self._generation, int(wakes))
-        self._run(self._arguments_at, 0, 1)
+    def run(self, tape: Tape) -> None:
+        """Run all kernels of a tape."""
+        with self._lock:
+            self._start(tape.words, len(tape))
 
     def launch(self, function: int, arguments: Any, parts: int) -> None:
         """Run one kernel in parts."""
-        words = self._single.words
-        words[:3] = function, ctypes.addressof(arguments), parts
-        self.run(self._single)
+        with self._lock:
+            words = self._single.words
+            words[:3] = function, ctypes.addressof(arguments), parts
+            self._start(words, 1)
+
+    def _start(self, words: Any, num_ops: int) -> None:
+        self._generation = self._generation % _MAX_RUN + 1
+        wakes = num_ops > 1 or words[threads.PARTS] > 1
+        self._arguments[:] = [self._control.ctypes.data, words.ctypes.data, num_ops, self._generation, int(wakes)]
+        self._run(self._arguments_at, 0, 1)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads. The pool still computes, in the caller's thread."""
         self._control[threads.STOP * LINE] = 1
-        self.run(self._single)
+        self.launch(kernel_without_work(), self._arguments, self.num_threads)
+
+
+def nothing(part: Int, parts: Int) -> None:
+    """A kernel without work."""
+
+
+@cache
+def kernel_without_work() -> int:
+    return load(trace(nothing, {}, host()), host())
+
+
+@cache
+def _pool(num_threads: int, process: int) -> Pool:
+    return Pool(num_threads)
+
+
+def pool_of(num_threads: int) -> Pool:
+    """The pool of this process with this many threads. A forked process makes its own."""
+    return _pool(num_threads, os.getpid())

@@ -20,10 +20,26 @@ two steps."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 
 from llvmlite import ir
 
-from runtime.kernels.cpu.language import Pointer, Trace, Value, Variable, bit, i32, i64, loop, number, variable, when, zeros
+from runtime.kernels.cpu.language import (
+    I64s,
+    Int,
+    Pointer,
+    Trace,
+    Value,
+    Variable,
+    bit,
+    i32,
+    i64,
+    loop,
+    number,
+    variable,
+    when,
+    zeros,
+)
 
 OP_WORDS = 8
 FUNCTION, ARGUMENTS, PARTS, TICKET, DONE = range(5)
@@ -35,7 +51,7 @@ _FUTEX = {"x86_64": 202, "aarch64": 98}
 _WAIT, _WAKE = 128, 129  # of private futexes
 
 
-def run_tape(control: [i64], tape: [i64], num_ops: i64, run: i64, wakes: i64, part: i64, parts: i64) -> None:
+def run_tape(control: I64s, tape: I64s, num_ops: Int, run: Int, wakes: Int, part: Int, parts: Int) -> None:
     """The caller's side: start a run, take parts of it, and return when all are done."""
     for op in _ops(tape, num_ops):
         op.store(TICKET, run << 32)
@@ -50,7 +66,7 @@ def run_tape(control: [i64], tape: [i64], num_ops: i64, run: i64, wakes: i64, pa
     _wait_until(lambda: _load(last + DONE) >= (run << 32) + last.load(PARTS))
 
 
-def serve(control: [i64], part: i64, parts: i64) -> None:
+def serve(control: I64s, part: Int, parts: Int) -> None:
     """A thread of the pool: take parts of each run until the pool is closed."""
     seen = variable(zeros(i64))
     repeat = _While()
@@ -73,7 +89,7 @@ def serve(control: [i64], part: i64, parts: i64) -> None:
         repeat.go_on_if(is_open)
 
 
-def _ops(tape: Pointer, num_ops: Value):  # type: ignore[no-untyped-def]
+def _ops(tape: Pointer, num_ops: Value) -> Iterator[Pointer]:
     for index in loop(0, num_ops):
         yield tape + index * OP_WORDS
 
@@ -103,7 +119,7 @@ def _take_parts(tape: Pointer, num_ops: Value, run: Value) -> None:
         ops.go_on_if(goes_on)
 
 
-def _wait_until(condition) -> None:  # type: ignore[no-untyped-def]
+def _wait_until(condition: Callable[[], Value]) -> None:
     """Spin, then yield the core to others, until a condition holds."""
     spins = variable(zeros(i64))
     waiting = _While()

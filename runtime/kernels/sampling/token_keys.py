@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from runtime.kernels.sampling.gumbel import gumbel_noise, noise_keys
 from runtime.kernels.triton_language import jit, tl
 
+# `drawn_keys_torch`, or a kernel for the same keys.
+DrawnKeys = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, bool], torch.Tensor]
 FAILED = (1 << 63) - 1  # the key of tokens with a logit that is not finite; larger than any other
 NONE = -FAILED  # the key without tokens; lower than any other
 
@@ -20,6 +25,24 @@ def best_keys_torch(
     best, at = scores.max(-1)
     bits = (best + 0.0).view(torch.int32)
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32) | (0x7FFFFFFF - first - at)
+
+
+def drawn_keys_torch(
+    logits: torch.Tensor,  # [n, m] float32, of tokens with neighbouring ids
+    temperatures: torch.Tensor,  # [n] float32; 0 for greedy
+    seeds: torch.Tensor,  # [n] int64
+    positions: torch.Tensor,  # [n] int32, of the tokens to be drawn
+    first: int,  # token id of the first column
+    checked: bool,  # a row with a logit that is not finite fails
+) -> torch.Tensor:
+    """[n] int64: the best key of each row, with Gumbel noise by position where there is a temperature (C4)."""
+    scores = logits
+    if len(rows := temperatures.nonzero().squeeze(1)):
+        ids = torch.arange(first, first + logits.shape[1], dtype=torch.int32, device=logits.device)
+        noise = gumbel_noise(noise_keys(seeds[rows], positions[rows])[:, :, None], ids)
+        scores = logits.index_copy(0, rows, logits.index_select(0, rows).div_(temperatures[rows, None]).add_(noise))
+    keys = best_keys_torch(scores, first)
+    return keys.masked_fill_(~logits.sum(-1).isfinite(), FAILED) if checked else keys
 
 
 def tokens_of_keys_torch(keys: torch.Tensor) -> torch.Tensor:

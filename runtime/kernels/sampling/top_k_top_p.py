@@ -5,9 +5,12 @@ Ties survive together, so the order of equal tokens does not matter. `choose.py`
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
+# `top_k_top_p_bounds_torch`, or a function for the same tokens.
+FilterBounds = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _NUCLEUS_GUESSES = (1024, 8192)  # tokens sorted for top-p before all of them are; almost every nucleus is smaller
 
 

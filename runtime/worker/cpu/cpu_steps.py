@@ -14,8 +14,9 @@ import torch
 from runtime.core.plan import StepPlan, StepResult, joined
 from runtime.kernels.attention.attention_torch import AttentionShape
 from runtime.models.decoder import Decoder
+from runtime.worker.cpu.decode_tapes import DecodeTapes
 from runtime.worker.cpu.host_copies import HostCopies
-from runtime.worker.cpu.inputs import build_input
+from runtime.worker.cpu.inputs import build_decode_input, build_input
 from runtime.worker.cpu.sampler import Sampler
 from runtime.worker.cpu.slots import Slots
 from runtime.worker.extras import MaskSource, StepExtra, StepWork, TokenMasks
@@ -50,14 +51,20 @@ class CpuSteps(Steps):
             exact=decoder.numerics.deterministic,
         )
         split = SplitLogits(decoder.spec.whole.vocab_size, decoder.communicator)
-        self.copies = HostCopies(cache.device)
-        self.sampler: Sampler = Sampler(num_slots, split.vocab_size, eos_token_ids, cache.device, split)
+        self.copies, self.compiled = HostCopies(cache.device), decoder.kernels.compiled
+        self.is_tiled = self.compiled is not None and self.compiled.attends
+        kernels = () if self.compiled is None else (self.compiled.drawn_keys, self.compiled.filter_bounds)
+        self.sampler: Sampler = Sampler(num_slots, split.vocab_size, eos_token_ids, cache.device, split, *kernels)
         self.reset()
 
     def reset(self) -> None:
         super().reset()
         max_blocks = -(-self.max_model_len // self.cache.block_size)
         self.slots = Slots(self.num_slots, self.max_model_len, max_blocks, self.cache.device)
+        self.tapes = None
+        if self.is_tiled:
+            assert self.compiled is not None
+            self.tapes = DecodeTapes(self.decoder, self.cache, self.compiled.launcher)
         self.poisoned = False  # some step had a non-finite value, so free blocks may hold one
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
@@ -86,17 +93,30 @@ class CpuSteps(Steps):
         return make_result(plan.step_id, work.token_ids.cpu(), work.reports)
 
     def _forward(self, plan: StepPlan) -> StepWork:
-        step = build_input(plan, self.slots, self.attention_shape)
-        hidden = self.decoder.forward(step.batch, self.cache.layers)
+        logits = None
+        if self.tapes is not None and self._is_decode(plan) and self.tapes.takes(len(plan.slots)):
+            step = build_decode_input(plan, self.slots, self.cache.block_size)
+            hidden, logits = self.tapes.run(step.batch)
+        else:
+            step = build_input(plan, self.slots, self.attention_shape, tiled=self.is_tiled)
+            hidden = self.decoder.forward(step.batch, self.cache.layers)
         if not hidden.sum(dtype=torch.float32).isfinite():
             self.poisoned = True
-        return StepWork(
+        work = StepWork(
             plan, step.sampled_slots, step.sampled_positions, self.slots.flat_tokens, self.max_model_len, self.copies,
             hidden=hidden, last=step.last, sampled_states=hidden.index_select(0, self.copies.upload(step.sampled)),
         )  # fmt: skip
+        if logits is not None and len(logits) == len(step.sampled):
+            work.logits = logits
+        return work
+
+    def _is_decode(self, plan: StepPlan) -> bool:
+        """True if each row has one token and no adapter, so that a tape may compute the step."""
+        return bool((plan.num_tokens == 1).all()) and not self.slots.adapters[plan.slots].any()
 
     def _sample(self, work: StepWork, masks: TokenMasks | None) -> None:
-        work.logits = self.decoder.logits(work.sampled_states)
+        if not len(work.logits):
+            work.logits = self.decoder.logits(work.sampled_states)
         token_ids, logprobs = self.sampler.sample(work.logits, work.slots, work.positions, self.slots, masks)
         work.token_ids = token_ids
         if logprobs is not None:

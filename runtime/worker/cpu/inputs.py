@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from runtime.core.plan import Int32s, StepPlan, last_tokens
 from runtime.kernels.attention.attention_torch import AttentionShape, decode_bucket, plan_attention
-from runtime.models.forward_batch import ForwardBatch
+from runtime.kernels.cpu.tiled_rows import TiledRows, attention_tiles
+from runtime.models.forward_batch import AttentionMetadata, ForwardBatch
 from runtime.worker.cpu.slots import Slots
 
 
@@ -26,9 +27,10 @@ class StepInput:
     sampled_positions: Int32s  # [num_sampled] position of the token to be sampled
 
 
-def build_input(plan: StepPlan, slots: Slots, shape: AttentionShape) -> StepInput:
-    """`plan` has at least one row, and its table writes are in `slots`."""
-    order = _row_order(plan)
+def build_input(plan: StepPlan, slots: Slots, shape: AttentionShape, tiled: bool = False) -> StepInput:
+    """`plan` has at least one row, and its table writes are in `slots`. `tiled` is for the attention of compiled
+    kernels."""
+    order = np.arange(len(plan.slots)) if tiled else _row_order(plan)
     rows, starts, counts = plan.slots[order], plan.num_computed[order], plan.num_tokens[order]
     ends = np.cumsum(counts)
     row_of = np.repeat(np.arange(len(rows)), counts)
@@ -38,6 +40,11 @@ def build_input(plan: StepPlan, slots: Slots, shape: AttentionShape) -> StepInpu
     kv_index = slots.tables[slot_of, positions // size].astype(np.int64) * size + positions % size
     token_index = torch.from_numpy(slot_of * slots.max_model_len + positions).to(shape.device)
 
+    attention: AttentionMetadata
+    if tiled:
+        attention = TiledRows(int(ends[-1]), torch.from_numpy(attention_tiles(starts, counts, rows)), slots.all_tables)
+    else:
+        attention = plan_attention(slots.tables[rows], starts, counts, shape)
     first = np.empty(len(rows), np.int64)  # the index that each row's token at position 0 would have
     first[order] = ends - (starts + counts)
     sampling, sampled_after = last_tokens(plan, plan.num_samples)
@@ -45,7 +52,7 @@ def build_input(plan: StepPlan, slots: Slots, shape: AttentionShape) -> StepInpu
         token_ids=slots.flat_tokens.index_select(0, token_index).long(),
         positions=torch.from_numpy(positions).to(shape.device),
         kv_index=torch.from_numpy(kv_index).to(shape.device),
-        attention=plan_attention(slots.tables[rows], starts, counts, shape),
+        attention=attention,
         adapters=torch.from_numpy(slots.adapters[slot_of]).to(shape.device) if slots.adapters[rows].any() else None,
     )
     return StepInput(
@@ -54,6 +61,25 @@ def build_input(plan: StepPlan, slots: Slots, shape: AttentionShape) -> StepInpu
         sampled=first[sampling] + sampled_after,
         sampled_slots=plan.slots[sampling],
         sampled_positions=sampled_after + 1,
+    )
+
+
+def build_decode_input(plan: StepPlan, slots: Slots, block_size: int) -> StepInput:
+    """`build_input` for rows of one token each, in the plan's order, for compiled kernels."""
+    rows, positions = plan.slots, plan.num_computed.astype(np.int64)
+    tokens = slots.tokens.numpy()[rows, positions]
+    places = slots.tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    index = np.arange(len(rows))
+    tiles = np.stack((index, np.ones_like(index), rows, positions), 1).astype(np.int32)
+    inputs = torch.from_numpy(np.stack((tokens, positions, places)).astype(np.int64))
+    attention = TiledRows(len(rows), torch.from_numpy(tiles), slots.all_tables)
+    sampling, _ = last_tokens(plan, plan.num_samples)
+    return StepInput(
+        ForwardBatch(inputs[0], inputs[1], inputs[2], attention),
+        last=index,
+        sampled=index[sampling],
+        sampled_slots=rows[sampling],
+        sampled_positions=plan.num_computed[sampling] + 1,
     )
 
 

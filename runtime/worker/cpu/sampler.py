@@ -9,10 +9,9 @@ from numpy.typing import NDArray
 from runtime.core.plan import Int32s
 from runtime.kernels.sampling import sample
 from runtime.kernels.sampling.bitmask import apply_bitmask_torch
-from runtime.kernels.sampling.gumbel import gumbel_noise, noise_keys
 from runtime.kernels.sampling.penalties import penalise_torch
-from runtime.kernels.sampling.token_keys import FAILED, best_keys_torch, tokens_of_keys_torch
-from runtime.kernels.sampling.top_k_top_p import top_k_top_p_bounds_torch
+from runtime.kernels.sampling.token_keys import DrawnKeys, drawn_keys_torch, tokens_of_keys_torch
+from runtime.kernels.sampling.top_k_top_p import FilterBounds, top_k_top_p_bounds_torch
 from runtime.worker.cpu.host_copies import HostCopies
 from runtime.worker.cpu.slots import Slots
 from runtime.worker.extras import TokenMasks
@@ -34,9 +33,11 @@ class Sampler(SlotSampling):
         eos_token_ids: tuple[int, ...],
         device: torch.device,
         split: SplitLogits | None = None,
+        drawn_keys: DrawnKeys = drawn_keys_torch,
+        filter_bounds: FilterBounds = top_k_top_p_bounds_torch,
     ) -> None:
         super().__init__(num_slots, vocab_size, eos_token_ids, HostCopies(device), split)
-        self.vocab_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
+        self.drawn_keys, self.filter_bounds = drawn_keys, filter_bounds
 
     def sample(
         self,
@@ -49,74 +50,53 @@ class Sampler(SlotSampling):
         """Token ids [n] int64, -1 where the logits are not finite (C9), and the log-probabilities that rows report."""
         logits = logits.float()  # first: a CPU's reductions over bfloat16 are several times slower
         if self.split.is_split and not self.needs_all_logits(slots, positions):
-            return self._best_of_parts(logits, slots, positions), None
+            keys = self._keys(logits, slots, positions, self.split.own_ids.start)
+            return tokens_of_keys_torch(self.split.best(keys)), None
         logits = self.split.whole(logits)
-        finite = logits.sum(-1).isfinite()
-        token_ids = logits.argmax(-1)
+        token_ids = tokens_of_keys_torch(self._keys(logits, slots, positions))
         drawn = self._float(sample.TEMPERATURE, slots) > 0
-        rows = np.flatnonzero(drawn | self.penalised[slots] | self.wants_second_pass(slots, positions))
+        others = self.penalised[slots] | (self.filtered[slots] & drawn) | self.wants_second_pass(slots, positions)
+        rows = np.flatnonzero(others)
         if len(rows):
             index = self.upload(rows)
             chosen = logits.index_select(0, index)
+            failed = token_ids[index] < 0
             self.edit_logits(chosen, slots[rows], positions[rows])
             if masks is not None:
                 at = np.searchsorted(rows, masks.numbers)
                 apply_bitmask_torch(chosen, self.upload(at), self.upload(masks.words))
-                finite[self.upload(masks.failed).long()] = False
-            token_ids[index] = self._choose(chosen, slots[rows], positions[rows], state)
+                failed[self.upload(np.searchsorted(rows, masks.failed))] = True
+            token_ids[index] = self._choose(chosen, slots[rows], positions[rows], state).masked_fill_(failed, -1)
         logprobs = self.logprobs(logits, token_ids, slots)
-        token_ids.masked_fill_(~finite, -1)
         if self.split.is_split and self.bound[slots].any():
             token_ids = self.split.of_first_rank(token_ids)
         return token_ids, logprobs
 
-    def _best_of_parts(self, logits: torch.Tensor, slots: Int32s, positions: Int32s) -> torch.Tensor:
-        """Token ids [n] like `sample`, of rows that need only the best token of all ranks."""
-        failed, ids = ~logits.sum(-1).isfinite(), self.split.own_ids
-        if len(rows := np.flatnonzero(self._float(sample.TEMPERATURE, slots) > 0)):
-            index, chosen = self.upload(rows), (slots[rows], positions[rows])
-            scores = self._scores(logits.index_select(0, index), *chosen, self.vocab_ids[ids.start : ids.stop])
-            logits = logits.index_copy(0, index, scores)
-        keys = best_keys_torch(logits, ids.start).masked_fill_(failed, FAILED)
-        return tokens_of_keys_torch(self.split.best(keys))
-
     def _choose(self, logits: torch.Tensor, slots: Int32s, positions: Int32s, state: Slots) -> torch.Tensor:
-        """Token ids [n] of rows that need more than the best token. Changes `logits`."""
+        """Token ids [n] of rows that need more than the best token of the model's logits. Changes `logits`."""
         if self.penalised[slots].any():
             where, params = (self.upload(slots), self.upload(positions)), self.upload(self.rows)
             penalise_torch(logits, *where, state.tokens, params, all_rows=True)
-        rows = np.flatnonzero(self._float(sample.TEMPERATURE, slots) > 0)
-        if len(rows) == len(slots):
-            return self._draw(logits, slots, positions)
-        token_ids = logits.argmax(-1)
-        if len(rows):
-            index = self.upload(rows)
-            token_ids[index] = self._draw(logits.index_select(0, index), slots[rows], positions[rows])
-        return token_ids
-
-    def _draw(self, logits: torch.Tensor, slots: Int32s, positions: Int32s) -> torch.Tensor:
-        return self._scores(logits, slots, positions, self.vocab_ids).argmax(-1)
-
-    def _scores(
-        self,
-        logits: torch.Tensor,  # [n, m], changed in place
-        slots: Int32s,
-        positions: Int32s,
-        ids: torch.Tensor,  # [m] int32 of these tokens; all of them if a row has a filter
-    ) -> torch.Tensor:
-        """Scores [n, m] of rows with a temperature. The token with the best score is drawn."""
-        logits.div_(self.upload(self._float(sample.TEMPERATURE, slots))[:, None])
-        rows = np.flatnonzero(self.filtered[slots])
+        rows = np.flatnonzero(self.filtered[slots] & (self._float(sample.TEMPERATURE, slots) > 0))
         if len(rows):
             index, subset = self.upload(rows), slots[rows]
-            chosen = logits.index_select(0, index)
+            kept = logits.index_select(0, index)
+            temperatures = self.upload(self._float(sample.TEMPERATURE, subset))[:, None]
             top_k = self.upload(self.rows[subset, sample.TOP_K].astype(np.int64))
             top_p, min_p = (self.upload(self._float(column, subset)) for column in (sample.TOP_P, sample.MIN_P))
-            bounds = top_k_top_p_bounds_torch(chosen, top_k, top_p, min_p)
-            logits.index_copy_(0, index, chosen.masked_fill_(chosen < bounds[:, None], -torch.inf))
+            scaled = kept / temperatures
+            bounds = self.filter_bounds(scaled, top_k, top_p, min_p)
+            logits.index_copy_(0, index, kept.masked_fill_(scaled < bounds[:, None], -torch.inf))
+        return tokens_of_keys_torch(self._keys(logits, slots, positions, checked=False))
+
+    def _keys(
+        self, logits: torch.Tensor, slots: Int32s, positions: Int32s, first: int = 0, checked: bool = True
+    ) -> torch.Tensor:
+        """The best keys [n] of these rows, with noise where there is a temperature."""
         seeds = self.rows[slots, sample.SEED_LOW : sample.SEED_HIGH + 1].view(np.int64)[:, 0]
-        keys = noise_keys(self.upload(seeds), self.upload(positions))
-        return logits.add_(gumbel_noise(keys[:, :, None], ids))
+        temperatures = self._float(sample.TEMPERATURE, slots)
+        uploaded = self.upload(temperatures), self.upload(seeds), self.upload(positions)
+        return self.drawn_keys(logits, *uploaded, first, checked)
 
     def _float(self, column: int, slots: Int32s) -> NDArray[np.float32]:
         values: NDArray[np.float32] = self.rows[slots, column].view(np.float32)

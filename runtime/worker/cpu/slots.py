@@ -17,6 +17,7 @@ class Slots:
         self.tokens = torch.zeros((num_slots, max_model_len), dtype=torch.int32, device=device)
         self.flat_tokens = self.tokens.view(-1)
         self.tables = np.zeros((num_slots, max_blocks), np.int32)  # on the host, which makes gather indices
+        self.all_tables = torch.from_numpy(self.tables)
         self.adapters = np.zeros(num_slots, np.int64)
 
     def add(self, new: NewSlot) -> None:

@@ -1,0 +1,163 @@
+"""Rows of activations, quantized for a product: after a norm, or after a gated activation.
+
+A chunk of 32 columns has a scale, its largest magnitude over 32,512 (or 127 for int8), so numbers err by at most
+1/65,024 of it. A number is two int8 limbs, 256 * high + low. A row that is not finite stays not finite.
+`quantize_rows_torch` computes the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from runtime.kernels.cpu.interleaved_weight import COLUMNS
+from runtime.kernels.cpu.language import (
+    F32s,
+    Float,
+    I8s,
+    I32s,
+    Int,
+    Pointer,
+    Value,
+    absolute,
+    f32,
+    i8,
+    i32,
+    joined,
+    loop,
+    number,
+    rounded,
+    share,
+    square_root,
+    variable,
+    where,
+    zeros,
+)
+from runtime.kernels.cpu.mathematics import sigmoid
+
+LARGEST = {1: 127.0, 2: 32512.0}  # by number of limbs
+_SMALLEST = 2.0**-100
+_LANES = 16
+_GELU_SCALE = 1.5957691216057308  # 2 * sqrt(2 / pi)
+
+
+def quantize_rows(
+    x: F32s,  # [rows, columns], rows x_stride apart; with a gate [rows, 2 * columns]
+    norm_weight: F32s,  # [columns], read if there is a norm
+    limbs: I8s,  # [rows, chunks, num_limbs, 32]
+    scales: F32s,  # [rows, chunks]
+    sums: I32s,  # [rows, chunks, 2]
+    num_rows: Int,
+    columns: Int,
+    x_stride: Int,
+    eps: Float,
+    part: Int,
+    parts: Int,
+    num_limbs: int,
+    has_norm: bool,
+    activation: str,  # silu, gelu_tanh, or empty
+    gated: bool,
+) -> None:
+    """Part i of n: a share of the rows."""
+    chunks = columns // COLUMNS
+    begin, end = share(num_rows, part, parts)
+    for row in loop(begin, end):
+        own = x + row * x_stride
+        factor = inverse_rms(own, columns, eps) if has_norm else None
+        for chunk in loop(0, chunks):
+            at = chunk * COLUMNS
+            pair = []
+            for half in range(2):
+                place = at + half * _LANES
+                values = own.load(place, _LANES)
+                if factor is not None:
+                    values = values * factor.repeat(_LANES) * norm_weight.load(place, _LANES)
+                if activation:
+                    values = activated(values, activation)
+                    if gated:
+                        values = values * own.load(columns + place, _LANES)
+                pair.append(values)
+            index = row * chunks + chunk
+            largest = _largest(pair)
+            scales.store(index, largest / LARGEST[num_limbs])
+            inverse = (number(LARGEST[num_limbs], f32) / largest).repeat(_LANES)
+            numbers = [rounded(values * inverse).to(i32) for values in pair]
+            for half in range(2):
+                sums.store(index * 2 + half, numbers[half].reduce(lambda a, b: a + b))
+            _store(limbs + index * (num_limbs * COLUMNS), joined(*numbers), num_limbs)
+
+
+def inverse_rms(x: Pointer, columns: Value, eps: Value) -> Value:
+    """1 / sqrt(mean of squares + eps) of a row, whose columns are a multiple of 16."""
+    total = variable(zeros(f32(_LANES)))
+    for at in loop(0, columns, _LANES):
+        values = x.load(at, _LANES)
+        total += values * values
+    mean = total.now.reduce(lambda a, b: a + b) / columns.to(f32)
+    return 1.0 / square_root(mean + eps)
+
+
+def activated(x: Value, activation: str) -> Value:
+    """x * sigmoid(z), see runtime/kernels/norm/gated_activation.py."""
+    z = x if activation == "silu" else (x * x * x * 0.044715 + x) * _GELU_SCALE
+    return x * sigmoid(z)
+
+
+def _largest(values: list[Value]) -> Value:
+    """The largest magnitude, compared as bits, so that NaN is the largest; at least 2 ** -100."""
+    magnitudes = [absolute(each).bitcast(i32(_LANES)) for each in values]
+
+    def larger(a: Value, b: Value) -> Value:
+        return where(a > b, a, b)
+
+    both: Callable[[Value, Value], Value] = larger
+    largest = both(*magnitudes).reduce(larger).bitcast(f32)
+    return where(largest < _SMALLEST, number(_SMALLEST, f32), largest)
+
+
+def _store(at: Pointer, numbers: Value, num_limbs: int) -> None:
+    if num_limbs == 1:
+        at.store(0, numbers.to(i8))
+        return
+    high = (numbers + 128) >> 8
+    at.store(0, high.to(i8))
+    at.store(COLUMNS, (numbers - (high << 8)).to(i8))
+
+
+def add_normed(
+    x: F32s,  # [rows, columns], rows x_stride apart
+    norm_weight: F32s,
+    residual: F32s,  # [rows, columns] contiguous
+    num_rows: Int,
+    columns: Int,
+    x_stride: Int,
+    eps: Float,
+    part: Int,
+    parts: Int,
+    adds: bool,  # to the residual; else the norm replaces it
+) -> None:
+    """The norm of rows, stored or added. Part i of n: a share of the rows."""
+    begin, end = share(num_rows, part, parts)
+    for row in loop(begin, end):
+        own, out = x + row * x_stride, residual + row * columns
+        factor = inverse_rms(own, columns, eps).repeat(_LANES)
+        for at in loop(0, columns, _LANES):
+            values = own.load(at, _LANES) * factor * norm_weight.load(at, _LANES)
+            out.store(at, out.load(at, _LANES) + values if adds else values)
+
+
+def activate(
+    x: F32s,  # [rows, 2 * columns] with a gate, else [rows, columns]
+    out: F32s,  # [rows, columns]
+    num_rows: Int,
+    columns: Int,
+    part: Int,
+    parts: Int,
+    activation: str,
+    gated: bool,
+) -> None:
+    """The gated activation alone, for products with dense weights. Part i of n: a share of the rows."""
+    begin, end = share(num_rows, part, parts)
+    for row in loop(begin, end):
+        own, result = x + row * columns * (2 if gated else 1), out + row * columns
+        for at in loop(0, columns, _LANES):
+            values = activated(own.load(at, _LANES), activation)
+            result.store(at, values * own.load(columns + at, _LANES) if gated else values)

@@ -1,0 +1,114 @@
+"""Attention over the paged cache of keys and values: softmax(q k^T * scale) v.
+
+A tile is up to TILE neighbouring tokens of one row. Its queries read each chunk of keys and values while it is in the L1
+cache. A query is computed in the same way in any tile: an online softmax (arXiv 1805.02867) over chunks of CHUNK
+absolute positions, from the first that has a visible position. Hidden positions are skipped, or their weight is 0 and
+their products are dropped. A token's bits therefore depend on nothing but its own q and the keys and values that it
+sees."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any
+
+import numpy as np
+import torch
+
+from runtime.core.plan import Int32s
+from runtime.kernels.cpu.attention_lanes import Lanes
+from runtime.kernels.cpu.attention_rows import Rows, Tile
+from runtime.kernels.cpu.compiler import Target
+from runtime.kernels.cpu.kv_chunk import CHUNK, Chunk, seen_positions
+from runtime.kernels.cpu.language import F32s, Float, I32s, Int, U8s, i64, loop, maximum, share, when
+from runtime.kernels.cpu.stored_numbers import LANES, KVForm
+
+TILE = LANES  # tokens
+_FEW = 7  # tokens of a tile, up to which vectors of numbers are faster than vectors of tokens
+
+
+def attention(
+    q: F32s,  # [num_tokens, num_heads, head_dim], rows q_stride apart
+    kv: U8s,  # [2, num_kv_heads, num_positions, head_dim] of form.type
+    scales: F32s,  # of the cache, if it is quantized
+    tables: I32s,  # [rows, table_stride] blocks of each row
+    tiles: I32s,  # [num_tiles, 4]: first token, number of tokens, row of the tables, position of the first token
+    out: F32s,  # [num_tokens, num_heads * head_dim]
+    q_stride: Int,
+    num_positions: Int,  # of a head's cache
+    table_stride: Int,
+    num_tiles: Int,
+    num_heads: Int,
+    heads_per_task: Int,  # query heads of one kv head; divides `group`
+    scale: Float,  # of scores
+    part: Int,
+    parts: Int,
+    target: Target,
+    form: KVForm,
+    group: int,  # query heads of a kv head
+    window: int,  # positions that a token sees, itself included; 0 for all
+    soft_cap: float,  # 0 for none
+    max_heads: int,  # at least heads_per_task
+) -> None:
+    """Part i of n: a share of the pairs of a group of heads and a tile."""
+    begin, end = share(num_heads // heads_per_task * num_tiles, part, parts)
+    chunk = Chunk(form, kv, scales, num_heads // group, num_positions)
+    rows = Rows(form, window, soft_cap, _FEW * max_heads)
+    together = max(n for n in (1, 2, 3, 4) if group % n == 0)
+    lanes = Lanes(form, window, soft_cap, max(max_heads, together), together, target)
+    for task in loop(begin, end):
+        head = task // num_tiles * heads_per_task
+        numbers = tiles + task % num_tiles * 4
+        token, count, row, position = (numbers.load(i).to(i64) for i in range(4))
+        head_scale = scale * chunk.open(head // group, tables + row * table_stride)
+        own, out_stride = head * form.head_dim, num_heads * form.head_dim
+        first_q, first_out = q + (token * q_stride + own), out + (token * out_stride + own)
+        first = maximum(position - (window - 1), 0) // CHUNK if window else 0
+        for is_fit, queries, heads in (
+            (count <= _FEW, rows, heads_per_task),
+            ((count > _FEW) & (head % together).equals(0), lanes, maximum(heads_per_task, together)),
+        ):
+            with when(is_fit):
+                queries.open(Tile(first_q, q_stride, first_out, out_stride, position, count, heads), head_scale)
+                for index in loop(first, (position + count - 1) // CHUNK + 1):
+                    base = index * CHUNK
+                    chunk.read(base, *seen_positions(base, position, count, window))
+                    queries.attend(base, chunk)
+                queries.finish(chunk.value_scale)
+
+
+def attention_tiles(starts: Int32s, counts: Int32s, tile: int = TILE) -> Int32s:
+    """[num_tiles, 4], the tiles of a step: rows of `counts` tokens follow one another, from positions `starts`.
+
+    Cheap and expensive tiles alternate, so that equal shares of the tiles take about equal time."""
+    num_tiles = -(-counts // tile)
+    row = np.repeat(np.arange(len(counts)), num_tiles)
+    done = (np.arange(len(row)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tile
+    size, position = np.minimum(tile, counts[row] - done), starts[row] + done
+    tiles = np.stack(((np.cumsum(counts) - counts)[row] + done, size, row, position), 1).astype(np.int32)
+    rising = np.argsort((2 * position + size) * size, kind="stable")
+    cheap = -(-len(row) // 2)
+    order = np.empty_like(rising)
+    order[0::2], order[1::2] = rising[:cheap], rising[cheap:][::-1]
+    return np.ascontiguousarray(tiles[order])
+
+
+def attention_words(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    scales: torch.Tensor | None,
+    tables: torch.Tensor,
+    tiles: torch.Tensor,
+    out: torch.Tensor,
+    heads_per_task: int,
+    scale: float,
+) -> Any:
+    """The arguments of the kernel."""
+    pointers = (0 if x is None else x.data_ptr() for x in (q, kv, scales, tables, tiles, out))
+    numbers = q.stride(0), kv.shape[2] * kv.shape[3], tables.stride(0), len(tiles), q.shape[1], heads_per_task
+    return (ctypes.c_int64 * 13)(*pointers, *numbers, float_word(scale))
+
+
+def float_word(x: float) -> int:
+    """A float32 argument as a word."""
+    return int.from_bytes(struct.pack("<f", x), "little")

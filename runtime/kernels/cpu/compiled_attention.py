@@ -1,0 +1,70 @@
+"""Attention, rotary positions and the writes to the paged cache, as calls of compiled kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.kernels.cpu.attention import attention
+from runtime.kernels.cpu.launcher import Launcher, kernel
+from runtime.kernels.cpu.rope_store import rope_store
+from runtime.kernels.cpu.stored_numbers import KVForm
+from runtime.kernels.cpu.tiled_rows import TiledRows
+
+
+class CompiledAttention:
+    """The operations around the paged cache, for float32 rows."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher = launcher
+
+    def rope_store_kv(
+        self,
+        qkv: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],  # the table and the positions
+        kv: torch.Tensor,
+        kv_index: torch.Tensor,
+        q_norm: torch.Tensor | None = None,
+        k_norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+        scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`rope_store_kv_torch` as one kernel."""
+        qkv = qkv.contiguous()
+        num_tokens, all_heads, _ = qkv.shape
+        num_kv_heads, cache_positions = kv.shape[1], kv.shape[2] * kv.shape[3]
+        num_heads, (table, positions) = all_heads - 2 * num_kv_heads, rope
+        function = kernel(rope_store, form=_form(kv), has_norms=q_norm is not None)
+        sizes = num_tokens, num_heads, num_kv_heads, table.stride(0), cache_positions
+        arguments = (qkv, table, positions, kv, scales, kv_index, q_norm, k_norm, *sizes, eps)
+        parts = self.launcher.parts(num_tokens * all_heads, 8 * qkv.numel())
+        self.launcher.launch(function, arguments, parts)
+        return qkv[:, :num_heads]
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        plan: TiledRows,
+        scales: torch.Tensor | None = None,
+        *,
+        scale: float,
+        window: int,
+        soft_cap: float,
+    ) -> torch.Tensor:
+        """`attention_torch` as one kernel; its result is valid until the next call."""
+        num_tokens, num_heads, head_dim = q.shape
+        num_kv_heads = kv.shape[1]
+        group, num_tiles = num_heads // num_kv_heads, len(plan.tiles)
+        out = self.launcher.buffer("attention", num_tokens, num_heads * head_dim)
+        # Heads that share keys are one task, unless that gives too few tasks for the threads.
+        per_task = group if num_tiles * num_kv_heads >= 4 * self.launcher.pool.num_threads else 1
+        function = kernel(attention, form=_form(kv), group=group, window=window, soft_cap=soft_cap, max_heads=group)
+        sizes = q.stride(0), kv.shape[2] * kv.shape[3], plan.tables.stride(0), num_tiles, num_heads, per_task
+        arguments = (q, kv, scales, plan.tables, plan.tiles, out, *sizes, scale)
+        parts = self.launcher.parts(num_tiles * num_heads // per_task, 1 << 20)
+        self.launcher.launch(function, arguments, parts)
+        return out
+
+
+def _form(kv: torch.Tensor) -> KVForm:
+    return KVForm(kv.dtype, kv.shape[4], kv.shape[3])

@@ -1,0 +1,85 @@
+"""Launcher: calls compiled kernels with tensors, or records the calls on a tape that runs again without Python."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from runtime.kernels.cpu.compiler import host, load, trace
+from runtime.kernels.cpu.pool import PARTS_PER_THREAD, Pool, Tape, pool_of
+
+Argument = torch.Tensor | int | float | None
+
+
+@cache
+def kernel(function: Callable[..., None], **constants: Any) -> int:
+    """The address of a kernel, compiled for these constants."""
+    return load(trace(function, constants, host()), host())
+
+
+class Launcher:
+    """The calls of one decoder, and the buffers between them.
+
+    Results that the next call consumes lie in named buffers, so a tape finds them at the same place. A result with a
+    name is valid until the next one with this name."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._tape: Tape | None = None
+
+    @property
+    def pool(self) -> Pool:
+        return pool_of(torch.get_num_threads())
+
+    def parts(self, units: int, work: int, least: int = 1 << 14) -> int:
+        """Parts for a kernel with this many indivisible units, and work in operations of about a nanosecond / 16."""
+        threads = self.pool.num_threads
+        if threads == 1 or work < least:
+            return 1
+        return min(units, threads * PARTS_PER_THREAD)
+
+    def launch(self, function: int, arguments: Sequence[Argument], parts: int) -> None:
+        """Run a kernel now. While recording, the tape keeps the call and its tensors."""
+        words = (ctypes.c_int64 * len(arguments))(*map(_word, arguments))
+        if self._tape is not None:
+            self._tape.add(function, words, parts)
+            self._tape.keep(arguments)
+        self.pool.launch(function, words, parts)
+
+    def buffer(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A tensor of this shape in the buffer of this name, which grows as needed. Its content is undefined."""
+        size = 1
+        for length in shape:
+            size *= length
+        stored = self._buffers.get(name)
+        if stored is None or stored.numel() < size or stored.dtype != dtype:
+            stored = self._buffers[name] = torch.empty(size, dtype=dtype)
+        return stored[:size].view(shape)
+
+    @contextmanager
+    def record(self) -> Iterator[Tape]:
+        """Record the launches of the context. The tape is complete only if no other operation computed anything."""
+        self._tape = tape = Tape()
+        try:
+            yield tape
+        finally:
+            self._tape = None
+
+    def replay(self, tape: Tape) -> None:
+        self.pool.run(tape)
+
+
+def _word(argument: Argument) -> int:
+    """An argument as a 64-bit word."""
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr()
+    if isinstance(argument, float):
+        word: int = struct.unpack("<I", struct.pack("<f", argument))[0]
+        return word
+    return argument or 0

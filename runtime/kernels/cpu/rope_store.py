@@ -1,0 +1,128 @@
+"""Rotary positions of q and k, and the storing of k and v in the paged cache: the twin of `rope_store_kv_torch`."""
+
+from __future__ import annotations
+
+from runtime.kernels.cpu.language import (
+    F32s,
+    Float,
+    I64s,
+    Int,
+    Pointer,
+    U8s,
+    Value,
+    absolute,
+    f16,
+    f32,
+    i32,
+    loop,
+    maximum,
+    minimum,
+    number,
+    rounded,
+    share,
+    square_root,
+    u32,
+    when,
+    where,
+    where_to,
+)
+from runtime.kernels.cpu.stored_numbers import LANES, KVForm, load_part, store_part
+
+
+def rope_store(
+    qkv: F32s,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; q is rotated in place
+    table: F32s,  # [2, positions, head_dim]: cos, and sin with the first half negated
+    positions: I64s,  # [num_tokens]
+    kv: U8s,  # [2, num_kv_heads, cache_positions, head_dim] of form.type
+    scales: U8s,  # of a quantized cache
+    kv_index: I64s,  # [num_tokens]
+    q_norm: F32s,  # [head_dim], read if has_norms
+    k_norm: F32s,
+    num_tokens: Int,
+    num_heads: Int,
+    num_kv_heads: Int,
+    sin_offset: Int,  # numbers between cos and sin
+    cache_positions: Int,
+    eps: Float,
+    part: Int,
+    parts: Int,
+    form: KVForm,
+    has_norms: bool,
+) -> None:
+    """Part i of n: a share of the pairs of a token and a head."""
+    heads = num_heads + num_kv_heads * 2
+    begin, end = share(num_tokens * heads, part, parts)
+    for task in loop(begin, end):
+        token, head = task // heads, task % heads
+        own = qkv + task * form.head_dim
+        position = positions.load(token)
+        with when(head < num_heads + num_kv_heads):
+            is_q = head < num_heads
+            weight = where_to(is_q, q_norm, k_norm) if has_norms else None
+            _rotate(own, table + position * form.head_dim, sin_offset, weight, eps, form.head_dim)
+        with when(head >= num_heads):
+            kv_head = head - num_heads  # the heads of v come after those of k
+            at = kv.of(form.type) + (kv_head * cache_positions + kv_index.load(token)) * form.head_dim
+            scale = scales.of(f32) + kv_head
+            if form.has_token_scales:
+                is_value = kv_head >= num_kv_heads
+                own_head = where(is_value, kv_head - num_kv_heads, kv_head)
+                place = (own_head * cache_positions + kv_index.load(token)) * 2
+                scale = scales.of(f16) + where(is_value, place + 1, place)
+            _store(form, own, at, scale)
+
+
+def _parts(head_dim: int) -> list[tuple[int, int]]:
+    """Vectors of a head: first number and count."""
+    return [(at, min(LANES, head_dim - at)) for at in range(0, head_dim, LANES)]
+
+
+def _rotate(own: Pointer, cos: Pointer, sin_offset: Value, weight: Pointer | None, eps: Value, head_dim: int) -> None:
+    """Norm and rotate a head in place."""
+    half = head_dim // 2
+    numbers = [load_part(own, at, count) for at, count in _parts(head_dim)]
+    if weight is not None:
+        total = numbers[0] * numbers[0]
+        for each in numbers[1:]:
+            total = total + each * each
+        mean = total.reduce(lambda a, b: a + b) / float(head_dim)
+        factor = (1.0 / square_root(mean + eps)).repeat(LANES)
+        for (at, count), each in zip(_parts(head_dim), numbers, strict=True):
+            store_part(own, at, each * factor * load_part(weight, at, count), count)
+    vectors = [(at, min(LANES, half - at)) for at in range(0, half, LANES)]
+    pairs = [(load_part(own, at, count), load_part(own, half + at, count)) for at, count in vectors]
+    for (at, count), (low, high) in zip(vectors, pairs, strict=True):
+        for first, x, other in ((at, low, high), (half + at, high, low)):
+            cosines, sines = load_part(cos, first, count), load_part(cos + sin_offset, first, count)
+            store_part(own, first, x * cosines + other * sines, count)
+
+
+def _store(form: KVForm, own: Pointer, at: Pointer, scale: Pointer) -> None:
+    """Store a head of k or v, and its scale if it has one of its own."""
+    parts = _parts(form.head_dim)
+    numbers = [load_part(own, first, count) for first, count in parts]
+    if form.has_head_scales:
+        inverse = 1.0 / scale.load()
+        numbers = [_to_e4m3(each * inverse) for each in numbers]
+    elif form.has_token_scales:
+        largest = absolute(numbers[0]).bitcast(i32(LANES))
+        for each in numbers[1:]:
+            largest = maximum(largest, absolute(each).bitcast(i32(LANES)))
+        scale.store(0, largest.reduce(maximum).bitcast(f32) / 127.0)
+        own_scale = scale.load().to(f32)
+        inverse = where(own_scale > 0.0, 1.0 / own_scale, 0.0 * own_scale)
+        numbers = [minimum(maximum(rounded(each * inverse), -127.0), 127.0).to(i32) for each in numbers]
+    for (first, count), each in zip(parts, numbers, strict=True):
+        store_part(at, first, each, count)
+
+
+def _to_e4m3(x: Value) -> Value:
+    """The nearest e4m3 byte, half to even, within 448; NaN stays NaN."""
+    lanes = x.type.lanes
+    raw = minimum(maximum(x, -448.0), 448.0).bitcast(u32(lanes))
+    size, sign = raw & 0x7FFFFFFF, (raw >> 24) & 0x80
+    normal = ((size + (((size >> 20) & 1) + 0x7FFFF)) >> 20) - (120 << 3)
+    small = rounded(size.bitcast(f32(lanes)) * 512.0).to(i32).bitcast(u32(lanes))  # in steps of 2 ** -9
+    byte = where(size < (121 << 23), small, normal)
+    is_nan = (x.bitcast(u32(lanes)) & 0x7FFFFFFF) > 0x7F800000
+    return where(is_nan, number(0x7F, u32(lanes)), byte) | sign

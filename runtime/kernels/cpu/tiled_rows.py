@@ -1,0 +1,37 @@
+"""Attention on a CPU: the tiles of a step, and the calls of the kernels of `attention.py` and `rope_store.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from runtime.core.plan import Int32s
+
+TILE = 8  # tokens
+
+
+@dataclass(slots=True)
+class TiledRows:
+    """Tiles of tokens, each of one row: what the kernels know of a step."""
+
+    num_tokens: int
+    tiles: torch.Tensor  # int32 [tiles, 4]: first token, number of tokens, row of the tables, position of the first
+    tables: torch.Tensor  # int32 [rows, max_blocks]
+
+
+def attention_tiles(starts: Int32s, counts: Int32s, rows: Int32s, tile: int = TILE) -> Int32s:
+    """[num_tiles, 4], the tiles of a step: rows of `counts` tokens follow one another, from positions `starts`.
+
+    Cheap and expensive tiles alternate, so that equal shares of the tiles take about equal time."""
+    num_tiles = -(-counts // tile)
+    row = np.repeat(np.arange(len(counts)), num_tiles)
+    done = (np.arange(len(row)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tile
+    size, position = np.minimum(tile, counts[row] - done), starts[row] + done
+    tiles = np.stack(((np.cumsum(counts) - counts)[row] + done, size, rows[row], position), 1).astype(np.int32)
+    rising = np.argsort((2 * position + size) * size, kind="stable")
+    cheap = -(-len(row) // 2)
+    order = np.empty_like(rising)
+    order[0::2], order[1::2] = rising[:cheap], rising[cheap:][::-1]
+    return np.ascontiguousarray(tiles[order])

@@ -1,0 +1,84 @@
+"""DecodeTapes: decode steps of few rows as tapes of kernels, the counterpart of a GPU's CUDA graphs.
+
+The first step of each number of rows records the calls of the decoder. Later steps write their inputs to the same
+memory and run the tape: Python does nothing between two kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from runtime.kernels.cpu.tiled_rows import TiledRows
+from runtime.models.decoder import Decoder
+from runtime.models.forward_batch import ForwardBatch
+from runtime.worker.kv_cache import KVCache
+
+if TYPE_CHECKING:  # they import llvmlite, which only CPUs need
+    from runtime.kernels.cpu.launcher import Launcher
+    from runtime.kernels.cpu.pool import Tape
+
+MAX_ROWS = 16  # of a tape; with more, the time between kernels matters little
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A tape with its inputs and results."""
+
+    tape: Tape
+    batch: ForwardBatch
+    hidden: torch.Tensor
+    logits: torch.Tensor
+
+
+class DecodeTapes:
+    """The tapes of one decoder."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache, launcher: Launcher) -> None:
+        self.decoder, self.cache, self.launcher = decoder, cache, launcher
+        self._recorded: dict[int, _Recorded] = {}
+        self._is_complete = True  # false if the decoder has operations that are not kernels
+
+    def takes(self, num_rows: int) -> bool:
+        """True if steps of this many rows may run as tapes."""
+        return self._is_complete and num_rows <= MAX_ROWS
+
+    def run(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The hidden states [n, hidden] and the logits [n, vocab] of decode rows, valid until the next step."""
+        found = self._recorded.get(len(batch.token_ids))
+        if found is None:
+            return self._record(batch)
+        own, tiled, new_tiled = found.batch, found.batch.attention, batch.attention
+        assert isinstance(tiled, TiledRows)
+        assert isinstance(new_tiled, TiledRows)
+        own.token_ids.copy_(batch.token_ids)
+        own.positions.copy_(batch.positions)
+        own.kv_index.copy_(batch.kv_index)
+        tiled.tiles.copy_(new_tiled.tiles)
+        self.launcher.replay(found.tape)
+        return found.hidden, found.logits
+
+    def _record(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a step and keep its calls, if they are all that it computes."""
+        with self.launcher.record() as tape, _Operations() as operations:
+            hidden = self.decoder.forward(batch, self.cache.layers)
+            logits = self.decoder.logits(hidden)
+        self._is_complete = not operations.computed
+        if self._is_complete:
+            self._recorded[len(batch.token_ids)] = _Recorded(tape, batch, hidden, logits)
+        return hidden, logits
+
+
+class _Operations(TorchDispatchMode):
+    """Notes whether torch computes anything; views and new tensors do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.computed: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not (func.is_view or func.name().startswith("aten::empty")):
+            self.computed.add(func.name())
+        return func(*args, **(kwargs or {}))
