@@ -5,10 +5,10 @@ Only `select` decides which one runs (C7)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -17,7 +17,7 @@ from runtime.kernels.attention.decode_attention import decode_attention
 from runtime.kernels.attention.paged_attention import PagedBatch
 from runtime.kernels.attention.prefill_attention import prefill_attention
 from runtime.kernels.attention.rope import rope_rows_torch, rope_rows_triton, rope_store_kv_torch, rope_store_kv_triton
-from runtime.kernels.cpu.interleaved_weight import InterleavedWeight
+from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts, has_fp8_moe
 from runtime.kernels.experts.moe_torch import ExpertLayer, Experts
 from runtime.kernels.experts.moe_w16a16 import GroupedExperts
@@ -43,21 +43,10 @@ from runtime.kernels.quantized.fp8_w8a8_gemm import has_fp8_gemm
 from runtime.kernels.quantized.int_wna16_gemm import has_int_wna16_gemm
 from runtime.kernels.quantized.quantized_linear import Fp8Linear, Int16Linear, QuantizedLinear
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
-from runtime.kernels.sampling.token_keys import DrawnKeys
-from runtime.kernels.sampling.top_k_top_p import FilterBounds
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 
 if TYPE_CHECKING:  # it imports llvmlite, which only CPUs need
-    from runtime.kernels.cpu.launcher import Launcher
-
-
-class CompiledKernels(NamedTuple):
-    """What the steps of a CPU use of its compiled kernels, besides the operations of a decoder."""
-
-    launcher: Launcher
-    drawn_keys: DrawnKeys
-    filter_bounds: FilterBounds
-    attends: bool  # attention and rotary positions are compiled, too; steps then make `TiledRows`
+    from runtime.kernels.cpu.operations import CompiledOperations
 
 
 class RopeStoreKV(Protocol):
@@ -126,7 +115,7 @@ class Kernels:
     # On a CPU: the rows of all parts, which may differ in form, and dequantized rows by their index.
     interleaved_linear: Callable[[Sequence[InterleavedWeight], torch.Tensor | None], Linear] | None = None
     interleaved_lookup: Callable[[InterleavedWeight, torch.Tensor], torch.Tensor] | None = None
-    compiled: CompiledKernels | None = None  # with the `llvm` backend
+    compiled: CompiledOperations | None = None  # with the `llvm` backend
 
 
 def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
@@ -172,9 +161,19 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
     )
     if numerics.backend != "llvm":
         return references
-    from runtime.kernels.cpu.operations import compiled_operations  # imports llvmlite, which only this backend needs
+    from runtime.kernels.cpu.operations import CompiledOperations  # imports llvmlite, which only this backend needs
 
-    return compiled_operations(numerics, spec, references)
+    compiled = CompiledOperations(numerics, spec, norm, activate)
+    if (attention := compiled.attention) is not None:
+        references = replace(
+            references,
+            rope_rows=rope_rows_triton,
+            rope_store_kv=attention.rope_store_kv,
+            attention=attention.attention,
+        )
+    return replace(
+        references, interleaved_linear=compiled.linear, interleaved_lookup=compiled.lookup, compiled=compiled
+    )
 
 
 def _quantized_linear(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from runtime.kernels.attention.stored_kv import KVLayer
 from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.collectives.heads_norm import HeadsNorm
-from runtime.kernels.cpu.interleaved_weight import InterleavedWeight
+from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
 from runtime.kernels.experts.moe_torch import ExpertLayer
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics

@@ -17,7 +17,7 @@ from runtime.kernels.collectives.divided_linear import (
     sum_of_leaves,
 )
 from runtime.kernels.collectives.heads_norm import HeadsNorm, HeadsWeight
-from runtime.kernels.cpu.interleaved_weight import InterleavedWeight, row_major
+from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight, row_major
 from runtime.kernels.experts.moe_torch import ExpertLayer, Experts
 from runtime.kernels.linear.linear_torch import Linear, Product
 from runtime.models.linear_maps import SUMS, Embedding, LinearMaps, MapPart

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from runtime.kernels.cpu.interleaved_weight import (
+from runtime.kernels.cpu.linear.interleaved_weight import (
     COLUMNS,
     InterleavedWeight,
     RowMajorWeight,

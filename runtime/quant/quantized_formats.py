@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from runtime.kernels.cpu.interleaved_weight import InterleavedWeight
+from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
 from runtime.kernels.experts.moe_torch import ExpertLayer
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.kernels.cpu.activations import quantize_rows
-from runtime.kernels.cpu.int_product import int_product
-from runtime.kernels.cpu.int_product_torch import int_product_torch, lookup_torch, quantize_rows_torch
-from runtime.kernels.cpu.interleaved_weight import InterleavedWeight, RowMajorWeight, WeightForm, interleave
-from runtime.kernels.cpu.lookup import lookup
+from runtime.kernels.cpu.linear.activations import quantize_rows
+from runtime.kernels.cpu.linear.int_product import int_product
+from runtime.kernels.cpu.linear.int_product_torch import int_product_torch, lookup_torch, quantize_rows_torch
+from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight, RowMajorWeight, WeightForm, interleave
+from runtime.kernels.cpu.linear.lookup import lookup
 from tests.support.kernels.compiled import call, targets
 
 TARGETS = pytest.mark.parametrize("target", targets(), ids=lambda target: target.name)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.kernels.cpu.language import (
+from runtime.kernels.llvm.language import (
     F16s,
     F32s,
     I32s,
@@ -30,7 +30,7 @@ from runtime.kernels.cpu.language import (
     where,
     zeros,
 )
-from runtime.kernels.cpu.mathematics import exp, log
+from runtime.kernels.llvm.mathematics import exp, log
 from tests.support.kernels.compiled import call, targets
 
 TARGETS = pytest.mark.parametrize("target", targets(), ids=lambda target: target.name)

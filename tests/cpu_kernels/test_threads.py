@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.kernels.cpu.compiler import host, load, trace
-from runtime.kernels.cpu.language import I64s, Int, loop, variable
-from runtime.kernels.cpu.launcher import Launcher, kernel
-from runtime.kernels.cpu.pool import Pool, Tape
+from runtime.kernels.llvm.compiler import host, load, trace
+from runtime.kernels.llvm.language import I64s, Int, loop, variable
+from runtime.kernels.llvm.launcher import Launcher, kernel
+from runtime.kernels.llvm.pool import Pool, Tape
 
 
 def add_after(source: I64s, out: I64s, size: Int, part: Int, parts: Int) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from runtime.kernels.cpu.interleaved_weight import InterleavedWeight, dequantize_interleaved
+from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight, dequantize_interleaved
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import select
 from runtime.models.linear_maps import LinearMaps, row_order

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.kernels.cpu.int_product_torch import int_product_torch, lookup_torch, quantize_rows_torch
-from runtime.kernels.cpu.interleaved_linear import InterleavedLinear
-from runtime.kernels.cpu.interleaved_weight import (
+from runtime.kernels.cpu.linear.int_product_torch import int_product_torch, lookup_torch, quantize_rows_torch
+from runtime.kernels.cpu.linear.interleaved_linear import InterleavedLinear
+from runtime.kernels.cpu.linear.interleaved_weight import (
     InterleavedWeight,
     RowMajorWeight,
     WeightForm,

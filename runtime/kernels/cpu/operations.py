@@ -3,52 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 
 import torch
 
-from runtime.kernels.attention.rope import rope_rows_triton
-from runtime.kernels.cpu.compiled_attention import CompiledAttention
-from runtime.kernels.cpu.draw import TILE, draw
-from runtime.kernels.cpu.filters import top_k_top_p_bounds
-from runtime.kernels.cpu.interleaved_linear import InterleavedLinear
-from runtime.kernels.cpu.interleaved_weight import InterleavedWeight
-from runtime.kernels.cpu.launcher import Launcher, kernel
-from runtime.kernels.cpu.lookup import lookup
+from runtime.kernels.cpu.attention.compiled_attention import CompiledAttention
+from runtime.kernels.cpu.linear.interleaved_linear import InterleavedLinear
+from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
+from runtime.kernels.cpu.linear.lookup import lookup
+from runtime.kernels.cpu.sampling.draw import TILE, draw
+from runtime.kernels.cpu.sampling.filters import top_k_top_p_bounds
+from runtime.kernels.linear.linear_torch import Activate, Norm
+from runtime.kernels.llvm.launcher import Launcher, kernel
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.table import CompiledKernels, Kernels
 from runtime.spec.decoder_spec import DecoderSpec
 
 
-def compiled_operations(numerics: Numerics, spec: DecoderSpec, references: Kernels) -> Kernels:
-    """The references, with compiled kernels in place of operations that have one."""
-    launcher = Launcher()
-    operations = _Operations(numerics, spec, launcher, references)
-    attends = numerics.dtype == torch.float32
-    if attends:
-        around = CompiledAttention(launcher)
-        references = replace(
-            references, rope_rows=rope_rows_triton, rope_store_kv=around.rope_store_kv, attention=around.attention
-        )
-    return replace(
-        references,
-        interleaved_linear=operations.linear,
-        interleaved_lookup=operations.lookup,
-        compiled=CompiledKernels(launcher, operations.drawn_keys, partial(top_k_top_p_bounds, launcher), attends),
-    )
+class CompiledOperations:
+    """Operations that share a launcher. `norm` and `activate` are the references for what has no kernel."""
 
-
-class _Operations:
-    """Operations that share a launcher."""
-
-    def __init__(self, numerics: Numerics, spec: DecoderSpec, launcher: Launcher, references: Kernels) -> None:
-        self.numerics, self.spec, self.launcher, self.references = numerics, spec, launcher, references
+    def __init__(self, numerics: Numerics, spec: DecoderSpec, norm: Norm, activate: Activate) -> None:
+        self.launcher = Launcher()
+        self._numerics, self._spec, self._norm, self._activate = numerics, spec, norm, activate
+        # Attention and rotary positions take float32 rows; steps then make `TiledRows`.
+        self.attention = CompiledAttention(self.launcher) if numerics.dtype == torch.float32 else None
 
     def linear(self, parts: Sequence[InterleavedWeight], bias: torch.Tensor | None) -> InterleavedLinear:
-        references, spec = self.references, self.spec
-        around = references.norm, references.activate, spec.activation, spec.gated
-        return InterleavedLinear(parts, bias, self.launcher, *around, self.numerics.activation_bits // 8)
+        around = self._norm, self._activate, self._spec.activation, self._spec.gated
+        return InterleavedLinear(parts, bias, self.launcher, *around, self._numerics.activation_bits // 8)
 
     def lookup(self, weight: InterleavedWeight, ids: torch.Tensor) -> torch.Tensor:
         """Dequantized rows of a weight, valid until the next lookup."""
@@ -59,7 +40,7 @@ class _Operations:
         self.launcher.launch(
             kernel(lookup, form=weight.form), arguments, self.launcher.parts(num_rows, 16 * out.numel())
         )
-        return out.to(self.numerics.dtype)
+        return out.to(self._numerics.dtype)
 
     def drawn_keys(
         self,
@@ -77,3 +58,9 @@ class _Operations:
         parts = self.launcher.parts(keys.numel(), 16 * num_rows * vocab)
         self.launcher.launch(kernel(draw, checked=checked), arguments, parts)
         return keys.amax(1)
+
+    def filter_bounds(
+        self, logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+    ) -> torch.Tensor:
+        """`top_k_top_p_bounds_torch` without a sort of the vocabulary."""
+        return top_k_top_p_bounds(self.launcher, logits, top_k, top_p, min_p)

@@ -52,7 +52,7 @@ class CpuSteps(Steps):
         )
         split = SplitLogits(decoder.spec.whole.vocab_size, decoder.communicator)
         self.copies, self.compiled = HostCopies(cache.device), decoder.kernels.compiled
-        self.is_tiled = self.compiled is not None and self.compiled.attends
+        self.is_tiled = self.compiled is not None and self.compiled.attention is not None
         kernels = () if self.compiled is None else (self.compiled.drawn_keys, self.compiled.filter_bounds)
         self.sampler: Sampler = Sampler(num_slots, split.vocab_size, eos_token_ids, cache.device, split, *kernels)
         self.reset()

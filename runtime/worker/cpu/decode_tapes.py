@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.kernels.cpu.tiled_rows import TiledRows
+from runtime.kernels.cpu.attention.tiled_rows import TiledRows
 from runtime.models.decoder import Decoder
 from runtime.models.forward_batch import ForwardBatch
 from runtime.worker.kv_cache import KVCache
 
 if TYPE_CHECKING:  # they import llvmlite, which only CPUs need
-    from runtime.kernels.cpu.launcher import Launcher
-    from runtime.kernels.cpu.pool import Tape
+    from runtime.kernels.llvm.launcher import Launcher
+    from runtime.kernels.llvm.pool import Tape
 
 MAX_ROWS = 16  # of a tape; with more, the time between kernels matters little
 

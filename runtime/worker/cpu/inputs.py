@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from runtime.core.plan import Int32s, StepPlan, last_tokens
 from runtime.kernels.attention.attention_torch import AttentionShape, decode_bucket, plan_attention
-from runtime.kernels.cpu.tiled_rows import TiledRows, attention_tiles
+from runtime.kernels.cpu.attention.tiled_rows import TiledRows, attention_tiles
 from runtime.models.forward_batch import AttentionMetadata, ForwardBatch
 from runtime.worker.cpu.slots import Slots
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from runtime.kernels.cpu.compiler import Function, Target, host, load, target_of, trace
+from runtime.kernels.llvm.compiler import Function, Target, host, load, target_of, trace
 
 
 @cache

@@ -12,8 +12,8 @@ Activations are split into two int8 limbs, 256 * high + low. Sums are exact in i
 
 from __future__ import annotations
 
-from runtime.kernels.cpu.compiler import Target
-from runtime.kernels.cpu.language import Trace, Type, Value, i8, i16, i32, joined, number, u8, zeros
+from runtime.kernels.llvm.compiler import Target
+from runtime.kernels.llvm.language import Trace, Type, Value, i8, i16, i32, joined, number, u8, zeros
 
 _LARGEST_INT16 = 32767
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 
 from llvmlite import ir
 
-from runtime.kernels.cpu.language import (
+from runtime.kernels.llvm.language import (
     I64s,
     Int,
     Pointer,

@@ -1,29 +1,20 @@
 """Attention over the paged cache of keys and values: softmax(q k^T * scale) v.
 
-A tile is up to TILE neighbouring tokens of one row. Its queries read each chunk of keys and values while it is in the L1
-cache. A query is computed in the same way in any tile: an online softmax (arXiv 1805.02867) over chunks of CHUNK
-absolute positions, from the first that has a visible position. Hidden positions are skipped, or their weight is 0 and
-their products are dropped. A token's bits therefore depend on nothing but its own q and the keys and values that it
+A tile is up to LANES neighbouring tokens of one row. Its queries read each chunk of keys and values while it is in the
+L1 cache. The same operations compute a query in any tile: an online softmax (arXiv 1805.02867) over chunks of CHUNK
+absolute positions. It begins at the first chunk with a visible position. Hidden positions are skipped, or their weight
+is 0 and their products are dropped. A token's bits therefore depend only on its own q and the keys and values that it
 sees."""
 
 from __future__ import annotations
 
-import ctypes
-import struct
-from typing import Any
+from runtime.kernels.cpu.attention.attention_lanes import Lanes
+from runtime.kernels.cpu.attention.attention_rows import Rows, Tile
+from runtime.kernels.cpu.attention.kv_chunk import CHUNK, Chunk, seen_positions
+from runtime.kernels.cpu.attention.stored_numbers import KVForm
+from runtime.kernels.llvm.compiler import Target
+from runtime.kernels.llvm.language import F32s, Float, I32s, Int, U8s, i64, loop, maximum, share, when
 
-import numpy as np
-import torch
-
-from runtime.core.plan import Int32s
-from runtime.kernels.cpu.attention_lanes import Lanes
-from runtime.kernels.cpu.attention_rows import Rows, Tile
-from runtime.kernels.cpu.compiler import Target
-from runtime.kernels.cpu.kv_chunk import CHUNK, Chunk, seen_positions
-from runtime.kernels.cpu.language import F32s, Float, I32s, Int, U8s, i64, loop, maximum, share, when
-from runtime.kernels.cpu.stored_numbers import LANES, KVForm
-
-TILE = LANES  # tokens
 _FEW = 7  # tokens of a tile, up to which vectors of numbers are faster than vectors of tokens
 
 
@@ -75,40 +66,3 @@ def attention(
                     chunk.read(base, *seen_positions(base, position, count, window))
                     queries.attend(base, chunk)
                 queries.finish(chunk.value_scale)
-
-
-def attention_tiles(starts: Int32s, counts: Int32s, tile: int = TILE) -> Int32s:
-    """[num_tiles, 4], the tiles of a step: rows of `counts` tokens follow one another, from positions `starts`.
-
-    Cheap and expensive tiles alternate, so that equal shares of the tiles take about equal time."""
-    num_tiles = -(-counts // tile)
-    row = np.repeat(np.arange(len(counts)), num_tiles)
-    done = (np.arange(len(row)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tile
-    size, position = np.minimum(tile, counts[row] - done), starts[row] + done
-    tiles = np.stack(((np.cumsum(counts) - counts)[row] + done, size, row, position), 1).astype(np.int32)
-    rising = np.argsort((2 * position + size) * size, kind="stable")
-    cheap = -(-len(row) // 2)
-    order = np.empty_like(rising)
-    order[0::2], order[1::2] = rising[:cheap], rising[cheap:][::-1]
-    return np.ascontiguousarray(tiles[order])
-
-
-def attention_words(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    scales: torch.Tensor | None,
-    tables: torch.Tensor,
-    tiles: torch.Tensor,
-    out: torch.Tensor,
-    heads_per_task: int,
-    scale: float,
-) -> Any:
-    """The arguments of the kernel."""
-    pointers = (0 if x is None else x.data_ptr() for x in (q, kv, scales, tables, tiles, out))
-    numbers = q.stride(0), kv.shape[2] * kv.shape[3], tables.stride(0), len(tiles), q.shape[1], heads_per_task
-    return (ctypes.c_int64 * 13)(*pointers, *numbers, float_word(scale))
-
-
-def float_word(x: float) -> int:
-    """A float32 argument as a word."""
-    return int.from_bytes(struct.pack("<f", x), "little")

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import torch
 
-from runtime.kernels.cpu.compiler import Target
-from runtime.kernels.cpu.dot import Dot, repeated_quad
-from runtime.kernels.cpu.interleaved_weight import COLUMNS, QUAD, ROWS, WeightForm
-from runtime.kernels.cpu.language import (
+from runtime.kernels.cpu.linear.dot import Dot, repeated_quad
+from runtime.kernels.cpu.linear.interleaved_weight import COLUMNS, QUAD, ROWS, WeightForm
+from runtime.kernels.llvm.compiler import Target
+from runtime.kernels.llvm.language import (
     F16s,
     F32s,
     I8s,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from runtime.kernels.cpu.interleaved_weight import COLUMNS
-from runtime.kernels.cpu.language import (
+from runtime.kernels.cpu.linear.interleaved_weight import COLUMNS
+from runtime.kernels.llvm.language import (
     F32s,
     Float,
     I8s,
@@ -31,7 +31,7 @@ from runtime.kernels.cpu.language import (
     where,
     zeros,
 )
-from runtime.kernels.cpu.mathematics import sigmoid
+from runtime.kernels.llvm.mathematics import sigmoid
 
 LARGEST = {1: 127.0, 2: 32512.0}  # by number of limbs
 _SMALLEST = 2.0**-100

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from runtime.kernels.cpu import threads
-from runtime.kernels.cpu.compiler import Function, host, load, trace
-from runtime.kernels.cpu.language import (
+from runtime.kernels.llvm import threads
+from runtime.kernels.llvm.compiler import Function, host, load, trace
+from runtime.kernels.llvm.language import (
     Int,
 )
-from runtime.kernels.cpu.threads import LINE, OP_WORDS
+from runtime.kernels.llvm.threads import LINE, OP_WORDS
 
 PARTS_PER_THREAD = 4  # parts are taken as threads become free
 _MAX_RUN = (1 << 31) - 2

@@ -9,7 +9,7 @@ import torch
 
 from runtime.core.plan import Int32s
 
-TILE = 8  # tokens
+TILE = 16  # tokens: the lanes of a vector (`stored_numbers.LANES`)
 
 
 @dataclass(slots=True)

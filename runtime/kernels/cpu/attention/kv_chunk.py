@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.kernels.cpu.language import Pointer, Value, array, f16, f32, i64, loop, maximum, minimum, number
-from runtime.kernels.cpu.stored_numbers import LANES, KVForm
+from runtime.kernels.cpu.attention.stored_numbers import LANES, KVForm
+from runtime.kernels.llvm.language import Pointer, Value, array, f16, f32, i64, loop, maximum, minimum, number
 
 CHUNK = 64  # positions; chunks begin at multiples of it
 

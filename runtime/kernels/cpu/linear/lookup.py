@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from runtime.kernels.cpu.int_product import TYPES
-from runtime.kernels.cpu.interleaved_weight import COLUMNS, QUAD, ROWS, WeightForm
-from runtime.kernels.cpu.language import (
+from runtime.kernels.cpu.linear.int_product import TYPES
+from runtime.kernels.cpu.linear.interleaved_weight import COLUMNS, QUAD, ROWS, WeightForm
+from runtime.kernels.llvm.language import (
     F16s,
     F32s,
     Float,

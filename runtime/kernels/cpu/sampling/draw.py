@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from runtime.kernels.cpu.language import (
+from runtime.kernels.llvm.language import (
     F32s,
     I32s,
     I64s,
@@ -29,7 +29,7 @@ from runtime.kernels.cpu.language import (
     where,
     zeros,
 )
-from runtime.kernels.cpu.mathematics import log
+from runtime.kernels.llvm.mathematics import log
 
 TILE = 4096  # tokens
 _LANES = 16

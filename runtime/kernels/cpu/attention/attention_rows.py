@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from runtime.kernels.cpu.kv_chunk import CHUNK, Chunk, seen_positions
-from runtime.kernels.cpu.language import (
+from runtime.kernels.cpu.attention.kv_chunk import CHUNK, Chunk, seen_positions
+from runtime.kernels.cpu.attention.stored_numbers import LANES, KVForm, load_part, store_part
+from runtime.kernels.llvm.language import (
     Pointer,
     Value,
     array,
@@ -25,8 +26,7 @@ from runtime.kernels.cpu.language import (
     where,
     zeros,
 )
-from runtime.kernels.cpu.mathematics import exp, tanh
-from runtime.kernels.cpu.stored_numbers import LANES, KVForm, load_part, store_part
+from runtime.kernels.llvm.mathematics import exp, tanh
 
 LOWEST = -3.4e38  # finite: a token may see no position of its first chunk
 _ACCUMULATORS = 8  # vectors of a weighted sum that are kept in registers

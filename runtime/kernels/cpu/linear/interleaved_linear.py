@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from runtime.kernels.cpu.activations import add_normed, quantize_rows
-from runtime.kernels.cpu.int_product import int_product
-from runtime.kernels.cpu.int_product_torch import QuantizedRows
-from runtime.kernels.cpu.interleaved_weight import COLUMNS, ROWS, InterleavedWeight
-from runtime.kernels.cpu.launcher import Launcher, kernel
+from runtime.kernels.cpu.linear.activations import add_normed, quantize_rows
+from runtime.kernels.cpu.linear.int_product import int_product
+from runtime.kernels.cpu.linear.int_product_torch import QuantizedRows
+from runtime.kernels.cpu.linear.interleaved_weight import COLUMNS, ROWS, InterleavedWeight
 from runtime.kernels.linear.linear_torch import Activate, Linear, Norm
+from runtime.kernels.llvm.launcher import Launcher, kernel
 from runtime.kernels.norm.gated_activation import Activation
 from runtime.kernels.norm.rms_norm import rms_norm_torch
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from runtime.kernels.cpu.attention import attention
-from runtime.kernels.cpu.launcher import Launcher, kernel
-from runtime.kernels.cpu.rope_store import rope_store
-from runtime.kernels.cpu.stored_numbers import KVForm
-from runtime.kernels.cpu.tiled_rows import TiledRows
+from runtime.kernels.cpu.attention.attention import attention
+from runtime.kernels.cpu.attention.rope_store import rope_store
+from runtime.kernels.cpu.attention.stored_numbers import KVForm
+from runtime.kernels.cpu.attention.tiled_rows import TiledRows
+from runtime.kernels.llvm.launcher import Launcher, kernel
 
 
 class CompiledAttention:

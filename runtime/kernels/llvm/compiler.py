@@ -20,7 +20,7 @@ import llvmlite
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from runtime.kernels.cpu.language import Pointer, Trace, Value, i64
+from runtime.kernels.llvm.language import Pointer, Trace, Value, i64
 
 _LEVELS = {  # CPU name and features of LLVM
     "generic": ("x86-64-v3", "-avxvnni"),

@@ -4,7 +4,7 @@ exp is within 2 units in the last place (Cephes' expf: a reduced argument and a 
 
 from __future__ import annotations
 
-from runtime.kernels.cpu.language import Value, absolute, f32, i32, number, u32, where
+from runtime.kernels.llvm.language import Value, absolute, f32, i32, number, u32, where
 
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # the high part has few digits: its products with n are exact

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.kernels.cpu.interleaved_weight import (
+from runtime.kernels.cpu.linear.interleaved_weight import (
     COLUMNS,
     ROWS,
     InterleavedWeight,

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.cpu import weight_memory
+from runtime.kernels.cpu.linear import weight_memory
 
 ROWS = 16  # of a block
 COLUMNS = 32  # of a chunk

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from runtime.kernels.cpu.language import (
+from runtime.kernels.llvm.language import (
     F32s,
     Float,
     I64s,
@@ -28,8 +28,8 @@ from runtime.kernels.cpu.language import (
     where,
     zeros,
 )
-from runtime.kernels.cpu.launcher import Launcher, kernel
-from runtime.kernels.cpu.mathematics import exp
+from runtime.kernels.llvm.launcher import Launcher, kernel
+from runtime.kernels.llvm.mathematics import exp
 
 _LANES = 16
 _RANGES = (8.0, 16.0, math.inf)  # of logits below the best one

@@ -6,7 +6,21 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.kernels.cpu.language import Pointer, Type, Value, bf16, f16, f32, i8, joined, number, u8, u32, where, zeros
+from runtime.kernels.llvm.language import (
+    Pointer,
+    Type,
+    Value,
+    bf16,
+    f16,
+    f32,
+    i8,
+    joined,
+    number,
+    u8,
+    u32,
+    where,
+    zeros,
+)
 
 LANES = 16  # of every vector; the same on all CPUs, and so is the order of each sum
 _TYPES = {

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from runtime.kernels.cpu.compiler import host, load, trace
-from runtime.kernels.cpu.pool import PARTS_PER_THREAD, Pool, Tape, pool_of
+from runtime.kernels.llvm.compiler import host, load, trace
+from runtime.kernels.llvm.pool import PARTS_PER_THREAD, Pool, Tape, pool_of
 
 Argument = torch.Tensor | int | float | None
 

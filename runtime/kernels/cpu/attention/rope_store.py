@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from runtime.kernels.cpu.language import (
+from runtime.kernels.cpu.attention.stored_numbers import LANES, KVForm, load_part, store_part
+from runtime.kernels.llvm.language import (
     F32s,
     Float,
     I64s,
@@ -26,7 +27,6 @@ from runtime.kernels.cpu.language import (
     where,
     where_to,
 )
-from runtime.kernels.cpu.stored_numbers import LANES, KVForm, load_part, store_part
 
 
 def rope_store(

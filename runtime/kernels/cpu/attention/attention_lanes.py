@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from runtime.kernels.cpu.attention_rows import LOWEST, Tile, adjusted, quotient
-from runtime.kernels.cpu.compiler import Target
-from runtime.kernels.cpu.kv_chunk import CHUNK, Chunk, seen_positions
-from runtime.kernels.cpu.language import (
+from runtime.kernels.cpu.attention.attention_rows import LOWEST, Tile, adjusted, quotient
+from runtime.kernels.cpu.attention.kv_chunk import CHUNK, Chunk, seen_positions
+from runtime.kernels.cpu.attention.stored_numbers import LANES, KVForm, load_part, store_part
+from runtime.kernels.llvm.compiler import Target
+from runtime.kernels.llvm.language import (
     Pointer,
     Value,
     array,
@@ -26,12 +27,10 @@ from runtime.kernels.cpu.language import (
     minimum,
     number,
     variable,
-    when,
     where,
     zeros,
 )
-from runtime.kernels.cpu.mathematics import exp
-from runtime.kernels.cpu.stored_numbers import LANES, KVForm, load_part, store_part
+from runtime.kernels.llvm.mathematics import exp
 
 _HIDDEN = float("-inf")
 _QUAD = 4  # lanes of a group of `_sums_of_lanes`
@@ -68,27 +67,21 @@ class Lanes:
             for first, count in _blocks(self.form.head_dim):
                 own = tile.q + head * self.form.head_dim + first
                 rows = [own + minimum(tile.count - 1, row) * tile.q_stride for row in range(LANES)]
-                for i, vector in enumerate(_transposed([load_part(row, 0, count) for row in rows])):
-                    self._queries.store((head * self.size + first + i) * LANES, vector)
+                for index, vector in enumerate(_transposed([load_part(row, 0, count) for row in rows])):
+                    self._queries.store((head * self.size + first + index) * LANES, vector)
 
     def attend(self, base: Value, chunk: Chunk) -> None:
         """Add the chunk at position `base`."""
         tile = self.tile
-        seen = seen_positions(base, tile.position, tile.count, self.window)
-        first_end = seen_positions(base, tile.position, 1, self.window)[1]
-        last_begin = seen_positions(base, tile.position + (tile.count - 1), 1, self.window)[0]
-        masked = (first_end < seen[1]) | (seen[0] < last_begin)
+        begin, end = seen_positions(base, tile.position, tile.count, self.window)
         for head in loop(0, tile.heads, self.together):
             for lane in loop(0, LANES, self.width):
-                self._score(head, lane, base, chunk, seen[1])
+                self._score(head, lane, base, chunk, begin, end)
         for head in loop(0, tile.heads):
-            self._weigh(head, chunk)
+            self._weigh(head, chunk, begin, end)
         for head in loop(0, tile.heads, self.together):
             for lane in loop(0, LANES, self.width):
-                with when(masked):
-                    self._add_values(head, chunk, seen, lane, self._positions(base, lane))
-                with when(masked.equals(number(0, bit))):
-                    self._add_values(head, chunk, seen, lane, None)
+                self._add_values(head, lane, base, chunk, begin, end)
 
     def finish(self, value_scale: Value) -> None:
         tile, head_dim, of_row = self.tile, self.form.head_dim, self.size + LANES
@@ -114,13 +107,13 @@ class Lanes:
         seen = key <= positions
         return seen & (key > positions - self.window) if self.window else seen
 
-    def _score(self, head: Value, lane: Value, base: Value, chunk: Chunk, end: Value) -> None:
-        """Scores of the positions of a chunk up to `end`."""
+    def _score(self, head: Value, lane: Value, base: Value, chunk: Chunk, begin: Value, end: Value) -> None:
+        """Scores of the groups of positions of a chunk that tokens see."""
         heads, step, width = range(self.together), self._keys, self.width
         weights = [self._weights + (head + h) * (CHUNK * LANES) + lane for h in heads]
         highest = [variable(number(LOWEST, f32(width))) for _ in heads]
         positions = self._positions(base, lane)
-        for group in loop(0, (end + (LANES - 1)) // LANES):
+        for group in loop(begin // LANES, (end + (LANES - 1)) // LANES):
             keys, start = chunk.keys(group), group * LANES
             for key in loop(0, minimum(end - start, LANES), step):
                 products = self._products(head, lane, chunk, keys + key * chunk.stride)
@@ -134,7 +127,7 @@ class Lanes:
                         weights[h].store(at * LANES, scores)
                         highest[h].set(maximum(scores, highest[h].now))
         for h in heads:
-            for key in loop((end + (step - 1)) // step * step, CHUNK):
+            for key in loop((end + (step - 1)) // step * step, (end + (LANES - 1)) // LANES * LANES):
                 weights[h].store(key * LANES, number(_HIDDEN, f32(width)))
             self._highest.store((head + h) * LANES + lane, highest[h].now)
 
@@ -168,7 +161,7 @@ class Lanes:
         sums = _added(_added(parts[0], parts[2]), _added(parts[1], parts[3]))
         return [sums[h * self._keys : (h + 1) * self._keys] for h in range(self.together)]
 
-    def _weigh(self, head: Value, chunk: Chunk) -> None:
+    def _weigh(self, head: Value, chunk: Chunk, begin: Value, end: Value) -> None:
         """Weights from scores."""
         weights, at = self._weights + head * (CHUNK * LANES), head * LANES
         totals = self._results + (head * (self.size + LANES) + self.size) * LANES
@@ -179,7 +172,7 @@ class Lanes:
         self._factors.store(at, factor)
         for lane in loop(0, LANES):
             total = variable(zeros(f32(LANES)))
-            for key in loop(lane, CHUNK, LANES):
+            for key in loop(begin // LANES * LANES + lane, (end + (LANES - 1)) // LANES * LANES, LANES):
                 weight = exp(weights.load(key * LANES, LANES) - top)
                 total += weight
                 if self.form.has_token_scales:
@@ -187,43 +180,48 @@ class Lanes:
                 weights.store(key * LANES, weight)
             totals.store(lane * LANES, fused(totals.load(lane * LANES, LANES), factor, total.now))
 
-    def _add_values(
-        self, head: Value, chunk: Chunk, seen: tuple[Value, Value], lane: Value, positions: Value | None
-    ) -> None:
-        """Add values times their weights. `positions` is None if all tokens see all positions."""
-        head_dim, step = self.form.head_dim, self._values
+    def _add_values(self, head: Value, lane: Value, base: Value, chunk: Chunk, begin: Value, end: Value) -> None:
+        """Add values times their weights."""
+        tile, head_dim, step = self.tile, self.form.head_dim, self._values
+        first_end = seen_positions(base, tile.position, 1, self.window)[1]
+        last_begin = seen_positions(base, tile.position + (tile.count - 1), 1, self.window)[0]
+        last_begin, positions = minimum(last_begin, end), self._positions(base, lane)
+        first_end = maximum(first_end, last_begin)
+        parts = [(last_begin, first_end, None), (first_end, end, positions)]  # seen by all tokens, and by some
+        if self.window:
+            parts.insert(0, (begin, last_begin, positions))
         whole = head_dim // step * step
-        if whole:
-            for index in loop(0, whole, step):
-                self._add_numbers(head, chunk, (index, step), seen, lane, positions)
+        for index in loop(0, whole, step) if whole else ():
+            self._add_numbers(head, lane, chunk, index, step, parts)
         if whole < head_dim:
-            self._add_numbers(head, chunk, (number(whole, i64), head_dim - whole), seen, lane, positions)
+            self._add_numbers(head, lane, chunk, number(whole, i64), head_dim - whole, parts)
 
     def _add_numbers(
         self,
         head: Value,
-        chunk: Chunk,
-        numbers: tuple[Value, int],  # the first of them and how many
-        seen: tuple[Value, Value],
         lane: Value,
-        positions: Value | None,
+        chunk: Chunk,
+        first: Value,  # number of a head
+        count: int,
+        parts: list[tuple[Value, Value, Value | None]],
     ) -> None:
-        (index, count), (begin, end), heads, width = numbers, seen, range(self.together), self.width
+        heads, width = range(self.together), self.width
         weights = [self._weights + (head + h) * (CHUNK * LANES) + lane for h in heads]
-        sums = [self._results + ((head + h) * (self.size + LANES) + index) * LANES + lane for h in heads]
+        sums = [self._results + ((head + h) * (self.size + LANES) + first) * LANES + lane for h in heads]
         factors = [self._factors.load((head + h) * LANES + lane, width) for h in heads]
         totals = [[variable(sums[h].load(i * LANES, width) * factors[h]) for i in range(count)] for h in heads]
-        for group in loop(begin // LANES, (end + (LANES - 1)) // LANES):
-            values, start = chunk.values(group), group * LANES
-            for key in loop(maximum(begin - start, 0), minimum(end - start, LANES)):
-                each = [weights[h].load((start + key) * LANES, width) for h in heads]
-                sees = None if positions is None else self._sees(start + key, positions)
-                for i in range(count):
-                    value = chunk.number(values, key, index + i, width)
-                    for h in heads:
-                        now = totals[h][i].now
-                        added = fused(each[h], value, now)
-                        totals[h][i].set(added if sees is None else where(sees, added, now))
+        for begin, end, positions in parts:
+            for group in loop(begin // LANES, (end + (LANES - 1)) // LANES):
+                values, start = chunk.values(group), group * LANES
+                for key in loop(maximum(begin - start, 0), minimum(end - start, LANES)):
+                    each = [weights[h].load((start + key) * LANES, width) for h in heads]
+                    sees = None if positions is None else self._sees(start + key, positions)
+                    for i in range(count):
+                        value = chunk.number(values, key, first + i, width)
+                        for h in heads:
+                            now = totals[h][i].now
+                            added = fused(each[h], value, now)
+                            totals[h][i].set(added if sees is None else where(sees, added, now))
         for h in heads:
             for i, total in enumerate(totals[h]):
                 sums[h].store(i * LANES, total.now)

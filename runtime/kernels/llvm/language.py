@@ -63,13 +63,13 @@ class Trace:
     builder: Any = None  # llvmlite.ir.IRBuilder
     module: Any = None
 
-    @classmethod
-    def intrinsic(cls, name: str, result: Any, arguments: Sequence[Any]) -> Any:
+    @staticmethod
+    def intrinsic(name: str, result: Any, arguments: Sequence[Any]) -> Any:
         """Call an LLVM intrinsic or a C function by name."""
-        function = cls.module.globals.get(name)
+        function = Trace.module.globals.get(name)
         if function is None:
-            function = ir.Function(cls.module, ir.FunctionType(result, [x.type for x in arguments]), name)
-        return cls.builder.call(function, arguments)
+            function = ir.Function(Trace.module, ir.FunctionType(result, [x.type for x in arguments]), name)
+        return Trace.builder.call(function, arguments)
 
 
 class Value:
