@@ -87,27 +87,36 @@ class LinearMaps:
 
     def head(self, table: torch.Tensor | InterleavedWeight) -> Linear:
         """The output head; `table` is that of the embedding."""
-        weight_format = self.format_of("head")
-        if self.spec.tied_head and weight_format is not self.format_of("embed"):  # a copy in its own format
-            dense = dequantize_interleaved(table) if isinstance(table, InterleavedWeight) else table
-            return self.columns([MapPart(["head"], weight_format, weight_format.encode(dense))], None)
-        if not isinstance(weight_format, InterleavedFormat):
-            weight = (table,) if isinstance(table, torch.Tensor) and self.spec.tied_head else self.read("head")
-            return self.columns([MapPart(["head"], weight_format, weight)], None)
-        return self._interleaved_head(weight_format, table)
+        weight_format, is_tied = self.format_of("head"), self.spec.tied_head
+        if isinstance(weight_format, InterleavedFormat):
+            if is_tied and weight_format is not self.format_of("embed"):  # a copy in its own format
+                table = dequantize_interleaved(table) if isinstance(table, InterleavedWeight) else table
+            return self._interleaved_head(weight_format, table)
+        if not is_tied:
+            return self.columns([MapPart(["head"], weight_format, self.read("head"))], None)
+        assert isinstance(table, torch.Tensor), "a tied head of another format has the embedding's numbers"
+        return self.columns([MapPart(["head"], weight_format, weight_format.encode(table))], None)
 
     def _interleaved_head(self, weight_format: InterleavedFormat, table: torch.Tensor | InterleavedWeight) -> Linear:
-        if not (self.spec.tied_head and isinstance(table, InterleavedWeight)):
+        """The head: of the embedding if it is tied, as it is or encoded."""
+        if not self.spec.tied_head:
             table = self._interleaved("head", weight_format)
+        elif isinstance(table, torch.Tensor):
+            pieces = (weight_format.encode(rows) for rows in table.split(self._rows_at_once()))
+            table = weight_format.interleaved(pieces, len(table))
+        assert isinstance(table, InterleavedWeight)
         assert self.kernels.interleaved_linear is not None
         return self.kernels.interleaved_linear([table], None)
 
     def _interleaved(self, name: str, weight_format: InterleavedFormat) -> InterleavedWeight:
         """The rank's rows of the embedding or the head, which are read in pieces."""
-        rows, step = self.spec.token_ids, max(1, _AT_ONCE // (self.spec.hidden_size * ROWS)) * ROWS
+        rows, step = self.spec.token_ids, self._rows_at_once()
         starts = range(rows.start, rows.stop, step)
         pieces = (self.read(name, Part(0, start, min(start + step, rows.stop))) for start in starts)
         return weight_format.interleaved(pieces, len(rows))
+
+    def _rows_at_once(self) -> int:
+        return max(1, _AT_ONCE // (self.spec.hidden_size * ROWS)) * ROWS
 
     def turned(self, name: str) -> torch.Tensor:
         """The weight of a norm of q or k, in the order that `rope_table` needs."""

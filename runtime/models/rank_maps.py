@@ -98,10 +98,13 @@ class LeafMaps(RankMaps):
         return [part.weight_format.linear(leaf, own_bias, self.kernels) for leaf, own_bias in pairs]
 
     def _interleaved_head(self, weight_format: InterleavedFormat, table: torch.Tensor | InterleavedWeight) -> Linear:
-        if self.spec.tied_head and isinstance(table, InterleavedWeight):
-            weight: Weight = tuple(tensor for tensor in row_major(table)[1:] if tensor is not None)
-        else:
+        weight: Weight
+        if not self.spec.tied_head:
             weight = self.read("head")
+        elif isinstance(table, torch.Tensor):
+            weight = weight_format.encode(table)
+        else:
+            weight = tuple(tensor for tensor in row_major(table)[1:] if tensor is not None)
         return self.columns([MapPart(["head"], weight_format, weight)], None)
 
     def _sum(self, prefix: str, name: str) -> Linear:

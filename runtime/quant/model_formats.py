@@ -240,7 +240,7 @@ def check_products(spec: DecoderSpec, numerics: Numerics, config: EngineConfig, 
 
 
 def _advice(encoding: str, numerics: Numerics) -> str:
-    """What to change if this device has no products for an encoding at load."""
+    """What to change if this device lacks products for an encoding at load."""
     if can := encodings_at_load(numerics):
         return f"use {' or '.join(can)}"
     if can := encodings_at_load(replace(numerics, dtype=torch.bfloat16)):

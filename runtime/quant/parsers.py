@@ -22,17 +22,16 @@ from runtime.quant.scheme import (
 _BITSANDBYTES_TABLES = {"nf4": "nf4", "fp4": "bitsandbytes fp4"}  # bnb_4bit_quant_type -> encoding
 _BITSANDBYTES_GROUP = 64  # consecutive weights that share a scale
 _GPTQ_LAYOUTS = ("gptq", "gptq_v2")  # values of checkpoint_format; "gptq" stores each zero point less one
-# Of types whose scales and zero points have factors, and of types with float16 scales.
-_K: dict[str, Any] = {"group_size": 32, "symmetric": False, "super_size": 256}
-_HALF: dict[str, Any] = {"group_size": 32, "scale_dtype": "float16"}
+_FACTORS: dict[str, Any] = {"group_size": 32, "symmetric": False, "super_size": 256}  # in the types Q4_K and Q5_K
+_HALF: dict[str, Any] = {"group_size": 32, "scale_dtype": "float16"}  # in types with blocks of 32 columns
 _GGUF_TYPES = {
     "Q8_0": QuantizationScheme("gguf Q8_0", "int8", **_HALF),
     "Q4_0": QuantizationScheme("gguf Q4_0", "int4", **_HALF),
     "Q4_1": QuantizationScheme("gguf Q4_1", "int4", symmetric=False, **_HALF),
     "Q5_0": QuantizationScheme("gguf Q5_0", "int8", value_bits=5, **_HALF),
     "Q5_1": QuantizationScheme("gguf Q5_1", "int8", symmetric=False, value_bits=5, **_HALF),
-    "Q4_K": QuantizationScheme("gguf Q4_K", "int4", **_K),
-    "Q5_K": QuantizationScheme("gguf Q5_K", "int8", value_bits=5, **_K),
+    "Q4_K": QuantizationScheme("gguf Q4_K", "int4", **_FACTORS),
+    "Q5_K": QuantizationScheme("gguf Q5_K", "int8", value_bits=5, **_FACTORS),
     "Q6_K": QuantizationScheme("gguf Q6_K", "int8", group_size=16, value_bits=6, super_size=256),
 }
 

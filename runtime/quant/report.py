@@ -53,4 +53,4 @@ def weight_report(spec: DecoderSpec, numerics: Numerics) -> list[str]:
         why = "are dequantized as they are read"
     else:
         why = "are plain numbers in the checkpoint"
-    return [*lines, f"{', '.join(plain)}, norms and biases {why}"]
+    return [*lines, f"{', '.join([*plain, 'norms and biases'])} {why}"]

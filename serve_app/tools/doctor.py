@@ -60,21 +60,22 @@ for i in range(torch.cuda.device_count()):
             cut.append([i, j])
 print(json.dumps({"cut": cut, "rates": rates}))
 """
-# The formats for plain weights, and whether 4-bit weights of a file stay 4-bit in a dtype.
+# The formats for plain weights, and whether 4-bit weights of a file stay 4-bit.
 _FORMS_PROBE = """
 import json
 from runtime.spec.config import EngineConfig
 from runtime.quant.at_load import GROUPS
-from runtime.quant.model_formats import forms_at_load
+from runtime.quant.model_formats import encodings_at_load
 from runtime.quant.encodings import Integer4
 from runtime.quant.products import products_of
 from runtime.worker.runner import choose_numerics
 numerics = {form: choose_numerics(EngineConfig(quantization=form)) for form in GROUPS}
-own = {dtype: choose_numerics(EngineConfig(dtype=dtype)) for dtype in ("auto", "bfloat16")}
+own = choose_numerics(EngineConfig())
 four_bits = Integer4("int4", group_size=32, has_zero_points=True)
-stay = [dtype for dtype in own if (products := products_of(own[dtype])) and products.takes(four_bits)]
-print(json.dumps({"forms": [form for form in GROUPS if form in forms_at_load(numerics[form])], "stay": stay,
-                  "dtype": own["auto"].dtype_name, "bits": 8 * own["auto"].dtype.itemsize}))
+products = products_of(own)
+stay = products is not None and products.takes(four_bits)
+print(json.dumps({"forms": [form for form in GROUPS if form in encodings_at_load(numerics[form])], "stay": stay,
+                  "dtype": own.dtype_name, "bits": 8 * own.dtype.itemsize}))
 """
 _FOUR_BIT_FILE = 4.5  # bits of a weight in Q4_0 and Q4_K, scales included
 _CPU_FLAGS = {  # instruction set -> its flags in /proc/cpuinfo
@@ -189,14 +190,13 @@ def quantization(answer: str | None) -> Finding:
         return Finding("warn", "quantization", "unknown: torch did not answer", "try `python -c 'import torch'`.")
     found = json.loads(answer)
     forms = ", ".join(found["forms"]) or "none"
-    if "auto" in found["stay"]:
+    if found["stay"]:
         return Finding("ok", "quantization", forms)
     factor = found["bits"] / _FOUR_BIT_FILE
     text = (
         f"{forms}: 4-bit weights of a file are read as {found['dtype']}, {factor:.0f} times their bytes for each token"
     )
-    fix = "they stay 4-bit on a GPU, or on a CPU with AVX2 or AVX-512."
-    return Finding("warn", "quantization", text, "--dtype bfloat16 keeps them 4-bit." if found["stay"] else fix)
+    return Finding("warn", "quantization", text, "install the package llvmlite, with which they stay 4-bit.")
 
 
 def instruction_sets(cpuinfo: str) -> Finding:
