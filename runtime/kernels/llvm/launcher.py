@@ -6,7 +6,6 @@ import ctypes
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,10 +16,16 @@ from runtime.kernels.llvm.pool import PARTS_PER_THREAD, Pool, Tape, pool_of
 Argument = torch.Tensor | int | float | None
 
 
-@cache
+_kernels: dict[tuple[Any, ...], int] = {}
+
+
 def kernel(function: Callable[..., None], **constants: Any) -> int:
     """The address of a kernel, compiled for these constants."""
-    return load(trace(function, constants, host()), host())
+    key = function, *constants.values()
+    address = _kernels.get(key)
+    if address is None:
+        address = _kernels[key] = load(trace(function, constants, host()), host())
+    return address
 
 
 class Launcher:
