@@ -7,7 +7,6 @@ it together, in phases. Steps are `CpuSteps` (torch kernels) or `GpuSteps` (Trit
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import logging
 import math
 import os
@@ -21,6 +20,7 @@ import torch
 from runtime.core.plan import StepPlan, StepResult
 from runtime.kernels.linear.linear_torch import can_pack
 from runtime.kernels.linear.tiles import multiplies_fp8
+from runtime.kernels.llvm.support import obstacle
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.triton_language import INTERPRETED
 from runtime.quant.at_load import quantized_at_load
@@ -263,13 +263,12 @@ def choose_numerics(config: EngineConfig) -> Numerics:
     on_gpu = device.type == "cuda"
     if config.kernel_backend == "triton" and not (on_gpu or INTERPRETED):
         raise CallboardError("kernel_backend is triton, which needs a GPU; use kernel_backend=llvm on a CPU.")
-    has_llvm = importlib.util.find_spec("llvmlite") is not None
-    if config.kernel_backend == "llvm" and (on_gpu or not has_llvm):
-        lack = "computes on a CPU; use device=cpu" if on_gpu else "needs the package llvmlite; install it"
-        raise CallboardError(f"kernel_backend is llvm, which {lack}, or leave it at auto.")
+    lack = "it computes on a CPU" if on_gpu else obstacle()
+    if config.kernel_backend == "llvm" and lack:
+        raise CallboardError(f"kernel_backend is llvm, but {lack}; leave it at auto.")
     backend = config.kernel_backend
     if backend == "auto":
-        backend = "triton" if on_gpu else "llvm" if has_llvm else "torch"
+        backend = "triton" if on_gpu else "torch" if lack else "llvm"
     dtype = getattr(torch, ("bfloat16" if on_gpu else "float32") if config.dtype == "auto" else config.dtype)
     deterministic = config.deterministic or config.rank_invariant
     return Numerics(

@@ -77,6 +77,15 @@ stay = products is not None and products.takes(four_bits)
 print(json.dumps({"forms": [form for form in GROUPS if form in encodings_at_load(numerics[form])], "stay": stay,
                   "dtype": own.dtype_name, "bits": 8 * own.dtype.itemsize}))
 """
+_KERNELS_PROBE = """
+from runtime.kernels.llvm.support import obstacle
+reason = obstacle()
+if not reason:
+    from runtime.kernels.llvm.compiler import host
+    print("compiled for", host().name)
+else:
+    print("none:", reason)
+"""
 _FOUR_BIT_FILE = 4.5  # bits of a weight in Q4_0 and Q4_K, scales included
 _CPU_FLAGS = {  # instruction set -> its flags in /proc/cpuinfo
     "AVX2": ("avx2",),
@@ -120,6 +129,7 @@ def findings(address: str | None) -> Iterator[Finding]:
     yield gpu_links(len((nvidia_smi or "").splitlines()), lambda: _run(*_PYTHON, "-c", _PEERS_PROBE))
     yield quantization(_run(*_PYTHON, "-c", _FORMS_PROBE))
     yield Finding("ok", "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}")
+    yield cpu_kernels(_run(*_PYTHON, "-c", _KERNELS_PROBE))
     yield instruction_sets(Path("/proc/cpuinfo").read_text())
     yield memory(_meminfo()["MemAvailable"])
     shared = os.statvfs("/dev/shm")
@@ -150,6 +160,13 @@ def package_version(name: str) -> Finding:
         return Finding("ok", name, version(name))
     except PackageNotFoundError:
         return Finding("fail", name, "not installed", f"pip install {name}")
+
+
+def cpu_kernels(probed: str | None) -> Finding:
+    """Whether the kernels for quantized weights on a CPU can be compiled. `probed` is the probe's output."""
+    text = (probed or "none: the probe failed").strip()
+    fix = "Quantized weights become float32, which is slower and takes more memory; pip install llvmlite, or use a GPU."
+    return _checked(text.startswith("compiled"), "CPU kernels", text, fix, "warn")
 
 
 def gpus(nvidia_smi: str | None, ask_torch: Callable[[], dict]) -> Iterator[Finding]:

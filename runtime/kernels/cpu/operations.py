@@ -19,7 +19,7 @@ from runtime.spec.decoder_spec import DecoderSpec
 
 
 class CompiledOperations:
-    """Operations that share a launcher. `norm` and `activate` are the references for what has no kernel."""
+    """Operations that share a launcher. `norm` and `activate` are references."""
 
     def __init__(self, numerics: Numerics, spec: DecoderSpec, norm: Norm, activate: Activate) -> None:
         self.launcher = Launcher()

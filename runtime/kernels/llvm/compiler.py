@@ -81,9 +81,8 @@ def _machine(target: Target) -> Any:
 def trace(function: Callable[..., None], constants: dict[str, Any], target: Target) -> str:
     """The LLVM IR of a kernel.
 
-    Parameters annotated with a number or a pointer of `language.py` are read from an array of 64-bit words, in their
-    order; `part` and `parts` are the share of the work. Other parameters are constants of the tracing, and `target` is
-    the target."""
+    The compiled function reads parameters that are numbers or pointers from an array of 64-bit words. `part` and
+    `parts` are the share of the work, `target` is the target. Other parameters are constants of the tracing."""
     module = ir.Module()
     module.triple = target.triple
     pointer = ir.PointerType()
@@ -155,7 +154,7 @@ def load(source: str, target: Target, name: str = "kernel") -> int:
 
 
 def _cache_file(source: str, target: Target) -> Path | None:
-    """Where the code of a module is kept; None if there is no such place."""
+    """The file with the code of a module."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     key = hashlib.sha256("\n".join((llvmlite.__version__, repr(target), source)).encode()).hexdigest()[:32]
     return Path(root, "callboard", "kernels", f"{key}.o")

@@ -34,7 +34,7 @@ class Tape:
         self._kept.append(arguments)
 
     def keep(self, owner: object) -> None:
-        """Keep memory alive as long as the tape."""
+        """Keep an object alive until the tape is gone."""
         self._kept.append(owner)
 
     def __len__(self) -> int:

@@ -10,8 +10,8 @@ A tape is an array of 64-bit words, eight for each kernel:
 | 4 | done: run << 32, plus the finished parts |
 
 A thread takes a part by increasing the ticket, and goes on to the next kernel when all parts of one are done. The
-caller takes parts, too, and never waits for a thread that has none: a thread that the system has suspended costs time
-only if it holds a part. Tickets bear the number of the run, so a late thread cannot take a part of another run.
+caller takes parts, too, and does not wait for a thread without a part. A suspended thread costs time only if it holds
+one. Tickets bear the number of the run, so a late thread cannot take a part of another run.
 
 A waiting thread spins for some microseconds, then yields its core at each look. After some milliseconds without work
 it sleeps (futex). A thread that is woken may need a millisecond to get a core, which is longer than the pause between
@@ -129,7 +129,7 @@ def _wait_until(condition: Callable[[], Value]) -> None:
 
 
 class _While:
-    """A loop that runs once and again as long as `go_on_if`, its last statement, holds."""
+    """A loop that repeats while the condition of its last statement, `go_on_if`, holds."""
 
     def __enter__(self) -> None:
         self._body = Trace.builder.append_basic_block("while")

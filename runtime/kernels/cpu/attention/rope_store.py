@@ -61,7 +61,7 @@ def rope_store(
             weight = where_to(is_q, q_norm, k_norm) if has_norms else None
             _rotate(own, table + position * form.head_dim, sin_offset, weight, eps, form.head_dim)
         with when(head >= num_heads):
-            kv_head = head - num_heads  # the heads of v come after those of k
+            kv_head = head - num_heads  # heads of k, then heads of v
             at = kv.of(form.type) + (kv_head * cache_positions + kv_index.load(token)) * form.head_dim
             scale = scales.of(f32) + kv_head
             if form.has_token_scales:

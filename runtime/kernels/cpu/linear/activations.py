@@ -86,7 +86,7 @@ def quantize_rows(
 
 
 def inverse_rms(x: Pointer, columns: Value, eps: Value) -> Value:
-    """1 / sqrt(mean of squares + eps) of a row, whose columns are a multiple of 16."""
+    """1 / sqrt(mean of squares + eps) of a row with a multiple of 16 columns."""
     total = variable(zeros(f32(_LANES)))
     for at in loop(0, columns, _LANES):
         values = x.load(at, _LANES)

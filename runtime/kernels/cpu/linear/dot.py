@@ -2,12 +2,10 @@
 
 Activations are split into two int8 limbs, 256 * high + low. Sums are exact in int32, so every CPU gives the same bits.
 
-| target | instruction | note |
-| --- | --- | --- |
-| avx512vnni, avxvnni | vpdpbusd | four products a lane, added in int32 |
-| avx2 | vpmaddubsw, then vpmaddwd | pairs are added in int16: values of 8 bits are split into nibbles |
-| neon | sdot | signed: values of 8 bits are moved by 128 |
-| generic | multiplications in int32 | any CPU |
+- avx512vnni, avxvnni: `vpdpbusd` adds four products a lane in int32.
+- avx2: `vpmaddubsw` adds pairs in int16, then `vpmaddwd` widens. Values of 8 bits are split into nibbles.
+- neon: `sdot` is signed, so values of 8 bits are moved by 128.
+- generic: multiplications in int32, on any CPU.
 """
 
 from __future__ import annotations

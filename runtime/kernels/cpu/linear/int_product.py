@@ -1,7 +1,7 @@
 """Products of quantized weights (interleaved_weight.py) with rows quantized to int16 or int8.
 
-An output is a sum over groups of scale * (sum over chunks of activation scale * integer sum), in the order of the
-columns, each operation rounded to float32. A row of x meets the same operations whatever the other rows are, so
+An output is a sum over groups: scale * (sum over chunks: activation scale * integer sum). It follows the order of the
+columns, and rounds each operation to float32. A row of x meets the same operations whatever the other rows are, so
 results are batch-invariant to the bit. `int_product_torch` computes the same bits."""
 
 from __future__ import annotations

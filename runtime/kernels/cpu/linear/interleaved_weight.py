@@ -1,14 +1,12 @@
 """Quantized weights on a CPU: blocks of 16 rows by 32 columns, in the order in which a product reads them.
 
 A vector holds four neighbouring columns (a quad) of each of the 16 rows: byte `4 * row + column`. One instruction
-multiplies a quad with the same four activations in all rows. A block of 32 columns (a chunk) has eight quads:
+multiplies a quad with the same four activations in all rows. A block of 32 columns (a chunk) has eight quads, in vectors of 64 bytes:
 
-| bits | vectors of 64 bytes in a chunk |
-| --- | --- |
-| 4 | four: low nibbles hold quad 2 i, high nibbles quad 2 i + 1 |
-| 5 | as 4 bits, then one: bit j of a byte is bit 4 of quad j |
-| 6 | as 4 bits, then two: bits 2 j and 2 j + 1 of a byte of vector i are bits 4 and 5 of quad 4 i + j |
-| 8 | eight: one for each quad |
+- 4 bits: four vectors. Low nibbles hold quad 2 i, high nibbles quad 2 i + 1.
+- 5 bits: as 4 bits, then one vector. Bit j of a byte is bit 4 of quad j.
+- 6 bits: as 4 bits, then two vectors. Bits 2 j and 2 j + 1 of vector i are bits 4 and 5 of quad 4 i + j.
+- 8 bits: eight vectors, one for each quad.
 
 Scales lie beside the values: 16 for each group of columns, one for each row. Nothing depends on the instruction set.
 """

@@ -1,7 +1,7 @@
 """The best token of each row of logits, greedy or with noise by position (C4), without a copy of the logits.
 
 The noise has the integers of `runtime/kernels/sampling/gumbel.py`, bit for bit. A tile of the vocabulary has one key,
-which orders by score and then by lowest id (`token_keys.py`); the largest key of a row is its token."""
+which orders by score and then by lowest id (`token_keys.py`). The largest key of a row is its token."""
 
 from __future__ import annotations
 
