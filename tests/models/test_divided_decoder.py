@@ -85,7 +85,7 @@ def rank_logits(spec: DecoderSpec, config: EngineConfig, communicator: Communica
             plan = plan_attention(tables[rows], np.array(starts, np.int32), np.array(counts, np.int32), shape)
         where = ids[row_of * 22 + positions], positions, blocks * 16 + positions % 16
         batch = ForwardBatch(*(one.to(device) for one in where), plan, row_of.to(device) if adapter else None)
-        return decoder.logits(decoder.forward(batch, cache.layers)).float()
+        return decoder.logits(decoder.forward(batch, cache.layers)).float().clone()  # from a buffer
 
     with torch.inference_mode():
         return torch.cat((forward([0, 1], [0, 0], [20, 19]), forward([1, 0], [19, 20], [1, 1])))

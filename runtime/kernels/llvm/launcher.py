@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -17,10 +18,14 @@ from runtime.kernels.llvm.pool import PARTS_PER_THREAD, Pool, Tape, pool_of
 Argument = torch.Tensor | int | float | None
 
 
+_tracing = threading.Lock()  # a trace has the process to itself, while ranks in threads compile at once
+
+
 @cache
 def kernel(function: Callable[..., None], **constants: Any) -> int:
     """The address of a kernel, compiled for these constants."""
-    return load(trace(function, constants, host()), host())
+    with _tracing:
+        return load(trace(function, constants, host()), host())
 
 
 class Launcher:
