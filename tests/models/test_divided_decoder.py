@@ -12,6 +12,7 @@ from runtime.features.adapter_weights import RunnerAdapters
 from runtime.kernels.attention.attention_torch import AttentionShape, plan_attention
 from runtime.kernels.attention.paged_attention import PagedBatch, PagedRows
 from runtime.kernels.collectives.communicator import Communicator, OneRank
+from runtime.kernels.cpu.attention.tiled_rows import TiledRows, attention_tiles
 from runtime.models.decoder_build import draw_decoder
 from runtime.models.families.phi import WEIGHT_MAP
 from runtime.models.forward_batch import ForwardBatch
@@ -77,11 +78,14 @@ def rank_logits(spec: DecoderSpec, config: EngineConfig, communicator: Communica
             most, total = max(counts), sum(counts)
             part = PagedRows(*numbers, torch.from_numpy(tables).to(device), len(rows), total, most, 22)
             plan = PagedBatch(total, [part])
+        elif decoder.kernels.compiled is not None:
+            in_tiles = attention_tiles(*(np.array(n, np.int32) for n in (starts, counts, rows)))
+            plan = TiledRows(sum(counts), torch.from_numpy(in_tiles), torch.from_numpy(tables))
         else:
             plan = plan_attention(tables[rows], np.array(starts, np.int32), np.array(counts, np.int32), shape)
         where = ids[row_of * 22 + positions], positions, blocks * 16 + positions % 16
         batch = ForwardBatch(*(one.to(device) for one in where), plan, row_of.to(device) if adapter else None)
-        return decoder.logits(decoder.forward(batch, cache.layers)).float()
+        return decoder.logits(decoder.forward(batch, cache.layers)).float().clone()  # from a buffer
 
     with torch.inference_mode():
         return torch.cat((forward([0, 1], [0, 0], [20, 19]), forward([1, 0], [19, 20], [1, 1])))

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.kernels.cpu.linear.int_product_torch import int_product_torch, lookup_torch, quantize_rows_torch
-from runtime.kernels.cpu.linear.interleaved_linear import InterleavedLinear
 from runtime.kernels.cpu.linear.interleaved_weight import (
     InterleavedWeight,
     RowMajorWeight,
@@ -17,6 +16,9 @@ from runtime.kernels.cpu.linear.interleaved_weight import (
     interleaved_bytes,
     row_major,
 )
+from runtime.kernels.numerics import Numerics
+from runtime.kernels.table import select
+from tests.support.models.runner_driver import TINY
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 FORMS = [
@@ -143,7 +145,8 @@ def test_layers_join_parts_of_several_forms(dtype):
         random_weight(form, rows, 256) for form, rows in zip(FORMS[:3] + FORMS[-1:], (16, 7, 32, 5), strict=True)
     ]
     bias, x = torch.randn(60), torch.randn(3, 256).to(dtype)
-    layer = InterleavedLinear([interleave(weight) for weight in weights], bias.to(dtype), None, None)
+    kernels = select(Numerics(dtype, torch.device("cpu"), "llvm", packed=False, deterministic=False), TINY)
+    layer = kernels.interleaved_linear([interleave(weight) for weight in weights], bias.to(dtype))
     want = x.float() @ torch.cat([numbers(weight) for weight in weights]).T + bias.to(dtype).float()
     got = layer.product(x)
     assert got.dtype == dtype

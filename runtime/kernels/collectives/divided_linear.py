@@ -81,7 +81,11 @@ class ColumnLeaves(Linear):
     def logits(
         self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return torch.cat([leaf.logits(x, norm_weight, eps) for leaf in self.leaves], 1, out=out)
+        results = []
+        for leaf in self.leaves:
+            result = leaf.logits(x, norm_weight, eps)
+            results.append(result if result.is_cuda else result.clone())  # on a CPU, leaves share a buffer
+        return torch.cat(results, 1, out=out)
 
 
 def by_leaves_of_inputs(leaves: Sequence[tuple[int, Product]]) -> Product:
