@@ -28,9 +28,11 @@ class Tape:
         self._ops: list[tuple[int, int, int]] = []
         self._kept: list[object] = []  # memory that the arguments point to
         self._words: Any = None
+        self.is_shared = False  # a kernel has several parts
 
     def add(self, function: int, arguments: Any, parts: int) -> None:
         self._ops.append((function, ctypes.addressof(arguments), parts))
+        self.is_shared |= parts > 1
         self._kept.append(arguments)
 
     def keep(self, owner: object) -> None:
@@ -82,18 +84,17 @@ class Pool:
     def run(self, tape: Tape) -> None:
         """Run all kernels of a tape."""
         with self._lock:
-            self._start(tape.words, len(tape))
+            self._start(tape.words, len(tape), tape.is_shared)
 
     def launch(self, function: int, arguments: Any, parts: int) -> None:
         """Run one kernel in parts."""
         with self._lock:
             words = self._single.words
             words[:3] = function, ctypes.addressof(arguments), parts
-            self._start(words, 1)
+            self._start(words, 1, parts > 1)
 
-    def _start(self, words: Any, num_ops: int) -> None:
+    def _start(self, words: Any, num_ops: int, wakes: bool) -> None:
         self._generation = self._generation % _MAX_RUN + 1
-        wakes = num_ops > 1 or words[threads.PARTS] > 1
         self._arguments[:] = [self._control.ctypes.data, words.ctypes.data, num_ops, self._generation, int(wakes)]
         self._run(self._arguments_at, 0, 1)
 

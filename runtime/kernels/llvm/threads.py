@@ -13,9 +13,9 @@ A thread takes a part by increasing the ticket, and goes on to the next kernel w
 caller takes parts, too, and does not wait for a thread without a part. A suspended thread costs time only if it holds
 one. Tickets bear the number of the run, so a late thread cannot take a part of another run.
 
-A waiting thread spins for some microseconds, then yields its core at each look. After some milliseconds without work
-it sleeps (futex). A thread that is woken may need a millisecond to get a core, which is longer than the pause between
-two steps."""
+A waiting thread spins for some microseconds, then yields its core at each look. After two milliseconds without a part
+it sleeps (futex), also while runs go on that need no help. A thread that is woken may need a millisecond to get a
+core, which is longer than the pause between two steps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FUNCTION, ARGUMENTS, PARTS, TICKET, DONE = range(5)
 GENERATION, TAPE, NUM_OPS, SLEEPERS, STOP = range(5)  # words of a pool's control block; each has a line of its own
 LINE = 8  # words
 _SPINS = 1 << 8  # of a waiting thread, before it yields its core at each further look
-_LOOKS = 1 << 13  # of a thread without work, before it sleeps: some milliseconds
+_LOOKS = 1 << 12  # of a thread without a part, before it sleeps: about two milliseconds
 _FUTEX = {"x86_64": 202, "aarch64": 98}
 _WAIT, _WAKE = 128, 129  # of private futexes
 
@@ -68,14 +68,13 @@ def run_tape(control: I64s, tape: I64s, num_ops: Int, run: Int, wakes: Int, part
 
 def serve(control: I64s, part: Int, parts: Int) -> None:
     """A thread of the pool: take parts of each run until the pool is closed."""
-    seen = variable(zeros(i64))
+    seen, looks = variable(zeros(i64)), variable(zeros(i64))  # looks since this thread took a part
     repeat = _While()
     with repeat:
-        spins = variable(zeros(i64))
         waiting = _While()
         with waiting:
-            _look_again(spins)
-            waiting.go_on_if(_load(control + GENERATION * LINE).equals(seen.now) & (spins.now < _LOOKS))
+            _look_again(looks)
+            waiting.go_on_if(_load(control + GENERATION * LINE).equals(seen.now) & (looks.now < _LOOKS))
         with when(_load(control + GENERATION * LINE).equals(seen.now)):
             _add(control + SLEEPERS * LINE, 1)
             _futex(control + GENERATION * LINE, _WAIT, seen.now)
@@ -85,7 +84,9 @@ def serve(control: I64s, part: Int, parts: Int) -> None:
         with when(is_open & (run > seen.now)):
             seen.set(run)
             tape = Pointer(Trace.builder.inttoptr(control.load(TAPE * LINE).ir, ir.PointerType()), i64)
-            _take_parts(tape, control.load(NUM_OPS * LINE), run)
+            taken = _take_parts(tape, control.load(NUM_OPS * LINE), run)
+            with when(taken.now > 0):
+                looks.set(0)
         repeat.go_on_if(is_open)
 
 
@@ -94,9 +95,9 @@ def _ops(tape: Pointer, num_ops: Value) -> Iterator[Pointer]:
         yield tape + index * OP_WORDS
 
 
-def _take_parts(tape: Pointer, num_ops: Value, run: Value) -> None:
-    """Take parts of each kernel in turn. Return early if the run is over."""
-    index = variable(zeros(i64))
+def _take_parts(tape: Pointer, num_ops: Value, run: Value) -> Variable:
+    """Take parts of each kernel in turn. Return their number, early if the run is over."""
+    index, taken = variable(zeros(i64)), variable(zeros(i64))
     ops = _While()
     with ops:
         op = tape + index.now * OP_WORDS
@@ -109,6 +110,7 @@ def _take_parts(tape: Pointer, num_ops: Value, run: Value) -> None:
             with when(has_parts), when(_swap(op + TICKET, ticket, ticket + 1)):
                 _call(op.load(FUNCTION), op.load(ARGUMENTS), left, total)
                 _add(op + DONE, 1)
+                taken += 1
             with when((left < 0) | (left > total)):
                 is_current.set(0)
             taking.go_on_if(has_parts)
@@ -117,6 +119,7 @@ def _take_parts(tape: Pointer, num_ops: Value, run: Value) -> None:
         with when(goes_on):
             _wait_until(lambda: _load(op + DONE) >= (run << 32) + total)
         ops.go_on_if(goes_on)
+    return taken
 
 
 def _wait_until(condition: Callable[[], Value]) -> None:

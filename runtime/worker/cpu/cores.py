@@ -11,10 +11,7 @@ _ROOT, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 def available_cores(root: Path = _ROOT, own: Path = _OWN) -> int:
     """At least 1. A quota of 1.5 cores counts as 2: threads that wait in turn lose less than an idle half core."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [quota for quota in _quotas(root, own) if quota]
     return max(1, min(cores, *map(math.ceil, quotas)) if quotas else cores)
 
