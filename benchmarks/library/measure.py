@@ -127,10 +127,10 @@ class Engine:
 
 
 class Results:
-    """Prints each measurement as a JSON line, and appends it to a file if one is named."""
+    """Prints each measurement as a JSON line unless `show` is False, and appends it to a file if one is named."""
 
-    def __init__(self, benchmark: str, out: Path | None) -> None:
-        self._out = out
+    def __init__(self, benchmark: str, out: Path | None, *, show: bool = True) -> None:
+        self._out, self._show = out, show
         self._common = {
             "benchmark": benchmark,
             "machine": _machine(),
@@ -145,7 +145,8 @@ class Results:
         recorded."""
         changed = {} if config is None else _changed(config)
         line = json.dumps(self._common | {"config": changed} | _rounded(values))
-        print(line, flush=True)
+        if self._show:
+            print(line, flush=True)
         if self._out is not None:
             with self._out.open("a") as file:
                 file.write(line + "\n")
@@ -184,7 +185,7 @@ def _command() -> str:
     spec = sys.modules["__main__"].__spec__
     module = [] if spec is None else ["-m", spec.name.removesuffix(".__main__")]
     given = iter(sys.argv[1:])
-    arguments = [arg for arg in given if arg != "--out" or next(given, None) is None]
+    arguments = [arg for arg in given if arg not in ("--out", "--output") or next(given, None) is None]
     return shlex.join(["python", *module, *arguments])
 
 

@@ -8,8 +8,15 @@ from hypothesis import strategies as st
 from runtime.kernels.cpu.linear.activations import quantize_rows
 from runtime.kernels.cpu.linear.int_product import int_product
 from runtime.kernels.cpu.linear.int_product_torch import int_product_torch, lookup_torch, quantize_rows_torch
-from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight, RowMajorWeight, WeightForm, interleave
+from runtime.kernels.cpu.linear.interleaved_weight import (
+    InterleavedWeight,
+    RowMajorWeight,
+    WeightForm,
+    interleave,
+    pack_torch,
+)
 from runtime.kernels.cpu.linear.lookup import lookup
+from runtime.kernels.cpu.linear.pack import pack
 from tests.support.kernels.compiled import call, targets
 
 TARGETS = pytest.mark.parametrize("target", targets(), ids=lambda target: target.name)
@@ -142,3 +149,13 @@ def test_rows_of_a_table_have_the_bits_of_their_twin(target, name):
     arguments = (weight.values, *shared, ids, out, 5, out.shape[1], 1.0)
     call(lookup, arguments, target, 2, form=weight.form)
     assert torch.equal(out, lookup_torch(weight, ids))
+
+
+@TARGETS
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+def test_packed_values_have_the_bytes_of_their_twin(target, bits):
+    values = torch.randint(0, 1 << bits, (48, 96), dtype=torch.uint8)
+    want = pack_torch(values, bits)
+    got = torch.zeros_like(want)
+    call(pack, (values, got, 3, 96), target, 2, bits=bits)
+    assert torch.equal(got, want)

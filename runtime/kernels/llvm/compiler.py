@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import inspect
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -78,11 +79,19 @@ def _machine(target: Target) -> Any:
     return found.create_target_machine(cpu=target.cpu, features=target.features, opt=3, jit=True)
 
 
+_lock = threading.RLock()  # one thread traces and compiles at a time
+
+
 def trace(function: Callable[..., None], constants: dict[str, Any], target: Target) -> str:
     """The LLVM IR of a kernel.
 
     The compiled function reads parameters that are numbers or pointers from an array of 64-bit words. `part` and
     `parts` are the share of the work, `target` is the target. Other parameters are constants of the tracing."""
+    with _lock:
+        return _traced(function, constants, target)
+
+
+def _traced(function: Callable[..., None], constants: dict[str, Any], target: Target) -> str:
     module = ir.Module()
     module.triple = target.triple
     pointer = ir.PointerType()
@@ -135,6 +144,11 @@ _engines: list[Any] = []  # keep the code of kernels in memory
 
 def load(source: str, target: Target, name: str = "kernel") -> int:
     """The address of a compiled function of a module's source."""
+    with _lock:
+        return _loaded(source, target, name)
+
+
+def _loaded(source: str, target: Target, name: str) -> int:
     machine = llvm.Target.from_triple(target.triple).create_target_machine(
         cpu=target.cpu, features=target.features, opt=3, jit=True
     )

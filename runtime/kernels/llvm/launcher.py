@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,14 +16,16 @@ from runtime.kernels.llvm.pool import PARTS_PER_THREAD, Pool, Tape, pool_of
 Argument = torch.Tensor | int | float | None
 
 
-_tracing = threading.Lock()  # a trace has the process to itself, while ranks in threads compile at once
+_kernels: dict[tuple[Any, ...], int] = {}
 
 
-@cache
 def kernel(function: Callable[..., None], **constants: Any) -> int:
     """The address of a kernel, compiled for these constants."""
-    with _tracing:
-        return load(trace(function, constants, host()), host())
+    key = function, *constants.values()
+    address = _kernels.get(key)
+    if address is None:
+        address = _kernels[key] = load(trace(function, constants, host()), host())
+    return address
 
 
 class Launcher:

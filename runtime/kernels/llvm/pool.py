@@ -65,7 +65,7 @@ class Pool:
         self.num_threads = num_threads
         target = host()
         self._run = Function(load(trace(threads.run_tape, {}, target), target))
-        serve = Function(load(trace(threads.serve, {}, target), target))
+        self._serve = Function(load(trace(threads.serve, {}, target), target))
         self._control = aligned_words(5 * LINE)
         self._generation, self._single, self._lock = 0, Tape(), threading.Lock()
         self._single.add(0, (ctypes.c_int64 * 1)(), 1)
@@ -73,12 +73,11 @@ class Pool:
         self._arguments_at = ctypes.addressof(self._arguments)
         self._serve_words = (ctypes.c_int64 * 1)(self._control.ctypes.data)
         for index in range(1, num_threads):
-            threading.Thread(
-                target=serve,
-                args=(ctypes.addressof(self._serve_words), index, num_threads),
-                name=f"kernels-{index}",
-                daemon=True,
-            ).start()
+            threading.Thread(target=self._work, args=(index,), name=f"kernels-{index}", daemon=True).start()
+
+    def _work(self, index: int) -> None:
+        """A thread of the pool. It keeps the pool's memory until it has ended."""
+        self._serve(ctypes.addressof(self._serve_words), index, self.num_threads)
 
     def run(self, tape: Tape) -> None:
         """Run all kernels of a tape."""

@@ -1,7 +1,8 @@
 """Quantized weights on a CPU: blocks of 16 rows by 32 columns, in the order in which a product reads them.
 
 A vector holds four neighbouring columns (a quad) of each of the 16 rows: byte `4 * row + column`. One instruction
-multiplies a quad with the same four activations in all rows. A block of 32 columns (a chunk) has eight quads, in vectors of 64 bytes:
+multiplies a quad with the same four activations in all rows. A block of 32 columns (a chunk) has eight quads. They
+lie in vectors of 64 bytes:
 
 - 4 bits: four vectors. Low nibbles hold quad 2 i, high nibbles quad 2 i + 1.
 - 5 bits: as 4 bits, then one vector. Bit j of a byte is bit 4 of quad j.
@@ -25,7 +26,6 @@ from runtime.kernels.cpu.linear import weight_memory
 ROWS = 16  # of a block
 COLUMNS = 32  # of a chunk
 QUAD = 4  # columns that one lane multiplies at once
-_AT_ONCE = 1 << 20  # values that are interleaved at once
 
 
 class WeightForm(NamedTuple):
@@ -92,17 +92,18 @@ def interleave_pieces(pieces: Iterable[RowMajorWeight], num_rows: int) -> Interl
     """A weight of `num_rows` from consecutive pieces of its rows; all but the last have a multiple of 16.
 
     So a large weight needs little memory beside itself. Pieces may differ in the dtype of their scales."""
+    from runtime.kernels.cpu.linear.pack import pack_values  # imports llvmlite, which only CPUs need
+
     values, block, shared = torch.empty(0), 0, list[tuple[torch.Tensor | None, ...]]()
     for piece in pieces:
         form, num_columns = piece.form, piece.values.shape[1]
         if not shared:
             shape = -(-num_rows // ROWS), num_columns // COLUMNS, form.chunk_bytes
             values = weight_memory.empty(shape, torch.uint8)
-        step = max(1, _AT_ONCE // (num_columns * ROWS)) * ROWS
-        for rows in piece.values.split(step):
-            packed = _pack(_quads(rows, form.offset), form.bits)
-            values[block : block + len(packed)] = packed
-            block += len(packed)
+        whole = F.pad(piece.values, (0, 0, 0, -len(piece.values) % ROWS), value=form.offset).contiguous()
+        num_blocks = len(whole) // ROWS
+        pack_values(whole, values[block : block + num_blocks], form.bits)
+        block += num_blocks
         shared.append(tuple(_by_block(tensor) for tensor in piece[2:]))
     scales, *more = (None if same[0] is None else _joined(same) for same in zip(*shared, strict=True))
     assert scales is not None
@@ -125,17 +126,10 @@ def _by_block(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return padded.view(-1, ROWS, tensor.shape[1]).transpose(1, 2)
 
 
-def _quads(values: torch.Tensor, padding: int) -> torch.Tensor:
-    """uint8 [N, K] -> int32 [block, chunk, 8, 16]: a word has the four columns of a quad, each in its byte."""
-    num_rows, num_columns = values.shape
-    if missing := -num_rows % ROWS:
-        values = F.pad(values, (0, 0, 0, missing), value=padding)
-    words = values.contiguous().view(torch.int32).view(-1, ROWS, num_columns // COLUMNS, COLUMNS // QUAD)
-    return words.permute(0, 2, 3, 1)
-
-
-def _pack(quads: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 [block, chunk, 8, 16] -> uint8 [block, chunk, bytes]."""
+def pack_torch(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Values, uint8 [blocks * 16, K] -> uint8 [blocks, K / 32, bytes of a chunk]."""
+    words = values.contiguous().view(torch.int32).view(-1, ROWS, values.shape[1] // COLUMNS, COLUMNS // QUAD)
+    quads = words.permute(0, 2, 3, 1)  # a word has the four columns of a quad
     if bits == 8:
         return quads.flatten(2).view(torch.uint8)
     low = quads & 0x0F0F0F0F if bits > 4 else quads
@@ -151,7 +145,7 @@ def _pack(quads: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """The inverse of `_pack`."""
+    """The inverse of `pack_torch`, by quads."""
     quads: torch.Tensor
     if bits == 8:
         quads = packed.unflatten(2, (8, -1))
