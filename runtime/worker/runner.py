@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,6 +28,7 @@ from runtime.quant.report import weight_report
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.sharding import ALONE, Shard
 from runtime.spec.types import CallboardError
+from runtime.worker.cpu.cores import available_cores
 from runtime.worker.cpu.cpu_steps import CpuSteps
 from runtime.worker.extras import NO_EXTRAS, RunnerExtras, RunnerParts, SleepMemory, StepExtra
 from runtime.worker.gpu.gpu_steps import GpuSteps
@@ -64,8 +64,7 @@ class ModelRunner:
         self.shard, self.is_draft, self._source, self._plugged = shard or ALONE, is_draft, source, extras
         self.eos_token_ids = source.eos_token_ids
         if numerics.device.type == "cpu":
-            cores = len(os.sched_getaffinity(0))
-            torch.set_num_threads(config.num_threads or max(1, cores // self.shard.size))
+            torch.set_num_threads(config.num_threads or max(1, available_cores() // self.shard.size))
         self._large_step_us = math.inf  # of a decode step of many rows, if it was measured
         self.spec = quantized_at_load(source.spec, config, numerics.device.type, is_draft).of_rank(self.shard)
         check_products(self.spec, numerics, config, is_draft)

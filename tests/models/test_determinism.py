@@ -27,13 +27,26 @@ SPECS = {
         max_positions=256, norm_eps=1e-6, experts=ExpertsSpec(7, 3, True), norm="layer", activation="gelu_tanh",
         window=70, sliding=(True, False), attn_soft_cap=1.5, logit_soft_cap=4.0,
     ),
+    # Weights that compiled kernels multiply, with a padded head and heads of two vectors.
+    "quantized": DecoderSpec(
+        num_layers=2, hidden_size=96, num_heads=6, num_kv_heads=2, head_dim=32, ffn_size=160, vocab_size=333,
+        max_positions=256, norm_eps=1e-6, tied_head=True, qk_norm=True,
+    ),
 }  # fmt: skip
-KINDS = [(spec, dtype) for spec in ("tiny", "odd") for dtype in ("float32", "bfloat16")] + [("mixture", "float32")]
+NUMERICS = {"int4": {"quantization": "int4"}, "int8": {"quantization": "int8", "cpu_activations": "int8"}}
+KINDS = [("quantized", "int4"), ("quantized", "int8")]
+KINDS += [(spec, dtype) for spec in ("tiny", "odd") for dtype in ("float32", "bfloat16")]
+KINDS += [("mixture", "float32")]
+
+
+def _runner(spec: str, numerics: str, **config) -> ModelRunner:
+    own = NUMERICS.get(numerics, {"dtype": numerics})
+    return tiny_runner(SPECS[spec], deterministic=True, **own, **config)
 
 
 @cache
 def runner_of(spec: str, dtype: str, **config) -> ModelRunner:
-    return tiny_runner(SPECS[spec], dtype=dtype, deterministic=True, num_threads=2, **config)
+    return _runner(spec, dtype, num_threads=2, **config)
 
 
 def tokens_of(seed: int, count: int, vocab: int) -> list[int]:
@@ -95,7 +108,7 @@ def test_prefix_hits_and_restarts_do_not_show(spec, dtype):
     driver.prefill(0, tokens[:100])
     driver.open(1, tokens, shared=driver.tables[0][:6])  # 96 tokens are another's
     assert torch.equal(driver.prefill(1, tokens, start=96), reference(spec, dtype, 1, 129))
-    fresh = tiny_runner(SPECS[spec], dtype=dtype, deterministic=True, num_threads=2)
+    fresh = _runner(spec, dtype, num_threads=2)
     driver = Driver(fresh)
     driver.open(0, tokens)
     assert torch.equal(driver.prefill(0, tokens), reference(spec, dtype, 1, 129))
@@ -138,13 +151,29 @@ def test_decoding_equals_recomputing(spec, dtype):
 def test_toggles_do_not_show(spec, dtype, toggle):
     """C6: in deterministic mode a policy changes not one bit, except num_threads, which decides how work is split."""
     want = reference(spec, dtype, 1, 129)
-    defaults = {"dtype": dtype, "deterministic": True, "num_kv_blocks": 200, "num_threads": 2}
-    runner = tiny_runner(SPECS[spec], **defaults | toggle)
+    runner = _runner(spec, dtype, **{"num_kv_blocks": 200, "num_threads": 2} | toggle)
     tokens = tokens_of(1, 129, SPECS[spec].vocab_size)
     driver = Driver(runner)
     driver.open(0, tokens)
     driver.open(1, tokens[:50])
     assert torch.equal(driver.prefill(0, tokens, (40, 128)), want)
+
+
+def test_quantized_weights_need_no_deterministic_mode():
+    """Compiled kernels give the same bits with and without it, with tapes and without, for any number of threads."""
+    tokens, logits = tokens_of(4, 90, 333), []
+    for config in ({"deterministic": True}, {}, {"num_threads": 2}):
+        runner = tiny_runner(SPECS["quantized"], quantization="int4", **config)
+        if not config:
+            runner.steps.tapes = None
+        driver = Driver(runner)
+        driver.open(0, tokens)
+        rows = [driver.prefill(0, tokens, (40,))]
+        for step in range(3):
+            driver.step((0, 90 + step, 1, 1))
+            rows.append(driver.logits[0])
+        logits.append(torch.stack([row.flatten() for row in rows]))
+    assert all(torch.equal(each, logits[0]) for each in logits)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -21,7 +21,7 @@ _kernels: dict[tuple[Any, ...], int] = {}
 
 def kernel(function: Callable[..., None], **constants: Any) -> int:
     """The address of a kernel, compiled for these constants."""
-    key = function, *constants.values()
+    key = function, *constants.items()
     address = _kernels.get(key)
     if address is None:
         address = _kernels[key] = load(trace(function, constants, host()), host())
