@@ -127,7 +127,7 @@ def test_a_cpu_without_llvmlite_refuses_the_set_field(monkeypatch):
                 tiny_runner(is_draft=is_draft, quantization=form)
             where = f"which has no products in float32 on cpu (torch kernels); {advice}."
             assert str(error.value) == f"{field} is {form}, {where}"
-    with pytest.raises(CallboardError, match="kernel_backend is llvm, which needs the package llvmlite; install it"):
+    with pytest.raises(CallboardError, match="kernel_backend is llvm, but the package llvmlite is not installed"):
         choose_numerics(EngineConfig(device="cpu", kernel_backend="llvm"))
 
 
