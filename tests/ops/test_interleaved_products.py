@@ -101,8 +101,9 @@ def test_pieces_make_the_same_weight(form):
 
 
 def test_pieces_with_other_scales_keep_their_numbers():
-    pieces = [random_weight(WeightForm(4, 32, dtype, 8), 16, 64) for dtype in (HALF, BRAIN)]
-    joined = interleave_pieces(pieces, 32)
+    dtypes = HALF, SINGLE, BRAIN, HALF
+    pieces = [random_weight(WeightForm(4, 32, dtype, 8), 16, 64) for dtype in dtypes]
+    joined = interleave_pieces(pieces, 64)
     assert joined.form.scale_dtype == SINGLE
     assert torch.equal(dequantize_interleaved(joined), torch.cat([numbers(piece) for piece in pieces]))
 

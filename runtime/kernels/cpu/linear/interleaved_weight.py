@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -100,7 +101,9 @@ def interleave_pieces(pieces: Iterable[RowMajorWeight], num_rows: int) -> Interl
         if not shared:
             shape = -(-num_rows // ROWS), num_columns // COLUMNS, form.chunk_bytes
             values = weight_memory.empty(shape, torch.uint8)
-        whole = F.pad(piece.values, (0, 0, 0, -len(piece.values) % ROWS), value=form.offset).contiguous()
+        whole, missing = piece.values.contiguous(), -len(piece.values) % ROWS
+        if missing:
+            whole = F.pad(whole, (0, 0, 0, missing), value=form.offset)
         num_blocks = len(whole) // ROWS
         pack_values(whole, values[block : block + num_blocks], form.bits)
         block += num_blocks
@@ -113,7 +116,7 @@ def interleave_pieces(pieces: Iterable[RowMajorWeight], num_rows: int) -> Interl
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The parts one after the other, in the memory of weights."""
-    dtype = torch.result_type(parts[0], parts[-1])
+    dtype = reduce(torch.promote_types, (part.dtype for part in parts))
     rows = sum(len(part) for part in parts)
     return torch.cat(list(parts), out=weight_memory.empty((rows, *parts[0].shape[1:]), dtype))
 
