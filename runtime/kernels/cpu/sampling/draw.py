@@ -57,7 +57,7 @@ def draw(
         row, tile = task // tiles, task % tiles
         own = logits + row * stride
         begin, end = tile * TILE, minimum(tile * TILE + TILE, vocab)
-        temperature, best = temperatures.load(row), variable(number(-(1 << 62), i64))
+        temperature, best = temperatures.load(row), variable(number(-_FAILED, i64))
         bad = variable(zeros(f32))
         is_drawn = temperature > 0.0
         with when(is_drawn):
