@@ -113,3 +113,21 @@ def test_a_recorded_call_runs_again_with_new_content():
     launcher.replay(tape)
     assert out.tolist() == [42] * 4
     assert len(tape) == 1
+
+
+def count_parts(counts: I64s, part: Int, parts: Int) -> None:
+    counts.store(part, counts.load(part) + 1)
+
+
+@pytest.mark.parametrize("num_threads", [2, 8])
+def test_late_threads_take_no_part_of_the_next_kernel(num_threads):
+    """A kernel of one part ends while other threads still arrive. The next kernel has many parts."""
+    pool, function = Pool(num_threads), load(trace(count_parts, {}, host()), host())
+    counts = [np.zeros(8, np.int64), np.zeros(8, np.int64)]
+    words = [(ctypes.c_int64 * 1)(array.ctypes.data) for array in counts]
+    for launch in range(1, 20_001):
+        pool.launch(function, words[0], 1)
+        pool.launch(function, words[1], 8)
+        assert counts[0][0] == launch
+        assert (counts[1] == launch).all()
+    pool.close()

@@ -33,7 +33,10 @@ PARAMS = [
         (20, 2, 5),
     )
 ]
-BASE = {"max_num_seqs": 4, "max_num_batched_tokens": 60, "block_size": 4, "num_kv_blocks": 80, "num_threads": 1}
+BASE = {
+    "max_num_seqs": 4, "max_num_batched_tokens": 60, "block_size": 4, "num_kv_blocks": 80, "num_threads": 1,
+    "quantization": "none",
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections import deque
 from functools import cache
 from typing import Any
 
@@ -48,6 +49,7 @@ class Tape:
             self._words = aligned_words(len(self._ops) * OP_WORDS)
             for index, op in enumerate(self._ops):
                 self._words[index * OP_WORDS : index * OP_WORDS + 3] = op
+                self._words[index * OP_WORDS + threads.FOLLOWING] = len(self._ops) - 1 - index
         return self._words
 
 
@@ -70,6 +72,7 @@ class Pool:
         self._serve = Function(load(trace(threads.serve, {}, target), target))
         self._control = aligned_words(5 * LINE)
         self._generation, self._single, self._lock = 0, Tape(), threading.Lock()
+        self._recent: deque[Any] = deque(maxlen=64)  # words of tapes that late threads may still read
         self._single.add(0, (ctypes.c_int64 * 1)(), 1)
         self._arguments = (ctypes.c_int64 * 5)()
         self._arguments_at = ctypes.addressof(self._arguments)
@@ -84,6 +87,8 @@ class Pool:
     def run(self, tape: Tape) -> None:
         """Run all kernels of a tape."""
         with self._lock:
+            if not self._recent or self._recent[-1] is not tape.words:
+                self._recent.append(tape.words)
             self._start(tape.words, len(tape), tape.is_shared)
 
     def launch(self, function: int, arguments: Any, parts: int) -> None:

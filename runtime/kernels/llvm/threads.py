@@ -6,21 +6,23 @@ A tape is an array of 64-bit words, eight for each kernel:
 | --- | --- |
 | 0, 1 | address of the kernel, and of its arguments |
 | 2 | number of parts |
-| 3 | ticket: run << 32, plus the next part |
-| 4 | done: run << 32, plus the finished parts |
+| 3 | ticket: run << 32, number of parts << 16, next part |
+| 4 | done: run << 32, finished parts |
+| 5 | number of kernels that follow |
 
 A thread takes a part by increasing the ticket, and goes on to the next kernel when all parts of one are done. The
+ticket alone decides, since the other words may already be those of the next run. The
 caller takes parts, too, and does not wait for a thread without a part. A suspended thread costs time only if it holds
 one. Tickets bear the number of the run, so a late thread cannot take a part of another run.
 
 A waiting thread spins for some microseconds, then yields its core at each look. After two milliseconds without a part
-it sleeps (futex), also while runs go on that need no help. A thread that is woken may need a millisecond to get a
+it sleeps (futex), also during runs that need no help. A thread that is woken may need a millisecond to get a
 core, which is longer than the pause between two steps."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from llvmlite import ir
 
@@ -42,8 +44,9 @@ from runtime.kernels.llvm.language import (
 )
 
 OP_WORDS = 8
-FUNCTION, ARGUMENTS, PARTS, TICKET, DONE = range(5)
-GENERATION, TAPE, NUM_OPS, SLEEPERS, STOP = range(5)  # words of a pool's control block; each has a line of its own
+FUNCTION, ARGUMENTS, PARTS, TICKET, DONE, FOLLOWING = range(6)
+MAX_PARTS = (1 << 16) - 1
+GENERATION, TAPE, SLEEPERS, STOP = range(4)  # words of a pool's control block; each has a line of its own
 LINE = 8  # words
 _SPINS = 1 << 8  # of a waiting thread, before it yields its core at each further look
 _LOOKS = 1 << 12  # of a thread without a part, before it sleeps: about two milliseconds
@@ -53,15 +56,15 @@ _WAIT, _WAKE = 128, 129  # of private futexes
 
 def run_tape(control: I64s, tape: I64s, num_ops: Int, run: Int, wakes: Int, part: Int, parts: Int) -> None:
     """The caller's side: start a run, take parts of it, and return when all are done."""
-    for op in _ops(tape, num_ops):
-        op.store(TICKET, run << 32)
+    for index in loop(0, num_ops):
+        op = tape + index * OP_WORDS
         op.store(DONE, run << 32)
+        _store(op + TICKET, (run << 32) | (op.load(PARTS) << 16))
     control.store(TAPE * LINE, _address(tape))
-    control.store(NUM_OPS * LINE, num_ops)
     _store(control + GENERATION * LINE, run)
     with when(wakes.equals(1) & (_load(control + SLEEPERS * LINE) > 0)):
         _futex(control + GENERATION * LINE, _WAKE, number((1 << 31) - 1, i64))
-    _take_parts(tape, num_ops, run)
+    _take_parts(tape, run)
     last = tape + (num_ops - 1) * OP_WORDS
     _wait_until(lambda: _load(last + DONE) >= (run << 32) + last.load(PARTS))
 
@@ -84,40 +87,35 @@ def serve(control: I64s, part: Int, parts: Int) -> None:
         with when(is_open & (run > seen.now)):
             seen.set(run)
             tape = Pointer(Trace.builder.inttoptr(control.load(TAPE * LINE).ir, ir.PointerType()), i64)
-            taken = _take_parts(tape, control.load(NUM_OPS * LINE), run)
+            taken = _take_parts(tape, run)
             with when(taken.now > 0):
                 looks.set(0)
         repeat.go_on_if(is_open)
 
 
-def _ops(tape: Pointer, num_ops: Value) -> Iterator[Pointer]:
-    for index in loop(0, num_ops):
-        yield tape + index * OP_WORDS
-
-
-def _take_parts(tape: Pointer, num_ops: Value, run: Value) -> Variable:
+def _take_parts(tape: Pointer, run: Value) -> Variable:
     """Take parts of each kernel in turn. Return their number, early if the run is over."""
     index, taken = variable(zeros(i64)), variable(zeros(i64))
     ops = _While()
     with ops:
         op = tape + index.now * OP_WORDS
-        total, is_current = op.load(PARTS), variable(number(1, i64))
+        total, is_current = variable(zeros(i64)), variable(zeros(bit))
         taking = _While()
         with taking:
             ticket = _load(op + TICKET)
-            left = ticket - (run << 32)
-            has_parts = (left >= 0) & (left < total)
+            part = ticket & MAX_PARTS
+            total.set((ticket >> 16) & MAX_PARTS)
+            is_current.set((ticket >> 32).equals(run))
+            has_parts = is_current.now & (part < total.now)
             with when(has_parts), when(_swap(op + TICKET, ticket, ticket + 1)):
-                _call(op.load(FUNCTION), op.load(ARGUMENTS), left, total)
+                _call(op.load(FUNCTION), op.load(ARGUMENTS), part, total.now)
                 _add(op + DONE, 1)
                 taken += 1
-            with when((left < 0) | (left > total)):
-                is_current.set(0)
             taking.go_on_if(has_parts)
         index += 1
-        goes_on = is_current.now.equals(1) & (index.now < num_ops)
+        goes_on = is_current.now & (op.load(FOLLOWING) > 0)
         with when(goes_on):
-            _wait_until(lambda: _load(op + DONE) >= (run << 32) + total)
+            _wait_until(lambda: _load(op + DONE) >= (run << 32) + total.now)
         ops.go_on_if(goes_on)
     return taken
 

@@ -19,7 +19,7 @@ from runtime.worker.cpu.host_copies import HostCopies
 from runtime.worker.cpu.inputs import build_decode_input, build_input
 from runtime.worker.cpu.sampler import Sampler
 from runtime.worker.cpu.slots import Slots
-from runtime.worker.extras import MaskSource, StepExtra, StepWork, TokenMasks
+from runtime.worker.extras import MaskSource, Needs, StepExtra, StepWork, TokenMasks
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.ranks.split_logits import SplitLogits
 from runtime.worker.steps import Steps, make_result
@@ -111,7 +111,10 @@ class CpuSteps(Steps):
         return work
 
     def _is_decode(self, plan: StepPlan) -> bool:
-        """True if each row has one token and no adapter, so that a tape may compute the step."""
+        """True if each row has one token and no adapter, and no extra reads states. Then a tape may compute the step:
+        the next logits would replace its own."""
+        if any(extra.needs(plan) is not Needs.NOTHING for extra in self.extras):
+            return False
         return bool((plan.num_tokens == 1).all()) and not self.slots.adapters[plan.slots].any()
 
     def _sample(self, work: StepWork, masks: TokenMasks | None) -> None:

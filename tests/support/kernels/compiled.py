@@ -15,7 +15,7 @@ from runtime.kernels.llvm.compiler import Function, Target, host, load, target_o
 
 @cache
 def targets() -> tuple[Target, ...]:
-    """The targets whose code this CPU runs: its own, and simpler ones."""
+    """The targets of this CPU: its own, and simpler ones."""
     own = host()
     if not own.triple.startswith("x86_64"):
         return (own,)
