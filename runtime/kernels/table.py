@@ -114,7 +114,7 @@ class Kernels:
     quantized_experts: QuantizedMixture | None = None
     # On a CPU: the rows of all parts, which may differ in form, and dequantized rows by their index.
     interleaved_linear: Callable[[Sequence[InterleavedWeight], torch.Tensor | None], Linear] | None = None
-    interleaved_lookup: Callable[[InterleavedWeight, torch.Tensor], torch.Tensor] | None = None
+    interleaved_lookup: Callable[[InterleavedWeight, torch.Tensor, float], torch.Tensor] | None = None
     compiled: CompiledOperations | None = None  # with the `llvm` backend
 
 

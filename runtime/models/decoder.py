@@ -72,9 +72,7 @@ class Decoder:
 
     def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
         """[num_tokens, hidden] of the token embedding, with positions if they are learned."""
-        h = self.embed_tokens(batch.token_ids)
-        if self.embed_scale != 1.0:
-            h.mul_(self.embed_scale)
+        h = self.embed_tokens(batch.token_ids, self.embed_scale)
         if self.position_embed is not None:
             h.add_(F.embedding(batch.positions, self.position_embed))
         return h
@@ -120,7 +118,7 @@ class DecoderWeights(NamedTuple):
     """The weights and tables of a decoder."""
 
     embed: torch.Tensor | InterleavedWeight  # [own tokens, hidden]
-    embed_tokens: Callable[[torch.Tensor], torch.Tensor]  # token ids -> [num_tokens, hidden]
+    embed_tokens: Callable[[torch.Tensor, float], torch.Tensor]  # token ids, a factor -> [num_tokens, hidden]
     positions: torch.Tensor | None  # [num_positions, hidden], with spec.learned_positions
     ropes: list[torch.Tensor]  # rotary tables
     query_scales: torch.Tensor | None  # [num_positions, ...] of q by position

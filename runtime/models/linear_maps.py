@@ -38,7 +38,7 @@ class Embedding(NamedTuple):
     """A token embedding."""
 
     table: torch.Tensor | InterleavedWeight  # [own tokens, hidden]
-    lookup: Callable[[torch.Tensor], torch.Tensor]  # token ids -> [num_tokens, hidden]
+    lookup: Callable[[torch.Tensor, float], torch.Tensor]  # token ids, a factor -> [num_tokens, hidden]
 
 
 class LinearMaps:
@@ -80,7 +80,7 @@ class LinearMaps:
         weight_format = self.format_of("embed")
         if not isinstance(weight_format, InterleavedFormat):
             (table,) = self.read("embed")
-            return Embedding(table, partial(F.embedding, weight=table))
+            return Embedding(table, partial(_scaled_rows, table))
         interleaved = self._interleaved("embed", weight_format)
         assert self.kernels.interleaved_lookup is not None
         return Embedding(interleaved, partial(self.kernels.interleaved_lookup, interleaved))
@@ -163,6 +163,11 @@ class LinearMaps:
 
     def _expert_prefixes(self, prefix: str, spec: ExpertsSpec) -> list[str]:
         return [f"{prefix}experts.{e}." for e in range(spec.num_experts)]
+
+
+def _scaled_rows(table: torch.Tensor, token_ids: torch.Tensor, factor: float) -> torch.Tensor:
+    rows = F.embedding(token_ids, table)
+    return rows if factor == 1.0 else rows.mul_(factor)
 
 
 def row_order(spec: DecoderSpec, name: str) -> torch.Tensor | None:

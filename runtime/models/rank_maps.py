@@ -67,10 +67,10 @@ class RankMaps(LinearMaps):
             return own
         first, num_rows = self.spec.token_ids.start, own.table.shape[0]
 
-        def embedded(token_ids: torch.Tensor) -> torch.Tensor:
+        def embedded(token_ids: torch.Tensor, factor: float) -> torch.Tensor:
             places = token_ids - first
             elsewhere = (places < 0) | (places >= num_rows)
-            rows = own.lookup(places.masked_fill_(elsewhere, 0))
+            rows = own.lookup(places.masked_fill_(elsewhere, 0), factor)
             return communicator.reduced(rows.masked_fill_(elsewhere[:, None], 0))
 
         return Embedding(own.table, embedded)

@@ -164,7 +164,7 @@ def test_the_embedding_stays_quantized(tmp_path, tied):
     runner, dense = open_runner(path), open_runner(path, quantization="none")
     decoder = runner.decoder
     assert isinstance(decoder.embed, InterleavedWeight)
-    assert torch.equal(decoder.embed_tokens(torch.arange(101)), dense.decoder.embed)
+    assert torch.equal(decoder.embed_tokens(torch.arange(101), 1.0), dense.decoder.embed)
     assert (decoder.head.parts[0] is decoder.embed) == tied
     assert isinstance(dense.decoder.embed, torch.Tensor)
     torch.testing.assert_close(logits(runner), logits(dense), rtol=1e-3, atol=1e-3)

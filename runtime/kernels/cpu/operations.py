@@ -31,12 +31,12 @@ class CompiledOperations:
         around = self._norm, self._activate, self._spec.activation, self._spec.gated
         return InterleavedLinear(parts, bias, self.launcher, *around, self._numerics.activation_bits // 8)
 
-    def lookup(self, weight: InterleavedWeight, ids: torch.Tensor) -> torch.Tensor:
-        """Dequantized rows of a weight, valid until the next lookup."""
+    def lookup(self, weight: InterleavedWeight, ids: torch.Tensor, factor: float) -> torch.Tensor:
+        """Dequantized rows of a weight, times a factor; valid until the next lookup."""
         num_rows, columns = len(ids), weight.shape[1]
         out = self.launcher.buffer("rows", num_rows, columns)
         shared = weight.scales, weight.minimums, weight.super_scales, weight.super_minimums
-        arguments = (weight.values, *shared, ids, out, num_rows, columns, 1.0)
+        arguments = (weight.values, *shared, ids, out, num_rows, columns, factor)
         self.launcher.launch(
             kernel(lookup, form=weight.form), arguments, self.launcher.parts(num_rows, 16 * out.numel())
         )
