@@ -29,7 +29,8 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _map(size: int) -> torch.Tensor:
-    mapped = mmap.mmap(-1, size)
+    # Private memory: the system gives huge pages to shared memory only later, if at all.
+    mapped = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapped, dtype=torch.uint8)
