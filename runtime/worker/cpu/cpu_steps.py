@@ -93,35 +93,42 @@ class CpuSteps(Steps):
         return make_result(plan.step_id, work.token_ids.cpu(), work.reports)
 
     def _forward(self, plan: StepPlan) -> StepWork:
-        logits = None
         if self.tapes is not None and self._is_decode(plan) and self.tapes.takes(len(plan.slots)):
-            step = build_decode_input(plan, self.slots, self.cache.block_size)
-            hidden, logits = self.tapes.run(step.batch)
-        else:
-            step = build_input(plan, self.slots, self.attention_shape, tiled=self.is_tiled)
-            hidden = self.decoder.forward(step.batch, self.cache.layers)
+            return self._replayed(plan, self.tapes)
+        step = build_input(plan, self.slots, self.attention_shape, tiled=self.is_tiled)
+        hidden = self.decoder.forward(step.batch, self.cache.layers)
         if not hidden.sum(dtype=torch.float32).isfinite():
             self.poisoned = True
-        work = StepWork(
+        return StepWork(
             plan, step.sampled_slots, step.sampled_positions, self.slots.flat_tokens, self.max_model_len, self.copies,
             hidden=hidden, last=step.last, sampled_states=hidden.index_select(0, self.copies.upload(step.sampled)),
         )  # fmt: skip
-        if logits is not None and len(logits) == len(step.sampled):
-            work.logits = logits
-        return work
+
+    def _replayed(self, plan: StepPlan, tapes: DecodeTapes) -> StepWork:
+        """The work of decode rows that a tape computes. The caches are cold after it, so that each operation of torch
+        takes about 50 microseconds."""
+        step = build_decode_input(plan, self.slots, self.cache.block_size)
+        hidden, logits = tapes.run(step.batch)
+        return StepWork(
+            plan, step.sampled_slots, step.sampled_positions, self.slots.flat_tokens, self.max_model_len, self.copies,
+            hidden=hidden, last=step.last, sampled_states=hidden, logits=logits,
+        )  # fmt: skip
 
     def _is_decode(self, plan: StepPlan) -> bool:
-        """True if each row has one token and no adapter, and no extra reads states. Then a tape may compute the step:
-        the next logits would replace its own."""
+        """True if a tape may compute the step: each row has one token and samples one, without an adapter, and no extra
+        reads states. The next logits would replace those of the tape."""
         if any(extra.needs(plan) is not Needs.NOTHING for extra in self.extras):
             return False
-        return bool((plan.num_tokens == 1).all()) and not self.slots.adapters[plan.slots].any()
+        samples = bool((plan.num_tokens == 1).all() and (plan.num_samples == 1).all())
+        return samples and not self.slots.adapters[plan.slots].any()
 
     def _sample(self, work: StepWork, masks: TokenMasks | None) -> None:
         if not len(work.logits):
             work.logits = self.decoder.logits(work.sampled_states)
         token_ids, logprobs = self.sampler.sample(work.logits, work.slots, work.positions, self.slots, masks)
         work.token_ids = token_ids
+        if bool((token_ids < 0).any()):  # its states are not finite, and neither are its keys and values
+            self.poisoned = True
         if logprobs is not None:
             work.reports.insert(0, logprobs.downloaded(self.copies.download).report)
         if self.masks is not None and masks is not None:
