@@ -2,22 +2,20 @@
 
 A tape is an array of 64-bit words, eight for each kernel:
 
-| word | content |
-| --- | --- |
-| 0, 1 | address of the kernel, and of its arguments |
-| 2 | number of parts |
-| 3 | ticket: run << 32, number of parts << 16, next part |
-| 4 | done: run << 32, finished parts |
-| 5 | number of kernels that follow |
+- FUNCTION, ARGUMENTS: addresses of the kernel and of its arguments
+- PARTS: number of parts
+- TICKET: run << 32, number of parts << 16, next part
+- DONE: run << 32, finished parts
+- FOLLOWING: number of kernels that follow
 
-A thread takes a part by increasing the ticket, and goes on to the next kernel when all parts of one are done. The
-ticket alone decides, since the other words may already be those of the next run. The
-caller takes parts, too, and does not wait for a thread without a part. A suspended thread costs time only if it holds
-one. Tickets bear the number of the run, so a late thread cannot take a part of another run.
+A thread takes a part by increasing the ticket, and goes on to the next kernel when all parts of one are done. Only the
+ticket decides: the other words may already belong to the next run. The caller takes parts, too, and does not wait for a
+thread without a part. A suspended thread costs time only if it holds one. Tickets have the number of the run, so a late
+thread cannot take a part of another run.
 
 A waiting thread spins for some microseconds, then yields its core at each look. After two milliseconds without a part
-it sleeps (futex), also during runs that need no help. A thread that is woken may need a millisecond to get a
-core, which is longer than the pause between two steps."""
+it sleeps (futex). A woken thread may need a millisecond to get a core, which is longer than the pause between two
+steps. A thread also sleeps during runs of kernels with one part."""
 
 from __future__ import annotations
 
