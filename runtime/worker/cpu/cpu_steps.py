@@ -105,8 +105,8 @@ class CpuSteps(Steps):
         )  # fmt: skip
 
     def _replayed(self, plan: StepPlan, tapes: DecodeTapes) -> StepWork:
-        """The work of decode rows that a tape computes. The caches are cold after it, so that each operation of torch
-        takes about 50 microseconds."""
+        """The work of decode rows, by a tape. The processor's caches are cold after it: each operation of torch takes
+        about 50 microseconds."""
         step = build_decode_input(plan, self.slots, self.cache.block_size)
         hidden, logits = tapes.run(step.batch)
         return StepWork(
