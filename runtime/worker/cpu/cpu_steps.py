@@ -116,7 +116,7 @@ class CpuSteps(Steps):
 
     def _is_decode(self, plan: StepPlan) -> bool:
         """True if a tape may compute the step: each row has one token and samples one, without an adapter, and no extra
-        reads states. The next logits would replace those of the tape."""
+        reads states. An extra may compute logits, and they would replace the tape's."""
         if any(extra.needs(plan) is not Needs.NOTHING for extra in self.extras):
             return False
         samples = bool((plan.num_tokens == 1).all() and (plan.num_samples == 1).all())
