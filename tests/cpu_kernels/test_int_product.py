@@ -1,5 +1,6 @@
 """Compiled products, lookups and quantized rows have the bits of their torch twins, on each instruction set."""
 
+import llvmlite.binding as llvm
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from runtime.kernels.cpu.linear.interleaved_weight import (
 )
 from runtime.kernels.cpu.linear.lookup import lookup
 from runtime.kernels.cpu.linear.pack import pack
+from runtime.kernels.llvm.compiler import assembly, target_of
 from tests.support.kernels.compiled import call, targets
 
 TARGETS = pytest.mark.parametrize("target", targets(), ids=lambda target: target.name)
@@ -159,3 +161,25 @@ def test_packed_values_have_the_bytes_of_their_twin(target, bits):
     got = torch.zeros_like(want)
     call(pack, (values, got, 3, 96), target, 2, bits=bits)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("triple", "cpu", "features", "instruction"),
+    [
+        ("aarch64-unknown-linux-gnu", "neoverse-n1", "+dotprod", "sdot"),
+        ("x86_64-unknown-linux-gnu", "x86-64-v3", "", "vpmaddubsw"),
+        ("x86_64-unknown-linux-gnu", "x86-64-v3", "+avxvnni", "vpdpbusd"),
+        ("x86_64-unknown-linux-gnu", "x86-64-v4", "+avx512vnni", "vpdpbusd"),
+    ],
+)
+@pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "Q8_0"])
+def test_products_compile_to_the_instructions_of_each_cpu(name, triple, cpu, features, instruction):
+    """Each quad of a chunk is one instruction a limb and vector; no product falls back to single multiplications."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    target = target_of(triple, cpu, features)
+    constants = {"form": FORMS[name], "limbs": 2, "tiles": (1,), "adds": False, "has_bias": False}
+    text = assembly(int_product, target, **constants)
+    vectors = 64 // target.vector_bytes
+    factor = 2 if instruction == "vpmaddubsw" and name == "Q8_0" else 1  # nibbles
+    assert text.count(instruction) >= 8 * 2 * vectors * factor
