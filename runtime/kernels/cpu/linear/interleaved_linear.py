@@ -40,6 +40,9 @@ class InterleavedLinear(Linear):
         # Kernels write whole blocks of 16 outputs, so parts between others must consist of them.
         self._is_whole = all(part.shape[0] % ROWS == 0 for part in parts)
         self.bias = None if bias is None else bias.float()
+        sizes = [part.shape[0] for part in parts]
+        biases = [None] * len(parts) if bias is None else bias.float().split(sizes)
+        self._biases = [None if own is None else _padded(own) for own in biases]
 
     def normed(self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         return self._multiply(self._quantized(x, norm_weight, eps), "normed").to(x.dtype)
@@ -106,8 +109,8 @@ class InterleavedLinear(Linear):
 
     def _multiply_into(self, out: torch.Tensor, rows: QuantizedRows, adds: bool) -> None:
         at = 0
-        for part in self.parts:
-            self._launch(part, out, at, rows, self.bias, adds)
+        for part, bias in zip(self.parts, self._biases, strict=True):
+            self._launch(part, out, at, rows, bias, adds)
             at += part.shape[0]
 
     def _launch(
@@ -126,8 +129,7 @@ class InterleavedLinear(Linear):
         num_blocks = len(part.values)
         arguments = (
             part.values, part.scales, part.minimums, part.super_scales, part.super_minimums, rows.limbs, rows.scales,
-            rows.sums, None if bias is None else _padded(bias[at : at + part.shape[0]]), out[:, at:], num_rows,
-            num_blocks, num_chunks, out.shape[1],
+            rows.sums, bias, out[:, at:], num_rows, num_blocks, num_chunks, out.shape[1],
         )  # fmt: skip
         work = num_rows * num_blocks * num_chunks * ROWS * COLUMNS
         self.launcher.launch(function, arguments, self.launcher.parts(num_blocks, work))
