@@ -154,24 +154,23 @@ def _loaded(source: str, target: Target, name: str) -> int:
     )
     stored = _cache_file(source, target)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-    if stored is not None and stored.exists():
+    if stored.exists():
         engine.add_object_file(llvm.ObjectFileRef.from_data(stored.read_bytes()))
     else:
         code = machine.emit_object(optimized(source, target))
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-        if stored is not None:
-            _write(stored, code)
+        _write(stored, code)
     engine.finalize_object()
     _engines.append(engine)
     address: int = engine.get_function_address(name)
     return address
 
 
-def _cache_file(source: str, target: Target) -> Path | None:
+def _cache_file(source: str, target: Target) -> Path:
     """The file with the code of a module."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    root = os.environ.get("CALLBOARD_CACHE") or os.path.expanduser("~/.cache/callboard")
     key = hashlib.sha256("\n".join((llvmlite.__version__, repr(target), source)).encode()).hexdigest()[:32]
-    return Path(root, "callboard", "kernels", f"{key}.o")
+    return Path(root, "kernels", f"{key}.o")
 
 
 def _write(path: Path, code: bytes) -> None:
