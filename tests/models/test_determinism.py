@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.assembly.runner import build_runner
+from runtime.kernels.llvm.support import obstacle
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.spec.types import SamplingParams
@@ -34,7 +35,8 @@ SPECS = {
     ),
 }  # fmt: skip
 NUMERICS = {"int4": {"quantization": "int4"}, "int8": {"quantization": "int8", "cpu_activations": "int8"}}
-KINDS = [("quantized", "int4"), ("quantized", "int8")]
+COMPILED = pytest.mark.skipif(bool(obstacle()), reason=f"int4 and int8 need compiled kernels: {obstacle()}")
+KINDS = [pytest.param("quantized", numerics, marks=COMPILED) for numerics in NUMERICS]
 KINDS += [(spec, dtype) for spec in ("tiny", "odd") for dtype in ("float32", "bfloat16")]
 KINDS += [("mixture", "float32")]
 
@@ -159,6 +161,7 @@ def test_toggles_do_not_show(spec, dtype, toggle):
     assert torch.equal(driver.prefill(0, tokens, (40, 128)), want)
 
 
+@COMPILED
 def test_quantized_weights_need_no_deterministic_mode():
     """Compiled kernels give the same bits with and without it, with tapes and without, for any number of threads."""
     tokens, logits = tokens_of(4, 90, 333), []

@@ -127,7 +127,7 @@ class CpuSteps(Steps):
             work.logits = self.decoder.logits(work.sampled_states)
         token_ids, logprobs = self.sampler.sample(work.logits, work.slots, work.positions, self.slots, masks)
         work.token_ids = token_ids
-        if bool((token_ids < 0).any()):  # its states are not finite, and neither are its keys and values
+        if (token_ids.cpu().numpy() < 0).any():  # its states are not finite, and neither are its keys and values
             self.poisoned = True
         if logprobs is not None:
             work.reports.insert(0, logprobs.downloaded(self.copies.download).report)
