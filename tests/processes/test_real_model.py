@@ -185,4 +185,4 @@ def test_loglikelihoods_equal_transformers(url, evaluate, smollm2_path: Path, tm
                 assert [greedy for _, greedy in mine] == [greedy for _, greedy in wanted]
                 assert [score for score, _ in mine] == pytest.approx([score for score, _ in wanted], abs=1e-3)
         for mine, wanted in zip(got["texts"], want["texts"], strict=True):
-            assert mine == pytest.approx(wanted, abs=1e-3)
+            assert mine == pytest.approx(wanted, abs=4e-3)
