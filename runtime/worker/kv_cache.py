@@ -41,7 +41,7 @@ class KVCache:
         if self._scales is None and dtype == torch.float8_e4m3fn and head_scales is None:
             head_scales = torch.ones(spec.num_layers, 2, group.num_kv_heads)
         if head_scales is not None:
-            head_scales = head_scales.to(device, torch.float32).contiguous()  # those of a rank are a slice
+            head_scales = head_scales.to(device, torch.float32).contiguous()  # a rank has a slice
         self.layers = []
         for layer in range(spec.num_layers):
             place = spec.place_of(layer)[1]
