@@ -167,7 +167,7 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
     if (attention := compiled.attention) is not None:
         references = replace(
             references,
-            rope_rows=rope_rows_triton,
+            rope_rows=rope_rows_triton,  # this kernel, too, reads its rows of the table
             rope_store_kv=attention.rope_store_kv,
             attention=attention.attention,
         )

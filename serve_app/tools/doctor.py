@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from runtime.loading.resolve import cache_folder
+from runtime.worker.cpu.cores import available_cores
 from serve_app.server.announcement import NETWORK_S, unreachable
 
 _GIB = 1 << 30
@@ -128,7 +129,7 @@ def findings(address: str | None) -> Iterator[Finding]:
     yield from gpus(nvidia_smi, _torch)
     yield gpu_links(len((nvidia_smi or "").splitlines()), lambda: _run(*_PYTHON, "-c", _PEERS_PROBE))
     yield quantization(_run(*_PYTHON, "-c", _FORMS_PROBE))
-    yield Finding("ok", "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}")
+    yield Finding("ok", "cores", f"{available_cores()} of {os.cpu_count()}")
     yield cpu_kernels(_run(*_PYTHON, "-c", _KERNELS_PROBE))
     yield instruction_sets(Path("/proc/cpuinfo").read_text())
     yield memory(_meminfo()["MemAvailable"])

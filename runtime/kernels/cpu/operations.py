@@ -15,6 +15,7 @@ from runtime.kernels.cpu.sampling.filters import top_k_top_p_bounds
 from runtime.kernels.linear.linear_torch import Activate, Norm
 from runtime.kernels.llvm.launcher import Launcher, kernel
 from runtime.kernels.numerics import Numerics
+from runtime.kernels.sampling.token_keys import NONE
 from runtime.spec.decoder_spec import DecoderSpec
 
 
@@ -53,7 +54,9 @@ class CompiledOperations:
     ) -> torch.Tensor:
         """`drawn_keys_torch` as one kernel."""
         num_rows, vocab = logits.shape
-        keys = torch.empty(num_rows, max(1, -(-vocab // TILE)), dtype=torch.int64)
+        if not vocab:  # a rank without tokens
+            return torch.full((num_rows,), NONE)
+        keys = torch.empty(num_rows, -(-vocab // TILE), dtype=torch.int64)
         arguments = (logits, temperatures, seeds, positions, keys, num_rows, vocab, logits.stride(0), first)
         parts = self.launcher.parts(keys.numel(), 16 * num_rows * vocab)
         self.launcher.launch(kernel(draw, checked=checked), arguments, parts)

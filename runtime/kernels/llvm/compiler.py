@@ -149,6 +149,7 @@ def load(source: str, target: Target, name: str = "kernel") -> int:
 
 
 def _loaded(source: str, target: Target, name: str) -> int:
+    # Not that of `_machine`: the engine becomes the owner of its machine.
     machine = llvm.Target.from_triple(target.triple).create_target_machine(
         cpu=target.cpu, features=target.features, opt=3, jit=True
     )

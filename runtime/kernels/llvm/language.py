@@ -7,7 +7,7 @@ select. `loop` and `when` are the loop and the branch of the compiled code:
         total += x.load(i, 16) * y.load(i, 16)
 
 `variable` makes a value that a loop may change. Operators work on numbers and on vectors; a scalar is repeated for a
-vector. A float operation rounds once: nothing is fused, so a kernel gives the same bits on every instruction set.
+vector. A float operation rounds once, and only `fused` is a fused one. So a kernel gives the same bits on every CPU.
 """
 
 from __future__ import annotations

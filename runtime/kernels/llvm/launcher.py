@@ -15,7 +15,7 @@ from runtime.kernels.llvm.pool import PARTS_PER_THREAD, Pool, Tape, pool_of
 
 Argument = torch.Tensor | int | float | None
 
-
+_LEAST_WORK = 1 << 14  # of a kernel that several threads share
 _kernels: dict[tuple[Any, ...], int] = {}
 
 
@@ -42,10 +42,10 @@ class Launcher:
     def pool(self) -> Pool:
         return pool_of(torch.get_num_threads())
 
-    def parts(self, units: int, work: int, least: int = 1 << 14) -> int:
-        """Parts for a kernel with this many indivisible units, and work in operations of about a nanosecond / 16."""
+    def parts(self, units: int, work: int) -> int:
+        """Parts for a kernel of this many indivisible units. `work` counts multiplications: 16 take about 1 ns."""
         threads = self.pool.num_threads
-        if threads == 1 or work < least:
+        if threads == 1 or work < _LEAST_WORK:
             return 1
         return min(units, threads * PARTS_PER_THREAD)
 

@@ -13,9 +13,7 @@ import numpy as np
 
 from runtime.kernels.llvm import threads
 from runtime.kernels.llvm.compiler import Function, host, load, trace
-from runtime.kernels.llvm.language import (
-    Int,
-)
+from runtime.kernels.llvm.language import Int
 from runtime.kernels.llvm.threads import LINE, OP_WORDS
 
 PARTS_PER_THREAD = 4  # parts are taken as threads become free

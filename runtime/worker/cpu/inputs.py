@@ -17,8 +17,8 @@ from runtime.worker.cpu.slots import Slots
 
 @dataclass(slots=True)
 class StepInput:
-    """One step's tokens, row after row. Decode rows come first, sorted so that rows that attend together are adjacent.
-    `last` and `sampled` are in the plan's order."""
+    """One step's tokens, row after row. Tiled rows are in the plan's order. Else decode rows come
+    first, by rising number of positions. `last` and `sampled` are in the plan's order."""
 
     batch: ForwardBatch
     last: NDArray[np.int64]  # [num_rows] index of each row's last token, in the plan's order

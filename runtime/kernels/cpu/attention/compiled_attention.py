@@ -61,7 +61,7 @@ class CompiledAttention:
         function = kernel(attention, form=_form(kv), group=group, window=window, soft_cap=soft_cap, max_heads=group)
         sizes = q.stride(0), kv.shape[2] * kv.shape[3], plan.tables.stride(0), num_tiles, num_heads, per_task
         arguments = (q, kv, scales, plan.tables, plan.tiles, out, *sizes, scale)
-        parts = self.launcher.parts(num_tiles * num_heads // per_task, 1 << 20)
+        parts = self.launcher.parts(num_tiles * num_heads // per_task, 1 << 20)  # positions are not known here
         self.launcher.launch(function, arguments, parts)
         return out
 

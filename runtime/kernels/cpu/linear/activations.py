@@ -6,8 +6,7 @@ A chunk of 32 columns has a scale, its largest magnitude over 32,512 (or 127 for
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from runtime.kernels.cpu.linear.int_product_torch import LARGEST, SMALLEST_MAGNITUDE
 from runtime.kernels.cpu.linear.interleaved_weight import COLUMNS
 from runtime.kernels.llvm.language import (
     F32s,
@@ -33,8 +32,6 @@ from runtime.kernels.llvm.language import (
 )
 from runtime.kernels.llvm.mathematics import sigmoid
 
-LARGEST = {1: 127.0, 2: 32512.0}  # by number of limbs
-_SMALLEST = 2.0**-100
 _LANES = 16
 _GELU_SCALE = 1.5957691216057308  # 2 * sqrt(2 / pi)
 
@@ -77,8 +74,8 @@ def quantize_rows(
                 pair.append(values)
             index = row * chunks + chunk
             largest = _largest(pair)
-            scales.store(index, largest / LARGEST[num_limbs])
-            inverse = (number(LARGEST[num_limbs], f32) / largest).repeat(_LANES)
+            scales.store(index, largest / LARGEST[8 * num_limbs])
+            inverse = (number(LARGEST[8 * num_limbs], f32) / largest).repeat(_LANES)
             numbers = [rounded(values * inverse).to(i32) for values in pair]
             for half in range(2):
                 sums.store(index * 2 + half, numbers[half].reduce(lambda a, b: a + b))
@@ -108,9 +105,8 @@ def _largest(values: list[Value]) -> Value:
     def larger(a: Value, b: Value) -> Value:
         return where(a > b, a, b)
 
-    both: Callable[[Value, Value], Value] = larger
-    largest = both(*magnitudes).reduce(larger).bitcast(f32)
-    return where(largest < _SMALLEST, number(_SMALLEST, f32), largest)
+    largest = larger(*magnitudes).reduce(larger).bitcast(f32)
+    return where(largest < SMALLEST_MAGNITUDE, number(SMALLEST_MAGNITUDE, f32), largest)
 
 
 def _store(at: Pointer, numbers: Value, num_limbs: int) -> None:
@@ -132,32 +128,11 @@ def add_normed(
     eps: Float,
     part: Int,
     parts: Int,
-    adds: bool,  # to the residual; else the norm replaces it
 ) -> None:
-    """The norm of rows, stored or added. Part i of n: a share of the rows."""
+    """Add the norm of rows to the residual. Part i of n: a share of the rows."""
     begin, end = share(num_rows, part, parts)
     for row in loop(begin, end):
         own, out = x + row * x_stride, residual + row * columns
         factor = inverse_rms(own, columns, eps).repeat(_LANES)
         for at in loop(0, columns, _LANES):
-            values = own.load(at, _LANES) * factor * norm_weight.load(at, _LANES)
-            out.store(at, out.load(at, _LANES) + values if adds else values)
-
-
-def activate(
-    x: F32s,  # [rows, 2 * columns] with a gate, else [rows, columns]
-    out: F32s,  # [rows, columns]
-    num_rows: Int,
-    columns: Int,
-    part: Int,
-    parts: Int,
-    activation: str,
-    gated: bool,
-) -> None:
-    """The gated activation alone, for products with dense weights. Part i of n: a share of the rows."""
-    begin, end = share(num_rows, part, parts)
-    for row in loop(begin, end):
-        own, result = x + row * columns * (2 if gated else 1), out + row * columns
-        for at in loop(0, columns, _LANES):
-            values = activated(own.load(at, _LANES), activation)
-            result.store(at, values * own.load(columns + at, _LANES) if gated else values)
+            out.store(at, out.load(at, _LANES) + own.load(at, _LANES) * factor * norm_weight.load(at, _LANES))

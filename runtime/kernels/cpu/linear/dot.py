@@ -52,11 +52,11 @@ class Dot:
         return (self._sums[0, 0] << 8) + self._sums[1, 0]
 
     def _add_pairs(self, values: Value, activations: list[Value]) -> None:
-        parts = [(0, values)]
-        if self.bits == 8:
-            words = values.bitcast(i16(2 * self.lanes))
-            parts = [(0, _bytes(words & 0x0F0F)), (4, _bytes((words.bitcast(i16(2 * self.lanes)) >> 4) & 0x0F0F))]
-        largest = 2 * 128 * ((1 << min(self.bits, 8 if self.bits < 8 else 4)) - 1)
+        parts, bits = [(0, values)], self.bits
+        if bits == 8:
+            words, bits = values.bitcast(i16(2 * self.lanes)), 4
+            parts = [(0, _bytes(words & 0x0F0F)), (4, _bytes((words >> 4) & 0x0F0F))]
+        largest = 2 * 128 * ((1 << bits) - 1)  # of a sum of two products
         for shift, part in parts:
             for limb, x in enumerate(activations):
                 key = limb, shift

@@ -88,7 +88,7 @@ class InterleavedLinear(Linear):
         if post_norm is None:
             residual.add_(y)
         elif self.norm is rms_norm_torch and takes_sums and post_norm.dtype == torch.float32:
-            add_norm(self.launcher, y, post_norm, residual, eps)
+            _add_norm(self.launcher, y, post_norm, residual, eps)
         else:
             self.norm(y.to(residual.dtype), post_norm, eps, residual)
 
@@ -168,14 +168,11 @@ class InterleavedLinear(Linear):
         return rows
 
 
-def add_norm(
-    launcher: Launcher, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, eps: float, adds: bool = True
-) -> None:
-    """The RMS norm of rows x, added to the residual or stored in it."""
+def _add_norm(launcher: Launcher, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, eps: float) -> None:
+    """Add the RMS norm of rows x to the residual."""
     num_rows, columns = residual.shape
-    function = kernel(add_normed, adds=adds)
     arguments = (x, weight, residual, num_rows, columns, x.stride(0), eps)
-    launcher.launch(function, arguments, launcher.parts(num_rows, 4 * num_rows * columns))
+    launcher.launch(kernel(add_normed), arguments, launcher.parts(num_rows, 4 * num_rows * columns))
 
 
 def _padded(bias: torch.Tensor) -> torch.Tensor:
