@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from runtime.kernels.states.state_rows import StateRows
+
 
 class AttentionMetadata(Protocol):
     """The keys that each token of a step attends to, in the form of one attention backend. Steps of this backend make
@@ -24,3 +26,4 @@ class ForwardBatch:
     kv_index: torch.Tensor  # [num_tokens] the place of each token's k and v: block * block_size + offset
     attention: AttentionMetadata
     adapters: torch.Tensor | None = None  # [num_tokens] index of each token's adapter or 0; None if all are 0
+    states: StateRows | None = None  # the step's rows, for a model with states

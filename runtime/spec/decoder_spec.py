@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from runtime.spec.config import EngineConfig
-from runtime.spec.kv_cache_spec import QUANTIZED_DTYPES, KVCacheSpec, KVGroupSpec
+from runtime.spec.kv_cache_spec import QUANTIZED_DTYPES, KVCacheSpec, KVGroupSpec, StateGroupSpec
 from runtime.spec.sharding import ALONE, Shard
 from runtime.spec.types import CallboardError
 
@@ -59,6 +59,33 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaRuleSpec:
+    """The gated delta rule in place of attention (arXiv 2412.06464), behind a causal convolution of q, k and v."""
+
+    key_heads: int
+    value_heads: int  # a multiple of key_heads
+    key_dim: int  # of a head of q and of k
+    value_dim: int  # of a head of v
+    width: int  # tokens that the convolution sees
+    # The checkpoint has the maps of q, k, v and z as one tensor, and those of rate and decay as another; the rows of
+    # both are grouped by key head.
+    by_key_head: bool = False
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: all heads of q, of k and of v."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvSpec:
+    """A gated causal convolution of `hidden_size` channels in place of attention (LFM2)."""
+
+    width: int  # tokens that it sees
+    bias: bool = False  # of the convolution and of the maps around it
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """Shape and kind of every part of one decoder."""
 
@@ -97,6 +124,9 @@ class DecoderSpec:
     sliding: tuple[bool, ...] = ()  # True for each sliding layer; empty for none
     local_rope: RopeSpec | None = None  # of sliding layers; None if it equals `rope`
     no_rope: tuple[bool, ...] = ()  # True for each layer without rotary positions; empty for none
+    output_gate: bool = False  # q's map also makes a gate; attention's output is multiplied by sigmoid(gate)
+    mixer: DeltaRuleSpec | ShortConvSpec | None = None  # of the layers in `stateful`, in place of attention
+    stateful: tuple[bool, ...] = ()  # True for each layer with the mixer; empty for none
 
     # Schemes (runtime.quant.scheme) of the checkpoint's quantized parameters; None if all are dense.
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
@@ -188,9 +218,21 @@ class DecoderSpec:
 
     def kv_cache(self, dtype: str, kv_cache_dtype: str = "auto") -> KVCacheSpec:
         """Return the KV cache of this model for a compute dtype such as "bfloat16". Sliding layers keep all keys."""
-        dtype, scale_dtype = QUANTIZED_DTYPES.get(self.kv_cache_form(kv_cache_dtype), (dtype, None))
-        group = KVGroupSpec(tuple(range(self.num_layers)), self.num_kv_heads, self.head_dim, dtype, scale_dtype)
-        return KVCacheSpec((group,))
+        stored, scale_dtype = QUANTIZED_DTYPES.get(self.kv_cache_form(kv_cache_dtype), (dtype, None))
+        attending = tuple(i for i in range(self.num_layers) if not self.is_stateful(i))
+        group = KVGroupSpec(attending, self.num_kv_heads, self.head_dim, stored, scale_dtype)
+        return KVCacheSpec((group,), self._states(dtype))
+
+    def is_stateful(self, layer: int) -> bool:
+        """Return True if a layer has a state in place of keys and values."""
+        return bool(self.stateful) and self.stateful[layer]
+
+    def _states(self, dtype: str) -> StateGroupSpec | None:
+        layers = tuple(i for i in range(self.num_layers) if self.is_stateful(i))
+        if isinstance(self.mixer, DeltaRuleSpec):
+            mixer = self.mixer
+            return StateGroupSpec(layers, mixer.channels, dtype, mixer.value_heads, mixer.key_dim, mixer.value_dim)
+        return None if self.mixer is None else StateGroupSpec(layers, self.hidden_size // self.shard.size, dtype)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter by its unfused name, such as `layers.3.q.weight`."""

@@ -3,6 +3,8 @@
 Layers with keys and values of one shape and one lifetime are a group. Every group has block tables of its own. All
 groups draw from one pool. A block holds `block_size` tokens of one group's layers, and has the bytes that the largest
 group needs.
+
+Layers without attention have a state of fixed size for each request in place of keys and values.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from dataclasses import dataclass
 
 # EngineConfig.kv_cache_dtype, but for auto and none -> (dtype, scale_dtype) of a group.
 QUANTIZED_DTYPES = {"fp8": ("float8_e4m3fn", None), "int8": ("int8", "float16")}
+CHUNK = 64  # tokens of a prompt that a layer with a state computes at once, from a multiple of CHUNK on
+RING = 16  # last tokens whose inputs a layer with a state keeps, by position modulo RING; a power of two
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 
 
@@ -42,15 +46,40 @@ class KVGroupSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StateGroupSpec:
+    """Layers that summarize a request in a state of fixed size (kernels/states/state_rows.py)."""
+
+    layers: tuple[int, ...]  # their numbers in the model, rising
+    channels: int  # of the convolution whose last inputs are kept
+    dtype: str  # of these inputs, a key of DTYPE_BYTES
+    heads: int = 0  # of the gated delta rule; 0 for layers that are only a convolution
+    key_dim: int = 0  # rows of a head's state
+    value_dim: int = 0  # columns of a head's state
+
+    @property
+    def bytes_per_state(self) -> int:
+        """A request's states in all layers, or a snapshot of them. Inputs and positions included."""
+        inputs = RING * self.channels * DTYPE_BYTES[self.dtype]
+        return len(self.layers) * (inputs + self.heads * (self.key_dim * self.value_dim + 1) * 4)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """The updates of a request's last tokens in all layers, which its state does not have yet."""
+        return len(self.layers) * self.heads * RING * (self.key_dim + self.value_dim + 1) * 4
+
+
+@dataclass(frozen=True, slots=True)
 class KVCacheSpec:
     """The groups of a model's KV cache, in the order of the block tables."""
 
     groups: tuple[KVGroupSpec, ...]
+    states: StateGroupSpec | None = None  # the layers without attention
 
     @property
     def num_layers(self) -> int:
-        """Layers of all groups."""
-        return sum(len(group.layers) for group in self.groups)
+        """Layers of all groups, and those with states."""
+        num_states = 0 if self.states is None else len(self.states.layers)
+        return num_states + sum(len(group.layers) for group in self.groups)
 
     @property
     def bytes_per_token(self) -> int:

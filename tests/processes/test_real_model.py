@@ -163,7 +163,7 @@ def evaluate(tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough  # products of the file's weights with int16 activations err by up to 9e-5
 def test_loglikelihoods_equal_transformers(url, evaluate, smollm2_path: Path, tmp_path: Path):
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.openai_completions import LocalCompletionsAPI
@@ -183,6 +183,7 @@ def test_loglikelihoods_equal_transformers(url, evaluate, smollm2_path: Path, tm
         for task in ("choices", "endings"):
             for mine, wanted in zip(got[task], want[task], strict=True):
                 assert [greedy for _, greedy in mine] == [greedy for _, greedy in wanted]
-                assert [score for score, _ in mine] == pytest.approx([score for score, _ in wanted], abs=1e-3)
+                scores = [score for score, _ in wanted]
+                assert [score for score, _ in mine] == pytest.approx(scores, rel=2e-4, abs=2e-3)
         for mine, wanted in zip(got["texts"], want["texts"], strict=True):
-            assert mine == pytest.approx(wanted, abs=4e-3)
+            assert mine == pytest.approx(wanted, rel=2e-4, abs=4e-3)

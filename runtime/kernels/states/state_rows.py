@@ -1,0 +1,64 @@
+"""The rows of a step for layers with a state, and the memory of one such layer.
+
+A layer without attention summarizes all earlier tokens in a state of fixed size. A request owns one row of the state
+cache; other rows hold snapshots for the prefix cache. A row's tokens are computed in two ways:
+
+    positions  0 ............. prompt_end - 1 | prompt_end ............
+    form       chunks of CHUNK tokens         | one token after another
+
+`prompt_end` is the position of the prompt's last token. Chunks begin at multiples of CHUNK, so a token's bits do not
+depend on how its prompt was cut into steps. Rows end at such a multiple or reach `prompt_end`.
+
+The stored state lags behind: the inputs of the last tokens stay in a ring, by position modulo RING, until no later step
+can reject these tokens or compute them again. A row may therefore start at any of the last positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from runtime.core.plan import MAX_DRAFT_TOKENS
+from runtime.spec.kv_cache_spec import RING
+
+LAG = 1  # last tokens before a row that its stored state leaves out: the step before it may be planned again
+MOST_PENDING = LAG + 1 + MAX_DRAFT_TOKENS  # tokens in the ring that the state does not have yet
+assert MOST_PENDING <= RING
+
+
+@dataclass(slots=True)
+class StateRows:
+    """The rows of a step. Tensors are int32 on the device; the ints are the host's and may be upper bounds."""
+
+    slots: torch.Tensor  # [num_rows]
+    starts: torch.Tensor  # [num_rows] position of the row's first token
+    q_starts: torch.Tensor  # [num_rows + 1] the row's first token in the step, and the end of the last row
+    # [num_slots + 1, 4], any stride between rows: the slot's row in the state cache; its prompt_end; the position of
+    # the snapshot that this step takes, or 0; the snapshot's row in the state cache
+    places: torch.Tensor
+    num_rows: int
+    num_tokens: int
+    max_count: int  # most tokens of a row
+    # True if all tokens are at their prompt_end or behind it, whatever `places` says: a graph of decode steps
+    steps_only: bool = False
+
+
+@dataclass(slots=True)
+class ConvState:
+    """One layer's inputs of a causal convolution."""
+
+    inputs: torch.Tensor  # [num_states, RING, channels], any stride between states
+
+
+@dataclass(slots=True)
+class DeltaState:
+    """One layer's state of the gated delta rule. Any stride between states, and between slots."""
+
+    inputs: torch.Tensor  # [num_states, RING, channels] of the convolution
+    state: torch.Tensor  # [num_states, value_heads, key_dim, value_dim] float32
+    positions: torch.Tensor  # [num_states, value_heads] int32, the tokens that the state covers
+    # The ring of updates that the state does not have yet: S = decay * S + outer(key, value)
+    keys: torch.Tensor  # [num_slots + 1, value_heads, RING, key_dim] float32
+    values: torch.Tensor  # [num_slots + 1, value_heads, RING, value_dim] float32
+    decays: torch.Tensor  # [num_slots + 1, value_heads, RING] float32
