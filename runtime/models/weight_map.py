@@ -15,7 +15,8 @@ _PARAMETER = re.compile(r"(?:layers\.(\d+)\.)?(?:experts\.(\d+)\.)?(\w+)(\.weigh
 class WeightMap:
     """Our parameter -> the checkpoint's tensor, and how to read it.
 
-    In a name the first {} is the layer, the second the expert; .weight or .bias follows a linear map's name."""
+    In a name the first {} is the layer, the second the expert; .weight or .bias follows a linear map's name. The name of
+    a shared expert's part has the key shared.part, and its {} is the number among the shared experts."""
 
     names: Mapping[str, str]
     base: str = ""  # prefix that some exports have before all names
@@ -30,5 +31,7 @@ class WeightMap:
             match = _PARAMETER.fullmatch(parameter)
             assert match, parameter
             layer, expert, part, suffix = match.groups("")
+            if expert and spec.experts and (shared := int(expert) - spec.experts.num_experts) >= 0:
+                part, expert = f"shared.{part}", str(shared)
             sources[parameter] = self.names[part].format(layer, expert) + suffix
         return sources

@@ -57,7 +57,7 @@ def parse_schemes(
         for parameter, name in names().items()
         if parameter == "head"
         or (parameter == "embed" and method == "gguf")
-        or (parameter.endswith(".weight") and ".router." not in parameter)
+        or (parameter.endswith(".weight") and not chooses_experts(parameter))
     }
     readings = [
         {parameter: scheme for parameter, name in linears.items() if (scheme := rule(parameter, prefix + name))}

@@ -44,11 +44,20 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """A mixture of feed-forward layers in place of one; `ffn_size` is the size of one expert."""
+    """A mixture of feed-forward layers in place of one; `ffn_size` is the size of one expert.
 
-    num_experts: int
-    top_k: int  # experts per token
-    normalized: bool  # the weights of a token's experts are scaled to sum to one
+    Every token takes the shared experts, too. They are the last ones, with ids from `num_experts`."""
+
+    num_experts: int  # without the shared ones
+    top_k: int  # of them per token
+    normalized: bool  # the weights of a token's top_k are scaled to sum to one
+    shared: int = 0
+    # The weight of the shared experts is the sigmoid of one more row of the router; otherwise it is 1.
+    shared_gate: bool = False
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits
+    choice_bias: bool = False  # a bias is added to the scores for the choice of the top_k, not for their weights
+    sum_eps: float = 0.0  # with normalized: added to the sum that divides the weights
+    scale: float = 1.0  # factor of the weights of the top_k
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
@@ -56,6 +65,16 @@ class ExpertsSpec:
                 f"The model has {self.num_experts} experts, of which a token takes {self.top_k}; it must take one at "
                 "least and all at most."
             )
+
+    @property
+    def all_experts(self) -> int:
+        """The number of experts with the shared ones."""
+        return self.num_experts + self.shared
+
+    @property
+    def choices(self) -> int:
+        """The number of experts that a token takes with the shared ones."""
+        return self.top_k + self.shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,11 +271,11 @@ class DecoderSpec:
             elif self.qk_norm:
                 shapes[f"layers.{i}.q_norm"] = shapes[f"layers.{i}.k_norm"] = (self.head_dim,)
             if self.experts:
-                shapes[f"layers.{i}.router.weight"] = (self.experts.num_experts, hidden)
+                shapes |= _of_router(f"layers.{i}.", self.experts, hidden)
             for name, (parts, has_bias) in self.linears().items():
                 prefixes = [""]
                 if self.experts and name in ("gate_up", "down"):
-                    prefixes = [f"experts.{e}." for e in range(self.experts.num_experts)]
+                    prefixes = [f"experts.{e}." for e in range(self.experts.all_experts)]
                 for prefix in prefixes:
                     for part, shape in parts.items():
                         shapes[f"layers.{i}.{prefix}{part}.weight"] = shape
@@ -266,3 +285,18 @@ class DecoderSpec:
 
     def _norm(self, name: str) -> dict[str, tuple[int, ...]]:
         return dict.fromkeys([name, f"{name}_bias"] if self.norm == "layer" else [name], (self.hidden_size,))
+
+
+def chooses_experts(parameter: str) -> bool:
+    """Return True for the weights of a router, which stay dense."""
+    return ".router." in parameter or ".shared_gate." in parameter
+
+
+def _of_router(prefix: str, experts: ExpertsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters that choose the experts of a layer."""
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}router.weight": (experts.num_experts, hidden)}
+    if experts.shared_gate:
+        shapes[f"{prefix}shared_gate.weight"] = (1, hidden)
+    if experts.choice_bias:
+        shapes[f"{prefix}choice_bias"] = (experts.num_experts,)
+    return shapes
