@@ -307,7 +307,8 @@ class ModelInfo:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     step_us: tuple[tuple[int, float], ...] = ()  # (tokens, time of a decode step of this size), measured at the start
-    kv_cache: KVCacheSpec | None = None  # its groups; None for one group without a window
+    kv_cache: KVCacheSpec | None = None  # its groups; None for one group without a window, and no states
+    num_states: int = 0  # rows of the state cache, the null row included: more than max_num_seqs; 0 without states
     weight_formats: str = "dense"  # formats of linear layers in the checkpoint (runtime.quant), most frequent first
     latency_us: float = 0.0  # overhead of a step if the next one is not planned before it ends
     pooling: Pooling | None = None  # how it makes vectors of prompts; None if it makes none
