@@ -148,6 +148,12 @@ class EngineConfig:
     kv_cache_memory: float | None = setting(
         None, "GiB for the KV cache of a rank; default: 1 for all ranks on a CPU, the free memory on a GPU", above=0
     )
+    snapshot_memory: float | None = setting(
+        None,
+        "GiB for cached states of prompts' prefixes, for models with recurrent states; default: a quarter of the KV "
+        "cache's memory",
+        0,
+    )
     gpu_memory_utilization: float = setting(0.9, "share of a GPU's memory that the engine may fill", 0.1, 1)
     batching: Literal["continuous", "static"] = setting("continuous", "static admits only into an empty batch")
     kv_layout: Literal["paged", "contiguous"] = setting("paged", "contiguous: one block as long as the context")
