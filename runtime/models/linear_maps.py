@@ -147,7 +147,7 @@ class LinearMaps:
         """The weights of a fused map. Neighbours in one format are joined."""
         order, at, parts = row_order(self.spec, name), 0, list[MapPart]()
         groups = list[list[str]]()
-        for part in self.spec.linears()[name][0]:
+        for part in self.spec.linears(_layer_of(prefix))[name][0]:
             parameter = f"{prefix}{part}.weight"
             if groups and self._joins(groups[-1][0], parameter):
                 groups[-1].append(parameter)
@@ -167,7 +167,7 @@ class LinearMaps:
         return len(set(interleaved)) <= 1
 
     def _bias(self, prefix: str, name: str) -> torch.Tensor | None:
-        parts, has_bias = self.spec.linears()[name]
+        parts, has_bias = self.spec.linears(_layer_of(prefix))[name]
         if not has_bias:
             return None
         return DENSE.join([self.read(f"{prefix}{part}.bias") for part in parts], row_order(self.spec, name))[0]
@@ -183,6 +183,11 @@ class LinearMaps:
 
     def _expert_prefixes(self, prefix: str, spec: ExpertsSpec) -> list[str]:
         return [f"{prefix}experts.{e}." for e in range(spec.all_experts)]
+
+
+def _layer_of(prefix: str) -> int:
+    """The layer of a prefix such as layers.3. or layers.3.experts.0."""
+    return int(prefix.split(".")[1])
 
 
 def _scaled_rows(table: torch.Tensor, token_ids: torch.Tensor, factor: float) -> torch.Tensor:

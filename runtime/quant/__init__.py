@@ -16,6 +16,7 @@ from typing import Any
 
 from runtime.quant import compressed_tensors, parsers
 from runtime.quant.scheme import Parser, QuantizationScheme
+from runtime.spec.decoder_spec import chooses_experts
 from runtime.spec.types import CallboardError
 
 METHODS: dict[str, Parser] = {  # by the quant_method of a config.json's quantization_config

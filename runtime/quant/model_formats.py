@@ -67,7 +67,7 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         return lambda parameter: DENSE
 
     layout_of = cache(lambda scheme: LAYOUTS[scheme.layout](scheme))
-    linears, of_experts = [parts for parts, _ in spec.linears().values()], _weights_of_experts(spec, whole_shapes)
+    of_experts = _weights_of_experts(spec, whole_shapes)
 
     def own_encoding(parameter: str) -> Encoding | None:
         scheme = schemes.get(parameter)
@@ -99,9 +99,10 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         The device must have products for all weights of one layer: the parts of a fused layer, all experts, or all
         shared ones. On a GPU they must have one encoding."""
         prefix, _, part = parameter.removesuffix(".weight").rpartition(".")
-        parts = next((parts for parts in linears if part in parts), None)
         if ".experts." in parameter:
             return agree(of_experts[_layer_of_expert(spec, parameter)])
+        linears = spec.linears(int(prefix.partition(".")[2])) if prefix else {}
+        parts = next((parts for parts, _ in linears.values() if part in parts), None)
         return agree(tuple(f"{prefix}.{part}.weight" for part in parts) if parts else (parameter,))
 
     @cache
@@ -190,7 +191,7 @@ def dequantized_copy_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
     format_of, shapes = weight_formats(spec, numerics), spec.shapes()
     sizes = [0]
     for layer in range(spec.num_layers):
-        for parts, _ in spec.linears().values():
+        for parts, _ in spec.linears(layer).values():
             names = [f"layers.{layer}.{part}.weight" for part in parts]
             if all(name in shapes and _dequantizes(format_of(name), shapes[name]) for name in names):
                 sizes.append(sum(math.prod(shapes[name]) for name in names))

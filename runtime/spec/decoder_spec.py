@@ -130,6 +130,8 @@ class DecoderSpec:
     fused_gate_up: bool = False  # the checkpoint has gate and up as one tensor
     gated: bool = True  # the feed-forward layer has a gate; without it `up` alone is activated
     experts: ExpertsSpec | None = None
+    dense_layers: int = 0  # with experts: the first layers that have a feed-forward layer instead
+    dense_ffn_size: int = 0  # of these
     norm: Literal["rms", "layer"] = "rms"  # layer: with the mean subtracted, and a bias
     pre_norms: bool = True  # a norm before attention and the feed-forward layer
     post_norms: bool = False  # a norm after each of them, before the residual
@@ -187,6 +189,7 @@ class DecoderSpec:
             num_heads=self.num_heads // shard.size,
             num_kv_heads=max(1, self.num_kv_heads // shard.size),
             ffn_size=self.ffn_size // shard.size,
+            dense_ffn_size=self.dense_ffn_size // shard.size,
             vocab_size=len(shard.vocabulary(self.vocab_size)),
             shard=shard,
             of_all_ranks=self,
@@ -196,13 +199,19 @@ class DecoderSpec:
         kv_heads = self.num_kv_heads
         has_tokens = len(Shard(size - 1, size).vocabulary(self.vocab_size)) > 0
         divides_kv = kv_heads % size == 0 or size % kv_heads == 0
-        return self.num_heads % size == 0 and divides_kv and self.ffn_size % size == 0 and has_tokens
+        divides_ffn = self.ffn_size % size == 0 and self.dense_ffn_size % size == 0
+        return self.num_heads % size == 0 and divides_kv and divides_ffn and has_tokens
 
-    def linears(self) -> dict[str, tuple[dict[str, tuple[int, ...]], bool]]:
+    def has_experts(self, layer: int) -> bool:
+        """Return True if a layer has a mixture of experts."""
+        return self.experts is not None and layer >= self.dense_layers
+
+    def linears(self, layer: int) -> dict[str, tuple[dict[str, tuple[int, ...]], bool]]:
         """Return a layer's linear maps: fused name -> ({part: (out, in) shape}, has a bias), parts in row order.
 
         In a mixture, gate_up and down are the maps of each expert."""
-        hidden, ffn = self.hidden_size, self.ffn_size
+        hidden = self.hidden_size
+        ffn = self.dense_ffn_size if layer < self.dense_layers else self.ffn_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         qkv: dict[str, tuple[int, ...]] = {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
         gate_up: dict[str, tuple[int, ...]] = {"gate": (ffn, hidden), "up": (ffn, hidden)}
@@ -277,11 +286,11 @@ class DecoderSpec:
                 shapes[f"layers.{i}.k_heads_norm"] = (self.num_kv_heads * self.head_dim,)
             elif self.qk_norm:
                 shapes[f"layers.{i}.q_norm"] = shapes[f"layers.{i}.k_norm"] = (self.head_dim,)
-            if self.experts:
+            if self.experts and self.has_experts(i):
                 shapes |= _of_router(f"layers.{i}.", self.experts, hidden)
-            for name, (parts, has_bias) in self.linears().items():
+            for name, (parts, has_bias) in self.linears(i).items():
                 prefixes = [""]
-                if self.experts and name in ("gate_up", "down"):
+                if self.experts and self.has_experts(i) and name in ("gate_up", "down"):
                     prefixes = [f"experts.{e}." for e in range(self.experts.all_experts)]
                 for prefix in prefixes:
                     for part, shape in parts.items():
