@@ -1,13 +1,9 @@
-"""Tensors of all experts of a layer, as transformers 5 stores them, are read as a weight of each expert.
+"""Tensors of all experts of a layer, as transformers 5 stores them, are read as a weight of each expert E.
 
-X ends with `.experts`.
+- `X.experts.gate_up_proj` [num_experts, 2 * ffn, hidden]: `X.experts.E.gate_proj.weight`, `X.experts.E.up_proj.weight`.
+- `X.experts.down_proj` [num_experts, hidden, ffn]: `X.experts.E.down_proj.weight`.
 
-| stored | shape | read as |
-|---|---|---|
-| `X.gate_up_proj` | [num_experts, 2 * ffn, hidden] | `X.E.gate_proj.weight` and `X.E.up_proj.weight` of each expert E |
-| `X.down_proj` | [num_experts, hidden, ffn] | `X.E.down_proj.weight` of each expert E |
-
-Scales of blocks have the same names with a suffix, such as `X.down_proj_scale_inv`."""
+Scales of blocks have the same names with a suffix, such as `X.experts.down_proj_scale_inv`."""
 
 from __future__ import annotations
 

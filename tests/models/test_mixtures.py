@@ -1,4 +1,4 @@
-"""Mixtures with shared experts, other scores or dense layers equal those of transformers; tensors of all experts."""
+"""Mixtures with shared experts, other scores or dense layers equal the mixtures of transformers."""
 
 import json
 from dataclasses import replace
