@@ -58,6 +58,14 @@ class StateCacheManager(KVCacheManager):
         super().__init__(info, prefix_cache, max_chunk, order)
         self.snapshots = SnapshotPool(info.num_states, self.cache.note_snapshot)
 
+    @property
+    def num_snapshots(self) -> int:  # type: ignore[override]
+        return len(self.snapshots)
+
+    @property
+    def num_evicted_snapshots(self) -> int:  # type: ignore[override]
+        return self.snapshots.evictions
+
     def reset(self) -> None:
         super().reset()
         self.snapshots.reset()
