@@ -1,0 +1,28 @@
+"""The gated delta rule on a GPU: the kernels of a step, in order."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.kernels.states.delta_steps import launch_steps
+from runtime.kernels.states.state_rows import DeltaState, StateRows
+
+
+def delta_rule_triton(
+    qkv: torch.Tensor,
+    z: torch.Tensor,
+    gates: torch.Tensor,
+    decay_log: torch.Tensor,
+    decay_bias: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    rows: StateRows,
+    state: DeltaState,
+) -> torch.Tensor:
+    """`delta_rule_torch`; qkv, z and gates may have any stride between tokens."""
+    value_heads, value_dim = state.state.shape[1], state.state.shape[3]
+    out = torch.empty((len(qkv), value_heads * value_dim), dtype=qkv.dtype, device=qkv.device)
+    if len(out):
+        inputs = qkv, z, gates, decay_log, decay_bias
+        launch_steps(*inputs, norm_weight, eps, rows, state, out)
+    return out
