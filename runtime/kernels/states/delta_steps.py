@@ -131,7 +131,8 @@ def _delta_steps_kernel(
     whole = is_key[:, None] & is_value[None, :]
     pending = slot * pending_stride + head * head_stride
     keys_ptr, values_ptr, decays_ptr = keys_ptr + pending, values_ptr + pending, decays_ptr + pending
-    matrix = tl.load(at_state, mask=whole & (not fresh), other=0.0)
+    known = (keys < tl.where(fresh, 0, KEY_DIM))[:, None] & is_value[None, :]
+    matrix = tl.load(at_state, mask=known, other=0.0)
     covered = tl.where(fresh, 0, tl.load(covered_ptr))
     stored = tl.maximum(tl.maximum(covered, start - LAG), end - MOST_PENDING)
     early = tl.minimum(stored, start)
