@@ -34,6 +34,8 @@ class KVCacheManager:
     freed when no later row can read them. That group then lacks the prefix, so only a cache of one full group shares
     prefixes."""
 
+    least_row = 1  # tokens that a row of a prompt needs to make progress
+
     def __init__(self, info: ModelInfo, prefix_cache: bool, max_chunk: int, order: EvictionOrder | None = None) -> None:
         """No row has more than `max_chunk` tokens. Cached blocks are evicted in `order`."""
         self._fingerprint, self.block_size = info.fingerprint, info.block_size
@@ -47,7 +49,7 @@ class KVCacheManager:
         self._table_len = self.blocks_for(info.max_model_len)
         self._shares = prefix_cache and self._num_groups == 1 and not self._windows
         self.cache = PrefixCache()
-        self.pool = BlockPool(info.num_kv_blocks, self.cache.evict, order)
+        self.pool = BlockPool(info.num_kv_blocks, self.on_evict, order)
         self._writes = _TableWrites([], [], [])  # not sent yet
 
     def reset(self) -> None:
@@ -56,12 +58,28 @@ class KVCacheManager:
         self.pool.reset()
         self._writes = _TableWrites([], [], [])
 
+    def on_evict(self, blocks: list[int]) -> None:
+        """The content of these cached blocks is about to be overwritten."""
+        self.cache.evict(blocks)
+
     def take_writes(self) -> Int32s:
         """The changes since the last call: [3, n] slot, index in its table, block (StepPlan)."""
         if not self._writes.blocks:
             return EMPTY_TABLE
         writes, self._writes = self._writes, _TableWrites([], [], [])
         return np.array(writes, np.int32)
+
+    def take_snapshots(self) -> Int32s:
+        """The snapshots of states that the planned step takes (StepPlan); none without states."""
+        return EMPTY_TABLE
+
+    def state_rows(self, state: RequestState) -> tuple[int, int]:
+        """Return a request's row of the state cache, and the row of the snapshot that it continues; 0 for none."""
+        return 0, 0
+
+    def row_tokens(self, state: RequestState, count: int) -> int:
+        """Return how many of the next `count` tokens of a prompt one row may compute."""
+        return count
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the entries of a table that hold `num_tokens` tokens."""
@@ -158,7 +176,7 @@ class KVCacheManager:
         layer before any row attends. If another request has cached the same block first, this one moves to it: one copy
         remains, and the holder of a block holds its ancestors (block_pool.py)."""
         size = self.block_size
-        num_full = min(state.num_computed, len(state.tokens), state.num_final) // size
+        num_full = self.num_cacheable(state) // size
         if num_full * size < state.next_block_end:
             return
         table, first = state.tables[0], state.next_block_end // size - 1
@@ -177,6 +195,10 @@ class KVCacheManager:
                         self._write(state, at, [block])
         self.pool.mark_cached(new)
         state.next_block_end = (num_full + 1) * size
+
+    def num_cacheable(self, state: RequestState) -> int:
+        """Return how many leading tokens of a request have keys and values that any request may use."""
+        return min(state.num_computed, len(state.tokens), state.num_final)
 
     def find_faults(self, running: Sequence[RequestState]) -> list[str]:
         """Return one sentence for each block in a wrong place, and for each request without enough blocks."""

@@ -1,7 +1,8 @@
 """StepPlan and StepResult: the messages between an engine and a runner, and their binary form.
 
 Order is the contract. A runner applies plans in the order of `step_id`, and returns results in the same order. It
-applies each plan as free slots -> open slots -> write block tables -> run rows -> sample. A plan may therefore reuse a
+applies each plan as free slots -> open slots -> write block tables -> run rows -> sample. Opening a slot copies the
+snapshot that its request continues; rows store the snapshots that the plan takes. A plan may therefore reuse a
 slot or a block that an earlier plan still reads (C2). A row may also start at a token that the step before it samples,
 because sampled tokens stay in the slot. A plan contains only tokens that no step has sampled, such as draft tokens:
 
@@ -44,6 +45,8 @@ class NewSlot(msgspec.Struct, array_like=True):
     seed: int
     params: SamplingParams
     adapter: int = 0  # index of its adapter on the device; 0 for none
+    state: int = 0  # its row of the state cache; 0 for a model without states
+    snapshot: int = 0  # row of the state cache that is copied to its own first; 0 for none
 
 
 class StepPlan(msgspec.Struct, tag="plan", omit_defaults=True):
@@ -64,6 +67,7 @@ class StepPlan(msgspec.Struct, tag="plan", omit_defaults=True):
     # the plan of a draft. Samples are row after row, [num_rows * num_steps], without log-probabilities.
     num_steps: int = 1
     grammars: GrammarUpdate | None = None  # on a connection, before the new slots are read (plan_wire.py)
+    snapshots: Int32s = EMPTY_TABLE  # [3, n] slot, position in its row, row of the state cache for the state there
 
     @property
     def ends(self) -> Int32s:

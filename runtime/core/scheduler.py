@@ -33,6 +33,7 @@ from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.plan import NewSlot, StepResult
 from runtime.core.queues import SlotPool, WaitingQueue
 from runtime.core.request_state import RequestState, RequestStatus, checked_tokens
+from runtime.core.state_cache_manager import StateCacheManager
 from runtime.core.stats import EngineStats
 from runtime.core.step import Step
 from runtime.spec.config import EngineConfig, ModelInfo
@@ -48,7 +49,11 @@ class Scheduler:
         self.max_num_seqs = config.max_num_seqs or info.max_num_seqs
         self.budget = config.max_num_batched_tokens or info.max_num_batched_tokens
         max_chunk = self.budget if config.chunked_prefill else max(self.budget, info.max_model_len)
-        self.kv_cache = KVCacheManager(info, config.prefix_cache, max_chunk, self.extras.eviction_order())
+        has_states = info.kv_cache is not None and info.kv_cache.states is not None
+        sizes, order = (info, config.prefix_cache, max_chunk), self.extras.eviction_order()
+        self.kv_cache = (
+            StateCacheManager(*sizes, self.max_num_seqs, order) if has_states else KVCacheManager(*sizes, order)
+        )
         self.pool = self.kv_cache.pool
         self.max_len = min(info.max_model_len, self.kv_cache.max_tokens())
         if not config.chunked_prefill:
@@ -207,7 +212,7 @@ class Scheduler:
             # prefill
             if missing > 1:
                 self._limit_prompts(step)
-                count = min(missing, step.prompt_budget)
+                count = self._row_tokens(state, step)
                 is_whole = count == missing or self.config.chunked_prefill
                 if count > 0 and is_whole and self._grow(state, state.num_computed + count, step.rows):
                     step.add_row(state, count)
@@ -235,7 +240,7 @@ class Scheduler:
             state = self.waiting.first(held) if alone is None else alone
             if state is None or state.status is not RequestStatus.WAITING or not self._admit(state, step):
                 break
-            count = min(step.prompt_budget, state.num_total - state.num_computed)
+            count = self._row_tokens(state, step)
             if count > 0:
                 self.kv_cache.extend(state, state.num_computed + count)
                 step.add_row(state, count)
@@ -260,16 +265,23 @@ class Scheduler:
             self.stats.prompt_tokens_cached += state.num_cached
             self.stats.prompt_tokens += state.prompt_len
         tokens = np.frombuffer(state.tokens.tobytes(), np.int32)
-        new = NewSlot(state.slot, tokens, state.prompt_len, state.request.seed, state.params, state.adapter)
+        rows = self.kv_cache.state_rows(state)
+        new = NewSlot(state.slot, tokens, state.prompt_len, state.request.seed, state.params, state.adapter, *rows)
         step.add_new(state, new)
         return True
+
+    def _row_tokens(self, state: RequestState, step: Step) -> int:
+        """Return the tokens of a prompt's next row."""
+        count = min(step.prompt_budget, state.num_total - state.num_computed)
+        return self.kv_cache.row_tokens(state, count) if self.config.chunked_prefill else count
 
     def _limit_prompts(self, step: Step) -> None:
         """Bound the step's prompt tokens, so that rows that decode keep their pace.
 
         Called before the plan has a row of a prompt: one that ends in this step would look as if it decoded."""
         if not step.num_prompts and self.config.chunked_prefill:
-            step.max_prompt_tokens = self.extras.max_prompt_tokens(self.running, self.waiting.num_tokens)
+            most = self.extras.max_prompt_tokens(self.running, self.waiting.num_tokens)
+            step.max_prompt_tokens = None if most is None else max(most, self.kv_cache.least_row)
 
     def _grow(self, state: RequestState, num_tokens: int, rows: list[RequestState]) -> bool:
         """Give a running request blocks for its first `num_tokens` tokens. Return False if it must go without a row.

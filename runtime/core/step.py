@@ -134,6 +134,7 @@ class Step:
             np.array(self._counts, np.int32),
             np.array(self._num_samples, np.int32),
             num_steps=self.num_steps,
+            snapshots=self._kv_cache.take_snapshots(),
         )
         if self._draft_lens:
             padding = [0] * (len(self.rows) - len(self._draft_lens))

@@ -148,6 +148,12 @@ class EngineConfig:
     kv_cache_memory: float | None = setting(
         None, "GiB for the KV cache of a rank; default: 1 for all ranks on a CPU, the free memory on a GPU", above=0
     )
+    snapshot_memory: float | None = setting(
+        None,
+        "GiB for cached states of prompts' prefixes, for models with recurrent states; default: a quarter of the KV "
+        "cache's memory",
+        0,
+    )
     gpu_memory_utilization: float = setting(0.9, "share of a GPU's memory that the engine may fill", 0.1, 1)
     batching: Literal["continuous", "static"] = setting("continuous", "static admits only into an empty batch")
     kv_layout: Literal["paged", "contiguous"] = setting("paged", "contiguous: one block as long as the context")
@@ -307,7 +313,8 @@ class ModelInfo:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     step_us: tuple[tuple[int, float], ...] = ()  # (tokens, time of a decode step of this size), measured at the start
-    kv_cache: KVCacheSpec | None = None  # its groups; None for one group without a window
+    kv_cache: KVCacheSpec | None = None  # its groups; None for one group without a window, and no states
+    num_states: int = 0  # rows of the state cache, the null row included: more than max_num_seqs; 0 without states
     weight_formats: str = "dense"  # formats of linear layers in the checkpoint (runtime.quant), most frequent first
     latency_us: float = 0.0  # overhead of a step if the next one is not planned before it ends
     pooling: Pooling | None = None  # how it makes vectors of prompts; None if it makes none

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from runtime.spec.config import EngineConfig
-from runtime.spec.kv_cache_spec import QUANTIZED_DTYPES, KVCacheSpec, KVGroupSpec, StateGroupSpec
+from runtime.spec.kv_cache_spec import CHUNK, QUANTIZED_DTYPES, KVCacheSpec, KVGroupSpec, StateGroupSpec
 from runtime.spec.sharding import ALONE, Shard
 from runtime.spec.types import CallboardError
 
@@ -205,6 +205,13 @@ class DecoderSpec:
             raise CallboardError(
                 f"max_loras is {config.max_loras}; with rank_invariant it must be 0: adapters' sums have no leaves."
             )
+        if self.mixer is not None and config.max_num_batched_tokens is not None and config.max_num_seqs is not None:
+            least = CHUNK + config.max_num_seqs
+            if config.chunked_prefill and config.max_num_batched_tokens < least:
+                raise CallboardError(
+                    f"max_num_batched_tokens is {config.max_num_batched_tokens}; for a model with recurrent states it "
+                    f"must be at least {least}: max_num_seqs and {CHUNK} tokens of a prompt."
+                )
         if config.max_model_len is not None and config.max_model_len > self.max_positions:
             raise CallboardError(
                 f"max_model_len is {config.max_model_len}; the model's context is {self.max_positions} tokens at most."

@@ -55,6 +55,7 @@ class StateGroupSpec:
     heads: int = 0  # of the gated delta rule; 0 for layers that are only a convolution
     key_dim: int = 0  # rows of a head's state
     value_dim: int = 0  # columns of a head's state
+    chunk: int = CHUNK  # tokens of a prompt that are computed at once; snapshots are at its multiples
 
     @property
     def bytes_per_state(self) -> int:

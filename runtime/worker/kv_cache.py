@@ -25,8 +25,7 @@ class KVCache:
         device: torch.device,
         head_scales: torch.Tensor | None = None,  # [num_layers, 2, num_kv_heads] of e4m3 values; None if all are 1
         memory: AbstractContextManager[None] | None = None,  # context in which the blocks are allocated
-        num_states: int = 0,  # rows of states, the null row 0 included; for models with states
-        num_slots: int = 0,
+        states: StateCache | None = None,  # of a model with states
     ) -> None:
         """Fill the cache with zeros: masked values must be finite. Block 0 is the null block."""
         self.spec, self.num_blocks, self.block_size, self.device = spec, num_blocks, block_size, device
@@ -34,7 +33,7 @@ class KVCache:
         shapes = {(g.num_kv_heads, g.head_dim, g.dtype, g.scale_dtype) for g in spec.groups}
         assert len(shapes) == 1, f"no layout for {shapes}"
         self.num_kv_heads, dtype = group.num_kv_heads, getattr(torch, group.dtype)
-        self.states: StateCache | None = None
+        self.states = states
         num_layers = max(len(g.layers) for g in spec.groups)
         shape = (num_layers, 2, group.num_kv_heads, num_blocks, block_size, group.head_dim)
         self._scales: torch.Tensor | None = None  # scales of tokens, in blocks like the values
@@ -43,16 +42,14 @@ class KVCache:
             if group.scale_dtype is not None:
                 of_tokens = (num_layers, *shape[2:-1], 2)
                 self._scales = torch.zeros(of_tokens, dtype=getattr(torch, group.scale_dtype), device=device)
-            if spec.states is not None:
-                self.states = StateCache(spec.states, num_states, num_slots, device)
         if self._scales is None and dtype == torch.float8_e4m3fn and head_scales is None:
             head_scales = torch.ones(spec.num_layers, 2, group.num_kv_heads)
         if head_scales is not None:
             head_scales = head_scales.to(device, torch.float32).contiguous()  # a rank has a slice
         self.layers: list[KVLayer | ConvState | DeltaState] = []
         for layer in range(spec.num_layers):
-            if self.states is not None and layer in self.states.layers:
-                self.layers.append(self.states.layers[layer])
+            if states is not None and layer in states.layers:
+                self.layers.append(states.layers[layer])
                 continue
             place = spec.place_of(layer)[1]
             scales = None if head_scales is None else head_scales[layer]

@@ -16,7 +16,7 @@ from runtime.models.lora import adapter_bytes
 from runtime.quant.model_formats import dequantized_copy_bytes, weight_bytes
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.kv_cache_spec import KVCacheSpec
+from runtime.spec.kv_cache_spec import KVCacheSpec, StateGroupSpec
 from runtime.spec.sharding import NUM_LEAVES
 from runtime.spec.types import CallboardError
 from runtime.worker.gpu.graph_runner import MAX_VERIFIED
@@ -24,6 +24,7 @@ from runtime.worker.gpu.graph_runner import MAX_VERIFIED
 _GIB = 1 << 30
 MIN_LOGIT_ROWS = 64  # rows of logits that a step has memory for, at least
 _DEFAULT_CPU_KV = 1.0  # GiB
+_SNAPSHOT_SHARE = 0.25  # of the KV cache's memory, for snapshots of states
 _LIBRARY_BYTES = 1 << 30  # later loads of libraries, and memory of graphs beside their tensors
 
 
@@ -35,25 +36,34 @@ class MemoryPlan:
     kv: int
     kv_cache: KVCacheSpec
     working: int  # activations, logits and gathered KV of the largest step
+    states: int  # the state cache, snapshots included
     graphs: int  # working memory of the largest CUDA graph, which other steps do not use
     adapters: int  # room for max_loras of them
     available: int
     block_size: int  # tokens
     num_kv_blocks: int  # block 0, the null block, included
+    num_states: int  # rows of the state cache, the null row included; 0 without states
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     largest_context: int  # tokens that one request could have in the memory beside the weights
 
     def __str__(self) -> str:
-        total = self.weights + self.kv + self.working + self.graphs + self.adapters
-        graphs = f"+ CUDA graphs {_gib(self.graphs)} (prefill_graph_tokens) " if self.graphs else ""
-        adapters = f"+ adapters {_gib(self.adapters)} (max_loras, max_lora_rank) " if self.adapters else ""
+        num_snapshots = self.num_states - 1 - self.max_num_seqs
+        parts = [
+            ("weights", self.weights, ""),
+            ("KV cache", self.kv, f"{self.num_kv_blocks} blocks of {self.block_size} tokens, num_kv_blocks or "
+             "kv_cache_memory"),
+            ("working memory", self.working, "max_num_batched_tokens, max_num_seqs"),
+            ("states", self.states, f"max_num_seqs; {num_snapshots} snapshots, snapshot_memory"),
+            ("CUDA graphs", self.graphs, "prefill_graph_tokens"),
+            ("adapters", self.adapters, "max_loras, max_lora_rank"),
+        ]  # fmt: skip
+        needed = " + ".join(f"{name} {_gib(size)}{why and f' ({why})'}" for name, size, why in parts if size)
+        total = sum(size for _, size, _ in parts)
         return (
-            f"memory plan: weights {_gib(self.weights)} + KV cache {_gib(self.kv)} ({self.num_kv_blocks} blocks of "
-            f"{self.block_size} tokens, num_kv_blocks or kv_cache_memory) + working memory {_gib(self.working)} "
-            f"(max_num_batched_tokens, max_num_seqs) {graphs}{adapters}= {_gib(total)} of {_gib(self.available)} "
-            f"available; context {self.max_model_len} tokens (max_model_len), at most {self.largest_context} would fit"
+            f"memory plan: {needed} = {_gib(total)} of {_gib(self.available)} available; context {self.max_model_len} "
+            f"tokens (max_model_len), at most {self.largest_context} would fit"
         )
 
     def with_blocks(self, num_kv_blocks: int) -> MemoryPlan:
@@ -85,12 +95,24 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
         graphs = _LIBRARY_BYTES + _activation_bytes(spec, numerics, graph_tokens) + graph_logits
     adapters = adapter_bytes(spec, numerics, config.max_loras, config.max_lora_rank, num_tokens)
     room = available - weights - working - graphs - adapters
+    states, num_states = 0, 0
+    if (of_states := kv_cache.states) is not None:
+        max_num_seqs = _seqs_with_states(of_states, max_num_seqs, room)
+        states = (max_num_seqs + 1) * (of_states.bytes_per_state + of_states.bytes_per_slot)
+        num_states, room = max_num_seqs + 1, room - states
     budget = max(room, 0) if numerics.device.type == "cuda" else int(_DEFAULT_CPU_KV * _GIB) // spec.shard.size
     if config.kv_cache_memory is not None:
         budget = int(config.kv_cache_memory * _GIB)
     flag = "kv_cache_memory"
     if config.kv_cache_memory is None and budget > room:
         budget, flag = max(room, 0), "max_num_batched_tokens"
+    if of_states is not None and config.prefix_cache and config.kv_layout == "paged":
+        asked = config.snapshot_memory
+        own = int(budget * _SNAPSHOT_SHARE) if asked is None else min(int(asked * _GIB), max(room, 0))
+        num_snapshots = own // of_states.bytes_per_state
+        states, num_states = states + num_snapshots * of_states.bytes_per_state, num_states + num_snapshots
+        room -= num_snapshots * of_states.bytes_per_state
+        budget = min(budget, max(room, 0)) if asked is not None else budget - num_snapshots * of_states.bytes_per_state
 
     if config.kv_layout == "contiguous":
         num_blocks = max_num_seqs + 1
@@ -107,9 +129,9 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
     capacity = block_size if config.kv_layout == "contiguous" else (num_blocks - 1) * block_size
     largest = max(min(spec.max_positions, room // token_bytes - block_size), 0)
     limits = max_num_seqs, max_num_tokens, max_model_len
-    sizes = weights, kv, kv_cache, working, graphs, adapters, available
-    plan = MemoryPlan(*sizes, block_size, num_blocks, *limits, largest)
-    missing = weights + working + graphs + adapters + kv - available
+    sizes = weights, kv, kv_cache, working, states, graphs, adapters, available
+    plan = MemoryPlan(*sizes, block_size, num_blocks, num_states, *limits, largest)
+    missing = weights + working + states + graphs + adapters + kv - available
     if missing > 0:
         lower = "num_kv_blocks" if config.num_kv_blocks else flag
         raise CallboardError(
@@ -121,6 +143,11 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
             f"The KV cache holds fewer than max_model_len tokens; raise {flag} or lower max_model_len: {plan}."
         )
     return plan
+
+
+def _seqs_with_states(states: StateGroupSpec, max_num_seqs: int, room: int) -> int:
+    """The most requests of a step whose states take at most half of the memory beside the weights."""
+    return max(1, min(max_num_seqs, room // 2 // (states.bytes_per_state + states.bytes_per_slot) - 1))
 
 
 def available_memory(device: torch.device, gpu_memory_utilization: float = 1.0) -> int:
@@ -148,7 +175,7 @@ def resize_kv(plan: MemoryPlan, config: EngineConfig, room: int) -> MemoryPlan:
     context_blocks = -(-plan.max_model_len // plan.block_size)
     num_blocks = plan.num_kv_blocks if fixed else min(fits, plan.max_num_seqs * context_blocks + 1)
     plan = replace(plan, num_kv_blocks=num_blocks, kv=num_blocks * block_bytes,
-                   working=plan.available - plan.weights - plan.adapters - room)  # fmt: skip
+                   working=plan.available - plan.weights - plan.adapters - plan.states - room)  # fmt: skip
     if num_blocks > fits or num_blocks <= context_blocks:
         raise CallboardError(
             f"Too little GPU memory is left after the largest step; lower max_num_batched_tokens, max_num_seqs or "

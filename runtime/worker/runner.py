@@ -36,6 +36,7 @@ from runtime.worker.kv_cache import KVCache
 from runtime.worker.memory import MemoryPlan, available_memory, plan_memory, resize_kv
 from runtime.worker.ranks.rank_group import RankGroup
 from runtime.worker.sources import ModelSource
+from runtime.worker.state_cache import StateCache
 from runtime.worker.warmup import WarmUp
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,12 @@ class ModelRunner:
         self._large_step_us = math.inf  # of a decode step of many rows, if it was measured
         self.spec = quantized_at_load(source.spec, config, numerics.device.type, is_draft).of_rank(self.shard)
         check_products(self.spec, numerics, config, is_draft)
+        if is_draft and self.spec.mixer is not None:
+            raise CallboardError(
+                f"The draft model {config.model} has recurrent states, which cannot take back tokens; choose a draft "
+                "with attention in all layers, or draft=ngram."
+            )
+        self._states: StateCache | None = None
         self._sleep_memory: SleepMemory | None = None
         if config.sleep_mode and numerics.device.type == "cuda" and extras.sleep_memory is not None:
             self._sleep_memory = extras.sleep_memory(numerics.device)
@@ -144,6 +151,8 @@ class ModelRunner:
             device=numerics.device.type,
             max_num_seqs=memory.max_num_seqs,
             max_num_batched_tokens=memory.max_num_batched_tokens,
+            kv_cache=None if memory.kv_cache.states is None else memory.kv_cache,
+            num_states=memory.num_states,
             weight_formats=format_names(spec, numerics),
             makes_text=spec.makes_text,
             can_sleep=self.config.sleep_mode,
@@ -154,8 +163,13 @@ class ModelRunner:
 
     def _make_steps(self, num_blocks: int, room: AbstractContextManager[None] | None = None) -> CpuSteps | GpuSteps:
         memory, numerics = self.memory, self.numerics
-        cache = KVCache(memory.kv_cache, num_blocks, memory.block_size, numerics.device, self.kv_scales, room)
         num_slots, max_len = memory.max_num_seqs, memory.max_model_len
+        if memory.kv_cache.states is not None and self._states is None:
+            with nullcontext() if self._sleep_memory is None else self._sleep_memory.cache.use():
+                self._states = StateCache(memory.kv_cache.states, memory.num_states, num_slots, numerics.device)
+        cache = KVCache(
+            memory.kv_cache, num_blocks, memory.block_size, numerics.device, self.kv_scales, room, self._states
+        )
         kind = GpuSteps if numerics.backend == "triton" else CpuSteps
         return kind(self.decoder, cache, num_slots, max_len, self.eos_token_ids, self.extras, self.masks)
 

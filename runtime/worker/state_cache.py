@@ -32,7 +32,7 @@ class StateCache:
             nonlocal at
             size = math.prod(shape) * dtype.itemsize
             taken, at = self.rows[:, at : at + size], at + size
-            return taken.view(dtype).unflatten(1, shape)
+            return taken.view(dtype).view(num_states, *shape)
 
         states = take(torch.float32, num_layers, heads, spec.key_dim, spec.value_dim) if heads else None
         positions = take(torch.int32, num_layers, heads) if heads else None

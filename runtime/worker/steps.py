@@ -53,13 +53,16 @@ class Steps(ABC):
         return [self.sampler, *self.extras, *(() if self.masks is None else (self.masks,))]
 
     def _free_and_open(self, plan: StepPlan) -> None:
-        """Requests leave their slots, then others enter."""
+        """Requests leave their slots, then others enter, with the states of the prefixes that they continue."""
         for slot in plan.freed.tolist():
             for keeper in self._keepers():
                 keeper.remove(slot)
         for new in plan.new:
             for keeper in self._keepers():
                 keeper.add(new)
+            if new.snapshot:
+                assert self.cache.states is not None
+                self.cache.states.copy(new.snapshot, new.state)
 
 
 def make_result(step_id: int, token_ids: torch.Tensor, reports: Sequence[Report]) -> StepResult:

@@ -45,7 +45,7 @@ def _convolved(
         own, _, snapshot_end, snapshot = rows.places[slot].tolist()
         begin, end = edges[row], edges[row + 1]
         before = torch.arange(start - width + 1, start, device=x.device)
-        earlier = state.inputs[own, before % RING] * (before >= 0)[:, None]
+        earlier = state.inputs[own, before % RING].masked_fill((before < 0)[:, None], 0)
         known = torch.cat((earlier.to(x.dtype), x[begin:end]))  # from position start - width + 1 on
         total = torch.zeros_like(out[begin:end]) if bias is None else bias.float().expand(end - begin, -1)
         for w, tap in enumerate(taps):

@@ -60,7 +60,8 @@ class CpuSteps(Steps):
     def reset(self) -> None:
         super().reset()
         max_blocks = -(-self.max_model_len // self.cache.block_size)
-        self.slots = Slots(self.num_slots, self.max_model_len, max_blocks, self.cache.device)
+        has_states = self.cache.states is not None
+        self.slots = Slots(self.num_slots, self.max_model_len, max_blocks, self.cache.device, has_states)
         self.tapes = None
         if self.is_tiled:
             assert self.compiled is not None
@@ -77,6 +78,7 @@ class CpuSteps(Steps):
         self._free_and_open(plan)
         for new in plan.new:
             self.slots.add(new)
+        self.slots.write_snapshots(plan.snapshots)
         self.slots.write_tables(plan.block_table_writes)
         if len(plan.draft_token_ids):
             self.slots.write_draft_tokens(plan)

@@ -57,6 +57,9 @@ class DecodeTapes:
         own.positions.copy_(batch.positions)
         own.kv_index.copy_(batch.kv_index)
         tiled.tiles.copy_(new_tiled.tiles)
+        if own.states is not None and batch.states is not None:
+            own.states.slots.copy_(batch.states.slots)
+            own.states.starts.copy_(batch.states.starts)
         self.launcher.replay(found.tape)
         return found.hidden, found.logits
 

@@ -54,6 +54,7 @@ def build_input(plan: StepPlan, slots: Slots, shape: AttentionShape, tiled: bool
         kv_index=torch.from_numpy(kv_index).to(shape.device),
         attention=attention,
         adapters=torch.from_numpy(slots.adapters[slot_of]).to(shape.device) if slots.adapters[rows].any() else None,
+        states=slots.state_rows(rows, starts, counts),
     )
     return StepInput(
         batch,
@@ -75,7 +76,9 @@ def build_decode_input(plan: StepPlan, slots: Slots, block_size: int) -> StepInp
     attention = TiledRows(len(rows), torch.from_numpy(tiles), slots.all_tables)
     sampling, _ = last_tokens(plan, plan.num_samples)
     return StepInput(
-        ForwardBatch(inputs[0], inputs[1], inputs[2], attention),
+        ForwardBatch(
+            inputs[0], inputs[1], inputs[2], attention, states=slots.state_rows(rows, positions, plan.num_tokens, True)
+        ),
         last=index,
         sampled=index[sampling],
         sampled_slots=rows[sampling],

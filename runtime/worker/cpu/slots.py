@@ -2,28 +2,51 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from runtime.core.plan import Int32s, NewSlot, StepPlan, last_tokens
+from runtime.kernels.states.state_rows import StateRows
+
+IntArray = NDArray[np.integer[Any]]
 
 
 class Slots:
     """Token ids, block tables and adapters. A sampled token is written at its position, so a row's input is always
     `tokens[slot, start : start + count]`, and plans do not carry it."""
 
-    def __init__(self, num_slots: int, max_model_len: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, num_slots: int, max_model_len: int, max_blocks: int, device: torch.device, has_states: bool = False
+    ) -> None:
         self.max_model_len = max_model_len
         self.tokens = torch.zeros((num_slots, max_model_len), dtype=torch.int32, device=device)
         self.flat_tokens = self.tokens.view(-1)
         self.tables = np.zeros((num_slots, max_blocks), np.int32)  # on the host, which makes gather indices
         self.all_tables = torch.from_numpy(self.tables)
         self.adapters = np.zeros(num_slots, np.int64)
+        self.has_states = has_states
+        self.places = torch.zeros((num_slots + 1, 4), dtype=torch.int32)  # of states (kernels/states/state_rows.py)
 
     def add(self, new: NewSlot) -> None:
         """A request enters with its known tokens. Its blocks come with the plan's table writes."""
         self.tokens[new.slot, : len(new.token_ids)] = torch.tensor(new.token_ids, dtype=torch.int32)
         self.tables[new.slot], self.adapters[new.slot] = 0, new.adapter
+        self.places[new.slot] = torch.tensor((new.state, new.prompt_len - 1, 0, 0))
+
+    def write_snapshots(self, taken: Int32s) -> None:
+        """taken: [3, n] slot, position, row of the state cache (StepPlan.snapshots)."""
+        self.places[torch.from_numpy(taken[0].astype(np.int64)), 2:] = torch.from_numpy(taken[1:].T.copy())
+
+    def state_rows(self, rows: Int32s, starts: IntArray, counts: Int32s, steps_only: bool = False) -> StateRows | None:
+        """The rows of a step, for layers with states; None for a model without states."""
+        if not self.has_states:
+            return None
+        edges = np.concatenate(([0], np.cumsum(counts)))
+        slots, firsts, ends = (torch.from_numpy(x.astype(np.int32)) for x in (rows, starts, edges))
+        return StateRows(slots, firsts, ends, self.places, len(rows), int(edges[-1]), int(counts.max()), steps_only)
 
     def write_tables(self, writes: Int32s) -> None:
         """writes: [3, n] slot, index in its table, block id."""

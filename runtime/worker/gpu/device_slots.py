@@ -1,9 +1,10 @@
 """DeviceSlots: the state of the requests on the device, one row of int32 a slot.
 
-    state[slot] = [ token ids: max_model_len | block table: max_blocks | sampling parameters: NUM_PARAMS | adapter ]
+    state[slot] = [ token ids: max_model_len | block table: max_blocks | sampling parameters: NUM_PARAMS | adapter
+                    | places of states: 4 ]
 
 The last row, the null slot, belongs to the padding of graphs. Its table and its parameters stay zero, so that padded
-rows compute into the null block.
+rows compute into the null block. Its tokens are tokens of a prompt.
 """
 
 from __future__ import annotations
@@ -27,25 +28,30 @@ class DeviceSlots:
         self.num_slots, self.max_model_len = num_slots, max_model_len
         max_blocks = -(-max_model_len // block_size)
         self.table_at, self.params_at = max_model_len, max_model_len + max_blocks
-        self.stride = -(-(self.params_at + NUM_PARAMS + 1) // 4) * 4
+        self.places_at = self.params_at + NUM_PARAMS + 1
+        self.stride = -(-(self.places_at + 4) // 4) * 4
         self.state = torch.zeros((num_slots + 1, self.stride), dtype=torch.int32, device=device)
         self.flat_state = self.state.view(-1)
         self.tokens = self.state[:, :max_model_len]
         self.tables = self.state[:, self.table_at : self.params_at]
         self.params = self.state[:, self.params_at : self.params_at + NUM_PARAMS]
         self.adapters = self.state[:, self.params_at + NUM_PARAMS]
+        self.places = self.state[:, self.places_at : self.places_at + 4]  # kernels/states/state_rows.py
         self.adapter_of = np.zeros(num_slots, np.int32)  # the adapters on the host
+        self.prompt_ends = np.zeros(num_slots, np.int32)  # positions of the prompts' last tokens, on the host
 
     def reset(self) -> None:
         """Forget all requests."""
         self.state.zero_()
+        self.places[-1, 1] = self.max_model_len
         self.adapter_of[:] = 0
 
     def writes(self, plan: StepPlan, params: Int32s) -> list[Int32s]:
         """The plan's changes of the state: block tables, new requests with their row of `params`, draft tokens. The
         arrays, end to end, have the layout of kernels/step/scatter_writes.py."""
-        if not (plan.new or plan.block_table_writes.shape[1] or len(plan.draft_token_ids)):
+        if not (plan.new or plan.block_table_writes.shape[1] or len(plan.draft_token_ids) or plan.snapshots.size):
             return [NO_WRITES]
+        taken = {slot: place for slot, *place in plan.snapshots.T.tolist()}
         slots, index, blocks = plan.block_table_writes
         # A plan may write an entry twice. The last write counts; kernels write in any order, so a dict keeps one.
         tables = dict(zip((slots * self.stride + self.table_at + index).tolist(), blocks.tolist(), strict=True))
@@ -55,10 +61,15 @@ class DeviceSlots:
         lengths: list[int] = np.diff(first, append=len(at)).tolist()
         for new in plan.new:
             row = new.slot * self.stride
+            last = new.adapter, new.state, new.prompt_len - 1, *taken.pop(new.slot, (0, 0))
             places += (row, row + self.params_at)
-            lengths += (len(new.token_ids), NUM_PARAMS + 1)
-            values += (new.token_ids, params[new.slot], np.array([new.adapter], np.int32))
-            self.adapter_of[new.slot] = new.adapter
+            lengths += (len(new.token_ids), NUM_PARAMS + len(last))
+            values += (new.token_ids, params[new.slot], np.array(last, np.int32))
+            self.adapter_of[new.slot], self.prompt_ends[new.slot] = new.adapter, new.prompt_len - 1
+        for slot, place in taken.items():
+            places.append(slot * self.stride + self.places_at + 2)
+            lengths.append(2)
+            values.append(np.array(place, np.int32))
         given = np.flatnonzero(plan.draft_lens)
         if len(given):
             places += (plan.slots * self.stride + plan.ends - plan.draft_lens)[given].tolist()
@@ -69,6 +80,10 @@ class DeviceSlots:
         """Apply writes outside of a graph."""
         if num_writes := int(writes[0][0]):
             scatter_writes(self.flat_state, upload(*writes), num_writes)
+
+    def has_prompts(self, plan: StepPlan) -> bool:
+        """True if a row of the plan has a token before its prompt's last one."""
+        return bool((plan.num_computed < self.prompt_ends[plan.slots]).any())
 
     def has_adapters(self, plan: StepPlan) -> bool:
         """True if a row of the plan has an adapter."""

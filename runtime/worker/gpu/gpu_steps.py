@@ -99,14 +99,17 @@ class GpuSteps(Steps):
         - Graphs keep no states of all tokens, and decode graphs keep none at all.
         - The attention of a decode graph reads prefixes before the step's own keys are written. A new request may
           share a prefix that this very step computes, so it is never in a decode graph.
-        - Several graphs would read the weights of experts several times, which one large step reads once."""
+        - Several graphs would read the weights of experts several times, which one large step reads once.
+        - With states, a decode graph computes single steps, and pieces of a prompt would begin within a chunk."""
         if needs is Needs.ALL_STATES:
             return []
         graph_runner = self.adapter_graphs if self._has_adapters(plan) else self.graph_runner
-        if not plan.new and not needs and (graph := graph_runner.find(plan)) is not None:
+        has_states = self.cache.states is not None
+        only_steps = not (plan.new or needs or (has_states and self.slots.has_prompts(plan)))
+        if only_steps and (graph := graph_runner.find(plan)) is not None:
             return [(graph, plan)]
         graphs = graph_runner.find_prefill(plan) if plan.num_steps == 1 else []
-        return graphs if len(graphs) == 1 or self.decoder.spec.experts is None else []
+        return graphs if len(graphs) == 1 or not (has_states or self.decoder.spec.experts) else []
 
     def _repeated_graph(self, plan: StepPlan) -> StepProgram | None:
         """None if the plan lacks a graph, or its samples need more than the graph."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.attention.paged_attention import PagedBatch, PagedRows
+from runtime.kernels.states.state_rows import StateRows
 from runtime.kernels.step.step_inputs import build_inputs
 from runtime.models.decoder import Decoder
 from runtime.models.forward_batch import ForwardBatch
@@ -54,7 +55,8 @@ class StepKernels:
                 attending.append(
                     PagedRows(slots[part], starts[part], q_starts_of_part, tables, size, tokens, most, max_len)
                 )
-        batch = ForwardBatch(*inputs[:3], PagedBatch(num_tokens, attending), inputs[3])
+        states = StateRows(slots, starts, q_starts, self.slots.places, len(slots), num_tokens, max_count)
+        batch = ForwardBatch(*inputs[:3], PagedBatch(num_tokens, attending), inputs[3], states)
         return self.decoder.forward(batch, self.cache.layers)
 
     def sample(
@@ -93,7 +95,8 @@ class StepKernels:
         rows = PagedRows(
             slots, starts, firsts, tables, size, num_tokens, count, self.slots.max_model_len, prefix_ready=True
         )
-        batch = ForwardBatch(*inputs[:3], PagedBatch(num_tokens, [rows]), inputs[3])
+        states = StateRows(slots, starts, firsts, self.slots.places, size, num_tokens, count, steps_only=True)
+        batch = ForwardBatch(*inputs[:3], PagedBatch(num_tokens, [rows]), inputs[3], states)
         hidden = self.decoder.forward(batch, self.cache.layers)
         logits = self.decoder.logits(hidden, out=self.graph_logits[:num_tokens])
         return self.sample(logits, sample_slots, positions, filters=True, penalties=True)

@@ -217,6 +217,16 @@ class FakeRunner:
     def attend(self, slot: int, position: int) -> None:
         """The stores and reads of other groups of the KV cache at a position."""
 
+    def begin(self, plan) -> None:
+        """New requests have their slots, and rows follow."""
+
+    def begin_row(self, slot: int, start: int, count: int) -> None:
+        """A row of a request follows."""
+
+    def hidden(self, slot: int, position: int, state: int) -> int:
+        """What a sample after a position depends on."""
+        return state
+
     def collect(self) -> StepResult:
         plan = self.reader.decode(self.queue.pop(0))
         for slot in plan.freed.tolist():
@@ -233,6 +243,7 @@ class FakeRunner:
         for slot, index, block in plan.block_table_writes.T.tolist():
             assert block != 0
             self.tables[slot][index] = block
+        self.begin(plan)
         out, vectors, scores, num_top = [], {}, [], max((n for _, n in self.prompts.values()), default=0)
         assert plan.num_tokens.sum() <= self.budget
         assert len(set(plan.slots.tolist())) == len(plan.slots)
@@ -248,6 +259,7 @@ class FakeRunner:
                 tokens[position] = next(given_ids)
             sampled = {}
             assert plan.num_steps == 1 or count == samples == 1
+            self.begin_row(slot, start, count)
             for position in range(start, start + count + plan.num_steps - 1):
                 before = position - 1
                 state = before_all(self.adapters[self.adapter_of[slot]])
@@ -259,7 +271,7 @@ class FakeRunner:
                 if slot in self.prompts and position + 1 < self.prompts[slot][0]:
                     scores.append(score(state, num_top))
                 if position >= start + count - samples:
-                    sampled[position + 1] = self.sample(state)
+                    sampled[position + 1] = self.sample(self.hidden(slot, position, state))
                 if plan.num_steps > 1:
                     tokens |= sampled
             tokens |= sampled

@@ -23,13 +23,13 @@ from tests.support.engine.fake_runner import (
 
 def make(**kw) -> tuple[EngineConfig, ModelInfo]:
     blocks, max_len = kw.pop("num_kv_blocks", 40), kw.pop("max_model_len", 64)
-    kv_cache, labels = kw.pop("kv_cache", None), kw.pop("num_labels", 0)
+    kv_cache, labels, num_states = kw.pop("kv_cache", None), kw.pop("num_labels", 0), kw.pop("num_states", 0)
     config = EngineConfig(**kw)
     size = max_len if config.kv_layout == "contiguous" else config.block_size
     if config.kv_layout == "contiguous":
         blocks = config.max_num_seqs + 1
     pooling = Pooling("last", num_labels=labels)
-    places = {"kv_cache": kv_cache, "pooling": pooling}
+    places = {"kv_cache": kv_cache, "pooling": pooling, "num_states": num_states}
     return config, ModelInfo("f", VOCAB, max_len, (EOS,), blocks, size, "none", "none", **places)
 
 
