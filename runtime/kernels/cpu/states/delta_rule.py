@@ -126,9 +126,7 @@ def delta_rule(
 ) -> None:
     """Part i of n: a share of the pairs of a row and a value head."""
     value_heads = key_heads * group
-    begin, end = share(num_rows * value_heads, part, parts)
-    memory = array(f32, key_dim * LANES)
-    for task in loop(begin, end):
+    for task in loop(*share(num_rows * value_heads, part, parts)):
         row, head = StateRow(task // value_heads, slots, starts, q_starts, places, place_stride), task % value_heads
         key_head = head // group
         own_positions = positions + (row.own * positions_stride + head)
@@ -148,7 +146,7 @@ def delta_rule(
         )
         states = Strided(state + head * (key_dim * value_dim), state_stride)
         for first, count in vectors(value_dim):
-            Columns(tokens, states, memory, first, count, key_dim, value_dim).compute()
+            Columns(tokens, states, first, count, key_dim, value_dim).compute()
         tokens.keep_keys(key_dim)
         own_positions.store(0, span.stored.to(i32))
         with when(span.takes_snapshot):
@@ -229,11 +227,10 @@ class Columns:
 
     `memory` lacks the update of the last token, which the next pass over it adds."""
 
-    def __init__(
-        self, tokens: Tokens, states: Strided, memory: Pointer, first: Any, count: int, key_dim: int, value_dim: int
-    ) -> None:
-        self.tokens, self.span, self.states, self.memory = tokens, tokens.span, states, memory
+    def __init__(self, tokens: Tokens, states: Strided, first: Any, count: int, key_dim: int, value_dim: int) -> None:
+        self.tokens, self.span, self.states = tokens, tokens.span, states
         self.first, self.count, self.key_dim, self.value_dim = first, count, key_dim, value_dim
+        self.memory = array(f32, key_dim * LANES)
         self.update = variable(zeros(f32(LANES)))  # of the last token
 
     def compute(self) -> None:
