@@ -7,7 +7,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from runtime.kernels.collectives.communicator import OneRank
 from runtime.kernels.collectives.heads_norm import HeadsNorm, HeadsWeight
@@ -80,7 +79,7 @@ class LinearMaps:
         weight_format = self.format_of("embed")
         if not isinstance(weight_format, InterleavedFormat):
             (table,) = self.read("embed")
-            return Embedding(table, partial(_scaled_rows, table))
+            return Embedding(table, partial(self.kernels.lookup, table))
         interleaved = self._interleaved("embed", weight_format)
         assert self.kernels.interleaved_lookup is not None
         return Embedding(interleaved, partial(self.kernels.interleaved_lookup, interleaved))
@@ -163,11 +162,6 @@ class LinearMaps:
 
     def _expert_prefixes(self, prefix: str, spec: ExpertsSpec) -> list[str]:
         return [f"{prefix}experts.{e}." for e in range(spec.num_experts)]
-
-
-def _scaled_rows(table: torch.Tensor, token_ids: torch.Tensor, factor: float) -> torch.Tensor:
-    rows = F.embedding(token_ids, table)
-    return rows if factor == 1.0 else rows.mul_(factor)
 
 
 def row_order(spec: DecoderSpec, name: str) -> torch.Tensor | None:
