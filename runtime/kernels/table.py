@@ -23,7 +23,7 @@ from runtime.kernels.experts.moe_torch import ExpertLayer, Experts, Router
 from runtime.kernels.experts.moe_w16a16 import GroupedExperts
 from runtime.kernels.experts.moe_wna16 import QuantizedExperts
 from runtime.kernels.linear.fused_linear import FusedLinear
-from runtime.kernels.linear.linear_torch import Activate, Linear, Norm, Product, cpu_product
+from runtime.kernels.linear.linear_torch import Activate, Linear, Norm, Product, cpu_product, lookup_torch
 from runtime.kernels.linear.lora import AddAdapters, add_adapters_torch, add_adapters_triton
 from runtime.kernels.norm.gated_activation import (
     Activation,
@@ -110,6 +110,7 @@ class Kernels:
     rope_store_kv: RopeStoreKV
     attention: Attention
     add_adapters: AddAdapters
+    lookup: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = lookup_torch  # of a table, ids and a factor
     quantized_linear: Callable[[QuantizedWeight, torch.Tensor | None], Linear] | None = None  # on a GPU
     quantized_experts: QuantizedMixture | None = None
     # On a CPU: the rows of all parts, which may differ in form, and dequantized rows by their index.
@@ -167,6 +168,8 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
     if (attention := compiled.attention) is not None:
         references = replace(
             references,
+            linear=compiled.dense_linear,
+            lookup=compiled.dense_lookup,
             rope_rows=rope_rows_triton,  # this kernel, too, reads its rows of the table
             rope_store_kv=attention.rope_store_kv,
             attention=attention.attention,

@@ -29,12 +29,13 @@ class CompiledAttention:
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`rope_store_kv_torch` as one kernel."""
-        qkv = qkv.contiguous()
+        if qkv.stride(2) != 1 or qkv.stride(1) != qkv.shape[2]:
+            qkv = qkv.contiguous()
         num_tokens, all_heads, _ = qkv.shape
         num_kv_heads, cache_positions = kv.shape[1], kv.shape[2] * kv.shape[3]
         num_heads, (table, positions) = all_heads - 2 * num_kv_heads, rope
         function = kernel(rope_store, form=_form(kv), has_norms=q_norm is not None)
-        sizes = num_tokens, num_heads, num_kv_heads, table.stride(0), cache_positions
+        sizes = num_tokens, num_heads, num_kv_heads, qkv.stride(0), table.stride(0), cache_positions
         arguments = (qkv, table, positions, kv, scales, kv_index, q_norm, k_norm, *sizes, eps)
         parts = self.launcher.parts(num_tokens * all_heads, 8 * qkv.numel())
         self.launcher.launch(function, arguments, parts)
