@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.cpu.attention.attention import attention
+from runtime.kernels.cpu.attention.gate_output import gate_output
 from runtime.kernels.cpu.attention.rope_store import rope_store
 from runtime.kernels.cpu.attention.stored_numbers import KVForm
 from runtime.kernels.cpu.attention.tiled_rows import TiledRows
@@ -65,6 +66,12 @@ class CompiledAttention:
         parts = self.launcher.parts(num_tiles * num_heads // per_task, 1 << 20)  # positions are not known here
         self.launcher.launch(function, arguments, parts)
         return out
+
+    def gate_output(self, out: torch.Tensor, gate: torch.Tensor) -> None:
+        """`gate_output_torch` as one kernel."""
+        num_tokens, columns = out.shape
+        parts = self.launcher.parts(num_tokens, 16 * out.numel())
+        self.launcher.launch(kernel(gate_output), (out, gate, num_tokens, columns, gate.stride(0)), parts)
 
 
 def _form(kv: torch.Tensor) -> KVForm:
