@@ -8,7 +8,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from runtime.kernels.collectives.communicator import OneRank
 from runtime.kernels.collectives.heads_norm import HeadsNorm, HeadsWeight
@@ -96,7 +95,7 @@ class LinearMaps:
         weight_format = self.format_of("embed")
         if not isinstance(weight_format, InterleavedFormat):
             (table,) = self.read("embed")
-            return Embedding(table, partial(_scaled_rows, table))
+            return Embedding(table, partial(self.kernels.lookup, table))
         interleaved = self._interleaved("embed", weight_format)
         assert self.kernels.interleaved_lookup is not None
         return Embedding(interleaved, partial(self.kernels.interleaved_lookup, interleaved))
@@ -192,11 +191,6 @@ class LinearMaps:
 def _layer_of(prefix: str) -> int:
     """The layer of a prefix such as layers.3. or layers.3.experts.0."""
     return int(prefix.split(".")[1])
-
-
-def _scaled_rows(table: torch.Tensor, token_ids: torch.Tensor, factor: float) -> torch.Tensor:
-    rows = F.embedding(token_ids, table)
-    return rows if factor == 1.0 else rows.mul_(factor)
 
 
 def _ungrouped(prefix: str, names: Sequence[str]) -> Iterator[str]:
