@@ -95,7 +95,10 @@ def _architecture(config: dict[str, Any], spec: DecoderSpec) -> str:
         f"vocabulary {spec.vocab_size}{', tied' if spec.tied_head else ''}",
     ]
     if spec.experts:
-        parts.insert(4, f"{spec.experts.num_experts} experts, {spec.experts.top_k} a token")
+        if spec.dense_layers:
+            parts[3] += f", of the first {spec.dense_layers} layers {spec.dense_ffn_size}"
+        shared = f", and {spec.experts.shared} for all tokens" if spec.experts.shared else ""
+        parts.insert(4, f"{spec.experts.num_experts} experts, {spec.experts.top_k} a token{shared}")
     return f"{config['architectures'][0]}: {'; '.join(parts)}"
 
 
@@ -105,7 +108,7 @@ def _parameters(spec: DecoderSpec) -> str:
     if not spec.experts:
         return f"{total:,}"
     of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    active = total - of_experts + of_experts * spec.experts.top_k // spec.experts.num_experts
+    active = total - of_experts + of_experts * spec.experts.choices // spec.experts.all_experts
     return f"{total:,}, of which a token meets {active:,}"
 
 

@@ -19,7 +19,7 @@ from runtime.kernels.attention.prefill_attention import prefill_attention
 from runtime.kernels.attention.rope import rope_rows_torch, rope_rows_triton, rope_store_kv_torch, rope_store_kv_triton
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts, has_fp8_moe
-from runtime.kernels.experts.moe_torch import ExpertLayer, Experts
+from runtime.kernels.experts.moe_torch import ExpertLayer, Experts, Router
 from runtime.kernels.experts.moe_w16a16 import GroupedExperts
 from runtime.kernels.experts.moe_wna16 import QuantizedExperts
 from runtime.kernels.linear.fused_linear import FusedLinear
@@ -85,7 +85,7 @@ class DenseExperts(Protocol):
     """A mixture from a router and the weights of each expert: gate and up as one, and down."""
 
     def __call__(
-        self, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[torch.Tensor, torch.Tensor]]
+        self, spec: ExpertsSpec, router: Router, weights: Iterable[tuple[torch.Tensor, torch.Tensor]]
     ) -> ExpertLayer: ...
 
 
@@ -93,7 +93,7 @@ class QuantizedMixture(Protocol):
     """A mixture with quantized weights, all in one encoding."""
 
     def __call__(
-        self, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[QuantizedWeight, QuantizedWeight]]
+        self, spec: ExpertsSpec, router: Router, weights: Iterable[tuple[QuantizedWeight, QuantizedWeight]]
     ) -> ExpertLayer: ...
 
 
@@ -191,7 +191,7 @@ def _quantized_linear(
 
 def _quantized_experts(
     spec: ExpertsSpec,
-    router: Linear,
+    router: Router,
     weights: Iterable[tuple[QuantizedWeight, QuantizedWeight]],
     activation: Activation,
     deterministic: bool,

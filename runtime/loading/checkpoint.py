@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from runtime.loading.folder import INDEX_NAME, folder_eos_token_ids, model_config, read_json, weight_files
 from runtime.loading.gguf import GgufFile, dequantize
 from runtime.loading.gguf_architectures import Source, gguf_eos_token_ids, read_gguf_model
+from runtime.loading.stacked_experts import Place, single_weights
 from runtime.loading.upload import Uploader
 from runtime.spec.sharding import Part
 from runtime.spec.types import CallboardError
@@ -181,9 +182,11 @@ class _Stored(NamedTuple):
     """A tensor as its safetensors file announces it."""
 
     path: Path
+    name: str  # of the tensor in the file
     type_name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    place: Place | None = None  # in a tensor of all experts; None for a whole tensor
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -201,8 +204,9 @@ class SafetensorsCheckpoint(Checkpoint):
             self._tensors |= tensors
         self._path, self._file, self._num_mapped = path, _opened(path), 0  # the file that was read last
         if (folder / INDEX_NAME).exists():
+            found = {stored.name for stored in self._tensors.values()}
             for name, file_name in read_json(folder / INDEX_NAME)["weight_map"].items():
-                if name not in self._tensors:
+                if name not in found:
                     raise CallboardError(f"{folder / file_name} lacks tensor {name!r}, which {INDEX_NAME} puts there.")
 
     def names(self) -> list[str]:
@@ -243,11 +247,12 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def _mapped(self, name: str) -> torch.Tensor:
         """Return a tensor in its file's pages. They count as memory of this process until the file is reopened."""
-        path = self._announced(name).path
+        stored = self._announced(name)
+        path = stored.path
         if path != self._path or self._num_mapped > _MOST_MAPPED:
             self._path, self._file, self._num_mapped = path, _opened(path), 0
-        tensor: torch.Tensor = self._file.get_tensor(name)
-        return tensor
+        tensor: torch.Tensor = self._file.get_tensor(stored.name)
+        return tensor if stored.place is None else tensor[stored.place.expert, stored.place.start : stored.place.stop]
 
 
 def _opened(path: Path) -> Any:
@@ -269,7 +274,12 @@ def _header(path: Path) -> dict[str, _Stored]:
             tensor = file.get_tensor(name)
         except SafetensorError as e:
             raise CallboardError(f"{path}: tensor {name!r} has the type {type_name}, which is not supported.") from e
-        tensors[name] = _Stored(path, type_name, tensor.dtype, tuple(tensor.shape))
+        stored = _Stored(path, name, type_name, tensor.dtype, tuple(tensor.shape))
+        singles = single_weights(name, stored.shape)
+        for single, place in singles.items():
+            tensors[single] = stored._replace(shape=(place.stop - place.start, stored.shape[2]), place=place)
+        if not singles:
+            tensors[name] = stored
     return tensors
 
 

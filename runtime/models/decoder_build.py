@@ -106,7 +106,7 @@ class _LayerBuilder:
         q_norm, k_norm = (maps.turned(prefix + n) if of_each_head else None for n in ("q_norm", "k_norm"))
         qkv, out = (maps.linear(prefix, name) for name in ("qkv", "out"))
         feed_forward: Mlp | ExpertLayer
-        if spec.experts is None:
+        if spec.experts is None or not spec.has_experts(index):
             feed_forward = Mlp(maps.linear(prefix, "gate_up"), maps.linear(prefix, "down"))
         else:
             feed_forward = maps.experts(prefix, spec.experts)

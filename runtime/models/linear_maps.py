@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from runtime.kernels.collectives.communicator import OneRank
 from runtime.kernels.collectives.heads_norm import HeadsNorm, HeadsWeight
 from runtime.kernels.cpu.linear.interleaved_weight import ROWS, InterleavedWeight, dequantize_interleaved
-from runtime.kernels.experts.moe_torch import ExpertLayer, Experts
+from runtime.kernels.experts.moe_torch import ExpertLayer, Experts, Router, SharedBeside
 from runtime.kernels.linear.linear_torch import Linear, Product
 from runtime.kernels.table import Kernels
 from runtime.models.weights import ReadWeight
@@ -22,6 +23,7 @@ from runtime.spec.sharding import Part
 
 FormatOf = Callable[[str], WeightFormat]  # of a parameter by its name
 SUMS = ("out", "down")  # each rank of a group has some inputs of these maps, so results are summed over ranks
+_ROUTER_ROWS = 8  # a router with the row of the shared experts has a multiple, so that its logits are aligned
 _AT_ONCE = 1 << 22  # numbers of an embedding that are read at once
 
 
@@ -60,13 +62,25 @@ class LinearMaps:
 
     def experts(self, prefix: str, spec: ExpertsSpec) -> ExpertLayer:
         """The mixture of experts of a layer."""
-        router, prefixes = self._router(prefix), self._expert_prefixes(prefix, spec)
-        weight_format = self.format_of(f"{prefixes[0]}down.weight")
-        if isinstance(weight_format, InterleavedFormat):
+        prefixes = self._expert_prefixes(prefix, spec)
+        own, of_shared = (self.format_of(f"{prefixes[e]}down.weight") for e in (0, -1))
+        if isinstance(own, InterleavedFormat) or isinstance(of_shared, InterleavedFormat):
+            router = self._router(prefix, spec)
             products = ((self._product(p, "gate_up"), self._product(p, "down")) for p in prefixes)
             return Experts(spec, router, products, lambda product: product, self.kernels.activate)
-        weights = ((self._parts(p, "gate_up")[0].weight, self._parts(p, "down")[0].weight) for p in prefixes)
-        return weight_format.experts(spec, router, weights, self.kernels)
+        is_one = own.stacks_with(of_shared)
+        routed = spec if is_one else replace(spec, shared=0, shared_gate=False)
+        router = self._router(prefix, routed)
+        weights = (
+            (self._parts(p, "gate_up")[0].weight, self._parts(p, "down")[0].weight)
+            for p in prefixes[: routed.all_experts]
+        )
+        mixture = own.experts(routed, router, weights, self.kernels)
+        if is_one:
+            return mixture
+        gate = self.kernels.linear(self.read(f"{prefix}shared_gate.weight")[0], None) if spec.shared_gate else None
+        shared = [(self._product(p, "gate_up"), self._product(p, "down")) for p in prefixes[spec.num_experts :]]
+        return SharedBeside(mixture, gate, shared, router.logits.norm, self.kernels.activate)
 
     def heads_norm(self, prefix: str) -> HeadsNorm:
         """The norms over all heads of q and of k."""
@@ -132,7 +146,7 @@ class LinearMaps:
         """The weights of a fused map. Neighbours in one format are joined."""
         order, at, parts = row_order(self.spec, name), 0, list[MapPart]()
         groups = list[list[str]]()
-        for part in self.spec.linears()[name][0]:
+        for part in self.spec.linears(_layer_of(prefix))[name][0]:
             parameter = f"{prefix}{part}.weight"
             if groups and self._joins(groups[-1][0], parameter):
                 groups[-1].append(parameter)
@@ -152,16 +166,27 @@ class LinearMaps:
         return len(set(interleaved)) <= 1
 
     def _bias(self, prefix: str, name: str) -> torch.Tensor | None:
-        parts, has_bias = self.spec.linears()[name]
+        parts, has_bias = self.spec.linears(_layer_of(prefix))[name]
         if not has_bias:
             return None
         return DENSE.join([self.read(f"{prefix}{part}.bias") for part in parts], row_order(self.spec, name))[0]
 
-    def _router(self, prefix: str) -> Linear:
-        return self.kernels.linear(self.read(f"{prefix}router.weight")[0], None)
+    def _router(self, prefix: str, spec: ExpertsSpec) -> Router:
+        (weight,) = self.read(f"{prefix}router.weight")
+        if spec.shared_gate:
+            (gate,) = self.read(f"{prefix}shared_gate.weight")
+            missing = -(len(weight) + 1) % _ROUTER_ROWS
+            weight = torch.cat((weight, gate, gate.new_zeros(missing, gate.shape[1])))
+        bias = self.read(f"{prefix}choice_bias")[0].float() if spec.choice_bias else None
+        return Router(self.kernels.linear(weight, None), bias)
 
     def _expert_prefixes(self, prefix: str, spec: ExpertsSpec) -> list[str]:
-        return [f"{prefix}experts.{e}." for e in range(spec.num_experts)]
+        return [f"{prefix}experts.{e}." for e in range(spec.all_experts)]
+
+
+def _layer_of(prefix: str) -> int:
+    """The layer of a prefix such as layers.3. or layers.3.experts.0."""
+    return int(prefix.split(".")[1])
 
 
 def row_order(spec: DecoderSpec, name: str) -> torch.Tensor | None:

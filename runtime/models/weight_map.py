@@ -15,7 +15,9 @@ _PARAMETER = re.compile(r"(?:layers\.(\d+)\.)?(?:experts\.(\d+)\.)?(\w+)(\.weigh
 class WeightMap:
     """Our parameter -> the checkpoint's tensor, and how to read it.
 
-    In a name the first {} is the layer, the second the expert; .weight or .bias follows a linear map's name."""
+    In a name the first {} is the layer, the second the expert; .weight or .bias follows a linear map's name. Keys of
+    shared experts are such as shared.up, and their second {} counts from 0. Keys of the first layers of a mixture, with
+    an ordinary feed-forward layer, are such as dense.up."""
 
     names: Mapping[str, str]
     base: str = ""  # prefix that some exports have before all names
@@ -25,10 +27,15 @@ class WeightMap:
 
     def names_of(self, spec: DecoderSpec) -> dict[str, str]:
         """Every parameter of the spec -> its tensor, without `base`."""
-        sources = {}
-        for parameter in spec.shapes():
-            match = _PARAMETER.fullmatch(parameter)
-            assert match, parameter
-            layer, expert, part, suffix = match.groups("")
-            sources[parameter] = self.names[part].format(layer, expert) + suffix
-        return sources
+        return {parameter: self.name_of(spec, parameter) for parameter in spec.shapes()}
+
+    def name_of(self, spec: DecoderSpec, parameter: str) -> str:
+        """The tensor of a parameter, without `base`."""
+        match = _PARAMETER.fullmatch(parameter)
+        assert match, parameter
+        layer, expert, part, suffix = match.groups("")
+        if spec.experts and expert and int(expert) >= spec.experts.num_experts:
+            part, expert = f"shared.{part}", str(int(expert) - spec.experts.num_experts)
+        elif spec.experts and not expert and f"dense.{part}" in self.names:
+            part = f"dense.{part}"
+        return self.names[part].format(layer, expert) + suffix

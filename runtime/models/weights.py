@@ -13,7 +13,7 @@ from runtime.kernels.numerics import Numerics
 from runtime.models.kv_scales import KV_SCALES
 from runtime.models.weight_map import WeightMap
 from runtime.quant.model_formats import weight_formats
-from runtime.quant.weight_format import Location, TensorSource, Weight
+from runtime.quant.weight_format import DENSE, Location, TensorSource, Weight
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.sharding import Part, parts_of
 from runtime.spec.types import CallboardError
@@ -90,6 +90,8 @@ def read_from(source: TensorSource, spec: DecoderSpec, weight_map: WeightMap, nu
             location = location._replace(parts=(part,))
         if weight_map.norms_plus_one and parameter.endswith("norm"):  # in fp32: 1 + w has more digits than w
             return (format_of(parameter).read(source, location, replace(numerics, dtype=torch.float32))[0].add_(1.0),)
+        if parameter.endswith("choice_bias"):
+            return DENSE.read(source, location, replace(numerics, dtype=torch.float32))
         return format_of(parameter).read(source, location, numerics)
 
     return read

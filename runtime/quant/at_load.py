@@ -11,7 +11,7 @@ from math import gcd
 
 from runtime.quant.scheme import QuantizationScheme
 from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.decoder_spec import DecoderSpec, chooses_experts
 from runtime.spec.sharding import Shard, leaves_of
 from runtime.spec.types import CallboardError
 
@@ -36,7 +36,7 @@ def quantized_at_load(spec: DecoderSpec, config: EngineConfig, device: str = "",
     encoding. On a CPU, int8 and int4 imply an int8 head if the checkpoint's is dense. Raises CallboardError if the
     checkpoint already has another encoding."""
     schemes: dict[str, QuantizationScheme] = dict(spec.quantization or {})
-    maps = [name for name in spec.shapes() if name.endswith(".weight") and ".router." not in name]
+    maps = [name for name in spec.shapes() if name.endswith(".weight") and not chooses_experts(name)]
     fields = requested_encodings(config, is_draft)
     of_maps, of_head = fields.values()
     if of_maps == "none" and of_head == "auto":

@@ -67,7 +67,7 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         return lambda parameter: DENSE
 
     layout_of = cache(lambda scheme: LAYOUTS[scheme.layout](scheme))
-    linears, of_experts = [parts for parts, _ in spec.linears().values()], _weights_of_experts(whole_shapes)
+    of_experts = _weights_of_experts(spec, whole_shapes)
 
     def own_encoding(parameter: str) -> Encoding | None:
         scheme = schemes.get(parameter)
@@ -96,13 +96,13 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
     def stays(parameter: str) -> bool:
         """True if a weight can stay quantized on the device.
 
-        The device must have products for all weights of one layer: the parts of a fused layer, or all experts. On a GPU
-        they must have one encoding."""
+        The device must have products for all weights of one layer: the parts of a fused layer, all experts, or all
+        shared ones. On a GPU they must have one encoding."""
         prefix, _, part = parameter.removesuffix(".weight").rpartition(".")
-        layer, experts, _ = parameter.partition(".experts.")
-        parts = next((parts for parts in linears if part in parts), None)
-        if experts:
-            return agree(of_experts[layer])
+        if ".experts." in parameter:
+            return agree(of_experts[_layer_of_expert(spec, parameter)])
+        linears = spec.linears(int(prefix.partition(".")[2])) if prefix else {}
+        parts = next((parts for parts, _ in linears.values() if part in parts), None)
         return agree(tuple(f"{prefix}.{part}.weight" for part in parts) if parts else (parameter,))
 
     @cache
@@ -128,14 +128,19 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
     return format_of
 
 
-def _weights_of_experts(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Layer -> the weights of its experts."""
-    of_layer = defaultdict[str, list[str]](list)
+def _weights_of_experts(spec: DecoderSpec, names: Iterable[str]) -> dict[tuple[str, bool], tuple[str, ...]]:
+    """Layer, True for shared experts -> the weights of these experts."""
+    of_layer = defaultdict[tuple[str, bool], list[str]](list)
     for name in names:
-        layer, experts, _ = name.partition(".experts.")
-        if experts:
-            of_layer[layer].append(name)
+        if ".experts." in name:
+            of_layer[_layer_of_expert(spec, name)].append(name)
     return {layer: tuple(weights) for layer, weights in of_layer.items()}
+
+
+def _layer_of_expert(spec: DecoderSpec, parameter: str) -> tuple[str, bool]:
+    layer, _, name = parameter.partition(".experts.")
+    assert spec.experts is not None
+    return layer, int(name.partition(".")[0]) >= spec.experts.num_experts
 
 
 def _has_whole_groups(encoding: Encoding, whole: Shape, pieces: set[Shape]) -> bool:
@@ -186,7 +191,7 @@ def dequantized_copy_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
     format_of, shapes = weight_formats(spec, numerics), spec.shapes()
     sizes = [0]
     for layer in range(spec.num_layers):
-        for parts, _ in spec.linears().values():
+        for parts, _ in spec.linears(layer).values():
             names = [f"layers.{layer}.{part}.weight" for part in parts]
             if all(name in shapes and _dequantizes(format_of(name), shapes[name]) for name in names):
                 sizes.append(sum(math.prod(shapes[name]) for name in names))

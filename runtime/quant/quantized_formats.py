@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
-from runtime.kernels.experts.moe_torch import ExpertLayer
+from runtime.kernels.experts.moe_torch import ExpertLayer, Router
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import Kernels
@@ -89,9 +89,12 @@ class QuantizedFormat(WeightFormat):
         return self._products.linear(self.encoding, weight, bias, kernels)
 
     def experts(
-        self, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
+        self, spec: ExpertsSpec, router: Router, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
     ) -> ExpertLayer:
         return self._products.experts(self.encoding, spec, router, weights, kernels)
+
+    def stacks_with(self, other: WeightFormat) -> bool:
+        return isinstance(other, QuantizedFormat) and other.encoding.flat == self.encoding.flat
 
 
 class InterleavedFormat(QuantizedFormat):

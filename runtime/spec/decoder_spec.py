@@ -44,11 +44,20 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """A mixture of feed-forward layers in place of one; `ffn_size` is the size of one expert."""
+    """A mixture of feed-forward layers in place of one; `ffn_size` is the size of one expert.
 
-    num_experts: int
-    top_k: int  # experts per token
-    normalized: bool  # the weights of a token's experts are scaled to sum to one
+    Every token takes the shared experts, too. They are the last ones, with ids from `num_experts`."""
+
+    num_experts: int  # without the shared ones
+    top_k: int  # of them per token
+    normalized: bool  # the weights of a token's top_k are scaled to sum to one
+    shared: int = 0
+    # The weight of the shared experts is the sigmoid of one more row of the router; otherwise it is 1.
+    shared_gate: bool = False
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits
+    choice_bias: bool = False  # a bias is added to the scores for the choice of the top_k, not for their weights
+    sum_eps: float = 0.0  # with normalized: added to the sum that divides the weights
+    scale: float = 1.0  # factor of the weights of the top_k
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
@@ -56,6 +65,16 @@ class ExpertsSpec:
                 f"The model has {self.num_experts} experts, of which a token takes {self.top_k}; it must take one at "
                 "least and all at most."
             )
+
+    @property
+    def all_experts(self) -> int:
+        """The number of experts with the shared ones."""
+        return self.num_experts + self.shared
+
+    @property
+    def choices(self) -> int:
+        """The number of experts that a token takes with the shared ones."""
+        return self.top_k + self.shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +130,8 @@ class DecoderSpec:
     fused_gate_up: bool = False  # the checkpoint has gate and up as one tensor
     gated: bool = True  # the feed-forward layer has a gate; without it `up` alone is activated
     experts: ExpertsSpec | None = None
+    dense_layers: int = 0  # with experts: the first layers that have a feed-forward layer instead
+    dense_ffn_size: int = 0  # of these
     norm: Literal["rms", "layer"] = "rms"  # layer: with the mean subtracted, and a bias
     pre_norms: bool = True  # a norm before attention and the feed-forward layer
     post_norms: bool = False  # a norm after each of them, before the residual
@@ -168,6 +189,7 @@ class DecoderSpec:
             num_heads=self.num_heads // shard.size,
             num_kv_heads=max(1, self.num_kv_heads // shard.size),
             ffn_size=self.ffn_size // shard.size,
+            dense_ffn_size=self.dense_ffn_size // shard.size,
             vocab_size=len(shard.vocabulary(self.vocab_size)),
             shard=shard,
             of_all_ranks=self,
@@ -177,13 +199,19 @@ class DecoderSpec:
         kv_heads = self.num_kv_heads
         has_tokens = len(Shard(size - 1, size).vocabulary(self.vocab_size)) > 0
         divides_kv = kv_heads % size == 0 or size % kv_heads == 0
-        return self.num_heads % size == 0 and divides_kv and self.ffn_size % size == 0 and has_tokens
+        divides_ffn = self.ffn_size % size == 0 and self.dense_ffn_size % size == 0
+        return self.num_heads % size == 0 and divides_kv and divides_ffn and has_tokens
 
-    def linears(self) -> dict[str, tuple[dict[str, tuple[int, ...]], bool]]:
+    def has_experts(self, layer: int) -> bool:
+        """Return True if a layer has a mixture of experts."""
+        return self.experts is not None and layer >= self.dense_layers
+
+    def linears(self, layer: int) -> dict[str, tuple[dict[str, tuple[int, ...]], bool]]:
         """Return a layer's linear maps: fused name -> ({part: (out, in) shape}, has a bias), parts in row order.
 
         In a mixture, gate_up and down are the maps of each expert."""
-        hidden, ffn = self.hidden_size, self.ffn_size
+        hidden = self.hidden_size
+        ffn = self.dense_ffn_size if layer < self.dense_layers else self.ffn_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         qkv: dict[str, tuple[int, ...]] = {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
         gate_up: dict[str, tuple[int, ...]] = {"gate": (ffn, hidden), "up": (ffn, hidden)}
@@ -258,12 +286,12 @@ class DecoderSpec:
                 shapes[f"layers.{i}.k_heads_norm"] = (self.num_kv_heads * self.head_dim,)
             elif self.qk_norm:
                 shapes[f"layers.{i}.q_norm"] = shapes[f"layers.{i}.k_norm"] = (self.head_dim,)
-            if self.experts:
-                shapes[f"layers.{i}.router.weight"] = (self.experts.num_experts, hidden)
-            for name, (parts, has_bias) in self.linears().items():
+            if self.experts and self.has_experts(i):
+                shapes |= _of_router(f"layers.{i}.", self.experts, hidden)
+            for name, (parts, has_bias) in self.linears(i).items():
                 prefixes = [""]
-                if self.experts and name in ("gate_up", "down"):
-                    prefixes = [f"experts.{e}." for e in range(self.experts.num_experts)]
+                if self.experts and self.has_experts(i) and name in ("gate_up", "down"):
+                    prefixes = [f"experts.{e}." for e in range(self.experts.all_experts)]
                 for prefix in prefixes:
                     for part, shape in parts.items():
                         shapes[f"layers.{i}.{prefix}{part}.weight"] = shape
@@ -273,3 +301,18 @@ class DecoderSpec:
 
     def _norm(self, name: str) -> dict[str, tuple[int, ...]]:
         return dict.fromkeys([name, f"{name}_bias"] if self.norm == "layer" else [name], (self.hidden_size,))
+
+
+def chooses_experts(parameter: str) -> bool:
+    """Return True for the weights of a router, which stay dense."""
+    return ".router." in parameter or ".shared_gate." in parameter
+
+
+def _of_router(prefix: str, experts: ExpertsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters that choose the experts of a layer."""
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}router.weight": (experts.num_experts, hidden)}
+    if experts.shared_gate:
+        shapes[f"{prefix}shared_gate.weight"] = (1, hidden)
+    if experts.choice_bias:
+        shapes[f"{prefix}choice_bias"] = (experts.num_experts,)
+    return shapes

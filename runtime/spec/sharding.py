@@ -111,6 +111,8 @@ def _divided(spec: DecoderSpec, parameter: str) -> tuple[int, list[tuple[int, ra
     heads = own(rank * spec.num_heads, spec.num_heads, head_dim), whole.num_heads * head_dim
     kv_heads = own(spec.first_kv_head, spec.num_kv_heads, head_dim), whole.num_kv_heads * head_dim
     inner = own(rank, 1, spec.ffn_size), whole.ffn_size
+    if spec.dense_layers and ".experts." not in parameter:
+        inner = own(rank, 1, spec.dense_ffn_size), whole.dense_ffn_size
     tokens = spec.token_ids, whole.vocab_size
     maps = {
         "q": [heads], "k": [kv_heads], "v": [kv_heads], "qkv": [heads, kv_heads, kv_heads], "out": [heads],

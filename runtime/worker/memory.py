@@ -204,10 +204,10 @@ def _activation_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int) -> int
     heads = spec.num_heads + 2 * spec.num_kv_heads
     ffn = 3 * spec.ffn_size
     if spec.experts is not None:  # each choice of a token has its own intermediate values and result
-        ffn = spec.experts.top_k * (ffn + 2 * spec.hidden_size)
+        ffn = max(3 * spec.dense_ffn_size, spec.experts.choices * (ffn + 2 * spec.hidden_size))
     rows = tokens * (4 * spec.hidden_size + 2 * heads * spec.head_dim + ffn) * numerics.dtype.itemsize
     if numerics.rank_invariant:  # results of all leaves
-        choices = 1 if spec.experts is None else 1 + spec.experts.top_k
+        choices = 1 if spec.experts is None else 1 + spec.experts.choices
         rows += tokens * choices * NUM_LEAVES // spec.shard.size * spec.hidden_size * 4
     return rows + dequantized_copy_bytes(spec, numerics)
 

@@ -37,6 +37,10 @@ SPECS = {
         logit_soft_cap=20.0, window=8, sliding=(True, False), num_kv_heads=2,
     ),
     "mixture": replace(BASE, experts=ExpertsSpec(4, 2, normalized=True), ffn_size=64),
+    "mixture with shared experts": replace(
+        BASE, ffn_size=64, dense_layers=1, dense_ffn_size=128,
+        experts=ExpertsSpec(4, 2, True, shared=2, shared_gate=True, scores="sigmoid", choice_bias=True, sum_eps=1e-6),
+    ),
     "gpt": replace(
         BASE, rope=RopeSpec(partial=0.0), activation="gelu_tanh", gated=False, norm="layer", learned_positions=True,
         qkv_bias=True, out_bias=True, ffn_bias=True, fused_qkv=True, num_kv_heads=8,
