@@ -142,7 +142,7 @@ class Router:
     def __init__(self, policy: RoutingPolicy = "prefix") -> None:
         self.policy = policy
         self._engines: dict[str, _Engine] = {}
-        self._stateful: dict[str, _Engine] = {}  # of these, the ones whose model has states
+        self._stateful: dict[str, _Engine] = {}  # of these, the ones with states
         self._places: list[_Engine] = []  # by index
         self._free: list[_Engine] = []
         self._holders: dict[int, int] = {}  # key of a block -> bits of the engines that hold it

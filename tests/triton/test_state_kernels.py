@@ -14,36 +14,16 @@ from runtime.kernels.states.state_rows import ConvState
 from runtime.spec.kv_cache_spec import CHUNK, RING
 from tests.support.examples import examples
 from tests.support.kernels import state_cases
-from tests.support.kernels.state_cases import NEAR, SMALL, Heads, Span
+from tests.support.kernels.state_cases import NEAR, SMALL, Heads, Layers, Span
 
-SLOTS = 4
 kernels = state_cases.layer_of(causal_conv_triton, delta_rule_triton)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-
-
-class Layers:
-    """One layer by the kernels and by the twins, each with a memory of its own."""
-
-    def __init__(self, heads: Heads, dtype: torch.dtype) -> None:
-        torch.manual_seed(0)
-        self.heads, self.dtype, self.weights = heads, dtype, state_cases.make_weights(heads, dtype)
-        self.mine = state_cases.make_state(heads, 2 * SLOTS + 1, SLOTS, dtype)
-        self.other = state_cases.clone(self.mine)
-
-    def step(self, spans: list[Span], steps_only: bool = False) -> None:
-        rows = state_cases.make_rows(spans, SLOTS, steps_only=steps_only)
-        inputs = state_cases.make_inputs(self.heads, rows.num_tokens, self.dtype)
-        got = kernels(inputs, self.weights, rows, self.mine)
-        want = state_cases.twin(inputs, self.weights, rows, self.other)
-        own = torch.cat([torch.full((span.count,), span.slot is not None) for span in spans])
-        assert state_cases.error(got[own], want[own]) < NEAR[self.dtype]
-        state_cases.check_memory(self.mine, self.other, spans, NEAR[self.dtype])
 
 
 @dtypes
 @pytest.mark.parametrize("heads", [SMALL, Heads(2, 6, 16, 32), Heads(1, 1, 24, 48, 3)])
 def test_steps_of_requests(heads, dtype):
-    layers = Layers(heads, dtype)
+    layers = Layers(kernels, heads, dtype)
     layers.step([Span(0, 0, 1, 0), Span(1, 0, 2, 0), Span(2, 0, 9, 0), Span(None, 0, 1, 0)], steps_only=True)
     layers.step([Span(0, 1, 1, 0), Span(1, 1, 1, 0), Span(2, 3, 9, 0)])  # a row is planned again; 3 of 9 are accepted
     layers.step([Span(2, 4, 9, 0), Span(0, 2, 4, 0), Span(None, 0, 1, 0), Span(None, 0, 1, 0)], steps_only=True)
@@ -54,7 +34,7 @@ def test_steps_of_requests(heads, dtype):
 @dtypes
 @pytest.mark.parametrize("heads", [SMALL, Heads(2, 6, 16, 32), Heads(1, 1, 24, 48, 3)])
 def test_prompts(heads, dtype):
-    layers = Layers(heads, dtype)
+    layers = Layers(kernels, heads, dtype)
     layers.step([Span(0, 0, 1, 1), Span(1, 0, 64, 70), Span(2, 0, 200, 199, 128, 6), Span(None, 0, 70, 0)])
     layers.step([Span(1, 64, 8, 70), Span(0, 1, 3, 1), Span(3, 0, 192, 400, 192, 7), Span(2, 200, 1, 199)])
     layers.step([Span(3, 192, 128, 400), Span(None, 0, 1, 0), Span(1, 71, 2, 70)])

@@ -150,9 +150,7 @@ def _keep_inputs_kernel(
     positions = stop - RING + tl.arange(0, RING)
     at, places = positions - start, ((positions & (RING - 1)) * channels)[:, None]
     inside = (at >= 0)[:, None] & is_col
-    tl.store(
-        own_ptr + places, _load_inputs(x_ptr, first + at, cols, inside, x_stride, channels, GATED), mask=inside
-    )
+    tl.store(own_ptr + places, _load_inputs(x_ptr, first + at, cols, inside, x_stride, channels, GATED), mask=inside)
 
 
 def causal_conv_triton(

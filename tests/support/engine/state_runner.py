@@ -1,8 +1,7 @@
 """A runner with recurrent states. A wrong state changes every later sample.
 
 States are hashes in which the form of a token counts: one hash for tokens of chunks, another for single steps. The
-runner stores them as runtime/kernels/states/state_rows.py says: the state lags behind, and the last tokens are in a
-ring."""
+runner stores them as kernels do (runtime/kernels/states/state_rows.py): the state lags behind a ring of last tokens."""
 
 import numpy as np
 

@@ -173,3 +173,26 @@ def equal_memory(got: DeltaState, want: DeltaState) -> bool:
         return getattr(state, name).contiguous().view(torch.uint8)
 
     return all(torch.equal(bits(got, field.name), bits(want, field.name)) for field in fields(DeltaState))
+
+
+class Layers:
+    """One layer by an implementation and by the twins, each with a memory of its own."""
+
+    def __init__(
+        self, layer: Layer, heads: Heads, dtype: torch.dtype, num_slots: int = 4, device: str = "cpu"
+    ) -> None:
+        torch.manual_seed(0)
+        self.layer, self.heads, self.dtype, self.num_slots, self.device = layer, heads, dtype, num_slots, device
+        self.weights = make_weights(heads, dtype, device)
+        self.mine = make_state(heads, 2 * num_slots + 1, num_slots, dtype, device)
+        self.other = clone(self.mine)
+
+    def step(self, spans: list[Span], steps_only: bool = False) -> None:
+        """Compare outputs and memory after one step. Rows of the null slot may be anything."""
+        rows = make_rows(spans, self.num_slots, self.device, steps_only)
+        inputs = make_inputs(self.heads, rows.num_tokens, self.dtype, self.device)
+        got = self.layer(inputs, self.weights, rows, self.mine)
+        want = twin(inputs, self.weights, rows, self.other)
+        own = torch.cat([torch.full((span.count,), span.slot is not None) for span in spans])
+        assert error(got[own], want[own]) < NEAR[self.dtype], spans
+        check_memory(self.mine, self.other, spans, NEAR[self.dtype])
