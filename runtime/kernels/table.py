@@ -135,7 +135,7 @@ class Kernels:
     causal_conv: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, StateRows, DeltaState], torch.Tensor]
     short_conv: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, StateRows, ConvState], torch.Tensor]
     delta_rule: DeltaRule
-    gate_output: Callable[[torch.Tensor, torch.Tensor], None]  # attention's output and its gate
+    gate_output: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # attention's output and its gate
     quantized_linear: Callable[[QuantizedWeight, torch.Tensor | None], Linear] | None = None  # on a GPU
     quantized_experts: QuantizedMixture | None = None
     lookup: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = lookup_torch  # of a table, ids and a factor
