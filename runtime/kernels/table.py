@@ -14,7 +14,7 @@ import torch
 
 from runtime.kernels.attention.attention_torch import attention_exact, attention_torch
 from runtime.kernels.attention.decode_attention import decode_attention
-from runtime.kernels.attention.output_gate import gate_output_torch
+from runtime.kernels.attention.output_gate import gate_output_torch, gate_output_triton
 from runtime.kernels.attention.paged_attention import PagedBatch
 from runtime.kernels.attention.prefill_attention import prefill_attention
 from runtime.kernels.attention.rope import rope_rows_torch, rope_rows_triton, rope_store_kv_torch, rope_store_kv_triton
@@ -44,7 +44,9 @@ from runtime.kernels.quantized.fp8_w8a8_gemm import has_fp8_gemm
 from runtime.kernels.quantized.int_wna16_gemm import has_int_wna16_gemm
 from runtime.kernels.quantized.quantized_linear import Fp8Linear, Int16Linear, QuantizedLinear
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
+from runtime.kernels.states.causal_conv import causal_conv_triton, short_conv_triton
 from runtime.kernels.states.causal_conv_torch import causal_conv_torch, short_conv_torch
+from runtime.kernels.states.delta_rule import delta_rule_triton
 from runtime.kernels.states.delta_rule_torch import delta_rule_torch
 from runtime.kernels.states.state_rows import ConvState, DeltaState, StateRows
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
@@ -135,17 +137,14 @@ class Kernels:
     causal_conv: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, StateRows, DeltaState], torch.Tensor]
     short_conv: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, StateRows, ConvState], torch.Tensor]
     delta_rule: DeltaRule
-    gate_output: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # attention's output and its gate
+    gate_output: Callable[[torch.Tensor, torch.Tensor], object]  # attention's output and its gate
+    lookup: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = lookup_torch  # of a table, ids and a factor
     quantized_linear: Callable[[QuantizedWeight, torch.Tensor | None], Linear] | None = None  # on a GPU
     quantized_experts: QuantizedMixture | None = None
-    lookup: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = lookup_torch  # of a table, ids and a factor
     # On a CPU: the rows of all parts, which may differ in form, and dequantized rows by their index.
     interleaved_linear: Callable[[Sequence[InterleavedWeight], torch.Tensor | None], Linear] | None = None
     interleaved_lookup: Callable[[InterleavedWeight, torch.Tensor, float], torch.Tensor] | None = None
     compiled: CompiledOperations | None = None  # with the `llvm` backend
-
-
-_STATES = causal_conv_torch, short_conv_torch, delta_rule_torch, gate_output_torch
 
 
 def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
@@ -164,9 +163,14 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
             rope_store_kv_triton,
             partial(_attend, deterministic=deterministic),
             partial(add_adapters_triton, deterministic=deterministic),
-            *_STATES,
-            partial(_quantized_linear, deterministic=deterministic, dtype=numerics.dtype, **around),
-            partial(_quantized_experts, activation=activation, deterministic=deterministic, dtype=numerics.dtype),
+            causal_conv_triton,
+            short_conv_triton,
+            delta_rule_triton,
+            gate_output_triton,
+            quantized_linear=partial(_quantized_linear, deterministic=deterministic, dtype=numerics.dtype, **around),
+            quantized_experts=partial(
+                _quantized_experts, activation=activation, deterministic=deterministic, dtype=numerics.dtype
+            ),
         )
     norm = rms_norm_torch if spec.norm == "rms" else layer_norm_torch
     activate = partial(
@@ -189,14 +193,17 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
         partial(add_adapters_torch, multiply=lambda x, weight: product(weight)(x))
         if deterministic
         else add_adapters_torch,
-        *_STATES,
+        causal_conv_torch,
+        short_conv_torch,
+        delta_rule_torch,
+        gate_output_torch,
     )
     if numerics.backend != "llvm":
         return references
     from runtime.kernels.cpu.operations import CompiledOperations  # imports llvmlite, which only this backend needs
 
     compiled = CompiledOperations(numerics, spec, norm, activate)
-    if (attention := compiled.attention) is not None and (states := compiled.states) is not None:
+    if (attention := compiled.attention) is not None:
         references = replace(
             references,
             linear=compiled.dense_linear,
@@ -204,10 +211,11 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
             rope_rows=rope_rows_triton,  # this kernel, too, reads its rows of the table
             rope_store_kv=attention.rope_store_kv,
             attention=attention.attention,
-            causal_conv=states.causal_conv,
-            short_conv=states.short_conv,
-            delta_rule=states.delta_rule,
             gate_output=attention.gate_output,
+        )
+    if (states := compiled.states) is not None:
+        references = replace(
+            references, causal_conv=states.causal_conv, short_conv=states.short_conv, delta_rule=states.delta_rule
         )
     return replace(
         references, interleaved_linear=compiled.linear, interleaved_lookup=compiled.lookup, compiled=compiled

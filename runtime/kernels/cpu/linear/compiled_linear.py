@@ -44,7 +44,7 @@ class CompiledLinear(Linear):
         """Write the product to `out` [rows, whole blocks], or add it."""
 
     def normed(self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-        """As `Linear.normed`; valid until the next result of this size. A mixer has several results at once."""
+        """As for every layer; the result is valid until the next call for a layer of as many outputs."""
         return self.multiply(self._normed_rows(x, norm_weight, eps), f"normed {self.size_out}").to(x.dtype)
 
     def gated(self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float) -> torch.Tensor:
