@@ -44,7 +44,7 @@ class Engine:
 
     def __init__(self, model: str, backend: str, drafter=None, **config) -> None:
         self.make = lambda: hybrid_runner(model, backend, **config)
-        runner = self.make()
+        self.first_runner = runner = self.make()
         speculation = None if drafter is None else Speculation(drafter, 5, (), 0.0)
         self.core = build_engine(runner.config, runner.info, InProcess(runner), speculation)
         self.answers: dict[str, Answer] = {}
@@ -150,6 +150,18 @@ def test_no_history_changes_a_bit(model, backend):
 
     run()
     assert min(seen.values()) > 0, seen
+
+
+@pytest.mark.skipif(bool(obstacle()), reason=str(obstacle()))
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("model", SPECS)
+def test_decode_steps_are_tapes(model, quantization):
+    """All operations of a hybrid model are compiled kernels."""
+    engine = Engine(model, "llvm", quantization=quantization)
+    for length in (70, 3):
+        engine.add(f"r{length}", prompt_of(0, length), length % 7 + 5)
+    engine.finish()
+    assert engine.first_runner.steps.tapes.sizes == [1, 2]
 
 
 @pytest.mark.parametrize("model", SPECS)
