@@ -61,7 +61,7 @@ _DIVIDED_DIM = {
     "conv": 0, "conv_bias": 0, "decay_log": 0, "decay_bias": 0,
 }  # fmt: skip
 
-# Maps whose rows the checkpoint groups by head -> the maps that loading makes of them (models/linear_maps.py).
+# A map with rows that the checkpoint groups by head -> the maps that loading makes of it (models/linear_maps.py)
 UNGROUPED = {"gated_q": ("q_gate", "q"), "mix_qkvz": ("mix_qkv", "mix_z"), "mix_ba": ("mix_b", "mix_a")}
 
 
