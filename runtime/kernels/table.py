@@ -101,6 +101,7 @@ class DeltaRule(Protocol):
         eps: float,
         rows: StateRows,
         state: DeltaState,
+        tiled: bool = False,
     ) -> torch.Tensor: ...
 
 

@@ -34,6 +34,7 @@ class Layer:
     value_heads: int = 2
     key_dim: int = 16
     value_dim: int = 24
+    tiled: bool = False
 
     @property
     def size_in(self) -> int:
@@ -68,7 +69,7 @@ class Layer:
 
         def delta(x: torch.Tensor, rows: StateRows, state: Any) -> torch.Tensor:
             qkv, z, gates = x.split(sizes, 1)
-            result: torch.Tensor = operations.delta_rule(qkv, z, gates, *constants, rows, state)
+            result: torch.Tensor = operations.delta_rule(qkv, z, gates, *constants, rows, state, self.tiled)
             return result
 
         return delta
@@ -81,6 +82,7 @@ LAYERS = {
     "causal_conv bias": Layer("causal_conv", channels=32, width=2, has_bias=True),
     "delta_rule": Layer("delta_rule"),
     "delta_rule groups": Layer("delta_rule", key_heads=2, value_heads=6, key_dim=24, value_dim=16),
+    "delta_rule tiled": Layer("delta_rule", key_heads=2, value_heads=6, value_dim=16, tiled=True),
     "delta_rule 128": Layer("delta_rule", key_heads=1, value_heads=1, key_dim=128, value_dim=128),
 }
 
