@@ -24,10 +24,13 @@ from runtime.spec.kv_cache_spec import CHUNK
 
 _SCALARS = 3  # numbers of a token and head: what q and k are multiplied with, and the chunk's decay
 _NORM_TOKENS = 32  # of a program of the gated norm
+_VALUES = 32
+_CARRY = {"num_warps": 4, "num_stages": 2}
+_PREPARE = {"num_warps": 4}
 
 
 @jit
-def _inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+def _inverse(a, CHUNK: tl.constexpr):
     """(1 + a)^-1 of a strictly lower triangular matrix [CHUNK, CHUNK], float32.
 
     Blocks of 16 on the diagonal by forward substitution, all at once. Then blocks of twice the size: with both
@@ -50,8 +53,8 @@ def _inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     for _ in tl.static_range(2 if CHUNK == 64 else 0):
         rows, columns = (index // size)[:, None], (index // size)[None, :]
         below = tl.where((rows == columns + 1) & (rows % 2 == 1), a, 0.0)
-        below = tl.dot(inverse, below, input_precision=PRECISION)
-        inverse -= tl.dot(below, inverse, input_precision=PRECISION)
+        below = tl.dot(inverse, below, input_precision="tf32x3")
+        inverse -= tl.dot(below, inverse, input_precision="tf32x3")
         size *= 2
     return inverse
 
@@ -99,7 +102,6 @@ def _prepare_chunks_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,  # of products of qkv's dtype
-    SOLVE_PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     head, place = tl.program_id(0) % VALUE_HEADS, tl.program_id(0) // VALUE_HEADS
@@ -141,7 +143,7 @@ def _prepare_chunks_kernel(
     tl.store(at_scores, scores.to(DTYPE), mask=used[:, None])
     system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * ratios * (rates * k_scale)[:, None]
     system = tl.where(index[:, None] > index[None, :], system, 0.0)
-    inverse = _inverse(system, CHUNK, SOLVE_PRECISION)
+    inverse = _inverse(system, CHUNK)
     of_v = tl.dot((inverse * rates[None, :]).to(DTYPE), v, input_precision=PRECISION)
     at_out = out_ptr + (tokens * VALUE_HEADS + head)[:, None] * VALUE_DIM + values[None, :]
     tl.store(at_out, of_v.to(DTYPE), mask=is_value)
@@ -302,26 +304,26 @@ def launch_chunks(
     scores = torch.empty((len(qkv), value_heads, CHUNK), dtype=qkv.dtype, device=qkv.device)
     scalars = torch.empty((len(qkv), value_heads, _SCALARS), dtype=torch.float32, device=qkv.device)
     unit, pdl, num_rows = stride_unit(state), use_pdl(qkv), rows_searched(rows.num_rows)
-    exact = qkv.dtype == torch.float32
+    # No matrix instruction multiplies float32. Three products of tf32 lose two bits of its 24.
+    precision = "tf32x3" if qkv.dtype == torch.float32 else "ieee"
     block_k, block_v = (max(16, next_power_of_2(dim)) for dim in (key_dim, value_dim))
-    value_block = min(block_v, 32)
+    value_block = min(block_v, _VALUES)
     arrays = rows.slots, rows.starts, rows.q_starts, rows.places
     heads = {"VALUE_HEADS": value_heads, "VALUE_DIM": value_dim}
     chunks = heads | {"KEY_HEADS": key_heads, "KEY_DIM": key_dim, "CHUNK": CHUNK, "BLOCK_K": block_k}
-    options = {"PDL": pdl, "launch_pdl": pdl, "num_warps": 4}
+    options = {"PDL": pdl, "launch_pdl": pdl}
     _prepare_chunks_kernel[((rows.num_tokens // CHUNK + rows.num_rows) * value_heads,)](
         qkv, gates, decay_log, decay_bias, out, w, scores, scalars, *arrays,
         qkv.stride(0), gates.stride(0), rows.places.stride(0), rows.num_rows, key_dim**-0.5,
-        NORM_EPS=NORM_EPS, NUM_ROWS=num_rows, BLOCK_V=block_v, PRECISION="ieee",
-        SOLVE_PRECISION="ieee" if exact else "tf32x3", **chunks, **options,
+        NORM_EPS=NORM_EPS, NUM_ROWS=num_rows, BLOCK_V=block_v, PRECISION=precision, **chunks, **options, **_PREPARE,
     )  # fmt: skip
     _carry_state_kernel[(rows.num_rows * value_heads * -(-value_dim // value_block),)](
         qkv, out, w, scores, scalars, state.state, state.positions, *arrays,
         qkv.stride(0), state.state.stride(0) // unit, state.positions.stride(0), rows.places.stride(0),
-        STRIDE_UNIT=unit, BLOCK_V=value_block, PRECISION="ieee", num_stages=1 if exact else 2, **chunks, **options,
+        STRIDE_UNIT=unit, BLOCK_V=value_block, PRECISION=precision, **_CARRY, **chunks, **options,
     )  # fmt: skip
     places = rows.num_tokens // _NORM_TOKENS + rows.num_rows
     _norm_chunks_kernel[(places * value_heads,)](
         out, z, norm_weight, *arrays, z.stride(0), rows.places.stride(0), rows.num_rows, eps,
-        NUM_ROWS=num_rows, TILE=_NORM_TOKENS, BLOCK_V=block_v, **heads, **options,
+        NUM_ROWS=num_rows, TILE=_NORM_TOKENS, BLOCK_V=block_v, num_warps=4, **heads, **options,
     )  # fmt: skip
