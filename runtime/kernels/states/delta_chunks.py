@@ -304,7 +304,9 @@ def _norm_chunks_kernel(
     out = tl.load(at_out, mask=whole, other=0.0)
     z = tl.load(z_ptr + tokens[:, None] * z_stride + head * VALUE_DIM + values[None, :], mask=whole, other=0.0)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    tl.store(at_out, gated_norm(out, z, weight, eps, VALUE_DIM, DTYPE).to(DTYPE), mask=whole)
+    wide = out.to(tl.float32)
+    squares = tl.sum(wide * wide, axis=1)[:, None]
+    tl.store(at_out, gated_norm(out, squares, z, weight[None, :], eps, VALUE_DIM, DTYPE).to(DTYPE), mask=whole)
 
 
 def launch_chunks(

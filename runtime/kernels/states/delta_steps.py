@@ -32,13 +32,12 @@ def log_decay(a, decay_log, decay_bias):
 
 
 @jit
-def gated_norm(out, z, weight, eps, SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """norm(out) * weight * silu(z), in float32; out, z [tokens, size] in DTYPE and weight [size] as stored.
+def gated_norm(out, squares, z, weight, eps, SIZE: tl.constexpr, DTYPE: tl.constexpr):
+    """norm(out) * weight * silu(z), in float32; out and z are of DTYPE, and squares is the sum of out's.
 
-    It rounds where the torch twin does. Elements behind SIZE must be zeros."""
-    out = out.to(tl.float32)
-    out = out / tl.sqrt(tl.sum(out * out, axis=1) / SIZE + eps)[:, None]
-    scaled = out.to(DTYPE).to(tl.float32) * weight.to(tl.float32)[None, :]
+    It rounds where the torch twin does."""
+    out = out.to(tl.float32) / tl.sqrt(squares / SIZE + eps)
+    scaled = out.to(DTYPE).to(tl.float32) * weight.to(tl.float32)
     if weight.dtype == DTYPE:
         scaled = scaled.to(DTYPE).to(tl.float32)
     z = z.to(tl.float32)
@@ -198,11 +197,12 @@ def _delta_steps_kernel(
             tl.store(covered_ptr, stored)
         decay = tl.exp(log_decay(a, decay_rate, decay_bias))
         matrix *= decay
-        # Sums are taken together, so that the program's threads meet once.
-        squares, products = tl.split(tl.sum(tl.join(tl.join(q * q, k * k), tl.join(q * k, q * k)), axis=0))
+        # Sums are taken together, so that the program's threads meet once for each kind.
+        sums = tl.reshape(tl.sum(tl.join(tl.join(q * q, k * k), tl.join(q * k, q * k)), axis=0), (4,))
+        q_square = tl.sum(tl.where(tl.arange(0, 4) == 0, sums, 0.0), axis=0)
+        q_k = tl.sum(tl.where(tl.arange(0, 4) == 1, sums, 0.0), axis=0)
+        k_square = tl.sum(tl.where(tl.arange(0, 4) == 2, sums, 0.0), axis=0)
         of_q, of_k = tl.split(tl.sum(tl.join(matrix * q[:, None], matrix * k[:, None]), axis=0))
-        q_square, k_square = tl.split(squares)
-        q_k, _ = tl.split(products)
         q_scale, k_scale = scale / tl.sqrt(q_square + NORM_EPS), 1.0 / tl.sqrt(k_square + NORM_EPS)
         update = (v - of_k * k_scale) / (1.0 + tl.exp(-b))
         out = ((of_q + (q_k * k_scale) * update) * q_scale).to(DTYPE)
@@ -212,9 +212,10 @@ def _delta_steps_kernel(
         tl.store(keys_ptr + place * KEY_DIM + keys, k, mask=keys < KEY_DIM)
         tl.store(values_ptr + place * VALUE_DIM + values, update, mask=values < VALUE_DIM)
         tl.store(decays_ptr + place, decay)
-        normed = gated_norm(out[None, :], z[None, :], weight, eps, VALUE_DIM, DTYPE).to(DTYPE)
+        wide = out.to(tl.float32)
+        normed = gated_norm(out, tl.sum(wide * wide, axis=0), z, weight, eps, VALUE_DIM, DTYPE).to(DTYPE)
         at_out = out_ptr + token.to(tl.int64) * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + values
-        tl.store(at_out[None, :], normed, mask=(values < VALUE_DIM)[None, :])
+        tl.store(at_out, normed, mask=values < VALUE_DIM)
         q, k, v, b, a, z = next_q, next_k, next_v, next_b, next_a, next_z
 
 
