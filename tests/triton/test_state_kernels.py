@@ -14,7 +14,7 @@ from runtime.kernels.states.state_rows import ConvState
 from runtime.spec.kv_cache_spec import CHUNK, RING
 from tests.support.examples import examples
 from tests.support.kernels import state_cases
-from tests.support.kernels.state_cases import NEAR, SMALL, Heads, Layers, Span
+from tests.support.kernels.state_cases import SMALL, Heads, Layers, Span
 
 kernels = state_cases.layer_of(causal_conv_triton, delta_rule_triton)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -17,6 +17,7 @@ from runtime.spec.kv_cache_spec import RING
 _CHANNELS = 512  # of a program
 _TILE_TOKENS = 8
 _WARPS = 2
+_KEPT_CHANNELS = 256  # of a program that writes the ring
 
 
 @jit
@@ -202,16 +203,17 @@ def _launch(
     tile = next_power_of_2(rows.max_count) if short else _TILE_TOKENS
     places = rows.num_rows if short else rows.num_tokens // tile + rows.num_rows
     block, pdl = min(next_power_of_2(channels), _CHANNELS), use_pdl(x)
-    blocks, arrays = -(-channels // block), (rows.slots, rows.starts, rows.q_starts, rows.places)
+    arrays = (rows.slots, rows.starts, rows.q_starts, rows.places)
     strides = x.stride(0), state.inputs.stride(0), rows.places.stride(0)
-    options = {"WIDTH": width, "GATED": gated, "RING": RING, "BLOCK_C": block, "PDL": pdl, "num_warps": _WARPS}
-    _causal_conv_kernel[(places, blocks)](
-        x, weight, weight if bias is None else bias, state.inputs, out, *arrays, *strides, channels, *weight.stride(), rows.num_rows,
-        BIAS=bias is not None, WRITES=short, NUM_ROWS=0 if short else rows_searched(rows.num_rows), TILE_TOKENS=tile,
-        **options, launch_pdl=pdl,
+    options = {"WIDTH": width, "GATED": gated, "RING": RING, "PDL": pdl, "launch_pdl": pdl}
+    _causal_conv_kernel[(places, -(-channels // block))](
+        x, weight, weight if bias is None else bias, state.inputs, out, *arrays, *strides, channels, *weight.stride(),
+        rows.num_rows, BIAS=bias is not None, WRITES=short, NUM_ROWS=0 if short else rows_searched(rows.num_rows),
+        TILE_TOKENS=tile, BLOCK_C=block, num_warps=_WARPS, **options,
     )  # fmt: skip
     if not short:
-        _keep_inputs_kernel[(rows.num_rows, blocks)](
-            x, state.inputs, *arrays, *strides, channels, **options, launch_pdl=pdl
+        block = min(block, _KEPT_CHANNELS)
+        _keep_inputs_kernel[(rows.num_rows, -(-channels // block))](
+            x, state.inputs, *arrays, *strides, channels, BLOCK_C=block, num_warps=4, **options
         )
     return out

@@ -4,8 +4,9 @@ delta_rule_torch.py has the equations. With S as the state before a chunk, its u
 
     T = (1 + A)^-1,  A_ij = b_i exp(g_i - g_j) (k_i . k_j) for j < i,  V' = T diag(b) V,  W = T diag(b exp(g)) K
 
-and g are the sums of log decays. One kernel computes V', W and the scores of all chunks in parallel. A second one carries
-S through the chunks of a row, for a head and a block of its value dimensions. A third one applies the gated norm.
+and g are the sums of log decays. One kernel computes V', W and the scores of all chunks in parallel. A second one
+carries S through the chunks of a row, for a head and a block of its value dimensions. A third one applies the gated
+norm.
 
 Each chunk is computed in the same tiles, and its missing tokens are zeros. So a token's bits depend neither on how its
 prompt was cut nor on other rows.
@@ -226,7 +227,7 @@ def _carry_state_kernel(
     k_scale = tl.load(scalars_ptr + at_scalars + 1, mask=index < count, other=0.0)
     decay = tl.load(scalars_ptr + 2)
     begin = 0
-    for part in range(0, 1 + has_snapshot.to(tl.int32)):  # what follows the snapshot is the last part
+    for part in range(1 + has_snapshot.to(tl.int32)):  # what follows the snapshot is the last part
         is_last = part == has_snapshot.to(tl.int32)
         stop = tl.where(is_last, count, snapshot_end - start)
         for at in range(begin, stop, CHUNK):
@@ -347,7 +348,8 @@ def launch_chunks(
     _carry_state_kernel[(rows.num_rows * value_heads * -(-value_dim // value_block),)](
         qkv, out, w, scores, scalars, state.state, state.positions, *arrays,
         qkv.stride(0), state.state.stride(0) // unit, state.positions.stride(0), rows.places.stride(0),
-        STRIDE_UNIT=unit, BLOCK_V=value_block, ROW_BYTES=_row_bytes(qkv, key_dim), PRECISION=precision, **_CARRY, **chunks, **options,
+        STRIDE_UNIT=unit, BLOCK_V=value_block, ROW_BYTES=_row_bytes(qkv, key_dim), PRECISION=precision,
+        **_CARRY, **chunks, **options,
     )  # fmt: skip
     places = rows.num_tokens // _NORM_TOKENS + rows.num_rows
     _norm_chunks_kernel[(places * value_heads,)](

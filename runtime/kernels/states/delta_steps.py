@@ -180,9 +180,7 @@ def _delta_steps_kernel(
         tl.extra.cuda.gdc_launch_dependents()
 
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    q, k, v = _load_qkv(
-        qkv_ptr, first, head, keys, values, qkv_stride, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM
-    )
+    q, k, v = _load_qkv(qkv_ptr, first, head, keys, values, qkv_stride, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM)
     for position in range(start, end):
         token = first + position - start
         next_token = tl.minimum(token + 1, end_token - 1)

@@ -114,7 +114,7 @@ class Inputs(NamedTuple):
 def make_inputs(heads: Heads, num_tokens: int, dtype: torch.dtype, device: str = "cpu") -> Inputs:
     """Views of one product, as of fused maps."""
     sizes = [heads.channels, heads.value_heads * heads.value_dim, 2 * heads.value_heads]
-    return Inputs(*torch.randn(num_tokens, sum(sizes) + 3, device=device).to(dtype)[:, :-3].split(sizes, 1))
+    return Inputs(*torch.randn(num_tokens, sum(sizes) + 16, device=device).to(dtype)[:, :-16].split(sizes, 1))
 
 
 Layer = Callable[[Inputs, Weights, StateRows, DeltaState], torch.Tensor]
@@ -178,9 +178,7 @@ def equal_memory(got: DeltaState, want: DeltaState) -> bool:
 class Layers:
     """One layer by an implementation and by the twins, each with a memory of its own."""
 
-    def __init__(
-        self, layer: Layer, heads: Heads, dtype: torch.dtype, num_slots: int = 4, device: str = "cpu"
-    ) -> None:
+    def __init__(self, layer: Layer, heads: Heads, dtype: torch.dtype, num_slots: int = 4, device: str = "cpu") -> None:
         torch.manual_seed(0)
         self.layer, self.heads, self.dtype, self.num_slots, self.device = layer, heads, dtype, num_slots, device
         self.weights = make_weights(heads, dtype, device)
