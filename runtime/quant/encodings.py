@@ -63,6 +63,11 @@ class Encoding(ABC):
         """The same numbers with 8-bit or 4-bit values and float32 scales."""
         return replace(self, scale_dtype=torch.float32, value_bits=0, super_size=0)
 
+    @property
+    def by_row(self) -> Encoding:
+        """The same numbers with scales of their own for each row."""
+        return replace(self, scale_rows=1)
+
     @abstractmethod
     def upcast(self, quantized: torch.Tensor) -> torch.Tensor:
         """Quantized values as float32 numbers, without their scales."""

@@ -25,7 +25,7 @@ from runtime.quant.checkpoint_layouts import (
 from runtime.quant.encodings import Encoding, encoding_of
 from runtime.quant.gguf_blocks import TYPES, GgufBlocks
 from runtime.quant.products import LlvmProducts, products_of
-from runtime.quant.quantized_formats import DequantizedFormat, InterleavedFormat, QuantizedFormat
+from runtime.quant.quantized_formats import DequantizedFormat, InterleavedFormat, QuantizedFormat, RowScalesFormat
 from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import DENSE, Shape, WeightFormat
 from runtime.spec.config import EngineConfig
@@ -85,33 +85,24 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
     @cache
     def agree(names: tuple[str, ...], reordered: bool = False) -> bool:
         encodings = [encoding for name in names if (encoding := own_encoding(name))]
+        if reordered:
+            encodings = [encoding.by_row for encoding in encodings]
         if products is None or len(encodings) < len(names):
             return False
         if not isinstance(products, LlvmProducts) and len({encoding.flat for encoding in encodings}) > 1:
             return False
-        if any(encoding.scale_rows > 1 for encoding in encodings) and reordered:
-            return False
         return all(map(fits, encodings, names))
 
-    def stays(parameter: str) -> bool:
-        """True if a weight can stay quantized on the device.
-
-        The device must have products for all weights of one layer: the parts of a fused layer, all experts, or all
-        shared ones. On a GPU they must have one encoding."""
-        prefix, _, part = parameter.removesuffix(".weight").rpartition(".")
-        if ".experts." in parameter:
-            return agree(of_experts[_layer_of_expert(spec, parameter)])
-        linears = spec.linears(int(prefix.partition(".")[2])) if prefix else {}
-        name, parts = next(((name, parts) for name, (parts, _) in linears.items() if part in parts), ("", None))
-        return agree(tuple(f"{prefix}.{part}.weight" for part in parts) if parts else (parameter,), spec.reorders(name))
-
     @cache
-    def of_kind(scheme: QuantizationScheme, shape: Shape, stay: bool) -> WeightFormat:
+    def of_kind(scheme: QuantizationScheme, shape: Shape, stay: bool, reordered: bool) -> WeightFormat:
         layout = layout_of(scheme)
         encoding = layout.encoding(shape)
         if stay and isinstance(products, LlvmProducts):
             return InterleavedFormat(layout, encoding, products)
-        return QuantizedFormat(layout, encoding, products) if stay and products else DequantizedFormat(layout, encoding)
+        if not (stay and products):
+            return DequantizedFormat(layout, encoding)
+        kind = RowScalesFormat if reordered and encoding.scale_rows > 1 else QuantizedFormat
+        return kind(layout, encoding, products)
 
     @cache
     def format_of(parameter: str) -> WeightFormat:
@@ -120,12 +111,24 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         if (scheme := schemes.get(parameter)) is None:
             return DENSE
         is_table = parameter == "embed"
-        stay = stays(parameter) and (isinstance(products, LlvmProducts) or not is_table)
+        experts = of_experts[_layer_of_expert(spec, parameter)] if ".experts." in parameter else ()
+        names, reordered = (experts, False) if experts else _fused_weights(spec, parameter)
+        stay = agree(names, reordered) and (isinstance(products, LlvmProducts) or not is_table)
         if not stay and (is_table or scheme.layout == PLAIN):
             return DENSE
-        return of_kind(scheme, whole_shapes[parameter], stay)
+        return of_kind(scheme, whole_shapes[parameter], stay, reordered)
 
     return format_of
+
+
+def _fused_weights(spec: DecoderSpec, parameter: str) -> tuple[tuple[str, ...], bool]:
+    """The weights of the fused layer with this one, which stay quantized together, and whether their rows move."""
+    prefix, _, part = parameter.removesuffix(".weight").rpartition(".")
+    linears = spec.linears(int(prefix.partition(".")[2])) if prefix else {}
+    for name, (parts, _) in linears.items():
+        if part in parts:
+            return tuple(f"{prefix}.{part}.weight" for part in parts), spec.reorders(name)
+    return (parameter,), False
 
 
 def _weights_of_experts(spec: DecoderSpec, names: Iterable[str]) -> dict[tuple[str, bool], tuple[str, ...]]:

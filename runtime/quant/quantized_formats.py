@@ -97,6 +97,19 @@ class QuantizedFormat(WeightFormat):
         return isinstance(other, QuantizedFormat) and other.encoding.flat == self.encoding.flat
 
 
+class RowScalesFormat(QuantizedFormat):
+    """Quantized, with the scales of blocks of rows repeated for each row, so that rows can be reordered."""
+
+    def __init__(self, layout: CheckpointLayout, encoding: Encoding, products: QuantizedProducts) -> None:
+        super().__init__(layout, encoding.by_row, products)
+        self._scale_rows = encoding.scale_rows
+
+    def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
+        values, *shared = self._layout.read(source, location, numerics.device)
+        of_rows = (tensor.repeat_interleave(self._scale_rows, 0)[: len(values)] for tensor in shared)
+        return self._products.packed(self.encoding, (values, *of_rows))
+
+
 class InterleavedFormat(QuantizedFormat):
     """Quantized on a CPU, where the weights of one layer may differ in encoding."""
 

@@ -11,6 +11,7 @@ from runtime.quant.model_formats import weight_bytes, weight_formats
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import SamplingParams
 from runtime.text.tokenizer import Tokenizer
+from tests.support.models.plain_products import PLAIN
 from tests.support.models.quantized import FORMATS
 from tests.support.models.quantized_models import LFM, LLAMA, MIXTRAL, PHI, QWEN, QWEN_NEXT, logits, write
 from tests.support.models.runner_driver import open_runner
@@ -44,6 +45,19 @@ def test_layers_with_states_are_read(tmp_path, name, config, dense):
     assert torch.equal(got, want)
     got, want = (logits(open_runner(folders[0], quantization=form)) for form in ("auto", "none"))
     assert (got - want).norm() <= 1e-3 * want.norm()
+
+
+@pytest.mark.parametrize("config", [QWEN, QWEN_NEXT, PHI], ids=lambda config: config["architectures"][0])
+def test_rows_of_blocks_move_with_their_scales(tmp_path, config, monkeypatch):
+    quantized, _ = write(tmp_path, FORMATS["fp8-block"], config)
+    want = logits(open_runner(quantized, kernel_backend="torch", quantization="none"))
+    monkeypatch.setattr("runtime.quant.model_formats.products_of", lambda numerics: PLAIN)
+    runner = open_runner(quantized, kernel_backend="torch")
+    moved = [part for parts, _ in runner.decoder.spec.linears(1).values() for part in parts if "q" in part]
+    format_of = weight_formats(runner.decoder.spec, runner.numerics)
+    assert {format_of(f"layers.1.{part}.weight").name for part in moved} == {"fp8 g128"}
+    assert format_of("layers.1.out.weight").name == "fp8 128x128"
+    assert (logits(runner) - want).norm() <= 1e-5 * want.norm()
 
 
 def test_texts_equal_the_dense_models(tmp_path, write_tiny_gguf):
