@@ -72,7 +72,7 @@ def _load_gates(gates_ptr, z_ptr, token, head, values, gates_stride, z_stride, V
 
 
 @jit
-def _load_qkv(qkv_ptr, token, head, keys, values, qkv_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
+def _load_qkv(qkv_ptr, token, head, keys, values, qkv_stride, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr,
               KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):  # fmt: skip
     """q, k and v of a token."""
     qkv_ptr += token.to(tl.int64) * qkv_stride
@@ -181,12 +181,12 @@ def _delta_steps_kernel(
         tl.extra.cuda.gdc_launch_dependents()
 
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    q, k, v = _load_qkv(qkv_ptr, first, head, keys, values, qkv_stride, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM)
+    q, k, v = _load_qkv(qkv_ptr, first, head, keys, values, qkv_stride, KEY_HEADS, GROUP, KEY_DIM, VALUE_DIM)
     for position in range(start, end):
         token = first + position - start
         next_token = tl.minimum(token + 1, end_token - 1)
         next_q, next_k, next_v = _load_qkv(
-            qkv_ptr, next_token, head, keys, values, qkv_stride, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM
+            qkv_ptr, next_token, head, keys, values, qkv_stride, KEY_HEADS, GROUP, KEY_DIM, VALUE_DIM
         )
         next_b, next_a, next_z = _load_gates(
             gates_ptr, z_ptr, next_token, head, values, gates_stride, z_stride, VALUE_HEADS, VALUE_DIM
@@ -243,7 +243,8 @@ def launch_steps(
         rows.slots, rows.starts, rows.q_starts, rows.places,
         qkv.stride(0), z.stride(0), gates.stride(0), state.state.stride(0) // unit, state.positions.stride(0),
         state.keys.stride(0), state.keys.stride(1), rows.places.stride(0), eps, key_dim**-0.5,
-        KEY_HEADS=key_heads, GROUP=group, VALUE_HEADS=value_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, STRIDE_UNIT=unit,
+        KEY_HEADS=key_heads, GROUP=group, VALUE_HEADS=value_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        STRIDE_UNIT=unit,
         STEPS_ONLY=rows.steps_only, LAG=LAG, MOST_PENDING=MOST_PENDING, MOST_KEPT=_MOST_KEPT, RING=RING,
         NORM_EPS=NORM_EPS,
         BLOCK_K=next_power_of_2(key_dim), BLOCK_V=next_power_of_2(value_dim), PDL=pdl,
