@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from runtime.loading.gguf import GgufFile, dequantize
 from runtime.spec.types import CallboardError
 
-_CONTROL = 3  # the type of a special token in a GGUF vocabulary (llama.h: llama_token_type)
+_CONTROL = 3  # the type of a special token in a GGUF vocabulary (llama.h: llama_token_type).
 # Special tokens that end a text or a turn, even without metadata (as in llama-vocab.cpp).
 _END_TOKENS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"}
 # Architectures in which RoPE turns a part of each head

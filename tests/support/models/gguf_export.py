@@ -74,8 +74,7 @@ def _stacked(state: dict[str, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor
 
 
 def _ungrouped(state: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
-    """The weights of layers with the delta rule under the names that the converter has for them: q, k, v and z of
-    Qwen3-Next apart, dt_bias as a bias."""
+    """Weights under names of the converter: Qwen3-Next's q, k, v and z apart, and biases as such."""
     renamed = {}
     for name, weight in state.items():
         if name.endswith("in_proj_qkvz.weight"):
