@@ -40,6 +40,7 @@ class KVCacheManager:
     blocks of groups without a window, and the last blocks of the others."""
 
     least_row = 1  # tokens that a row of a prompt needs to make progress
+    num_snapshots = num_evicted_snapshots = 0  # of states
 
     def __init__(self, info: ModelInfo, prefix_cache: bool, max_chunk: int, order: EvictionOrder | None = None) -> None:
         """No row has more than `max_chunk` tokens. Cached blocks are evicted in `order`."""

@@ -15,6 +15,12 @@ from runtime.core.block_pool import NULL_BLOCK
 from runtime.spec.kv_cache_spec import KVGroupSpec
 
 KEY_BYTES = 8  # of a hash, as routers receive it; two equal keys cost a wrong choice of an engine
+_STATE_MARK = 0x5A5A_A5A5_3C3C_C3C3
+
+
+def state_key(key: int) -> int:
+    """Return the key that stands for a snapshot of the state after the block with this key (int64)."""
+    return key ^ _STATE_MARK
 
 
 def root_hash(fingerprint: str, salt: str, adapter: str = "") -> bytes:
@@ -43,6 +49,7 @@ class PrefixCache:
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
+        self._state_keys: dict[int, bytes] = {}  # of the blocks with a snapshot (core/snapshots.py)
 
     def reset(self) -> None:
         """Empty the cache, because the runners' memory is lost."""
@@ -50,13 +57,24 @@ class PrefixCache:
             self.pending_events |= dict.fromkeys(self.keys(), False)
         self._block_of.clear()
         self._hash_of.clear()
+        self._state_keys.clear()
 
     def __len__(self) -> int:
         return len(self._block_of)
 
     def keys(self) -> list[bytes]:
-        """Return the first KEY_BYTES of the hash of each cached block."""
-        return [block_hash[:KEY_BYTES] for block_hash in self._block_of]
+        """Return the first KEY_BYTES of the hash of each cached block, and the keys of snapshots."""
+        return [*(block_hash[:KEY_BYTES] for block_hash in self._block_of), *self._state_keys.values()]
+
+    def note_snapshot(self, block: int, is_kept: bool) -> None:
+        """The cached `block` has a snapshot from now on, or no longer."""
+        if is_kept:
+            key = int.from_bytes(self._hash_of[block][:KEY_BYTES], "little", signed=True)
+            self._state_keys[block] = state_key(key).to_bytes(KEY_BYTES, "little", signed=True)
+        if self.pending_events is not None:
+            self.pending_events[self._state_keys[block]] = is_kept
+        if not is_kept:
+            del self._state_keys[block]
 
     def match_prefix(self, block_hashes: list[bytes]) -> list[int]:
         """Return the blocks of the longest cached prefix of the path `block_hashes`."""

@@ -52,10 +52,19 @@ class StateCacheManager(KVCacheManager):
         self.least_row = self._chunk = chunk = info.kv_cache.states.chunk
         if chunk % info.block_size and prefix_cache and info.block_size < info.max_model_len:
             raise CallboardError(f"block_size is {info.block_size}; for a model with states it must divide {chunk}.")
-        self.snapshots, self._max_num_seqs = SnapshotPool(info.num_states), max_num_seqs
+        self._max_num_seqs = max_num_seqs
         self._records: dict[RequestState, _Record] = {}
         self._pending: list[tuple[RequestState, Snapshot]] = []  # of the step that is being planned
         super().__init__(info, prefix_cache, max_chunk, order)
+        self.snapshots = SnapshotPool(info.num_states, self.cache.note_snapshot)
+
+    @property
+    def num_snapshots(self) -> int:  # type: ignore[override]
+        return len(self.snapshots)
+
+    @property
+    def num_evicted_snapshots(self) -> int:  # type: ignore[override]
+        return self.snapshots.evictions
 
     def reset(self) -> None:
         super().reset()
@@ -64,8 +73,8 @@ class StateCacheManager(KVCacheManager):
         self._pending.clear()
 
     def on_evict(self, blocks: list[int]) -> None:
-        super().on_evict(blocks)
         self.snapshots.drop(blocks)
+        super().on_evict(blocks)
 
     def row_tokens(self, state: RequestState, count: int) -> int:
         """Round a row of `count` tokens down to a multiple of `chunk`, unless it reaches the prompt's last token.

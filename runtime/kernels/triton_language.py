@@ -32,6 +32,7 @@ except ImportError:
 # Arrays with one number a row. They are views of packed buffers, and another offset must not compile a kernel again.
 ROW_ARRAYS = [
     "slots_ptr",
+    "places_ptr",
     "starts_ptr",
     "own_counts_ptr",
     "adapters_ptr",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from runtime.kernels.collectives.communicator import OneRank
 from runtime.kernels.collectives.heads_norm import HeadsNorm, HeadsWeight
@@ -20,10 +19,12 @@ from runtime.models.weights import ReadWeight
 from runtime.quant.quantized_formats import InterleavedFormat, fused_linear
 from runtime.quant.weight_format import DENSE, Weight, WeightFormat
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
-from runtime.spec.sharding import Part
+from runtime.spec.mixer_spec import DeltaRuleSpec
+from runtime.spec.sharding import UNGROUPED, Part
 
 FormatOf = Callable[[str], WeightFormat]  # of a parameter by its name
-SUMS = ("out", "down")  # each rank of a group has some inputs of these maps, so results are summed over ranks
+# Each rank of a group has some inputs of these maps, so results are summed over ranks.
+SUMS = ("out", "mix_out", "down")
 _ROUTER_ROWS = 8  # a router with the row of the shared experts has a multiple, so that its logits are aligned
 _AT_ONCE = 1 << 22  # numbers of an embedding that are read at once
 
@@ -94,7 +95,7 @@ class LinearMaps:
         weight_format = self.format_of("embed")
         if not isinstance(weight_format, InterleavedFormat):
             (table,) = self.read("embed")
-            return Embedding(table, partial(_scaled_rows, table))
+            return Embedding(table, partial(self.kernels.lookup, table))
         interleaved = self._interleaved("embed", weight_format)
         assert self.kernels.interleaved_lookup is not None
         return Embedding(interleaved, partial(self.kernels.interleaved_lookup, interleaved))
@@ -145,9 +146,9 @@ class LinearMaps:
 
     def _parts(self, prefix: str, name: str) -> list[MapPart]:
         """The weights of a fused map. Neighbours in one format are joined."""
-        order, at, parts = row_order(self.spec, name), 0, list[MapPart]()
-        groups = list[list[str]]()
-        for part in self.spec.linears(_layer_of(prefix))[name][0]:
+        layer, at, parts = _layer_of(prefix), 0, list[MapPart]()
+        order, groups = row_order(self.spec, layer, name), list[list[str]]()
+        for part in self.spec.linears(layer)[name][0]:
             parameter = f"{prefix}{part}.weight"
             if groups and self._joins(groups[-1][0], parameter):
                 groups[-1].append(parameter)
@@ -158,7 +159,7 @@ class LinearMaps:
             num_rows = sum(len(weight[0]) for weight in weights)
             own = None if order is None or at >= len(order) else order[at : at + num_rows] - at
             weight_format, at = self.format_of(names[0]), at + num_rows
-            parts.append(MapPart(names, weight_format, weight_format.join(weights, own)))
+            parts.append(MapPart(list(_ungrouped(prefix, names)), weight_format, weight_format.join(weights, own)))
         return parts
 
     def _joins(self, name: str, other: str) -> bool:
@@ -167,10 +168,12 @@ class LinearMaps:
         return len(set(interleaved)) <= 1
 
     def _bias(self, prefix: str, name: str) -> torch.Tensor | None:
-        parts, has_bias = self.spec.linears(_layer_of(prefix))[name]
+        layer = _layer_of(prefix)
+        parts, has_bias = self.spec.linears(layer)[name]
         if not has_bias:
             return None
-        return DENSE.join([self.read(f"{prefix}{part}.bias") for part in parts], row_order(self.spec, name))[0]
+        biases = [self.read(f"{prefix}{part}.bias") for part in parts]
+        return DENSE.join(biases, row_order(self.spec, layer, name))[0]
 
     def _router(self, prefix: str, spec: ExpertsSpec) -> Router:
         (weight,) = self.read(f"{prefix}router.weight")
@@ -190,17 +193,43 @@ def _layer_of(prefix: str) -> int:
     return int(prefix.split(".")[1])
 
 
-def _scaled_rows(table: torch.Tensor, token_ids: torch.Tensor, factor: float) -> torch.Tensor:
-    rows = F.embedding(token_ids, table)
-    return rows if factor == 1.0 else rows.mul_(factor)
+def _ungrouped(prefix: str, names: Sequence[str]) -> Iterator[str]:
+    """The weights in the rows of these weights after `row_order`."""
+    for name in names:
+        part = name.removeprefix(prefix).removesuffix(".weight")
+        yield from (f"{prefix}{own}.weight" for own in UNGROUPED.get(part, (part,)))
 
 
-def row_order(spec: DecoderSpec, name: str) -> torch.Tensor | None:
-    """The order of the rows of q and k that `rope_table` needs; None if it is that of the checkpoint."""
-    if name != "qkv" or not spec.rope.reorders_heads:
+def row_order(spec: DecoderSpec, layer: int, name: str) -> torch.Tensor | None:
+    """The order of the first rows of a layer's fused map that the kernels need; None if it is that of the checkpoint.
+
+    Heads of q and k are in the order of `rope_table`, and rows that the checkpoint groups by head in that of UNGROUPED.
+    """
+    if not spec.reorders(name):
         return None
-    heads = torch.arange(spec.num_heads + spec.num_kv_heads)
-    return (heads[:, None] * spec.head_dim + rope_permutation(spec)).flatten()
+    if name != "qkv":
+        return _without_key_heads(spec, spec.linears(layer)[name][0])
+    heads = torch.arange(spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    if not spec.output_gate:
+        return (heads[:, None] + rope_permutation(spec)).flatten()
+    pairs = torch.arange(spec.num_heads)[:, None] * 2 * spec.head_dim  # each head of q is followed by its gate
+    gate = pairs + spec.head_dim + torch.arange(spec.head_dim)
+    k = heads[spec.num_heads :, None] + spec.num_heads * spec.head_dim + rope_permutation(spec)
+    return torch.cat((gate, pairs + rope_permutation(spec), k)).flatten()
+
+
+def _without_key_heads(spec: DecoderSpec, parts: Mapping[str, tuple[int, ...]]) -> torch.Tensor:
+    """The order for q, k, v, z, b and a, of which each part has the rows of a key head together."""
+    mixer = spec.mixer
+    assert isinstance(mixer, DeltaRuleSpec)
+    group = mixer.value_heads // mixer.key_heads
+    sizes = {"mix_qkvz": [mixer.key_dim] * 2 + [group * mixer.value_dim] * 2, "mix_ba": [group] * 2}
+    orders, at = list[torch.Tensor](), 0
+    for part, (num_rows, _) in parts.items():
+        rows = torch.arange(at, at + num_rows).view(mixer.key_heads, -1)
+        orders += [own.flatten() for own in rows.split(sizes[part], 1)]
+        at += num_rows
+    return torch.cat(orders)
 
 
 def rope_permutation(spec: DecoderSpec) -> torch.Tensor:

@@ -14,6 +14,7 @@ from runtime.kernels.linear.lora import Adapters, AddAdapters, RowAdapters, make
 from runtime.kernels.linear.small_results import EMPTY_WORD
 from runtime.kernels.numerics import Numerics
 from runtime.models.decoder import Layer, Mlp
+from runtime.models.linear_maps import row_order
 from runtime.models.weight_map import WeightMap
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.sharding import parts_of
@@ -43,7 +44,7 @@ class DecoderAdapters(NamedTuple):
         ffn = layer.feed_forward
         if isinstance(ffn, Mlp):
             ffn = Mlp(adapted(ffn.gate_up, "gate_up"), adapted(ffn.down, "down"))
-        return replace(layer, qkv=adapted(layer.qkv, "qkv"), out=adapted(layer.out, "out"), feed_forward=ffn)
+        return replace(layer, mixer=layer.mixer.with_linears(adapted), feed_forward=ffn)
 
 
 Matrices = tuple[torch.Tensor, torch.Tensor]  # A [rank, in] and B [out, rank], scaled
@@ -60,8 +61,8 @@ class MapPart(NamedTuple):
 def adapted_linears(spec: DecoderSpec, layer: int) -> dict[str, dict[str, tuple[int, ...]]]:
     """The fused maps of a layer that may have adapters, with the (out, in) shapes of their parts. Maps of experts may
     not."""
-    own = {name: parts for name, (parts, _) in spec.linears(layer).items()}
-    return {name: own[name] for name in ("qkv", "out")} if spec.has_experts(layer) else own
+    of_experts = ("gate_up", "down") if spec.has_experts(layer) else ()
+    return {name: parts for name, (parts, _) in spec.linears(layer).items() if name not in of_experts}
 
 
 def make_decoder_adapters(
@@ -117,11 +118,8 @@ def short_name(module: str) -> str:
 
 def write_adapter(
     layers: list[AdaptersOfMaps], spec: DecoderSpec, index: int, matrices: Mapping[MapPart, Callable[[], Matrices]],
-    row_order: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Write a rank's share of these matrices of the whole model as adapter `index`. Each is read when it is needed.
-
-    `row_order` is the order of the rows of q and k; None if it is that of the checkpoint."""
+    """Write a rank's share of these matrices of the whole model as adapter `index`. Each is read when it is needed."""
     for layer, maps in enumerate(layers):
         for name, parts in adapted_linears(spec, layer).items():
             read = [matrices.get(MapPart(layer, name, part)) for part in parts]
@@ -129,7 +127,7 @@ def write_adapter(
                 None if one is None else of_rank(spec, f"layers.{layer}.{part}.weight", *one())
                 for part, one in zip(parts, read, strict=True)
             ]
-            maps[name].write(index, own, row_order if name == "qkv" else None)
+            maps[name].write(index, own, row_order(spec, layer, name))
 
 
 def of_rank(spec: DecoderSpec, parameter: str, a: torch.Tensor, b: torch.Tensor) -> Matrices:

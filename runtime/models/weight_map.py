@@ -22,12 +22,16 @@ class WeightMap:
     names: Mapping[str, str]
     base: str = ""  # prefix that some exports have before all names
     transposed: bool = False  # linear maps are stored as [in, out]
-    norms_plus_one: bool = False  # a norm multiplies by one more than is stored
+    norms_plus_one: bool = False  # a norm, but for a mixer's own, multiplies by one more than is stored
     ignored: str = r".*rotary_emb\.inv_freq"  # tensors that are not read; old exports have rotary frequencies
 
     def names_of(self, spec: DecoderSpec) -> dict[str, str]:
         """Every parameter of the spec -> its tensor, without `base`."""
         return {parameter: self.name_of(spec, parameter) for parameter in spec.shapes()}
+
+    def adds_one(self, parameter: str) -> bool:
+        """Return True for a norm that multiplies by one more than is stored."""
+        return self.norms_plus_one and parameter.endswith("norm") and not parameter.endswith("mix_norm")
 
     def name_of(self, spec: DecoderSpec, parameter: str) -> str:
         """The tensor of a parameter, without `base`."""

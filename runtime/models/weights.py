@@ -27,6 +27,7 @@ class ReadWeight(Protocol):
 
 
 _MOST_DRAWN_ON_CPU = 1 << 28  # random weights
+_IN_FLOAT32 = ("choice_bias", "decay_log", "decay_bias")  # parameters that are read in float32
 
 
 def locate_parameters(spec: DecoderSpec, weight_map: WeightMap, source: TensorSource) -> dict[str, Location]:
@@ -88,9 +89,9 @@ def read_from(source: TensorSource, spec: DecoderSpec, weight_map: WeightMap, nu
         location = locations[parameter]
         if part is not None:
             location = location._replace(parts=(part,))
-        if weight_map.norms_plus_one and parameter.endswith("norm"):  # in fp32: 1 + w has more digits than w
+        if weight_map.adds_one(parameter):  # in fp32: 1 + w has more digits than w
             return (format_of(parameter).read(source, location, replace(numerics, dtype=torch.float32))[0].add_(1.0),)
-        if parameter.endswith("choice_bias"):
+        if parameter.endswith(_IN_FLOAT32):
             return DENSE.read(source, location, replace(numerics, dtype=torch.float32))
         return format_of(parameter).read(source, location, numerics)
 
@@ -119,6 +120,9 @@ def draw(spec: DecoderSpec, numerics: Numerics, seed: int) -> ReadWeight:
 
 
 def random_parameter(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """A parameter of `spec.shapes()` in float32, drawn on the generator's device: norms are near 1."""
+    """A parameter of `spec.shapes()` in float32, drawn on the generator's device: norms are near 1, and states decay by
+    about 3 % a token."""
     noise = torch.randn(shape, generator=generator, device=generator.device)
+    if name.endswith("decay_log"):
+        return noise.sub_(3.0)
     return noise.mul_(0.1).add_(1.0) if name.endswith("norm") else noise.mul_(shape[-1] ** -0.5)

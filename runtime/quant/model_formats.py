@@ -30,7 +30,7 @@ from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import DENSE, Shape, WeightFormat
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.sharding import Shard, leaves_of
+from runtime.spec.sharding import UNGROUPED, Shard, leaves_of
 from runtime.spec.types import CallboardError
 
 LAYOUTS: dict[str, Callable[[QuantizationScheme], CheckpointLayout]] = {  # by `QuantizationScheme.layout`
@@ -83,13 +83,13 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         )
 
     @cache
-    def agree(names: tuple[str, ...]) -> bool:
+    def agree(names: tuple[str, ...], reordered: bool = False) -> bool:
         encodings = [encoding for name in names if (encoding := own_encoding(name))]
         if products is None or len(encodings) < len(names):
             return False
         if not isinstance(products, LlvmProducts) and len({encoding.flat for encoding in encodings}) > 1:
             return False
-        if any(encoding.scale_rows > 1 for encoding in encodings) and spec.rope.reorders_heads:
+        if any(encoding.scale_rows > 1 for encoding in encodings) and reordered:
             return False
         return all(map(fits, encodings, names))
 
@@ -102,8 +102,8 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         if ".experts." in parameter:
             return agree(of_experts[_layer_of_expert(spec, parameter)])
         linears = spec.linears(int(prefix.partition(".")[2])) if prefix else {}
-        parts = next((parts for parts, _ in linears.values() if part in parts), None)
-        return agree(tuple(f"{prefix}.{part}.weight" for part in parts) if parts else (parameter,))
+        name, parts = next(((name, parts) for name, (parts, _) in linears.items() if part in parts), ("", None))
+        return agree(tuple(f"{prefix}.{part}.weight" for part in parts) if parts else (parameter,), spec.reorders(name))
 
     @cache
     def of_kind(scheme: QuantizationScheme, shape: Shape, stay: bool) -> WeightFormat:
@@ -151,7 +151,9 @@ def _has_whole_groups(encoding: Encoding, whole: Shape, pieces: set[Shape]) -> b
 def _pieces(spec: DecoderSpec, parameter: str, own: Shape, whole: Shape, in_leaves: bool) -> set[Shape]:
     """The shapes of the ranks' parts of a weight (`own` on this rank), or of the weight's leaves."""
     if in_leaves:
-        leaves = [(leaf.dim, leaf.stop - leaf.start) for leaf in leaves_of(spec.whole, parameter)]
+        layer, _, part = parameter.removesuffix(".weight").rpartition(".")
+        names = [f"{layer}.{name}.weight" for name in UNGROUPED.get(part, ())] or [parameter]
+        leaves = [(leaf.dim, leaf.stop - leaf.start) for name in names for leaf in leaves_of(spec.whole, name)]
         return {(whole[0], size) if dim else (size, whole[1]) for dim, size in leaves}
     if parameter != "head":
         return {own}

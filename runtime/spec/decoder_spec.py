@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from runtime.spec.config import EngineConfig
 from runtime.spec.kv_cache_spec import CHUNK, QUANTIZED_DTYPES, KVCacheSpec, KVGroupSpec, StateGroupSpec
+from runtime.spec.mixer_spec import DeltaRuleSpec, Linears, MixerSpec
 from runtime.spec.sharding import ALONE, Shard
 from runtime.spec.types import CallboardError
 
@@ -78,33 +79,6 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaRuleSpec:
-    """The gated delta rule in place of attention (arXiv 2412.06464), behind a causal convolution of q, k and v."""
-
-    key_heads: int
-    value_heads: int  # a multiple of key_heads
-    key_dim: int  # of a head of q and of k
-    value_dim: int  # of a head of v
-    width: int  # tokens that the convolution sees
-    # The checkpoint has the maps of q, k, v and z as one tensor, and those of rate and decay as another; the rows of
-    # both are grouped by key head.
-    by_key_head: bool = False
-
-    @property
-    def channels(self) -> int:
-        """Of the convolution: all heads of q, of k and of v."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-
-@dataclass(frozen=True, slots=True)
-class ShortConvSpec:
-    """A gated causal convolution of `hidden_size` channels in place of attention (LFM2)."""
-
-    width: int  # tokens that it sees
-    bias: bool = False  # of the convolution and of the maps around it
-
-
-@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """Shape and kind of every part of one decoder."""
 
@@ -146,7 +120,7 @@ class DecoderSpec:
     local_rope: RopeSpec | None = None  # of sliding layers; None if it equals `rope`
     no_rope: tuple[bool, ...] = ()  # True for each layer without rotary positions; empty for none
     output_gate: bool = False  # q's map also makes a gate; attention's output is multiplied by sigmoid(gate)
-    mixer: DeltaRuleSpec | ShortConvSpec | None = None  # of the layers in `stateful`, in place of attention
+    mixer: MixerSpec | None = None  # of the layers in `stateful`, in place of attention
     stateful: tuple[bool, ...] = ()  # True for each layer with the mixer; empty for none
 
     # Schemes (runtime.quant.scheme) of the checkpoint's quantized parameters; None if all are dense.
@@ -179,9 +153,10 @@ class DecoderSpec:
             return self
         if not self._is_divided_by(shard.size):
             sizes = [str(size) for size in range(1, self.num_heads + 1) if self._is_divided_by(size)]
+            states = f", {self.mixer.key_heads} of states" if isinstance(self.mixer, DeltaRuleSpec) else ""
             raise CallboardError(
                 f"tensor_parallel_size is {shard.size}, which does not divide the model's {self.num_heads} heads, "
-                f"{self.num_kv_heads} of keys and values, and feed-forward size of {self.ffn_size}; it can be "
+                f"{self.num_kv_heads} of keys and values{states}, and feed-forward size of {self.ffn_size}; it can be "
                 f"{', '.join(sizes)}."
             )
         return replace(
@@ -191,6 +166,7 @@ class DecoderSpec:
             ffn_size=self.ffn_size // shard.size,
             dense_ffn_size=self.dense_ffn_size // shard.size,
             vocab_size=len(shard.vocabulary(self.vocab_size)),
+            mixer=None if self.mixer is None else self.mixer.of_rank(shard.size),
             shard=shard,
             of_all_ranks=self,
         )
@@ -200,31 +176,44 @@ class DecoderSpec:
         has_tokens = len(Shard(size - 1, size).vocabulary(self.vocab_size)) > 0
         divides_kv = kv_heads % size == 0 or size % kv_heads == 0
         divides_ffn = self.ffn_size % size == 0 and self.dense_ffn_size % size == 0
-        return self.num_heads % size == 0 and divides_kv and divides_ffn and has_tokens
+        divides_states = self.mixer is None or self.mixer.is_divided_by(size)
+        return self.num_heads % size == 0 and divides_kv and divides_ffn and divides_states and has_tokens
 
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer has a mixture of experts."""
         return self.experts is not None and layer >= self.dense_layers
 
-    def linears(self, layer: int) -> dict[str, tuple[dict[str, tuple[int, ...]], bool]]:
+    def linears(self, layer: int) -> Linears:
         """Return a layer's linear maps: fused name -> ({part: (out, in) shape}, has a bias), parts in row order.
 
         In a mixture, gate_up and down are the maps of each expert."""
         hidden = self.hidden_size
         ffn = self.dense_ffn_size if layer < self.dense_layers else self.ffn_size
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        qkv: dict[str, tuple[int, ...]] = {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
         gate_up: dict[str, tuple[int, ...]] = {"gate": (ffn, hidden), "up": (ffn, hidden)}
-        if self.fused_qkv:
-            qkv = {"qkv": (q + 2 * kv, hidden)}
         if self.fused_gate_up:
             gate_up = {"gate_up": (2 * ffn, hidden)}
-        return {
-            "qkv": (qkv, self.qkv_bias),
-            "out": ({"out": (hidden, q)}, self.out_bias),
+        return self._mixer_linears(layer) | {
             "gate_up": (gate_up if self.gated else {"up": (ffn, hidden)}, self.ffn_bias),
             "down": ({"down": (hidden, ffn)}, self.ffn_bias),
         }
+
+    def _mixer_linears(self, layer: int) -> Linears:
+        """Return the maps around attention, or around the mixer in its place."""
+        hidden, schemes = self.hidden_size, self.quantization or {}
+        if self.mixer is not None and self.is_stateful(layer):
+            return self.mixer.linears(hidden, lambda part: schemes.get(f"layers.{layer}.{part}.weight"))
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        of_q = {"gated_q": (2 * q, hidden)} if self.output_gate else {"q": (q, hidden)}
+        qkv: dict[str, tuple[int, ...]] = {**of_q, "k": (kv, hidden), "v": (kv, hidden)}
+        if self.fused_qkv:
+            qkv = {"qkv": (q + 2 * kv, hidden)}
+        return {"qkv": (qkv, self.qkv_bias), "out": ({"out": (hidden, q)}, self.out_bias)}
+
+    def reorders(self, name: str) -> bool:
+        """Return True if loading permutes rows of this fused map (runtime.models.linear_maps.row_order)."""
+        if name == "qkv":
+            return self.rope.reorders_heads or self.output_gate
+        return name in ("mix_in", "mix_gates") and isinstance(self.mixer, DeltaRuleSpec) and self.mixer.by_key_head
 
     def check(self, config: EngineConfig) -> None:
         """Raise CallboardError if `config` needs something that this model cannot do. Needs no weights."""
@@ -267,7 +256,7 @@ class DecoderSpec:
         if isinstance(self.mixer, DeltaRuleSpec):
             mixer = self.mixer
             return StateGroupSpec(layers, mixer.channels, dtype, mixer.value_heads, mixer.key_dim, mixer.value_dim)
-        return None if self.mixer is None else StateGroupSpec(layers, self.hidden_size // self.shard.size, dtype)
+        return None if self.mixer is None else StateGroupSpec(layers, self.mixer.channels, dtype)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter by its unfused name, such as `layers.3.q.weight`."""
@@ -281,11 +270,7 @@ class DecoderSpec:
         for i in range(self.num_layers):
             for norm in norms:
                 shapes |= self._norm(f"layers.{i}.{norm}")
-            if self.qk_norm_all_heads:
-                shapes[f"layers.{i}.q_heads_norm"] = (self.num_heads * self.head_dim,)
-                shapes[f"layers.{i}.k_heads_norm"] = (self.num_kv_heads * self.head_dim,)
-            elif self.qk_norm:
-                shapes[f"layers.{i}.q_norm"] = shapes[f"layers.{i}.k_norm"] = (self.head_dim,)
+            shapes |= {f"layers.{i}.{name}": shape for name, shape in self._mixer_parameters(i).items()}
             if self.experts and self.has_experts(i):
                 shapes |= _of_router(f"layers.{i}.", self.experts, hidden)
             for name, (parts, has_bias) in self.linears(i).items():
@@ -298,6 +283,15 @@ class DecoderSpec:
                         if has_bias:
                             shapes[f"layers.{i}.{prefix}{part}.bias"] = shape[:1]
         return shapes
+
+    def _mixer_parameters(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of what attention, or the mixer in its place, has beside its maps."""
+        if self.mixer is not None and self.is_stateful(layer):
+            return self.mixer.parameters()
+        if self.qk_norm_all_heads:
+            heads = {"q_heads_norm": self.num_heads, "k_heads_norm": self.num_kv_heads}
+            return {name: (count * self.head_dim,) for name, count in heads.items()}
+        return dict.fromkeys(["q_norm", "k_norm"], (self.head_dim,)) if self.qk_norm else {}
 
     def _norm(self, name: str) -> dict[str, tuple[int, ...]]:
         return dict.fromkeys([name, f"{name}_bias"] if self.norm == "layer" else [name], (self.hidden_size,))

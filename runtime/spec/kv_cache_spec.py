@@ -14,7 +14,7 @@ from dataclasses import dataclass
 # EngineConfig.kv_cache_dtype, but for auto and none -> (dtype, scale_dtype) of a group.
 QUANTIZED_DTYPES = {"fp8": ("float8_e4m3fn", None), "int8": ("int8", "float16")}
 CHUNK = 64  # tokens of a prompt that a layer with a state computes at once, from a multiple of CHUNK on
-RING = 16  # last tokens whose inputs a layer with a state keeps, by position modulo RING; a power of two
+RING = 16  # last tokens with inputs in a layer with a state, by position modulo RING; a power of two
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 
 
@@ -50,7 +50,7 @@ class StateGroupSpec:
     """Layers that summarize a request in a state of fixed size (kernels/states/state_rows.py)."""
 
     layers: tuple[int, ...]  # their numbers in the model, rising
-    channels: int  # of the convolution whose last inputs are kept
+    channels: int  # of the convolution; its last inputs are kept
     dtype: str  # of these inputs, a key of DTYPE_BYTES
     heads: int = 0  # of the gated delta rule; 0 for layers that are only a convolution
     key_dim: int = 0  # rows of a head's state

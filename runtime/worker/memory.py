@@ -146,7 +146,7 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
 
 
 def _seqs_with_states(states: StateGroupSpec, max_num_seqs: int, room: int) -> int:
-    """The most requests of a step whose states take at most half of the memory beside the weights."""
+    """The most requests of a step. Their states take at most half of the memory beside the weights."""
     return max(1, min(max_num_seqs, room // 2 // (states.bytes_per_state + states.bytes_per_slot) - 1))
 
 

@@ -96,6 +96,21 @@ def test_outputs_are_not_cached():
     assert len(session.core.scheduler.kv_cache.cache) == 2
 
 
+def test_preempted_output_is_not_taken_from_a_prompt():
+    session = StateSession(block_size=2, num_kv_blocks=200, max_model_len=128)
+    session.add([1, 2, 3, 4, 5], SamplingParams(max_tokens=60, ignore_eos=True))
+    while len(session.outputs["r0"]) < 20:
+        session.step()
+    name = session.add([1, 2, 3, 4, 5, *session.outputs["r0"], 7, 8, 9], PARAMS)
+    while name not in session.reasons:
+        session.step()
+    scheduler = session.core.scheduler
+    scheduler._preempt(scheduler.running[0])
+    session.step()
+    assert scheduler.kv_cache._records[scheduler.requests["r0"]].restored > 0
+    session.finish()
+
+
 def test_spoilt_prompt_leaves_no_snapshot():
     session = StateSession(block_size=2, num_kv_blocks=200, max_model_len=128)
     session.runner.fails = 0

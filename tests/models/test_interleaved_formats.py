@@ -123,7 +123,7 @@ def test_parts_of_a_layer_may_differ_in_form(rope, kinds, num_parts):
     maps, dense = maps_of(spec)
     layer = maps.linear("layers.0.", "qkv")
     assert len(layer.parts) == num_parts
-    rows, order = torch.cat([dense[name] for name in names]), row_order(spec, "qkv")
+    rows, order = torch.cat([dense[name] for name in names]), row_order(spec, 0, "qkv")
     if order is not None:
         rows[: len(order)] = rows[order]
     assert torch.equal(torch.cat([dequantize_interleaved(part) for part in layer.parts]), rows)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from runtime.kernels.attention.output_gate import gate_output_torch, gate_output_triton
 from runtime.kernels.attention.rope import (
     rope_rows_torch,
     rope_rows_triton,
@@ -46,15 +47,24 @@ def test_gated_activation(dtype):
 
 
 @dtypes
+def test_output_gate(dtype):
+    for rows, width in ((1, 1), (3, 50), (2, 1024), (2, 1500), (0, 8)):
+        out, gate = torch.randn(rows, width, dtype=dtype), torch.randn(rows, width + 3, dtype=dtype)[:, :width]
+        want = gate_output_torch(out.clone(), gate)
+        torch.testing.assert_close(want, out * torch.sigmoid(gate), atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(gate_output_triton(out, gate), want)
+
+
+@dtypes
 def test_rope_and_the_store_of_keys_and_values(dtype):
     shapes = ((1, 1, 1, 64), (5, 4, 2, 64), (3, 6, 2, 80), (2, 9, 3, 16), (2, 8, 1, 96), (0, 2, 1, 16), (2, 40, 8, 128))
     for i, (tokens, heads, kv_heads, dim) in enumerate(shapes):
-        qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, dtype=dtype)
+        qkv = torch.randn(tokens, heads + 2 * kv_heads + i % 3, dim, dtype=dtype)[:, : heads + 2 * kv_heads]
         table, positions = rope_table(RopeSpec(), dim, 64, dtype), torch.randint(0, 64, (tokens,), dtype=torch.int32)
         norms = (torch.rand(dim, dtype=dtype), torch.rand(dim, dtype=dtype), 1e-6) if i % 2 else ()
         kv = torch.full((2, kv_heads, 3, 4, dim), 7.0, dtype=dtype)  # poisoned: only the tokens' places may change
         twin, index = kv.clone(), torch.randperm(12)[:tokens].int()
-        got = rope_store_kv_triton(qkv.clone(), rope_rows_triton(table, positions), kv, index, *norms)
+        got = rope_store_kv_triton(qkv, rope_rows_triton(table, positions), kv, index, *norms)
         want = rope_store_kv_torch(qkv.clone(), rope_rows_torch(table, positions), twin, index, *norms)
         # The twin rounds both products before it adds them, the kernel only the sum.
         near = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 6e-3, "rtol": 4e-3}

@@ -120,7 +120,7 @@ def rope_store_kv_torch(
 
 @jit(do_not_specialize_on_alignment=ROW_ARRAYS)
 def _rope_store_kv_kernel(
-    qkv_ptr,  # [num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM] contiguous
+    qkv_ptr,  # [num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM], tokens qkv_stride apart
     table_ptr,  # [2, num_positions, HEAD_DIM], rows contiguous, cos and sin sin_offset apart
     positions_ptr,  # [num_tokens] int32 or int64
     kv_ptr,  # [2 * NUM_KV_HEADS, cache_positions, HEAD_DIM] contiguous
@@ -129,6 +129,7 @@ def _rope_store_kv_kernel(
     k_norm_ptr,  # [HEAD_DIM]
     q_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM] contiguous
     scales_ptr,  # of a quantized cache (stored_kv.py), contiguous; not used without SCALES
+    qkv_stride,
     sin_offset,
     cache_positions,  # of one head's cache
     eps,
@@ -161,7 +162,7 @@ def _rope_store_kv_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    at = qkv_ptr + (token * TOTAL + heads) * HEAD_DIM + dims
+    at = qkv_ptr + token * qkv_stride + heads * HEAD_DIM + dims
     low = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
     if QK_NORM:
@@ -193,7 +194,7 @@ def _rope_store_kv_kernel(
 
 
 def rope_store_kv_triton(
-    qkv: torch.Tensor,
+    qkv: torch.Tensor,  # any stride between tokens
     rope: tuple[torch.Tensor, torch.Tensor],  # of `rope_rows_triton`
     kv: torch.Tensor,
     kv_index: torch.Tensor,  # int32; like the positions, not written by the kernel right before this one
@@ -214,7 +215,7 @@ def rope_store_kv_triton(
         block_heads = min(next_power_of_2(num_all), max(_TILE // (2 * block_half), 1))
         _rope_store_kv_kernel[(num_tokens, -(-num_all // block_heads))](
             qkv, table, positions, kv, kv_index, *((qkv, qkv) if q_norm is None else (q_norm, k_norm)), q,
-            kv if scales is None else scales, table.stride(0), kv.shape[2] * kv.shape[3], eps,
+            kv if scales is None else scales, qkv.stride(0), table.stride(0), kv.shape[2] * kv.shape[3], eps,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, QK_NORM=q_norm is not None,
             SCALES=scaling(scales), BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, PDL=pdl,
             num_warps=4, launch_pdl=pdl,

@@ -21,7 +21,7 @@ from runtime.kernels.states.exact_functions import sigmoid, silu, softplus
 from runtime.kernels.states.state_rows import MOST_PENDING, DeltaState, StateRows
 from runtime.spec.kv_cache_spec import CHUNK, RING
 
-_NORM_EPS = 1e-6  # of q and k
+NORM_EPS = 1e-6  # of q and k
 
 
 def delta_rule_torch(
@@ -123,4 +123,4 @@ def delta_chunks(
 
 
 def _normalized(x: torch.Tensor) -> torch.Tensor:
-    return x / torch.sqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
+    return x / torch.sqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)

@@ -45,6 +45,7 @@ class DeviceSlots:
         self.state.zero_()
         self.places[-1, 1] = self.max_model_len
         self.adapter_of[:] = 0
+        self.prompt_ends[:] = 0
 
     def writes(self, plan: StepPlan, params: Int32s) -> list[Int32s]:
         """The plan's changes of the state: block tables, new requests with their row of `params`, draft tokens. The

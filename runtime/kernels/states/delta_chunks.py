@@ -1,0 +1,327 @@
+"""The gated delta rule in chunks of CHUNK tokens, on a GPU: for prompts (arXiv 2412.06464, 2406.06484).
+
+delta_rule_torch.py has the equations. With S as the state before a chunk, its updates are U = V' - W S, where
+
+    T = (1 + A)^-1,  A_ij = b_i exp(g_i - g_j) (k_i . k_j) for j < i,  V' = T diag(b) V,  W = T diag(b exp(g)) K
+
+and g are the sums of log decays. One kernel computes V', W and the scores of all chunks in parallel. A second one carries
+S through the chunks of a row, for a head and a block of its value dimensions. A third one applies the gated norm.
+
+Each chunk is computed in the same tiles, and its missing tokens are zeros. So a token's bits depend neither on how its
+prompt was cut nor on other rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.kernels.attention.paged_attention import find_row, rows_searched
+from runtime.kernels.states.delta_rule_torch import NORM_EPS
+from runtime.kernels.states.delta_steps import gated_norm, log_decay, stride_unit
+from runtime.kernels.states.state_rows import DeltaState, StateRows
+from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
+from runtime.spec.kv_cache_spec import CHUNK
+
+_SCALARS = 3  # numbers of a token and head: what q and k are multiplied with, and the chunk's decay
+_NORM_TOKENS = 32  # of a program of the gated norm
+
+
+@jit
+def _inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+    """(1 + a)^-1 of a strictly lower triangular matrix [CHUNK, CHUNK], float32.
+
+    Blocks of 16 on the diagonal by forward substitution, all at once. Then blocks of twice the size: with both
+    diagonal blocks inverted as T, and L below them, the inverse is T - T L T."""
+    BLOCKS: tl.constexpr = CHUNK // 16
+    of_block = tl.arange(0, BLOCKS)
+    same_block = of_block[:, None, None, None] == of_block[None, None, :, None]
+    within = tl.arange(0, 16)
+    inverse = -tl.sum(tl.where(same_block, tl.reshape(a, (BLOCKS, 16, BLOCKS, 16)), 0.0), axis=2)
+    for i in range(2, 16):  # rows 0 and 1 are done
+        is_row = (within == i)[None, :, None]
+        row = tl.sum(tl.where(is_row, inverse, 0.0), axis=1)
+        row += tl.sum(row[:, :, None] * inverse, axis=1)
+        inverse = tl.where(is_row, row[:, None, :], inverse)
+    inverse += tl.where(within[:, None] == within[None, :], 1.0, 0.0)[None, :, :]
+    inverse = tl.where(same_block, tl.broadcast_to(inverse[:, :, None, :], (BLOCKS, 16, BLOCKS, 16)), 0.0)
+    inverse = tl.reshape(inverse, (CHUNK, CHUNK))
+    index = tl.arange(0, CHUNK)
+    size = 16
+    for _ in tl.static_range(2 if CHUNK == 64 else 0):
+        rows, columns = (index // size)[:, None], (index // size)[None, :]
+        below = tl.where((rows == columns + 1) & (rows % 2 == 1), a, 0.0)
+        below = tl.dot(inverse, below, input_precision=PRECISION)
+        inverse -= tl.dot(below, inverse, input_precision=PRECISION)
+        size *= 2
+    return inverse
+
+
+@jit
+def _chunk_of_place(
+    slots_ptr, starts_ptr, q_starts_ptr, places_ptr, places_stride, num_rows, place, TILE: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+):  # fmt: skip
+    """(first token, number of tokens) of a tile of TILE tokens of a row's prompt; the number may be below 1."""
+    row, tile = find_row(q_starts_ptr, place, num_rows, TILE, NUM_ROWS)
+    begin = tl.load(q_starts_ptr + row)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    prompt_end = tl.load(places_ptr + slot * places_stride + 1)
+    count = tl.minimum(prompt_end - tl.load(starts_ptr + row), tl.load(q_starts_ptr + row + 1) - begin)
+    return begin + tile * TILE, tl.minimum(count - tile * TILE, TILE)
+
+
+@jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=ROW_ARRAYS)
+def _prepare_chunks_kernel(
+    qkv_ptr,  # as in `_delta_steps_kernel`
+    gates_ptr,
+    decay_log_ptr,
+    decay_bias_ptr,
+    out_ptr,  # [num_tokens, VALUE_HEADS, VALUE_DIM] V'
+    w_ptr,  # [num_tokens, VALUE_HEADS, KEY_DIM]
+    scores_ptr,  # [num_tokens, VALUE_HEADS, CHUNK] of q and k, with decays
+    scalars_ptr,  # [num_tokens, VALUE_HEADS, 3] float32
+    slots_ptr,
+    starts_ptr,
+    q_starts_ptr,
+    places_ptr,
+    qkv_stride,
+    gates_stride,
+    places_stride,
+    num_rows,
+    scale,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NORM_EPS: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,  # of products of qkv's dtype
+    SOLVE_PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    head, place = tl.program_id(0) % VALUE_HEADS, tl.program_id(0) // VALUE_HEADS
+    first, count = _chunk_of_place(
+        slots_ptr, starts_ptr, q_starts_ptr, places_ptr, places_stride, num_rows, place, CHUNK, NUM_ROWS
+    )
+    decay_rate, decay_bias = tl.load(decay_log_ptr + head), tl.load(decay_bias_ptr + head)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if count <= 0:
+        return
+    DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
+    index, keys, values = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    used = index < count
+    tokens = (first + index).to(tl.int64)
+    is_key = used[:, None] & (keys < KEY_DIM)[None, :]
+    is_value = used[:, None] & (values < VALUE_DIM)[None, :]
+    key_head = head * KEY_HEADS // VALUE_HEADS
+    at_q = qkv_ptr + tokens[:, None] * qkv_stride + key_head * KEY_DIM + keys[None, :]
+    at_v = qkv_ptr + tokens[:, None] * qkv_stride + (2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM) + values[None, :]
+    k = tl.load(at_q + KEY_HEADS * KEY_DIM, mask=is_key, other=0.0)
+    q = tl.load(at_q, mask=is_key, other=0.0)
+    v = tl.load(at_v, mask=is_value, other=0.0)
+    at_gates = gates_ptr + tokens * gates_stride + head
+    b = tl.load(at_gates, mask=used, other=0.0).to(tl.float32)
+    a = tl.load(at_gates + VALUE_HEADS, mask=used, other=0.0).to(tl.float32)
+    rates = tl.where(used, 1.0 / (1.0 + tl.exp(-b)), 0.0)
+    sums = tl.cumsum(tl.where(used, log_decay(a, decay_rate, decay_bias), 0.0), axis=0)
+    last = tl.sum(tl.where(index == CHUNK - 1, sums, 0.0), axis=0)
+    wide_q, wide_k = q.to(tl.float32), k.to(tl.float32)
+    q_scale = scale / tl.sqrt(tl.sum(wide_q * wide_q, axis=1) + NORM_EPS)
+    k_scale = 1.0 / tl.sqrt(tl.sum(wide_k * wide_k, axis=1) + NORM_EPS)
+
+    lower = index[:, None] >= index[None, :]
+    ratios = tl.exp(tl.where(lower, sums[:, None] - sums[None, :], float("-inf"))) * k_scale[None, :]
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * ratios * q_scale[:, None]
+    at_scores = scores_ptr + (tokens * VALUE_HEADS + head)[:, None] * CHUNK + index[None, :]
+    tl.store(at_scores, scores.to(DTYPE), mask=used[:, None])
+    system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * ratios * (rates * k_scale)[:, None]
+    system = tl.where(index[:, None] > index[None, :], system, 0.0)
+    inverse = _inverse(system, CHUNK, SOLVE_PRECISION)
+    of_v = tl.dot((inverse * rates[None, :]).to(DTYPE), v, input_precision=PRECISION)
+    at_out = out_ptr + (tokens * VALUE_HEADS + head)[:, None] * VALUE_DIM + values[None, :]
+    tl.store(at_out, of_v.to(DTYPE), mask=is_value)
+    w = tl.dot((inverse * (rates * tl.exp(sums) * k_scale)[None, :]).to(DTYPE), k, input_precision=PRECISION)
+    at_w = w_ptr + (tokens * VALUE_HEADS + head)[:, None] * KEY_DIM + keys[None, :]
+    tl.store(at_w, w.to(DTYPE), mask=is_key)
+    at_scalars = scalars_ptr + (tokens * VALUE_HEADS + head) * 3
+    tl.store(at_scalars, q_scale * tl.exp(sums), mask=used)
+    tl.store(at_scalars + 1, k_scale * tl.exp(last - sums), mask=used)
+    tl.store(at_scalars + 2, tl.exp(last + tl.zeros_like(sums)), mask=used)
+
+
+@jit(do_not_specialize_on_alignment=ROW_ARRAYS)
+def _carry_state_kernel(
+    qkv_ptr,
+    out_ptr,  # V', then the output
+    w_ptr,
+    scores_ptr,
+    scalars_ptr,
+    state_ptr,  # as in `_delta_steps_kernel`
+    covered_ptr,
+    slots_ptr,
+    starts_ptr,
+    q_starts_ptr,
+    places_ptr,
+    qkv_stride,
+    state_stride,
+    covered_stride,
+    places_stride,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,  # values of a program
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
+    block, head = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS % VALUE_HEADS
+    row = tl.program_id(0) // (BLOCKS * VALUE_HEADS)
+    first = tl.load(q_starts_ptr + row)
+    start = tl.load(starts_ptr + row)
+    place_ptr = places_ptr + tl.load(slots_ptr + row).to(tl.int64) * places_stride
+    own, prompt_end = tl.load(place_ptr).to(tl.int64), tl.load(place_ptr + 1)
+    snapshot_end, snapshot = tl.load(place_ptr + 2), tl.load(place_ptr + 3).to(tl.int64)
+    count = tl.minimum(prompt_end - start, tl.load(q_starts_ptr + row + 1) - first)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if count <= 0:
+        return
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    index, keys = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    values = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_key, is_value = keys < KEY_DIM, values < VALUE_DIM
+    whole = is_key[:, None] & is_value[None, :]
+    state_ptr += head * (KEY_DIM * VALUE_DIM) + keys[:, None] * VALUE_DIM + values[None, :]
+    covered_ptr += head
+    known = (keys < tl.where(start == 0, 0, KEY_DIM))[:, None] & is_value[None, :]
+    matrix = tl.load(state_ptr + own * state_stride * STRIDE_UNIT, mask=known, other=0.0)
+    key_head = head * KEY_HEADS // VALUE_HEADS
+    has_snapshot = (start < snapshot_end) & (snapshot_end <= start + count)
+    begin = 0
+    for part in range(0, 1 + has_snapshot.to(tl.int32)):  # what follows the snapshot is the last part
+        is_last = part == has_snapshot.to(tl.int32)
+        stop = tl.where(is_last, count, snapshot_end - start)
+        for at in range(begin, stop, CHUNK):
+            used = at + index < count
+            tokens = (first + at + index).to(tl.int64)
+            of_head = tokens * VALUE_HEADS + head
+            some_keys, some_values = used[:, None] & is_key[None, :], used[:, None] & is_value[None, :]
+            at_q = qkv_ptr + tokens[:, None] * qkv_stride + key_head * KEY_DIM + keys[None, :]
+            at_out = out_ptr + of_head[:, None] * VALUE_DIM + values[None, :]
+            w = tl.load(w_ptr + of_head[:, None] * KEY_DIM + keys[None, :], mask=some_keys, other=0.0)
+            q = tl.load(at_q, mask=some_keys, other=0.0)
+            k = tl.load(at_q + KEY_HEADS * KEY_DIM, mask=some_keys, other=0.0)
+            updates = tl.load(at_out, mask=some_values, other=0.0).to(tl.float32)
+            at_scores = scores_ptr + of_head[:, None] * CHUNK + index[None, :]
+            scores = tl.load(at_scores, mask=used[:, None], other=0.0)
+            q_scale = tl.load(scalars_ptr + of_head * 3, mask=used, other=0.0)
+            k_scale = tl.load(scalars_ptr + of_head * 3 + 1, mask=used, other=0.0)
+            decay = tl.load(scalars_ptr + ((first + at).to(tl.int64) * VALUE_HEADS + head) * 3 + 2)
+            rounded = matrix.to(DTYPE)
+            updates -= tl.dot(w, rounded, input_precision=PRECISION)
+            out = tl.dot(q, rounded, input_precision=PRECISION) * q_scale[:, None]
+            out = tl.dot(scores, updates.to(DTYPE), out, input_precision=PRECISION)
+            tl.store(at_out, out.to(DTYPE), mask=some_values)
+            matrix = tl.dot(
+                tl.trans(k), (updates * k_scale[:, None]).to(DTYPE), matrix * decay, input_precision=PRECISION
+            )
+        target = tl.where(is_last, own, snapshot)
+        tl.store(state_ptr + target * state_stride * STRIDE_UNIT, matrix, mask=whole)
+        if block == 0:
+            tl.store(covered_ptr + target * covered_stride, start + stop)
+        begin = stop
+
+
+@jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=ROW_ARRAYS)
+def _norm_chunks_kernel(
+    out_ptr,  # [num_tokens, VALUE_HEADS, VALUE_DIM] the output, then its norm
+    z_ptr,
+    norm_ptr,
+    slots_ptr,
+    starts_ptr,
+    q_starts_ptr,
+    places_ptr,
+    z_stride,
+    places_stride,
+    num_rows,
+    eps,
+    VALUE_HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The gated norm of the tokens of prompts."""
+    head, place = tl.program_id(0) % VALUE_HEADS, tl.program_id(0) // VALUE_HEADS
+    first, count = _chunk_of_place(
+        slots_ptr, starts_ptr, q_starts_ptr, places_ptr, places_stride, num_rows, place, TILE, NUM_ROWS
+    )
+    values = tl.arange(0, BLOCK_V)
+    weight = tl.load(norm_ptr + values, mask=values < VALUE_DIM, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if count <= 0:
+        return
+    tokens = (first + tl.arange(0, TILE)).to(tl.int64)
+    whole = (tl.arange(0, TILE) < count)[:, None] & (values < VALUE_DIM)[None, :]
+    at_out = out_ptr + (tokens * VALUE_HEADS + head)[:, None] * VALUE_DIM + values[None, :]
+    out = tl.load(at_out, mask=whole, other=0.0)
+    z = tl.load(z_ptr + tokens[:, None] * z_stride + head * VALUE_DIM + values[None, :], mask=whole, other=0.0)
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    tl.store(at_out, gated_norm(out, z, weight, eps, VALUE_DIM, DTYPE).to(DTYPE), mask=whole)
+
+
+def launch_chunks(
+    qkv: torch.Tensor,
+    z: torch.Tensor,
+    gates: torch.Tensor,
+    decay_log: torch.Tensor,
+    decay_bias: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    rows: StateRows,
+    state: DeltaState,
+    out: torch.Tensor,  # [num_tokens, value_heads * value_dim] contiguous; the rows of tokens of prompts are written
+) -> None:
+    """The tokens of prompts of `delta_rule_torch`."""
+    _, value_heads, key_dim, value_dim = state.state.shape
+    key_heads = (qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
+    w = torch.empty((len(qkv), value_heads, key_dim), dtype=qkv.dtype, device=qkv.device)
+    scores = torch.empty((len(qkv), value_heads, CHUNK), dtype=qkv.dtype, device=qkv.device)
+    scalars = torch.empty((len(qkv), value_heads, _SCALARS), dtype=torch.float32, device=qkv.device)
+    unit, pdl, num_rows = stride_unit(state), use_pdl(qkv), rows_searched(rows.num_rows)
+    exact = qkv.dtype == torch.float32
+    block_k, block_v = (max(16, next_power_of_2(dim)) for dim in (key_dim, value_dim))
+    value_block = min(block_v, 32)
+    arrays = rows.slots, rows.starts, rows.q_starts, rows.places
+    heads = {"VALUE_HEADS": value_heads, "VALUE_DIM": value_dim}
+    chunks = heads | {"KEY_HEADS": key_heads, "KEY_DIM": key_dim, "CHUNK": CHUNK, "BLOCK_K": block_k}
+    options = {"PDL": pdl, "launch_pdl": pdl, "num_warps": 4}
+    _prepare_chunks_kernel[((rows.num_tokens // CHUNK + rows.num_rows) * value_heads,)](
+        qkv, gates, decay_log, decay_bias, out, w, scores, scalars, *arrays,
+        qkv.stride(0), gates.stride(0), rows.places.stride(0), rows.num_rows, key_dim**-0.5,
+        NORM_EPS=NORM_EPS, NUM_ROWS=num_rows, BLOCK_V=block_v, PRECISION="ieee",
+        SOLVE_PRECISION="ieee" if exact else "tf32x3", **chunks, **options,
+    )  # fmt: skip
+    _carry_state_kernel[(rows.num_rows * value_heads * -(-value_dim // value_block),)](
+        qkv, out, w, scores, scalars, state.state, state.positions, *arrays,
+        qkv.stride(0), state.state.stride(0) // unit, state.positions.stride(0), rows.places.stride(0),
+        STRIDE_UNIT=unit, BLOCK_V=value_block, PRECISION="ieee", num_stages=1 if exact else 2, **chunks, **options,
+    )  # fmt: skip
+    places = rows.num_tokens // _NORM_TOKENS + rows.num_rows
+    _norm_chunks_kernel[(places * value_heads,)](
+        out, z, norm_weight, *arrays, z.stride(0), rows.places.stride(0), rows.num_rows, eps,
+        NUM_ROWS=num_rows, TILE=_NORM_TOKENS, BLOCK_V=block_v, **heads, **options,
+    )  # fmt: skip

@@ -1,0 +1,217 @@
+"""The gated delta rule token after token, on a GPU: for decoded and draft tokens.
+
+One program computes a value head of a row and holds its state in registers. It first applies the updates in the ring
+that the stored state does not have, and stores the state as soon as no later row can reject what it covers. No other
+program reads or writes the head's memory.
+
+The programs of a decode step do that before they wait for the kernel before them, the convolution. Only kernels of
+earlier steps write this memory.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.kernels.states.delta_rule_torch import NORM_EPS
+from runtime.kernels.states.state_rows import LAG, MOST_PENDING, DeltaState, StateRows
+from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
+from runtime.spec.kv_cache_spec import RING
+
+
+@jit
+def log_decay(a, decay_log, decay_bias):
+    """The log of the decay, below zero, from its logits in float32."""
+    x = a + decay_bias
+    softplus = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+    return -tl.exp(decay_log) * softplus
+
+
+@jit
+def gated_norm(out, z, weight, eps, SIZE: tl.constexpr, DTYPE: tl.constexpr):
+    """norm(out) * weight * silu(z), in float32; out, z [tokens, size] in DTYPE and weight [size] as stored.
+
+    It rounds where the torch twin does. Elements behind SIZE must be zeros."""
+    out = out.to(tl.float32)
+    out = out / tl.sqrt(tl.sum(out * out, axis=1) / SIZE + eps)[:, None]
+    scaled = out.to(DTYPE).to(tl.float32) * weight.to(tl.float32)[None, :]
+    if weight.dtype == DTYPE:
+        scaled = scaled.to(DTYPE).to(tl.float32)
+    z = z.to(tl.float32)
+    return scaled * (z / (1.0 + tl.exp(-z)))
+
+
+@jit
+def _apply_pending(matrix, keys_ptr, values_ptr, decays_ptr, begin, stop, keys, values, KEY_DIM: tl.constexpr,
+                   VALUE_DIM: tl.constexpr, RING: tl.constexpr):  # fmt: skip
+    """The state after the updates of positions begin..stop, from the ring."""
+    for position in range(begin, stop):
+        place = position & (RING - 1)
+        key = tl.load(keys_ptr + place * KEY_DIM + keys, mask=keys < KEY_DIM, other=0.0)
+        update = tl.load(values_ptr + place * VALUE_DIM + values, mask=values < VALUE_DIM, other=0.0)
+        matrix = _updated(matrix * tl.load(decays_ptr + place), key, update)
+    return matrix
+
+
+@jit
+def _updated(matrix, key, update):
+    """matrix + outer(key, update) with one rounding, also where the compiler would choose another."""
+    key, update = tl.broadcast_to(key[:, None], matrix.shape), tl.broadcast_to(update[None, :], matrix.shape)
+    return tl.fma(key, update, matrix)
+
+
+@jit(do_not_specialize_on_alignment=ROW_ARRAYS)
+def _delta_steps_kernel(
+    qkv_ptr,  # [num_tokens, 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM]
+    z_ptr,  # [num_tokens, VALUE_HEADS * VALUE_DIM]
+    gates_ptr,  # [num_tokens, 2 * VALUE_HEADS]
+    decay_log_ptr,  # [VALUE_HEADS]
+    decay_bias_ptr,  # [VALUE_HEADS]
+    norm_ptr,  # [VALUE_DIM]
+    out_ptr,  # [num_tokens, VALUE_HEADS * VALUE_DIM] contiguous
+    state_ptr,  # [num_states, VALUE_HEADS, KEY_DIM, VALUE_DIM], states state_stride * STRIDE_UNIT apart
+    covered_ptr,  # [num_states, VALUE_HEADS], states covered_stride apart
+    keys_ptr,  # [num_slots + 1, VALUE_HEADS, RING, KEY_DIM], slots and heads pending_stride and head_stride apart
+    values_ptr,  # [num_slots + 1, VALUE_HEADS, RING, VALUE_DIM], likewise
+    decays_ptr,  # [num_slots + 1, VALUE_HEADS, RING], likewise
+    slots_ptr,
+    starts_ptr,
+    q_starts_ptr,
+    places_ptr,
+    qkv_stride,  # elements between tokens
+    z_stride,
+    gates_stride,
+    state_stride,
+    covered_stride,
+    pending_stride,
+    head_stride,
+    places_stride,
+    eps,
+    scale,  # of q
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    STEPS_ONLY: tl.constexpr,  # also: the kernel before this one is the convolution
+    LAG: tl.constexpr,
+    MOST_PENDING: tl.constexpr,
+    RING: tl.constexpr,
+    NORM_EPS: tl.constexpr,  # of q and k
+    BLOCK_K: tl.constexpr,  # power of two, at least KEY_DIM
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row, head = tl.program_id(0) // VALUE_HEADS, tl.program_id(0) % VALUE_HEADS
+    keys, values = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    is_key, is_value = keys < KEY_DIM, values < VALUE_DIM
+    first = tl.load(q_starts_ptr + row)
+    end_token = tl.load(q_starts_ptr + row + 1)
+    start = tl.load(starts_ptr + row)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    own = tl.load(places_ptr + slot * places_stride).to(tl.int64)
+    decay_rate, decay_bias = tl.load(decay_log_ptr + head), tl.load(decay_bias_ptr + head)
+    weight = tl.load(norm_ptr + values, mask=is_value, other=0.0)
+    fresh = start == 0
+    if not STEPS_ONLY:
+        prompt_end = tl.load(places_ptr + slot * places_stride + 1)
+        skipped = tl.minimum(tl.maximum(prompt_end - start, 0), end_token - first)
+        fresh = fresh & (skipped == 0)
+        first += skipped
+        start += skipped
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+    end = start + end_token - first
+    if (not STEPS_ONLY) & (start >= end):
+        return
+
+    covered_ptr += own * covered_stride + head
+    at_state = own * state_stride * STRIDE_UNIT + head * (KEY_DIM * VALUE_DIM)
+    at_state = state_ptr + at_state + keys[:, None] * VALUE_DIM + values[None, :]
+    whole = is_key[:, None] & is_value[None, :]
+    pending = slot * pending_stride + head * head_stride
+    keys_ptr, values_ptr, decays_ptr = keys_ptr + pending, values_ptr + pending, decays_ptr + pending
+    known = (keys < tl.where(fresh, 0, KEY_DIM))[:, None] & is_value[None, :]
+    matrix = tl.load(at_state, mask=known, other=0.0)
+    covered = tl.where(fresh, 0, tl.load(covered_ptr))
+    stored = tl.maximum(tl.maximum(covered, start - LAG), end - MOST_PENDING)
+    early = tl.minimum(stored, start)
+    matrix = _apply_pending(
+        matrix, keys_ptr, values_ptr, decays_ptr, covered, early, keys, values, KEY_DIM, VALUE_DIM, RING
+    )
+    if (stored <= start) & ((stored > covered) | fresh):
+        tl.store(at_state, matrix, mask=whole)
+        tl.store(covered_ptr, stored)
+    matrix = _apply_pending(
+        matrix, keys_ptr, values_ptr, decays_ptr, early, start, keys, values, KEY_DIM, VALUE_DIM, RING
+    )
+    tl.debug_barrier()  # the ring was read before it is written
+    if STEPS_ONLY and PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    key_head = head * KEY_HEADS // VALUE_HEADS
+    for position in range(start, end):
+        token = (first + position - start).to(tl.int64)
+        at_q = qkv_ptr + token * qkv_stride + key_head * KEY_DIM + keys
+        at_v = qkv_ptr + token * qkv_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values
+        b = tl.load(gates_ptr + token * gates_stride + head).to(tl.float32)
+        a = tl.load(gates_ptr + token * gates_stride + VALUE_HEADS + head).to(tl.float32)
+        q = tl.load(at_q, mask=is_key, other=0.0).to(tl.float32)
+        k = tl.load(at_q + KEY_HEADS * KEY_DIM, mask=is_key, other=0.0).to(tl.float32)
+        v = tl.load(at_v, mask=is_value, other=0.0).to(tl.float32)
+        z = tl.load(z_ptr + token * z_stride + head * VALUE_DIM + values, mask=is_value, other=0.0)
+        if position == stored:  # behind the first of its own tokens
+            if position > start:
+                tl.store(at_state, matrix, mask=whole)
+                tl.store(covered_ptr, stored)
+        decay = tl.exp(log_decay(a, decay_rate, decay_bias))
+        q = q * (scale / tl.sqrt(tl.sum(q * q, axis=0) + NORM_EPS))
+        k = k / tl.sqrt(tl.sum(k * k, axis=0) + NORM_EPS)
+        matrix *= decay
+        update = (v - tl.sum(matrix * k[:, None], axis=0)) / (1.0 + tl.exp(-b))
+        out = tl.sum(matrix * q[:, None], axis=0) + tl.sum(q * k, axis=0) * update
+        matrix = _updated(matrix, k, update)
+        place = position & (RING - 1)
+        tl.store(keys_ptr + place * KEY_DIM + keys, k, mask=is_key)
+        tl.store(values_ptr + place * VALUE_DIM + values, update, mask=is_value)
+        tl.store(decays_ptr + place, decay)
+        DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+        normed = gated_norm(out.to(DTYPE)[None, :], z[None, :], weight, eps, VALUE_DIM, DTYPE).to(DTYPE)
+        at_out = out_ptr + token * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + values
+        tl.store(at_out[None, :], normed, mask=is_value[None, :])
+
+
+def launch_steps(
+    qkv: torch.Tensor,
+    z: torch.Tensor,
+    gates: torch.Tensor,
+    decay_log: torch.Tensor,
+    decay_bias: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    rows: StateRows,
+    state: DeltaState,
+    out: torch.Tensor,  # [num_tokens, value_heads * value_dim] contiguous; the step tokens' rows are written
+) -> None:
+    """The step tokens of `delta_rule_torch`."""
+    _, value_heads, key_dim, value_dim = state.state.shape
+    key_heads = (qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
+    unit, pdl = stride_unit(state), use_pdl(qkv)
+    assert state.keys.stride(0) == state.values.stride(0) == state.decays.stride(0)
+    _delta_steps_kernel[(rows.num_rows * value_heads,)](
+        qkv, z, gates, decay_log, decay_bias, norm_weight, out,
+        state.state, state.positions, state.keys, state.values, state.decays,
+        rows.slots, rows.starts, rows.q_starts, rows.places,
+        qkv.stride(0), z.stride(0), gates.stride(0), state.state.stride(0) // unit, state.positions.stride(0),
+        state.keys.stride(0), state.keys.stride(1), rows.places.stride(0), eps, key_dim**-0.5,
+        KEY_HEADS=key_heads, VALUE_HEADS=value_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, STRIDE_UNIT=unit,
+        STEPS_ONLY=rows.steps_only, LAG=LAG, MOST_PENDING=MOST_PENDING, RING=RING, NORM_EPS=NORM_EPS,
+        BLOCK_K=next_power_of_2(key_dim), BLOCK_V=next_power_of_2(value_dim), PDL=pdl,
+        num_warps=8, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def stride_unit(state: DeltaState) -> int:
+    """Elements between states are a multiple of this. A kernel then knows that it may read 16 bytes at a time."""
+    return 4 if state.state.stride(0) % 4 == 0 else 1

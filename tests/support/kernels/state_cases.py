@@ -1,0 +1,198 @@
+"""Steps of requests through one layer with a state, by two implementations that must agree."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+
+from runtime.kernels.states.causal_conv_torch import causal_conv_torch
+from runtime.kernels.states.delta_rule_torch import delta_rule_torch
+from runtime.kernels.states.state_rows import DeltaState, StateRows
+from runtime.spec.kv_cache_spec import RING
+
+NEAR = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # error of all numbers, over their norm
+
+
+class Heads(NamedTuple):
+    """The shape of a layer with the gated delta rule."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int = 4
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+SMALL = Heads(1, 2, 16, 16)
+QWEN = Heads(16, 32, 128, 128)
+
+
+@dataclass(slots=True)
+class Span:
+    """A row of a step. `slot` None is the null slot."""
+
+    slot: int | None
+    start: int
+    count: int
+    prompt_end: int
+    snapshot_end: int = 0
+    snapshot: int = 0
+
+
+class Weights(NamedTuple):
+    """Of one layer: the convolution's, then the delta rule's."""
+
+    conv: torch.Tensor
+    decay_log: torch.Tensor
+    decay_bias: torch.Tensor
+    norm: torch.Tensor
+
+
+def make_weights(heads: Heads, dtype: torch.dtype, device: str = "cpu") -> Weights:
+    return Weights(
+        torch.randn(heads.channels, heads.width).to(device, dtype),
+        torch.rand(heads.value_heads).mul(16).add(0.1).log().to(device),
+        torch.randn(heads.value_heads).sub(3).to(device),
+        torch.rand(heads.value_dim).add(0.5).to(device, dtype),
+    )
+
+
+def make_state(heads: Heads, num_states: int, num_slots: int, dtype: torch.dtype, device: str = "cpu") -> DeltaState:
+    """Poisoned memory: a request's first row must not read it."""
+    value_heads, key_dim, value_dim = heads.value_heads, heads.key_dim, heads.value_dim
+    states = torch.full((num_states, value_heads * key_dim * value_dim + 4), torch.nan, device=device)
+    pending = torch.full((num_slots + 1, value_heads, RING * (key_dim + value_dim + 1)), torch.nan, device=device)
+    keys, values, decays = pending.split([RING * key_dim, RING * value_dim, RING], -1)
+    inputs = torch.full((num_states, RING * heads.channels + 8), torch.nan, device=device, dtype=dtype)
+    return DeltaState(
+        inputs[:, :-8].view(num_states, RING, heads.channels),
+        states[:, :-4].view(num_states, value_heads, key_dim, value_dim),
+        torch.full((num_states, value_heads), 1 << 30, dtype=torch.int32, device=device),
+        keys.unflatten(-1, (RING, -1)), values.unflatten(-1, (RING, -1)), decays,
+    )  # fmt: skip
+
+
+def clone(state: DeltaState) -> DeltaState:
+    return copy.deepcopy(state)
+
+
+def make_rows(spans: list[Span], num_slots: int, device: str = "cpu", steps_only: bool = False) -> StateRows:
+    """A slot's row of the state cache is its number + 1."""
+    places = torch.zeros(num_slots + 1, 7, dtype=torch.int32)
+    places[-1, 1] = 1 << 30
+    counts = torch.tensor([span.count for span in spans])
+    for span in spans:
+        if span.slot is not None:
+            places[span.slot, :4] = torch.tensor(
+                [span.slot + 1, span.prompt_end, span.snapshot_end, span.snapshot], dtype=torch.int32
+            )
+    slots = torch.tensor([num_slots if span.slot is None else span.slot for span in spans], dtype=torch.int32)
+    starts = torch.tensor([span.start for span in spans], dtype=torch.int32)
+    q_starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    return StateRows(
+        slots.to(device), starts.to(device), q_starts.to(device), places.to(device)[:, :4], len(spans),
+        int(counts.sum()), int(counts.max()), steps_only,
+    )  # fmt: skip
+
+
+class Inputs(NamedTuple):
+    """Of a step's tokens, before the convolution."""
+
+    qkv: torch.Tensor
+    z: torch.Tensor
+    gates: torch.Tensor
+
+
+def make_inputs(heads: Heads, num_tokens: int, dtype: torch.dtype, device: str = "cpu") -> Inputs:
+    """Views of one product, as of fused maps."""
+    sizes = [heads.channels, heads.value_heads * heads.value_dim, 2 * heads.value_heads]
+    return Inputs(*torch.randn(num_tokens, sum(sizes) + 3, device=device).to(dtype)[:, :-3].split(sizes, 1))
+
+
+Layer = Callable[[Inputs, Weights, StateRows, DeltaState], torch.Tensor]
+
+
+def layer_of(conv: Callable[..., torch.Tensor], rule: Callable[..., torch.Tensor]) -> Layer:
+    """The convolution and the delta rule behind it."""
+
+    def layer(inputs: Inputs, weights: Weights, rows: StateRows, state: DeltaState) -> torch.Tensor:
+        mixed = conv(inputs.qkv, weights.conv, None, rows, state)
+        return rule(mixed, inputs.z, inputs.gates, *weights[1:], 1e-6, rows, state)
+
+    return layer
+
+
+twin = layer_of(causal_conv_torch, delta_rule_torch)
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Of all numbers, over their norm."""
+    return float((got.double() - want.double()).norm() / (want.double().norm() + 1e-30))
+
+
+def own_memory(state: DeltaState, span: Span) -> dict[str, torch.Tensor]:
+    """What a later row may read of a request's memory: the state of all its tokens, and the last inputs."""
+    assert span.slot is not None
+    own, end, matrix = span.slot + 1, span.start + span.count, state.state[span.slot + 1].clone()
+    covered = int(state.positions[own, 0])
+    assert (state.positions[own] == covered).all()
+    for place in (position % RING for position in range(covered, end)):
+        matrix *= state.decays[span.slot, :, place][:, None, None]
+        matrix += state.keys[span.slot, :, place][:, :, None] * state.values[span.slot, :, place][:, None]
+    places = [position % RING for position in range(max(end - RING, span.start - 3, 0), end)]
+    return {"state": matrix, "positions": state.positions[own], "inputs": state.inputs[own, places]}
+
+
+def check_memory(got: DeltaState, want: DeltaState, spans: list[Span], near: float) -> None:
+    """The memory of each row's request, and its snapshot."""
+    for span in spans:
+        if span.slot is None:
+            continue
+        mine, other = own_memory(got, span), own_memory(want, span)
+        assert torch.equal(mine["positions"], other["positions"]), span
+        assert torch.equal(mine["inputs"], other["inputs"]), span
+        assert error(mine["state"], other["state"]) < near, span
+        if span.snapshot:
+            assert torch.equal(got.inputs[span.snapshot], want.inputs[span.snapshot]), span
+            assert torch.equal(got.positions[span.snapshot], want.positions[span.snapshot]), span
+            assert error(got.state[span.snapshot], want.state[span.snapshot]) < near, span
+
+
+def equal_memory(got: DeltaState, want: DeltaState) -> bool:
+    """True if all bits agree."""
+
+    def bits(state: Any, name: str) -> torch.Tensor:
+        return getattr(state, name).contiguous().view(torch.uint8)
+
+    return all(torch.equal(bits(got, field.name), bits(want, field.name)) for field in fields(DeltaState))
+
+
+class Layers:
+    """One layer by an implementation and by the twins, each with a memory of its own."""
+
+    def __init__(
+        self, layer: Layer, heads: Heads, dtype: torch.dtype, num_slots: int = 4, device: str = "cpu"
+    ) -> None:
+        torch.manual_seed(0)
+        self.layer, self.heads, self.dtype, self.num_slots, self.device = layer, heads, dtype, num_slots, device
+        self.weights = make_weights(heads, dtype, device)
+        self.mine = make_state(heads, 2 * num_slots + 1, num_slots, dtype, device)
+        self.other = clone(self.mine)
+
+    def step(self, spans: list[Span], steps_only: bool = False) -> None:
+        """Compare outputs and memory after one step. Rows of the null slot may be anything."""
+        rows = make_rows(spans, self.num_slots, self.device, steps_only)
+        inputs = make_inputs(self.heads, rows.num_tokens, self.dtype, self.device)
+        got = self.layer(inputs, self.weights, rows, self.mine)
+        want = twin(inputs, self.weights, rows, self.other)
+        own = torch.cat([torch.full((span.count,), span.slot is not None) for span in spans])
+        assert error(got[own], want[own]) < NEAR[self.dtype], spans
+        check_memory(self.mine, self.other, spans, NEAR[self.dtype])
