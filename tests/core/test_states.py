@@ -101,7 +101,7 @@ def test_preempted_output_is_not_taken_from_a_prompt():
     session.add([1, 2, 3, 4, 5], SamplingParams(max_tokens=60, ignore_eos=True))
     while len(session.outputs["r0"]) < 20:
         session.step()
-    name = session.add([1, 2, 3, 4, 5, *session.outputs["r0"], 7, 8, 9], PARAMS)
+    name = session.add([1, 2, 3, 4, 5, *session.outputs["r0"], 7, 8, 9], TURN)
     while name not in session.reasons:
         session.step()
     scheduler = session.core.scheduler
