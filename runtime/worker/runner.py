@@ -92,8 +92,13 @@ class ModelRunner:
         if numerics.device.type == "cpu":
             available //= self.shard.size  # the ranks on CPUs share one machine
         memory = plan_memory(config, spec, numerics, available)  # raises on a rank that has too little
-        shared = "max_model_len", "block_size", "max_num_seqs", "num_states"
-        self.memory: MemoryPlan = replace(memory, **{name: group.least(getattr(memory, name)) for name in shared})
+        self.memory: MemoryPlan = replace(
+            memory,
+            max_model_len=group.least(memory.max_model_len),
+            block_size=group.least(memory.block_size),
+            max_num_seqs=group.least(memory.max_num_seqs),
+            num_states=group.least(memory.num_states),
+        )
         if encodings_on_device(spec, numerics):
             logger.info("quantization: %s", "; ".join(weight_report(spec, numerics)))
         with nullcontext() if self._sleep_memory is None else self._sleep_memory.weights.use():

@@ -178,9 +178,7 @@ def equal_memory(got: DeltaState, want: DeltaState) -> bool:
 class Layers:
     """One layer by an implementation and by the twins, each with a memory of its own."""
 
-    def __init__(
-        self, layer: Layer, heads: Heads, dtype: torch.dtype, num_slots: int = 4, device: str = "cpu"
-    ) -> None:
+    def __init__(self, layer: Layer, heads: Heads, dtype: torch.dtype, num_slots: int = 4, device: str = "cpu") -> None:
         torch.manual_seed(0)
         self.layer, self.heads, self.dtype, self.num_slots, self.device = layer, heads, dtype, num_slots, device
         self.weights = make_weights(heads, dtype, device)

@@ -57,7 +57,8 @@ class Driver:
         """Enter a request in the next step; its first blocks may be another's (a prefix hit). It may grow by
         `room` tokens."""
         known = np.array(tokens, np.int32)
-        self.plan.new.append(NewSlot(slot, known, prompt_len or len(tokens), seed, params, adapter))
+        state = slot + 1 if self.runner.info.num_states else 0
+        self.plan.new.append(NewSlot(slot, known, prompt_len or len(tokens), seed, params, adapter, state))
         size = self.runner.info.block_size
         num_blocks = -(-min(len(tokens) + room, self.runner.info.max_model_len) // size)
         table = list(shared or [])

@@ -67,11 +67,12 @@ class CompiledAttention:
         self.launcher.launch(function, arguments, parts)
         return out
 
-    def gate_output(self, out: torch.Tensor, gate: torch.Tensor) -> None:
+    def gate_output(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """`gate_output_torch` as one kernel."""
         num_tokens, columns = out.shape
         parts = self.launcher.parts(num_tokens, 16 * out.numel())
         self.launcher.launch(kernel(gate_output), (out, gate, num_tokens, columns, gate.stride(0)), parts)
+        return out
 
 
 def _form(kv: torch.Tensor) -> KVForm:

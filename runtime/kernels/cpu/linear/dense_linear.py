@@ -54,7 +54,7 @@ class DenseLinear(CompiledLinear):
         if norm_weight is None and not activation:
             return x
         if self.size_in % ROWS:  # of a tiny model
-            return self.activate(x) if activation else self.norm(x, norm_weight, eps)
+            return self.activate(x) if norm_weight is None else self.norm(x, norm_weight, eps)
         num_rows, launcher = len(x), self.launcher
         out = launcher.buffer("activated" if activation else "norm", num_rows, self.size_in)
         function = kernel(float_rows, has_norm=norm_weight is not None, activation=activation, gated=gated)
