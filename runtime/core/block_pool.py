@@ -78,7 +78,7 @@ class BlockPool:
         self._refs = [0] * self.num_blocks
         self._free = list(range(self.num_blocks - 1, NULL_BLOCK, -1))  # a stack: lowest id on top
         self._cached = bytearray(self.num_blocks)
-        self._spent: dict[int, None] = {}  # evictable blocks that go before those of the order
+        self._spent: dict[int, None] = {}  # evicted before the blocks of the order
         self._evictable.reset(self.num_blocks)
 
     @property

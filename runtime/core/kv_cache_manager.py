@@ -35,9 +35,9 @@ class KVCacheManager:
     Every group of the KV cache has a table of its own for each request, all of one length. A slot's table in a plan is
     the tables of the groups one after another, each with room for the longest request.
 
-    Blocks of a window group are released when no later row can read them. Then they are spent, unless a later prompt is
-    likely to begin after them: at the end of the prompt, or where another prompt has branched off. A hit needs all
-    blocks of groups without a window, and the last blocks of the others."""
+    Blocks of a window group are released when no later row can read them. Most of them are spent then (block_pool.py).
+    Later prompts are likely to begin at the end of a prompt, or where two prompts branched; the blocks that these would
+    read are not spent. A hit needs all blocks of groups without a window, and the last blocks of the others."""
 
     least_row = 1  # tokens that a row of a prompt needs to make progress
     num_snapshots = num_evicted_snapshots = 0  # of states
