@@ -15,7 +15,7 @@ from runtime.kernels.collectives.communicator import Communicator, OneRank
 from runtime.kernels.cpu.attention.tiled_rows import TiledRows, attention_tiles
 from runtime.models.decoder_build import draw_decoder
 from runtime.models.families.phi import WEIGHT_MAP
-from runtime.models.forward_batch import ForwardBatch
+from runtime.models.forward_batch import ForwardBatch, GroupRows
 from runtime.quant.at_load import quantized_at_load
 from runtime.quant.parsers import parse_gguf
 from runtime.spec.config import EngineConfig
@@ -88,7 +88,9 @@ def rank_logits(spec: DecoderSpec, config: EngineConfig, communicator: Communica
         else:
             plan = plan_attention(tables[rows], np.array(starts, np.int32), np.array(counts, np.int32), shape)
         where = ids[row_of * 22 + positions], positions, blocks * 16 + positions % 16
-        batch = ForwardBatch(*(one.to(device) for one in where), plan, row_of.to(device) if adapter else None)
+        token_ids, positions, kv_index = (one.to(device) for one in where)
+        groups = [GroupRows(kv_index, plan)]
+        batch = ForwardBatch(token_ids, positions, groups, row_of.to(device) if adapter else None)
         return decoder.logits(decoder.forward(batch, cache.layers)).float().clone()  # from a buffer
 
     with torch.inference_mode():
