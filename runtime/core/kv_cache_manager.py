@@ -50,9 +50,7 @@ class KVCacheManager:
         self._windows = [(i, group) for i, group in enumerate(self._groups) if group.window is not None]
         max_chunk = max(max_chunk, 3)  # rows of two steps in flight, and of the last known token again
 
-        # Most blocks of a request in each window group: its largest row reads and writes these.
-        windows = [group.window for _, group in self._windows if group.window]
-        self._caps = [self.blocks_for(window - 1 + max_chunk) + 1 + prefix_cache for window in windows]
+        self._caps = [group.most_blocks(1 << 40, self.block_size, max_chunk) for _, group in self._windows]
         self._table_len = self.blocks_for(info.max_model_len)
         self._shares = prefix_cache
         self.caches = [PrefixCache() for _ in self._groups]

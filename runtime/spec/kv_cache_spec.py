@@ -9,6 +9,7 @@ Layers without attention have a state of fixed size for each request in place of
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 # EngineConfig.kv_cache_dtype, but for auto and none -> (dtype, scale_dtype) of a group.
@@ -42,6 +43,16 @@ class KVGroupSpec:
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of `block_size` tokens."""
         return block_size * self.bytes_per_token
+
+    def most_blocks(self, num_tokens: int, block_size: int, max_chunk: int) -> int:
+        """Return the most blocks that a request of `num_tokens` holds, if its rows have up to `max_chunk` tokens.
+
+        Its largest row reads and writes them. The first and the last may be used in part, and the blocks stay that
+        rows after the last full block would read."""
+        needed = -(-num_tokens // block_size)
+        if self.window is None:
+            return needed
+        return min(needed, -(-(self.window - 1 + max_chunk) // block_size) + 2)
 
     def num_dead_blocks(self, num_computed: int, block_size: int) -> int:
         """Return the number of leading blocks that rows from position `num_computed` on never read."""
@@ -89,6 +100,24 @@ class KVCacheSpec:
     def bytes_per_token(self) -> int:
         """Bytes of one token in the cache, with a place in every group."""
         return len(self.groups) * max(group.bytes_per_token for group in self.groups)
+
+    @property
+    def has_windows(self) -> bool:
+        """True if a group frees blocks of a live request."""
+        return any(group.window is not None for group in self.groups)
+
+    def most_blocks(self, num_tokens: int, block_size: int, max_chunk: int) -> int:
+        """Return the most blocks that a request of `num_tokens` holds, of all groups (KVGroupSpec.most_blocks)."""
+        return sum(group.most_blocks(num_tokens, block_size, max_chunk) for group in self.groups)
+
+    def most_tokens(self, num_blocks: int, block_size: int, max_chunk: int) -> int:
+        """Return the tokens of the longest request that `num_blocks` blocks hold, a multiple of `block_size`.
+
+        No request is longer than one that all blocks hold in one group."""
+        sizes = range(1, max(0, num_blocks) + 1)
+        return block_size * bisect_right(
+            sizes, num_blocks, key=lambda size: self.most_blocks(size * block_size, block_size, max_chunk)
+        )
 
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of one block of the pool, which any group may hold."""

@@ -1,4 +1,4 @@
-"""Models with recurrent states, in deterministic mode: the same bits for every history of a request."""
+"""Models with recurrent states or windows, in deterministic mode: the same bits for every history of a request."""
 
 from dataclasses import replace
 from functools import cache
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from runtime.assembly.engine import build_engine
 from runtime.core.executor import InProcess
+from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.kernels.llvm.support import obstacle
 from runtime.policy.admission import Admission
 from runtime.spec.decoder_spec import DecoderSpec
@@ -28,7 +29,11 @@ DELTA = DecoderSpec(
 CONV = replace(
     DELTA, output_gate=False, mixer=ShortConvSpec(channels=48, width=3), stateful=(True, False, True)
 )  # fmt: skip
-SPECS = {"delta": DELTA, "conv": CONV}
+WINDOWS = DecoderSpec(
+    num_layers=4, hidden_size=48, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=80, vocab_size=131,
+    max_positions=512, norm_eps=1e-6, window=40, sliding=(True, True, False, True), tied_head=True,
+)  # fmt: skip
+SPECS = {"delta": DELTA, "conv": CONV, "windows": WINDOWS}
 BACKENDS = ["torch", pytest.param("llvm", marks=pytest.mark.skipif(bool(obstacle()), reason=str(obstacle())))]
 SEQS = 4
 Answer = list[tuple[int, float]]  # tokens and their log-probabilities
@@ -113,11 +118,12 @@ def test_no_history_changes_a_bit(model, backend):
     @given(events, st.sampled_from([64, 130, 400]), st.sampled_from([30, 400]), st.sampled_from([0, 0.0001, 0.01]),
            st.sampled_from([None, 0.3, 1.0]))  # fmt: skip
     def run(history, chunk, num_kv_blocks, snapshot_memory, share_right):
+        most = SPECS[model].kv_cache("float32", longest=400).most_blocks(400, 16, chunk + SEQS)
         known: dict[str, list[int]] = {}
         drafter = None if share_right is None else Recorded(known, share_right, 131)
         engine = Engine(
-            model, backend, drafter, max_num_batched_tokens=chunk + SEQS, num_kv_blocks=num_kv_blocks,
-            snapshot_memory=snapshot_memory,
+            model, backend, drafter, max_num_batched_tokens=chunk + SEQS, snapshot_memory=snapshot_memory,
+            num_kv_blocks=num_kv_blocks + most - (29 if model == "windows" else 25),
         )  # fmt: skip
         engine.core.extras[Admission].lengths = FixedShare(0.0)  # it admits too many
         prompts: dict[str, list[int]] = {}
@@ -152,14 +158,24 @@ def test_no_history_changes_a_bit(model, backend):
     assert min(seen.values()) > 0, seen
 
 
-@pytest.mark.parametrize("model", SPECS)
-def test_second_turn_is_a_hit(model):
+@pytest.mark.parametrize(("model", "num_cached"), [("delta", 128), ("conv", 128), ("windows", 144)])
+def test_second_turn_is_a_hit(model, num_cached):
     engine = Engine(model, "torch")
     engine.add("first", prompt_of(0, 150), 8)
     engine.finish()
     engine.add("second", [*prompt_of(0, 150), *[t for t, _ in engine.answers["first"]], 5, 6], 8)
     engine.finish()
-    assert engine.cached == 128
+    assert engine.cached == num_cached
+
+
+def test_windows_make_room():
+    """Each sliding layer is a group. Beyond its window and a chunk it keeps nothing."""
+    runner = hybrid_runner("windows", "torch", max_num_batched_tokens=64)
+    assert [group.layers for group in runner.info.kv_cache.groups] == [(2,), (0,), (1,), (3,)]
+    manager = KVCacheManager(runner.info, prefix_cache=True, max_chunk=64)
+    assert manager.most_blocks_for(400) == 25 + 3 * 9
+    assert runner.memory.kv_cache.most_tokens(52, 16, 64) == 400
+    assert tiny_runner(WINDOWS, max_model_len=40).info.kv_cache is None
 
 
 def test_small_budget_is_refused():

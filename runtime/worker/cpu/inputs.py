@@ -63,7 +63,7 @@ def build_input(
     batch = ForwardBatch(
         token_ids=slots.flat_tokens.index_select(0, token_index).long(),
         positions=torch.from_numpy(positions).to(shape.device),
-        groups=list(map(GroupRows, torch.from_numpy(kv_index).to(shape.device), attention)),
+        groups=list(map(GroupRows, torch.from_numpy(np.ascontiguousarray(kv_index)).to(shape.device), attention)),
         adapters=torch.from_numpy(slots.adapters[slot_of]).to(shape.device) if slots.adapters[rows].any() else None,
         states=slots.state_rows(rows, starts, counts),
     )
