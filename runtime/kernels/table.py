@@ -101,6 +101,7 @@ class DeltaRule(Protocol):
         eps: float,
         rows: StateRows,
         state: DeltaState,
+        tiled: bool = False,
     ) -> torch.Tensor: ...
 
 
@@ -149,32 +150,14 @@ class Kernels:
 
 def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
     """The operations of a backend. With `deterministic`, a row's bits do not depend on the other rows."""
-    deterministic, activation, gated = numerics.deterministic, spec.activation, spec.gated
     if numerics.backend == "triton":
-        norm: Norm = rms_norm_triton if spec.norm == "rms" else layer_norm_triton
-        around: dict[str, Any] = {"activation": activation, "gated": gated, "norm": norm}
-        return Kernels(
-            norm,
-            rms_norm_in_place_triton,
-            partial(gated_activation_triton, activation=activation, gated=gated),
-            partial(FusedLinear, deterministic=deterministic, **around),
-            partial(GroupedExperts, activation=activation, deterministic=deterministic),
-            rope_rows_triton,
-            rope_store_kv_triton,
-            partial(_attend, deterministic=deterministic),
-            partial(add_adapters_triton, deterministic=deterministic),
-            causal_conv_triton,
-            short_conv_triton,
-            delta_rule_triton,
-            gate_output_triton,
-            quantized_linear=partial(_quantized_linear, deterministic=deterministic, dtype=numerics.dtype, **around),
-            quantized_experts=partial(
-                _quantized_experts, activation=activation, deterministic=deterministic, dtype=numerics.dtype
-            ),
-        )
-    norm = rms_norm_torch if spec.norm == "rms" else layer_norm_torch
+        return _triton(numerics, spec)
+    deterministic = numerics.deterministic
+    norm: Norm = rms_norm_torch if spec.norm == "rms" else layer_norm_torch
     activate = partial(
-        gated_activation_exact if deterministic else gated_activation_torch, activation=activation, gated=gated
+        gated_activation_exact if deterministic else gated_activation_torch,
+        activation=spec.activation,
+        gated=spec.gated,
     )
 
     def product(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
@@ -219,6 +202,31 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
         )
     return replace(
         references, interleaved_linear=compiled.linear, interleaved_lookup=compiled.lookup, compiled=compiled
+    )
+
+
+def _triton(numerics: Numerics, spec: DecoderSpec) -> Kernels:
+    deterministic, activation, gated = numerics.deterministic, spec.activation, spec.gated
+    norm: Norm = rms_norm_triton if spec.norm == "rms" else layer_norm_triton
+    around: dict[str, Any] = {"activation": activation, "gated": gated, "norm": norm}
+    return Kernels(
+        norm,
+        rms_norm_in_place_triton,
+        partial(gated_activation_triton, activation=activation, gated=gated),
+        partial(FusedLinear, deterministic=deterministic, **around),
+        partial(GroupedExperts, activation=activation, deterministic=deterministic),
+        rope_rows_triton,
+        rope_store_kv_triton,
+        partial(_attend, deterministic=deterministic),
+        partial(add_adapters_triton, deterministic=deterministic),
+        causal_conv_triton,
+        short_conv_triton,
+        delta_rule_triton,
+        gate_output_triton,
+        quantized_linear=partial(_quantized_linear, deterministic=deterministic, dtype=numerics.dtype, **around),
+        quantized_experts=partial(
+            _quantized_experts, activation=activation, deterministic=deterministic, dtype=numerics.dtype
+        ),
     )
 
 

@@ -165,19 +165,19 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         qwen_hybrid.NEXT_WEIGHT_MAP,
     ),
     "Qwen3_5ForCausalLM": Family(
-        "Qwen3.5, 3.6, 3.8, text alone", "Qwen/Qwen3.5-9B", qwen_hybrid.decoder_spec, qwen_hybrid.WEIGHT_MAP
+        "Qwen3.5, 3.6, 3.8 as text models", "Qwen/Qwen3.5-9B", qwen_hybrid.decoder_spec, qwen_hybrid.WEIGHT_MAP
     ),
     "Qwen3_5ForConditionalGeneration": Family(
         "Qwen3.5, 3.6, 3.8, without images", "Qwen/Qwen3.5-9B", qwen_hybrid.decoder_spec, qwen_hybrid.WEIGHT_MAP
     ),
     "Qwen3_5MoeForCausalLM": Family(
-        "Qwen3.5-MoE, Qwen3.6-MoE, text alone",
+        "Qwen3.5-MoE, 3.6-MoE as text models",
         "Qwen/Qwen3.6-35B-A3B",
         qwen_hybrid.moe_decoder_spec,
         qwen_hybrid.MOE_WEIGHT_MAP,
     ),
     "Qwen3_5MoeForConditionalGeneration": Family(
-        "Qwen3.5-MoE, Qwen3.6-MoE, without images",
+        "Qwen3.5-MoE, 3.6-MoE, without images",
         "Qwen/Qwen3.6-35B-A3B",
         qwen_hybrid.moe_decoder_spec,
         qwen_hybrid.MOE_WEIGHT_MAP,

@@ -159,6 +159,7 @@ class _LayerBuilder:
             decay_bias=own["decay_bias"].float(),
             mix_norm=own["mix_norm"],
             values=spec.mixer.values,
+            tiled=spec.mixer.tiled,
         )
 
     def _rope(self, index: int) -> RopeSpec:

@@ -219,7 +219,7 @@ def row_order(spec: DecoderSpec, layer: int, name: str) -> torch.Tensor | None:
 
 
 def _without_key_heads(spec: DecoderSpec, parts: Mapping[str, tuple[int, ...]]) -> torch.Tensor:
-    """The order for q, k, v, z, b and a, of which each part has the rows of a key head together."""
+    """The order for q, k, v, z, b and a. Each part has the rows of a key head together."""
     mixer = spec.mixer
     assert isinstance(mixer, DeltaRuleSpec)
     group = mixer.value_heads // mixer.key_heads

@@ -37,7 +37,7 @@ def quantized_at_load(spec: DecoderSpec, config: EngineConfig, device: str = "",
     encoding. On a CPU, int8 and int4 imply an int8 head if the checkpoint's is dense. Raises CallboardError if the
     checkpoint already has another encoding."""
     schemes: dict[str, QuantizationScheme] = dict(spec.quantization or {})
-    maps = [name for name in spec.shapes() if name.endswith(".weight") and not _stays_dense(name)]
+    maps = [name for name in spec.shapes() if name.endswith(".weight") and not chooses_experts(name)]
     fields = requested_encodings(config, is_draft)
     of_maps, of_head = fields.values()
     if of_maps == "none" and of_head == "auto":
@@ -53,14 +53,11 @@ def quantized_at_load(spec: DecoderSpec, config: EngineConfig, device: str = "",
             _check_stored(field, encoding, stored)
         elif encoding != "auto":
             of_rank = spec.of_rank(Shard(0, config.tensor_parallel_size))
+            names = [name for name in names if name.removesuffix(".weight").rpartition(".")[2] not in _DENSE]
             schemes |= _schemes(of_rank, names, encoding, config.rank_invariant, device == "cpu")
     if "embed" in schemes and (of_head if spec.tied_head else of_maps) == "none":
         schemes["embed"] = replace(schemes["embed"], dequantized=True)
     return replace(spec, quantization=schemes or None)
-
-
-def _stays_dense(name: str) -> bool:
-    return chooses_experts(name) or name.removesuffix(".weight").rpartition(".")[2] in _DENSE
 
 
 def _check_stored(field: str, encoding: str, stored: Mapping[str, QuantizationScheme]) -> None:

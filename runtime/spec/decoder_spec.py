@@ -222,6 +222,11 @@ class DecoderSpec:
             raise CallboardError(
                 f"max_loras is {config.max_loras}; with rank_invariant it must be 0: adapters' sums have no leaves."
             )
+        if config.rank_invariant and isinstance(self.mixer, DeltaRuleSpec) and self.mixer.tiled:
+            raise CallboardError(
+                "rank_invariant is on, for which the heads of states in this GGUF file have the wrong order; use a "
+                "checkpoint of safetensors files."
+            )
         if self.mixer is not None and config.max_num_batched_tokens is not None and config.max_num_seqs is not None:
             least = CHUNK + config.max_num_seqs
             if config.chunked_prefill and config.max_num_batched_tokens < least:

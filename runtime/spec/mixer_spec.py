@@ -19,9 +19,9 @@ class DeltaRuleSpec:
     key_dim: int  # of a head of q and of k
     value_dim: int  # of a head of v
     width: int  # tokens that the convolution sees
-    # The checkpoint has the maps of q, k, v and z as one tensor, and those of rate and decay as another; the rows of
-    # both are grouped by key head.
-    by_key_head: bool = False
+    by_key_head: bool = False  # the checkpoint has q, k, v and z in one map, rate and decay in one, rows by key head
+    # The key head of value head h is h % key_heads, as in GGUF files, and not h * key_heads // value_heads.
+    tiled: bool = False
 
     @property
     def values(self) -> int:

@@ -61,7 +61,7 @@ _DIVIDED_DIM = {
     "conv": 0, "conv_bias": 0, "decay_log": 0, "decay_bias": 0,
 }  # fmt: skip
 
-# Maps whose rows the checkpoint groups by head -> the maps that loading makes of them (models/linear_maps.py).
+# A map with rows that the checkpoint groups by head -> the maps that loading makes of it (models/linear_maps.py)
 UNGROUPED = {"gated_q": ("q_gate", "q"), "mix_qkvz": ("mix_qkv", "mix_z"), "mix_ba": ("mix_b", "mix_a")}
 
 
@@ -144,9 +144,16 @@ def _of_mixer(spec: DecoderSpec, part: str) -> list[tuple[range, int]]:
     if isinstance(mixer, ShortConvSpec):
         return [share(mixer.channels)] * (3 if part == "mix_in" else 1)
     assert mixer is not None
-    keys, values, heads = (share(own) for own in (mixer.key_heads * mixer.key_dim, mixer.values, mixer.value_heads))
+    # Tiled value heads of a rank's key heads are several ranges.
+    tiles = mixer.value_heads // mixer.key_heads if mixer.tiled else 1
+    keys, values, heads = (
+        share(mixer.key_heads * mixer.key_dim),
+        [share(mixer.values // tiles)] * tiles,
+        mixer.value_heads,
+    )
+    of_heads = [share(heads // tiles)] * tiles
     return {
-        "mix_qkv": [keys, keys, values], "conv": [keys, keys, values], "mix_z": [values], "mix_out": [values],
-        "mix_b": [heads], "mix_a": [heads], "decay_log": [heads], "decay_bias": [heads],
+        "mix_qkv": [keys, keys, *values], "conv": [keys, keys, *values], "mix_z": values, "mix_out": values,
+        "mix_b": of_heads, "mix_a": of_heads, "decay_log": of_heads, "decay_bias": of_heads,
         "mix_qkvz": [share(mixer.channels + mixer.values)], "mix_ba": [share(2 * mixer.value_heads)],
     }[part]  # fmt: skip

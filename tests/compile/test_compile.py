@@ -75,6 +75,8 @@ def test_maxima_and_bounds_keep_nan(compiled):
         ("_shrink_tile_kernel", ["mma"]),
         ("_expand_tile_kernel", ["mma"]),
         ("_moe_wna16_many_kernel", ["wgmma"]),
+        ("_prepare_chunks_kernel", ["wgmma"]),
+        ("_carry_state_kernel", ["wgmma"]),
     ],
 )
 def test_products_of_16_bit_types_use_tensor_cores(compiled, kernel, instructions):

@@ -12,35 +12,12 @@ from hypothesis import strategies as st
 from runtime.kernels.cpu.states.convolution import convolution
 from runtime.kernels.cpu.states.delta_rule import delta_inputs, delta_rule
 from runtime.kernels.llvm.compiler import assembly, target_of
-from runtime.spec.kv_cache_spec import RING
 from tests.support.kernels.compiled import targets
-from tests.support.kernels.state_histories import Layer, Request, Twins, compiled, play, requests
+from tests.support.kernels.compiled_states import compiled
+from tests.support.kernels.state_histories import LAYERS, Request, Twins, played, requests
 
-LAYERS = {
-    "short_conv": Layer("short_conv", channels=70),
-    "short_conv bias": Layer("short_conv", channels=16, width=4, has_bias=True),
-    "causal_conv": Layer("causal_conv", channels=33, width=4),
-    "causal_conv bias": Layer("causal_conv", channels=32, width=2, has_bias=True),
-    "delta_rule": Layer("delta_rule"),
-    "delta_rule groups": Layer("delta_rule", key_heads=2, value_heads=6, key_dim=24, value_dim=16),
-    "delta_rule 128": Layer("delta_rule", key_heads=1, value_heads=1, key_dim=128, value_dim=128),
-}
 EACH_LAYER = pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
 REQUESTS = st.lists(requests(), min_size=1, max_size=3)
-
-
-def played(layer, given_requests, operations, rows_per_step=3):
-    """The outputs of each request by position, and what the cache keeps of each."""
-    copies = [replace(request, outputs=[]) for request in given_requests]
-    state, outputs, kept = play(layer, copies, operations, rows_per_step).layers[0], [], []
-    for slot, request in enumerate(copies):
-        outputs.append(torch.stack(request.outputs))
-        for row, end in ((2 * slot + 1, request.start), (2 * slot + 2, request.snapshot)):
-            last = torch.arange(max(end - layer.width + 1, 0), end) % RING
-            if end:
-                is_delta = layer.kind == "delta_rule"
-                kept += [state.state[row], state.positions[row]] if is_delta else [state.inputs[row, last]]
-    return outputs, kept
 
 
 @EACH_LAYER

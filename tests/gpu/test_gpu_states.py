@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -56,9 +58,9 @@ def test_bits_do_not_depend_on_the_cuts_of_a_prompt(dtype):
     case = Bits(dtype, length)
     whole = case.memory()
     (want,) = case.step(whole, [Span(0, 0, length, end, 704, 7)])
-    for cuts in ([0, 64, 192, 704, length], list(range(0, 1001, 64)) + [length]):
+    for cuts in ([0, 64, 192, 704, length], [*range(0, 1001, 64), length]):
         memory, outs = case.memory(), []
-        for begin, stop in zip(cuts, cuts[1:], strict=False):
+        for begin, stop in pairwise(cuts):
             snapshot = (704, 7) if begin < 704 <= stop else (0, 0)
             outs.append(case.step(memory, [Span(0, begin, stop - begin, end, *snapshot)])[0])
         assert torch.equal(torch.cat(outs), want)

@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
+from runtime.kernels.exact_functions import sigmoid
 from runtime.kernels.linear.linear_torch import Activate, Linear, Norm, Product
-from runtime.kernels.states.exact_functions import sigmoid
 from runtime.spec.decoder_spec import ExpertsSpec
 
 W = TypeVar("W")

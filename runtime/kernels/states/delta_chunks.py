@@ -4,14 +4,17 @@ delta_rule_torch.py has the equations. With S as the state before a chunk, its u
 
     T = (1 + A)^-1,  A_ij = b_i exp(g_i - g_j) (k_i . k_j) for j < i,  V' = T diag(b) V,  W = T diag(b exp(g)) K
 
-and g are the sums of log decays. One kernel computes V', W and the scores of all chunks in parallel. A second one carries
-S through the chunks of a row, for a head and a block of its value dimensions. A third one applies the gated norm.
+and g are the sums of log decays. One kernel computes V', W and the scores of all chunks in parallel. A second one
+carries S through the chunks of a row, for a head and a block of its value dimensions. A third one applies the gated
+norm.
 
 Each chunk is computed in the same tiles, and its missing tokens are zeros. So a token's bits depend neither on how its
 prompt was cut nor on other rows.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -24,6 +27,9 @@ from runtime.spec.kv_cache_spec import CHUNK
 
 _SCALARS = 3  # numbers of a token and head: what q and k are multiplied with, and the chunk's decay
 _NORM_TOKENS = 32  # of a program of the gated norm
+_VALUES = 32
+_CARRY = {"num_warps": 4, "num_stages": 2}
+_PREPARE = {"num_warps": 4}
 
 
 @jit
@@ -179,6 +185,7 @@ def _carry_state_kernel(
     CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,  # values of a program
+    ROW_BYTES: tl.constexpr,  # rows of w and q begin at its multiples
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -205,36 +212,54 @@ def _carry_state_kernel(
     covered_ptr += head
     known = (keys < tl.where(start == 0, 0, KEY_DIM))[:, None] & is_value[None, :]
     matrix = tl.load(state_ptr + own * state_stride * STRIDE_UNIT, mask=known, other=0.0)
-    key_head = head * KEY_HEADS // VALUE_HEADS
     has_snapshot = (start < snapshot_end) & (snapshot_end <= start + count)
+    # Rows of w, then rows of q: one product with the state makes both.
+    both = tl.arange(0, 2 * CHUNK)
+    is_w, both_index = both < CHUNK, both % CHUNK
+    qkv_ptr += first.to(tl.int64) * qkv_stride + head * KEY_HEADS // VALUE_HEADS * KEY_DIM
+    of_head = first.to(tl.int64) * VALUE_HEADS + head
+    w_ptr += of_head * KEY_DIM
+    out_ptr += of_head * VALUE_DIM
+    scores_ptr += of_head * CHUNK
+    scalars_ptr += of_head * 3
+    at_scalars = index * (VALUE_HEADS * 3)
+    q_scale = tl.load(scalars_ptr + at_scalars, mask=index < count, other=0.0)
+    k_scale = tl.load(scalars_ptr + at_scalars + 1, mask=index < count, other=0.0)
+    decay = tl.load(scalars_ptr + 2)
     begin = 0
-    for part in range(0, 1 + has_snapshot.to(tl.int32)):  # what follows the snapshot is the last part
+    for part in range(1 + has_snapshot.to(tl.int32)):  # what follows the snapshot is the last part
         is_last = part == has_snapshot.to(tl.int32)
         stop = tl.where(is_last, count, snapshot_end - start)
         for at in range(begin, stop, CHUNK):
-            used = at + index < count
-            tokens = (first + at + index).to(tl.int64)
-            of_head = tokens * VALUE_HEADS + head
-            some_keys, some_values = used[:, None] & is_key[None, :], used[:, None] & is_value[None, :]
-            at_q = qkv_ptr + tokens[:, None] * qkv_stride + key_head * KEY_DIM + keys[None, :]
-            at_out = out_ptr + of_head[:, None] * VALUE_DIM + values[None, :]
-            w = tl.load(w_ptr + of_head[:, None] * KEY_DIM + keys[None, :], mask=some_keys, other=0.0)
-            q = tl.load(at_q, mask=some_keys, other=0.0)
-            k = tl.load(at_q + KEY_HEADS * KEY_DIM, mask=some_keys, other=0.0)
-            updates = tl.load(at_out, mask=some_values, other=0.0).to(tl.float32)
-            at_scores = scores_ptr + of_head[:, None] * CHUNK + index[None, :]
+            used = index < count - at
+            whole_out = used[:, None] & is_value[None, :]
+            at_w = tl.where(is_w, w_ptr + both_index * (VALUE_HEADS * KEY_DIM), qkv_ptr + both_index * qkv_stride)
+            at_w = tl.multiple_of(at_w, ROW_BYTES)[:, None] + keys[None, :]
+            at_k = qkv_ptr + KEY_HEADS * KEY_DIM + index[:, None] * qkv_stride + keys[None, :]
+            at_out = out_ptr + index[:, None] * (VALUE_HEADS * VALUE_DIM) + values[None, :]
+            at_scores = scores_ptr + index[:, None] * (VALUE_HEADS * CHUNK) + index[None, :]
+            w = tl.load(at_w, mask=(both_index < count - at)[:, None] & is_key[None, :], other=0.0)
+            k = tl.load(at_k, mask=used[:, None] & is_key[None, :], other=0.0)
+            updates = tl.load(at_out, mask=whole_out, other=0.0)
             scores = tl.load(at_scores, mask=used[:, None], other=0.0)
-            q_scale = tl.load(scalars_ptr + of_head * 3, mask=used, other=0.0)
-            k_scale = tl.load(scalars_ptr + of_head * 3 + 1, mask=used, other=0.0)
-            decay = tl.load(scalars_ptr + ((first + at).to(tl.int64) * VALUE_HEADS + head) * 3 + 2)
-            rounded = matrix.to(DTYPE)
-            updates -= tl.dot(w, rounded, input_precision=PRECISION)
-            out = tl.dot(q, rounded, input_precision=PRECISION) * q_scale[:, None]
-            out = tl.dot(scores, updates.to(DTYPE), out, input_precision=PRECISION)
-            tl.store(at_out, out.to(DTYPE), mask=some_values)
-            matrix = tl.dot(
-                tl.trans(k), (updates * k_scale[:, None]).to(DTYPE), matrix * decay, input_precision=PRECISION
-            )
+            scalars_ptr += CHUNK * VALUE_HEADS * 3
+            is_next = index < count - at - CHUNK
+            next_q_scale = tl.load(scalars_ptr + at_scalars, mask=is_next, other=0.0)
+            next_k_scale = tl.load(scalars_ptr + at_scalars + 1, mask=is_next, other=0.0)
+            next_decay = tl.load(scalars_ptr + 2, mask=at + CHUNK < count, other=0.0)
+            products = tl.dot(w, matrix.to(DTYPE), input_precision=PRECISION)
+            products = tl.permute(tl.reshape(products, (2, CHUNK, BLOCK_V)), (1, 2, 0))
+            of_w, of_q = tl.split(products)
+            updates = updates.to(tl.float32) - of_w
+            scaled = (updates * k_scale[:, None]).to(DTYPE)
+            matrix = tl.dot(tl.trans(k), scaled, matrix * decay, input_precision=PRECISION)
+            out = tl.dot(scores, updates.to(DTYPE), of_q * q_scale[:, None], input_precision=PRECISION)
+            tl.store(at_out, out.to(DTYPE), mask=whole_out)
+            w_ptr += CHUNK * VALUE_HEADS * KEY_DIM
+            qkv_ptr += CHUNK * qkv_stride
+            out_ptr += CHUNK * VALUE_HEADS * VALUE_DIM
+            scores_ptr += CHUNK * VALUE_HEADS * CHUNK
+            q_scale, k_scale, decay = next_q_scale, next_k_scale, next_decay
         target = tl.where(is_last, own, snapshot)
         tl.store(state_ptr + target * state_stride * STRIDE_UNIT, matrix, mask=whole)
         if block == 0:
@@ -280,7 +305,9 @@ def _norm_chunks_kernel(
     out = tl.load(at_out, mask=whole, other=0.0)
     z = tl.load(z_ptr + tokens[:, None] * z_stride + head * VALUE_DIM + values[None, :], mask=whole, other=0.0)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    tl.store(at_out, gated_norm(out, z, weight, eps, VALUE_DIM, DTYPE).to(DTYPE), mask=whole)
+    wide = out.to(tl.float32)
+    squares = tl.sum(wide * wide, axis=1)[:, None]
+    tl.store(at_out, gated_norm(out, squares, z, weight[None, :], eps, VALUE_DIM, DTYPE).to(DTYPE), mask=whole)
 
 
 def launch_chunks(
@@ -301,27 +328,37 @@ def launch_chunks(
     w = torch.empty((len(qkv), value_heads, key_dim), dtype=qkv.dtype, device=qkv.device)
     scores = torch.empty((len(qkv), value_heads, CHUNK), dtype=qkv.dtype, device=qkv.device)
     scalars = torch.empty((len(qkv), value_heads, _SCALARS), dtype=torch.float32, device=qkv.device)
+    # T is rounded to 16 bits, of which tf32 has more.
+    solve = "tf32x3" if qkv.dtype == torch.float32 else "tf32"
     unit, pdl, num_rows = stride_unit(state), use_pdl(qkv), rows_searched(rows.num_rows)
-    exact = qkv.dtype == torch.float32
+    # No matrix instruction multiplies float32. Three products of tf32 lose two bits of its 24.
+    precision = "tf32x3" if qkv.dtype == torch.float32 else "ieee"
     block_k, block_v = (max(16, next_power_of_2(dim)) for dim in (key_dim, value_dim))
-    value_block = min(block_v, 32)
+    value_block = min(block_v, _VALUES)
     arrays = rows.slots, rows.starts, rows.q_starts, rows.places
     heads = {"VALUE_HEADS": value_heads, "VALUE_DIM": value_dim}
     chunks = heads | {"KEY_HEADS": key_heads, "KEY_DIM": key_dim, "CHUNK": CHUNK, "BLOCK_K": block_k}
-    options = {"PDL": pdl, "launch_pdl": pdl, "num_warps": 4}
+    options = {"PDL": pdl, "launch_pdl": pdl}
     _prepare_chunks_kernel[((rows.num_tokens // CHUNK + rows.num_rows) * value_heads,)](
         qkv, gates, decay_log, decay_bias, out, w, scores, scalars, *arrays,
         qkv.stride(0), gates.stride(0), rows.places.stride(0), rows.num_rows, key_dim**-0.5,
-        NORM_EPS=NORM_EPS, NUM_ROWS=num_rows, BLOCK_V=block_v, PRECISION="ieee",
-        SOLVE_PRECISION="ieee" if exact else "tf32x3", **chunks, **options,
+        NORM_EPS=NORM_EPS, NUM_ROWS=num_rows, BLOCK_V=block_v, PRECISION=precision,
+        SOLVE_PRECISION=solve, **chunks, **options, **_PREPARE,
     )  # fmt: skip
     _carry_state_kernel[(rows.num_rows * value_heads * -(-value_dim // value_block),)](
         qkv, out, w, scores, scalars, state.state, state.positions, *arrays,
         qkv.stride(0), state.state.stride(0) // unit, state.positions.stride(0), rows.places.stride(0),
-        STRIDE_UNIT=unit, BLOCK_V=value_block, PRECISION="ieee", num_stages=1 if exact else 2, **chunks, **options,
+        STRIDE_UNIT=unit, BLOCK_V=value_block, ROW_BYTES=_row_bytes(qkv, key_dim), PRECISION=precision,
+        **_CARRY, **chunks, **options,
     )  # fmt: skip
     places = rows.num_tokens // _NORM_TOKENS + rows.num_rows
     _norm_chunks_kernel[(places * value_heads,)](
         out, z, norm_weight, *arrays, z.stride(0), rows.places.stride(0), rows.num_rows, eps,
-        NUM_ROWS=num_rows, TILE=_NORM_TOKENS, BLOCK_V=block_v, **heads, **options,
+        NUM_ROWS=num_rows, TILE=_NORM_TOKENS, BLOCK_V=block_v, num_warps=4, **heads, **options,
     )  # fmt: skip
+
+
+def _row_bytes(qkv: torch.Tensor, key_dim: int) -> int:
+    """A power of two, 16 at most, that divides the address of each head of q."""
+    size = qkv.element_size()
+    return math.gcd(16, qkv.data_ptr(), qkv.stride(0) * size, key_dim * size)

@@ -1,8 +1,8 @@
 """The gated delta rule token after token, on a GPU: for decoded and draft tokens.
 
 One program computes a value head of a row and holds its state in registers. It first applies the updates in the ring
-that the stored state does not have, and stores the state as soon as no later row can reject what it covers. No other
-program reads or writes the head's memory.
+that the stored state does not have. If these are many, it stores the state with all updates that no later row can
+reject. No other program reads or writes the head's memory.
 
 The programs of a decode step do that before they wait for the kernel before them, the convolution. Only kernels of
 earlier steps write this memory.
@@ -17,6 +17,11 @@ from runtime.kernels.states.state_rows import LAG, MOST_PENDING, DeltaState, Sta
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 from runtime.spec.kv_cache_spec import RING
 
+# A row stores its state if the ring would otherwise hold more updates. A store writes a program's 64 KiB, an update
+# that is applied again reads 1 KiB.
+_MOST_KEPT = 8
+_OPTIONS = {"num_warps": 4}
+
 
 @jit
 def log_decay(a, decay_log, decay_bias):
@@ -27,13 +32,12 @@ def log_decay(a, decay_log, decay_bias):
 
 
 @jit
-def gated_norm(out, z, weight, eps, SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """norm(out) * weight * silu(z), in float32; out, z [tokens, size] in DTYPE and weight [size] as stored.
+def gated_norm(out, squares, z, weight, eps, SIZE: tl.constexpr, DTYPE: tl.constexpr):
+    """norm(out) * weight * silu(z), in float32; out and z are of DTYPE, and squares is the sum of out's.
 
-    It rounds where the torch twin does. Elements behind SIZE must be zeros."""
-    out = out.to(tl.float32)
-    out = out / tl.sqrt(tl.sum(out * out, axis=1) / SIZE + eps)[:, None]
-    scaled = out.to(DTYPE).to(tl.float32) * weight.to(tl.float32)[None, :]
+    It rounds where the torch twin does."""
+    out = out.to(tl.float32) / tl.sqrt(squares / SIZE + eps)
+    scaled = out.to(DTYPE).to(tl.float32) * weight.to(tl.float32)
     if weight.dtype == DTYPE:
         scaled = scaled.to(DTYPE).to(tl.float32)
     z = z.to(tl.float32)
@@ -41,15 +45,13 @@ def gated_norm(out, z, weight, eps, SIZE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @jit
-def _apply_pending(matrix, keys_ptr, values_ptr, decays_ptr, begin, stop, keys, values, KEY_DIM: tl.constexpr,
-                   VALUE_DIM: tl.constexpr, RING: tl.constexpr):  # fmt: skip
-    """The state after the updates of positions begin..stop, from the ring."""
-    for position in range(begin, stop):
-        place = position & (RING - 1)
-        key = tl.load(keys_ptr + place * KEY_DIM + keys, mask=keys < KEY_DIM, other=0.0)
-        update = tl.load(values_ptr + place * VALUE_DIM + values, mask=values < VALUE_DIM, other=0.0)
-        matrix = _updated(matrix * tl.load(decays_ptr + place), key, update)
-    return matrix
+def _load_pending(keys_ptr, values_ptr, decays_ptr, position, keys, values, KEY_DIM: tl.constexpr,
+                  VALUE_DIM: tl.constexpr, RING: tl.constexpr):  # fmt: skip
+    """(key, update, decay) of a position, from the ring."""
+    place = position & (RING - 1)
+    key = tl.load(keys_ptr + place * KEY_DIM + keys, mask=keys < KEY_DIM, other=0.0)
+    update = tl.load(values_ptr + place * VALUE_DIM + values, mask=values < VALUE_DIM, other=0.0)
+    return key, update, tl.load(decays_ptr + place)
 
 
 @jit
@@ -57,6 +59,28 @@ def _updated(matrix, key, update):
     """matrix + outer(key, update) with one rounding, also where the compiler would choose another."""
     key, update = tl.broadcast_to(key[:, None], matrix.shape), tl.broadcast_to(update[None, :], matrix.shape)
     return tl.fma(key, update, matrix)
+
+
+@jit
+def _load_gates(gates_ptr, z_ptr, token, head, values, gates_stride, z_stride, VALUE_HEADS: tl.constexpr,
+                VALUE_DIM: tl.constexpr):  # fmt: skip
+    """(logits of rate and decay, z) of a token."""
+    token = token.to(tl.int64)
+    at_gates = gates_ptr + token * gates_stride + head
+    z = tl.load(z_ptr + token * z_stride + head * VALUE_DIM + values, mask=values < VALUE_DIM, other=0.0)
+    return tl.load(at_gates).to(tl.float32), tl.load(at_gates + VALUE_HEADS).to(tl.float32), z
+
+
+@jit
+def _load_qkv(qkv_ptr, token, head, keys, values, qkv_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
+              KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):  # fmt: skip
+    """q, k and v of a token."""
+    qkv_ptr += token.to(tl.int64) * qkv_stride
+    at_q = qkv_ptr + head * KEY_HEADS // VALUE_HEADS * KEY_DIM + keys
+    at_v = qkv_ptr + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values
+    q = tl.load(at_q, mask=keys < KEY_DIM, other=0.0).to(tl.float32)
+    k = tl.load(at_q + KEY_HEADS * KEY_DIM, mask=keys < KEY_DIM, other=0.0).to(tl.float32)
+    return q, k, tl.load(at_v, mask=values < VALUE_DIM, other=0.0).to(tl.float32)
 
 
 @jit(do_not_specialize_on_alignment=ROW_ARRAYS)
@@ -95,6 +119,7 @@ def _delta_steps_kernel(
     STEPS_ONLY: tl.constexpr,  # also: the kernel before this one is the convolution
     LAG: tl.constexpr,
     MOST_PENDING: tl.constexpr,
+    MOST_KEPT: tl.constexpr,
     RING: tl.constexpr,
     NORM_EPS: tl.constexpr,  # of q and k
     BLOCK_K: tl.constexpr,  # power of two, at least KEY_DIM
@@ -103,14 +128,13 @@ def _delta_steps_kernel(
 ):
     row, head = tl.program_id(0) // VALUE_HEADS, tl.program_id(0) % VALUE_HEADS
     keys, values = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    is_key, is_value = keys < KEY_DIM, values < VALUE_DIM
     first = tl.load(q_starts_ptr + row)
     end_token = tl.load(q_starts_ptr + row + 1)
     start = tl.load(starts_ptr + row)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     own = tl.load(places_ptr + slot * places_stride).to(tl.int64)
     decay_rate, decay_bias = tl.load(decay_log_ptr + head), tl.load(decay_bias_ptr + head)
-    weight = tl.load(norm_ptr + values, mask=is_value, other=0.0)
+    weight = tl.load(norm_ptr + values, mask=values < VALUE_DIM, other=0.0)
     fresh = start == 0
     if not STEPS_ONLY:
         prompt_end = tl.load(places_ptr + slot * places_stride + 1)
@@ -128,58 +152,69 @@ def _delta_steps_kernel(
     covered_ptr += own * covered_stride + head
     at_state = own * state_stride * STRIDE_UNIT + head * (KEY_DIM * VALUE_DIM)
     at_state = state_ptr + at_state + keys[:, None] * VALUE_DIM + values[None, :]
-    whole = is_key[:, None] & is_value[None, :]
+    whole = (keys < KEY_DIM)[:, None] & (values < VALUE_DIM)[None, :]
     pending = slot * pending_stride + head * head_stride
     keys_ptr, values_ptr, decays_ptr = keys_ptr + pending, values_ptr + pending, decays_ptr + pending
-    known = (keys < tl.where(fresh, 0, KEY_DIM))[:, None] & is_value[None, :]
-    matrix = tl.load(at_state, mask=known, other=0.0)
     covered = tl.where(fresh, 0, tl.load(covered_ptr))
+    known = (keys < tl.where(fresh, 0, KEY_DIM))[:, None] & (values < VALUE_DIM)[None, :]
+    matrix = tl.load(at_state, mask=known, other=0.0)
+    b, a, z = _load_gates(gates_ptr, z_ptr, first, head, values, gates_stride, z_stride, VALUE_HEADS, VALUE_DIM)
+    # The position at which the state is stored, or -1.
     stored = tl.maximum(tl.maximum(covered, start - LAG), end - MOST_PENDING)
-    early = tl.minimum(stored, start)
-    matrix = _apply_pending(
-        matrix, keys_ptr, values_ptr, decays_ptr, covered, early, keys, values, KEY_DIM, VALUE_DIM, RING
+    stored = tl.where(fresh | ((end - covered > MOST_KEPT) & (stored > covered)), stored, -1)
+    key, update, decay = _load_pending(
+        keys_ptr, values_ptr, decays_ptr, covered, keys, values, KEY_DIM, VALUE_DIM, RING
     )
-    if (stored <= start) & ((stored > covered) | fresh):
-        tl.store(at_state, matrix, mask=whole)
-        tl.store(covered_ptr, stored)
-    matrix = _apply_pending(
-        matrix, keys_ptr, values_ptr, decays_ptr, early, start, keys, values, KEY_DIM, VALUE_DIM, RING
-    )
+    for position in range(covered, start):
+        next_key, next_update, next_decay = _load_pending(
+            keys_ptr, values_ptr, decays_ptr, position + 1, keys, values, KEY_DIM, VALUE_DIM, RING
+        )
+        if position == stored:
+            tl.store(at_state, matrix, mask=whole)
+            tl.store(covered_ptr, stored)
+        matrix = _updated(matrix * decay, key, update)
+        key, update, decay = next_key, next_update, next_decay
     tl.debug_barrier()  # the ring was read before it is written
     if STEPS_ONLY and PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    key_head = head * KEY_HEADS // VALUE_HEADS
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    q, k, v = _load_qkv(qkv_ptr, first, head, keys, values, qkv_stride, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM)
     for position in range(start, end):
-        token = (first + position - start).to(tl.int64)
-        at_q = qkv_ptr + token * qkv_stride + key_head * KEY_DIM + keys
-        at_v = qkv_ptr + token * qkv_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values
-        b = tl.load(gates_ptr + token * gates_stride + head).to(tl.float32)
-        a = tl.load(gates_ptr + token * gates_stride + VALUE_HEADS + head).to(tl.float32)
-        q = tl.load(at_q, mask=is_key, other=0.0).to(tl.float32)
-        k = tl.load(at_q + KEY_HEADS * KEY_DIM, mask=is_key, other=0.0).to(tl.float32)
-        v = tl.load(at_v, mask=is_value, other=0.0).to(tl.float32)
-        z = tl.load(z_ptr + token * z_stride + head * VALUE_DIM + values, mask=is_value, other=0.0)
-        if position == stored:  # behind the first of its own tokens
-            if position > start:
-                tl.store(at_state, matrix, mask=whole)
-                tl.store(covered_ptr, stored)
+        token = first + position - start
+        next_token = tl.minimum(token + 1, end_token - 1)
+        next_q, next_k, next_v = _load_qkv(
+            qkv_ptr, next_token, head, keys, values, qkv_stride, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM
+        )
+        next_b, next_a, next_z = _load_gates(
+            gates_ptr, z_ptr, next_token, head, values, gates_stride, z_stride, VALUE_HEADS, VALUE_DIM
+        )
+        if position == stored:
+            tl.store(at_state, matrix, mask=whole)
+            tl.store(covered_ptr, stored)
         decay = tl.exp(log_decay(a, decay_rate, decay_bias))
-        q = q * (scale / tl.sqrt(tl.sum(q * q, axis=0) + NORM_EPS))
-        k = k / tl.sqrt(tl.sum(k * k, axis=0) + NORM_EPS)
         matrix *= decay
-        update = (v - tl.sum(matrix * k[:, None], axis=0)) / (1.0 + tl.exp(-b))
-        out = tl.sum(matrix * q[:, None], axis=0) + tl.sum(q * k, axis=0) * update
+        # Sums are taken together, so that the program's threads meet once for each kind.
+        sums = tl.reshape(tl.sum(tl.join(tl.join(q * q, k * k), tl.join(q * k, q * k)), axis=0), (4,))
+        q_square = tl.sum(tl.where(tl.arange(0, 4) == 0, sums, 0.0), axis=0)
+        q_k = tl.sum(tl.where(tl.arange(0, 4) == 1, sums, 0.0), axis=0)
+        k_square = tl.sum(tl.where(tl.arange(0, 4) == 2, sums, 0.0), axis=0)
+        of_q, of_k = tl.split(tl.sum(tl.join(matrix * q[:, None], matrix * k[:, None]), axis=0))
+        q_scale, k_scale = scale / tl.sqrt(q_square + NORM_EPS), 1.0 / tl.sqrt(k_square + NORM_EPS)
+        update = (v - of_k * k_scale) / (1.0 + tl.exp(-b))
+        out = ((of_q + (q_k * k_scale) * update) * q_scale).to(DTYPE)
+        k *= k_scale
         matrix = _updated(matrix, k, update)
         place = position & (RING - 1)
-        tl.store(keys_ptr + place * KEY_DIM + keys, k, mask=is_key)
-        tl.store(values_ptr + place * VALUE_DIM + values, update, mask=is_value)
+        tl.store(keys_ptr + place * KEY_DIM + keys, k, mask=keys < KEY_DIM)
+        tl.store(values_ptr + place * VALUE_DIM + values, update, mask=values < VALUE_DIM)
         tl.store(decays_ptr + place, decay)
-        DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-        normed = gated_norm(out.to(DTYPE)[None, :], z[None, :], weight, eps, VALUE_DIM, DTYPE).to(DTYPE)
-        at_out = out_ptr + token * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + values
-        tl.store(at_out[None, :], normed, mask=is_value[None, :])
+        wide = out.to(tl.float32)
+        normed = gated_norm(out, tl.sum(wide * wide, axis=0), z, weight, eps, VALUE_DIM, DTYPE).to(DTYPE)
+        at_out = out_ptr + token.to(tl.int64) * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + values
+        tl.store(at_out, normed, mask=values < VALUE_DIM)
+        q, k, v, b, a, z = next_q, next_k, next_v, next_b, next_a, next_z
 
 
 def launch_steps(
@@ -206,9 +241,10 @@ def launch_steps(
         qkv.stride(0), z.stride(0), gates.stride(0), state.state.stride(0) // unit, state.positions.stride(0),
         state.keys.stride(0), state.keys.stride(1), rows.places.stride(0), eps, key_dim**-0.5,
         KEY_HEADS=key_heads, VALUE_HEADS=value_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, STRIDE_UNIT=unit,
-        STEPS_ONLY=rows.steps_only, LAG=LAG, MOST_PENDING=MOST_PENDING, RING=RING, NORM_EPS=NORM_EPS,
+        STEPS_ONLY=rows.steps_only, LAG=LAG, MOST_PENDING=MOST_PENDING, MOST_KEPT=_MOST_KEPT, RING=RING,
+        NORM_EPS=NORM_EPS,
         BLOCK_K=next_power_of_2(key_dim), BLOCK_V=next_power_of_2(value_dim), PDL=pdl,
-        num_warps=8, launch_pdl=pdl,
+        launch_pdl=pdl, **_OPTIONS,
     )  # fmt: skip
 
 

@@ -1,7 +1,12 @@
 """Qwen's hybrids: Qwen3-Next, and the text parts of Qwen3.5, 3.6 and 3.8.
 
-Most layers have the gated delta rule. In the others, attention has a gate of its output, an RMSNorm on each head's q
-and k, and rotary positions of a quarter of each head. Norms multiply by 1 + w."""
+Most layers have the gated delta rule, and the others attention:
+
+- its output has a gate;
+- each head's q and k have an RMSNorm;
+- rotary positions turn a quarter of each head.
+
+Norms multiply by 1 + w."""
 
 from __future__ import annotations
 
@@ -98,8 +103,7 @@ def _spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def _with_experts(config: Mapping[str, Any], spec: DecoderSpec, normalized: bool) -> DecoderSpec:
-    """The spec with experts of a gated mixture and one for all tokens; raises CallboardError if that has another
-    size."""
+    """The spec with experts, and one more for all tokens; raises CallboardError if that one has another size."""
     size, shared = config["moe_intermediate_size"], config.get("shared_expert_intermediate_size", 512)
     if shared != size:
         raise CallboardError(

@@ -27,6 +27,7 @@ class DeltaRuleMixer:
     decay_bias: torch.Tensor  # [value_heads] float32
     mix_norm: torch.Tensor  # [value_dim]
     values: int  # columns of z
+    tiled: bool  # the order of value heads (DeltaRuleSpec)
 
     def mix(self, h: torch.Tensor, norm: torch.Tensor | None, step: ForwardStep, cache: LayerCache) -> torch.Tensor:
         assert isinstance(cache, DeltaState)
@@ -37,7 +38,7 @@ class DeltaRuleMixer:
         gates = x[:, end:] if self.gates is None else self.gates.normed(h, norm, self.eps)
         qkv = self.kernels.causal_conv(x[:, :channels], self.conv, None, rows, cache)
         weights = self.decay_log, self.decay_bias, self.mix_norm
-        return self.kernels.delta_rule(qkv, z, gates, *weights, self.eps, rows, cache)
+        return self.kernels.delta_rule(qkv, z, gates, *weights, self.eps, rows, cache, self.tiled)
 
     def with_linears(self, change: Callable[[Linear, str], Linear]) -> DeltaRuleMixer:
         gates = None if self.gates is None else change(self.gates, "mix_gates")

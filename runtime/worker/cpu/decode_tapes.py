@@ -41,6 +41,11 @@ class DecodeTapes:
         self._recorded: dict[int, _Recorded] = {}
         self._is_complete = True  # false if the decoder has operations that are not kernels
 
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of rows that have tapes."""
+        return sorted(self._recorded)
+
     def takes(self, num_rows: int) -> bool:
         """True if steps of this many rows may run as tapes."""
         return self._is_complete and num_rows <= MAX_ROWS

@@ -7,6 +7,7 @@ compilation with the same arguments, hints and options as in serving. Prints one
 separate process, because it replaces Triton's driver.
 """
 
+import itertools
 import json
 import re
 import subprocess
@@ -33,6 +34,7 @@ from benchmarks.kernels.tune_quantized import FORMS, NF4  # noqa: E402
 from benchmarks.library.models import spec_of  # noqa: E402
 from runtime.core.plan import NewSlot, StepPlan  # noqa: E402
 from runtime.kernels import triton_language  # noqa: E402
+from runtime.kernels.attention.output_gate import gate_output_triton  # noqa: E402
 from runtime.kernels.collectives.all_gather import all_gather_triton  # noqa: E402
 from runtime.kernels.collectives.all_reduce import all_reduce_triton  # noqa: E402
 from runtime.kernels.collectives.inboxes import NUM_PROGRAMS, STATE_WORDS, Inboxes  # noqa: E402
@@ -52,6 +54,9 @@ from runtime.kernels.quantized.weight_conversions import quantize_fp8_weight_tri
 from runtime.kernels.sampling.automata import advance_states_triton, mask_states_triton  # noqa: E402
 from runtime.kernels.sampling.bitmask import apply_bitmask_triton  # noqa: E402
 from runtime.kernels.sampling.sample import NUM_PARAMS  # noqa: E402
+from runtime.kernels.states.causal_conv import causal_conv_triton, short_conv_triton  # noqa: E402
+from runtime.kernels.states.delta_rule import delta_rule_triton  # noqa: E402
+from runtime.kernels.states.state_rows import ConvState  # noqa: E402
 from runtime.kernels.step.step_inputs import build_inputs  # noqa: E402
 from runtime.models.decoder_build import build_decoder  # noqa: E402
 from runtime.spec.decoder_spec import ExpertsSpec  # noqa: E402
@@ -63,6 +68,7 @@ from runtime.worker.gpu.step_rows import MixedShape  # noqa: E402
 from runtime.worker.gpu.transfers import Transfers  # noqa: E402
 from runtime.worker.kv_cache import KVCache  # noqa: E402
 from runtime.worker.ranks.split_logits import SplitLogits  # noqa: E402
+from tests.support.kernels import state_cases  # noqa: E402
 
 META = torch.device("meta")
 VOCAB_SIZE = 128_256  # of all models: kernels of logits differ in this constant alone
@@ -242,6 +248,26 @@ def ranks() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"2 ranks, logits of {rows} rows", partial(all_gather_triton, inboxes[2], logits, words(rows))
 
 
+def layers_with_states() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The delta rule of Qwen3.5-9B and a short convolution, in graphs of decode steps and with prompts. And the gate of
+    attention's output."""
+    x = state_cases.make_inputs(state_cases.QWEN, 64, torch.bfloat16, "meta")
+    weights = state_cases.make_weights(state_cases.QWEN, torch.bfloat16, "meta")
+    state = state_cases.make_state(state_cases.QWEN, 9, 8, torch.bfloat16, "meta")
+    layer = state_cases.layer_of(causal_conv_triton, delta_rule_triton)
+    short = inputs(64, 3 * 2048), inputs(2048, 3), None
+    for steps_only, count in ((True, 1), (True, 8), (False, 64)):
+        spans = [state_cases.Span(None, 0, count, 0)] * (64 // count)
+        rows = state_cases.make_rows(spans, 8, "meta", steps_only)
+        name = f"torch.bfloat16, {len(spans)} rows{' of steps' * steps_only}"
+        yield f"delta rule, {name}", partial(layer, x, weights, rows, state)
+        yield (
+            f"short convolution, {name}",
+            partial(short_conv_triton, *short, rows, ConvState(inputs(9 * 16, 2048).view(9, 16, 2048))),
+        )
+    yield "gate of attention", partial(gate_output_triton, inputs(64, 4096), inputs(64, 4096))
+
+
 def empty_weight(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, name: str) -> tuple[torch.Tensor]:
     return (torch.empty(shapes[name], dtype=dtype, device=META),)
 
@@ -313,7 +339,8 @@ def main() -> None:
             case = f"{name} torch.bfloat16, {rows} rows"
             layer.normed(inputs(rows, size_in), norm, 1e-5)
 
-    for case, run in (*fp8_products(), *integer_products(), *mixtures(), *adapters(), *split_samplers(), *ranks()):  # noqa: B007
+    launches = fp8_products, integer_products, mixtures, adapters, split_samplers, ranks, layers_with_states
+    for case, run in itertools.chain.from_iterable(make() for make in launches):  # noqa: B007
         run()
 
 

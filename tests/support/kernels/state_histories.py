@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 
 from runtime.core.plan import MAX_DRAFT_TOKENS
-from runtime.kernels.cpu.states import compiled_states
-from runtime.kernels.cpu.states.compiled_states import CompiledStates
-from runtime.kernels.llvm.compiler import Target
-from runtime.kernels.llvm.launcher import Launcher
 from runtime.kernels.states.causal_conv_torch import causal_conv_torch, short_conv_torch
 from runtime.kernels.states.delta_rule_torch import delta_rule_torch
 from runtime.kernels.states.state_rows import StateRows
-from runtime.spec.kv_cache_spec import CHUNK, StateGroupSpec
+from runtime.spec.kv_cache_spec import CHUNK, RING, StateGroupSpec
 from runtime.worker.state_cache import StateCache
-from tests.support.kernels.compiled import call
 
 _FINAL = 3  # single steps at the end, after which the stored state does not depend on the rows before
 
@@ -41,6 +34,7 @@ class Layer:
     value_heads: int = 2
     key_dim: int = 16
     value_dim: int = 24
+    tiled: bool = False
 
     @property
     def size_in(self) -> int:
@@ -75,10 +69,22 @@ class Layer:
 
         def delta(x: torch.Tensor, rows: StateRows, state: Any) -> torch.Tensor:
             qkv, z, gates = x.split(sizes, 1)
-            result: torch.Tensor = operations.delta_rule(qkv, z, gates, *constants, rows, state)
+            result: torch.Tensor = operations.delta_rule(qkv, z, gates, *constants, rows, state, self.tiled)
             return result
 
         return delta
+
+
+LAYERS = {
+    "short_conv": Layer("short_conv", channels=70),
+    "short_conv bias": Layer("short_conv", channels=16, width=4, has_bias=True),
+    "causal_conv": Layer("causal_conv", channels=33, width=4),
+    "causal_conv bias": Layer("causal_conv", channels=32, width=2, has_bias=True),
+    "delta_rule": Layer("delta_rule"),
+    "delta_rule groups": Layer("delta_rule", key_heads=2, value_heads=6, key_dim=24, value_dim=16),
+    "delta_rule tiled": Layer("delta_rule", key_heads=2, value_heads=6, value_dim=16, tiled=True),
+    "delta_rule 128": Layer("delta_rule", key_heads=1, value_heads=1, key_dim=128, value_dim=128),
+}
 
 
 class Twins:
@@ -86,24 +92,6 @@ class Twins:
 
     causal_conv, short_conv = staticmethod(causal_conv_torch), staticmethod(short_conv_torch)
     delta_rule = staticmethod(delta_rule_torch)
-
-
-class _PartsLauncher(Launcher):
-    """Runs kernels in a number of parts, for a target."""
-
-    def __init__(self, target: Target | None, parts: int) -> None:
-        super().__init__()
-        self._target, self._parts = target, parts
-
-    def launch(self, function: Any, arguments: Any, parts: int) -> None:
-        call(function[0], tuple(arguments), self._target, self._parts, **function[1])
-
-
-@contextmanager
-def compiled(target: Target | None = None, parts: int = 1) -> Iterator[CompiledStates]:
-    """Compiled operations for a target, in parts."""
-    with patch.object(compiled_states, "kernel", lambda function, **constants: (function, constants)):
-        yield CompiledStates(_PartsLauncher(target, parts))
 
 
 @dataclass
@@ -154,17 +142,34 @@ def play(layer: Layer, requests: list[Request], operations: Any, rows_per_step: 
             later += [(slot, rows)] if rows else []
         waiting += later
         tokens = torch.cat([requests[slot].inputs(layer.size_in, *own) for slot, *own in step])
-        state_rows = _state_rows([own[:3] for own in step], places)
-        out = apply(tokens, state_rows, state).clone()
+        own_rows = state_rows([own[:3] for own in step], places)
+        out = apply(tokens, own_rows, state).clone()
         if all(start >= requests[slot].prompt_len - 1 for slot, start, _, _ in step):
-            out = apply(tokens, state_rows, state).clone()  # a step may be planned again
+            out = apply(tokens, own_rows, state).clone()  # a step may be planned again
         for own_out, (slot, _, _, accepted) in zip(out.split([own[2] for own in step]), step, strict=True):
             requests[slot].outputs += own_out[:accepted]
             requests[slot].start += accepted
     return cache
 
 
-def _state_rows(rows: list[tuple[int, int, int]], places: torch.Tensor) -> StateRows:
+def played(
+    layer: Layer, given_requests: list[Request], operations: Any, rows_per_step: int = 3
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The outputs of each request by position, and what the cache keeps of each."""
+    copies = [replace(request, outputs=[]) for request in given_requests]
+    state = play(layer, copies, operations, rows_per_step).layers[0]
+    outputs, kept = list[torch.Tensor](), list[torch.Tensor]()
+    for slot, request in enumerate(copies):
+        outputs.append(torch.stack(request.outputs))
+        for row, end in ((2 * slot + 1, request.start), (2 * slot + 2, request.snapshot)):
+            last = torch.arange(max(end - layer.width + 1, 0), end) % RING
+            if end:
+                is_delta = layer.kind == "delta_rule"
+                kept += [state.state[row], state.positions[row]] if is_delta else [state.inputs[row, last]]
+    return outputs, kept
+
+
+def state_rows(rows: list[tuple[int, int, int]], places: torch.Tensor) -> StateRows:
     """Rows of slot, start and number of tokens."""
     slots, starts, counts = zip(*rows, strict=True)
     edges = np.cumsum((0, *counts))

@@ -87,8 +87,8 @@ def dense_product(
 def tiling(target: Target, is_one_row: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Numbers of rows of x, and of blocks, that a tile has; both fall to 1."""
     if is_one_row:
-        return (1,), (4, 1)
-    return ((12, 4, 1), (2, 1)) if target.vector_bytes == 64 else ((6, 2, 1), (1,))
+        return (1,), (1,)
+    return ((9, 8, 4, 2, 1), (3, 1)) if target.vector_bytes == 64 else ((6, 2, 1), (1,))
 
 
 class _Tile:

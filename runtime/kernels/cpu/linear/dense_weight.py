@@ -28,7 +28,7 @@ def dense_weight(weight: torch.Tensor) -> DenseWeight:
     step = max(1, _AT_ONCE // (size_in * ROWS)) * ROWS
     for first in range(0, size_out, step):
         rows = weight[first : first + step]
-        blocks = F.pad(rows, (0, 0, 0, -len(rows) % ROWS)).view(-1, ROWS, size_in)
+        blocks = F.pad(rows, (0, 0, 0, -len(rows) % ROWS)).reshape(-1, ROWS, size_in)
         values[first // ROWS : first // ROWS + len(blocks)] = blocks.transpose(1, 2)
     return DenseWeight(values, size_out)
 

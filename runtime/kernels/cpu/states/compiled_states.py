@@ -67,17 +67,19 @@ class CompiledStates:
         eps: float,
         rows: StateRows,
         state: DeltaState,
+        tiled: bool = False,
     ) -> torch.Tensor:
         """`delta_rule_torch` as two kernels."""
         launcher, num_tokens, (_, value_heads, key_dim, value_dim) = self.launcher, len(qkv), state.state.shape
         key_heads = (qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
+        group = value_heads // key_heads
         queries, keys = (
             launcher.buffer(f"delta {name}", num_tokens, key_heads * key_dim) for name in ("queries", "keys")
         )
         products = launcher.buffer("delta products", num_tokens, key_heads)
         rates, decays = (launcher.buffer(f"delta {name}", num_tokens, value_heads) for name in ("rates", "decays"))
         made = queries, keys, products, rates, decays
-        sizes = num_tokens, key_heads, value_heads // key_heads, qkv.stride(0), gates.stride(0)
+        sizes = num_tokens, key_heads, group, qkv.stride(0), gates.stride(0)
         launcher.launch(
             kernel(delta_inputs, key_dim=key_dim),
             (qkv, gates, decay_log, decay_bias, *made, *sizes),
@@ -93,7 +95,7 @@ class CompiledStates:
             kernel(delta_rule, key_dim=key_dim, value_dim=value_dim),
             (
                 qkv, *made, z, norm_weight, *_tensors(rows), state.state, state.positions, *rings, out, num_rows,
-                key_heads, value_heads // key_heads, *strides, int(rows.steps_only), eps,
+                key_heads, group, 1 if tiled else group, *strides, int(rows.steps_only), eps,
             ),
             launcher.parts(num_rows * value_heads, 4 * out.numel() * key_dim),
         )  # fmt: skip

@@ -106,6 +106,7 @@ def delta_rule(
     num_rows: Int,
     key_heads: Int,
     group: Int,  # value heads of a key head
+    neighbours: Int,  # of them in a row; 1 if the others follow after all key heads
     qkv_stride: Int,
     z_stride: Int,
     place_stride: Int,
@@ -128,7 +129,7 @@ def delta_rule(
     value_heads = key_heads * group
     for task in loop(*share(num_rows * value_heads, part, parts)):
         row, head = StateRow(task // value_heads, slots, starts, q_starts, places, place_stride), task % value_heads
-        key_head = head // group
+        key_head = head // neighbours % key_heads
         own_positions = positions + (row.own * positions_stride + head)
         span = Span(row, where(row.start.equals(0), 0, own_positions.load().to(i64)), steps_only)
         tokens = Tokens(
