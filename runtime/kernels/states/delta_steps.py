@@ -76,7 +76,7 @@ def _load_qkv(qkv_ptr, token, head, keys, values, qkv_stride, KEY_HEADS: tl.cons
               KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):  # fmt: skip
     """q, k and v of a token."""
     qkv_ptr += token.to(tl.int64) * qkv_stride
-    at_q = qkv_ptr + head * KEY_HEADS // VALUE_HEADS * KEY_DIM + keys
+    at_q = qkv_ptr + head // GROUP % KEY_HEADS * KEY_DIM + keys
     at_v = qkv_ptr + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values
     q = tl.load(at_q, mask=keys < KEY_DIM, other=0.0).to(tl.float32)
     k = tl.load(at_q + KEY_HEADS * KEY_DIM, mask=keys < KEY_DIM, other=0.0).to(tl.float32)
@@ -112,6 +112,7 @@ def _delta_steps_kernel(
     eps,
     scale,  # of q
     KEY_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # neighbours among the value heads with the same key head
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -227,11 +228,13 @@ def launch_steps(
     eps: float,
     rows: StateRows,
     state: DeltaState,
+    tiled: bool,
     out: torch.Tensor,  # [num_tokens, value_heads * value_dim] contiguous; the step tokens' rows are written
 ) -> None:
     """The step tokens of `delta_rule_torch`."""
     _, value_heads, key_dim, value_dim = state.state.shape
     key_heads = (qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
+    group = 1 if tiled else value_heads // key_heads
     unit, pdl = stride_unit(state), use_pdl(qkv)
     assert state.keys.stride(0) == state.values.stride(0) == state.decays.stride(0)
     _delta_steps_kernel[(rows.num_rows * value_heads,)](
@@ -240,7 +243,7 @@ def launch_steps(
         rows.slots, rows.starts, rows.q_starts, rows.places,
         qkv.stride(0), z.stride(0), gates.stride(0), state.state.stride(0) // unit, state.positions.stride(0),
         state.keys.stride(0), state.keys.stride(1), rows.places.stride(0), eps, key_dim**-0.5,
-        KEY_HEADS=key_heads, VALUE_HEADS=value_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, STRIDE_UNIT=unit,
+        KEY_HEADS=key_heads, GROUP=group, VALUE_HEADS=value_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, STRIDE_UNIT=unit,
         STEPS_ONLY=rows.steps_only, LAG=LAG, MOST_PENDING=MOST_PENDING, MOST_KEPT=_MOST_KEPT, RING=RING,
         NORM_EPS=NORM_EPS,
         BLOCK_K=next_power_of_2(key_dim), BLOCK_V=next_power_of_2(value_dim), PDL=pdl,
