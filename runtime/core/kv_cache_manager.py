@@ -36,7 +36,7 @@ class KVCacheManager:
     the tables of the groups one after another, each with room for the longest request.
 
     Blocks of a window group are released when no later row can read them. Most of them are spent then (block_pool.py).
-    Later prompts are likely to begin at the end of a prompt, or where two prompts branched; the blocks that these would
+    Later prompts are likely to begin at the end of a prompt, or where two prompts branched. The blocks that they would
     read are not spent. A hit needs all blocks of groups without a window, and the last blocks of the others."""
 
     least_row = 1  # tokens that a row of a prompt needs to make progress

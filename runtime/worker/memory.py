@@ -86,12 +86,7 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
     longest = wanted or spec.max_positions
     num_tokens = max_num_tokens if config.chunked_prefill else max(max_num_tokens, longest)
     working = _working_bytes(spec, numerics, num_tokens, max_num_seqs, longest)
-    graphs = 0
-    if numerics.backend == "triton":
-        graph_tokens = min(config.prefill_graph_tokens, max_num_tokens) if config.cuda_graphs else 0
-        num_gathered = spec.whole.vocab_size if spec.shard.size > 1 else 0  # filters take the logits of all ranks
-        graph_logits = max(max_num_seqs, MAX_VERIFIED) * (spec.vocab_size + num_gathered) * 4
-        graphs = _LIBRARY_BYTES + _activation_bytes(spec, numerics, graph_tokens) + graph_logits
+    graphs = _graph_bytes(config, spec, numerics, max_num_tokens, max_num_seqs)
     adapters = adapter_bytes(spec, numerics, config.max_loras, config.max_lora_rank, num_tokens)
     room = available - weights - working - graphs - adapters
     states, num_states = 0, 0
@@ -206,6 +201,18 @@ def _working_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int, max_num_s
     )  # layers with a window have a second mask
     gathered = 2 * max(max_model_len, MAX_GATHERED) * spec.num_kv_heads * spec.head_dim * 4  # exact attention: in fp32
     return activations + logits + mask + 2 * gathered
+
+
+def _graph_bytes(
+    config: EngineConfig, spec: DecoderSpec, numerics: Numerics, max_num_tokens: int, max_num_seqs: int
+) -> int:
+    """Working memory of the largest CUDA graph, and of libraries."""
+    if numerics.backend != "triton":
+        return 0
+    graph_tokens = min(config.prefill_graph_tokens, max_num_tokens) if config.cuda_graphs else 0
+    num_gathered = spec.whole.vocab_size if spec.shard.size > 1 else 0  # filters take the logits of all ranks
+    graph_logits = max(max_num_seqs, MAX_VERIFIED) * (spec.vocab_size + num_gathered) * 4
+    return _LIBRARY_BYTES + _activation_bytes(spec, numerics, graph_tokens) + graph_logits
 
 
 def _activation_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int) -> int:

@@ -24,8 +24,9 @@ def build_inputs_torch(
     adapters: torch.Tensor | None = None,  # [num_slots + 1] int32, with the row stride of tokens
     num_groups: int = 1,  # of layers, with tables of their own
 ) -> Inputs:
-    """token ids [num_tokens], positions, the places of keys and values (block * block_size + offset) in each group
-    [num_groups, num_tokens], and perhaps adapters [num_tokens], all int32.
+    """token ids, positions, kv_index and perhaps adapters: int32 [num_tokens].
+
+    kv_index is [num_groups, num_tokens]: block * block_size + offset in each group.
 
     Padding tokens have id 0, store k and v in the null block, and use adapter 0 (none)."""
     counts = q_starts.diff()
