@@ -15,8 +15,9 @@ from runtime.kernels.collectives.communicator import Communicator, OneRank
 from runtime.kernels.cpu.attention.tiled_rows import TiledRows, attention_tiles
 from runtime.kernels.states.state_rows import StateRows
 from runtime.models.decoder_build import draw_decoder
-from runtime.models.families.phi import WEIGHT_MAP
+from runtime.models.families import lfm, phi, qwen_hybrid
 from runtime.models.forward_batch import ForwardBatch, GroupRows
+from runtime.models.weight_map import WeightMap
 from runtime.quant.at_load import quantized_at_load
 from runtime.quant.parsers import parse_gguf
 from runtime.spec.config import EngineConfig
@@ -70,6 +71,17 @@ SPECS = {
 }  # fmt: skip
 
 
+WEIGHT_MAPS = {
+    "delta rule": qwen_hybrid.WEIGHT_MAP, "delta rule by key head": qwen_hybrid.NEXT_WEIGHT_MAP,
+    "short convolution": lfm.WEIGHT_MAP,
+}  # fmt: skip
+
+
+def weight_map_of(spec: DecoderSpec) -> WeightMap:
+    """Names for the modules of an adapter."""
+    return next((own for family, own in WEIGHT_MAPS.items() if SPECS[family] == spec.whole), phi.WEIGHT_MAP)
+
+
 def rank_logits(spec: DecoderSpec, config: EngineConfig, communicator: Communicator, adapter: str = "") -> torch.Tensor:
     """A rank's logits [rows, ids] of a prompt and of the token after it, with the adapter of `folder`, if any. Another
     row is in the same steps."""
@@ -78,7 +90,7 @@ def rank_logits(spec: DecoderSpec, config: EngineConfig, communicator: Communica
     own = quantized_at_load(spec, config).of_rank(Shard(communicator.rank, communicator.size))
     decoder = draw_decoder(own, numerics, 64, communicator=communicator)
     if adapter:
-        RunnerAdapters(decoder, WEIGHT_MAP, config.max_loras, config.max_lora_rank).load(1, adapter)
+        RunnerAdapters(decoder, weight_map_of(spec), config.max_loras, config.max_lora_rank).load(1, adapter)
     cache_spec, states = own.kv_cache(numerics.dtype_name, config.kv_cache_dtype), None
     if cache_spec.states is not None:
         states = StateCache(cache_spec.states, 3, 2, numerics.device)
@@ -134,10 +146,12 @@ def test_ranks_together_have_the_logits_of_one(family, size):
     torch.testing.assert_close(all_logits(SPECS[family], size), want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "size"), [("llama", 2), ("gemma", 4), ("gpt", 2), ("phi", 8)])
+@pytest.mark.parametrize(
+    ("family", "size"), [("llama", 2), ("gemma", 4), ("gpt", 2), ("phi", 8), *((family, 2) for family in WEIGHT_MAPS)]
+)
 def test_ranks_with_an_adapter_have_the_logits_of_one(family, size, tmp_path):
     spec = SPECS[family]
-    save_adapter(tmp_path, modules_of(spec), size=0.5)
+    save_adapter(tmp_path, modules_of(spec, weight_map_of(spec)), size=0.5)
     settings = {"adapter": str(tmp_path), "max_loras": 1, "max_lora_rank": 4}
     want = all_logits(spec, 1, **settings)
     assert float((want - all_logits(spec, 1)).abs().max()) > 0.1
