@@ -80,8 +80,11 @@ def _causal_conv_kernel(
         at_tap = weight_ptr + cols * channel_stride + w * tap_stride
         taps += (tl.load(at_tap, mask=is_col, other=0.0).to(tl.float32),)
     ring_ptr = inputs_ptr + own * inputs_stride + cols
+    if PDL and WRITES:  # first: the kernel that follows may request its weights, or states
+        tl.extra.cuda.gdc_launch_dependents()
     if PDL:
         tl.extra.cuda.gdc_wait()
+    if PDL and (not WRITES):
         tl.extra.cuda.gdc_launch_dependents()
     if count <= 0:
         return

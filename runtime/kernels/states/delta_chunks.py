@@ -27,9 +27,7 @@ from runtime.spec.kv_cache_spec import CHUNK
 
 _SCALARS = 3  # numbers of a token and head: what q and k are multiplied with, and the chunk's decay
 _NORM_TOKENS = 32  # of a program of the gated norm
-_VALUES = 32
-_CARRY = {"num_warps": 4, "num_stages": 2}
-_PREPARE = {"num_warps": 4}
+_VALUES = 32  # dimensions of a head's values that a program carries the state of
 
 
 @jit
@@ -130,7 +128,6 @@ def _prepare_chunks_kernel(
     at_v = qkv_ptr + tokens[:, None] * qkv_stride + (2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM) + values[None, :]
     k = tl.load(at_q + KEY_HEADS * KEY_DIM, mask=is_key, other=0.0)
     q = tl.load(at_q, mask=is_key, other=0.0)
-    v = tl.load(at_v, mask=is_value, other=0.0)
     at_gates = gates_ptr + tokens * gates_stride + head
     b = tl.load(at_gates, mask=used, other=0.0).to(tl.float32)
     a = tl.load(at_gates + VALUE_HEADS, mask=used, other=0.0).to(tl.float32)
@@ -149,6 +146,7 @@ def _prepare_chunks_kernel(
     system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * ratios * (rates * k_scale)[:, None]
     system = tl.where(index[:, None] > index[None, :], system, 0.0)
     inverse = _inverse(system, CHUNK, SOLVE_PRECISION)
+    v = tl.load(at_v, mask=is_value, other=0.0)  # not before: it would hold shared memory
     of_v = tl.dot((inverse * rates[None, :]).to(DTYPE), v, input_precision=PRECISION)
     at_out = out_ptr + (tokens * VALUE_HEADS + head)[:, None] * VALUE_DIM + values[None, :]
     tl.store(at_out, of_v.to(DTYPE), mask=is_value)
@@ -332,11 +330,10 @@ def launch_chunks(
     w = torch.empty((len(qkv), value_heads, key_dim), dtype=qkv.dtype, device=qkv.device)
     scores = torch.empty((len(qkv), value_heads, CHUNK), dtype=qkv.dtype, device=qkv.device)
     scalars = torch.empty((len(qkv), value_heads, _SCALARS), dtype=torch.float32, device=qkv.device)
-    # T is rounded to 16 bits, of which tf32 has more.
-    solve = "tf32x3" if qkv.dtype == torch.float32 else "tf32"
+    # No matrix instruction multiplies float32; three products of tf32 lose two bits of its 24. With 16 bits, T is
+    # rounded to fewer than tf32 has.
+    precision, solve = ("tf32x3", "tf32x3") if qkv.dtype == torch.float32 else ("ieee", "tf32")
     unit, pdl, num_rows = stride_unit(state), use_pdl(qkv), rows_searched(rows.num_rows)
-    # No matrix instruction multiplies float32. Three products of tf32 lose two bits of its 24.
-    precision = "tf32x3" if qkv.dtype == torch.float32 else "ieee"
     block_k, block_v = (max(16, next_power_of_2(dim)) for dim in (key_dim, value_dim))
     value_block = min(block_v, _VALUES)
     arrays = rows.slots, rows.starts, rows.q_starts, rows.places
@@ -347,13 +344,13 @@ def launch_chunks(
         qkv, gates, decay_log, decay_bias, out, w, scores, scalars, *arrays,
         qkv.stride(0), gates.stride(0), rows.places.stride(0), rows.num_rows, key_dim**-0.5,
         NORM_EPS=NORM_EPS, NUM_ROWS=num_rows, BLOCK_V=block_v, PRECISION=precision,
-        SOLVE_PRECISION=solve, **chunks, **options, **_PREPARE,
+        SOLVE_PRECISION=solve, num_warps=4, maxnreg=168, **chunks, **options,
     )  # fmt: skip
     _carry_state_kernel[(rows.num_rows * value_heads * -(-value_dim // value_block),)](
         qkv, out, w, scores, scalars, state.state, state.positions, *arrays,
         qkv.stride(0), state.state.stride(0) // unit, state.positions.stride(0), rows.places.stride(0),
         STRIDE_UNIT=unit, BLOCK_V=value_block, ROW_BYTES=_row_bytes(qkv, key_dim), PRECISION=precision,
-        **_CARRY, **chunks, **options,
+        num_warps=4, num_stages=2 if qkv.dtype == torch.float32 else 3, **chunks, **options,
     )  # fmt: skip
     places = rows.num_tokens // _NORM_TOKENS + rows.num_rows
     _norm_chunks_kernel[(places * value_heads,)](

@@ -1,8 +1,8 @@
 """The gated delta rule token after token, on a GPU: for decoded and draft tokens.
 
 One program computes a value head of a row and holds its state in registers. It first applies the updates in the ring
-that the stored state does not have. If these are many, it stores the state with all updates that no later row can
-reject. No other program reads or writes the head's memory.
+that the stored state does not have, and stores the state as soon as no later row can reject what it covers. No other
+program reads or writes the head's memory.
 
 The programs of a decode step do that before they wait for the kernel before them, the convolution. Only kernels of
 earlier steps write this memory.
@@ -16,11 +16,6 @@ from runtime.kernels.states.delta_rule_torch import NORM_EPS
 from runtime.kernels.states.state_rows import LAG, MOST_PENDING, DeltaState, StateRows
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 from runtime.spec.kv_cache_spec import RING
-
-# A row stores its state if the ring would otherwise hold more updates. A store writes a program's 64 KiB, an update
-# that is applied again reads 1 KiB.
-_MOST_KEPT = 8
-_OPTIONS = {"num_warps": 4}
 
 
 @jit
@@ -62,25 +57,21 @@ def _updated(matrix, key, update):
 
 
 @jit
-def _load_gates(gates_ptr, z_ptr, token, head, values, gates_stride, z_stride, VALUE_HEADS: tl.constexpr,
+def _load_token(qkv_ptr, gates_ptr, z_ptr, token, head, keys, values, qkv_stride, gates_stride, z_stride,
+                KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
                 VALUE_DIM: tl.constexpr):  # fmt: skip
-    """(logits of rate and decay, z) of a token."""
+    """(q, k, v, logits of rate and decay, z) of a token."""
     token = token.to(tl.int64)
-    at_gates = gates_ptr + token * gates_stride + head
-    z = tl.load(z_ptr + token * z_stride + head * VALUE_DIM + values, mask=values < VALUE_DIM, other=0.0)
-    return tl.load(at_gates).to(tl.float32), tl.load(at_gates + VALUE_HEADS).to(tl.float32), z
-
-
-@jit
-def _load_qkv(qkv_ptr, token, head, keys, values, qkv_stride, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr,
-              KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):  # fmt: skip
-    """q, k and v of a token."""
-    qkv_ptr += token.to(tl.int64) * qkv_stride
+    qkv_ptr += token * qkv_stride
     at_q = qkv_ptr + head // GROUP % KEY_HEADS * KEY_DIM + keys
     at_v = qkv_ptr + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values
     q = tl.load(at_q, mask=keys < KEY_DIM, other=0.0).to(tl.float32)
     k = tl.load(at_q + KEY_HEADS * KEY_DIM, mask=keys < KEY_DIM, other=0.0).to(tl.float32)
-    return q, k, tl.load(at_v, mask=values < VALUE_DIM, other=0.0).to(tl.float32)
+    v = tl.load(at_v, mask=values < VALUE_DIM, other=0.0).to(tl.float32)
+    at_gates = gates_ptr + token * gates_stride + head
+    b, a = tl.load(at_gates).to(tl.float32), tl.load(at_gates + VALUE_HEADS).to(tl.float32)
+    z = tl.load(z_ptr + token * z_stride + head * VALUE_DIM + values, mask=values < VALUE_DIM, other=0.0)
+    return q, k, v, b, a, z
 
 
 @jit(do_not_specialize_on_alignment=ROW_ARRAYS)
@@ -120,7 +111,6 @@ def _delta_steps_kernel(
     STEPS_ONLY: tl.constexpr,  # also: the kernel before this one is the convolution
     LAG: tl.constexpr,
     MOST_PENDING: tl.constexpr,
-    MOST_KEPT: tl.constexpr,
     RING: tl.constexpr,
     NORM_EPS: tl.constexpr,  # of q and k
     BLOCK_K: tl.constexpr,  # power of two, at least KEY_DIM
@@ -157,12 +147,10 @@ def _delta_steps_kernel(
     pending = slot * pending_stride + head * head_stride
     keys_ptr, values_ptr, decays_ptr = keys_ptr + pending, values_ptr + pending, decays_ptr + pending
     covered = tl.where(fresh, 0, tl.load(covered_ptr))
-    known = (keys < tl.where(fresh, 0, KEY_DIM))[:, None] & (values < VALUE_DIM)[None, :]
-    matrix = tl.load(at_state, mask=known, other=0.0)
-    b, a, z = _load_gates(gates_ptr, z_ptr, first, head, values, gates_stride, z_stride, VALUE_HEADS, VALUE_DIM)
-    # The position at which the state is stored, or -1.
+    matrix = tl.where(fresh, 0.0, tl.load(at_state, mask=whole, other=0.0))
+    # The position at which the state is stored, or -1 if it is stored already.
     stored = tl.maximum(tl.maximum(covered, start - LAG), end - MOST_PENDING)
-    stored = tl.where(fresh | ((end - covered > MOST_KEPT) & (stored > covered)), stored, -1)
+    stored = tl.where(fresh | (stored > covered), stored, -1)
     key, update, decay = _load_pending(
         keys_ptr, values_ptr, decays_ptr, covered, keys, values, KEY_DIM, VALUE_DIM, RING
     )
@@ -180,17 +168,19 @@ def _delta_steps_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
+    if start >= end:
+        return
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    q, k, v = _load_qkv(qkv_ptr, first, head, keys, values, qkv_stride, KEY_HEADS, GROUP, KEY_DIM, VALUE_DIM)
+    q, k, v, b, a, z = _load_token(
+        qkv_ptr, gates_ptr, z_ptr, first, head, keys, values, qkv_stride, gates_stride, z_stride,
+        KEY_HEADS, GROUP, VALUE_HEADS, KEY_DIM, VALUE_DIM,
+    )  # fmt: skip
     for position in range(start, end):
         token = first + position - start
-        next_token = tl.minimum(token + 1, end_token - 1)
-        next_q, next_k, next_v = _load_qkv(
-            qkv_ptr, next_token, head, keys, values, qkv_stride, KEY_HEADS, GROUP, KEY_DIM, VALUE_DIM
-        )
-        next_b, next_a, next_z = _load_gates(
-            gates_ptr, z_ptr, next_token, head, values, gates_stride, z_stride, VALUE_HEADS, VALUE_DIM
-        )
+        next_q, next_k, next_v, next_b, next_a, next_z = _load_token(
+            qkv_ptr, gates_ptr, z_ptr, tl.minimum(token + 1, end_token - 1), head, keys, values, qkv_stride,
+            gates_stride, z_stride, KEY_HEADS, GROUP, VALUE_HEADS, KEY_DIM, VALUE_DIM,
+        )  # fmt: skip
         if position == stored:
             tl.store(at_state, matrix, mask=whole)
             tl.store(covered_ptr, stored)
@@ -244,11 +234,10 @@ def launch_steps(
         qkv.stride(0), z.stride(0), gates.stride(0), state.state.stride(0) // unit, state.positions.stride(0),
         state.keys.stride(0), state.keys.stride(1), rows.places.stride(0), eps, key_dim**-0.5,
         KEY_HEADS=key_heads, GROUP=group, VALUE_HEADS=value_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        STRIDE_UNIT=unit,
-        STEPS_ONLY=rows.steps_only, LAG=LAG, MOST_PENDING=MOST_PENDING, MOST_KEPT=_MOST_KEPT, RING=RING,
+        STRIDE_UNIT=unit, STEPS_ONLY=rows.steps_only, LAG=LAG, MOST_PENDING=MOST_PENDING, RING=RING,
         NORM_EPS=NORM_EPS,
         BLOCK_K=next_power_of_2(key_dim), BLOCK_V=next_power_of_2(value_dim), PDL=pdl,
-        launch_pdl=pdl, **_OPTIONS,
+        launch_pdl=pdl, num_warps=4,
     )  # fmt: skip
 
 

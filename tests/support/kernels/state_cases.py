@@ -147,12 +147,11 @@ def own_memory(state: DeltaState, span: Span) -> dict[str, torch.Tensor]:
     own, end, matrix = span.slot + 1, span.start + span.count, state.state[span.slot + 1].clone()
     covered = int(state.positions[own, 0])
     assert (state.positions[own] == covered).all()
-    assert end - RING <= covered <= max(end - 1, span.prompt_end)
     for place in (position % RING for position in range(covered, end)):
         matrix *= state.decays[span.slot, :, place][:, None, None]
         matrix += state.keys[span.slot, :, place][:, :, None] * state.values[span.slot, :, place][:, None]
     places = [position % RING for position in range(max(end - RING, span.start - 3, 0), end)]
-    return {"state": matrix, "inputs": state.inputs[own, places]}
+    return {"state": matrix, "positions": state.positions[own], "inputs": state.inputs[own, places]}
 
 
 def check_memory(got: DeltaState, want: DeltaState, spans: list[Span], near: float) -> None:
@@ -161,6 +160,7 @@ def check_memory(got: DeltaState, want: DeltaState, spans: list[Span], near: flo
         if span.slot is None:
             continue
         mine, other = own_memory(got, span), own_memory(want, span)
+        assert torch.equal(mine["positions"], other["positions"]), span
         assert torch.equal(mine["inputs"], other["inputs"]), span
         assert error(mine["state"], other["state"]) < near, span
         if span.snapshot:
