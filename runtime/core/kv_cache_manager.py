@@ -16,7 +16,7 @@ from runtime.core.plan import EMPTY_TABLE, Int32s
 from runtime.core.prefix_cache import PrefixCache, hash_blocks, match_tables, root_hash
 from runtime.core.request_state import RequestState
 from runtime.spec.config import ModelInfo
-from runtime.spec.kv_cache_spec import KVGroupSpec
+from runtime.spec.kv_cache_spec import KVCacheSpec, KVGroupSpec
 
 _ONE_GROUP = (KVGroupSpec((), 1, 1, "float32"),)  # of a model that describes none
 
@@ -48,7 +48,7 @@ class KVCacheManager:
         self._groups = info.kv_cache.groups if info.kv_cache is not None else _ONE_GROUP
         self._num_groups = len(self._groups)
         self._windows = [(i, group) for i, group in enumerate(self._groups) if group.window is not None]
-        max_chunk = max(max_chunk, 3)  # rows of two steps in flight, and of the last known token again
+        self._max_chunk = max_chunk = max(max_chunk, 3)  # two steps in flight, and the last known token again
 
         self._caps = [group.most_blocks(1 << 40, self.block_size, max_chunk) for _, group in self._windows]
         self._table_len = self.blocks_for(info.max_model_len)
@@ -108,9 +108,7 @@ class KVCacheManager:
 
     def max_tokens(self) -> int:
         """Return the tokens of the longest request that fits the pool."""
-        sizes = range(self.pool.num_blocks - 1, 0, -1)
-        fitting = (n for n in sizes if self.most_blocks_for(n * self.block_size) < self.pool.num_blocks)
-        return next(fitting, 0) * self.block_size
+        return KVCacheSpec(self._groups).most_tokens(self.pool.num_blocks - 1, self.block_size, self._max_chunk)
 
     @property
     def num_free_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Models with recurrent states on a GPU, in deterministic mode: no history changes a bit of an answer."""
+"""Models with recurrent states or windows on a GPU, in deterministic mode: no history changes a bit of an answer."""
 
 from collections import Counter
 
@@ -15,7 +15,13 @@ pytestmark = [
 ]
 
 
-CASES = [("wide", "bfloat16", True), ("wide", "bfloat16", False), ("wide", "float32", True), ("conv", "bfloat16", True)]
+CASES = [
+    ("wide", "bfloat16", True),
+    ("wide", "bfloat16", False),
+    ("wide", "float32", True),
+    ("conv", "bfloat16", True),
+    ("windows", "bfloat16", True),
+]
 
 
 @pytest.mark.parametrize(("model", "dtype", "graphs"), CASES)
@@ -26,7 +32,8 @@ def test_no_history_changes_a_bit(model, dtype, graphs):
     @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(histories, st.sampled_from([64, 130, 512]), st.sampled_from([30, 400]), st.sampled_from([None, 0.3, 1.0]))
     def run(history, chunk, num_kv_blocks, share_right):
-        limits = {"max_num_batched_tokens": chunk + SEQS, "num_kv_blocks": num_kv_blocks, "snapshot_memory": 0.1}
+        num_blocks = num_kv_blocks * (4 if model == "windows" else 1)
+        limits = {"max_num_batched_tokens": chunk + SEQS, "num_kv_blocks": num_blocks, "snapshot_memory": 0.1}
         check(model, kind, history, share_right, seen, cuda_graphs=graphs, **limits)
 
     run()

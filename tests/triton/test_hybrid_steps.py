@@ -1,4 +1,4 @@
-"""Steps of models with recurrent states on the Triton path: tokens are those of the torch path."""
+"""Steps of models with recurrent states or windows on the Triton path: tokens are those of the torch path."""
 
 from dataclasses import replace
 
@@ -14,11 +14,12 @@ DELTA = replace(
     mixer=DeltaRuleSpec(key_heads=1, value_heads=2, key_dim=16, value_dim=16, width=4),
 )  # fmt: skip
 CONV = replace(DELTA, output_gate=False, mixer=ShortConvSpec(channels=64, width=3))
+WINDOWS = replace(SPEC, hidden_size=64, num_heads=2, ffn_size=64, window=40, sliding=(True, False))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("spec", [DELTA, CONV], ids=["delta", "conv"])
+@pytest.mark.parametrize("spec", [DELTA, CONV, WINDOWS], ids=["delta", "conv", "windows"])
 def test_tokens_equal_those_of_torch(spec, graphs):
     """With draft tokens, chunks of prompts, hits of a shared prefix, and padding of graphs."""
     limits = {"max_model_len": 176, "num_kv_blocks": 60, "max_num_batched_tokens": 100, "max_num_seqs": 4}
