@@ -86,22 +86,22 @@ class StateCacheManager(KVCacheManager):
             return record.branch - start
         return count if end > prompt_end else max(0, end // self._chunk * self._chunk - start)
 
-    def match_prefix(self, state: RequestState) -> list[int]:
+    def match_prefix(self, state: RequestState) -> list[list[int]]:
         """Return the cached blocks before the longest prefix of the prompt with a snapshot."""
         blocks = self._matched(state)
         snapshot = self.snapshots.longest(blocks)
-        return [] if snapshot is None else blocks[: snapshot.position // self.block_size]
+        return [[] if snapshot is None else blocks[: snapshot.position // self.block_size]]
 
     def _matched(self, state: RequestState) -> list[int]:
         """The cached blocks of the prompt. Its output has other bits than the same tokens in a prompt."""
-        return super().match_prefix(state)[: (state.prompt_len - 1) // self.block_size]
+        return super().match_prefix(state)[0][: (state.prompt_len - 1) // self.block_size]
 
-    def open(self, state: RequestState, hits: list[int]) -> None:
+    def open(self, state: RequestState, hits: list[list[int]]) -> None:
         branch = len(self._matched(state)) * self.block_size // self._chunk * self._chunk
-        restored = self.snapshots.longest(hits)
+        restored = self.snapshots.longest(hits[0])
         row = self.snapshots.acquire(restored)
         source = 0 if restored is None or restored.row == row else restored.row
-        begin = len(hits) * self.block_size
+        begin = len(hits[0]) * self.block_size
         self._records[state] = _Record(row, source, restored, branch if branch > begin else 0, begin)
         super().open(state, hits)
 

@@ -19,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 
 from runtime.loading.folder import INDEX_NAME, folder_eos_token_ids, model_config, read_json, weight_files
 from runtime.loading.gguf import GgufFile, dequantize
-from runtime.loading.gguf_architectures import Source, gguf_eos_token_ids, read_gguf_model
+from runtime.loading.gguf_architectures import Source, read_gguf_model
+from runtime.loading.gguf_configs import gguf_eos_token_ids
 from runtime.loading.stacked_experts import Place, single_weights
 from runtime.loading.upload import Uploader
 from runtime.spec.sharding import Part
@@ -138,7 +139,7 @@ class GgufCheckpoint(Checkpoint):
             stored_shape[dim] = part.stop - part.start
             if dim == len(stored_shape) - 1:  # blocks lie along it, and are dequantized whole
                 columns = slice(part.start, part.stop)
-            else:
+            elif dim == 0:
                 raw = raw[part.start : part.stop]
         out = torch.empty(stored_shape, dtype=dtype, device=device)
         rows = out.view(len(raw), -1)
@@ -146,6 +147,8 @@ class GgufCheckpoint(Checkpoint):
             weights = dequantize(raw[start : start + step], source.tensor.type_name)[:, columns]
             if source.plus_one:
                 weights = weights - np.float32(1)
+            if source.is_decay:
+                weights = np.log(-weights)
             # A row slice may be a read-only view of the file; from_numpy takes writable arrays only.
             rows[start : start + step] = torch.from_numpy(weights if weights.flags.writeable else weights.copy())
         self._file.forget(source.tensor.name)

@@ -95,11 +95,11 @@ class Encoding(ABC):
         blocks = self._blocks(dense)
         return blocks.amin((1, 3)).float(), blocks.amax((1, 3)).float()
 
-    def join(self, weights: Sequence[Weight]) -> Weight:
-        """Stack the rows of several weights with equal columns."""
+    def join(self, weights: Sequence[Weight], dim: int = 0) -> Weight:
+        """Stack the rows of several weights with equal columns, or put whole groups of columns side by side."""
         order = weights[0][-1:] if self.reordered else ()
         tensors = zip(*(weight[: len(weight) - len(order)] for weight in weights), strict=True)
-        return *(torch.cat(same) for same in tensors), *order
+        return *(torch.cat(same, dim) for same in tensors), *order
 
     def part(self, weight: Weight, part: Part) -> Weight:
         """Rows or columns of a weight that is not reordered; the part begins and ends with a block."""

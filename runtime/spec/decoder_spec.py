@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from runtime.spec.config import EngineConfig
-from runtime.spec.kv_cache_spec import CHUNK, QUANTIZED_DTYPES, KVCacheSpec, KVGroupSpec, StateGroupSpec
+from runtime.spec.kv_cache_spec import CHUNK, QUANTIZED_DTYPES, KVCacheSpec, KVGroupSpec, StateGroupSpec, window_groups
 from runtime.spec.mixer_spec import DeltaRuleSpec, Linears, MixerSpec
 from runtime.spec.sharding import ALONE, Shard
 from runtime.spec.types import CallboardError
@@ -245,12 +245,16 @@ class DecoderSpec:
             return "fp8" if self.fp8_kv_cache else "none"
         return kv_cache_dtype
 
-    def kv_cache(self, dtype: str, kv_cache_dtype: str = "auto") -> KVCacheSpec:
-        """Return the KV cache of this model for a compute dtype such as "bfloat16". Sliding layers keep all keys."""
+    def kv_cache(self, dtype: str, kv_cache_dtype: str = "auto", longest: int = 0) -> KVCacheSpec:
+        """Return the KV cache of this model for a compute dtype such as "bfloat16".
+
+        Sliding layers keep only their window if requests of up to `longest` tokens then need much less memory."""
         stored, scale_dtype = QUANTIZED_DTYPES.get(self.kv_cache_form(kv_cache_dtype), (dtype, None))
         attending = tuple(i for i in range(self.num_layers) if not self.is_stateful(i))
         group = KVGroupSpec(attending, self.num_kv_heads, self.head_dim, stored, scale_dtype)
-        return KVCacheSpec((group,), self._states(dtype))
+        sliding = frozenset(i for i in attending if any(self.sliding) and self.sliding[i])
+        groups = window_groups(group, sliding, self.window, longest) if sliding and longest else (group,)
+        return KVCacheSpec(groups, self._states(dtype))
 
     def is_stateful(self, layer: int) -> bool:
         """Return True if a layer has a state in place of keys and values."""

@@ -20,8 +20,7 @@ class DeltaRuleSpec:
     value_dim: int  # of a head of v
     width: int  # tokens that the convolution sees
     by_key_head: bool = False  # the checkpoint has q, k, v and z in one map, rate and decay in one, rows by key head
-    # The key head of value head h is h % key_heads, as in GGUF files, and not h * key_heads // value_heads.
-    tiled: bool = False
+    tiled: bool = False  # value head h has key head h % key_heads, as in GGUF files; else neighbours share one
 
     @property
     def values(self) -> int:

@@ -16,7 +16,7 @@ from runtime.kernels.cpu.attention.tiled_rows import TiledRows, attention_tiles
 from runtime.kernels.states.state_rows import StateRows
 from runtime.models.decoder_build import draw_decoder
 from runtime.models.families.phi import WEIGHT_MAP
-from runtime.models.forward_batch import ForwardBatch
+from runtime.models.forward_batch import ForwardBatch, GroupRows
 from runtime.quant.at_load import quantized_at_load
 from runtime.quant.parsers import parse_gguf
 from runtime.spec.config import EngineConfig
@@ -107,8 +107,9 @@ def rank_logits(spec: DecoderSpec, config: EngineConfig, communicator: Communica
         else:
             plan = plan_attention(tables[rows], np.array(starts, np.int32), np.array(counts, np.int32), shape)
         where = ids[row_of * 22 + positions], positions, blocks * 16 + positions % 16
+        token_ids, positions, kv_index = (one.to(device) for one in where)
         adapters = row_of.to(device) if adapter else None
-        batch = ForwardBatch(*(one.to(device) for one in where), plan, adapters, state_rows)
+        batch = ForwardBatch(token_ids, positions, [GroupRows(kv_index, plan)], adapters, state_rows)
         return decoder.logits(decoder.forward(batch, cache.layers)).float().clone()  # from a buffer
 
     with torch.inference_mode():

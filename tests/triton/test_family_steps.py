@@ -37,7 +37,7 @@ KERNEL_CASES = {  # families with kernels of their own -> settings that make the
 
 def logits(spec: DecoderSpec, backend: str, deterministic: bool, graphs: bool) -> torch.Tensor:
     config = EngineConfig(
-        device="cpu", kernel_backend=backend, dtype="float32", num_kv_blocks=12, block_size=8, max_num_seqs=2,
+        device="cpu", kernel_backend=backend, dtype="float32", num_kv_blocks=40, block_size=8, max_num_seqs=2,
         max_model_len=40, num_threads=1, deterministic=deterministic,
     )  # fmt: skip
     with mock.patch.object(ModelRunner, "_warm_up"):

@@ -43,7 +43,7 @@ _EXPERTS = {
 WEIGHT_MAP = WeightMap(_NAMES, _BASE, norms_plus_one=True, ignored=_IGNORED)
 MOE_WEIGHT_MAP = WeightMap(_NAMES | _EXPERTS, _BASE, norms_plus_one=True, ignored=_IGNORED)
 NEXT_WEIGHT_MAP = WeightMap(
-    _LAYER | {f"mix_{part}": "layers.{}.linear_attn.in_proj_" + part for part in ("qkvz", "ba")} | _EXPERTS,
+    _NAMES | {f"mix_{part}": "layers.{}.linear_attn.in_proj_" + part for part in ("qkvz", "ba")} | _EXPERTS,
     "model.",
     norms_plus_one=True,
     ignored=_IGNORED,
@@ -67,7 +67,7 @@ def next_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         raise CallboardError("The model has dense layers between those of experts; only experts in all are supported.")
     spec = _spec({"intermediate_size": config["moe_intermediate_size"], **config})
     assert isinstance(spec.mixer, DeltaRuleSpec)
-    spec = replace(spec, mixer=replace(spec.mixer, by_key_head=True))
+    spec = replace(spec, mixer=replace(spec.mixer, by_key_head=config.get("linear_maps_by_key_head", True)))
     return _with_experts(config, spec, config.get("norm_topk_prob", True))
 
 
@@ -92,6 +92,7 @@ def _spec(config: Mapping[str, Any]) -> DecoderSpec:
         key_dim=config.get("linear_key_head_dim", 128),
         value_dim=config.get("linear_value_head_dim", 128),
         width=config.get("linear_conv_kernel_dim", 4),
+        tiled=config.get("linear_heads_tiled", False),  # in a GGUF file
     )
     if mixer.value_heads % mixer.key_heads:
         raise CallboardError(

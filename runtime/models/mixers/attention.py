@@ -35,16 +35,17 @@ class AttentionMixer:
 
     def mix(self, h: torch.Tensor, norm: torch.Tensor | None, step: ForwardStep, cache: LayerCache) -> torch.Tensor:
         assert isinstance(cache, KVLayer)
-        kernels, batch, (kv, scales) = self.kernels, step.batch, cache
+        kernels, (kv, scales, group) = self.kernels, cache
+        kv_index, rows = step.batch.groups[group]
         gate_and_qkv = self.qkv.normed(h, norm, self.eps)
         qkv = gate_and_qkv[:, self.gate_width :]
         if self.heads_norm is not None:
             self.heads_norm(qkv)
         heads, norms = qkv.view(len(qkv), self.num_heads, self.head_dim), (self.q_norm, self.k_norm)
-        q = kernels.rope_store_kv(heads, step.ropes[self.rope], kv, batch.kv_index, *norms, self.eps, scales)
+        q = kernels.rope_store_kv(heads, step.ropes[self.rope], kv, kv_index, *norms, self.eps, scales)
         if step.query_scales is not None:
             q.mul_(step.query_scales)
-        mixed = self.attention(q, kv, batch.attention, scales)
+        mixed = self.attention(q, kv, rows, scales)
         if self.gate_width:
             kernels.gate_output(mixed, gate_and_qkv[:, : self.gate_width])
         return mixed

@@ -1,5 +1,5 @@
-"""Engines of small models with recurrent states, in deterministic mode. Any history must give the answers of a request
-that runs alone."""
+"""Engines of small models with recurrent states or windows, in deterministic mode. Any history must give the answers of
+a request that runs alone."""
 
 from dataclasses import replace
 from functools import cache
@@ -28,7 +28,11 @@ WIDE = replace(
     DELTA, hidden_size=256, num_heads=4, head_dim=256, ffn_size=512, vocab_size=4099,
     mixer=DeltaRuleSpec(key_heads=2, value_heads=4, key_dim=128, value_dim=128, width=4),
 )  # fmt: skip
-SPECS = {"delta": DELTA, "conv": CONV, "wide": WIDE}
+WINDOWS = DecoderSpec(
+    num_layers=4, hidden_size=48, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=80, vocab_size=131,
+    max_positions=512, norm_eps=1e-6, window=40, sliding=(True, True, False, True), tied_head=True,
+)  # fmt: skip
+SPECS = {"delta": DELTA, "conv": CONV, "wide": WIDE, "windows": WINDOWS}
 SEQS, MAX_LEN, MAX_TOKENS = 4, 400, 24
 Answer = list[tuple[int, float]]  # tokens and their log-probabilities
 Kind = tuple[tuple[str, object], ...]  # the settings that decide about bits

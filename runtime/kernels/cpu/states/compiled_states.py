@@ -95,7 +95,7 @@ class CompiledStates:
             kernel(delta_rule, key_dim=key_dim, value_dim=value_dim),
             (
                 qkv, *made, z, norm_weight, *_tensors(rows), state.state, state.positions, *rings, out, num_rows,
-                key_heads, group, 1 if tiled else group, *strides, int(rows.steps_only), eps,
+                key_heads, value_heads, 1 if tiled else group, *strides, int(rows.steps_only), eps,
             ),
             launcher.parts(num_rows * value_heads, 4 * out.numel() * key_dim),
         )  # fmt: skip

@@ -105,8 +105,8 @@ def delta_rule(
     out: F32s,  # [num_tokens, value_heads * value_dim]
     num_rows: Int,
     key_heads: Int,
-    group: Int,  # value heads of a key head
-    neighbours: Int,  # of them in a row; 1 if the others follow after all key heads
+    value_heads: Int,
+    neighbours: Int,  # value heads in a row with the same key head
     qkv_stride: Int,
     z_stride: Int,
     place_stride: Int,
@@ -126,7 +126,6 @@ def delta_rule(
     value_dim: int,
 ) -> None:
     """Part i of n: a share of the pairs of a row and a value head."""
-    value_heads = key_heads * group
     for task in loop(*share(num_rows * value_heads, part, parts)):
         row, head = StateRow(task // value_heads, slots, starts, q_starts, places, place_stride), task % value_heads
         key_head = head // neighbours % key_heads
