@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.kernels.cpu.linear.dense_linear import DenseLinear
-from runtime.kernels.cpu.linear.dense_product import SPAN, dense_product
+from runtime.kernels.cpu.linear.dense_product import MOST_BLOCKS, SPAN, dense_product
 from runtime.kernels.cpu.linear.dense_weight import dense_weight, exact_dtype
 from runtime.kernels.cpu.linear.lookup import dense_lookup
 from runtime.kernels.linear.linear_torch import Linear, lookup_torch
@@ -21,6 +21,7 @@ from runtime.kernels.norm.rms_norm import rms_norm_torch
 from tests.support.kernels.compiled import call, targets
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLAGS = "is_one_row", "converts", "adds", "has_bias"
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 
 
@@ -34,14 +35,15 @@ def rows_of(count, size_in, seed=1):
     return torch.randn(count, size_in + 3, generator=torch.Generator().manual_seed(seed))[:, :size_in]
 
 
-def multiplied(weight, x, target=None, parts=1, bias=None, out=None):
+def multiplied(weight, x, target=None, parts=1, bias=None, out=None, converts=False):
     """The product, added to `out` if that is given."""
     packed, adds = dense_weight(weight), out is not None
     result = torch.full((len(x), len(packed.values) * 16), torch.nan) if out is None else out.clone()
     sizes = len(x), len(packed.values), x.shape[1], x.stride(0), result.stride(0)
+    converted = torch.empty(parts, MOST_BLOCKS * 16 * x.shape[1])
     call(
-        dense_product, (packed.values, x, bias, result, *sizes), target, parts,
-        dtype=packed.values.dtype, is_one_row=len(x) == 1, adds=adds, has_bias=bias is not None,
+        dense_product, (packed.values, x, bias, converted, result, *sizes), target, parts, dtype=packed.values.dtype,
+        is_one_row=len(x) == 1, converts=converts, adds=adds, has_bias=bias is not None,
     )  # fmt: skip
     return result[:, : len(weight)]
 
@@ -65,6 +67,7 @@ def test_values_equal_those_of_float64(dtype, sizes, count, parts, seed):
 def test_bits_depend_on_the_row_alone(dtype, count, parts, seed):
     weight, x = weight_of(dtype, 80, SPAN + 30), rows_of(count, SPAN + 30, seed)
     whole = multiplied(weight, x, parts=parts)
+    assert torch.equal(whole, multiplied(weight, x, parts=parts, converts=True))
     assert all(torch.equal(multiplied(weight, row)[0], whole[i]) for i, row in enumerate(x.split(1)))
 
 
@@ -133,5 +136,5 @@ def test_code_for_arm_compiles():
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     target = target_of("aarch64-unknown-linux-gnu", "neoverse-n1", "+dotprod")
-    text = assembly(dense_product, target, dtype=torch.bfloat16, is_one_row=False, adds=True, has_bias=True)
+    text = assembly(dense_product, target, dtype=torch.bfloat16, **dict.fromkeys(FLAGS, True))
     assert "fmla" in text

@@ -7,12 +7,14 @@ import torch.nn.functional as F
 
 from runtime.kernels.cpu.linear.activations import float_rows
 from runtime.kernels.cpu.linear.compiled_linear import CompiledLinear
-from runtime.kernels.cpu.linear.dense_product import dense_product
+from runtime.kernels.cpu.linear.dense_product import MOST_BLOCKS, dense_product
 from runtime.kernels.cpu.linear.dense_weight import DenseWeight
 from runtime.kernels.cpu.linear.interleaved_weight import ROWS
 from runtime.kernels.linear.linear_torch import Activate, Norm
 from runtime.kernels.llvm.launcher import Launcher, kernel
 from runtime.kernels.norm.gated_activation import Activation
+
+_MANY_ROWS = 128  # from which the conversion of a weight pays
 
 
 class DenseLinear(CompiledLinear):
@@ -40,13 +42,15 @@ class DenseLinear(CompiledLinear):
         return out[:, : self.size_out]
 
     def multiply_into(self, out: torch.Tensor, rows: torch.Tensor, adds: bool) -> None:
-        num_rows, num_blocks = len(rows), len(self.values)
-        function = kernel(
-            dense_product, dtype=self.values.dtype, is_one_row=num_rows == 1, adds=adds, has_bias=self._bias is not None
-        )
+        num_rows, num_blocks, dtype = len(rows), len(self.values), self.values.dtype
+        parts = self.launcher.parts(-(-num_blocks // MOST_BLOCKS), num_rows * self.values.numel())
+        converted = None
+        if num_rows >= _MANY_ROWS and dtype != torch.float32:
+            converted = self.launcher.buffer("blocks", parts, MOST_BLOCKS * ROWS * self.size_in)
+        constants = {"dtype": dtype, "is_one_row": num_rows == 1, "converts": converted is not None, "adds": adds}
+        function = kernel(dense_product, has_bias=self._bias is not None, **constants)
         sizes = num_rows, num_blocks, self.size_in, rows.stride(0), out.stride(0)
-        parts = self.launcher.parts(-(-num_blocks // 4), num_rows * self.values.numel())
-        self.launcher.launch(function, (self.values, rows, self._bias, out, *sizes), parts)
+        self.launcher.launch(function, (self.values, rows, self._bias, converted, out, *sizes), parts)
 
     def prepared(
         self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, activation: str, gated: bool

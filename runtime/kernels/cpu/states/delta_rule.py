@@ -129,8 +129,7 @@ def delta_rule(
     for task in loop(*share(num_rows * value_heads, part, parts)):
         row, head = StateRow(task // value_heads, slots, starts, q_starts, places, place_stride), task % value_heads
         key_head = head // neighbours % key_heads
-        own_positions = positions + (row.own * positions_stride + head)
-        span = Span(row, where(row.start.equals(0), 0, own_positions.load().to(i64)), steps_only)
+        span = Span(row, Strided(positions + head, positions_stride), steps_only)
         tokens = Tokens(
             span,
             queries=Strided(queries + key_head * key_dim, key_heads * key_dim),
@@ -148,9 +147,7 @@ def delta_rule(
         for first, count in vectors(value_dim):
             Columns(tokens, states, first, count, key_dim, value_dim).compute()
         tokens.keep_keys(key_dim)
-        own_positions.store(0, span.stored.to(i32))
-        with when(span.takes_snapshot):
-            (positions + (row.snapshot * positions_stride + head)).store(0, row.snapshot_end.to(i32))
+        span.keep_positions()
         gate = Strided(z + head * value_dim, z_stride)
         for token in loop(row.first, row.first + row.count):
             _norm_and_gate(tokens.outputs[token], gate[token], norm_weight, eps, value_dim)
@@ -159,15 +156,21 @@ def delta_rule(
 class Span:
     """The updates of a row and before it: a task applies those from position `covered` on."""
 
-    def __init__(self, row: StateRow, covered: Value, steps_only: Value) -> None:
-        """`covered` is the number of tokens in the stored state."""
+    def __init__(self, row: StateRow, positions: Strided, steps_only: Value) -> None:
+        covered = where(row.start.equals(0), 0, positions[row.own].load().to(i64))  # tokens in the stored state
         middle = minimum(maximum(row.prompt_end - row.start, 0), row.count) * (1 - steps_only)
         chunks_end = row.start + middle
         kept = row.end - MOST_PENDING
         of_chunks, of_steps = maximum(chunks_end, kept), maximum(maximum(covered, row.start - LAG), kept)
-        self.row, self.covered = row, covered
+        self.row, self.positions, self.covered = row, positions, covered
         self.stored = where(middle > 0, of_chunks, of_steps)  # as `covered`, after the row
         self.takes_snapshot = row.takes_snapshot(chunks_end)
+
+    def keep_positions(self) -> None:
+        """Store the numbers of tokens that the stored state and a snapshot have now."""
+        self.positions[self.row.own].store(0, self.stored.to(i32))
+        with when(self.takes_snapshot):
+            self.positions[self.row.snapshot].store(0, self.row.snapshot_end.to(i32))
 
 
 @dataclass(frozen=True, slots=True)
