@@ -93,6 +93,16 @@ class _Operations(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not (func.is_view or func.name().startswith("aten::empty")):
+        result = func(*args, **(kwargs or {}))
+        # Inference mode does not decompose `contiguous` and its like: they count as views, but may copy.
+        is_view = func.is_view and _shares_memory(result, args[0])
+        if not (is_view or func.name().startswith("aten::empty")):
             self.computed.add(func.name())
-        return func(*args, **(kwargs or {}))
+        return result
+
+
+def _shares_memory(result: Any, source: torch.Tensor) -> bool:
+    """True if the tensor, or each of a list, is a view of `source`."""
+    results = [result] if isinstance(result, torch.Tensor) else result
+    memory = source.untyped_storage().data_ptr()
+    return all(each.untyped_storage().data_ptr() == memory for each in results)

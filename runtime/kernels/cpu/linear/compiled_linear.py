@@ -95,14 +95,15 @@ class CompiledLinear(Linear):
         y = self.multiply(rows, "added")
         if post_norm is None:
             residual.add_(y)
-        elif self.norm is rms_norm_torch and takes_sums and post_norm.dtype == torch.float32:
-            _add_norm(self.launcher, y, post_norm, residual, eps)
         else:
-            self.norm(y.to(residual.dtype), post_norm, eps, residual)
+            self._add_normed(residual, y, post_norm, eps)
 
-
-def _add_norm(launcher: Launcher, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, eps: float) -> None:
-    """Add the RMS norm of rows x to the residual."""
-    num_rows, columns = residual.shape
-    arguments = (x, weight, residual, num_rows, columns, x.stride(0), eps)
-    launcher.launch(kernel(add_normed), arguments, launcher.parts(num_rows, 4 * num_rows * columns))
+    def _add_normed(self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        """Add the norm of rows x to the residual."""
+        is_kernel = residual.dtype == weight.dtype == torch.float32 and residual.is_contiguous() and self.is_whole
+        if not is_kernel or self.norm is not rms_norm_torch:
+            self.norm(x.to(residual.dtype), weight, eps, residual)
+            return
+        (num_rows, columns), launcher = residual.shape, self.launcher
+        arguments = (x, weight, residual, num_rows, columns, x.stride(0), eps)
+        launcher.launch(kernel(add_normed), arguments, launcher.parts(num_rows, 4 * num_rows * columns))

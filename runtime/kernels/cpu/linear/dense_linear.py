@@ -10,7 +10,8 @@ from runtime.kernels.cpu.linear.compiled_linear import CompiledLinear
 from runtime.kernels.cpu.linear.dense_product import MOST_BLOCKS, dense_product
 from runtime.kernels.cpu.linear.dense_weight import DenseWeight
 from runtime.kernels.cpu.linear.interleaved_weight import ROWS
-from runtime.kernels.linear.linear_torch import Activate, Norm
+from runtime.kernels.linear.linear_torch import Activate, Linear, Norm
+from runtime.kernels.linear.lora import RowAdapters
 from runtime.kernels.llvm.launcher import Launcher, kernel
 from runtime.kernels.norm.gated_activation import Activation
 
@@ -59,9 +60,36 @@ class DenseLinear(CompiledLinear):
             return x
         if self.size_in % ROWS:  # of a tiny model
             return self.activate(x) if norm_weight is None else self.norm(x, norm_weight, eps)
-        num_rows, launcher = len(x), self.launcher
-        out = launcher.buffer("activated" if activation else "norm", num_rows, self.size_in)
+        return self._rows(x, norm_weight, eps, activation, gated)
+
+    def _rows(
+        self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, activation: str, gated: bool
+    ) -> torch.Tensor:
+        """Rows of x after the norm or the activation, in a buffer."""
+        (num_rows, columns), launcher = x.shape, self.launcher
+        columns = columns // 2 if activation and gated else columns
+        out = launcher.buffer("activated" if activation else "norm", num_rows, columns)
         function = kernel(float_rows, has_norm=norm_weight is not None, activation=activation, gated=gated)
-        arguments = (x, norm_weight, out, num_rows, self.size_in, x.stride(0), eps)
+        arguments = (x, norm_weight, out, num_rows, columns, x.stride(0), eps)
         launcher.launch(function, arguments, launcher.parts(num_rows, 8 * out.numel()))
         return out
+
+    def with_adapters(self, adapters: RowAdapters) -> Linear:
+        """Norms and activations are kernels here, too: rows without an adapter keep their bits beside rows with one."""
+        adapted = super().with_adapters(adapters)
+        adapted.norm, adapted.activate = self._norm_alone, self._activation_alone
+        return adapted
+
+    def _norm_alone(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if residual is not None:
+            self._add_normed(residual, x, weight, eps)
+            return residual
+        normed: torch.Tensor = self._normed_rows(x, weight, eps)
+        return normed.to(x.dtype)
+
+    def _activation_alone(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] // (1 + self.is_gated) % ROWS:
+            return self.activate(x)
+        return self._rows(x.float(), None, 0.0, self.activation, self.is_gated).to(x.dtype)
