@@ -87,7 +87,7 @@ def test_chunks_and_blocks_do_not_show(spec, dtype, count, cuts, seed, place):
 )
 def test_batch_mates_do_not_show(spec, dtype, mates, count, seed):
     """Rows that decode their last token and rows that prefill, in one step; each of them is checked."""
-    driver = Driver(runner_of(spec, dtype, num_kv_blocks=520))
+    driver = Driver(runner_of(spec, dtype, num_kv_blocks=1040))
     requests = [(count, seed, True), *mates]
     rows = []
     for slot, (length, own_seed, decodes) in enumerate(requests):
