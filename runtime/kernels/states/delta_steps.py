@@ -4,8 +4,8 @@ One program computes a value head of a row and holds its state in registers. It 
 that the stored state does not have, and stores the state as soon as no later row can reject what it covers. No other
 program reads or writes the head's memory.
 
-The programs of a decode step do that before they wait for the kernel before them, the convolution. Only kernels of
-earlier steps write this memory.
+The programs of a decode step do that before they wait for the kernel before them. Only this kernel writes this memory,
+in earlier steps. A step contains kernels that wait before they let others start, so these steps are complete.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _delta_steps_kernel(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
-    STEPS_ONLY: tl.constexpr,  # also: the kernel before this one is the convolution
+    STEPS_ONLY: tl.constexpr,
     LAG: tl.constexpr,
     MOST_PENDING: tl.constexpr,
     RING: tl.constexpr,
