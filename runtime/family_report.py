@@ -6,6 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -172,16 +173,17 @@ def _gpu_bytes(spec: DecoderSpec, form: str, context: int) -> int:
 
     from runtime.kernels.numerics import Numerics
     from runtime.quant.at_load import quantized_at_load
-    from runtime.worker.memory import plan_memory
+    from runtime.worker.memory import plan_memory, planned_cache
 
-    block_size = EngineConfig().block_size
-    num_blocks = -(-context // block_size) + 1
     config = EngineConfig(
         quantization="auto" if form == "bfloat16" else form,  # type: ignore[arg-type]
         max_model_len=context,
-        num_kv_blocks=num_blocks,
     ).sized_for("cuda")
+    assert config.max_num_batched_tokens is not None
     numerics = Numerics(torch.bfloat16, torch.device("cuda"), "triton", packed=False, deterministic=False)
+    cache = planned_cache(config, spec, numerics)
+    num_blocks = cache.most_blocks(context, config.block_size, config.max_num_batched_tokens) + 1
+    config = replace(config, num_kv_blocks=num_blocks)
     plan = plan_memory(config, quantized_at_load(spec, config, "cuda"), numerics, available=1 << 62)
     return plan.weights + plan.kv + plan.working + plan.graphs
 

@@ -95,7 +95,10 @@ def _architecture(config: dict[str, Any], spec: DecoderSpec) -> str:
         f"vocabulary {spec.vocab_size}{', tied' if spec.tied_head else ''}",
     ]
     if spec.experts:
-        parts.insert(4, f"{spec.experts.num_experts} experts, {spec.experts.top_k} a token")
+        if spec.dense_layers:
+            parts[3] += f", of the first {spec.dense_layers} layers {spec.dense_ffn_size}"
+        shared = f", and {spec.experts.shared} for all tokens" if spec.experts.shared else ""
+        parts.insert(4, f"{spec.experts.num_experts} experts, {spec.experts.top_k} a token{shared}")
     return f"{config['architectures'][0]}: {'; '.join(parts)}"
 
 
@@ -105,7 +108,7 @@ def _parameters(spec: DecoderSpec) -> str:
     if not spec.experts:
         return f"{total:,}"
     of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    active = total - of_experts + of_experts * spec.experts.top_k // spec.experts.num_experts
+    active = total - of_experts + of_experts * spec.experts.choices // spec.experts.all_experts
     return f"{total:,}, of which a token meets {active:,}"
 
 
@@ -147,13 +150,18 @@ def _here(config: EngineConfig, spec: DecoderSpec, checkpoint: Checkpoint | None
 
 def _kv_cache(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, checkpoint: Checkpoint | None) -> str:
     from runtime.models.kv_scales import has_kv_scales
+    from runtime.worker.memory import planned_cache
 
     has_scales = checkpoint is not None and has_kv_scales(checkpoint)
     form = spec.kv_cache_form(config.kv_cache_dtype)
     stored = {"none": numerics.dtype_name, "int8": "int8 with a scale a token and head"}.get(form)
     if stored is None:
         stored = f"fp8 with {'the scales of the checkpoint' if has_scales else 'scale 1'}"
-    return f"{stored}, {spec.kv_cache(numerics.dtype_name, config.kv_cache_dtype).bytes_per_token:,} bytes a token"
+    of_all = spec.kv_cache(numerics.dtype_name, config.kv_cache_dtype).bytes_per_token
+    groups = planned_cache(config, spec, numerics).groups
+    lasting = sum(group.bytes_per_token for group in groups if group.window is None)
+    kept = "" if lasting == of_all else f"; beyond the last {spec.window} tokens {lasting:,} bytes"
+    return f"{stored}, {of_all:,} bytes a token{kept}"
 
 
 def _text(config: EngineConfig, path: Path) -> list[str]:

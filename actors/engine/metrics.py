@@ -114,6 +114,8 @@ class EngineMetrics:
             "vllm:kv_cache_usage_perc": (stats.blocks_total - stats.blocks_available) / stats.blocks_total,
             "callboard:sleep_level": sleep_level,
             "vllm:prefix_cache_queries": stats.prompt_tokens if self._counts_cache else 0,
+            "callboard:state_snapshots": stats.snapshots,
+            "callboard:state_snapshots_evicted": stats.snapshots_evicted,
             "vllm:prefix_cache_hits": stats.prompt_tokens_cached,
             "vllm:prompt_tokens": stats.prompt_tokens - self._num_moved_tokens,
             "vllm:generation_tokens": self._num_tokens,

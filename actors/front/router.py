@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.wire.link_messages import CacheUpdate
-from runtime.core.prefix_cache import hash_blocks, root_hash
+from runtime.core.prefix_cache import KEY_BYTES, hash_blocks, root_hash, state_key
 from runtime.spec.config import ModelInfo
 
 RoutingPolicy = Literal["prefix", "least-load", "round-robin"]
@@ -114,7 +114,7 @@ class _Engine:
     The place outlives the engine. Its blocks are cleared when the next engine there sends a snapshot, so that the loss
     of an engine itself costs no time."""
 
-    __slots__ = ("bit", "held", "index", "info", "kind", "name", "number", "sent")
+    __slots__ = ("bit", "held", "index", "info", "kind", "name", "number", "sent", "states")
 
     def __init__(self, index: int) -> None:
         self.index, self.bit = index, 1 << index
@@ -124,6 +124,7 @@ class _Engine:
         """Assign the place to another engine."""
         self.name, self.info = name, info
         self.kind: _Kind = info.fingerprint, info.block_size
+        self.states = None if info.kv_cache is None else info.kv_cache.states
         self.number: int | None = None  # of the last update; None while its cache is unknown
         self.sent: deque[_Sent] = deque()  # requests that its load does not include yet
 
@@ -141,6 +142,7 @@ class Router:
     def __init__(self, policy: RoutingPolicy = "prefix") -> None:
         self.policy = policy
         self._engines: dict[str, _Engine] = {}
+        self._stateful: dict[str, _Engine] = {}  # of these, the ones with states
         self._places: list[_Engine] = []  # by index
         self._free: list[_Engine] = []
         self._holders: dict[int, int] = {}  # key of a block -> bits of the engines that hold it
@@ -162,6 +164,8 @@ class Router:
         place = self._engines[engine] = self._free.pop()
         self._all = None
         place.open(engine, info)
+        if place.states is not None:
+            self._stateful[engine] = place
         self._tokens[place.index] = self._rows[place.index] = 0
         self._salts[place.index] = int.from_bytes(blake2b(engine.encode(), digest_size=8).digest(), "little")
 
@@ -171,6 +175,7 @@ class Router:
     def remove(self, engine: str) -> None:
         """Remove an engine that is gone or disconnected."""
         place = self._engines.pop(engine)
+        self._stateful.pop(engine, None)
         while place.sent:
             self._forget_first(place)
         self._all = None
@@ -309,7 +314,19 @@ class Router:
         none holds."""
         cached = np.zeros(len(self._places), np.int64)
         first_keys = [self._descend(prompt, kind, bits[kind] & self._known, cached) for kind in sorted(bits)]
+        for place in self._stateful.values():
+            if place.kind in bits and cached[place.index]:
+                cached[place.index] = self._longest_snapshot(prompt, place, int(cached[place.index]))
         return cached, first_keys[-1]
+
+    def _longest_snapshot(self, prompt: Prompt, place: _Engine, num_cached: int) -> int:
+        """Return the longest part of a cached prefix that ends with a snapshot: a model with states continues there."""
+        assert place.states is not None
+        chunk, size, hashes = place.states.chunk, place.kind[1], prompt.block_hashes(place.kind)
+        length = num_cached // chunk * chunk
+        while length and not self._holders.get(state_key(_key(hashes[length // size - 1])), 0) & place.bit:
+            length -= chunk
+        return length
 
     def _descend(self, prompt: Prompt, kind: _Kind, mask: int, cached: NDArray[np.int64]) -> int:
         """`_cached_tokens` for the engines of one kind, given by bits.
@@ -339,6 +356,11 @@ class Router:
             depth += end
         _fill(cached, mask, depth * size)
         return keys[-1]
+
+
+def _key(block_hash: bytes) -> int:
+    """Return the key of a block's hash (int64)."""
+    return int.from_bytes(block_hash[:KEY_BYTES], "little", signed=True)
 
 
 def _fill(column: NDArray[np.int64], mask: int, value: int) -> None:

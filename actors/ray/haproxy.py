@@ -39,6 +39,9 @@ _CONNECT_TIMEOUT = "200ms"
 # failed.
 _RETRIES = 4
 _SUCCESSOR = "backend successor\n    server same_address *\n"  # the process that listens at the client's destination
+# Answers to health checks of a ready front and of a draining one, which still serves. Serve drains a replaced front
+# before HAProxy has loaded the configuration with the new one. A failed check would leave HAProxy without a front.
+_SERVING = "^(success|DRAINING)$"
 _REQUEST_TIMEOUT = "30s"  # for headers and the first 16 KiB; Serve limits only pauses
 
 
@@ -63,6 +66,7 @@ def adapted(config: str, folder: Path, private: bool, bind: str) -> str:
     limits      a timeout for slow requests
     retries     requests that a front did not answer before it ended, up to 16 KiB, and only under /v1/: others may have
                 side effects
+    checks      a draining front serves until Serve's configuration lacks it
     reloads     the last process keeps its clients, but knows only the fronts from before; it passes later requests of
                 their connections to its successor
     private     (of `callboard serve`) no pages of statistics and metrics, which would need two ports on all interfaces;
@@ -79,6 +83,7 @@ def adapted(config: str, folder: Path, private: bool, bind: str) -> str:
     config = re.sub(r"^ *option httplog\n", rf"\g<0>{defaults}", config, flags=re.MULTILINE)
     config = re.sub(r"^( *timeout connect) .*", rf"\1 {_CONNECT_TIMEOUT}", config, flags=re.MULTILINE)
     config = re.sub(r"^( *retry-on) .*", r"\1 conn-failure empty-response", config, flags=re.MULTILINE)
+    config = re.sub(r"^( *http-check expect) status 200$", rf"\1 rstring {_SERVING}", config, flags=re.MULTILINE)
     rules = "" if private else "    http-request disable-l7-retry unless { path_sub /v1/ }\n"
     if private:
         config = re.sub(r"^ *server .* check backup\n", "", config, flags=re.MULTILINE)

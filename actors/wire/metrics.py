@@ -58,6 +58,8 @@ ENGINE_METRICS = {  # counted by the engine
     "vllm:num_requests_running": _gauge("Requests that hold a slot."),
     "vllm:num_requests_waiting": _gauge("Requests in the queue, preempted ones included."),
     "vllm:kv_cache_usage_perc": _gauge("KV blocks in use by requests; 1 is all."),
+    "callboard:state_snapshots": _gauge("Recurrent states of prompts' prefixes that requests can continue."),
+    "callboard:state_snapshots_evicted": _counter("Snapshots of states that made room for others."),
     "callboard:sleep_level": _gauge("How deep an engine sleeps; 0: it is awake."),
     "vllm:prefix_cache_queries": _counter("Prompt tokens looked up in the prefix cache."),
     "vllm:prefix_cache_hits": _counter("Prompt tokens found in the prefix cache."),

@@ -5,9 +5,10 @@
     python -m benchmarks.faults --page                                                             # docs/faults.md
 
 A running application of two engines, on two nodes of one Ray, and two fronts gets one fault after another while streams
-are read. Three applications follow one another; the second speculates, and the third has engines of two ranks. The
-models are tiny, and their steps are slowed to `--step-ms`. Each token is compared with the undisturbed model's. A
-repeat is one JSON line. Repeats that the file already has are skipped, so an interrupted run can be continued.
+are read. Four applications follow one another: a plain one, one that speculates, one with a hybrid model, and one with
+engines of two ranks. The models are tiny, and their steps are slowed to `--step-ms`. Each token is compared with the
+undisturbed model's. A repeat is one JSON line. Repeats that the file already has are skipped, so an interrupted run can
+be continued.
 `--instances` run side by side, with ports, folders and a Ray of their own, and need three cores each.
 """
 
@@ -39,6 +40,7 @@ _FIELDS = {  # of the application
     "step_timeout_s": 3.0,
 }
 _DRAFT = {"num_draft_tokens": 3, "draft_kv_cache_memory": 0.3}
+_OWN = "verify", "states"  # columns with an application of their own
 _RANKS = {"tensor_parallel_size": 2, "rank_invariant": True}  # one rank, undisturbed, gives the same
 
 
@@ -96,14 +98,15 @@ def _done(out: Path | None, streams: int) -> Counter[tuple[str, str]]:
 async def _run(cells: list[tuple[Fault, str]], args: argparse.Namespace) -> int:
     done, results, num_failed = _done(args.out, args.streams), Results("faults", args.out), 0
     with tempfile.TemporaryDirectory() as folder:
-        tiny, divisible = await asyncio.to_thread(_models, Path(folder))
-        applications: list[tuple[bool, int, Path, dict[str, Any]]] = [
-            (False, 1, tiny, {}),
-            (True, 1, tiny, {"draft": str(tiny), **_DRAFT}),
-            (False, 2, divisible, _RANKS),
+        tiny, divisible, hybrid = await asyncio.to_thread(_models, Path(folder))
+        applications: list[tuple[str, int, Path, dict[str, Any]]] = [
+            ("", 1, tiny, {}),
+            ("verify", 1, tiny, {"draft": str(tiny), **_DRAFT}),
+            ("states", 1, hybrid, {}),
+            ("", 2, divisible, _RANKS),
         ]
-        for drafted, num_ranks, model, fields in applications:
-            todo = [(f, w) for f, w in cells if (w == "verify", f.num_ranks) == (drafted, num_ranks)
+        for column, num_ranks, model, fields in applications:
+            todo = [(f, w) for f, w in cells if (w if w in _OWN else "", f.num_ranks) == (column, num_ranks)
                     for _ in range(args.repeats - done[f.name, w])]  # fmt: skip
             while todo:
                 num_failed += await _with_application(model, _FIELDS | fields, todo, results, args)
@@ -146,13 +149,14 @@ async def _with_application(
     return 0
 
 
-def _models(folder: Path) -> tuple[Path, Path]:
-    """One for engines of one rank, and one that ranks can divide."""
+def _models(folder: Path) -> tuple[Path, Path, Path]:
+    """One for engines of one rank, one that ranks can divide, and one with recurrent states."""
     from tests.support.models.divisible_model import write_divisible_model
     from tests.support.models.tiny_gguf import write_tiny_gguf
+    from tests.support.models.tiny_hybrid import write_tiny_hybrid
 
     tiny = write_tiny_gguf(folder / "tiny.gguf", llama__context_length=2048, llama__rope__freq_base=10000.0)
-    return tiny, write_divisible_model(folder / "divisible")
+    return tiny, write_divisible_model(folder / "divisible"), write_tiny_hybrid(folder / "hybrid.gguf")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from runtime.spec.types import SamplingParams
 from serve_app.tools.token_client import Reading, Server
 
 NUM_TOKENS = 150  # of an answer
-PROMPT_LENS = {"prefill": 1000}  # in the other columns: 20
+PROMPT_LENS = {"prefill": 1000, "states": 200}  # in the other columns: 20
 _POLL_S = 0.1
 _LEAST_S = 2.0  # that each cell is watched for after its fault
 _WHOLE_S = 120.0  # for the application to be whole again

@@ -17,6 +17,7 @@ WHEN = {
     "prefill": "the prompts, of 1,000 tokens, are being computed: few streams have their first token",
     "decode": "each stream has ten tokens at least",
     "verify": "the same, with a draft model",
+    "states": "as decode, with recurrent states and prompts of 200 tokens",
     "drain": "the engine drains, and its streams are about to move",
     "start": "the engine has been killed just before, and another one loads its model",
 }
@@ -124,9 +125,10 @@ async def _read_again(cell: Cell) -> None:
     cell.reads.set()
 
 
-_NO_DRAFT = dict.fromkeys(("idle", "prefill", "decode", "drain", "start"), DRAFT_ONLY)
+_NO_DRAFT = dict.fromkeys(("idle", "prefill", "decode", "states", "drain", "start"), DRAFT_ONLY)
 _NO_STREAMS = {"idle": "no streams"}
-_TWO_RANKS: dict[str, Any] = {"hits_engine": True, "num_ranks": 2, "none_when": {"verify": "no draft with ranks"}}
+_ONE_RANK = {"verify": "no draft with ranks", "states": "the application of this column has one rank"}
+_TWO_RANKS: dict[str, Any] = {"hits_engine": True, "num_ranks": 2, "none_when": _ONE_RANK}
 _NO_LINKS = {"start": "the engine that starts has no link yet"}
 FAULTS = [
     Fault("nothing", "what the machine and the measurement do by themselves", _nothing),

@@ -63,7 +63,7 @@ def randn(*shape: int) -> torch.Tensor:
 def products(spec: DecoderSpec, rows: int) -> Iterator[Case]:
     """Each linear layer by each kernel that may serve it."""
     shapes = {"head": (spec.vocab_size, spec.hidden_size)}
-    for name, (parts, _) in spec.linears().items():
+    for name, (parts, _) in spec.linears(0).items():
         shapes[name] = sum(size_out for size_out, _ in parts.values()), next(iter(parts.values()))[1]
     kernels: dict[str, Callable] = {"fixed_linear": batch_invariant_linear_triton}
     if rows <= MAX_ROWS:

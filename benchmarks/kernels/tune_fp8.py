@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from benchmarks.kernels.tune_linear import MODELS, Product, graph_us, products
 from runtime.kernels.experts import moe_fp8_w8a8 as fp8_experts
 from runtime.kernels.experts.moe_routing import Tile
+from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.experts.moe_w16a16 import GroupedExperts
 from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.tiles import Tiling
@@ -227,7 +228,7 @@ def expert_times(rows: int, tiles: list[Tile | None]) -> None:
     residual, norm = torch.zeros_like(x), torch.ones(hidden, device=DEVICE).bfloat16()
 
     def times(kind: Any, weights: Any) -> tuple[float | str, torch.Tensor]:
-        mixtures = [kind(spec, FusedLinear(r, None, "silu", False), weights, "silu", False) for r in routers]
+        mixtures = [kind(spec, Router(FusedLinear(r, None, "silu", False)), weights, "silu", False) for r in routers]
         residual.copy_(x)
         mixtures[0].add_to(residual, norm, 1e-5)
         result = residual - x

@@ -28,9 +28,9 @@ def modules_of(spec: DecoderSpec, weight_map: WeightMap = WEIGHT_MAP) -> dict[st
     """The modules of a model that may have matrices, with their (out, in). A model of random weights uses the names of
     Llama and Phi."""
     return {
-        weight_map.names[part].format(layer, ""): shape
+        weight_map.name_of(spec, f"layers.{layer}.{part}"): shape
         for layer in range(spec.num_layers)
-        for parts in adapted_linears(spec).values()
+        for parts in adapted_linears(spec, layer).values()
         for part, shape in parts.items()
     }
 

@@ -1,4 +1,4 @@
-"""The shapes of the measured models: published ones, and a tiny one."""
+"""The shapes of the measured models: published ones, and tiny ones."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
         "intermediate_size": 128, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "bos_token_id": 0,
         "eos_token_id": 1, "tie_word_embeddings": True,
+    },
+    "tiny-hybrid": {  # likewise
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_act": "silu",
+        "vocab_size": 32768, "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 128, "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "eos_token_id": 1,
+        "tie_word_embeddings": True,
     },
 }  # fmt: skip
 

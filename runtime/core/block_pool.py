@@ -6,10 +6,11 @@ A block is in exactly one place:
         ^                        ^        |
         |                     acquire  release                                     (cached)
         |                        |        v
-        +------- evict -------  evictable, in an EvictionOrder
+        +------- evict -------  spent, or evictable in an EvictionOrder
 
-A request releases its last block first, and holds all ancestors of its blocks. So a child always becomes evictable
-before its parent, and the leaves of the prefix tree are evicted first.
+Spent blocks are evicted first: ones below a window, which a later prompt needs only if it branches off there. A request
+releases its last block first, and holds all ancestors of its blocks without a window. So a child always becomes
+evictable before its parent, and the leaves of the prefix tree are evicted first.
 """
 
 from __future__ import annotations
@@ -77,12 +78,13 @@ class BlockPool:
         self._refs = [0] * self.num_blocks
         self._free = list(range(self.num_blocks - 1, NULL_BLOCK, -1))  # a stack: lowest id on top
         self._cached = bytearray(self.num_blocks)
+        self._spent: dict[int, None] = {}  # evicted before the blocks of the order
         self._evictable.reset(self.num_blocks)
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can return: free and evictable ones."""
-        return len(self._free) + len(self._evictable)
+        """Blocks that `allocate` can return: free, spent and evictable ones."""
+        return len(self._free) + len(self._spent) + len(self._evictable)
 
     def is_cached(self, block: int) -> bool:
         """True if a prefix can be found that ends in `block`."""
@@ -111,19 +113,24 @@ class BlockPool:
     def acquire(self, blocks: list[int]) -> None:
         """Add one holder to each of `blocks`, which are held or evictable."""
         refs = self._refs
-        self._evictable.remove([block for block in blocks if refs[block] == 0])
+        self._hold([block for block in blocks if refs[block] == 0])
         for block in blocks:
             refs[block] += 1
 
-    def release(self, blocks: list[int]) -> None:
-        """Remove one holder from each of `blocks`, which are in order of positions. Leaves become evictable first."""
+    def release(self, blocks: list[int], spent: bool = False) -> None:
+        """Remove one holder from each of `blocks`, which are in order of positions. Leaves become evictable first.
+
+        With `spent` they are evicted before all others."""
         refs, cached, free = self._refs, self._cached, self._free
         evictable: list[int] = []
         for block in reversed(blocks):
             refs[block] -= 1
             if refs[block] == 0:
                 (evictable if cached[block] else free).append(block)
-        self._evictable.add(evictable, blocks)
+        if spent:
+            self._spent |= dict.fromkeys(evictable)
+        else:
+            self._evictable.add(evictable, blocks)
 
     def mark_cached(self, blocks: list[CachedBlock]) -> None:
         """These held blocks enter the cache, parents first."""
@@ -133,18 +140,34 @@ class BlockPool:
         self._evictable.on_cached(blocks)
 
     def mark_spoilt(self, blocks: list[int]) -> None:
-        """Take the held `blocks` out of the cache: no request finds them, and they are free when released."""
-        self._forget([block for block in blocks if self._cached[block]])
+        """Take `blocks` out of the cache: no request finds them. They are free, or will be when they are released."""
+        cached = [block for block in blocks if self._cached[block]]
+        unheld = [block for block in cached if self._refs[block] == 0]
+        self._hold(unheld)
+        self._free += unheld
+        self._forget(cached)
 
     def evict_unheld(self) -> None:
         """Free all evictable blocks."""
-        self._free += self._evict(len(self._evictable))
+        self._free += self._evict(len(self._spent) + len(self._evictable))
 
     def _evict(self, count: int) -> list[int]:
         """Take the next `count` blocks out of the cache and return them."""
-        blocks = self._evictable.take(count)
+        blocks = list(islice(self._spent, count))
+        for block in blocks:
+            del self._spent[block]
+        blocks += self._evictable.take(count - len(blocks))
         self._forget(blocks)
         return blocks
+
+    def _hold(self, unheld: list[int]) -> None:
+        """These spent or evictable blocks cannot be evicted from now on."""
+        if self._spent:
+            unspent = [block for block in unheld if block not in self._spent]
+            for block in unheld:
+                self._spent.pop(block, None)
+            unheld = unspent
+        self._evictable.remove(unheld)
 
     def _forget(self, blocks: list[int]) -> None:
         for block in blocks:
@@ -152,12 +175,15 @@ class BlockPool:
         self._evictable.on_uncached(blocks)
         self._on_evict(blocks)
 
+    def _is_idle(self, block: int) -> bool:
+        return block in self._spent or block in self._evictable
+
     def find_faults(self, held: Mapping[int, int]) -> list[str]:
         """Return one sentence for each block in a wrong place. `held` counts the holders of each held block."""
-        places = Counter([*self._free, *self._evictable, *held])
+        places = Counter([*self._free, *self._spent, *self._evictable, *held])
         faults = []
         for block in range(NULL_BLOCK + 1, self.num_blocks):
-            refs, wanted, is_idle = self._refs[block], held.get(block, 0), block in self._evictable
+            refs, wanted, is_idle = self._refs[block], held.get(block, 0), self._is_idle(block)
             if refs != wanted:
                 faults.append(f"Block {block} counts {refs} holders, but {wanted} requests hold it.")
             if places[block] != 1 or (is_idle and not self._cached[block]):

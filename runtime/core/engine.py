@@ -82,6 +82,8 @@ class EngineCore:
             waiting_tokens=s.waiting.num_tokens,
             blocks_total=s.pool.num_blocks - 1,
             blocks_available=s.pool.num_available,
+            snapshots=s.kv_cache.num_snapshots,
+            snapshots_evicted=s.kv_cache.num_evicted_snapshots,
         )
 
     def stats(self) -> dict[str, Any]:

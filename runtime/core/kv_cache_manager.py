@@ -13,9 +13,12 @@ import numpy as np
 
 from runtime.core.block_pool import NULL_BLOCK, BlockPool, CachedBlock, EvictionOrder
 from runtime.core.plan import EMPTY_TABLE, Int32s
-from runtime.core.prefix_cache import PrefixCache, hash_blocks, root_hash
+from runtime.core.prefix_cache import PrefixCache, hash_blocks, match_tables, root_hash
 from runtime.core.request_state import RequestState
 from runtime.spec.config import ModelInfo
+from runtime.spec.kv_cache_spec import KVCacheSpec, KVGroupSpec
+
+_ONE_GROUP = (KVGroupSpec((), 1, 1, "float32"),)  # of a model that describes none
 
 
 class _TableWrites(NamedTuple):
@@ -30,37 +33,48 @@ class KVCacheManager:
     """Maintains `RequestState.tables`; the scheduler decides which request gets blocks.
 
     Every group of the KV cache has a table of its own for each request, all of one length. A slot's table in a plan is
-    the tables of the groups one after another, each with room for the longest request. Blocks of a window group are
-    freed when no later row can read them. That group then lacks the prefix, so only a cache of one full group shares
-    prefixes."""
+    the tables of the groups one after another, each with room for the longest request.
+
+    Blocks of a window group are released when no later row can read them. Most of them are spent then (block_pool.py).
+    Later prompts are likely to begin at the end of a prompt, or where two prompts branched. The blocks that they would
+    read are not spent. A hit needs all blocks of groups without a window, and the last blocks of the others."""
 
     least_row = 1  # tokens that a row of a prompt needs to make progress
+    num_snapshots = num_evicted_snapshots = 0  # of states
 
     def __init__(self, info: ModelInfo, prefix_cache: bool, max_chunk: int, order: EvictionOrder | None = None) -> None:
         """No row has more than `max_chunk` tokens. Cached blocks are evicted in `order`."""
         self._fingerprint, self.block_size = info.fingerprint, info.block_size
-        self._groups = info.kv_cache.groups if info.kv_cache is not None else ()
-        self._num_groups = max(1, len(self._groups))
+        self._groups = info.kv_cache.groups if info.kv_cache is not None else _ONE_GROUP
+        self._num_groups = len(self._groups)
         self._windows = [(i, group) for i, group in enumerate(self._groups) if group.window is not None]
-        max_chunk = max(max_chunk, 3)  # rows of two steps in flight, and of the last known token again
+        self._max_chunk = max_chunk = max(max_chunk, 3)  # two steps in flight, and the last known token again
 
-        # Most blocks of a request in each window group: its largest row reads and writes these.
-        self._caps = [self.blocks_for(group.window - 1 + max_chunk) + 1 for _, group in self._windows if group.window]
+        self._caps = [group.most_blocks(1 << 40, self.block_size, max_chunk) for _, group in self._windows]
         self._table_len = self.blocks_for(info.max_model_len)
-        self._shares = prefix_cache and self._num_groups == 1 and not self._windows
-        self.cache = PrefixCache()
+        self._shares = prefix_cache
+        self.caches = [PrefixCache() for _ in self._groups]
+        self.cache = self.caches[0]  # what the fronts follow
+        self._group_of = [0] * info.num_kv_blocks  # of cached blocks
+        self._branches: dict[RequestState, int] = {}  # blocks before which another prompt has branched off
         self.pool = BlockPool(info.num_kv_blocks, self.on_evict, order)
         self._writes = _TableWrites([], [], [])  # not sent yet
 
     def reset(self) -> None:
         """Free all blocks and empty the cache, because the runners' memory is lost."""
-        self.cache.reset()
+        for cache in self.caches:
+            cache.reset()
+        self._branches.clear()
         self.pool.reset()
         self._writes = _TableWrites([], [], [])
 
     def on_evict(self, blocks: list[int]) -> None:
         """The content of these cached blocks is about to be overwritten."""
-        self.cache.evict(blocks)
+        if self._num_groups == 1:
+            self.cache.evict(blocks)
+            return
+        for number, cache in enumerate(self.caches):
+            cache.evict([block for block in blocks if self._group_of[block] == number])
 
     def take_writes(self) -> Int32s:
         """The changes since the last call: [3, n] slot, index in its table, block (StepPlan)."""
@@ -94,9 +108,7 @@ class KVCacheManager:
 
     def max_tokens(self) -> int:
         """Return the tokens of the longest request that fits the pool."""
-        sizes = range(self.pool.num_blocks - 1, 0, -1)
-        fitting = (n for n in sizes if self.most_blocks_for(n * self.block_size) < self.pool.num_blocks)
-        return next(fitting, 0) * self.block_size
+        return KVCacheSpec(self._groups).most_tokens(self.pool.num_blocks - 1, self.block_size, self._max_chunk)
 
     @property
     def num_free_tokens(self) -> int:
@@ -107,17 +119,22 @@ class KVCacheManager:
         """Return the blocks that a request lacks for `num_tokens` tokens."""
         return self._num_groups * self.blocks_for(max(0, num_tokens - state.capacity))
 
-    def room_with(self, hits: Sequence[int]) -> int:
+    def room_with(self, hits: Sequence[list[int]]) -> int:
         """Return the most blocks that a waiting request can hold, its cached blocks `hits` included."""
-        return self.pool.num_available - self.pool.num_unheld(hits) + len(hits)
+        blocks = [block for table in hits for block in _held(table)]
+        return self.pool.num_available - self.pool.num_unheld(blocks) + len(blocks)
 
-    def open(self, state: RequestState, hits: list[int]) -> None:
-        """A request has a slot, and begins with the cached blocks `hits`."""
-        self.pool.acquire(hits)
-        state.tables = [hits, *([] for _ in self._groups[1:])]
-        state.num_blocks = len(hits)
-        state.num_computed = state.capacity = len(hits) * self.block_size
-        self._write(state, 0, hits)
+    def open(self, state: RequestState, hits: list[list[int]]) -> None:
+        """A request has a slot, and begins with the tables `hits` of cached blocks."""
+        state.tables, state.num_blocks, size = hits, 0, len(hits[0])
+        for number, table in enumerate(hits):
+            blocks = _held(table)
+            self.pool.acquire(blocks)
+            state.num_blocks += len(blocks)
+            self._write(state, number * self._table_len + size - len(blocks), blocks)
+        state.num_computed = state.capacity = size * self.block_size
+        if self._windows and (branch := self._num_cached_without_windows(state)) > size:
+            self._branches[state] = branch
         if self._shares and state.fills_cache:
             state.next_block_end = state.capacity + self.block_size
 
@@ -127,11 +144,17 @@ class KVCacheManager:
         With `spoilt` none stays, not even a shared one. Any of them may hold the value that is not finite, and would
         fail the next request with the same prefix."""
         if spoilt:
-            self.pool.mark_spoilt(state.tables[0])
+            for cache, table in zip(self.caches, state.tables, strict=True):
+                found = map(cache.find, state.block_hashes) if self._windows else ()
+                self.pool.mark_spoilt(
+                    [*_held(table), *{block for block in found if block is not None}.difference(table)]
+                )
         else:
             self.cache_full_blocks(state, move=False)
+            self.free_below_windows(state)
         for table in state.tables:
             self.pool.release(_held(table))
+        self._branches.pop(state, None)
         if state.slot in self._writes.slots:
             kept = [slot != state.slot for slot in self._writes.slots]
             self._writes = _TableWrites(*(list(compress(column, kept)) for column in self._writes))
@@ -152,22 +175,49 @@ class KVCacheManager:
         """Free the blocks that no row reads any more which starts at `num_computed` or later, where tokens are final.
 
         Steps in flight may still read them: plans are executed in order, so the next holder writes them later. The row
-        of the last known token may be planned again (RequestState.may_resample)."""
-        again = len(state.tokens) - 1 if state.may_resample else state.num_computed
+        of the last known token may be planned again (RequestState.may_resample). With a prefix cache, rows after the
+        last full block can read what they need, so that a later prompt can begin there."""
+        start = min(state.num_computed, state.num_final)
+        if state.may_resample or self._shares:
+            start = min(start, len(state.tokens) - 1)
+        if self._shares:
+            start -= start % self.block_size
         for number, group in self._windows:
             table = state.tables[number]
-            num_dead = group.num_dead_blocks(min(state.num_computed, state.num_final, again), self.block_size)
+            num_dead = group.num_dead_blocks(start, self.block_size)
             dead = _held(table[:num_dead])
-            self.pool.release(dead)
+            if not dead:
+                continue
+            kept = self._before_next_prompts(state, group)
+            is_kept = [any(at in indices for indices in kept) for at in range(num_dead - len(dead), num_dead)]
+            self.pool.release([block for block, keep in zip(dead, is_kept, strict=True) if not keep], spent=True)
+            self.pool.release([block for block, keep in zip(dead, is_kept, strict=True) if keep])
             state.num_blocks -= len(dead)
             table[:num_dead] = [NULL_BLOCK] * num_dead
 
-    def match_prefix(self, state: RequestState) -> list[int]:
-        """Return the cached blocks of a request's known prefix, without its last token, which must be computed."""
+    def _before_next_prompts(self, state: RequestState, group: KVGroupSpec) -> list[range]:
+        """Indices of the blocks that a group's windows see at the places where a later prompt is likely to begin."""
+        ends, size = (self._branches.get(state, 0), state.prompt_len // self.block_size), self.block_size
+        return [range(group.num_dead_blocks(end * size, size), end) for end in ends]
+
+    def match_prefix(self, state: RequestState) -> list[list[int]]:
+        """Return tables of the cached blocks of a request's known prefix, without its last token, which must be
+        computed."""
         if not self._shares or not state.reads_cache:
-            return []
+            return [[] for _ in self._groups]
+        hashes = self._prefix_hashes(state)
+        return match_tables(self.caches, self._groups, hashes, self.block_size)
+
+    def _num_cached_without_windows(self, state: RequestState) -> int:
+        """Return the blocks of the prefix that would be a hit without windows; 0 if all groups have one."""
+        if len(self._windows) == self._num_groups or not self._shares or not state.reads_cache:
+            return 0
+        number = next(i for i, group in enumerate(self._groups) if group.window is None)
+        return len(self.caches[number].match_prefix(self._prefix_hashes(state)))
+
+    def _prefix_hashes(self, state: RequestState) -> list[bytes]:
         num_full = (len(state.tokens) - 1) // self.block_size
-        return self.cache.match_prefix(self._hash_blocks(state, num_full)[:num_full])
+        return self._hash_blocks(state, num_full)[:num_full]
 
     def cache_full_blocks(self, state: RequestState, move: bool = True) -> None:
         """Put the request's newly full blocks into the cache.
@@ -179,9 +229,22 @@ class KVCacheManager:
         num_full = self.num_cacheable(state) // size
         if num_full * size < state.next_block_end:
             return
-        table, first = state.tables[0], state.next_block_end // size - 1
-        blocks, block_hashes = table[first:num_full], self._hash_blocks(state, num_full)[first:num_full]
-        cached = self.cache.insert(block_hashes, blocks)
+        first, block_hashes = state.next_block_end // size - 1, self._hash_blocks(state, num_full)
+        for number, table in enumerate(state.tables):
+            begin = first
+            while begin < num_full and table[begin] == NULL_BLOCK:  # freed below a window
+                begin += 1
+            if begin < num_full:
+                self._cache_blocks(state, number, begin, block_hashes[begin:num_full], move)
+        state.next_block_end = (num_full + 1) * size
+
+    def _cache_blocks(
+        self, state: RequestState, number: int, first: int, block_hashes: list[bytes], move: bool
+    ) -> None:
+        """Put blocks of one group, from index `first` of its table on, into the cache."""
+        table = state.tables[number]
+        blocks = table[first : first + len(block_hashes)]
+        cached = self.caches[number].insert(block_hashes, blocks)
         parents = [table[first - 1] if first else NULL_BLOCK, *cached[:-1]]
         new: list[CachedBlock] = list(zip(blocks, block_hashes, parents, strict=False))
         if cached != blocks:
@@ -192,9 +255,11 @@ class KVCacheManager:
                     self.pool.release([table[at]])
                     table[at] = block
                     if move:
-                        self._write(state, at, [block])
+                        self._write(state, number * self._table_len + at, [block])
         self.pool.mark_cached(new)
-        state.next_block_end = (num_full + 1) * size
+        if self._num_groups > 1:
+            for block, _, _ in new:
+                self._group_of[block] = number
 
     def num_cacheable(self, state: RequestState) -> int:
         """Return how many leading tokens of a request have keys and values that any request may use."""
@@ -203,7 +268,9 @@ class KVCacheManager:
     def find_faults(self, running: Sequence[RequestState]) -> list[str]:
         """Return one sentence for each block in a wrong place, and for each request without enough blocks."""
         held = Counter(block for state in running for table in state.tables for block in _held(table))
-        faults = self.pool.find_faults(held) + self.cache.find_faults(self.pool.is_cached)
+        faults = self.pool.find_faults(held)
+        for cache in self.caches:
+            faults += cache.find_faults(self.pool.is_cached)
         for state in running:
             name, num_blocks = state.request.request_id, sum(len(_held(table)) for table in state.tables)
             is_uneven = any(len(table) * self.block_size != state.capacity for table in state.tables)

@@ -8,10 +8,19 @@ child pointers.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
+from runtime.core.block_pool import NULL_BLOCK
+from runtime.spec.kv_cache_spec import KVGroupSpec
+
 KEY_BYTES = 8  # of a hash, as routers receive it; two equal keys cost a wrong choice of an engine
+_STATE_MARK = 0x5A5A_A5A5_3C3C_C3C3
+
+
+def state_key(key: int) -> int:
+    """Return the key that stands for a snapshot of the state after the block with this key (int64)."""
+    return key ^ _STATE_MARK
 
 
 def root_hash(fingerprint: str, salt: str, adapter: str = "") -> bytes:
@@ -40,6 +49,7 @@ class PrefixCache:
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
+        self._state_keys: dict[int, bytes] = {}  # of the blocks with a snapshot (core/snapshots.py)
 
     def reset(self) -> None:
         """Empty the cache, because the runners' memory is lost."""
@@ -47,13 +57,24 @@ class PrefixCache:
             self.pending_events |= dict.fromkeys(self.keys(), False)
         self._block_of.clear()
         self._hash_of.clear()
+        self._state_keys.clear()
 
     def __len__(self) -> int:
         return len(self._block_of)
 
     def keys(self) -> list[bytes]:
-        """Return the first KEY_BYTES of the hash of each cached block."""
-        return [block_hash[:KEY_BYTES] for block_hash in self._block_of]
+        """Return the first KEY_BYTES of the hash of each cached block, and the keys of snapshots."""
+        return [*(block_hash[:KEY_BYTES] for block_hash in self._block_of), *self._state_keys.values()]
+
+    def note_snapshot(self, block: int, is_kept: bool) -> None:
+        """The cached `block` has a snapshot from now on, or no longer."""
+        if is_kept:
+            key = int.from_bytes(self._hash_of[block][:KEY_BYTES], "little", signed=True)
+            self._state_keys[block] = state_key(key).to_bytes(KEY_BYTES, "little", signed=True)
+        if self.pending_events is not None:
+            self.pending_events[self._state_keys[block]] = is_kept
+        if not is_kept:
+            del self._state_keys[block]
 
     def match_prefix(self, block_hashes: list[bytes]) -> list[int]:
         """Return the blocks of the longest cached prefix of the path `block_hashes`."""
@@ -64,6 +85,10 @@ class PrefixCache:
                 break
             blocks.append(block)
         return blocks
+
+    def find(self, block_hash: bytes) -> int | None:
+        """Return the block with a hash, or None."""
+        return self._block_of.get(block_hash)
 
     def insert(self, block_hashes: list[bytes], blocks: list[int]) -> list[int]:
         """Store each block under its hash. Return the block of each hash: another one if that was stored first."""
@@ -89,3 +114,51 @@ class PrefixCache:
         pairs = self._hash_of.items()
         faults = [f"Block {block} has a hash, but is not cached." for block in self._hash_of if not is_cached(block)]
         return faults + [f"Block {b} has a hash that finds another." for b, h in pairs if self._block_of.get(h) != b]
+
+
+def match_tables(
+    caches: Sequence[PrefixCache], groups: Sequence[KVGroupSpec], block_hashes: list[bytes], block_size: int
+) -> list[list[int]]:
+    """Return a table for each group, of the longest prefix of the path `block_hashes` that all groups can continue.
+
+    A group without a window needs all blocks of the prefix. A group with a window needs only the blocks that the next
+    row reads, and its table begins with null blocks."""
+    pairs = list(zip(caches, groups, strict=True))
+    windows = [pair for pair in pairs if pair[1].window is not None]
+    hashes, found = block_hashes, list[list[int]]()
+    for cache, group in pairs:
+        if group.window is None:
+            found.append(cache.match_prefix(hashes))
+            hashes = hashes[: len(found[-1])]
+    num_blocks = _longest_with_windows(windows, hashes, len(hashes), block_size)
+    full, tables = iter(found), []
+    for cache, group in pairs:
+        if group.window is None:
+            tables.append(next(full)[:num_blocks])
+            continue
+        num_dead = group.num_dead_blocks(num_blocks * block_size, block_size)
+        seen = map(cache.find, hashes[num_dead:num_blocks])
+        tables.append([NULL_BLOCK] * num_dead + [block for block in seen if block is not None])
+    return tables
+
+
+def _longest_with_windows(
+    windows: list[tuple[PrefixCache, KVGroupSpec]], block_hashes: list[bytes], num_blocks: int, block_size: int
+) -> int:
+    """Return the largest number of blocks, up to `num_blocks`, before which all windows are cached.
+
+    A missing block spoils every prefix that ends after it and sees it. So the search continues before it, and looks at
+    each block of a group once at most."""
+    checked = [num_blocks] * len(windows)  # from here on each group has all blocks below num_blocks
+    searching = True
+    while searching:
+        searching = False
+        for number, (cache, group) in enumerate(windows):
+            num_dead = group.num_dead_blocks(num_blocks * block_size, block_size)
+            at = min(checked[number], num_blocks)
+            while at > num_dead and cache.find(block_hashes[at - 1]) is not None:
+                at -= 1
+            checked[number] = at
+            if at > num_dead:
+                num_blocks, searching = at - 1, True
+    return num_blocks

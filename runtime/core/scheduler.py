@@ -250,7 +250,7 @@ class Scheduler:
         if not len(self.slots) or not step.has_room_for(state):
             return False
         hits = self.kv_cache.match_prefix(state)
-        num_missing = len(state.tokens) - len(hits) * self.block_size
+        num_missing = len(state.tokens) - len(hits[0]) * self.block_size
         if num_missing > step.prompt_budget and not self.config.chunked_prefill:
             return False
         room, num_blocks = self.kv_cache.room_with(hits), self.kv_cache.most_blocks_for(len(state.tokens))

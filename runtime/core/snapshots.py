@@ -7,7 +7,7 @@ get the rows that are left. The least worthy one is evicted: it saves the fewest
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 NULL_ROW = 0  # of padding; never allocated
@@ -27,9 +27,10 @@ class Snapshot:
 class SnapshotPool:
     """Free rows, and the snapshots by their block."""
 
-    def __init__(self, num_rows: int) -> None:
-        """`num_rows` include the null row."""
-        self.num_rows = num_rows
+    def __init__(self, num_rows: int, on_change: Callable[[int, bool], None] = lambda block, is_kept: None) -> None:
+        """`num_rows` include the null row. `on_change(block, is_kept)` is called when a block gets a snapshot or loses
+        it."""
+        self.num_rows, self._on_change = num_rows, on_change
         self.evictions = 0
         self.reset()
 
@@ -81,6 +82,7 @@ class SnapshotPool:
     def publish(self, snapshot: Snapshot) -> None:
         """The prefix is in the cache, and ends with the snapshot's block."""
         self._by_block[snapshot.block] = snapshot
+        self._on_change(snapshot.block, True)
 
     def __contains__(self, block: int) -> bool:
         return block in self._by_block
@@ -107,6 +109,7 @@ class SnapshotPool:
 
     def _remove(self, snapshot: Snapshot) -> None:
         del self._by_block[snapshot.block]
+        self._on_change(snapshot.block, False)
         self._free.append(snapshot.row)
 
     def find_faults(self, held: Iterable[int], pending: Iterable[int]) -> list[str]:

@@ -52,10 +52,19 @@ class StateCacheManager(KVCacheManager):
         self.least_row = self._chunk = chunk = info.kv_cache.states.chunk
         if chunk % info.block_size and prefix_cache and info.block_size < info.max_model_len:
             raise CallboardError(f"block_size is {info.block_size}; for a model with states it must divide {chunk}.")
-        self.snapshots, self._max_num_seqs = SnapshotPool(info.num_states), max_num_seqs
+        self._max_num_seqs = max_num_seqs
         self._records: dict[RequestState, _Record] = {}
         self._pending: list[tuple[RequestState, Snapshot]] = []  # of the step that is being planned
         super().__init__(info, prefix_cache, max_chunk, order)
+        self.snapshots = SnapshotPool(info.num_states, self.cache.note_snapshot)
+
+    @property
+    def num_snapshots(self) -> int:  # type: ignore[override]
+        return len(self.snapshots)
+
+    @property
+    def num_evicted_snapshots(self) -> int:  # type: ignore[override]
+        return self.snapshots.evictions
 
     def reset(self) -> None:
         super().reset()
@@ -64,8 +73,8 @@ class StateCacheManager(KVCacheManager):
         self._pending.clear()
 
     def on_evict(self, blocks: list[int]) -> None:
-        super().on_evict(blocks)
         self.snapshots.drop(blocks)
+        super().on_evict(blocks)
 
     def row_tokens(self, state: RequestState, count: int) -> int:
         """Round a row of `count` tokens down to a multiple of `chunk`, unless it reaches the prompt's last token.
@@ -77,22 +86,22 @@ class StateCacheManager(KVCacheManager):
             return record.branch - start
         return count if end > prompt_end else max(0, end // self._chunk * self._chunk - start)
 
-    def match_prefix(self, state: RequestState) -> list[int]:
+    def match_prefix(self, state: RequestState) -> list[list[int]]:
         """Return the cached blocks before the longest prefix of the prompt with a snapshot."""
         blocks = self._matched(state)
         snapshot = self.snapshots.longest(blocks)
-        return [] if snapshot is None else blocks[: snapshot.position // self.block_size]
+        return [[] if snapshot is None else blocks[: snapshot.position // self.block_size]]
 
     def _matched(self, state: RequestState) -> list[int]:
         """The cached blocks of the prompt. Its output has other bits than the same tokens in a prompt."""
-        return super().match_prefix(state)[: (state.prompt_len - 1) // self.block_size]
+        return super().match_prefix(state)[0][: (state.prompt_len - 1) // self.block_size]
 
-    def open(self, state: RequestState, hits: list[int]) -> None:
+    def open(self, state: RequestState, hits: list[list[int]]) -> None:
         branch = len(self._matched(state)) * self.block_size // self._chunk * self._chunk
-        restored = self.snapshots.longest(hits)
+        restored = self.snapshots.longest(hits[0])
         row = self.snapshots.acquire(restored)
         source = 0 if restored is None or restored.row == row else restored.row
-        begin = len(hits) * self.block_size
+        begin = len(hits[0]) * self.block_size
         self._records[state] = _Record(row, source, restored, branch if branch > begin else 0, begin)
         super().open(state, hits)
 

@@ -20,6 +20,8 @@ class EngineStats:
     steps: int = 0  # committed
     blocks_total: int = 0
     blocks_available: int = 0
+    snapshots: int = 0  # states of prefixes that requests can continue; 0 for a model without states
+    snapshots_evicted: int = 0
     preemptions: int = 0
     drafts: int = 0  # rows with draft tokens
     draft_tokens: int = 0

@@ -12,7 +12,6 @@ import torch
 
 from runtime.loading.adapter_files import AdaptedMap, TensorPlace, read_adapter
 from runtime.models.decoder import Decoder
-from runtime.models.linear_maps import row_order
 from runtime.models.lora import (
     DecoderAdapters,
     Matrices,
@@ -70,7 +69,7 @@ class RunnerAdapters:
         data = adapter.read(digest)
         with self._copying():
             matrices = {place: partial(_matrices, data, one) for place, one in found.items()}
-            write_adapter(self._adapters.layers, spec, index, matrices, row_order(spec, "qkv"))
+            write_adapter(self._adapters.layers, spec, index, matrices)
         logger.info("adapter %d: %s (rank %d) read in %.2f s", index, path, adapter.rank, time.perf_counter() - start)
 
     def _copying(self) -> Any:

@@ -14,16 +14,17 @@ import torch
 
 from runtime.kernels.attention.attention_torch import attention_exact, attention_torch
 from runtime.kernels.attention.decode_attention import decode_attention
+from runtime.kernels.attention.output_gate import gate_output_torch, gate_output_triton
 from runtime.kernels.attention.paged_attention import PagedBatch
 from runtime.kernels.attention.prefill_attention import prefill_attention
 from runtime.kernels.attention.rope import rope_rows_torch, rope_rows_triton, rope_store_kv_torch, rope_store_kv_triton
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts, has_fp8_moe
-from runtime.kernels.experts.moe_torch import ExpertLayer, Experts
+from runtime.kernels.experts.moe_torch import ExpertLayer, Experts, Router
 from runtime.kernels.experts.moe_w16a16 import GroupedExperts
 from runtime.kernels.experts.moe_wna16 import QuantizedExperts
 from runtime.kernels.linear.fused_linear import FusedLinear
-from runtime.kernels.linear.linear_torch import Activate, Linear, Norm, Product, cpu_product
+from runtime.kernels.linear.linear_torch import Activate, Linear, Norm, Product, cpu_product, lookup_torch
 from runtime.kernels.linear.lora import AddAdapters, add_adapters_torch, add_adapters_triton
 from runtime.kernels.norm.gated_activation import (
     Activation,
@@ -43,6 +44,11 @@ from runtime.kernels.quantized.fp8_w8a8_gemm import has_fp8_gemm
 from runtime.kernels.quantized.int_wna16_gemm import has_int_wna16_gemm
 from runtime.kernels.quantized.quantized_linear import Fp8Linear, Int16Linear, QuantizedLinear
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
+from runtime.kernels.states.causal_conv import causal_conv_triton, short_conv_triton
+from runtime.kernels.states.causal_conv_torch import causal_conv_torch, short_conv_torch
+from runtime.kernels.states.delta_rule import delta_rule_triton
+from runtime.kernels.states.delta_rule_torch import delta_rule_torch
+from runtime.kernels.states.state_rows import ConvState, DeltaState, StateRows
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 
 if TYPE_CHECKING:  # it imports llvmlite, which only CPUs need
@@ -81,11 +87,29 @@ class Attention(Protocol):
     ) -> torch.Tensor: ...
 
 
+class DeltaRule(Protocol):
+    """`delta_rule_torch`."""
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        gates: torch.Tensor,
+        decay_log: torch.Tensor,
+        decay_bias: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        rows: StateRows,
+        state: DeltaState,
+        tiled: bool = False,
+    ) -> torch.Tensor: ...
+
+
 class DenseExperts(Protocol):
     """A mixture from a router and the weights of each expert: gate and up as one, and down."""
 
     def __call__(
-        self, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[torch.Tensor, torch.Tensor]]
+        self, spec: ExpertsSpec, router: Router, weights: Iterable[tuple[torch.Tensor, torch.Tensor]]
     ) -> ExpertLayer: ...
 
 
@@ -93,7 +117,7 @@ class QuantizedMixture(Protocol):
     """A mixture with quantized weights, all in one encoding."""
 
     def __call__(
-        self, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[QuantizedWeight, QuantizedWeight]]
+        self, spec: ExpertsSpec, router: Router, weights: Iterable[tuple[QuantizedWeight, QuantizedWeight]]
     ) -> ExpertLayer: ...
 
 
@@ -110,6 +134,12 @@ class Kernels:
     rope_store_kv: RopeStoreKV
     attention: Attention
     add_adapters: AddAdapters
+    # Of layers with a state: x, the weight and perhaps the bias of a convolution, the step's rows, the layer's state
+    causal_conv: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, StateRows, DeltaState], torch.Tensor]
+    short_conv: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, StateRows, ConvState], torch.Tensor]
+    delta_rule: DeltaRule
+    gate_output: Callable[[torch.Tensor, torch.Tensor], object]  # attention's output and its gate
+    lookup: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = lookup_torch  # of a table, ids and a factor
     quantized_linear: Callable[[QuantizedWeight, torch.Tensor | None], Linear] | None = None  # on a GPU
     quantized_experts: QuantizedMixture | None = None
     # On a CPU: the rows of all parts, which may differ in form, and dequantized rows by their index.
@@ -120,26 +150,14 @@ class Kernels:
 
 def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
     """The operations of a backend. With `deterministic`, a row's bits do not depend on the other rows."""
-    deterministic, activation, gated = numerics.deterministic, spec.activation, spec.gated
     if numerics.backend == "triton":
-        norm: Norm = rms_norm_triton if spec.norm == "rms" else layer_norm_triton
-        around: dict[str, Any] = {"activation": activation, "gated": gated, "norm": norm}
-        return Kernels(
-            norm,
-            rms_norm_in_place_triton,
-            partial(gated_activation_triton, activation=activation, gated=gated),
-            partial(FusedLinear, deterministic=deterministic, **around),
-            partial(GroupedExperts, activation=activation, deterministic=deterministic),
-            rope_rows_triton,
-            rope_store_kv_triton,
-            partial(_attend, deterministic=deterministic),
-            partial(add_adapters_triton, deterministic=deterministic),
-            partial(_quantized_linear, deterministic=deterministic, dtype=numerics.dtype, **around),
-            partial(_quantized_experts, activation=activation, deterministic=deterministic, dtype=numerics.dtype),
-        )
-    norm = rms_norm_torch if spec.norm == "rms" else layer_norm_torch
+        return _triton(numerics, spec)
+    deterministic = numerics.deterministic
+    norm: Norm = rms_norm_torch if spec.norm == "rms" else layer_norm_torch
     activate = partial(
-        gated_activation_exact if deterministic else gated_activation_torch, activation=activation, gated=gated
+        gated_activation_exact if deterministic else gated_activation_torch,
+        activation=spec.activation,
+        gated=spec.gated,
     )
 
     def product(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
@@ -158,6 +176,10 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
         partial(add_adapters_torch, multiply=lambda x, weight: product(weight)(x))
         if deterministic
         else add_adapters_torch,
+        causal_conv_torch,
+        short_conv_torch,
+        delta_rule_torch,
+        gate_output_torch,
     )
     if numerics.backend != "llvm":
         return references
@@ -167,12 +189,44 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
     if (attention := compiled.attention) is not None:
         references = replace(
             references,
+            linear=compiled.dense_linear,
+            lookup=compiled.dense_lookup,
             rope_rows=rope_rows_triton,  # this kernel, too, reads its rows of the table
             rope_store_kv=attention.rope_store_kv,
             attention=attention.attention,
+            gate_output=attention.gate_output,
+        )
+    if (states := compiled.states) is not None:
+        references = replace(
+            references, causal_conv=states.causal_conv, short_conv=states.short_conv, delta_rule=states.delta_rule
         )
     return replace(
         references, interleaved_linear=compiled.linear, interleaved_lookup=compiled.lookup, compiled=compiled
+    )
+
+
+def _triton(numerics: Numerics, spec: DecoderSpec) -> Kernels:
+    deterministic, activation, gated = numerics.deterministic, spec.activation, spec.gated
+    norm: Norm = rms_norm_triton if spec.norm == "rms" else layer_norm_triton
+    around: dict[str, Any] = {"activation": activation, "gated": gated, "norm": norm}
+    return Kernels(
+        norm,
+        rms_norm_in_place_triton,
+        partial(gated_activation_triton, activation=activation, gated=gated),
+        partial(FusedLinear, deterministic=deterministic, **around),
+        partial(GroupedExperts, activation=activation, deterministic=deterministic),
+        rope_rows_triton,
+        rope_store_kv_triton,
+        partial(_attend, deterministic=deterministic),
+        partial(add_adapters_triton, deterministic=deterministic),
+        causal_conv_triton,
+        short_conv_triton,
+        delta_rule_triton,
+        gate_output_triton,
+        quantized_linear=partial(_quantized_linear, deterministic=deterministic, dtype=numerics.dtype, **around),
+        quantized_experts=partial(
+            _quantized_experts, activation=activation, deterministic=deterministic, dtype=numerics.dtype
+        ),
     )
 
 
@@ -188,7 +242,7 @@ def _quantized_linear(
 
 def _quantized_experts(
     spec: ExpertsSpec,
-    router: Linear,
+    router: Router,
     weights: Iterable[tuple[QuantizedWeight, QuantizedWeight]],
     activation: Activation,
     deterministic: bool,

@@ -19,7 +19,9 @@ from safetensors import SafetensorError, safe_open
 
 from runtime.loading.folder import INDEX_NAME, folder_eos_token_ids, model_config, read_json, weight_files
 from runtime.loading.gguf import GgufFile, dequantize
-from runtime.loading.gguf_architectures import Source, gguf_eos_token_ids, read_gguf_model
+from runtime.loading.gguf_architectures import Source, read_gguf_model
+from runtime.loading.gguf_configs import gguf_eos_token_ids
+from runtime.loading.stacked_experts import Place, single_weights
 from runtime.loading.upload import Uploader
 from runtime.spec.sharding import Part
 from runtime.spec.types import CallboardError
@@ -137,7 +139,7 @@ class GgufCheckpoint(Checkpoint):
             stored_shape[dim] = part.stop - part.start
             if dim == len(stored_shape) - 1:  # blocks lie along it, and are dequantized whole
                 columns = slice(part.start, part.stop)
-            else:
+            elif dim == 0:
                 raw = raw[part.start : part.stop]
         out = torch.empty(stored_shape, dtype=dtype, device=device)
         rows = out.view(len(raw), -1)
@@ -145,6 +147,8 @@ class GgufCheckpoint(Checkpoint):
             weights = dequantize(raw[start : start + step], source.tensor.type_name)[:, columns]
             if source.plus_one:
                 weights = weights - np.float32(1)
+            if source.is_decay:
+                weights = np.log(-weights)
             # A row slice may be a read-only view of the file; from_numpy takes writable arrays only.
             rows[start : start + step] = torch.from_numpy(weights if weights.flags.writeable else weights.copy())
         self._file.forget(source.tensor.name)
@@ -181,9 +185,11 @@ class _Stored(NamedTuple):
     """A tensor as its safetensors file announces it."""
 
     path: Path
+    name: str  # of the tensor in the file
     type_name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    place: Place | None = None  # in a tensor of all experts; None for a whole tensor
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -201,8 +207,9 @@ class SafetensorsCheckpoint(Checkpoint):
             self._tensors |= tensors
         self._path, self._file, self._num_mapped = path, _opened(path), 0  # the file that was read last
         if (folder / INDEX_NAME).exists():
+            found = {stored.name for stored in self._tensors.values()}
             for name, file_name in read_json(folder / INDEX_NAME)["weight_map"].items():
-                if name not in self._tensors:
+                if name not in found:
                     raise CallboardError(f"{folder / file_name} lacks tensor {name!r}, which {INDEX_NAME} puts there.")
 
     def names(self) -> list[str]:
@@ -243,11 +250,12 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def _mapped(self, name: str) -> torch.Tensor:
         """Return a tensor in its file's pages. They count as memory of this process until the file is reopened."""
-        path = self._announced(name).path
+        stored = self._announced(name)
+        path = stored.path
         if path != self._path or self._num_mapped > _MOST_MAPPED:
             self._path, self._file, self._num_mapped = path, _opened(path), 0
-        tensor: torch.Tensor = self._file.get_tensor(name)
-        return tensor
+        tensor: torch.Tensor = self._file.get_tensor(stored.name)
+        return tensor if stored.place is None else tensor[stored.place.expert, stored.place.start : stored.place.stop]
 
 
 def _opened(path: Path) -> Any:
@@ -269,7 +277,12 @@ def _header(path: Path) -> dict[str, _Stored]:
             tensor = file.get_tensor(name)
         except SafetensorError as e:
             raise CallboardError(f"{path}: tensor {name!r} has the type {type_name}, which is not supported.") from e
-        tensors[name] = _Stored(path, type_name, tensor.dtype, tuple(tensor.shape))
+        stored = _Stored(path, name, type_name, tensor.dtype, tuple(tensor.shape))
+        singles = single_weights(name, stored.shape)
+        for single, place in singles.items():
+            tensors[single] = stored._replace(shape=(place.stop - place.start, stored.shape[2]), place=place)
+        if not singles:
+            tensors[name] = stored
     return tensors
 
 

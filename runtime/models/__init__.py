@@ -8,7 +8,21 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from runtime.models.config_checks import check_config
-from runtime.models.families import gemma, glm, gpt2, granite, llama, mistral, olmo, phi, qwen, seed, smollm
+from runtime.models.families import (
+    gemma,
+    glm,
+    gpt2,
+    granite,
+    lfm,
+    llama,
+    mistral,
+    olmo,
+    phi,
+    qwen,
+    qwen_hybrid,
+    seed,
+    smollm,
+)
 from runtime.models.weight_map import WeightMap
 from runtime.quant import has_fp8_kv_cache, parse_schemes
 from runtime.spec.decoder_spec import DecoderSpec
@@ -77,6 +91,10 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         granite.hybrid_decoder_spec,
         granite.HYBRID_WEIGHT_MAP,
     ),
+    "Lfm2ForCausalLM": Family("LFM2, LFM2.5", "LiquidAI/LFM2-1.2B", lfm.decoder_spec, lfm.WEIGHT_MAP),
+    "Lfm2MoeForCausalLM": Family(
+        "LFM2-8B-A1B, LFM2-24B-A2B", "LiquidAI/LFM2-8B-A1B", lfm.moe_decoder_spec, lfm.MOE_WEIGHT_MAP
+    ),
     "LlamaForCausalLM": Family(
         "Llama 2, 3, 3.1, 3.2; SmolLM2",
         "HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -140,6 +158,30 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         chats=(ChatForm("qwen3", "hermes", reasons=True),),
     ),
     "Qwen3MoeForCausalLM": Family("Qwen3-MoE", "Qwen/Qwen3-30B-A3B", qwen.moe_decoder_spec, qwen.MOE_WEIGHT_MAP),
+    "Qwen3NextForCausalLM": Family(
+        "Qwen3-Next 80B-A3B",
+        "Qwen/Qwen3-Next-80B-A3B-Instruct",
+        qwen_hybrid.next_decoder_spec,
+        qwen_hybrid.NEXT_WEIGHT_MAP,
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        "Qwen3.5, 3.6, 3.8 as text models", "Qwen/Qwen3.5-9B", qwen_hybrid.decoder_spec, qwen_hybrid.WEIGHT_MAP
+    ),
+    "Qwen3_5ForConditionalGeneration": Family(
+        "Qwen3.5, 3.6, 3.8, without images", "Qwen/Qwen3.5-9B", qwen_hybrid.decoder_spec, qwen_hybrid.WEIGHT_MAP
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        "Qwen3.5-MoE, 3.6-MoE as text models",
+        "Qwen/Qwen3.6-35B-A3B",
+        qwen_hybrid.moe_decoder_spec,
+        qwen_hybrid.MOE_WEIGHT_MAP,
+    ),
+    "Qwen3_5MoeForConditionalGeneration": Family(
+        "Qwen3.5-MoE, 3.6-MoE, without images",
+        "Qwen/Qwen3.6-35B-A3B",
+        qwen_hybrid.moe_decoder_spec,
+        qwen_hybrid.MOE_WEIGHT_MAP,
+    ),
     "SeedOssForCausalLM": Family(
         "Seed-OSS 36B", "ByteDance-Seed/Seed-OSS-36B-Instruct", seed.decoder_spec, seed.WEIGHT_MAP
     ),
@@ -166,6 +208,8 @@ def load_spec(config: Mapping[str, Any], tensors: Collection[str] = ()) -> tuple
     if not weight_map.base and tensors and not any(tensor.startswith(_MODEL) for tensor in tensors):
         weight_map = replace(weight_map, names={p: n.removeprefix(_MODEL) for p, n in weight_map.names.items()})
         weight_map, stored = replace(weight_map, base=_MODEL), ""
+    if weight_map.base.startswith(_MODEL) and tensors and not any(t.startswith(weight_map.base) for t in tensors):
+        weight_map = replace(weight_map, base=_MODEL)  # the text part alone, of a model with images
     if stored != name and weight_map.names["head"] not in tensors:  # it was saved without its head
         spec = replace(spec, tied_head=True, makes_text=spec.tied_head and not stored)
         weight_map = replace(weight_map, ignored=rf"{weight_map.ignored}|{CLASSIFIER}")

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from runtime.spec.kv_cache_spec import RING
 from runtime.spec.sampling_fields import Bounds
 from runtime.spec.types import CallboardError
 
@@ -21,6 +22,13 @@ _NUMBERS: dict[str, tuple[Bounds, bool]] = {  # the bounds of each, and whether 
     **dict.fromkeys(("shared_intermediate_size",), (_WIDTH, True)),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "head_dim"), (_HEADS, True)),
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), (_EXPERTS, True)),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), (_HEADS, True)),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), (_HEADS, True)),
+    **dict.fromkeys(("linear_conv_kernel_dim", "conv_L_cache"), (Bounds(2, RING), True)),
+    **dict.fromkeys(("shared_expert_intermediate_size", "block_ff_dim", "block_multiple_of"), (_WIDTH, True)),
+    **dict.fromkeys(("full_attention_interval",), (Bounds(1), True)),
+    **dict.fromkeys(("num_dense_layers",), (Bounds(0), True)),
+    **dict.fromkeys(("block_ffn_dim_multiplier", "routed_scaling_factor"), (_POSITIVE, False)),
     **dict.fromkeys(("vocab_size",), (Bounds(1, 1 << 24), True)),
     **dict.fromkeys(("n_positions", "max_position_embeddings", "n_inner"), (_POSITIONS, True)),
     **dict.fromkeys(("original_max_position_embeddings",), (_POSITIONS, False)),
@@ -37,9 +45,11 @@ _NUMBERS: dict[str, tuple[Bounds, bool]] = {  # the bounds of each, and whether 
 _MAY_BE_NULL = {
     "num_key_value_heads", "head_dim", "n_inner", "sliding_window", "attn_logit_softcapping", "factor",
     "final_logit_softcapping", "partial_rotary_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
+    "full_attention_interval", "block_ffn_dim_multiplier",
 }  # fmt: skip
 _FLAGS = (
     "tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob",
+    "attn_output_gate", "conv_bias", "use_expert_bias", "block_auto_adjust_ff_dim", "tie_embedding",
 )  # fmt: skip
 _OBJECTS = ("text_config", "rope_scaling", "rope_parameters", "full_attention", "sliding_attention")
 

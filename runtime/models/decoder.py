@@ -9,22 +9,22 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.attention.stored_kv import KVLayer
 from runtime.kernels.collectives.communicator import Communicator
-from runtime.kernels.collectives.heads_norm import HeadsNorm
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
 from runtime.kernels.experts.moe_torch import ExpertLayer
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import Kernels
-from runtime.models.forward_batch import AttentionMetadata, ForwardBatch
+from runtime.models.forward_batch import ForwardBatch
+from runtime.models.mixers.mixer import ForwardStep, LayerCache, Mixer
 from runtime.spec.decoder_spec import DecoderSpec
 
 
 class Decoder:
-    """A decoder-only transformer with pre-norm blocks and grouped-query attention, or one rank's share of it.
+    """A decoder-only model, or one rank's share of it: in each layer, a mixer and a feed-forward part add to the hidden
+    states.
 
-    Hidden states are whole on all ranks: `out` and `down` sum over ranks (`ReducedLinear`)."""
+    Hidden states are whole on all ranks: a mixer's `out` and `down` sum over ranks (`ReducedLinear`)."""
 
     def __init__(
         self,
@@ -42,26 +42,18 @@ class Decoder:
         self.adapters: LayerAdapters | None = None  # None unless there is room for adapters
         self.final_norm, self.head_norm, self.head = weights.final_norm, weights.head_norm, weights.head
 
-    def forward(self, batch: ForwardBatch, caches: list[KVLayer]) -> torch.Tensor:
-        """[num_tokens, hidden] before the final norm. Writes the tokens' keys and values into the caches."""
-        spec, kernels, eps = self.spec, self.kernels, self.spec.norm_eps
-        heads = len(batch.token_ids), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim
-        ropes = [kernels.rope_rows(table, batch.positions) for table in self.ropes]
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
+        """[num_tokens, hidden] before the final norm. Writes keys, values and states of the tokens into the caches."""
+        eps = self.spec.norm_eps
+        ropes = [self.kernels.rope_rows(table, batch.positions) for table in self.ropes]
         query_scales = None if self.query_scales is None else self.query_scales.index_select(0, batch.positions)
-        h = self._embedded(batch)
+        h, step = self._embedded(batch), ForwardStep(batch, ropes, query_scales)
         layers = self.layers
         if batch.adapters is not None:
             assert self.adapters is not None
             layers = self.adapters.adapted(layers, batch.adapters)
-        for layer, (kv, scales) in zip(layers, caches, strict=True):
-            qkv = layer.qkv.normed(h, layer.attn_norm, eps)
-            if layer.heads_norm is not None:
-                layer.heads_norm(qkv)
-            norms = layer.q_norm, layer.k_norm
-            q = kernels.rope_store_kv(qkv.view(heads), ropes[layer.rope], kv, batch.kv_index, *norms, eps, scales)
-            if query_scales is not None:
-                q.mul_(query_scales)
-            layer.out.add_to(h, layer.attention(q, kv, batch.attention, scales), layer.post_attn_norm, eps)
+        for layer, cache in zip(layers, caches, strict=True):
+            layer.mixer.out.add_to(h, layer.mixer.mix(h, layer.attn_norm, step, cache), layer.post_attn_norm, eps)
             if isinstance(layer.feed_forward, Mlp):
                 gate_up, down = layer.feed_forward
                 gate_up.gated_into(down, h, layer.ffn_norm, eps, layer.post_ffn_norm)
@@ -97,18 +89,11 @@ class Mlp(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One block's weights, fused: q, k and v are one linear map, gate and up another."""
+    """The weights of one block. Gate and up are one linear map."""
 
     attn_norm: torch.Tensor | None  # [hidden], or [2, hidden] for a layer norm with its bias; with spec.pre_norms
     post_attn_norm: torch.Tensor | None  # with spec.post_norms
-    q_norm: torch.Tensor | None  # [head_dim], with spec.qk_norm of each head
-    k_norm: torch.Tensor | None
-    heads_norm: HeadsNorm | None  # with spec.qk_norm over all heads
-    qkv: Linear
-    rope: int  # index of its rotary table
-    # (q, the layer's cache, the step's metadata, the cache's scales), with the layer's scale, window and soft cap
-    attention: Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor | None], torch.Tensor]
-    out: Linear
+    mixer: Mixer
     ffn_norm: torch.Tensor | None
     post_ffn_norm: torch.Tensor | None
     feed_forward: Mlp | ExpertLayer

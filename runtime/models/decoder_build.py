@@ -15,12 +15,17 @@ from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import select
 from runtime.models.decoder import Decoder, DecoderWeights, Layer, Mlp
 from runtime.models.linear_maps import LinearMaps
+from runtime.models.mixers.attention import AttentionMixer
+from runtime.models.mixers.delta_rule import DeltaRuleMixer
+from runtime.models.mixers.mixer import Mixer
+from runtime.models.mixers.short_conv import ShortConvMixer
 from runtime.models.rank_maps import sharded
 from runtime.models.weight_map import WeightMap
 from runtime.models.weights import ReadWeight, draw, read_from
 from runtime.quant.model_formats import weight_bytes, weight_formats
 from runtime.quant.weight_format import TensorSource
 from runtime.spec.decoder_spec import DecoderSpec, RopeSpec
+from runtime.spec.mixer_spec import DeltaRuleSpec
 
 logger = logging.getLogger(__name__)
 
@@ -97,38 +102,64 @@ class _LayerBuilder:
 
     def _layer(self, index: int) -> Layer:
         spec, maps, prefix = self.spec, self.maps, f"layers.{index}."
-        sliding = bool(spec.sliding) and spec.sliding[index]
         attn_norm, ffn_norm = (self._norm(prefix + n) if spec.pre_norms else None for n in ("attn_norm", "ffn_norm"))
         post_attn_norm, post_ffn_norm = (
             self._norm(prefix + n) if spec.post_norms else None for n in ("post_attn_norm", "post_ffn_norm")
         )
-        of_each_head = spec.qk_norm and not spec.qk_norm_all_heads
-        q_norm, k_norm = (maps.turned(prefix + n) if of_each_head else None for n in ("q_norm", "k_norm"))
-        qkv, out = (maps.linear(prefix, name) for name in ("qkv", "out"))
+        mixer = self._mixer(index, prefix) if spec.is_stateful(index) else self._attention(index, prefix)
         feed_forward: Mlp | ExpertLayer
-        if spec.experts is None:
+        if spec.experts is None or not spec.has_experts(index):
             feed_forward = Mlp(maps.linear(prefix, "gate_up"), maps.linear(prefix, "down"))
         else:
             feed_forward = maps.experts(prefix, spec.experts)
+        return Layer(attn_norm, post_attn_norm, mixer, ffn_norm, post_ffn_norm, feed_forward)
+
+    def _attention(self, index: int, prefix: str) -> AttentionMixer:
+        spec, maps = self.spec, self.maps
+        sliding = bool(spec.sliding) and spec.sliding[index]
+        of_each_head = spec.qk_norm and not spec.qk_norm_all_heads
+        q_norm, k_norm = (maps.turned(prefix + n) if of_each_head else None for n in ("q_norm", "k_norm"))
+        qkv, out = (maps.linear(prefix, name) for name in ("qkv", "out"))
         attention = partial(
             maps.kernels.attention,
             scale=spec.head_dim**-0.5 if spec.attn_scale is None else spec.attn_scale,
             window=spec.window if sliding and spec.window < self.num_positions else 0,
             soft_cap=spec.attn_soft_cap,
         )
-        return Layer(
-            attn_norm=attn_norm,
-            post_attn_norm=post_attn_norm,
+        return AttentionMixer(
+            maps.kernels,
+            spec.norm_eps,
+            qkv,
+            out,
+            num_heads=spec.num_heads + 2 * spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            gate_width=spec.num_heads * spec.head_dim if spec.output_gate else 0,
             q_norm=q_norm,
             k_norm=k_norm,
             heads_norm=maps.heads_norm(prefix) if spec.qk_norm_all_heads else None,
-            qkv=qkv,
             rope=self.rope_specs.index(self._rope(index)),
             attention=attention,
-            out=out,
-            ffn_norm=ffn_norm,
-            post_ffn_norm=post_ffn_norm,
-            feed_forward=feed_forward,
+        )
+
+    def _mixer(self, index: int, prefix: str) -> Mixer:
+        spec, maps = self.spec, self.maps
+        own = {name: self.read(prefix + name)[0] for name in spec.mixer.parameters()} if spec.mixer else {}
+        linears = {name: maps.linear(prefix, name) for name in spec.linears(index) if name.startswith("mix_")}
+        into, out, conv = linears["mix_in"], linears["mix_out"], own["conv"].squeeze(1)
+        if not isinstance(spec.mixer, DeltaRuleSpec):
+            return ShortConvMixer(maps.kernels, spec.norm_eps, into, out, conv, own.get("conv_bias"))
+        return DeltaRuleMixer(
+            maps.kernels,
+            spec.norm_eps,
+            into,
+            linears.get("mix_gates"),
+            out,
+            conv,
+            decay_log=own["decay_log"].float(),
+            decay_bias=own["decay_bias"].float(),
+            mix_norm=own["mix_norm"],
+            values=spec.mixer.values,
+            tiled=spec.mixer.tiled,
         )
 
     def _rope(self, index: int) -> RopeSpec:

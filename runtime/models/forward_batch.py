@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -17,13 +18,19 @@ class AttentionMetadata(Protocol):
     num_tokens: int
 
 
+class GroupRows(NamedTuple):
+    """A step's tokens in the blocks of one group of layers."""
+
+    kv_index: torch.Tensor  # [num_tokens] the place of each token's k and v: block * block_size + offset
+    attention: AttentionMetadata
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """A step's tokens, row after row."""
 
     token_ids: torch.Tensor  # [num_tokens] int64, or int32 on a GPU, as all below
     positions: torch.Tensor  # [num_tokens]
-    kv_index: torch.Tensor  # [num_tokens] the place of each token's k and v: block * block_size + offset
-    attention: AttentionMetadata
+    groups: Sequence[GroupRows]  # of the KV cache's layers
     adapters: torch.Tensor | None = None  # [num_tokens] index of each token's adapter or 0; None if all are 0
     states: StateRows | None = None  # the step's rows, for a model with states

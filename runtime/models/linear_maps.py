@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from runtime.kernels.collectives.communicator import OneRank
 from runtime.kernels.collectives.heads_norm import HeadsNorm, HeadsWeight
 from runtime.kernels.cpu.linear.interleaved_weight import ROWS, InterleavedWeight, dequantize_interleaved
-from runtime.kernels.experts.moe_torch import ExpertLayer, Experts
+from runtime.kernels.experts.moe_torch import ExpertLayer, Experts, Router, SharedBeside
 from runtime.kernels.linear.linear_torch import Linear, Product
 from runtime.kernels.table import Kernels
 from runtime.models.weights import ReadWeight
 from runtime.quant.quantized_formats import InterleavedFormat, fused_linear
 from runtime.quant.weight_format import DENSE, Weight, WeightFormat
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
-from runtime.spec.sharding import Part
+from runtime.spec.mixer_spec import DeltaRuleSpec
+from runtime.spec.sharding import UNGROUPED, Part
 
 FormatOf = Callable[[str], WeightFormat]  # of a parameter by its name
-SUMS = ("out", "down")  # each rank of a group has some inputs of these maps, so results are summed over ranks
+# Each rank of a group has some inputs of these maps, so results are summed over ranks.
+SUMS = ("out", "mix_out", "down")
+_ROUTER_ROWS = 8  # a router with the row of the shared experts has a multiple, so that its logits are aligned
 _AT_ONCE = 1 << 22  # numbers of an embedding that are read at once
 
 
@@ -61,13 +64,25 @@ class LinearMaps:
 
     def experts(self, prefix: str, spec: ExpertsSpec) -> ExpertLayer:
         """The mixture of experts of a layer."""
-        router, prefixes = self._router(prefix), self._expert_prefixes(prefix, spec)
-        weight_format = self.format_of(f"{prefixes[0]}down.weight")
-        if isinstance(weight_format, InterleavedFormat):
+        prefixes = self._expert_prefixes(prefix, spec)
+        own, of_shared = (self.format_of(f"{prefixes[e]}down.weight") for e in (0, -1))
+        if isinstance(own, InterleavedFormat) or isinstance(of_shared, InterleavedFormat):
+            router = self._router(prefix, spec)
             products = ((self._product(p, "gate_up"), self._product(p, "down")) for p in prefixes)
             return Experts(spec, router, products, lambda product: product, self.kernels.activate)
-        weights = ((self._parts(p, "gate_up")[0].weight, self._parts(p, "down")[0].weight) for p in prefixes)
-        return weight_format.experts(spec, router, weights, self.kernels)
+        is_one = own.stacks_with(of_shared)
+        routed = spec if is_one else replace(spec, shared=0, shared_gate=False)
+        router = self._router(prefix, routed)
+        weights = (
+            (self._parts(p, "gate_up")[0].weight, self._parts(p, "down")[0].weight)
+            for p in prefixes[: routed.all_experts]
+        )
+        mixture = own.experts(routed, router, weights, self.kernels)
+        if is_one:
+            return mixture
+        gate = self.kernels.linear(self.read(f"{prefix}shared_gate.weight")[0], None) if spec.shared_gate else None
+        shared = [(self._product(p, "gate_up"), self._product(p, "down")) for p in prefixes[spec.num_experts :]]
+        return SharedBeside(mixture, gate, shared, router.logits.norm, self.kernels.activate)
 
     def heads_norm(self, prefix: str) -> HeadsNorm:
         """The norms over all heads of q and of k."""
@@ -80,7 +95,7 @@ class LinearMaps:
         weight_format = self.format_of("embed")
         if not isinstance(weight_format, InterleavedFormat):
             (table,) = self.read("embed")
-            return Embedding(table, partial(_scaled_rows, table))
+            return Embedding(table, partial(self.kernels.lookup, table))
         interleaved = self._interleaved("embed", weight_format)
         assert self.kernels.interleaved_lookup is not None
         return Embedding(interleaved, partial(self.kernels.interleaved_lookup, interleaved))
@@ -131,9 +146,9 @@ class LinearMaps:
 
     def _parts(self, prefix: str, name: str) -> list[MapPart]:
         """The weights of a fused map. Neighbours in one format are joined."""
-        order, at, parts = row_order(self.spec, name), 0, list[MapPart]()
-        groups = list[list[str]]()
-        for part in self.spec.linears()[name][0]:
+        layer, at, parts = _layer_of(prefix), 0, list[MapPart]()
+        order, groups = row_order(self.spec, layer, name), list[list[str]]()
+        for part in self.spec.linears(layer)[name][0]:
             parameter = f"{prefix}{part}.weight"
             if groups and self._joins(groups[-1][0], parameter):
                 groups[-1].append(parameter)
@@ -144,7 +159,7 @@ class LinearMaps:
             num_rows = sum(len(weight[0]) for weight in weights)
             own = None if order is None or at >= len(order) else order[at : at + num_rows] - at
             weight_format, at = self.format_of(names[0]), at + num_rows
-            parts.append(MapPart(names, weight_format, weight_format.join(weights, own)))
+            parts.append(MapPart(list(_ungrouped(prefix, names)), weight_format, weight_format.join(weights, own)))
         return parts
 
     def _joins(self, name: str, other: str) -> bool:
@@ -153,29 +168,68 @@ class LinearMaps:
         return len(set(interleaved)) <= 1
 
     def _bias(self, prefix: str, name: str) -> torch.Tensor | None:
-        parts, has_bias = self.spec.linears()[name]
+        layer = _layer_of(prefix)
+        parts, has_bias = self.spec.linears(layer)[name]
         if not has_bias:
             return None
-        return DENSE.join([self.read(f"{prefix}{part}.bias") for part in parts], row_order(self.spec, name))[0]
+        biases = [self.read(f"{prefix}{part}.bias") for part in parts]
+        return DENSE.join(biases, row_order(self.spec, layer, name))[0]
 
-    def _router(self, prefix: str) -> Linear:
-        return self.kernels.linear(self.read(f"{prefix}router.weight")[0], None)
+    def _router(self, prefix: str, spec: ExpertsSpec) -> Router:
+        (weight,) = self.read(f"{prefix}router.weight")
+        if spec.shared_gate:
+            (gate,) = self.read(f"{prefix}shared_gate.weight")
+            missing = -(len(weight) + 1) % _ROUTER_ROWS
+            weight = torch.cat((weight, gate, gate.new_zeros(missing, gate.shape[1])))
+        bias = self.read(f"{prefix}choice_bias")[0].float() if spec.choice_bias else None
+        return Router(self.kernels.linear(weight, None), bias)
 
     def _expert_prefixes(self, prefix: str, spec: ExpertsSpec) -> list[str]:
-        return [f"{prefix}experts.{e}." for e in range(spec.num_experts)]
+        return [f"{prefix}experts.{e}." for e in range(spec.all_experts)]
 
 
-def _scaled_rows(table: torch.Tensor, token_ids: torch.Tensor, factor: float) -> torch.Tensor:
-    rows = F.embedding(token_ids, table)
-    return rows if factor == 1.0 else rows.mul_(factor)
+def _layer_of(prefix: str) -> int:
+    """The layer of a prefix such as layers.3. or layers.3.experts.0."""
+    return int(prefix.split(".")[1])
 
 
-def row_order(spec: DecoderSpec, name: str) -> torch.Tensor | None:
-    """The order of the rows of q and k that `rope_table` needs; None if it is that of the checkpoint."""
-    if name != "qkv" or not spec.rope.reorders_heads:
+def _ungrouped(prefix: str, names: Sequence[str]) -> Iterator[str]:
+    """The weights in the rows of these weights after `row_order`."""
+    for name in names:
+        part = name.removeprefix(prefix).removesuffix(".weight")
+        yield from (f"{prefix}{own}.weight" for own in UNGROUPED.get(part, (part,)))
+
+
+def row_order(spec: DecoderSpec, layer: int, name: str) -> torch.Tensor | None:
+    """The order of the first rows of a layer's fused map that the kernels need; None if it is that of the checkpoint.
+
+    Heads of q and k are in the order of `rope_table`, and rows that the checkpoint groups by head in that of UNGROUPED.
+    """
+    if not spec.reorders(name):
         return None
-    heads = torch.arange(spec.num_heads + spec.num_kv_heads)
-    return (heads[:, None] * spec.head_dim + rope_permutation(spec)).flatten()
+    if name != "qkv":
+        return _without_key_heads(spec, spec.linears(layer)[name][0])
+    heads = torch.arange(spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    if not spec.output_gate:
+        return (heads[:, None] + rope_permutation(spec)).flatten()
+    pairs = torch.arange(spec.num_heads)[:, None] * 2 * spec.head_dim  # each head of q is followed by its gate
+    gate = pairs + spec.head_dim + torch.arange(spec.head_dim)
+    k = heads[spec.num_heads :, None] + spec.num_heads * spec.head_dim + rope_permutation(spec)
+    return torch.cat((gate, pairs + rope_permutation(spec), k)).flatten()
+
+
+def _without_key_heads(spec: DecoderSpec, parts: Mapping[str, tuple[int, ...]]) -> torch.Tensor:
+    """The order for q, k, v, z, b and a. Each part has the rows of a key head together."""
+    mixer = spec.mixer
+    assert isinstance(mixer, DeltaRuleSpec)
+    group = mixer.value_heads // mixer.key_heads
+    sizes = {"mix_qkvz": [mixer.key_dim] * 2 + [group * mixer.value_dim] * 2, "mix_ba": [group] * 2}
+    orders, at = list[torch.Tensor](), 0
+    for part, (num_rows, _) in parts.items():
+        rows = torch.arange(at, at + num_rows).view(mixer.key_heads, -1)
+        orders += [own.flatten() for own in rows.split(sizes[part], 1)]
+        at += num_rows
+    return torch.cat(orders)
 
 
 def rope_permutation(spec: DecoderSpec) -> torch.Tensor:

@@ -14,6 +14,7 @@ from runtime.kernels.linear.lora import Adapters, AddAdapters, RowAdapters, make
 from runtime.kernels.linear.small_results import EMPTY_WORD
 from runtime.kernels.numerics import Numerics
 from runtime.models.decoder import Layer, Mlp
+from runtime.models.linear_maps import row_order
 from runtime.models.weight_map import WeightMap
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.sharding import parts_of
@@ -43,7 +44,7 @@ class DecoderAdapters(NamedTuple):
         ffn = layer.feed_forward
         if isinstance(ffn, Mlp):
             ffn = Mlp(adapted(ffn.gate_up, "gate_up"), adapted(ffn.down, "down"))
-        return replace(layer, qkv=adapted(layer.qkv, "qkv"), out=adapted(layer.out, "out"), feed_forward=ffn)
+        return replace(layer, mixer=layer.mixer.with_linears(adapted), feed_forward=ffn)
 
 
 Matrices = tuple[torch.Tensor, torch.Tensor]  # A [rank, in] and B [out, rank], scaled
@@ -57,10 +58,11 @@ class MapPart(NamedTuple):
     part: str
 
 
-def adapted_linears(spec: DecoderSpec) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The fused maps that may have adapters, with the (out, in) shapes of their parts. Maps of experts may not."""
-    own = {name: parts for name, (parts, _) in spec.linears().items()}
-    return {name: own[name] for name in ("qkv", "out")} if spec.experts is not None else own
+def adapted_linears(spec: DecoderSpec, layer: int) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The fused maps of a layer that may have adapters, with the (out, in) shapes of their parts. Maps of experts may
+    not."""
+    of_experts = ("gate_up", "down") if spec.has_experts(layer) else ()
+    return {name: parts for name, (parts, _) in spec.linears(layer).items() if name not in of_experts}
 
 
 def make_decoder_adapters(
@@ -73,9 +75,9 @@ def make_decoder_adapters(
                 [size_out for size_out, _ in parts.values()], next(iter(parts.values()))[1], max_loras, max_rank,
                 numerics.dtype, numerics.device,
             )
-            for name, parts in adapted_linears(spec).items()
+            for name, parts in adapted_linears(spec, layer).items()
         }
-        for _ in range(spec.num_layers)
+        for layer in range(spec.num_layers)
     ]  # fmt: skip
     of_maps = [one.results for layer in layers for one in layer.values()]
     results = torch.cat(of_maps)
@@ -89,18 +91,22 @@ def adapter_bytes(spec: DecoderSpec, numerics: Numerics, max_loras: int, max_ran
     """Bytes of that room, and of its results in a step of `num_tokens`."""
     if not max_loras:
         return 0
-    rank, layer_size = padded_rank(max_rank), 0
-    for parts in adapted_linears(spec).values():
-        layer_size += sum(rank * (size_out + size_in) for size_out, size_in in parts.values())
-    return max_loras * spec.num_layers * layer_size * numerics.dtype.itemsize + 3 * rank * num_tokens * 4
+    rank = padded_rank(max_rank)
+    sizes = (
+        rank * (size_out + size_in)
+        for layer in range(spec.num_layers)
+        for parts in adapted_linears(spec, layer).values()
+        for size_out, size_in in parts.values()
+    )
+    return max_loras * sum(sizes) * numerics.dtype.itemsize + 3 * rank * num_tokens * 4
 
 
 def map_parts_of(spec: DecoderSpec, weight_map: WeightMap) -> dict[str, MapPart]:
     """The modules that may have adapters, by their `short_name`."""
     return {
-        short_name(weight_map.names[part].format(layer, "")): MapPart(layer, name, part)
+        short_name(weight_map.name_of(spec, f"layers.{layer}.{part}")): MapPart(layer, name, part)
         for layer in range(spec.num_layers)
-        for name, parts in adapted_linears(spec).items()
+        for name, parts in adapted_linears(spec, layer).items()
         for part in parts
     }
 
@@ -112,19 +118,16 @@ def short_name(module: str) -> str:
 
 def write_adapter(
     layers: list[AdaptersOfMaps], spec: DecoderSpec, index: int, matrices: Mapping[MapPart, Callable[[], Matrices]],
-    row_order: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Write a rank's share of these matrices of the whole model as adapter `index`. Each is read when it is needed.
-
-    `row_order` is the order of the rows of q and k; None if it is that of the checkpoint."""
+    """Write a rank's share of these matrices of the whole model as adapter `index`. Each is read when it is needed."""
     for layer, maps in enumerate(layers):
-        for name, parts in adapted_linears(spec).items():
+        for name, parts in adapted_linears(spec, layer).items():
             read = [matrices.get(MapPart(layer, name, part)) for part in parts]
             own = [
                 None if one is None else of_rank(spec, f"layers.{layer}.{part}.weight", *one())
                 for part, one in zip(parts, read, strict=True)
             ]
-            maps[name].write(index, own, row_order if name == "qkv" else None)
+            maps[name].write(index, own, row_order(spec, layer, name))
 
 
 def of_rank(spec: DecoderSpec, parameter: str, a: torch.Tensor, b: torch.Tensor) -> Matrices:
@@ -144,7 +147,7 @@ def check_map_part(place: MapPart | None, module: str, shape: tuple[int, int], s
         raise CallboardError(
             f"The adapter has matrices for {module}, but this model's layers have no linear map for adapters there."
         )
-    wanted = adapted_linears(spec.whole)[place.name][place.part]
+    wanted = adapted_linears(spec.whole, place.layer)[place.name][place.part]
     if shape != wanted:
         raise CallboardError(
             f"The adapter's matrices for {module} are for {shape[1]} inputs and {shape[0]} outputs, and this model's "

@@ -26,6 +26,17 @@ def _qwen3(**shape: Any) -> dict[str, Any]:
     } | shape  # fmt: skip
 
 
+def _qwen3_5(**shape: Any) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25}
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_act": "silu",
+        "vocab_size": 248320, "head_dim": 256, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6,
+        "rope_parameters": rope, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_num_key_heads": 16, "full_attention_interval": 4,
+        "eos_token_id": [248046, 248044], "tie_word_embeddings": False, "attention_bias": False,
+    } | shape  # fmt: skip
+
+
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _llama3(
         32.0, num_hidden_layers=16, hidden_size=2048, num_attention_heads=32, head_dim=64, intermediate_size=8192
@@ -66,6 +77,26 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         num_attention_heads=32, num_key_value_heads=4, intermediate_size=6144, moe_intermediate_size=768,
         num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, tie_word_embeddings=False,
     ),
+    "qwen3.5-9b": _qwen3_5(
+        num_hidden_layers=32, hidden_size=4096, num_attention_heads=16, num_key_value_heads=4, intermediate_size=12288,
+        linear_num_value_heads=32,
+    ),
+    "qwen3.6-27b": _qwen3_5(
+        num_hidden_layers=64, hidden_size=5120, num_attention_heads=24, num_key_value_heads=4, intermediate_size=17408,
+        linear_num_value_heads=48,
+    ),
+    "qwen3.6-35b-a3b": _qwen3_5(
+        architectures=["Qwen3_5MoeForCausalLM"], model_type="qwen3_5_moe_text", num_hidden_layers=40, hidden_size=2048,
+        num_attention_heads=16, num_key_value_heads=2, linear_num_value_heads=32, moe_intermediate_size=512,
+        shared_expert_intermediate_size=512, num_experts=256, num_experts_per_tok=8,
+    ),
+    "lfm2-1.2b": {
+        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "vocab_size": 65536, "hidden_size": 2048,
+        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 12288,
+        "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14], "conv_L_cache": 3, "conv_bias": False, "norm_eps": 1e-5,
+        "max_position_embeddings": 128000, "rope_theta": 1000000.0, "bos_token_id": 1, "eos_token_id": 7,
+    },
     "mixtral-8x7b": {
         "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_act": "silu", "vocab_size": 32000,
         "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,

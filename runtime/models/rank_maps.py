@@ -114,7 +114,7 @@ class LeafMaps(RankMaps):
         return ReducedLinear(linear, self.communicator)
 
     def experts(self, prefix: str, spec: ExpertsSpec) -> ExpertLayer:
-        router, prefixes = self._router(prefix), self._expert_prefixes(prefix, spec)
+        router, prefixes = self._router(prefix, spec), self._expert_prefixes(prefix, spec)
         products = [
             (self.linear(p, "gate_up").product, by_leaves_of_inputs(self._input_leaves(p, "down"))) for p in prefixes
         ]

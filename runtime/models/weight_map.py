@@ -15,20 +15,31 @@ _PARAMETER = re.compile(r"(?:layers\.(\d+)\.)?(?:experts\.(\d+)\.)?(\w+)(\.weigh
 class WeightMap:
     """Our parameter -> the checkpoint's tensor, and how to read it.
 
-    In a name the first {} is the layer, the second the expert; .weight or .bias follows a linear map's name."""
+    In a name the first {} is the layer, the second the expert; .weight or .bias follows a linear map's name. Keys of
+    shared experts are such as shared.up, and their second {} counts from 0. Keys of the first layers of a mixture, with
+    an ordinary feed-forward layer, are such as dense.up."""
 
     names: Mapping[str, str]
     base: str = ""  # prefix that some exports have before all names
     transposed: bool = False  # linear maps are stored as [in, out]
-    norms_plus_one: bool = False  # a norm multiplies by one more than is stored
+    norms_plus_one: bool = False  # a norm, but for a mixer's own, multiplies by one more than is stored
     ignored: str = r".*rotary_emb\.inv_freq"  # tensors that are not read; old exports have rotary frequencies
 
     def names_of(self, spec: DecoderSpec) -> dict[str, str]:
         """Every parameter of the spec -> its tensor, without `base`."""
-        sources = {}
-        for parameter in spec.shapes():
-            match = _PARAMETER.fullmatch(parameter)
-            assert match, parameter
-            layer, expert, part, suffix = match.groups("")
-            sources[parameter] = self.names[part].format(layer, expert) + suffix
-        return sources
+        return {parameter: self.name_of(spec, parameter) for parameter in spec.shapes()}
+
+    def adds_one(self, parameter: str) -> bool:
+        """Return True for a norm that multiplies by one more than is stored."""
+        return self.norms_plus_one and parameter.endswith("norm") and not parameter.endswith("mix_norm")
+
+    def name_of(self, spec: DecoderSpec, parameter: str) -> str:
+        """The tensor of a parameter, without `base`."""
+        match = _PARAMETER.fullmatch(parameter)
+        assert match, parameter
+        layer, expert, part, suffix = match.groups("")
+        if spec.experts and expert and int(expert) >= spec.experts.num_experts:
+            part, expert = f"shared.{part}", str(int(expert) - spec.experts.num_experts)
+        elif spec.experts and not expert and f"dense.{part}" in self.names:
+            part = f"dense.{part}"
+        return self.names[part].format(layer, expert) + suffix

@@ -13,7 +13,7 @@ from runtime.kernels.numerics import Numerics
 from runtime.models.kv_scales import KV_SCALES
 from runtime.models.weight_map import WeightMap
 from runtime.quant.model_formats import weight_formats
-from runtime.quant.weight_format import Location, TensorSource, Weight
+from runtime.quant.weight_format import DENSE, Location, TensorSource, Weight
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.sharding import Part, parts_of
 from runtime.spec.types import CallboardError
@@ -27,6 +27,7 @@ class ReadWeight(Protocol):
 
 
 _MOST_DRAWN_ON_CPU = 1 << 28  # random weights
+_IN_FLOAT32 = ("choice_bias", "decay_log", "decay_bias")  # parameters that are read in float32
 
 
 def locate_parameters(spec: DecoderSpec, weight_map: WeightMap, source: TensorSource) -> dict[str, Location]:
@@ -88,8 +89,10 @@ def read_from(source: TensorSource, spec: DecoderSpec, weight_map: WeightMap, nu
         location = locations[parameter]
         if part is not None:
             location = location._replace(parts=(part,))
-        if weight_map.norms_plus_one and parameter.endswith("norm"):  # in fp32: 1 + w has more digits than w
+        if weight_map.adds_one(parameter):  # in fp32: 1 + w has more digits than w
             return (format_of(parameter).read(source, location, replace(numerics, dtype=torch.float32))[0].add_(1.0),)
+        if parameter.endswith(_IN_FLOAT32):
+            return DENSE.read(source, location, replace(numerics, dtype=torch.float32))
         return format_of(parameter).read(source, location, numerics)
 
     return read
@@ -117,6 +120,9 @@ def draw(spec: DecoderSpec, numerics: Numerics, seed: int) -> ReadWeight:
 
 
 def random_parameter(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """A parameter of `spec.shapes()` in float32, drawn on the generator's device: norms are near 1."""
+    """A parameter of `spec.shapes()` in float32, drawn on the generator's device: norms are near 1, and states decay by
+    about 3 % a token."""
     noise = torch.randn(shape, generator=generator, device=generator.device)
+    if name.endswith("decay_log"):
+        return noise.sub_(3.0)
     return noise.mul_(0.1).add_(1.0) if name.endswith("norm") else noise.mul_(shape[-1] ** -0.5)

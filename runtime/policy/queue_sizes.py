@@ -25,7 +25,7 @@ class QueueSizes(Extra):
         self._kv_cache = kv_cache
 
     def on_add(self, state: RequestState) -> None:
-        if self._kv_cache.cache.pending_events is not None and (hits := self._kv_cache.match_prefix(state)):
+        if self._kv_cache.cache.pending_events is not None and (hits := self._kv_cache.match_prefix(state)[0]):
             self._hits[state] = len(hits) * self._kv_cache.block_size
 
     def on_queue(self, state: RequestState) -> None:

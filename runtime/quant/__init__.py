@@ -16,6 +16,7 @@ from typing import Any
 
 from runtime.quant import compressed_tensors, parsers
 from runtime.quant.scheme import Parser, QuantizationScheme
+from runtime.spec.decoder_spec import chooses_experts
 from runtime.spec.types import CallboardError
 
 METHODS: dict[str, Parser] = {  # by the quant_method of a config.json's quantization_config
@@ -57,7 +58,7 @@ def parse_schemes(
         for parameter, name in names().items()
         if parameter == "head"
         or (parameter == "embed" and method == "gguf")
-        or (parameter.endswith(".weight") and ".router." not in parameter)
+        or (parameter.endswith(".weight") and not chooses_experts(parameter))
     }
     readings = [
         {parameter: scheme for parameter, name in linears.items() if (scheme := rule(parameter, prefix + name))}

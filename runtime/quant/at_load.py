@@ -11,7 +11,7 @@ from math import gcd
 
 from runtime.quant.scheme import QuantizationScheme
 from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.decoder_spec import DecoderSpec, chooses_experts
 from runtime.spec.sharding import Shard, leaves_of
 from runtime.spec.types import CallboardError
 
@@ -19,6 +19,7 @@ PLAIN = "plain"  # the layout of dense weights that are quantized as they are re
 GROUPS = {"fp8": 0, "int8": 0, "int4": 128, "nf4": 64}  # encoding -> columns that share a scale; 0 for all
 _OF_HEAD = ("fp8", "int8")  # encodings that a head can have
 _WITH_HEAD = ("int8", "int4")  # encodings with which a dense head would take much of a CPU's step
+_DENSE = ("mix_b", "mix_a", "mix_ba")  # parts that are never quantized at load: small maps to logits of gates
 _WHOLE, _SMALL = 128, 32  # a number of columns that all group sizes divide, and the group size otherwise
 _GROUP_ON_CPU = 32  # of int4, more exact than 128, at the same speed
 
@@ -36,7 +37,7 @@ def quantized_at_load(spec: DecoderSpec, config: EngineConfig, device: str = "",
     encoding. On a CPU, int8 and int4 imply an int8 head if the checkpoint's is dense. Raises CallboardError if the
     checkpoint already has another encoding."""
     schemes: dict[str, QuantizationScheme] = dict(spec.quantization or {})
-    maps = [name for name in spec.shapes() if name.endswith(".weight") and ".router." not in name]
+    maps = [name for name in spec.shapes() if name.endswith(".weight") and not chooses_experts(name)]
     fields = requested_encodings(config, is_draft)
     of_maps, of_head = fields.values()
     if of_maps == "none" and of_head == "auto":
@@ -52,6 +53,7 @@ def quantized_at_load(spec: DecoderSpec, config: EngineConfig, device: str = "",
             _check_stored(field, encoding, stored)
         elif encoding != "auto":
             of_rank = spec.of_rank(Shard(0, config.tensor_parallel_size))
+            names = [name for name in names if name.removesuffix(".weight").rpartition(".")[2] not in _DENSE]
             schemes |= _schemes(of_rank, names, encoding, config.rank_invariant, device == "cpu")
     if "embed" in schemes and (of_head if spec.tied_head else of_maps) == "none":
         schemes["embed"] = replace(schemes["embed"], dequantized=True)

@@ -63,6 +63,11 @@ class Encoding(ABC):
         """The same numbers with 8-bit or 4-bit values and float32 scales."""
         return replace(self, scale_dtype=torch.float32, value_bits=0, super_size=0)
 
+    @property
+    def by_row(self) -> Encoding:
+        """The same numbers with scales of their own for each row."""
+        return replace(self, scale_rows=1)
+
     @abstractmethod
     def upcast(self, quantized: torch.Tensor) -> torch.Tensor:
         """Quantized values as float32 numbers, without their scales."""
@@ -95,11 +100,11 @@ class Encoding(ABC):
         blocks = self._blocks(dense)
         return blocks.amin((1, 3)).float(), blocks.amax((1, 3)).float()
 
-    def join(self, weights: Sequence[Weight]) -> Weight:
-        """Stack the rows of several weights with equal columns."""
+    def join(self, weights: Sequence[Weight], dim: int = 0) -> Weight:
+        """Stack the rows of several weights with equal columns, or put whole groups of columns side by side."""
         order = weights[0][-1:] if self.reordered else ()
         tensors = zip(*(weight[: len(weight) - len(order)] for weight in weights), strict=True)
-        return *(torch.cat(same) for same in tensors), *order
+        return *(torch.cat(same, dim) for same in tensors), *order
 
     def part(self, weight: Weight, part: Part) -> Weight:
         """Rows or columns of a weight that is not reordered; the part begins and ends with a block."""

@@ -43,7 +43,7 @@ class GgufBlocks(CheckpointLayout):
         parts = [self._grid.part(part, location.shape, location.name) for part in location.parts]
         blocks = [source.blocks(location.name, self._type.num_bytes, device, part) for part in parts or (None,)]
         weights = [self.unpack({"weight": part}, location.shape) for part in blocks]
-        return weights[0] if len(weights) == 1 else self._encoding.join(weights)
+        return weights[0] if len(weights) == 1 else self._encoding.join(weights, location.parts[0].dim)
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
         quantized, *scales = self._type.fields(tensors["weight"])

@@ -25,12 +25,12 @@ from runtime.quant.checkpoint_layouts import (
 from runtime.quant.encodings import Encoding, encoding_of
 from runtime.quant.gguf_blocks import TYPES, GgufBlocks
 from runtime.quant.products import LlvmProducts, products_of
-from runtime.quant.quantized_formats import DequantizedFormat, InterleavedFormat, QuantizedFormat
+from runtime.quant.quantized_formats import DequantizedFormat, InterleavedFormat, QuantizedFormat, RowScalesFormat
 from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import DENSE, Shape, WeightFormat
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.sharding import Shard, leaves_of
+from runtime.spec.sharding import UNGROUPED, Shard, leaves_of
 from runtime.spec.types import CallboardError
 
 LAYOUTS: dict[str, Callable[[QuantizationScheme], CheckpointLayout]] = {  # by `QuantizationScheme.layout`
@@ -67,7 +67,7 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         return lambda parameter: DENSE
 
     layout_of = cache(lambda scheme: LAYOUTS[scheme.layout](scheme))
-    linears, of_experts = [parts for parts, _ in spec.linears().values()], _weights_of_experts(whole_shapes)
+    of_experts = _weights_of_experts(spec, whole_shapes)
 
     def own_encoding(parameter: str) -> Encoding | None:
         scheme = schemes.get(parameter)
@@ -83,35 +83,26 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         )
 
     @cache
-    def agree(names: tuple[str, ...]) -> bool:
+    def agree(names: tuple[str, ...], reordered: bool = False) -> bool:
         encodings = [encoding for name in names if (encoding := own_encoding(name))]
+        if reordered:
+            encodings = [encoding.by_row for encoding in encodings]
         if products is None or len(encodings) < len(names):
             return False
         if not isinstance(products, LlvmProducts) and len({encoding.flat for encoding in encodings}) > 1:
             return False
-        if any(encoding.scale_rows > 1 for encoding in encodings) and spec.rope.reorders_heads:
-            return False
         return all(map(fits, encodings, names))
 
-    def stays(parameter: str) -> bool:
-        """True if a weight can stay quantized on the device.
-
-        The device must have products for all weights of one layer: the parts of a fused layer, or all experts. On a GPU
-        they must have one encoding."""
-        prefix, _, part = parameter.removesuffix(".weight").rpartition(".")
-        layer, experts, _ = parameter.partition(".experts.")
-        parts = next((parts for parts in linears if part in parts), None)
-        if experts:
-            return agree(of_experts[layer])
-        return agree(tuple(f"{prefix}.{part}.weight" for part in parts) if parts else (parameter,))
-
     @cache
-    def of_kind(scheme: QuantizationScheme, shape: Shape, stay: bool) -> WeightFormat:
+    def of_kind(scheme: QuantizationScheme, shape: Shape, stay: bool, reordered: bool) -> WeightFormat:
         layout = layout_of(scheme)
         encoding = layout.encoding(shape)
         if stay and isinstance(products, LlvmProducts):
             return InterleavedFormat(layout, encoding, products)
-        return QuantizedFormat(layout, encoding, products) if stay and products else DequantizedFormat(layout, encoding)
+        if not (stay and products):
+            return DequantizedFormat(layout, encoding)
+        kind = RowScalesFormat if reordered and encoding.scale_rows > 1 else QuantizedFormat
+        return kind(layout, encoding, products)
 
     @cache
     def format_of(parameter: str) -> WeightFormat:
@@ -120,22 +111,39 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         if (scheme := schemes.get(parameter)) is None:
             return DENSE
         is_table = parameter == "embed"
-        stay = stays(parameter) and (isinstance(products, LlvmProducts) or not is_table)
+        experts = of_experts[_layer_of_expert(spec, parameter)] if ".experts." in parameter else ()
+        names, reordered = (experts, False) if experts else _fused_weights(spec, parameter)
+        stay = agree(names, reordered) and (isinstance(products, LlvmProducts) or not is_table)
         if not stay and (is_table or scheme.layout == PLAIN):
             return DENSE
-        return of_kind(scheme, whole_shapes[parameter], stay)
+        return of_kind(scheme, whole_shapes[parameter], stay, reordered)
 
     return format_of
 
 
-def _weights_of_experts(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Layer -> the weights of its experts."""
-    of_layer = defaultdict[str, list[str]](list)
+def _fused_weights(spec: DecoderSpec, parameter: str) -> tuple[tuple[str, ...], bool]:
+    """The weights of the fused layer with this one, which stay quantized together, and whether their rows move."""
+    prefix, _, part = parameter.removesuffix(".weight").rpartition(".")
+    linears = spec.linears(int(prefix.partition(".")[2])) if prefix else {}
+    for name, (parts, _) in linears.items():
+        if part in parts:
+            return tuple(f"{prefix}.{part}.weight" for part in parts), spec.reorders(name)
+    return (parameter,), False
+
+
+def _weights_of_experts(spec: DecoderSpec, names: Iterable[str]) -> dict[tuple[str, bool], tuple[str, ...]]:
+    """Layer, True for shared experts -> the weights of these experts."""
+    of_layer = defaultdict[tuple[str, bool], list[str]](list)
     for name in names:
-        layer, experts, _ = name.partition(".experts.")
-        if experts:
-            of_layer[layer].append(name)
+        if ".experts." in name:
+            of_layer[_layer_of_expert(spec, name)].append(name)
     return {layer: tuple(weights) for layer, weights in of_layer.items()}
+
+
+def _layer_of_expert(spec: DecoderSpec, parameter: str) -> tuple[str, bool]:
+    layer, _, name = parameter.partition(".experts.")
+    assert spec.experts is not None
+    return layer, int(name.partition(".")[0]) >= spec.experts.num_experts
 
 
 def _has_whole_groups(encoding: Encoding, whole: Shape, pieces: set[Shape]) -> bool:
@@ -146,7 +154,9 @@ def _has_whole_groups(encoding: Encoding, whole: Shape, pieces: set[Shape]) -> b
 def _pieces(spec: DecoderSpec, parameter: str, own: Shape, whole: Shape, in_leaves: bool) -> set[Shape]:
     """The shapes of the ranks' parts of a weight (`own` on this rank), or of the weight's leaves."""
     if in_leaves:
-        leaves = [(leaf.dim, leaf.stop - leaf.start) for leaf in leaves_of(spec.whole, parameter)]
+        layer, _, part = parameter.removesuffix(".weight").rpartition(".")
+        names = [f"{layer}.{name}.weight" for name in UNGROUPED.get(part, ())] or [parameter]
+        leaves = [(leaf.dim, leaf.stop - leaf.start) for name in names for leaf in leaves_of(spec.whole, name)]
         return {(whole[0], size) if dim else (size, whole[1]) for dim, size in leaves}
     if parameter != "head":
         return {own}
@@ -186,7 +196,7 @@ def dequantized_copy_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
     format_of, shapes = weight_formats(spec, numerics), spec.shapes()
     sizes = [0]
     for layer in range(spec.num_layers):
-        for parts, _ in spec.linears().values():
+        for parts, _ in spec.linears(layer).values():
             names = [f"layers.{layer}.{part}.weight" for part in parts]
             if all(name in shapes and _dequantizes(format_of(name), shapes[name]) for name in names):
                 sizes.append(sum(math.prod(shapes[name]) for name in names))

@@ -15,7 +15,7 @@ from runtime.kernels.cpu.linear.interleaved_weight import (
     interleave_pieces,
     interleaved_bytes,
 )
-from runtime.kernels.experts.moe_torch import ExpertLayer, Experts
+from runtime.kernels.experts.moe_torch import ExpertLayer, Experts, Router
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.quantized.fp8_w8a8_gemm import fits_fp8_gemm
@@ -63,7 +63,7 @@ class QuantizedProducts(Protocol):
         self,
         encoding: Encoding,
         spec: ExpertsSpec,
-        router: Linear,
+        router: Router,
         weights: Iterable[tuple[Weight, Weight]],
         kernels: Kernels,
     ) -> ExpertLayer:
@@ -180,7 +180,7 @@ class TritonProducts(QuantizedProducts):
         self,
         encoding: Encoding,
         spec: ExpertsSpec,
-        router: Linear,
+        router: Router,
         weights: Iterable[tuple[Weight, Weight]],
         kernels: Kernels,
     ) -> ExpertLayer:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
-from runtime.kernels.experts.moe_torch import ExpertLayer
+from runtime.kernels.experts.moe_torch import ExpertLayer, Router
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import Kernels
@@ -89,9 +89,25 @@ class QuantizedFormat(WeightFormat):
         return self._products.linear(self.encoding, weight, bias, kernels)
 
     def experts(
-        self, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
+        self, spec: ExpertsSpec, router: Router, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
     ) -> ExpertLayer:
         return self._products.experts(self.encoding, spec, router, weights, kernels)
+
+    def stacks_with(self, other: WeightFormat) -> bool:
+        return isinstance(other, QuantizedFormat) and other.encoding.flat == self.encoding.flat
+
+
+class RowScalesFormat(QuantizedFormat):
+    """Quantized, with the scales of blocks of rows repeated for each row, so that rows can be reordered."""
+
+    def __init__(self, layout: CheckpointLayout, encoding: Encoding, products: QuantizedProducts) -> None:
+        super().__init__(layout, encoding.by_row, products)
+        self._scale_rows = encoding.scale_rows
+
+    def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
+        values, *shared = self._layout.read(source, location, numerics.device)
+        of_rows = (tensor.repeat_interleave(self._scale_rows, 0)[: len(values)] for tensor in shared)
+        return self._products.packed(self.encoding, (values, *of_rows))
 
 
 class InterleavedFormat(QuantizedFormat):

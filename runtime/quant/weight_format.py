@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from runtime.kernels.experts.moe_torch import ExpertLayer
+from runtime.kernels.experts.moe_torch import ExpertLayer, Router
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import Kernels
@@ -92,9 +92,13 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def experts(
-        self, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
+        self, spec: ExpertsSpec, router: Router, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
     ) -> ExpertLayer:
         """A mixture of experts from the gate_up and down of each expert."""
+
+    @abstractmethod
+    def stacks_with(self, other: WeightFormat) -> bool:
+        """True if a mixture's experts may have weights in both formats."""
 
 
 _FLOATS = (
@@ -129,9 +133,12 @@ class DenseFormat(WeightFormat):
         return kernels.linear(weight[0], bias)
 
     def experts(
-        self, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
+        self, spec: ExpertsSpec, router: Router, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
     ) -> ExpertLayer:
         return kernels.experts(spec, router, ((gate_up[0], down[0]) for gate_up, down in weights))
+
+    def stacks_with(self, other: WeightFormat) -> bool:
+        return isinstance(other, DenseFormat)
 
 
 def read_plain(source: TensorSource, location: Location, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from runtime.spec.config import EngineConfig
-from runtime.spec.kv_cache_spec import CHUNK, QUANTIZED_DTYPES, KVCacheSpec, KVGroupSpec, StateGroupSpec
+from runtime.spec.kv_cache_spec import CHUNK, QUANTIZED_DTYPES, KVCacheSpec, KVGroupSpec, StateGroupSpec, window_groups
+from runtime.spec.mixer_spec import DeltaRuleSpec, Linears, MixerSpec
 from runtime.spec.sharding import ALONE, Shard
 from runtime.spec.types import CallboardError
 
@@ -44,11 +45,20 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """A mixture of feed-forward layers in place of one; `ffn_size` is the size of one expert."""
+    """A mixture of feed-forward layers in place of one; `ffn_size` is the size of one expert.
 
-    num_experts: int
-    top_k: int  # experts per token
-    normalized: bool  # the weights of a token's experts are scaled to sum to one
+    Every token takes the shared experts, too. They are the last ones, with ids from `num_experts`."""
+
+    num_experts: int  # without the shared ones
+    top_k: int  # of them per token
+    normalized: bool  # the weights of a token's top_k are scaled to sum to one
+    shared: int = 0
+    # The weight of the shared experts is the sigmoid of one more row of the router; otherwise it is 1.
+    shared_gate: bool = False
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits
+    choice_bias: bool = False  # a bias is added to the scores for the choice of the top_k, not for their weights
+    sum_eps: float = 0.0  # with normalized: added to the sum that divides the weights
+    scale: float = 1.0  # factor of the weights of the top_k
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
@@ -57,32 +67,15 @@ class ExpertsSpec:
                 "least and all at most."
             )
 
-
-@dataclass(frozen=True, slots=True)
-class DeltaRuleSpec:
-    """The gated delta rule in place of attention (arXiv 2412.06464), behind a causal convolution of q, k and v."""
-
-    key_heads: int
-    value_heads: int  # a multiple of key_heads
-    key_dim: int  # of a head of q and of k
-    value_dim: int  # of a head of v
-    width: int  # tokens that the convolution sees
-    # The checkpoint has the maps of q, k, v and z as one tensor, and those of rate and decay as another; the rows of
-    # both are grouped by key head.
-    by_key_head: bool = False
+    @property
+    def all_experts(self) -> int:
+        """The number of experts with the shared ones."""
+        return self.num_experts + self.shared
 
     @property
-    def channels(self) -> int:
-        """Of the convolution: all heads of q, of k and of v."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-
-@dataclass(frozen=True, slots=True)
-class ShortConvSpec:
-    """A gated causal convolution of `hidden_size` channels in place of attention (LFM2)."""
-
-    width: int  # tokens that it sees
-    bias: bool = False  # of the convolution and of the maps around it
+    def choices(self) -> int:
+        """The number of experts that a token takes with the shared ones."""
+        return self.top_k + self.shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +104,8 @@ class DecoderSpec:
     fused_gate_up: bool = False  # the checkpoint has gate and up as one tensor
     gated: bool = True  # the feed-forward layer has a gate; without it `up` alone is activated
     experts: ExpertsSpec | None = None
+    dense_layers: int = 0  # with experts: the first layers that have a feed-forward layer instead
+    dense_ffn_size: int = 0  # of these
     norm: Literal["rms", "layer"] = "rms"  # layer: with the mean subtracted, and a bias
     pre_norms: bool = True  # a norm before attention and the feed-forward layer
     post_norms: bool = False  # a norm after each of them, before the residual
@@ -125,7 +120,7 @@ class DecoderSpec:
     local_rope: RopeSpec | None = None  # of sliding layers; None if it equals `rope`
     no_rope: tuple[bool, ...] = ()  # True for each layer without rotary positions; empty for none
     output_gate: bool = False  # q's map also makes a gate; attention's output is multiplied by sigmoid(gate)
-    mixer: DeltaRuleSpec | ShortConvSpec | None = None  # of the layers in `stateful`, in place of attention
+    mixer: MixerSpec | None = None  # of the layers in `stateful`, in place of attention
     stateful: tuple[bool, ...] = ()  # True for each layer with the mixer; empty for none
 
     # Schemes (runtime.quant.scheme) of the checkpoint's quantized parameters; None if all are dense.
@@ -158,9 +153,10 @@ class DecoderSpec:
             return self
         if not self._is_divided_by(shard.size):
             sizes = [str(size) for size in range(1, self.num_heads + 1) if self._is_divided_by(size)]
+            states = f", {self.mixer.key_heads} of states" if isinstance(self.mixer, DeltaRuleSpec) else ""
             raise CallboardError(
                 f"tensor_parallel_size is {shard.size}, which does not divide the model's {self.num_heads} heads, "
-                f"{self.num_kv_heads} of keys and values, and feed-forward size of {self.ffn_size}; it can be "
+                f"{self.num_kv_heads} of keys and values{states}, and feed-forward size of {self.ffn_size}; it can be "
                 f"{', '.join(sizes)}."
             )
         return replace(
@@ -168,7 +164,9 @@ class DecoderSpec:
             num_heads=self.num_heads // shard.size,
             num_kv_heads=max(1, self.num_kv_heads // shard.size),
             ffn_size=self.ffn_size // shard.size,
+            dense_ffn_size=self.dense_ffn_size // shard.size,
             vocab_size=len(shard.vocabulary(self.vocab_size)),
+            mixer=None if self.mixer is None else self.mixer.of_rank(shard.size),
             shard=shard,
             of_all_ranks=self,
         )
@@ -177,26 +175,45 @@ class DecoderSpec:
         kv_heads = self.num_kv_heads
         has_tokens = len(Shard(size - 1, size).vocabulary(self.vocab_size)) > 0
         divides_kv = kv_heads % size == 0 or size % kv_heads == 0
-        return self.num_heads % size == 0 and divides_kv and self.ffn_size % size == 0 and has_tokens
+        divides_ffn = self.ffn_size % size == 0 and self.dense_ffn_size % size == 0
+        divides_states = self.mixer is None or self.mixer.is_divided_by(size)
+        return self.num_heads % size == 0 and divides_kv and divides_ffn and divides_states and has_tokens
 
-    def linears(self) -> dict[str, tuple[dict[str, tuple[int, ...]], bool]]:
+    def has_experts(self, layer: int) -> bool:
+        """Return True if a layer has a mixture of experts."""
+        return self.experts is not None and layer >= self.dense_layers
+
+    def linears(self, layer: int) -> Linears:
         """Return a layer's linear maps: fused name -> ({part: (out, in) shape}, has a bias), parts in row order.
 
         In a mixture, gate_up and down are the maps of each expert."""
-        hidden, ffn = self.hidden_size, self.ffn_size
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        qkv: dict[str, tuple[int, ...]] = {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
+        hidden = self.hidden_size
+        ffn = self.dense_ffn_size if layer < self.dense_layers else self.ffn_size
         gate_up: dict[str, tuple[int, ...]] = {"gate": (ffn, hidden), "up": (ffn, hidden)}
-        if self.fused_qkv:
-            qkv = {"qkv": (q + 2 * kv, hidden)}
         if self.fused_gate_up:
             gate_up = {"gate_up": (2 * ffn, hidden)}
-        return {
-            "qkv": (qkv, self.qkv_bias),
-            "out": ({"out": (hidden, q)}, self.out_bias),
+        return self._mixer_linears(layer) | {
             "gate_up": (gate_up if self.gated else {"up": (ffn, hidden)}, self.ffn_bias),
             "down": ({"down": (hidden, ffn)}, self.ffn_bias),
         }
+
+    def _mixer_linears(self, layer: int) -> Linears:
+        """Return the maps around attention, or around the mixer in its place."""
+        hidden, schemes = self.hidden_size, self.quantization or {}
+        if self.mixer is not None and self.is_stateful(layer):
+            return self.mixer.linears(hidden, lambda part: schemes.get(f"layers.{layer}.{part}.weight"))
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        of_q = {"gated_q": (2 * q, hidden)} if self.output_gate else {"q": (q, hidden)}
+        qkv: dict[str, tuple[int, ...]] = {**of_q, "k": (kv, hidden), "v": (kv, hidden)}
+        if self.fused_qkv:
+            qkv = {"qkv": (q + 2 * kv, hidden)}
+        return {"qkv": (qkv, self.qkv_bias), "out": ({"out": (hidden, q)}, self.out_bias)}
+
+    def reorders(self, name: str) -> bool:
+        """Return True if loading permutes rows of this fused map (runtime.models.linear_maps.row_order)."""
+        if name == "qkv":
+            return self.rope.reorders_heads or self.output_gate
+        return name in ("mix_in", "mix_gates") and isinstance(self.mixer, DeltaRuleSpec) and self.mixer.by_key_head
 
     def check(self, config: EngineConfig) -> None:
         """Raise CallboardError if `config` needs something that this model cannot do. Needs no weights."""
@@ -204,6 +221,11 @@ class DecoderSpec:
         if config.rank_invariant and config.max_loras:
             raise CallboardError(
                 f"max_loras is {config.max_loras}; with rank_invariant it must be 0: adapters' sums have no leaves."
+            )
+        if config.rank_invariant and isinstance(self.mixer, DeltaRuleSpec) and self.mixer.tiled:
+            raise CallboardError(
+                "rank_invariant is on, for which the heads of states in this GGUF file have the wrong order; use a "
+                "checkpoint of safetensors files."
             )
         if self.mixer is not None and config.max_num_batched_tokens is not None and config.max_num_seqs is not None:
             least = CHUNK + config.max_num_seqs
@@ -223,12 +245,16 @@ class DecoderSpec:
             return "fp8" if self.fp8_kv_cache else "none"
         return kv_cache_dtype
 
-    def kv_cache(self, dtype: str, kv_cache_dtype: str = "auto") -> KVCacheSpec:
-        """Return the KV cache of this model for a compute dtype such as "bfloat16". Sliding layers keep all keys."""
+    def kv_cache(self, dtype: str, kv_cache_dtype: str = "auto", longest: int = 0) -> KVCacheSpec:
+        """Return the KV cache of this model for a compute dtype such as "bfloat16".
+
+        Sliding layers keep only their window if requests of up to `longest` tokens then need much less memory."""
         stored, scale_dtype = QUANTIZED_DTYPES.get(self.kv_cache_form(kv_cache_dtype), (dtype, None))
         attending = tuple(i for i in range(self.num_layers) if not self.is_stateful(i))
         group = KVGroupSpec(attending, self.num_kv_heads, self.head_dim, stored, scale_dtype)
-        return KVCacheSpec((group,), self._states(dtype))
+        sliding = frozenset(i for i in attending if any(self.sliding) and self.sliding[i])
+        groups = window_groups(group, sliding, self.window, longest) if sliding and longest else (group,)
+        return KVCacheSpec(groups, self._states(dtype))
 
     def is_stateful(self, layer: int) -> bool:
         """Return True if a layer has a state in place of keys and values."""
@@ -239,7 +265,7 @@ class DecoderSpec:
         if isinstance(self.mixer, DeltaRuleSpec):
             mixer = self.mixer
             return StateGroupSpec(layers, mixer.channels, dtype, mixer.value_heads, mixer.key_dim, mixer.value_dim)
-        return None if self.mixer is None else StateGroupSpec(layers, self.hidden_size // self.shard.size, dtype)
+        return None if self.mixer is None else StateGroupSpec(layers, self.mixer.channels, dtype)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter by its unfused name, such as `layers.3.q.weight`."""
@@ -253,17 +279,13 @@ class DecoderSpec:
         for i in range(self.num_layers):
             for norm in norms:
                 shapes |= self._norm(f"layers.{i}.{norm}")
-            if self.qk_norm_all_heads:
-                shapes[f"layers.{i}.q_heads_norm"] = (self.num_heads * self.head_dim,)
-                shapes[f"layers.{i}.k_heads_norm"] = (self.num_kv_heads * self.head_dim,)
-            elif self.qk_norm:
-                shapes[f"layers.{i}.q_norm"] = shapes[f"layers.{i}.k_norm"] = (self.head_dim,)
-            if self.experts:
-                shapes[f"layers.{i}.router.weight"] = (self.experts.num_experts, hidden)
-            for name, (parts, has_bias) in self.linears().items():
+            shapes |= {f"layers.{i}.{name}": shape for name, shape in self._mixer_parameters(i).items()}
+            if self.experts and self.has_experts(i):
+                shapes |= _of_router(f"layers.{i}.", self.experts, hidden)
+            for name, (parts, has_bias) in self.linears(i).items():
                 prefixes = [""]
-                if self.experts and name in ("gate_up", "down"):
-                    prefixes = [f"experts.{e}." for e in range(self.experts.num_experts)]
+                if self.experts and self.has_experts(i) and name in ("gate_up", "down"):
+                    prefixes = [f"experts.{e}." for e in range(self.experts.all_experts)]
                 for prefix in prefixes:
                     for part, shape in parts.items():
                         shapes[f"layers.{i}.{prefix}{part}.weight"] = shape
@@ -271,5 +293,29 @@ class DecoderSpec:
                             shapes[f"layers.{i}.{prefix}{part}.bias"] = shape[:1]
         return shapes
 
+    def _mixer_parameters(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of what attention, or the mixer in its place, has beside its maps."""
+        if self.mixer is not None and self.is_stateful(layer):
+            return self.mixer.parameters()
+        if self.qk_norm_all_heads:
+            heads = {"q_heads_norm": self.num_heads, "k_heads_norm": self.num_kv_heads}
+            return {name: (count * self.head_dim,) for name, count in heads.items()}
+        return dict.fromkeys(["q_norm", "k_norm"], (self.head_dim,)) if self.qk_norm else {}
+
     def _norm(self, name: str) -> dict[str, tuple[int, ...]]:
         return dict.fromkeys([name, f"{name}_bias"] if self.norm == "layer" else [name], (self.hidden_size,))
+
+
+def chooses_experts(parameter: str) -> bool:
+    """Return True for the weights of a router, which stay dense."""
+    return ".router." in parameter or ".shared_gate." in parameter
+
+
+def _of_router(prefix: str, experts: ExpertsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters that choose the experts of a layer."""
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}router.weight": (experts.num_experts, hidden)}
+    if experts.shared_gate:
+        shapes[f"{prefix}shared_gate.weight"] = (1, hidden)
+    if experts.choice_bias:
+        shapes[f"{prefix}choice_bias"] = (experts.num_experts,)
+    return shapes

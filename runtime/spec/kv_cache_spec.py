@@ -9,12 +9,16 @@ Layers without attention have a state of fixed size for each request in place of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, replace
 
 # EngineConfig.kv_cache_dtype, but for auto and none -> (dtype, scale_dtype) of a group.
 QUANTIZED_DTYPES = {"fp8": ("float8_e4m3fn", None), "int8": ("int8", "float16")}
 CHUNK = 64  # tokens of a prompt that a layer with a state computes at once, from a multiple of CHUNK on
-RING = 16  # last tokens whose inputs a layer with a state keeps, by position modulo RING; a power of two
+MOST_GROUPS = 8  # each has a table for every request
+_MOST_PADDING = 1.1  # layers with places in the pool, of layers that there are
+_LEAST_GAIN = 0.9  # memory of the longest request with windows freed, of the memory without
+RING = 16  # last tokens with inputs in a layer with a state, by position modulo RING; a power of two
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 
 
@@ -40,6 +44,16 @@ class KVGroupSpec:
         """Bytes of `block_size` tokens."""
         return block_size * self.bytes_per_token
 
+    def most_blocks(self, num_tokens: int, block_size: int, max_chunk: int) -> int:
+        """Return the most blocks that a request of `num_tokens` holds, if its rows have up to `max_chunk` tokens.
+
+        Its largest row reads and writes them. The first and the last may be used in part, and the blocks stay that
+        rows after the last full block would read."""
+        needed = -(-num_tokens // block_size)
+        if self.window is None:
+            return needed
+        return min(needed, -(-(self.window - 1 + max_chunk) // block_size) + 2)
+
     def num_dead_blocks(self, num_computed: int, block_size: int) -> int:
         """Return the number of leading blocks that rows from position `num_computed` on never read."""
         return 0 if self.window is None else max(0, num_computed - self.window + 1) // block_size
@@ -50,7 +64,7 @@ class StateGroupSpec:
     """Layers that summarize a request in a state of fixed size (kernels/states/state_rows.py)."""
 
     layers: tuple[int, ...]  # their numbers in the model, rising
-    channels: int  # of the convolution whose last inputs are kept
+    channels: int  # of the convolution; its last inputs are kept
     dtype: str  # of these inputs, a key of DTYPE_BYTES
     heads: int = 0  # of the gated delta rule; 0 for layers that are only a convolution
     key_dim: int = 0  # rows of a head's state
@@ -87,6 +101,24 @@ class KVCacheSpec:
         """Bytes of one token in the cache, with a place in every group."""
         return len(self.groups) * max(group.bytes_per_token for group in self.groups)
 
+    @property
+    def has_windows(self) -> bool:
+        """True if a group frees blocks of a live request."""
+        return any(group.window is not None for group in self.groups)
+
+    def most_blocks(self, num_tokens: int, block_size: int, max_chunk: int) -> int:
+        """Return the most blocks that a request of `num_tokens` holds, of all groups (KVGroupSpec.most_blocks)."""
+        return sum(group.most_blocks(num_tokens, block_size, max_chunk) for group in self.groups)
+
+    def most_tokens(self, num_blocks: int, block_size: int, max_chunk: int) -> int:
+        """Return the tokens of the longest request that `num_blocks` blocks hold, a multiple of `block_size`.
+
+        No request is longer than one that all blocks hold in one group."""
+        sizes = range(1, max(0, num_blocks) + 1)
+        return block_size * bisect_right(
+            sizes, num_blocks, key=lambda size: self.most_blocks(size * block_size, block_size, max_chunk)
+        )
+
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of one block of the pool, which any group may hold."""
         return max(group.bytes_per_block(block_size) for group in self.groups)
@@ -98,3 +130,33 @@ class KVCacheSpec:
     def place_of(self, layer: int) -> tuple[int, int]:
         """Return the number of a layer's group, and the layer's index in it."""
         return next((g, group.layers.index(layer)) for g, group in enumerate(self.groups) if layer in group.layers)
+
+
+def window_groups(group: KVGroupSpec, sliding: frozenset[int], window: int, longest: int) -> tuple[KVGroupSpec, ...]:
+    """Divide the layers of `group` into groups of equal size, those without a window first.
+
+    The `sliding` layers have a window, and the longest request has `longest` tokens. A block has the bytes of the
+    largest group, so smaller groups waste memory. The number of layers is the one with which the longest request needs
+    the least memory. If the windows save little, all layers stay in one group without a window."""
+    full = tuple(layer for layer in group.layers if layer not in sliding)
+    limited = tuple(layer for layer in group.layers if layer in sliding)
+
+    def places(size: int) -> tuple[int, int]:
+        """Layers with places in the pool, without a window and with one."""
+        return -(-len(full) // size) * size, -(-len(limited) // size) * size
+
+    def tokens(size: int) -> int:
+        """Tokens of all layers that the longest request keeps."""
+        return places(size)[0] * longest + places(size)[1] * min(window, longest)
+
+    sizes = [
+        size
+        for size in range(1, len(group.layers) + 1)
+        if sum(places(size)) <= min(MOST_GROUPS * size, _MOST_PADDING * len(group.layers))
+    ]
+    best = min(sizes, key=lambda size: (tokens(size), -size), default=0)
+    if not limited or not best or tokens(best) > _LEAST_GAIN * len(group.layers) * longest:
+        return (group,)
+    of_full, of_limited = ([part[i : i + best] for i in range(0, len(part), best)] for part in (full, limited))
+    without = [replace(group, layers=part) for part in of_full]
+    return (*without, *(replace(group, layers=part, window=window) for part in of_limited))

@@ -8,6 +8,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
+from runtime.spec.mixer_spec import ShortConvSpec
+
 if TYPE_CHECKING:
     from runtime.spec.decoder_spec import DecoderSpec
 
@@ -54,8 +56,13 @@ class Part(NamedTuple):
 
 _DIVIDED_DIM = {
     "q": 0, "k": 0, "v": 0, "qkv": 0, "gate": 0, "up": 0, "gate_up": 0, "out": 1, "down": 1, "q_heads_norm": 0,
-    "k_heads_norm": 0,
+    "k_heads_norm": 0, "gated_q": 0, "q_gate": 0,
+    "mix_qkv": 0, "mix_z": 0, "mix_b": 0, "mix_a": 0, "mix_qkvz": 0, "mix_ba": 0, "mix_in": 0, "mix_out": 1,
+    "conv": 0, "conv_bias": 0, "decay_log": 0, "decay_bias": 0,
 }  # fmt: skip
+
+# A map with rows that the checkpoint groups by head -> the maps that loading makes of it (models/linear_maps.py)
+UNGROUPED = {"gated_q": ("q_gate", "q"), "mix_qkvz": ("mix_qkv", "mix_z"), "mix_ba": ("mix_b", "mix_a")}
 
 
 def sharding_of(parameter: str) -> Sharding:
@@ -86,7 +93,9 @@ def parts_of(spec: DecoderSpec, parameter: str) -> tuple[Part, ...]:
 
 
 def leaves_of(spec: DecoderSpec, parameter: str) -> list[Part]:
-    """Return the leaves of a parameter that the rank of a spec holds, rising. Each fused map has its own."""
+    """Return the leaves of a parameter that the rank of a spec holds, rising. Each fused map has its own.
+
+    Maps that the checkpoint groups by head have leaves by their names in UNGROUPED."""
     dim, divided = _divided(spec, parameter)
     leaves = []
     for before, own, length in divided:
@@ -111,11 +120,40 @@ def _divided(spec: DecoderSpec, parameter: str) -> tuple[int, list[tuple[int, ra
     heads = own(rank * spec.num_heads, spec.num_heads, head_dim), whole.num_heads * head_dim
     kv_heads = own(spec.first_kv_head, spec.num_kv_heads, head_dim), whole.num_kv_heads * head_dim
     inner = own(rank, 1, spec.ffn_size), whole.ffn_size
+    if spec.dense_layers and ".experts." not in parameter:
+        inner = own(rank, 1, spec.dense_ffn_size), whole.dense_ffn_size
     tokens = spec.token_ids, whole.vocab_size
+    part = _part_of(parameter)
     maps = {
         "q": [heads], "k": [kv_heads], "v": [kv_heads], "qkv": [heads, kv_heads, kv_heads], "out": [heads],
         "gate": [inner], "up": [inner], "gate_up": [inner, inner], "down": [inner],
-        "embed": [tokens], "head": [tokens], "q_heads_norm": [heads], "k_heads_norm": [kv_heads],
-    }[_part_of(parameter)]  # fmt: skip
+        "embed": [tokens], "head": [tokens], "q_heads_norm": [heads], "k_heads_norm": [kv_heads], "q_gate": [heads],
+        "gated_q": [(own(rank * spec.num_heads, spec.num_heads, 2 * head_dim), 2 * whole.num_heads * head_dim)],
+    }.get(part) or _of_mixer(spec, part)  # fmt: skip
     before = [sum(length for _, length in maps[:i]) for i in range(len(maps))]
-    return _DIVIDED_DIM.get(_part_of(parameter), 0), [(at, *one) for at, one in zip(before, maps, strict=True)]
+    return _DIVIDED_DIM.get(part, 0), [(at, *one) for at, one in zip(before, maps, strict=True)]
+
+
+def _of_mixer(spec: DecoderSpec, part: str) -> list[tuple[range, int]]:
+    """Return the rank's range and the length of each map in a parameter of a layer with a state."""
+    size, rank, mixer = spec.shard.size, spec.shard.rank, spec.mixer
+
+    def share(own: int) -> tuple[range, int]:
+        return range(rank * own, (rank + 1) * own), own * size
+
+    if isinstance(mixer, ShortConvSpec):
+        return [share(mixer.channels)] * (3 if part == "mix_in" else 1)
+    assert mixer is not None
+    # Tiled value heads of a rank's key heads are several ranges.
+    tiles = mixer.value_heads // mixer.key_heads if mixer.tiled else 1
+    keys, values, heads = (
+        share(mixer.key_heads * mixer.key_dim),
+        [share(mixer.values // tiles)] * tiles,
+        mixer.value_heads,
+    )
+    of_heads = [share(heads // tiles)] * tiles
+    return {
+        "mix_qkv": [keys, keys, *values], "conv": [keys, keys, *values], "mix_z": values, "mix_out": values,
+        "mix_b": of_heads, "mix_a": of_heads, "decay_log": of_heads, "decay_bias": of_heads,
+        "mix_qkvz": [share(mixer.channels + mixer.values)], "mix_ba": [share(2 * mixer.value_heads)],
+    }[part]  # fmt: skip

@@ -142,7 +142,7 @@ def _byte_level_bpe(file: GgufFile, vocabulary: _Vocabulary, pre: str) -> tokeni
         )
     merges = [m.partition(" ")[::2] for m in _strings(file, "tokenizer.ggml.merges")]
     backend = tokenizers.Tokenizer(_made(file, models.BPE, vocabulary.ids, merges, ignore_merges=pre in _WHOLE_WORDS))
-    if pre in ("qwen2", "deepseek-r1-qwen"):
+    if pre in ("qwen2", "qwen35", "deepseek-r1-qwen"):
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = _PRE_TOKENIZERS[pre]
     backend.decoder = decoders.ByteLevel()
@@ -169,6 +169,9 @@ _LLAMA3, _QWEN2 = (
     _split(rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}")
     for digits in (r"\p{N}{1,3}", r"\p{N}")
 )
+_QWEN35 = _split(
+    rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_REST}"
+)
 _SEED = _split(rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_REST}")
 _TEKKEN, _GPT4O = (
     _split(
@@ -183,15 +186,16 @@ _TEKKEN, _GPT4O = (
 _PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
     "gpt-2": _GPT2,
     "smollm": _SMOLLM,
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _LLAMA3),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2", "dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    "qwen35": _QWEN35,
     "tekken": _TEKKEN,
     "gpt-4o": _GPT4O,
     **dict.fromkeys(("refact", "starcoder"), _SMOLLM),
     "seed-coder": _SEED,
 }
 # Models that never split a word that is a token, and that expect a BOS.
-_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
+_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "lfm2", "tekken")
 
 
 # ---- sentencepiece --------------------------------------------------------------------------------------------------

@@ -51,9 +51,10 @@ class KVCache:
             if states is not None and layer in states.layers:
                 self.layers.append(states.layers[layer])
                 continue
-            place = spec.place_of(layer)[1]
+            number, place = spec.place_of(layer)
             scales = None if head_scales is None else head_scales[layer]
-            self.layers.append(KVLayer(self._blocks[place], scales if self._scales is None else self._scales[place]))
+            scales = scales if self._scales is None else self._scales[place]
+            self.layers.append(KVLayer(self._blocks[place], scales, number))
 
     def clear(self, blocks: torch.Tensor | slice | int) -> None:
         """Zero these blocks in all layers."""

@@ -81,18 +81,12 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
     assert max_num_seqs is not None, "`config` is not sized for a device"
     assert max_num_tokens is not None, "`config` is not sized for a device"
     weights = weight_bytes(spec, numerics)
-    kv_cache = spec.kv_cache(numerics.dtype_name, config.kv_cache_dtype)
-    token_bytes = kv_cache.bytes_per_token
+    kv_cache = planned_cache(config, spec, numerics)
     wanted = config.max_model_len
     longest = wanted or spec.max_positions
     num_tokens = max_num_tokens if config.chunked_prefill else max(max_num_tokens, longest)
     working = _working_bytes(spec, numerics, num_tokens, max_num_seqs, longest)
-    graphs = 0
-    if numerics.backend == "triton":
-        graph_tokens = min(config.prefill_graph_tokens, max_num_tokens) if config.cuda_graphs else 0
-        num_gathered = spec.whole.vocab_size if spec.shard.size > 1 else 0  # filters take the logits of all ranks
-        graph_logits = max(max_num_seqs, MAX_VERIFIED) * (spec.vocab_size + num_gathered) * 4
-        graphs = _LIBRARY_BYTES + _activation_bytes(spec, numerics, graph_tokens) + graph_logits
+    graphs = _graph_bytes(config, spec, numerics, max_num_tokens, max_num_seqs)
     adapters = adapter_bytes(spec, numerics, config.max_loras, config.max_lora_rank, num_tokens)
     room = available - weights - working - graphs - adapters
     states, num_states = 0, 0
@@ -116,18 +110,20 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
 
     if config.kv_layout == "contiguous":
         num_blocks = max_num_seqs + 1
-        block_size = wanted or min(spec.max_positions, budget // (token_bytes * num_blocks))
-        max_model_len = block_size
+        block_size = wanted or min(spec.max_positions, budget // (kv_cache.bytes_per_token * num_blocks))
+        max_model_len = capacity = block_size
+        largest = room // kv_cache.bytes_per_token - block_size
     else:
         block_size = config.block_size
         block_bytes = kv_cache.bytes_per_block(block_size)
-        context_blocks = -(-(wanted or spec.max_positions) // block_size)
+        context_blocks = kv_cache.most_blocks(longest, block_size, num_tokens)
         fits = min(budget // block_bytes, max_num_seqs * context_blocks + 1)
         num_blocks = fits if config.num_kv_blocks is None else config.num_kv_blocks
-        max_model_len = wanted or min(spec.max_positions, (num_blocks - 1) * block_size)
+        capacity = kv_cache.most_tokens(num_blocks - 1, block_size, num_tokens)
+        max_model_len = wanted or min(spec.max_positions, capacity)
+        largest = kv_cache.most_tokens(room // block_bytes - 1, block_size, num_tokens)
     kv = kv_cache.total_bytes(num_blocks, block_size)
-    capacity = block_size if config.kv_layout == "contiguous" else (num_blocks - 1) * block_size
-    largest = max(min(spec.max_positions, room // token_bytes - block_size), 0)
+    largest = max(min(spec.max_positions, largest), 0)
     limits = max_num_seqs, max_num_tokens, max_model_len
     sizes = weights, kv, kv_cache, working, states, graphs, adapters, available
     plan = MemoryPlan(*sizes, block_size, num_blocks, num_states, *limits, largest)
@@ -146,8 +142,14 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
 
 
 def _seqs_with_states(states: StateGroupSpec, max_num_seqs: int, room: int) -> int:
-    """The most requests of a step whose states take at most half of the memory beside the weights."""
+    """The most requests of a step. Their states take at most half of the memory beside the weights."""
     return max(1, min(max_num_seqs, room // 2 // (states.bytes_per_state + states.bytes_per_slot) - 1))
+
+
+def planned_cache(config: EngineConfig, spec: DecoderSpec, numerics: Numerics) -> KVCacheSpec:
+    """The KV cache of a model, or of a rank's share of it. The longest request decides how its layers are grouped."""
+    longest = 0 if config.kv_layout == "contiguous" else config.max_model_len or spec.max_positions
+    return spec.kv_cache(numerics.dtype_name, config.kv_cache_dtype, longest)
 
 
 def available_memory(device: torch.device, gpu_memory_utilization: float = 1.0) -> int:
@@ -172,7 +174,8 @@ def resize_kv(plan: MemoryPlan, config: EngineConfig, room: int) -> MemoryPlan:
     block_bytes = plan.kv_cache.bytes_per_block(plan.block_size)
     fits = (room - plan.graphs) // block_bytes
     fixed = config.num_kv_blocks is not None or config.kv_cache_memory is not None or config.kv_layout == "contiguous"
-    context_blocks = -(-plan.max_model_len // plan.block_size)
+    chunk = plan.max_num_batched_tokens if config.chunked_prefill else plan.max_model_len
+    context_blocks = plan.kv_cache.most_blocks(plan.max_model_len, plan.block_size, chunk)
     num_blocks = plan.num_kv_blocks if fixed else min(fits, plan.max_num_seqs * context_blocks + 1)
     plan = replace(plan, num_kv_blocks=num_blocks, kv=num_blocks * block_bytes,
                    working=plan.available - plan.weights - plan.adapters - plan.states - room)  # fmt: skip
@@ -200,14 +203,26 @@ def _working_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int, max_num_s
     return activations + logits + mask + 2 * gathered
 
 
+def _graph_bytes(
+    config: EngineConfig, spec: DecoderSpec, numerics: Numerics, max_num_tokens: int, max_num_seqs: int
+) -> int:
+    """Working memory of the largest CUDA graph, and of libraries."""
+    if numerics.backend != "triton":
+        return 0
+    graph_tokens = min(config.prefill_graph_tokens, max_num_tokens) if config.cuda_graphs else 0
+    num_gathered = spec.whole.vocab_size if spec.shard.size > 1 else 0  # filters take the logits of all ranks
+    graph_logits = max(max_num_seqs, MAX_VERIFIED) * (spec.vocab_size + num_gathered) * 4
+    return _LIBRARY_BYTES + _activation_bytes(spec, numerics, graph_tokens) + graph_logits
+
+
 def _activation_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int) -> int:
     heads = spec.num_heads + 2 * spec.num_kv_heads
     ffn = 3 * spec.ffn_size
     if spec.experts is not None:  # each choice of a token has its own intermediate values and result
-        ffn = spec.experts.top_k * (ffn + 2 * spec.hidden_size)
+        ffn = max(3 * spec.dense_ffn_size, spec.experts.choices * (ffn + 2 * spec.hidden_size))
     rows = tokens * (4 * spec.hidden_size + 2 * heads * spec.head_dim + ffn) * numerics.dtype.itemsize
     if numerics.rank_invariant:  # results of all leaves
-        choices = 1 if spec.experts is None else 1 + spec.experts.top_k
+        choices = 1 if spec.experts is None else 1 + spec.experts.choices
         rows += tokens * choices * NUM_LEAVES // spec.shard.size * spec.hidden_size * 4
     return rows + dequantized_copy_bytes(spec, numerics)
 

@@ -33,7 +33,7 @@ from runtime.worker.cpu.cpu_steps import CpuSteps
 from runtime.worker.extras import NO_EXTRAS, RunnerExtras, RunnerParts, SleepMemory, StepExtra
 from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.kv_cache import KVCache
-from runtime.worker.memory import MemoryPlan, available_memory, plan_memory, resize_kv
+from runtime.worker.memory import MemoryPlan, available_memory, plan_memory, planned_cache, resize_kv
 from runtime.worker.ranks.rank_group import RankGroup
 from runtime.worker.sources import ModelSource
 from runtime.worker.state_cache import StateCache
@@ -93,7 +93,11 @@ class ModelRunner:
             available //= self.shard.size  # the ranks on CPUs share one machine
         memory = plan_memory(config, spec, numerics, available)  # raises on a rank that has too little
         self.memory: MemoryPlan = replace(
-            memory, max_model_len=group.least(memory.max_model_len), block_size=group.least(memory.block_size)
+            memory,
+            max_model_len=group.least(memory.max_model_len),
+            block_size=group.least(memory.block_size),
+            max_num_seqs=group.least(memory.max_num_seqs),
+            num_states=group.least(memory.num_states),
         )
         if encodings_on_device(spec, numerics):
             logger.info("quantization: %s", "; ".join(weight_report(spec, numerics)))
@@ -137,7 +141,7 @@ class ModelRunner:
         of_fp8 = any(form.startswith("fp8") for form in forms.values())
         has_fp8 = of_fp8 and multiplies_fp8(numerics.device)  # activations are rounded to fp8, too
         of_numerics = numerics.dtype_name, numerics.backend, numerics.deterministic, has_fp8, numerics.activation_bits
-        whole_cache = spec.whole.kv_cache(numerics.dtype_name, self.config.kv_cache_dtype)
+        whole_cache = planned_cache(self.config, spec.whole, numerics)
         num_sums = "leaves" if numerics.rank_invariant else self.shard.size
         identity = (weights_fingerprint, *of_numerics, forms, whole_cache, num_sums)
         info = ModelInfo(
@@ -151,7 +155,7 @@ class ModelRunner:
             device=numerics.device.type,
             max_num_seqs=memory.max_num_seqs,
             max_num_batched_tokens=memory.max_num_batched_tokens,
-            kv_cache=None if memory.kv_cache.states is None else memory.kv_cache,
+            kv_cache=memory.kv_cache if memory.kv_cache.states is not None or memory.kv_cache.has_windows else None,
             num_states=memory.num_states,
             weight_formats=format_names(spec, numerics),
             makes_text=spec.makes_text,

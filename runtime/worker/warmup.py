@@ -87,7 +87,8 @@ class WarmUp:
     def _run_prompts(self, lengths: list[int], params: SamplingParams = _EVERYTHING, adapter: int = 0) -> None:
         """Run a step of prompts. Only the first has these parameters and the adapter; the others are plain."""
         slots, zeros = np.arange(len(lengths), dtype=np.int32), np.zeros(len(lengths), np.int32)
-        new = [NewSlot(0, np.zeros(1, np.int32), lengths[0], 0, params, adapter)]
+        new = [NewSlot(slot, np.zeros(1, np.int32), length, 0, SamplingParams()) for slot, length in enumerate(lengths)]
+        new[0] = NewSlot(0, np.zeros(1, np.int32), lengths[0], 0, params, adapter)
         counts = np.array(lengths, np.int32)
         plan = StepPlan(0, new=new, slots=slots, num_computed=zeros, num_tokens=counts, num_samples=zeros + 1)
         self.steps.launch(plan)()

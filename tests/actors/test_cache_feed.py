@@ -1,5 +1,7 @@
 """A front's copy of an engine's cache equals the cache, after any insert, eviction or loss."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from runtime.policy.queue_sizes import QueueSizes
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import Request, SamplingParams
 from tests.support.engine.fake_runner import EOS, FakeRunner
+from tests.support.engine.state_runner import StateRunner, with_states
 from tests.support.examples import examples
 
 INFO = ModelInfo("f", 320, 512, (EOS,), 24, 4, "none", "none")
@@ -22,9 +25,9 @@ INFO = ModelInfo("f", 320, 512, (EOS,), 24, 4, "none", "none")
 class Served:
     """An engine without sockets, and a front that follows it."""
 
-    def __init__(self, info=INFO, **config):
+    def __init__(self, info=INFO, runner=FakeRunner, **config):
         self.config = EngineConfig(**{"block_size": 4, "max_num_seqs": 4, **config})
-        self.core = build_engine(self.config, info, FakeRunner(self.config, info))
+        self.core = build_engine(self.config, info, runner(self.config, info))
         self.feed, self.router, self.num_requests = CacheFeed(self.core.scheduler), Router(), 0
         self.cache = self.core.scheduler.kv_cache.cache
         self.router.add("e", info)
@@ -113,6 +116,28 @@ def test_predicted_hits_equal_those_of_the_engine():
         assert served.core.extras[QueueSizes].hits(served.add(tokens, adapter="x")) == num_cached
         served.run()
         assert served.send(served.feed.update())
+
+
+def test_predicted_hits_end_at_a_snapshot():
+    info = dataclasses.replace(INFO, kv_cache=with_states(8), num_states=7)
+    served = Served(info, StateRunner)
+    served.send(served.feed.snapshot())
+    served.add(list(range(1, 31)))
+    served.run()
+    assert served.send(served.feed.update())
+    hits = []
+    for length in (9, 24, 25, 30, 60):
+        tokens = [1 + i % 30 for i in range(length)]
+        choice = served.router.choose(Prompt(tokens))
+        state = served.add(tokens)
+        served.run()
+        assert served.send(served.feed.update())
+        assert choice.num_cached == state.num_cached
+        hits.append(choice.num_cached)
+    assert hits == [0, 8, 24, 24, 24]
+    served.core.scheduler.pool.evict_unheld()
+    assert served.send(served.feed.update())
+    assert served.router.held("e") == set()
 
 
 def test_the_load_counts_the_tokens_still_to_compute():

@@ -1,9 +1,11 @@
 """The description of a KV cache determines its sizes, and the blocks that a window no longer needs."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.kv_cache_spec import KVCacheSpec, KVGroupSpec
+from runtime.spec.kv_cache_spec import MOST_GROUPS, KVCacheSpec, KVGroupSpec, window_groups
 
 FULL = KVGroupSpec((1, 3), num_kv_heads=4, head_dim=16, dtype="bfloat16")
 WINDOW = KVGroupSpec((0, 2, 4), num_kv_heads=2, head_dim=16, dtype="int8", scale_dtype="float16", window=10)
@@ -42,3 +44,47 @@ def test_a_decoder_gives_its_kv_cache():
     assert kv_cache.bytes_per_block(16) == 16 * 2 * 3 * 2 * 4 * 2
     (group,) = kv_cache.groups
     assert (group.layers, group.window) == ((0, 1, 2), None), "sliding layers keep everything, too"
+
+
+def layers_of(num_layers: int) -> KVGroupSpec:
+    return KVGroupSpec(tuple(range(num_layers)), 4, 64, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "every", "window", "longest", "sizes"),
+    [
+        (26, 6, 512, 32768, [4] * 6 + [2]),  # Gemma 3 1B: 4 layers without a window, 22 with one
+        (48, 6, 1024, 131072, [8] * 6),  # 12B
+        (62, 6, 1024, 131072, [10, 11, 11, 11, 11, 8]),  # 27B: 10 and 52
+        (26, 2, 4096, 8192, [13, 13]),  # Gemma 2 2B
+        (24, 2, 128, 131072, [12, 12]),  # gpt-oss 20B
+        (26, 6, 512, 512, [26]),  # the context ends with the window
+        (26, 2, 4096, 4200, [26]),
+    ],
+)
+def test_published_models_have_few_groups_of_equal_size(num_layers, every, window, longest, sizes):
+    sliding = frozenset(i for i in range(num_layers) if (i + 1) % every)
+    groups = window_groups(layers_of(num_layers), sliding, window, longest)
+    assert sorted(len(group.layers) for group in groups) == sorted(sizes)
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(num_layers))
+    if len(groups) > 1:
+        assert all((group.window == window) == (layer in sliding) for group in groups for layer in group.layers)
+        assert groups[0].window is None
+
+
+def test_layers_that_all_slide_are_one_group():
+    (group,) = window_groups(layers_of(32), frozenset(range(32)), 4096, 32768)
+    assert (group.layers, group.window) == (tuple(range(32)), 4096)
+
+
+@given(st.integers(1, 70), st.data())
+def test_groups_never_cost_much_more(num_layers, data):
+    sliding = data.draw(st.frozensets(st.integers(0, num_layers - 1)))
+    window, longest = data.draw(st.integers(1, 5000)), data.draw(st.integers(1, 100000))
+    groups = window_groups(layers_of(num_layers), sliding, window, longest)
+    assert 1 <= len(groups) <= MOST_GROUPS
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(num_layers))
+    size = max(len(group.layers) for group in groups)
+    assert len(groups) * size <= 1.1 * num_layers
+    needed = sum(size * min(longest, group.window or longest) for group in groups)
+    assert len(groups) == 1 or needed <= 0.9 * num_layers * longest

@@ -162,7 +162,7 @@ def test_leaves_are_evicted_before_their_parents():
     assert len(scheduler.kv_cache.cache) == 3
     scheduler.pool.allocate(4)  # three free blocks and one from the cache
     hit = scheduler.kv_cache.match_prefix(scheduler.add(Request("x", [1, 2, 3, 4, 5, 6, 7], 7, SamplingParams())))
-    assert len(hit) == 2
+    assert len(hit[0]) == 2
 
 
 def test_a_row_with_bad_logits_fails_alone():

@@ -10,7 +10,7 @@ from runtime.core.snapshots import Snapshot, SnapshotPool
 from runtime.policy.admission import Admission
 from runtime.spec.types import CallboardError, SamplingParams
 from tests.support.engine.fake_runner import FixedShare
-from tests.support.engine.sessions import Session, configs, events, make
+from tests.support.engine.sessions import TURN, Session, configs, histories, make
 from tests.support.engine.state_runner import StateRunner, with_states
 from tests.support.examples import examples
 
@@ -30,27 +30,9 @@ class StateSession(Session):
         self.num_wrong += self.runner.num_wrong
         super().lose()
 
-    def play(self, history) -> None:
-        """As the base class, with the event `turn`: a conversation goes on."""
-        for kind, value in history:
-            if kind != "turn":
-                super().play([(kind, value)])
-                continue
-            number, tokens = value
-            name = f"r{number % max(1, len(self.added))}"
-            if name in self.added and name not in self.aborted:
-                self.add([*self.added[name].token_ids, *self.outputs[name], *tokens], PARAMS)
-
     def finish(self, most: int = 3000) -> None:
         super().finish(most)
         assert self.num_wrong + self.runner.num_wrong == 0
-
-
-PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
-turns = st.tuples(st.just("turn"), st.tuples(st.integers(0, 30), st.lists(st.integers(1, 20), min_size=1, max_size=9)))
-histories = st.lists(st.tuples(events, st.lists(turns, max_size=4)), min_size=1, max_size=4).map(
-    lambda parts: [event for some, more in parts for event in [*some, ("step", 4), *more]]
-)
 
 
 def test_any_history_has_the_right_states():
@@ -85,7 +67,7 @@ def test_any_history_has_the_right_states():
 def hits_of(session: StateSession, prompt) -> int:
     """The tokens of a prompt that were found in the cache; it is served."""
     before = session.core.scheduler.stats.prompt_tokens_cached
-    session.add(prompt, PARAMS)
+    session.add(prompt, TURN)
     session.finish()
     return session.core.scheduler.stats.prompt_tokens_cached - before
 
@@ -114,6 +96,21 @@ def test_outputs_are_not_cached():
     assert len(session.core.scheduler.kv_cache.cache) == 2
 
 
+def test_preempted_output_is_not_taken_from_a_prompt():
+    session = StateSession(block_size=2, num_kv_blocks=200, max_model_len=128)
+    session.add([1, 2, 3, 4, 5], SamplingParams(max_tokens=60, ignore_eos=True))
+    while len(session.outputs["r0"]) < 20:
+        session.step()
+    name = session.add([1, 2, 3, 4, 5, *session.outputs["r0"], 7, 8, 9], TURN)
+    while name not in session.reasons:
+        session.step()
+    scheduler = session.core.scheduler
+    scheduler._preempt(scheduler.running[0])
+    session.step()
+    assert scheduler.kv_cache._records[scheduler.requests["r0"]].restored > 0
+    session.finish()
+
+
 def test_spoilt_prompt_leaves_no_snapshot():
     session = StateSession(block_size=2, num_kv_blocks=200, max_model_len=128)
     session.runner.fails = 0
@@ -128,8 +125,8 @@ def test_agent_trace_computes_few_tokens_again():
     stats, prompt, known, again, total = session.core.scheduler.stats, [1 + i % 20 for i in range(700)], 0, 0, 0
     for turn in range(20):
         before = stats.prompt_tokens_cached
-        name = session.add(prompt, PARAMS)
-        session.add([2 + turn % 20] * 70, PARAMS)  # of another client
+        name = session.add(prompt, TURN)
+        session.add([2 + turn % 20] * 70, TURN)  # of another client
         session.finish(100_000)
         cached = stats.prompt_tokens_cached - before
         again, total = again + known - min(cached, known), total + len(prompt)

@@ -10,12 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.kernels.attention.output_gate import gate_output_torch
 from runtime.kernels.cpu.attention.attention import attention
+from runtime.kernels.cpu.attention.gate_output import gate_output
 from runtime.kernels.cpu.attention.stored_numbers import LANES, KVForm
 from runtime.kernels.cpu.attention.tiled_rows import TILE, attention_tiles
 from runtime.kernels.llvm.compiler import assembly, target_of
 from tests.support.kernels.cached_rows import Layer, rows_of
-from tests.support.kernels.compiled import targets
+from tests.support.kernels.compiled import call, targets
 
 LAYERS = {
     "float32": Layer(),
@@ -127,3 +129,17 @@ def test_code_for_arm_compiles():
     text = assembly(attention, target, form=form, group=3, window=0, soft_cap=0.0, max_heads=3)
     assert "fmla" in text
     assert set(re.findall(r"\tbl\t(\w+)", text)) <= {"memset", "memcpy"}
+
+
+@given(columns=st.integers(1, 70), parts=st.integers(1, 3), seed=st.integers(0, 99))
+@settings(max_examples=12)
+def test_gate_equals_that_of_the_twin(columns, parts, seed):
+    both = torch.randn(5, 2 * columns, generator=torch.Generator().manual_seed(seed))
+    out, gate = both[:, :columns].contiguous(), both[:, columns:]
+    want = gate_output_torch(out.clone(), gate)
+    results = []
+    for target in targets():
+        results.append(out.clone())
+        call(gate_output, (results[-1], gate, 5, columns, gate.stride(0)), target, parts)
+    torch.testing.assert_close(results[0], want)
+    assert all(torch.equal(results[0], other) for other in results[1:])

@@ -42,10 +42,11 @@ class Case:
 
     def run(self, target=None, parts=1, tokens=slice(None)):
         """q, the cache and its scales."""
-        qkv, kv = self.qkv[tokens].clone(), self.kv.clone()
+        wide, kv = self.qkv[tokens].repeat(1, 2, 1), self.kv.clone()  # rows that are part of longer ones
+        qkv = wide[:, : self.qkv.shape[1]]
         positions, index = self.positions[tokens].contiguous(), self.index[tokens].contiguous()
         scales = None if self.scales is None else self.scales.clone()
-        sizes = len(qkv), self.num_heads, kv.shape[1], self.table.stride(0), BLOCKS * BLOCK
+        sizes = len(qkv), self.num_heads, kv.shape[1], qkv.stride(0), self.table.stride(0), BLOCKS * BLOCK
         arguments = qkv, self.table, positions, kv, scales, index, *self.norms, *sizes, self.eps
         call(rope_store, arguments, target, parts, form=self.form, has_norms=self.norms[0] is not None)
         return qkv[:, : self.num_heads], kv, scales

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts
-from runtime.kernels.experts.moe_torch import Experts
+from runtime.kernels.experts.moe_torch import Experts, Router
 from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
@@ -87,14 +87,14 @@ def test_a_layer_is_near_dense_values_and_batch_invariant(block):
 @pytest.mark.parametrize("block", [0, 128])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_experts_are_near_their_dense_values(deterministic, block):
-    spec, hidden, ffn = ExpertsSpec(16, 4, True), 1024, 768
+    spec, hidden, ffn = ExpertsSpec(15, 4, True, shared=1, shared_gate=True), 1024, 768
     pairs = [(some_weight(2 * ffn, hidden, block), some_weight(hidden, ffn, block)) for _ in range(16)]
     router, norm = randn(16, hidden), torch.rand(hidden, device="cuda").bfloat16()
-    route = FusedLinear(router, None, "silu", deterministic)
+    route = Router(FusedLinear(router, None, "silu", deterministic))
     mixture = Fp8Experts(spec, route, pairs, "silu", deterministic)
     dense = [tuple(dequantize_torch(w) for w in pair) for pair in pairs]
     twin = Experts(
-        spec, Linear(lambda x: F.linear(x, router.float()), rms_norm_torch, torch.abs), dense,
+        spec, Router(Linear(lambda x: F.linear(x, router.float()), rms_norm_torch, torch.abs)), dense,
         lambda w: lambda x: F.linear(x, w), lambda y: gated_activation_torch(y, "silu"),
     )  # fmt: skip
     alone = None

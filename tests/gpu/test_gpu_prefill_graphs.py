@@ -184,7 +184,7 @@ def test_logits_without_deterministic_mode(shape, num_decoding):
 def test_families(case):
     """Windows, soft caps and experts: deterministic bits of prompts in graphs and launched."""
     runner = tiny_runner(
-        family_spec_of(case), device="cuda", num_kv_blocks=64, max_num_seqs=4, max_model_len=192, deterministic=True,
+        family_spec_of(case), device="cuda", num_kv_blocks=320, max_num_seqs=4, max_model_len=192, deterministic=True,
         num_threads=None, prefill_graph_tokens=1024,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(5)

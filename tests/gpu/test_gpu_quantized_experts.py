@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.experts.moe_torch import Experts
+from runtime.kernels.experts.moe_torch import Experts, Router
 from runtime.kernels.experts.moe_wna16 import QuantizedExperts, moe_wna16_tile
 from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.linear_torch import Linear
@@ -27,7 +27,7 @@ CASES = [  # sizes of eight chunks and of one, with whole and partial tiles
 @pytest.mark.parametrize(("form", "hidden", "ffn"), CASES, ids=lambda part: str(part).replace("'", ""))
 def test_experts_are_near_their_dense_values(form, hidden, ffn):
     torch.manual_seed(0)
-    spec = ExpertsSpec(16, 4, True)
+    spec = ExpertsSpec(15, 4, True, shared=1, shared_gate=True)
     with torch.device("cuda"):
         pairs = [(some_weight(form, 2 * ffn, hidden), some_weight(form, hidden, ffn)) for _ in range(16)]
         router, norm = torch.randn(16, hidden).bfloat16(), torch.rand(hidden).bfloat16()
@@ -37,12 +37,12 @@ def test_experts_are_near_their_dense_values(form, hidden, ffn):
             if shared is not None:
                 shared.div_(size)  # activations keep their size
     twin = Experts(
-        spec, Linear(lambda x: F.linear(x, router.float()), rms_norm_torch, torch.abs),
+        spec, Router(Linear(lambda x: F.linear(x, router.float()), rms_norm_torch, torch.abs)),
         [tuple(dequantize_torch(w) for w in pair) for pair in pairs],
         lambda w: lambda x: F.linear(x, w), lambda y: gated_activation_torch(y, "silu"),
     )  # fmt: skip
     for deterministic in (False, True):
-        route = FusedLinear(router, None, "silu", deterministic)
+        route = Router(FusedLinear(router, None, "silu", deterministic))
         mixture = QuantizedExperts(spec, route, pairs, "silu", deterministic)
         alone = None
         for num_rows in (1, 8, 9, 60, 70, 900):  # one row a program up to 8, few an expert up to 64
@@ -68,7 +68,7 @@ def test_every_expert_value_is_dequantized_exactly(form):
     spec, size_out, size_in = ExpertsSpec(2, 1, True), 256, 128
     with torch.device("cuda"):
         weight = some_weight(form, size_out, size_in)
-        router = FusedLinear(torch.zeros(2, size_in).bfloat16(), None, "silu", deterministic=True)
+        router = Router(FusedLinear(torch.zeros(2, size_in).bfloat16(), None, "silu", deterministic=True))
         mixture = QuantizedExperts(spec, router, [(weight, weight)] * 2, "silu", deterministic=True)
         x, out = torch.eye(size_in).bfloat16(), torch.empty(size_in, size_out)
         starts, order = torch.tensor([0, size_in, size_in]).int(), torch.arange(size_in).int()

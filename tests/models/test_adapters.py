@@ -31,12 +31,23 @@ def with_peft(model, matrices, scales):
 
 @pytest.mark.parametrize(
     "case",
-    ["llama, all heads, biases", "phi4-mini", "gpt2", "qwen3 moe", "gemma2", "gemma3, with a vision tower"],
+    [
+        "llama, all heads, biases",
+        "phi4-mini",
+        "gpt2",
+        "qwen3 moe",
+        "gemma2",
+        "gemma3, with a vision tower",
+        "qwen3.5",
+        "qwen3-next",
+        "lfm2",
+        "lfm2 moe",
+    ],
 )
 @torch.no_grad()
 def test_rows_of_two_adapters_equal_unmerged_math(case, tmp_path):
     theirs = save_model(tmp_path / "model", case)
-    skipped = "lm_head", "vision", "experts", "projector"
+    skipped = "lm_head", "vision", "expert", "projector"
     modules = {}
     for name, module in theirs.named_modules():
         if any(word in name for word in skipped) or not hasattr(module, "weight") or name.endswith("mlp.gate"):
@@ -73,7 +84,7 @@ def test_rows_of_two_adapters_equal_unmerged_math(case, tmp_path):
         want = theirs(torch.tensor([prompt])).logits[0, -1]
         for handle in handles:
             handle.remove()
-        assert float((logits - want).abs().max() / want.abs().max()) <= 2e-5
+        assert float((logits - want).abs().max() / want.abs().max()) <= 5e-5
     assert float((got[0] - got[1]).abs().max()) > 0.1  # it shows
 
 

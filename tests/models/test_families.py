@@ -5,6 +5,7 @@ import math
 import re
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,12 +19,14 @@ from runtime.models import load_spec
 from runtime.models.families.llama import WEIGHT_MAP as LLAMA
 from runtime.models.weight_map import WeightMap
 from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec, RopeSpec
+from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
+from runtime.spec.kv_cache_spec import CHUNK
+from runtime.spec.mixer_spec import DeltaRuleSpec, ShortConvSpec
 from runtime.spec.types import CallboardError
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
-from tests.support.models.family_cases import CASES, CONTEXT, LIKE_OTHERS, save_model
+from tests.support.models.family_cases import CASES, CONTEXT, LIKE_OTHERS, save_model, spec_of
 from tests.support.models.runner_driver import Driver, open_runner
 
 NEW = 64  # tokens
@@ -69,13 +72,17 @@ def test_logits_and_greedy_tokens_equal_transformers(case, tmp_path, record_prop
     limits = {"max_model_len": 180} if case == "phi3, short context" else {}
     generator = torch.Generator().manual_seed(3)
     # transformers forgets the earlier sequence's stretch only at the first step of one shorter than the context.
-    lengths = (3, 21, CONTEXT - 1) if case == "dynamic" else (3, 21, 70)
+    lengths = (3, 21, CONTEXT - 1) if case == "dynamic" else (3, 21, 110)
     prompts = [torch.randint(3, 101, (n,), generator=generator).tolist() for n in lengths]
     wanted: dict[tuple[int, ...], torch.Tensor] = {}  # by sequence: both modes find the same tokens
     worst = 0.0
-    for deterministic in (False,) if case in LIKE_OTHERS else (False, True):
-        driver = Driver(open_runner(tmp_path, deterministic=deterministic, **limits))
-        sequences, got = generate(driver, prompts, cuts=(17, 29))
+    modes: list[dict[str, Any]] = [{}] if case in LIKE_OTHERS else [{}, {"deterministic": True}]
+    if spec_of(case).mixer is not None:  # most of its operations are compiled
+        modes.append({"kernel_backend": "torch", "deterministic": True})
+    for mode in modes:
+        driver = Driver(open_runner(tmp_path, **mode, **limits))
+        cuts = (CHUNK,) if driver.runner.info.num_states else (17, 29)
+        sequences, got = generate(driver, prompts, cuts)
         for prompt, sequence, logits in zip(prompts, sequences, got, strict=True):
             if (want := wanted.get(tuple(sequence))) is None:
                 want = expected(theirs, sequence, len(prompt), step_by_step=case == "dynamic")
@@ -84,15 +91,28 @@ def test_logits_and_greedy_tokens_equal_transformers(case, tmp_path, record_prop
             assert want.argmax(-1).tolist() == sequence[len(prompt) :]
     record_property("error", worst)
     assert worst <= 2e-5
-    if deterministic:
+    if mode:
         again = Driver(driver.runner, seed=1)
-        again.open(0, sequences[1][:-1])
+        again.open(0, sequences[1][:-1], prompt_len=len(prompts[1]))
         assert torch.equal(again.prefill(0, sequences[1][:-1], cuts=(40,)), got[1, -1])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "case", ["mistral, window", "mixtral", "gemma2", "gemma3", "phi4-mini", "granite", "olmo3", "gpt2"]
+    "case",
+    [
+        "mistral, window",
+        "mixtral",
+        "gemma2",
+        "gemma3",
+        "phi4-mini",
+        "granite",
+        "olmo3",
+        "gpt2",
+        "qwen3.5",
+        "qwen3-next",
+        "lfm2",
+    ],
 )
 def test_bfloat16_is_as_close_to_fp32_as_transformers_is(case, tmp_path):
     theirs, tokens = (
@@ -122,6 +142,20 @@ def test_gpt2_without_a_prefix_and_with_masks_is_the_same_model(tmp_path):
         renamed = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
         save_file(renamed | {"h.1.attn.bias": torch.ones(1, 1, 192, 192)}, tmp_path / "model.safetensors")
     assert "wte.weight" in open_checkpoint(tmp_path).names()
+    assert torch.equal(*logits)
+
+
+def test_text_parts_are_read_from_any_checkpoint(tmp_path):
+    """With layers that draft tokens, or with the names of a model without images."""
+    save_model(tmp_path, "qwen3.5")
+    tokens, logits = list(range(3, 50)), []
+    for rename in (lambda name: name, lambda name: name.replace("language_model.", "")):
+        tensors = {rename(name): tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+        save_file(tensors | {"mtp.fc.weight": torch.ones(60, 120)}, tmp_path / "model.safetensors")
+        driver = Driver(open_runner(tmp_path))
+        driver.open(0, tokens)
+        logits.append(driver.prefill(0, tokens))
+    assert "model.layers.0.linear_attn.A_log" in open_checkpoint(tmp_path).names()
     assert torch.equal(*logits)
 
 
@@ -162,6 +196,14 @@ def test_variants_that_are_not_supported_are_refused():
             "text_config is of type 'mistral4'; supported are mistral, ministral3",
         ),
         ("MixtralForCausalLM", base | {"num_local_experts": 0, "num_experts_per_tok": 2}, "0 experts, of which a tok"),
+        ("Qwen3NextForCausalLM", base | {"mlp_only_layers": [1]}, "dense layers between those of experts"),
+        (
+            "Qwen3_5MoeForCausalLM",
+            base | {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 12},
+            "shared_expert_intermediate_size is 12 and its moe_intermediate_size 8",
+        ),
+        ("Qwen3_5ForCausalLM", base | {"attn_output_gate": False}, "only attention with a gate is supported"),
+        ("Qwen3_5ForCausalLM", base | {"linear_num_value_heads": 20}, "20, which is not a multiple of .* 16"),
         ("MistralForCausalLM", base | {"hidden_act": "relu"}, "hidden_act is 'relu'; supported is silu"),
     ):
         with pytest.raises(CallboardError, match=message):
@@ -256,6 +298,47 @@ def test_variants_that_are_not_supported_are_refused():
             {"rope": RopeSpec(5e5, "yarn", 8.0, original_positions=8192, attention_factor=1.2079441541679836),
              "local_rope": RopeSpec(5e5), "window": 4096, "sliding": (True, True, True, False) * 8,
              "max_positions": 65536},
+        ),
+        (
+            {"architectures": ["Qwen3NextForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1,
+             "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 2048,
+             "intermediate_size": 5120, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+             "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+             "max_position_embeddings": 262144, "mlp_only_layers": [], "moe_intermediate_size": 512,
+             "norm_topk_prob": True, "num_attention_heads": 16, "num_experts": 512, "num_experts_per_tok": 10,
+             "num_hidden_layers": 48, "num_key_value_heads": 2, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06,
+             "rope_scaling": None, "rope_theta": 10000000, "shared_expert_intermediate_size": 512,
+             "tie_word_embeddings": False, "vocab_size": 151936},
+            79.67,
+            {"rope": RopeSpec(1e7, partial=0.25), "stateful": (True, True, True, False) * 12, "output_gate": True,
+             "mixer": DeltaRuleSpec(16, 32, 128, 128, 4, by_key_head=True), "ffn_size": 512,
+             "experts": ExpertsSpec(512, 10, True, shared=1, shared_gate=True), "max_positions": 262144},
+        ),
+        (
+            {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
+             "tie_word_embeddings": False, "text_config": {
+                "attn_output_gate": True, "full_attention_interval": 4, "head_dim": 256, "hidden_size": 2048,
+                "linear_num_key_heads": 16, "linear_num_value_heads": 32, "max_position_embeddings": 262144,
+                "model_type": "qwen3_5_moe_text", "moe_intermediate_size": 512, "mtp_num_hidden_layers": 1,
+                "num_attention_heads": 16, "num_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 40,
+                "num_key_value_heads": 2, "shared_expert_intermediate_size": 512, "vocab_size": 248320,
+                "rope_parameters": {"mrope_interleaved": True, "mrope_section": [11, 11, 10],
+                                    "partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default"}}},
+            34.66,
+            {"rope": RopeSpec(1e7, partial=0.25), "stateful": (True, True, True, False) * 10, "qk_norm": True,
+             "mixer": DeltaRuleSpec(16, 32, 128, 128, 4), "tied_head": False,
+             "experts": ExpertsSpec(256, 8, True, shared=1, shared_gate=True)},
+        ),
+        (
+            {"architectures": ["Lfm2ForCausalLM"], "block_auto_adjust_ff_dim": True, "block_dim": 2048,
+             "block_ff_dim": 12288, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256, "conv_L_cache": 3,
+             "conv_bias": False, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "hidden_size": 2048,
+             "max_position_embeddings": 128000, "norm_eps": 1e-05, "num_attention_heads": 32,
+             "num_hidden_layers": 16, "num_key_value_heads": 8, "rope_theta": 1000000.0, "tie_embedding": True,
+             "vocab_size": 65536},
+            1.1703,
+            {"mixer": ShortConvSpec(2048, 3), "ffn_size": 8192, "tied_head": True, "norm_eps": 1e-5,
+             "stateful": tuple(i not in (2, 5, 8, 10, 12, 14) for i in range(16)), "rope": RopeSpec(1e6)},
         ),
     ],
 )  # fmt: skip

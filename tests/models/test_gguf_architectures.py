@@ -2,6 +2,7 @@
 too."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,17 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from runtime.assembly.runner import build_runner
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.models.weights import locate_parameters
+from runtime.spec.config import EngineConfig
+from runtime.spec.mixer_spec import DeltaRuleSpec
 from runtime.spec.sharding import Part
 from runtime.spec.types import CallboardError
+from runtime.worker.sources import CheckpointSource
 from tests.support.models.gguf_export import export
+from tests.support.models.runner_driver import Driver
 
 SMALL = {
     "vocab_size": 61,
@@ -47,6 +53,13 @@ LONGROPE = {
     "long_factor": [1.5, 4.0, 9.0],
     "original_max_position_embeddings": 16,
 }
+CONVS = SMALL | {"layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": True}
+DELTA = SMALL | {
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+    "hidden_size": 64, "intermediate_size": 96,
+}  # fmt: skip
 # The architecture, the config of a model of it, and metadata that only it has.
 MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", "llama", SMALL | {"attention_bias": True}, {"llama.rope.freq_base": 10000.0}),
@@ -132,6 +145,20 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     ),
     "seed_oss": ("seed_oss", "seed_oss", SMALL | {"head_dim": 16, "attention_bias": True}, {}),
     "smollm3": ("smollm3", "smollm3", SMALL | {"num_hidden_layers": 5}, {"smollm3.rope.freq_base": 2e6}),
+    "lfm2": (
+        "lfm2",
+        "lfm2",
+        CONVS | {"block_auto_adjust_ff_dim": False},
+        {"lfm2.attention.head_count_kv": [0, 2, 0], "lfm2.shortconv.l_cache": 3, "lfm2.rope.freq_base": 1e6},
+    ),
+    "lfm2moe": (
+        "lfm2moe",
+        "lfm2_moe",
+        CONVS | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_dense_layers": 1},
+        {"lfm2moe.attention.head_count_kv": [0, 2, 0], "lfm2moe.shortconv.l_cache": 3, "lfm2moe.rope.freq_base": 1e6,
+         "lfm2moe.expert_count": 4, "lfm2moe.expert_used_count": 2, "lfm2moe.expert_feed_forward_length": 40,
+         "lfm2moe.leading_dense_block_count": 1},
+    ),
     "gpt2": (
         "gpt2",
         "gpt2",
@@ -194,6 +221,42 @@ def test_a_model_survives_the_export(tmp_path: Path, name: str):
         with torch.no_grad():
             ours, theirs = back(ids).logits, model(ids).logits
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arch", "kind"), [("qwen35", "qwen3_5_text"), ("qwen35moe", "qwen3_5_moe_text"), ("qwen3next", "qwen3_next")]
+)
+def test_layers_with_the_delta_rule_survive_the_export(tmp_path, arch, kind):
+    """Its heads stay in the file's order, so the logits are compared."""
+    model = _model(kind, DELTA)
+    sizes = {"conv_kernel": 4, "state_size": 8, "group_count": 2, "time_step_rank": 6, "inner_size": 96}
+    counts = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64}
+    values = {f"ssm.{name}": size for name, size in sizes.items()} | (counts if "experts" in repr(model) else {})
+    values |= {"rope.dimension_count": 4, "rope.freq_base": 10000.0}
+    metadata = {f"{arch}.{name}": value for name, value in values.items()}
+    path = export(model, arch, tmp_path / "model.gguf", **metadata)
+    checkpoint = open_checkpoint(path)
+    ours, _ = load_spec(checkpoint.config)
+    theirs, _ = load_spec(
+        json.loads(model.config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
+    )
+    assert isinstance(ours.mixer, DeltaRuleSpec)
+    assert ours.mixer.tiled == arch.startswith("qwen35")
+    assert replace(ours, mixer=theirs.mixer) == theirs
+    tokens = [i * 7 % 61 for i in range(40)]
+    with torch.no_grad():
+        want = model(torch.tensor([tokens])).logits[0, -1]
+    torch.testing.assert_close(_logits(path, tokens), want, rtol=1e-4, atol=1e-4)
+    quantized = export(model, arch, tmp_path / "quantized.gguf", block_type="Q8_0", **metadata)
+    want = _logits(quantized, tokens, quantization="none")
+    assert (_logits(quantized, tokens) - want).norm() <= 1e-3 * want.norm()
+
+
+def _logits(path: Path, tokens: list[int], **settings: Any) -> torch.Tensor:
+    config = EngineConfig(device="cpu", num_threads=1, max_model_len=64, kv_cache_memory=0.05, **settings)
+    driver = Driver(build_runner(config, CheckpointSource(path)))
+    driver.open(0, tokens, room=0)
+    return driver.prefill(0, tokens)
 
 
 class TestSplitFiles:

@@ -63,11 +63,11 @@ def test_a_folder_needs_no_weights(tmp_path: Path, write_tiny_gguf):
     told = lines(model_report(EngineConfig(model=str(folder), device="cpu")))
     for kind, text in (("fp8", "fp8 with scale 1, 144"), ("int8", "int8 with a scale a token and head, 168")):
         report = model_report(EngineConfig(model=str(folder), device="cpu", kv_cache_dtype=kind))
-        assert lines(report)["KV cache"] == f"{text} bytes a token"
+        assert lines(report)["KV cache"] == f"{text} bytes a token; beyond the last 7 tokens 0 bytes"
     asks = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"type": "float", "num_bits": 8}}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": asks}))
     report = model_report(EngineConfig(model=str(folder), device="cpu"))
-    assert lines(report)["KV cache"] == "fp8 with scale 1, 144 bytes a token"
+    assert lines(report)["KV cache"] == "fp8 with scale 1, 144 bytes a token; beyond the last 7 tokens 0 bytes"
     expert, other = 3 * 48 * 80, 2 * 61 * 48 + 48 + 3 * (2 * 48 * 48 + 2 * 24 * 48 + 2 * 48 + 4 * 48)
     assert told["parameters"] == f"{other + 12 * expert:,}, of which a token meets {other + 6 * expert:,}"
     assert "4 experts, 2 a token" in told["architecture"]

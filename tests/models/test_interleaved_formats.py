@@ -123,7 +123,7 @@ def test_parts_of_a_layer_may_differ_in_form(rope, kinds, num_parts):
     maps, dense = maps_of(spec)
     layer = maps.linear("layers.0.", "qkv")
     assert len(layer.parts) == num_parts
-    rows, order = torch.cat([dense[name] for name in names]), row_order(spec, "qkv")
+    rows, order = torch.cat([dense[name] for name in names]), row_order(spec, 0, "qkv")
     if order is not None:
         rows[: len(order)] = rows[order]
     assert torch.equal(torch.cat([dequantize_interleaved(part) for part in layer.parts]), rows)
@@ -139,12 +139,17 @@ def test_a_dense_part_makes_the_layer_dense():
     assert isinstance(format_of("layers.0.down.weight"), InterleavedFormat)
 
 
-def test_experts_may_differ_in_form():
+@pytest.mark.parametrize("dense_shared", [False, True])
+def test_experts_may_differ_in_form(dense_shared):
     kinds = {"gate": "Q4_K", "up": "Q4_K", "down": "Q6_K"}
-    spec = replace(SPEC, experts=ExpertsSpec(3, 2, normalized=True))
+    spec = replace(SPEC, experts=ExpertsSpec(3, 2, normalized=True, shared=1))
     schemes = {
-        f"layers.0.experts.{e}.{part}.weight": gguf_scheme(kind) for e in range(3) for part, kind in kinds.items()
+        f"layers.0.experts.{e}.{part}.weight": gguf_scheme("Q8_0" if e == 3 else kind)
+        for e in range(4)
+        for part, kind in kinds.items()
     }
+    if dense_shared:
+        schemes = {name: scheme for name, scheme in schemes.items() if ".experts.3." not in name}
     maps, dense = maps_of(replace(spec, quantization=schemes))
     mixture = maps.experts("layers.0.", spec.experts)
     x = torch.randn(5, 256)

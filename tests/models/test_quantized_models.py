@@ -11,8 +11,9 @@ from runtime.quant.model_formats import weight_bytes, weight_formats
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import SamplingParams
 from runtime.text.tokenizer import Tokenizer
+from tests.support.models.plain_products import PLAIN
 from tests.support.models.quantized import FORMATS
-from tests.support.models.quantized_models import LLAMA, MIXTRAL, PHI, logits, write
+from tests.support.models.quantized_models import LFM, LLAMA, MIXTRAL, PHI, QWEN, QWEN_NEXT, logits, write
 from tests.support.models.runner_driver import open_runner
 
 
@@ -32,6 +33,31 @@ def test_experts_and_fused_maps_are_read(tmp_path, name, config):
     quantized, dense = write(tmp_path, FORMATS[name], config)
     got, want = (logits(open_runner(folder, dtype="bfloat16")) for folder in (quantized, dense))
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("config", [QWEN, QWEN_NEXT, LFM], ids=lambda config: config["architectures"][0])
+@pytest.mark.parametrize("name", ["ct-fp8-channel", "fp8-block", "awq", "gptq"])
+@pytest.mark.parametrize("dense", ["", r".*linear_attn\.in_proj_(b|a|ba)"], ids=["all", "without gates"])
+def test_layers_with_states_are_read(tmp_path, name, config, dense):
+    """Rows that the checkpoint groups by head are in order, as quantized weights and as dequantized ones."""
+    folders = write(tmp_path, FORMATS[name], config, dense)
+    got, want = (logits(open_runner(folder, dtype="bfloat16", quantization="none")) for folder in folders)
+    assert torch.equal(got, want)
+    got, want = (logits(open_runner(folders[0], quantization=form)) for form in ("auto", "none"))
+    assert (got - want).norm() <= 1e-3 * want.norm()
+
+
+@pytest.mark.parametrize("config", [QWEN, QWEN_NEXT, PHI], ids=lambda config: config["architectures"][0])
+def test_rows_of_blocks_move_with_their_scales(tmp_path, config, monkeypatch):
+    quantized, _ = write(tmp_path, FORMATS["fp8-block"], config)
+    want = logits(open_runner(quantized, kernel_backend="torch", quantization="none"))
+    monkeypatch.setattr("runtime.quant.model_formats.products_of", lambda numerics: PLAIN)
+    runner = open_runner(quantized, kernel_backend="torch")
+    moved = [part for parts, _ in runner.decoder.spec.linears(1).values() for part in parts if "q" in part]
+    format_of = weight_formats(runner.decoder.spec, runner.numerics)
+    assert {format_of(f"layers.1.{part}.weight").name for part in moved} == {"fp8 g128"}
+    assert format_of("layers.1.out.weight").name == "fp8 128x128"
+    assert (logits(runner) - want).norm() <= 1e-5 * want.norm()
 
 
 def test_texts_equal_the_dense_models(tmp_path, write_tiny_gguf):

@@ -128,7 +128,7 @@ def test_a_made_up_format_runs_like_its_dense_weights(tmp_path, family, determin
     runner = open_runner(quantized, deterministic=deterministic)
     want = logits(open_runner(dense, deterministic=deterministic))
     torch.testing.assert_close(logits(runner), want, atol=1e-4, rtol=1e-4)
-    assert runner.decoder.layers[0].qkv.codes.dtype == torch.int8
+    assert runner.decoder.layers[0].mixer.qkv.codes.dtype == torch.int8
 
 
 def test_memory_is_planned_for_weights_as_read(tmp_path):

@@ -46,6 +46,7 @@ def test_products(dtype, size, num_rows, first):
 
 
 SPEC = ExpertsSpec(7, 3, True)
+SIGMOID = ExpertsSpec(6, 3, True, shared=1, shared_gate=True, scores="sigmoid", choice_bias=True)
 ROW_OPERATIONS = {
     "rms norm": lambda x: rms_norm_torch(x, torch.ones(x.shape[1]), 1e-6),
     "layer norm": lambda x: layer_norm_torch(x, torch.ones(2, x.shape[1]), 1e-6),
@@ -53,6 +54,7 @@ ROW_OPERATIONS = {
     "gelu": lambda x: gated_activation_exact(x, "gelu_tanh", gated=False),
     "soft cap": torch.tanh,
     "router": lambda x: route_torch(x[:, :7], SPEC)[1],
+    "router by sigmoid": lambda x: route_torch(x[:, :7], SIGMOID, torch.arange(6) / 50)[1],
     "log-probabilities": lambda x: token_logprobs(x, torch.ones(len(x), dtype=torch.int64), 3)[3],
     "noise": lambda x: gumbel_noise(noise_keys(x[:, 0].long(), x[:, 1].int())[:, :, None], torch.arange(999).int()),
 }

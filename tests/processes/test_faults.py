@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -16,6 +17,7 @@ from benchmarks.faults.cell import NUM_TOKENS, Answers, Cell
 from benchmarks.faults.matrix import BY_NAME
 from serve_app.tools.token_client import first_model
 from tests.conftest import RAY_FOLDER
+from tests.support.models.tiny_hybrid import write_tiny_hybrid
 
 NUM_STREAMS = 8
 ROOT = Path(__file__).parents[2]
@@ -41,12 +43,12 @@ class Here:
             raise RuntimeError(f"{method} was not answered: {e}") from e
 
 
-@pytest.fixture(scope="module")
-def application(serve_url, tiny_path):
+def deployed(model: Path, serve_url: str):
+    """The application of a model, until the test module ends."""
     import ray
     from ray import serve
 
-    deploy(str(tiny_path), **SETTINGS)
+    deploy(str(model), **SETTINGS)
     found = Here(serve_url, ray._private.worker._global_node.get_session_dir_path())
     end = time.monotonic() + 120
     while missing := found.application.strength():
@@ -54,6 +56,11 @@ def application(serve_url, tiny_path):
         time.sleep(0.1)
     yield found
     serve.delete("callboard")
+
+
+@pytest.fixture(scope="module")
+def application(serve_url, tiny_path):
+    yield from deployed(tiny_path, serve_url)
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +78,16 @@ def answers(tiny_path) -> Answers:
     ],
 )
 async def test_faults_lose_no_token(application, answers, fault, when):
+    figures = await check_cell(application, answers, fault, when)
+    assert (figures["cut"] > 0) == (fault == "front killed")
+
+
+async def check_cell(application: Here, answers: Answers, fault: str, when: str) -> dict[str, Any]:
     server, _ = await first_model("127.0.0.1", int(application.url.rpartition(":")[2]), {})
     figures = await Cell(application, server, answers, BY_NAME[fault], when, hold_s=None).run()
     assert figures["requests"] >= NUM_STREAMS
     assert figures["lost"] == figures["wrong_tokens"] == figures["refused"] == 0, figures
-    assert (figures["cut"] > 0) == (fault == "front killed")
+    return figures
 
 
 def test_chaos_interrupts_no_stream(application):
@@ -112,3 +124,18 @@ def test_a_client_kills_processes_and_its_stream_goes_on(application):
             assert killed["role"] == role, killed
             assert text == whole["text"]
             assert has_ended(killed["pid"])
+
+
+@pytest.fixture(scope="module")
+def hybrid(serve_url, tmp_path_factory):
+    """The application of a model with recurrent states, and the answers to prompts of several chunks."""
+    path = write_tiny_hybrid(tmp_path_factory.mktemp("hybrid") / "hybrid.gguf")
+    for found in deployed(path, serve_url):
+        yield found, Answers(str(path), NUM_STREAMS, 200)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("fault", ["engine killed", "runner killed"])
+async def test_faults_lose_no_state(hybrid, fault):
+    """A stream that moves, or loses its runner, computes its states again, with the same tokens."""
+    await check_cell(*hybrid, fault, "states")

@@ -18,7 +18,7 @@ from openai import APIStatusError, OpenAI
 from actors.ray.environment import quiet_port, single_machine
 from actors.ray.haproxy import ANSWERS, answer, leave_fronts, stop, write_command
 from serve_app.server.serve import _LAST_ANSWERS_S
-from tests.support.processes.haproxy import Healthy, Running, serve_config
+from tests.support.processes.haproxy import Healthy, Running, first_check, serve_config
 from tests.support.processes.inspection import listening_ports
 
 
@@ -84,6 +84,10 @@ class Last(Leaving):
         if self.command == "POST":
             self.server.socket.shutdown(socket.SHUT_RDWR)
             self.rfile.readline()
+
+
+class Draining(Healthy):
+    draining = True
 
 
 class Streaming(Healthy):
@@ -254,6 +258,17 @@ def test_fronts_serve_while_serve_rebuilds_an_application(haproxy):
             end = time.monotonic() + 60
             while (response := httpx.get(f"http://127.0.0.1:{port}/v1/models")).status_code != status:
                 assert time.monotonic() < end, response.text
+        front.shutdown()
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_draining_front_serves_until_it_is_replaced(haproxy, tmp_path: Path, private):
+    """Serve drains a replaced front before HAProxy has loaded the configuration with the new one."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Draining) as front:
+        threading.Thread(target=front.serve_forever, daemon=True).start()
+        _, port = haproxy([front.server_port], private=private)
+        assert first_check(tmp_path) == "L7OK"
+        assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 200
         front.shutdown()
 
 

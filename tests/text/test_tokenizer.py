@@ -63,6 +63,9 @@ def test_bos_is_added_if_the_file_requires_it(write_tiny_gguf):
         ("tekken", "hellO:/\n123'S", ["hell", "O", ":/Ċ", "1", "2", "3", "'S"]),
         ("gpt-4o", "hellO's:/\n1234", ["hell", "O's", ":/Ċ", "123", "4"]),
         ("qwen2", "hell:\n\n123'S", ["hell", ":ĊĊ", "1", "2", "3", "'S"]),
+        ("qwen2", "hq\u0308l", ["hq", "ÌĪl"]),  # a mark is apart from its letter
+        ("qwen35", "hq\u0308l:\n1'S", ["hqÌĪl", ":Ċ", "1", "'S"]),
+        ("lfm2", "hell:\n\n1234", ["hell", ":ĊĊ", "123", "4"]),
     ],
 )
 def test_pre_tokenizers(write_tiny_gguf, pre, text, words):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.assembly.runner import build_runner
-from runtime.kernels.experts.moe_torch import Experts
+from runtime.kernels.experts.moe_torch import Experts, Router
 from runtime.kernels.experts.moe_w16a16 import GroupedExperts
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
@@ -37,7 +37,7 @@ KERNEL_CASES = {  # families with kernels of their own -> settings that make the
 
 def logits(spec: DecoderSpec, backend: str, deterministic: bool, graphs: bool) -> torch.Tensor:
     config = EngineConfig(
-        device="cpu", kernel_backend=backend, dtype="float32", num_kv_blocks=12, block_size=8, max_num_seqs=2,
+        device="cpu", kernel_backend=backend, dtype="float32", num_kv_blocks=40, block_size=8, max_num_seqs=2,
         max_model_len=40, num_threads=1, deterministic=deterministic,
     )  # fmt: skip
     with mock.patch.object(ModelRunner, "_warm_up"):
@@ -50,25 +50,27 @@ def logits(spec: DecoderSpec, backend: str, deterministic: bool, graphs: bool) -
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "top_k", "dtype", "favoured"),
+    ("num_tokens", "spec", "dtype", "favoured"),
     [
-        (1, 8, 2, torch.float32, 8),
-        (90, 5, 2, torch.float32, 3),
-        (150, 3, 2, torch.float16, 3),
-        (7, 33, 5, torch.float16, 5),
+        (1, ExpertsSpec(8, 2, False), torch.float32, 8),
+        (90, ExpertsSpec(5, 2, True), torch.float32, 3),
+        (150, ExpertsSpec(3, 2, True), torch.float16, 3),
+        (7, ExpertsSpec(33, 5, False), torch.float16, 5),
+        (40, ExpertsSpec(4, 1, True, shared=1, shared_gate=True), torch.float32, 2),
+        (9, ExpertsSpec(6, 3, False, shared=2, scores="sigmoid", scale=2.5), torch.float32, 0),
     ],
 )
-def test_experts(num_tokens: int, num_experts: int, top_k: int, dtype: torch.dtype, favoured: int):
+def test_experts(num_tokens: int, spec: ExpertsSpec, dtype: torch.dtype, favoured: int):
     """The kernels against the plain form; all tokens prefer the first `favoured` experts, so that the others idle."""
     torch.manual_seed(0)
-    hidden, ffn, spec = 24, 20, ExpertsSpec(num_experts, top_k, num_tokens % 2 == 0)
+    hidden, ffn, num_experts = 24, 20, spec.all_experts
     weights = [(torch.randn(2 * ffn, hidden) / 5, torch.randn(hidden, ffn) / 5) for _ in range(num_experts)]
     weights = [(gate_up.to(dtype), down.to(dtype)) for gate_up, down in weights]
     base, norm = torch.randn(num_tokens, hidden).to(dtype), torch.rand(hidden).to(dtype)
     router = torch.randn(num_experts, hidden).to(dtype)
     bias = torch.where(torch.arange(num_experts) < favoured, 50.0, 0.0).to(dtype)
     activate = partial(gated_activation_torch, activation="gelu_tanh")
-    route = Linear(partial(F.linear, weight=router, bias=bias), rms_norm_torch, activate)
+    route = Router(Linear(partial(F.linear, weight=router, bias=bias), rms_norm_torch, activate))
     plain = Experts(spec, route, weights, lambda weight: partial(F.linear, weight=weight), activate)
     want = base.clone()
     plain.add_to(want, norm, 1e-5)

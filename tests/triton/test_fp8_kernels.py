@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts
-from runtime.kernels.experts.moe_torch import Experts
+from runtime.kernels.experts.moe_torch import Experts, Router
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.linear.tiles import Tiling
 from runtime.kernels.norm.gated_activation import gated_activation_torch
@@ -131,7 +131,7 @@ def test_few_rows_of_wide_experts_have_a_counter_each(monkeypatch):
         quantized_weight("fp8", torch.zeros(n, k, dtype=torch.float8_e4m3fn), torch.ones(n, 1))
         for n, k in ((256, hidden), (hidden, 128))
     )
-    route = Linear(lambda x: x[:, :2].contiguous(), rms_norm_triton, torch.abs)
+    route = Router(Linear(lambda x: x[:, :2].contiguous(), rms_norm_triton, torch.abs))
     mixture = Fp8Experts(ExpertsSpec(2, 1, True), route, [pair, pair], "silu", False)
     for num_rows in (16, 17):
         mixture.add_to(torch.randn(num_rows, hidden).half(), torch.ones(hidden).half(), 1e-5)
@@ -140,12 +140,13 @@ def test_few_rows_of_wide_experts_have_a_counter_each(monkeypatch):
 
 @pytest.mark.parametrize("block", [0, 128])
 def test_experts_are_near_their_dense_values(block):
-    spec, hidden, ffn = ExpertsSpec(5, 2, True), 256, 128
+    spec, hidden, ffn = ExpertsSpec(4, 2, True, shared=1, shared_gate=True), 256, 128
     pairs = [(some_weight(2 * ffn, hidden, block), some_weight(hidden, ffn, block)) for _ in range(5)]
     router, norm = torch.randn(5, hidden).half(), torch.rand(hidden).half()
-    route = Linear(lambda x: torch.cat([F.linear(row, router) for row in x.split(1)]), rms_norm_triton, torch.abs)
+    by_row = Linear(lambda x: torch.cat([F.linear(row, router) for row in x.split(1)]), rms_norm_triton, torch.abs)
+    route = Router(by_row)
     twin = Experts(
-        spec, Linear(lambda x: F.linear(x, router.float()), rms_norm_torch, torch.abs),
+        spec, Router(Linear(lambda x: F.linear(x, router.float()), rms_norm_torch, torch.abs)),
         [tuple(dequantize_torch(w) for w in pair) for pair in pairs],
         lambda w: lambda x: F.linear(x, w), lambda y: gated_activation_torch(y, "silu"),
     )  # fmt: skip

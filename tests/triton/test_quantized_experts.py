@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.experts.moe_torch import Experts
+from runtime.kernels.experts.moe_torch import Experts, Router
 from runtime.kernels.experts.moe_wna16 import QuantizedExperts
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
@@ -14,8 +14,8 @@ from runtime.kernels.quantized.quantized_weight import dequantize_torch
 from runtime.spec.decoder_spec import ExpertsSpec
 from tests.support.kernels.quantized_weights import some_weight
 
-SPEC = ExpertsSpec(3, 2, True)
-ROWS = {"single": 2, "few": 17, "many": 25}  # 4, 34 and 50 choices of three experts
+SPEC = ExpertsSpec(3, 1, True, shared=1, shared_gate=True)
+ROWS = {"single": 2, "few": 17, "many": 35}  # 4, 34 and 70 choices of four experts
 
 
 @pytest.mark.parametrize(
@@ -36,13 +36,13 @@ ROWS = {"single": 2, "few": 17, "many": 25}  # 4, 34 and 50 choices of three exp
 )
 def test_mixtures(form, hidden, ffn, rows):
     torch.manual_seed(0)
-    pairs = [(some_weight(form, 2 * ffn, hidden), some_weight(form, hidden, ffn)) for _ in range(SPEC.num_experts)]
+    pairs = [(some_weight(form, 2 * ffn, hidden), some_weight(form, hidden, ffn)) for _ in range(SPEC.all_experts)]
     for weight in (weight for pair in pairs for weight in pair):
         weight.scales.add_(0.01 * (weight.scales.numel() < 128))  # one common block would be zero
-    router, norm = torch.randn(SPEC.num_experts, hidden), torch.rand(hidden)
-    route = Linear(lambda x: torch.cat([F.linear(row, router) for row in x.split(1)]), rms_norm_triton, torch.abs)
+    router, norm = torch.randn(SPEC.all_experts, hidden), torch.rand(hidden)
+    by_row = Linear(lambda x: torch.cat([F.linear(row, router) for row in x.split(1)]), rms_norm_triton, torch.abs)
     twin = Experts(
-        SPEC, Linear(lambda x: F.linear(x, router), rms_norm_torch, torch.abs),
+        SPEC, Router(Linear(lambda x: F.linear(x, router), rms_norm_torch, torch.abs)),
         [tuple(dequantize_torch(w) for w in pair) for pair in pairs],
         lambda w: lambda x: F.linear(x, w), lambda y: gated_activation_torch(y, "silu"),
     )  # fmt: skip
@@ -51,7 +51,7 @@ def test_mixtures(form, hidden, ffn, rows):
     twin.add_to(want, norm, 1e-5)
     for deterministic in (False, True)[: 1 + (rows == "many")]:
         got, alone = x.clone(), x[:1].clone()
-        mixture = QuantizedExperts(SPEC, route, pairs, "silu", deterministic)
+        mixture = QuantizedExperts(SPEC, Router(by_row), pairs, "silu", deterministic)
         mixture.add_to(got, norm, 1e-5)
         assert (got - want).norm() < 3e-5 * (want - x).norm(), deterministic
     if deterministic:

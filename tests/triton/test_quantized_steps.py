@@ -19,11 +19,18 @@ KINDS = {
     "fp8": QuantizationScheme("made-up", "fp8"),
     "int4 with zero points": QuantizationScheme("made-up", "int4", group_size=32, symmetric=False),
     "int8 experts": QuantizationScheme("made-up", "int8"),
+    "int8 experts beside a dense one": QuantizationScheme("made-up", "int8"),
 }
 
 
 @pytest.mark.parametrize(
-    ("kind", "deterministic"), [("fp8", False), ("int4 with zero points", True), ("int8 experts", False)]
+    ("kind", "deterministic"),
+    [
+        ("fp8", False),
+        ("int4 with zero points", True),
+        ("int8 experts", False),
+        ("int8 experts beside a dense one", True),
+    ],
 )
 @pytest.mark.thorough
 def test_steps(kind: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch):
@@ -37,8 +44,9 @@ def test_steps(kind: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch):
     spec = replace(SPEC, num_layers=1, hidden_size=128, ffn_size=192)
     maps = [name for name in spec.shapes() if name.endswith(".weight")]
     if "experts" in kind:
-        spec = replace(spec, ffn_size=48, experts=ExpertsSpec(3, 1, True))
-        maps = [name for name in spec.shapes() if ".experts." in name]
+        spec = replace(spec, ffn_size=48, experts=ExpertsSpec(3, 1, True, shared=1, shared_gate=True))
+        dense = ".experts.3." if "beside" in kind else "none"
+        maps = [name for name in spec.shapes() if ".experts." in name and dense not in name]
     spec = replace(spec, quantization=dict.fromkeys(maps, KINDS[kind]))
     want = logits(spec, "torch", deterministic=False, graphs=False)
     got = logits(spec, "triton", deterministic, graphs=True)

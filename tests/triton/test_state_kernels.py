@@ -21,7 +21,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 
 
 @dtypes
-@pytest.mark.parametrize("heads", [SMALL, Heads(2, 6, 16, 32), Heads(1, 1, 24, 48, 3)])
+@pytest.mark.parametrize("heads", [SMALL, Heads(2, 6, 16, 32, tiled=True), Heads(1, 1, 24, 48, 3)])
 def test_steps_of_requests(heads, dtype):
     layers = Layers(kernels, heads, dtype)
     layers.step([Span(0, 0, 1, 0), Span(1, 0, 2, 0), Span(2, 0, 9, 0), Span(None, 0, 1, 0)], steps_only=True)
@@ -32,7 +32,7 @@ def test_steps_of_requests(heads, dtype):
 
 
 @dtypes
-@pytest.mark.parametrize("heads", [SMALL, Heads(2, 6, 16, 32), Heads(1, 1, 24, 48, 3)])
+@pytest.mark.parametrize("heads", [SMALL, Heads(2, 6, 16, 32, tiled=True), Heads(1, 1, 24, 48, 3)])
 def test_prompts(heads, dtype):
     layers = Layers(kernels, heads, dtype)
     layers.step([Span(0, 0, 1, 1), Span(1, 0, 64, 70), Span(2, 0, 200, 199, 128, 6), Span(None, 0, 70, 0)])

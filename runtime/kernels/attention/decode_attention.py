@@ -23,6 +23,7 @@ from runtime.kernels.attention.paged_attention import (
     attend_tile,
     find_places,
     find_row,
+    is_inside,
     load_scales,
     load_tile,
     rows_searched,
@@ -106,7 +107,7 @@ def _decode_attention_kernel(
     if EAGER:  # requests the first tile, but for what this step's tokens put there
         places = find_places(table_ptr, begin + offsets, begin + offsets < length, BLOCK_SIZE)
         pointers = tile_pointers(k_ptr, places, HEAD_DIM, BLOCK_D)
-        old = begin + offsets < start
+        old = is_inside(begin + offsets, start - WINDOW + 1, start, WINDOW)
         k = load_tile(pointers, old, HEAD_DIM, BLOCK_D)
         v = load_tile(pointers + kv_stride, old, HEAD_DIM, BLOCK_D)
         k_scales, v_scales = None, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from runtime.kernels.states.exact_functions import sigmoid
+from runtime.kernels.exact_functions import sigmoid
 from runtime.kernels.triton_language import jit, next_power_of_2, tl, use_pdl
 
 _BLOCK = 1024  # columns of a program

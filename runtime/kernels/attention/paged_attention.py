@@ -65,6 +65,8 @@ def paged_attention_torch(
         own_kv = kv[:, :, blocks].flatten(2, 3)
         if scales is not None:
             own_kv = dequantize_kv(own_kv, scales if scales.dim() == 2 else scales[:, blocks].flatten(1, 2))
+        if window:  # blocks below the window may belong to other requests (C9)
+            own_kv[:, :, : max(0, start - window + 1)] = 0
         k, v = own_kv[:, :, :length].to(wide)
         own = q[first:end].to(wide).view(end - first, num_kv_heads, group, head_dim)
         scores = torch.einsum("tngd,nsd->ngts", own, k) * scale
@@ -104,6 +106,18 @@ def find_places(table_ptr, positions, inside, BLOCK_SIZE: tl.constexpr):
     else:
         blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=inside, other=0)
     return blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+
+
+@jit
+def first_seen(q_positions, WINDOW: tl.constexpr):
+    """The first position that a token of a tile sees."""
+    return tl.min(q_positions, axis=0) - WINDOW + 1 if WINDOW > 0 else 0
+
+
+@jit
+def is_inside(positions, first, stop, WINDOW: tl.constexpr):
+    """Positions before `stop` that a token sees: blocks below the window may belong to other requests (C9)."""
+    return (positions < stop) & (positions >= first) if WINDOW > 0 else positions < stop
 
 
 @jit
@@ -204,9 +218,10 @@ def attend_range(
 ):  # fmt: skip
     """Absorbs positions begin..stop, begin at a multiple of BLOCK_N; if not MASKED, stop too."""
     if SCALES == "none":
+        first = first_seen(q_positions, WINDOW)
         for at in range(begin, stop, BLOCK_N):
             positions = at + tl.arange(0, BLOCK_N)
-            inside = positions < stop if MASKED else None
+            inside = is_inside(positions, first, stop, WINDOW) if MASKED else None
             places = find_places(table_ptr, positions, inside, BLOCK_SIZE)
             pointers = tile_pointers(k_ptr, places, HEAD_DIM, BLOCK_D)
             k = load_tile(pointers, inside, HEAD_DIM, BLOCK_D)
@@ -238,10 +253,10 @@ def _attend_quantized(
     q_even, q_odd = tl.split(tl.reshape(q, (q.shape[0], HALF, 2)))
     even, odd = tl.split(tl.reshape(acc, (acc.shape[0], HALF, 2)))
     k_ptr = k_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
-    offsets = tl.arange(0, BLOCK_N)
+    offsets, first = tl.arange(0, BLOCK_N), first_seen(q_positions, WINDOW)
     for at in range(begin, stop, BLOCK_N):
         positions = at + offsets
-        inside = positions < stop if MASKED else None
+        inside = is_inside(positions, first, stop, WINDOW) if MASKED else None
         if BLOCK_N % BLOCK_SIZE == 0:  # a tile begins with a block: what lies within one is the same for all
             places = find_places(table_ptr + at // BLOCK_SIZE, offsets, inside, BLOCK_SIZE)
         else:

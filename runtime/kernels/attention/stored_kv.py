@@ -48,6 +48,7 @@ class KVLayer(NamedTuple):
     values: torch.Tensor  # [2 (k, v), num_kv_heads, num_blocks, block_size, head_dim]
     # e4m3: float32 [2, num_kv_heads]. int8: float16 [num_kv_heads, num_blocks, block_size, 2].
     scales: torch.Tensor | None = None
+    group: int = 0  # the number of the layer's group (KVCacheSpec.groups)
 
 
 def scaling(scales: torch.Tensor | None) -> Literal["none", "head", "token"]:

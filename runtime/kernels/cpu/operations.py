@@ -7,11 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from runtime.kernels.cpu.attention.compiled_attention import CompiledAttention
+from runtime.kernels.cpu.linear.dense_linear import DenseLinear
+from runtime.kernels.cpu.linear.dense_weight import dense_weight
 from runtime.kernels.cpu.linear.interleaved_linear import InterleavedLinear
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
-from runtime.kernels.cpu.linear.lookup import lookup
+from runtime.kernels.cpu.linear.lookup import dense_lookup, lookup
 from runtime.kernels.cpu.sampling.draw import TILE, draw
 from runtime.kernels.cpu.sampling.filters import top_k_top_p_bounds
+from runtime.kernels.cpu.states.compiled_states import CompiledStates
 from runtime.kernels.linear.linear_torch import Activate, Norm
 from runtime.kernels.llvm.launcher import Launcher, kernel
 from runtime.kernels.numerics import Numerics
@@ -24,13 +27,27 @@ class CompiledOperations:
 
     def __init__(self, numerics: Numerics, spec: DecoderSpec, norm: Norm, activate: Activate) -> None:
         self.launcher = Launcher()
-        self._numerics, self._spec, self._norm, self._activate = numerics, spec, norm, activate
-        # Attention and rotary positions take float32 rows; steps then make `TiledRows`.
-        self.attention = CompiledAttention(self.launcher) if numerics.dtype == torch.float32 else None
+        self._numerics = numerics
+        self._around = self.launcher, norm, activate, spec.activation, spec.gated
+        # These take float32 rows; steps then make `TiledRows`.
+        is_float32 = numerics.dtype == torch.float32
+        self.attention = CompiledAttention(self.launcher) if is_float32 else None
+        self.states = CompiledStates(self.launcher) if is_float32 else None
 
     def linear(self, parts: Sequence[InterleavedWeight], bias: torch.Tensor | None) -> InterleavedLinear:
-        around = self._norm, self._activate, self._spec.activation, self._spec.gated
-        return InterleavedLinear(parts, bias, self.launcher, *around, self._numerics.activation_bits // 8)
+        return InterleavedLinear(parts, bias, *self._around, self._numerics.activation_bits // 8)
+
+    def dense_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> DenseLinear:
+        """A layer with a float32 weight."""
+        return DenseLinear(dense_weight(weight), bias, *self._around)
+
+    def dense_lookup(self, table: torch.Tensor, ids: torch.Tensor, factor: float) -> torch.Tensor:
+        """Rows of a float32 table, times a factor; valid until the next lookup."""
+        num_rows, columns = len(ids), table.shape[1]
+        out = self.launcher.buffer("rows", num_rows, columns)
+        arguments = (table, ids, out, num_rows, columns, factor)
+        self.launcher.launch(kernel(dense_lookup), arguments, self.launcher.parts(num_rows, out.numel()))
+        return out
 
     def lookup(self, weight: InterleavedWeight, ids: torch.Tensor, factor: float) -> torch.Tensor:
         """Dequantized rows of a weight, times a factor; valid until the next lookup."""

@@ -20,7 +20,7 @@ from runtime.kernels.experts.moe_routing import (
     stacked,
     worst_case_tiles,
 )
-from runtime.kernels.linear.linear_torch import Linear
+from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.linear.split_k import split_counters
 from runtime.kernels.magnitudes import larger, largest_magnitude, to_e4m3, within
 from runtime.kernels.norm.gated_activation import Activation, activated
@@ -47,7 +47,7 @@ def _moe_fp8_w8a8_kernel(
     num_experts,
     N,
     K: tl.constexpr,
-    TOP_K: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_SCALES: tl.constexpr,
     SINGLE: tl.constexpr,  # program (i, j): choice i
@@ -66,7 +66,7 @@ def _moe_fp8_w8a8_kernel(
     expert, rows, live, choices = choices_of_tile(place, starts_ptr, order_ptr, num_experts, SINGLE, EXPERTS, BLOCK_M)
     if expert >= num_experts:
         return
-    sources = tl.where(live, choices // TOP_K if ACTIVATION is not None else rows, 0)
+    sources = tl.where(live, choices // PER_TOKEN if ACTIVATION is not None else rows, 0)
     targets = rows if ACTIVATION is not None else choices
     first = tl.program_id(1) * BLOCK_N
     cols, inner = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -105,9 +105,9 @@ def _moe_fp8_w8a8_kernel(
     else:
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
     if SINGLE and ACTIVATION is None:
-        token = place // TOP_K
+        token = place // PER_TOKEN
         counter = counters_ptr + token * tl.num_programs(1) + tl.program_id(1)
-        add_results(out_ptr, mixture_ptr, residual_ptr, counter, token, cols, N, TOP_K)
+        add_results(out_ptr, mixture_ptr, residual_ptr, counter, token, cols, N, PER_TOKEN)
 
 
 class Fp8Experts(RoutedExperts):
@@ -118,26 +118,26 @@ class Fp8Experts(RoutedExperts):
     def __init__(
         self,
         spec: ExpertsSpec,
-        router: Linear,
+        router: Router,
         weights: Iterable[tuple[QuantizedWeight, QuantizedWeight]],  # that `has_fp8_moe`
         activation: Activation,
         deterministic: bool,
     ) -> None:
         self.spec, self.router, self.activation, self.deterministic = spec, router, activation, deterministic
         tensors = ([(w.values, w.scales[:, : w.shape[0] // w.scale_rows].t()) for w in pair] for pair in weights)
-        (self.gate_up, self.gate_up_scales), (self.down, self.down_scales) = stacked(tensors, spec.num_experts)
+        (self.gate_up, self.gate_up_scales), (self.down, self.down_scales) = stacked(tensors, spec.all_experts)
 
     def add_to(
         self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
     ) -> None:
         out = residual if out is None else out
         (num_tokens, hidden), ffn = residual.shape, self.down.shape[2]
-        num_choices = num_tokens * self.spec.top_k
-        tile = moe_fp8_tile(num_choices, self.spec.num_experts, self.deterministic)
+        num_choices = num_tokens * self.spec.choices
+        tile = moe_fp8_tile(num_choices, self.spec.all_experts, self.deterministic)
         is_single = self._is_single(num_tokens, hidden, tile)
-        ids, weights = self._route(self.router.normed(residual, norm_weight, eps))
+        ids, weights = self._route(self.router.logits.normed(residual, norm_weight, eps))
         starts, order = (ids, ids) if is_single else self._sort(ids)
-        rows = quantize_normed_fp8(residual, norm_weight, eps, self.router.norm)
+        rows = quantize_normed_fp8(residual, norm_weight, eps, self.router.logits.norm)
         inner = Fp8Activations(
             torch.empty((num_choices, ffn), dtype=torch.float8_e4m3fn, device=residual.device),
             torch.empty((num_choices, ffn // tile.block_n), dtype=torch.float32, device=residual.device),
@@ -176,7 +176,7 @@ class Fp8Experts(RoutedExperts):
         descriptor = TensorDescriptor(flat, list(flat.shape), [size_in, 1], [tile.block_n, tile.block_k])
         _moe_fp8_w8a8_kernel[(num_tiles, -(-size_out // tile.block_n))](
             x.values, x.scales, descriptor, scales, out, out_scales, starts, order, weights, residual,
-            split_counters(values.device), num_experts, size_out, K=size_in, TOP_K=self.spec.top_k,
+            split_counters(values.device), num_experts, size_out, K=size_in, PER_TOKEN=self.spec.choices,
             ACTIVATION=activation, BLOCK_SCALES=scales.shape[1] < values.shape[1], SINGLE=is_single,
             EXPERTS=next_power_of_2(num_experts), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
             STAGES=tile.num_stages, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.kernels.linear.linear_torch import Linear
+from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.linear.split_k import MAX_SPLIT_TILES
 from runtime.kernels.magnitudes import larger
 from runtime.kernels.norm.gated_activation import Activation
@@ -36,31 +36,33 @@ class RoutedExperts:
     """The launches that grouped mixtures share, for any weights."""
 
     spec: ExpertsSpec
-    router: Linear
+    router: Router
     activation: Activation
     deterministic: bool
 
     def _is_single(self, num_tokens: int, hidden: int, tile: Tile) -> bool:
         """True if each choice gets its own programs, and the last product adds the results of a token."""
         num_counters = num_tokens * -(-hidden // tile.block_n)
-        few = num_tokens * self.spec.top_k <= MOST_SINGLE and num_counters <= MAX_SPLIT_TILES
+        few = num_tokens * self.spec.choices <= MOST_SINGLE and num_counters <= MAX_SPLIT_TILES
         return few and not self.deterministic
 
     def _route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The experts of each token, int32 [num_tokens * top_k], and their weights in float32."""
-        (num_tokens, num_experts), top_k, pdl = logits.shape, self.spec.top_k, use_pdl(logits)
-        ids = torch.empty(num_tokens * top_k, dtype=torch.int32, device=logits.device)
-        weights = torch.empty(num_tokens * top_k, dtype=torch.float32, device=logits.device)
+        """The experts of each token, int32 [num_tokens * choices], and their weights in float32."""
+        spec, bias, (num_tokens, width), pdl = self.spec, self.router.bias, logits.shape, use_pdl(logits)
+        ids = torch.empty(num_tokens * spec.choices, dtype=torch.int32, device=logits.device)
+        weights = torch.empty(num_tokens * spec.choices, dtype=torch.float32, device=logits.device)
         _route_kernel[(num_tokens,)](
-            logits, ids, weights, num_experts,
-            TOP_K=top_k, NORMALIZED=self.spec.normalized, EXPERTS=next_power_of_2(num_experts),
-            LANES=next_power_of_2(top_k), PDL=pdl, num_warps=1, launch_pdl=pdl,
+            logits, logits if bias is None else bias, ids, weights, spec.num_experts, width,
+            TOP_K=spec.top_k, SHARED=spec.shared, SHARED_GATE=spec.shared_gate, SIGMOID=spec.scores == "sigmoid",
+            BIAS=bias is not None, NORMALIZED=spec.normalized, SUM_EPS=spec.sum_eps, SCALE=spec.scale,
+            EXPERTS=next_power_of_2(spec.num_experts), LANES=next_power_of_2(spec.choices),
+            PDL=pdl, num_warps=1, launch_pdl=pdl,
         )  # fmt: skip
         return ids, weights
 
     def _sort(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The start of each expert's choices, with the total at the end; and the choices sorted by expert."""
-        num_experts, pdl = self.spec.num_experts, use_pdl(ids)
+        num_experts, pdl = self.spec.all_experts, use_pdl(ids)
         starts = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
         order = torch.empty_like(ids)
         _sort_kernel[(num_experts,)](ids, starts, order, len(ids), BLOCK=_ROUND, PDL=pdl, num_warps=4, launch_pdl=pdl)
@@ -70,7 +72,7 @@ class RoutedExperts:
         (num_tokens, hidden), pdl = residual.shape, use_pdl(residual)
         _combine_kernel[(num_tokens, -(-hidden // _ROUND))](
             results, weights, residual, hidden,
-            TOP_K=self.spec.top_k, BLOCK=_ROUND, PDL=pdl, num_warps=4, launch_pdl=pdl,
+            PER_TOKEN=self.spec.choices, BLOCK=_ROUND, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
 
 
@@ -92,14 +94,22 @@ def stacked(experts: Iterable[Sequence[Sequence[torch.Tensor]]], num_experts: in
 
 @jit
 def _route_kernel(
-    logits_ptr,  # [num_tokens, num_experts]
-    ids_ptr,  # [num_tokens, TOP_K] int32
-    weights_ptr,  # [num_tokens, TOP_K] fp32
+    logits_ptr,  # [num_tokens, width]
+    bias_ptr,  # float32 [num_experts], with BIAS
+    ids_ptr,  # [num_tokens, TOP_K + SHARED] int32
+    weights_ptr,  # [num_tokens, TOP_K + SHARED] fp32
     num_experts,
+    width,
     TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    SHARED_GATE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIAS: tl.constexpr,
     NORMALIZED: tl.constexpr,
+    SUM_EPS: tl.constexpr,
+    SCALE: tl.constexpr,
     EXPERTS: tl.constexpr,  # power of two, at least num_experts
-    LANES: tl.constexpr,  # power of two, at least TOP_K
+    LANES: tl.constexpr,  # power of two, at least TOP_K + SHARED
     PDL: tl.constexpr,
 ):
     """`route_torch`, one program a token; the first of equal experts wins."""
@@ -108,22 +118,45 @@ def _route_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     experts, lanes = tl.arange(0, EXPERTS), tl.arange(0, LANES)
-    logits = tl.load(logits_ptr + token * num_experts + experts, mask=experts < num_experts, other=float("-inf"))
+    logits = tl.load(logits_ptr + token * width + experts, mask=experts < num_experts, other=float("-inf"))
     logits = logits.to(tl.float32)
-    weights = tl.exp(logits - tl.reduce(logits, 0, larger))  # all are NaN if one logit is
-    total = tl.sum(weights, axis=0)
-    ids = tl.zeros([LANES], tl.int32)
+    most = tl.reduce(logits, 0, larger)
+    if SIGMOID:  # all scores are NaN if one logit is
+        scores = tl.where(most == most, 1.0 / (1.0 + tl.exp(-logits)), most)
+    if not SIGMOID:
+        scores = tl.exp(logits - most)
+    total = tl.sum(scores, axis=0)
+    preferences = scores
+    if BIAS:
+        if not SIGMOID:
+            scores = scores / total
+        bias = tl.load(bias_ptr + experts, mask=experts < num_experts, other=float("-inf"))
+        preferences = scores + bias
+    ids = num_experts + lanes - TOP_K
     chosen = tl.zeros([LANES], tl.float32)
     for i in tl.static_range(TOP_K):
-        best = tl.max(weights, axis=0)
+        best = tl.max(preferences, axis=0)
         # If a NaN makes all comparisons false, use the last expert: the row is lost, but must not fault.
-        expert = tl.min(tl.where(weights == best, experts, num_experts - 1), axis=0)
+        expert = tl.min(tl.where(preferences == best, experts, num_experts - 1), axis=0)
         ids = tl.where(lanes == i, expert, ids)
+        if BIAS:
+            best = tl.sum(tl.where(experts == expert, scores, 0.0), axis=0)
         chosen = tl.where(lanes == i, best, chosen)
-        weights = tl.where(experts == expert, -1.0, weights)
-    chosen = chosen / tl.sum(chosen, axis=0) if NORMALIZED else chosen / total
-    tl.store(ids_ptr + token * TOP_K + lanes, ids, mask=lanes < TOP_K)
-    tl.store(weights_ptr + token * TOP_K + lanes, chosen, mask=lanes < TOP_K)
+        preferences = tl.where(experts == expert, float("-inf"), preferences)
+    if NORMALIZED:
+        chosen = chosen / (tl.sum(chosen, axis=0) + SUM_EPS)
+    elif not SIGMOID and not BIAS:
+        chosen = chosen / total
+    if SCALE != 1.0:
+        chosen *= SCALE
+    if SHARED:
+        gate = 1.0
+        if SHARED_GATE:
+            gate = 1.0 / (1.0 + tl.exp(-tl.load(logits_ptr + token * width + num_experts).to(tl.float32)))
+        chosen = tl.where(lanes < TOP_K, chosen, gate)
+    at, live = token * (TOP_K + SHARED) + lanes, lanes < TOP_K + SHARED
+    tl.store(ids_ptr + at, ids, mask=live)
+    tl.store(weights_ptr + at, chosen, mask=live)
 
 
 @jit(do_not_specialize=["num_choices"])
@@ -193,15 +226,15 @@ def add_results(
     token,
     cols,
     N,
-    TOP_K: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
 ):
     """With one choice a program: the last program of a token that stores these columns adds the token's results."""
     tl.debug_barrier()  # all of this program's stores come before its arrival
-    if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == TOP_K - 1:
+    if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == PER_TOKEN - 1:
         tl.store(counter_ptr, 0)
         total = tl.zeros(cols.shape, tl.float32)
-        for i in tl.static_range(TOP_K):
-            choice = token * TOP_K + i
+        for i in tl.static_range(PER_TOKEN):
+            choice = token * PER_TOKEN + i
             result = tl.load(results_ptr + choice * N + cols, mask=cols < N, other=0.0, cache_modifier=".cg")
             total += result.to(tl.float32) * tl.load(mixture_ptr + choice)
         at = residual_ptr + token * N + cols
@@ -211,11 +244,11 @@ def add_results(
 
 @jit
 def _combine_kernel(
-    results_ptr,  # [num_tokens, TOP_K, hidden]
-    weights_ptr,  # [num_tokens, TOP_K] fp32
+    results_ptr,  # [num_tokens, PER_TOKEN, hidden]
+    weights_ptr,  # [num_tokens, PER_TOKEN] fp32
     residual_ptr,  # [num_tokens, hidden] contiguous, added to
     hidden,
-    TOP_K: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -226,8 +259,8 @@ def _combine_kernel(
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < hidden
     total = tl.zeros([BLOCK], tl.float32)
-    for i in tl.static_range(TOP_K):
-        choice = token * TOP_K + i
+    for i in tl.static_range(PER_TOKEN):
+        choice = token * PER_TOKEN + i
         result = tl.load(results_ptr + choice * hidden + cols, mask=inside, other=0.0).to(tl.float32)
         total += result * tl.load(weights_ptr + choice)
     at = residual_ptr + token * hidden + cols

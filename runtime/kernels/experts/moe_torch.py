@@ -6,13 +6,14 @@ the order of its preference, so a row's bits do not depend on the other rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from runtime.kernels.linear.linear_torch import Activate, Linear, Product
+from runtime.kernels.exact_functions import sigmoid
+from runtime.kernels.linear.linear_torch import Activate, Linear, Norm, Product
 from runtime.spec.decoder_spec import ExpertsSpec
 
 W = TypeVar("W")
@@ -27,6 +28,14 @@ class ExpertLayer(Protocol):
         """Add the mixture of norm(residual) to `out`, or to the residual without it; both [num_tokens, hidden]."""
 
 
+class Router(NamedTuple):
+    """The choice of experts."""
+
+    # The norm before the mixture, and the logits of the experts; then that of the shared experts with `shared_gate`.
+    logits: Linear
+    bias: torch.Tensor | None = None  # float32 [num_experts] with `choice_bias`
+
+
 class Experts:
     """One expert after another, for any weights that `product` takes.
 
@@ -35,7 +44,7 @@ class Experts:
     def __init__(
         self,
         spec: ExpertsSpec,
-        router: Linear,
+        router: Router,
         weights: Iterable[tuple[W, W]],
         product: Callable[[W], Product],
         activate: Activate,
@@ -52,14 +61,14 @@ class Experts:
 
     def mixture(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
         """The mixture of norm(residual) in float32, as wide as the product with down."""
-        x = self.router.norm(residual, norm_weight, eps)
-        ids, weights = route_torch(self.router.product(x), self.spec)
+        x = self.router.logits.norm(residual, norm_weight, eps)
+        ids, weights = route_torch(self.router.logits.product(x), self.spec, self.router.bias)
         order = ids.flatten().argsort(stable=True)
-        counts = ids.flatten().bincount(minlength=self.spec.num_experts).tolist()
+        counts = ids.flatten().bincount(minlength=self.spec.all_experts).tolist()
         results = x.new_empty(0)
         for (gate_up, down), choices in zip(self.experts, order.split(counts), strict=True):
             if len(choices):
-                y = down(self.activate(gate_up(x[choices // self.spec.top_k])))
+                y = down(self.activate(gate_up(x[choices // self.spec.choices])))
                 results = results if len(results) else y.new_empty(len(order), y.shape[1])
                 results[choices] = y
         ordered = results.view(*ids.shape, -1).unbind(1)
@@ -67,7 +76,48 @@ class Experts:
         return reduce(torch.add, (y * w[:, None] for y, w in zip(ordered, weights.unbind(1), strict=True)))
 
 
-def route_torch(logits: torch.Tensor, spec: ExpertsSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Router logits [num_tokens, num_experts] -> ids and fp32 weights [num_tokens, top_k], best first."""
-    weights, ids = logits.float().softmax(-1).topk(spec.top_k, -1)
-    return ids, weights / weights.sum(-1, keepdim=True) if spec.normalized else weights
+class SharedBeside:
+    """A mixture with shared experts in another weight format, which run one after another after the others."""
+
+    def __init__(
+        self,
+        routed: ExpertLayer,  # the other experts
+        gate: Linear | None,  # of the weight of the shared experts
+        shared: Sequence[tuple[Product, Product]],
+        norm: Norm,
+        activate: Activate,
+    ) -> None:
+        self.routed, self.gate, self.shared, self.norm, self.activate = routed, gate, shared, norm, activate
+
+    def add_to(
+        self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    ) -> None:
+        """`ExpertLayer.add_to`."""
+        x = self.norm(residual, norm_weight, eps)
+        total = reduce(torch.add, (down(self.activate(gate_up(x))).float() for gate_up, down in self.shared))
+        if self.gate is not None:
+            total *= sigmoid(self.gate.product(x).float())
+        self.routed.add_to(residual, norm_weight, eps, out)
+        (residual if out is None else out).add_(total.to(residual.dtype))
+
+
+def route_torch(
+    logits: torch.Tensor, spec: ExpertsSpec, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Router logits [num_tokens, at least num_experts] -> ids and fp32 weights [num_tokens, choices], best first.
+
+    The shared experts are the last choices. The logit of their weight follows the experts' logits."""
+    logits = logits.float()
+    scores = logits[:, : spec.num_experts]
+    scores = scores.softmax(-1) if spec.scores == "softmax" else sigmoid(scores)
+    ids = (scores if bias is None else scores + bias).topk(spec.top_k, -1).indices
+    weights = scores.gather(-1, ids)
+    if spec.normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + spec.sum_eps)
+    if spec.scale != 1.0:
+        weights = weights * spec.scale
+    if not spec.shared:
+        return ids, weights
+    shared = torch.arange(spec.num_experts, spec.all_experts, device=ids.device).expand(len(ids), -1)
+    gate = sigmoid(logits[:, spec.num_experts, None]) if spec.shared_gate else weights.new_ones(len(ids), 1)
+    return torch.cat((ids, shared), 1), torch.cat((weights, gate.expand_as(shared)), 1)

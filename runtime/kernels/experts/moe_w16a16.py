@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from runtime.kernels.experts.moe_routing import RoutedExperts, Tile, choices_of_tile, stacked, worst_case_tiles
-from runtime.kernels.linear.linear_torch import Linear
+from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.norm.gated_activation import Activation, activated
 from runtime.kernels.triton_language import jit, next_power_of_2, tl, use_pdl
 from runtime.spec.decoder_spec import ExpertsSpec
@@ -19,25 +19,25 @@ class GroupedExperts(RoutedExperts):
     def __init__(
         self,
         spec: ExpertsSpec,
-        router: Linear,
+        router: Router,
         weights: Iterable[tuple[torch.Tensor, torch.Tensor]],
         activation: Activation,
         deterministic: bool,
     ) -> None:
         self.spec, self.router, self.activation, self.deterministic = spec, router, activation, deterministic
-        ((self.gate_up,), (self.down,)) = stacked(([[part] for part in parts] for parts in weights), spec.num_experts)
+        ((self.gate_up,), (self.down,)) = stacked(([[part] for part in parts] for parts in weights), spec.all_experts)
 
     def add_to(
         self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
     ) -> None:
         """`ExpertLayer.add_to`."""
-        x = self.router.norm(residual, norm_weight, eps)
-        num_choices, hidden = len(x) * self.spec.top_k, x.shape[1]
-        ids, weights = self._route(self.router.product(x))
+        x = self.router.logits.norm(residual, norm_weight, eps)
+        num_choices, hidden = len(x) * self.spec.choices, x.shape[1]
+        ids, weights = self._route(self.router.logits.product(x))
         starts, order = self._sort(ids)
         inner = x.new_empty(num_choices, self.down.shape[2])
         results = x.new_empty(num_choices, hidden)
-        tile = moe_w16a16_tile(num_choices, self.spec.num_experts, x.dtype, self.deterministic)
+        tile = moe_w16a16_tile(num_choices, self.spec.all_experts, x.dtype, self.deterministic)
         self._product(x, self.gate_up, inner, starts, order, tile, self.activation)
         self._product(inner, self.down, results, starts, order, tile, None)
         self._combine(results, weights, residual if out is None else out)
@@ -57,7 +57,7 @@ class GroupedExperts(RoutedExperts):
         most_tiles = worst_case_tiles(num_choices, num_experts, tile)
         _moe_w16a16_kernel[(most_tiles, -(-size_out // tile.block_n))](
             x, weight, out, starts, order, num_experts, size_out,
-            K=size_in, TOP_K=self.spec.top_k, ACTIVATION=activation, EXPERTS=next_power_of_2(num_experts),
+            K=size_in, PER_TOKEN=self.spec.choices, ACTIVATION=activation, EXPERTS=next_power_of_2(num_experts),
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
             PDL=pdl, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
         )  # fmt: skip
@@ -84,7 +84,7 @@ def _moe_w16a16_kernel(
     num_experts,
     N,
     K: tl.constexpr,
-    TOP_K: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
     ACTIVATION: tl.constexpr,
     EXPERTS: tl.constexpr,  # power of two, at least num_experts
     BLOCK_M: tl.constexpr,
@@ -101,7 +101,7 @@ def _moe_w16a16_kernel(
     )
     if expert >= num_experts:
         return
-    sources = choices // TOP_K if ACTIVATION is not None else tl.where(live, rows, 0)
+    sources = choices // PER_TOKEN if ACTIVATION is not None else tl.where(live, rows, 0)
     targets = rows if ACTIVATION is not None else choices
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)

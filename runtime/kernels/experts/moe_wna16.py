@@ -24,7 +24,7 @@ from runtime.kernels.experts.moe_routing import (
     stacked,
     worst_case_tiles,
 )
-from runtime.kernels.linear.linear_torch import Linear
+from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.linear.skinny_blocks import add_chunks, weight_rows_of_block
 from runtime.kernels.linear.split_k import split_counters
 from runtime.kernels.norm.gated_activation import Activation, activated
@@ -54,7 +54,7 @@ def _moe_wna16_few_kernel(
     num_experts,
     N,  # weight rows of an expert
     K: tl.constexpr,
-    TOP_K: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
     ACTIVATION: tl.constexpr,
     SINGLE: tl.constexpr,
     EXPERTS: tl.constexpr,  # power of two, at least num_experts
@@ -79,7 +79,7 @@ def _moe_wna16_few_kernel(
     )
     if expert >= num_experts:
         return
-    sources = tl.where(live, choices // TOP_K if ACTIVATION is not None else tokens, 0)
+    sources = tl.where(live, choices // PER_TOKEN if ACTIVATION is not None else tokens, 0)
     rows = weight_rows_of_block(tl.program_id(0), N, ACTIVATION, BLOCK_N)
     row_of = tl.minimum(rows, N - 1)
     ROW_BYTES: tl.constexpr = K // 2 if LAYOUT.plane else K
@@ -125,9 +125,9 @@ def _moe_wna16_few_kernel(
     at = out_ptr + targets.to(tl.int64)[None, :] * width + outs[:, None]
     tl.store(at, y.to(out_ptr.dtype.element_ty), mask=live[None, :] & (outs < width)[:, None])
     if SINGLE and ACTIVATION is None:
-        token = tl.program_id(1) // TOP_K
+        token = tl.program_id(1) // PER_TOKEN
         counter = counters_ptr + token * tl.num_programs(0) + tl.program_id(0)
-        add_results(out_ptr, mixture_ptr, residual_ptr, counter, token, rows, N, TOP_K)
+        add_results(out_ptr, mixture_ptr, residual_ptr, counter, token, rows, N, PER_TOKEN)
 
 
 @jit
@@ -142,7 +142,7 @@ def _moe_wna16_many_kernel(
     num_experts,
     N,
     K: tl.constexpr,
-    TOP_K: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
     ACTIVATION: tl.constexpr,
     EXPERTS: tl.constexpr,
     SCALES: tl.constexpr,
@@ -162,7 +162,7 @@ def _moe_wna16_many_kernel(
     )
     if expert >= num_experts:
         return
-    sources = tl.where(live, choices // TOP_K if ACTIVATION is not None else tokens, 0)
+    sources = tl.where(live, choices // PER_TOKEN if ACTIVATION is not None else tokens, 0)
     rows = weight_rows_of_block(tl.program_id(0), N, ACTIVATION, BLOCK_N)
     row_of = tl.minimum(rows, N - 1)
     ROW_BYTES: tl.constexpr = K // 2 if LAYOUT.plane else K
@@ -234,7 +234,7 @@ class QuantizedExperts(RoutedExperts):
     def __init__(
         self,
         spec: ExpertsSpec,
-        router: Linear,
+        router: Router,
         weights: Iterable[tuple[QuantizedWeight, QuantizedWeight]],
         activation: Activation,
         deterministic: bool,
@@ -246,7 +246,7 @@ class QuantizedExperts(RoutedExperts):
             for pairs[:] in ([pair] for pair in weights):
                 yield [[t for t in (w.values, w.scales, w.zero_points) if t is not None] for w in pairs[0]]
 
-        stacks = stacked(tensors(), spec.num_experts)
+        stacks = stacked(tensors(), spec.all_experts)
         self.weights = [
             replace(weight, values=values, scales=scales, zero_points=more[0] if more else None)
             for weight, (values, scales, *more) in zip(pairs[0], stacks, strict=True)
@@ -256,12 +256,12 @@ class QuantizedExperts(RoutedExperts):
         self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
     ) -> None:
         out = residual if out is None else out
-        x = self.router.norm(residual, norm_weight, eps)
-        (num_tokens, hidden), num_choices = x.shape, len(x) * self.spec.top_k
+        x = self.router.logits.norm(residual, norm_weight, eps)
+        (num_tokens, hidden), num_choices = x.shape, len(x) * self.spec.choices
         gate_up, down = self.weights
-        tile = moe_wna16_tile(num_choices, self.spec.num_experts, self.deterministic)
+        tile = moe_wna16_tile(num_choices, self.spec.all_experts, self.deterministic)
         is_single = self._is_single(num_tokens, hidden, tile)
-        ids, weights = self._route(self.router.product(x))
+        ids, weights = self._route(self.router.logits.product(x))
         starts, order = (ids, ids) if is_single else self._sort(ids)
         inner = x.new_empty(num_choices, down.shape[1])
         results = x.new_empty(num_choices, hidden, dtype=torch.float32 if is_single else x.dtype)
@@ -287,13 +287,13 @@ class QuantizedExperts(RoutedExperts):
         tile: Tile,
         activation: Activation | None,
     ) -> None:
-        (size_out, size_in), num_experts, num_choices = weight.shape, self.spec.num_experts, len(out)
+        (size_out, size_in), num_experts, num_choices = weight.shape, self.spec.all_experts, len(out)
         num_tiles, pdl = num_choices, use_pdl(x)
         if not is_single:
             num_tiles = worst_case_tiles(num_choices, num_experts, tile)
         grid = -(-size_out // tile.block_n), num_tiles
         options: dict[str, Any] = {
-            "LAYOUT": weight.layout, "K": size_in, "TOP_K": self.spec.top_k, "ACTIVATION": activation,
+            "LAYOUT": weight.layout, "K": size_in, "PER_TOKEN": self.spec.choices, "ACTIVATION": activation,
             "EXPERTS": next_power_of_2(num_experts), "SCALES": weight.scales.stride(0), "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n, "BLOCK_K": step_columns(weight, tile.block_k), "STAGES": tile.num_stages,
             "PDL": pdl, "launch_pdl": pdl,

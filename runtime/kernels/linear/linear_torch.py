@@ -108,6 +108,12 @@ class AdaptedLinear(Linear):
             self.adapters(residual, x)
 
 
+def lookup_torch(table: torch.Tensor, ids: torch.Tensor, factor: float) -> torch.Tensor:
+    """Rows of a table, times a factor."""
+    rows = F.embedding(ids, table)
+    return rows if factor == 1.0 else rows.mul_(factor)
+
+
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """True if this torch build has packed linear layers for the dtype and the device."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():

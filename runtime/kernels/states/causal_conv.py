@@ -7,6 +7,8 @@ the inputs that it reads. Behind longer rows, a second kernel does.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from runtime.kernels.attention.paged_attention import find_row, rows_searched
@@ -73,7 +75,7 @@ def _causal_conv_kernel(
     bias = tl.zeros([BLOCK_C], tl.float32)
     if BIAS:
         bias += tl.load(bias_ptr + cols, mask=is_col, other=0.0).to(tl.float32)
-    taps = ()
+    taps: Any = ()
     for w in tl.static_range(WIDTH):
         at_tap = weight_ptr + cols * channel_stride + w * tap_stride
         taps += (tl.load(at_tap, mask=is_col, other=0.0).to(tl.float32),)
@@ -87,7 +89,7 @@ def _causal_conv_kernel(
     if count <= 0:
         return
     at_x = x_ptr + first.to(tl.int64) * x_stride + cols
-    known = ()  # all loads are in flight together
+    known: Any = ()  # all loads are in flight together
     for i in tl.static_range(BEFORE + TILE_TOKENS):
         if i < BEFORE:
             if row_tile == 0:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from runtime.kernels.states.exact_functions import silu
+from runtime.kernels.exact_functions import silu
 from runtime.kernels.states.state_rows import ConvState, DeltaState, StateRows
 from runtime.spec.kv_cache_spec import RING
 

@@ -94,6 +94,7 @@ def _prepare_chunks_kernel(
     num_rows,
     scale,
     KEY_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # neighbours among the value heads with the same key head
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -122,7 +123,7 @@ def _prepare_chunks_kernel(
     tokens = (first + index).to(tl.int64)
     is_key = used[:, None] & (keys < KEY_DIM)[None, :]
     is_value = used[:, None] & (values < VALUE_DIM)[None, :]
-    key_head = head * KEY_HEADS // VALUE_HEADS
+    key_head = head // GROUP % KEY_HEADS
     at_q = qkv_ptr + tokens[:, None] * qkv_stride + key_head * KEY_DIM + keys[None, :]
     at_v = qkv_ptr + tokens[:, None] * qkv_stride + (2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM) + values[None, :]
     k = tl.load(at_q + KEY_HEADS * KEY_DIM, mask=is_key, other=0.0)
@@ -176,6 +177,7 @@ def _carry_state_kernel(
     covered_stride,
     places_stride,
     KEY_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # neighbours among the value heads with the same key head
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -214,7 +216,7 @@ def _carry_state_kernel(
     # Rows of w, then rows of q: one product with the state makes both.
     both = tl.arange(0, 2 * CHUNK)
     is_w, both_index = both < CHUNK, both % CHUNK
-    qkv_ptr += first.to(tl.int64) * qkv_stride + head * KEY_HEADS // VALUE_HEADS * KEY_DIM
+    qkv_ptr += first.to(tl.int64) * qkv_stride + head // GROUP % KEY_HEADS * KEY_DIM
     of_head = first.to(tl.int64) * VALUE_HEADS + head
     w_ptr += of_head * KEY_DIM
     out_ptr += of_head * VALUE_DIM
@@ -318,11 +320,13 @@ def launch_chunks(
     eps: float,
     rows: StateRows,
     state: DeltaState,
+    tiled: bool,
     out: torch.Tensor,  # [num_tokens, value_heads * value_dim] contiguous; the rows of tokens of prompts are written
 ) -> None:
     """The tokens of prompts of `delta_rule_torch`."""
     _, value_heads, key_dim, value_dim = state.state.shape
     key_heads = (qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
+    group = 1 if tiled else value_heads // key_heads
     w = torch.empty((len(qkv), value_heads, key_dim), dtype=qkv.dtype, device=qkv.device)
     scores = torch.empty((len(qkv), value_heads, CHUNK), dtype=qkv.dtype, device=qkv.device)
     scalars = torch.empty((len(qkv), value_heads, _SCALARS), dtype=torch.float32, device=qkv.device)
@@ -338,7 +342,7 @@ def launch_chunks(
     value_block = min(block_v, _VALUES)
     arrays = rows.slots, rows.starts, rows.q_starts, rows.places
     heads = {"VALUE_HEADS": value_heads, "VALUE_DIM": value_dim}
-    chunks = heads | {"KEY_HEADS": key_heads, "KEY_DIM": key_dim, "CHUNK": CHUNK, "BLOCK_K": block_k}
+    chunks = heads | {"KEY_HEADS": key_heads, "GROUP": group, "KEY_DIM": key_dim, "CHUNK": CHUNK, "BLOCK_K": block_k}
     options = {"PDL": pdl, "launch_pdl": pdl}
     _prepare_chunks_kernel[((rows.num_tokens // CHUNK + rows.num_rows) * value_heads,)](
         qkv, gates, decay_log, decay_bias, out, w, scores, scalars, *arrays,

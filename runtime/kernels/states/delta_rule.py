@@ -19,6 +19,7 @@ def delta_rule_triton(
     eps: float,
     rows: StateRows,
     state: DeltaState,
+    tiled: bool = False,
 ) -> torch.Tensor:
     """`delta_rule_torch`; qkv, z and gates may have any stride between tokens.
 
@@ -26,7 +27,7 @@ def delta_rule_triton(
     value_heads, value_dim = state.state.shape[1], state.state.shape[3]
     out = torch.empty((len(qkv), value_heads * value_dim), dtype=qkv.dtype, device=qkv.device)
     if len(out):
-        arguments = qkv, z, gates, decay_log, decay_bias, norm_weight, eps, rows, state, out
+        arguments = qkv, z, gates, decay_log, decay_bias, norm_weight, eps, rows, state, tiled, out
         if not rows.steps_only:
             launch_chunks(*arguments)  # first: a row's steps follow its prompt
         launch_steps(*arguments)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.states.exact_functions import sigmoid, silu, softplus
+from runtime.kernels.exact_functions import sigmoid, silu, softplus
 from runtime.kernels.states.state_rows import MOST_PENDING, DeltaState, StateRows
 from runtime.spec.kv_cache_spec import CHUNK, RING
 
@@ -34,15 +34,17 @@ def delta_rule_torch(
     eps: float,
     rows: StateRows,
     state: DeltaState,
+    tiled: bool = False,
 ) -> torch.Tensor:
     """norm(o) * norm_weight * silu(z), [num_tokens, value_heads * value_dim] in qkv's dtype.
 
-    Value head h has the key head h * key_heads // value_heads."""
+    Value head h has the key head h * key_heads // value_heads, or with `tiled` h % key_heads."""
     _, value_heads, key_dim, value_dim = state.state.shape
     key_heads = (qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
     parts = qkv.float().split([key_heads * key_dim] * 2 + [value_heads * value_dim], 1)
     group = value_heads // key_heads
-    q, k = (_normalized(part.view(-1, key_heads, key_dim)).repeat_interleave(group, 1) for part in parts[:2])
+    q, k = (_normalized(part.view(-1, key_heads, key_dim)) for part in parts[:2])
+    q, k = (x.repeat(1, group, 1) if tiled else x.repeat_interleave(group, 1) for x in (q, k))
     q, v = q * key_dim**-0.5, parts[2].view(-1, value_heads, value_dim)
     b, a = gates.float().chunk(2, 1)
     rates, logs = sigmoid(b), -decay_log.exp() * softplus(a + decay_bias)

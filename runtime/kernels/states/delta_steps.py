@@ -58,12 +58,12 @@ def _updated(matrix, key, update):
 
 @jit
 def _load_token(qkv_ptr, gates_ptr, z_ptr, token, head, keys, values, qkv_stride, gates_stride, z_stride,
-                KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+                KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
                 VALUE_DIM: tl.constexpr):  # fmt: skip
     """(q, k, v, logits of rate and decay, z) of a token."""
     token = token.to(tl.int64)
     qkv_ptr += token * qkv_stride
-    at_q = qkv_ptr + head * KEY_HEADS // VALUE_HEADS * KEY_DIM + keys
+    at_q = qkv_ptr + head // GROUP % KEY_HEADS * KEY_DIM + keys
     at_v = qkv_ptr + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values
     q = tl.load(at_q, mask=keys < KEY_DIM, other=0.0).to(tl.float32)
     k = tl.load(at_q + KEY_HEADS * KEY_DIM, mask=keys < KEY_DIM, other=0.0).to(tl.float32)
@@ -103,6 +103,7 @@ def _delta_steps_kernel(
     eps,
     scale,  # of q
     KEY_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # neighbours among the value heads with the same key head
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -172,13 +173,13 @@ def _delta_steps_kernel(
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     q, k, v, b, a, z = _load_token(
         qkv_ptr, gates_ptr, z_ptr, first, head, keys, values, qkv_stride, gates_stride, z_stride,
-        KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
+        KEY_HEADS, GROUP, VALUE_HEADS, KEY_DIM, VALUE_DIM,
     )  # fmt: skip
     for position in range(start, end):
         token = first + position - start
         next_q, next_k, next_v, next_b, next_a, next_z = _load_token(
             qkv_ptr, gates_ptr, z_ptr, tl.minimum(token + 1, end_token - 1), head, keys, values, qkv_stride,
-            gates_stride, z_stride, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
+            gates_stride, z_stride, KEY_HEADS, GROUP, VALUE_HEADS, KEY_DIM, VALUE_DIM,
         )  # fmt: skip
         if position == stored:
             tl.store(at_state, matrix, mask=whole)
@@ -217,11 +218,13 @@ def launch_steps(
     eps: float,
     rows: StateRows,
     state: DeltaState,
+    tiled: bool,
     out: torch.Tensor,  # [num_tokens, value_heads * value_dim] contiguous; the step tokens' rows are written
 ) -> None:
     """The step tokens of `delta_rule_torch`."""
     _, value_heads, key_dim, value_dim = state.state.shape
     key_heads = (qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
+    group = 1 if tiled else value_heads // key_heads
     unit, pdl = stride_unit(state), use_pdl(qkv)
     assert state.keys.stride(0) == state.values.stride(0) == state.decays.stride(0)
     _delta_steps_kernel[(rows.num_rows * value_heads,)](
@@ -230,8 +233,8 @@ def launch_steps(
         rows.slots, rows.starts, rows.q_starts, rows.places,
         qkv.stride(0), z.stride(0), gates.stride(0), state.state.stride(0) // unit, state.positions.stride(0),
         state.keys.stride(0), state.keys.stride(1), rows.places.stride(0), eps, key_dim**-0.5,
-        KEY_HEADS=key_heads, VALUE_HEADS=value_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, STRIDE_UNIT=unit,
-        STEPS_ONLY=rows.steps_only, LAG=LAG, MOST_PENDING=MOST_PENDING, RING=RING,
+        KEY_HEADS=key_heads, GROUP=group, VALUE_HEADS=value_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        STRIDE_UNIT=unit, STEPS_ONLY=rows.steps_only, LAG=LAG, MOST_PENDING=MOST_PENDING, RING=RING,
         NORM_EPS=NORM_EPS,
         BLOCK_K=next_power_of_2(key_dim), BLOCK_V=next_power_of_2(value_dim), PDL=pdl,
         launch_pdl=pdl, num_warps=4,

@@ -9,8 +9,8 @@ cache; other rows hold snapshots for the prefix cache. A row's tokens are comput
 `prompt_end` is the position of the prompt's last token. Chunks begin at multiples of CHUNK, so a token's bits do not
 depend on how its prompt was cut into steps. Rows end at such a multiple or reach `prompt_end`.
 
-The stored state lags behind: the inputs of the last tokens stay in a ring, by position modulo RING, until no later step
-can reject these tokens or compute them again. A row may therefore start at any of the last positions.
+The stored state lags behind. The updates of the last tokens stay in a ring, by position modulo RING, while a later step
+may reject these tokens or compute them again. A row may therefore start at any of the last positions.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ class StateRows:
     slots: torch.Tensor  # [num_rows]
     starts: torch.Tensor  # [num_rows] position of the row's first token
     q_starts: torch.Tensor  # [num_rows + 1] the row's first token in the step, and the end of the last row
-    # [num_slots + 1, 4], any stride between rows: the slot's row in the state cache; its prompt_end; the position of
-    # the snapshot that this step takes, or 0; the snapshot's row in the state cache
+    # [num_slots + 1, 4], any stride between slots. Columns: row of the state cache, prompt_end, position of the
+    # snapshot in this step or 0, row of that snapshot.
     places: torch.Tensor
     num_rows: int
     num_tokens: int
     max_count: int  # most tokens of a row
-    # True if all tokens are at their prompt_end or behind it, whatever `places` says: a graph of decode steps
-    steps_only: bool = False
+    steps_only: bool = False  # compute all tokens one after another, as a graph of decode steps does
 
 
 @dataclass(slots=True)
@@ -58,7 +57,8 @@ class DeltaState:
     inputs: torch.Tensor  # [num_states, RING, channels] of the convolution
     state: torch.Tensor  # [num_states, value_heads, key_dim, value_dim] float32
     positions: torch.Tensor  # [num_states, value_heads] int32, the tokens that the state covers
-    # The ring of updates that the state does not have yet: S = decay * S + outer(key, value)
+
+    # The ring of later updates: S = decay * S + outer(key, value)
     keys: torch.Tensor  # [num_slots + 1, value_heads, RING, key_dim] float32
     values: torch.Tensor  # [num_slots + 1, value_heads, RING, value_dim] float32
     decays: torch.Tensor  # [num_slots + 1, value_heads, RING] float32

@@ -16,14 +16,17 @@ def build_inputs_torch(
     starts: torch.Tensor,  # [num_rows] int32, position of the row's first token
     q_starts: torch.Tensor,  # [num_rows + 1] int32, the row's first token in the step; the last is num_tokens
     tokens: torch.Tensor,  # [num_slots + 1, max_model_len] int32, any stride between rows
-    tables: torch.Tensor,  # [num_slots + 1, max_blocks] int32 block ids, of the same stride
+    tables: torch.Tensor,  # [num_slots + 1, num_groups * max_blocks] int32 block ids, of the same stride
     block_size: int,
     num_tokens: int,
     max_count: int,  # most tokens of a row
     own_counts: torch.Tensor | None = None,  # [num_rows] int32: real tokens of a row; the rest is padding
     adapters: torch.Tensor | None = None,  # [num_slots + 1] int32, with the row stride of tokens
+    num_groups: int = 1,  # of layers, with tables of their own
 ) -> Inputs:
-    """token ids, positions, kv_index (block * block_size + offset) and perhaps adapters, each [num_tokens] int32.
+    """token ids, positions, kv_index and perhaps adapters: int32 [num_tokens].
+
+    kv_index is [num_groups, num_tokens]: block * block_size + offset in each group.
 
     Padding tokens have id 0, store k and v in the null block, and use adapter 0 (none)."""
     counts = q_starts.diff()
@@ -32,7 +35,8 @@ def build_inputs_torch(
     positions = starts[row_of] + step - q_starts[row_of]
     slot_of = slots[row_of].long()
     token_ids = tokens[slot_of, positions.long()]
-    kv_index = tables[slot_of, positions // block_size] * block_size + positions % block_size
+    own = tables.view(len(tables), num_groups, -1)[slot_of, :, positions // block_size].T
+    kv_index = own * block_size + positions % block_size
     if own_counts is not None:
         is_own = step - q_starts[row_of] < own_counts[row_of]
         token_ids, kv_index = token_ids * is_own, kv_index * is_own
@@ -47,14 +51,16 @@ def _build_inputs_kernel(
     starts_ptr,  # [num_rows]
     q_starts_ptr,  # [num_rows + 1]
     tokens_ptr,  # [num_slots + 1, max_model_len], rows stride apart
-    tables_ptr,  # [num_slots + 1, max_blocks], rows stride apart
+    tables_ptr,  # [num_slots + 1, GROUPS * max_blocks], rows stride apart
     own_counts_ptr,  # [num_rows]; read with OWN_COUNTS
     adapters_ptr,  # [num_slots + 1], stride apart; read with ADAPTERS
-    out_ptr,  # [3, num_tokens], or [4, num_tokens]
+    out_ptr,  # [2 + GROUPS, num_tokens], or [3 + GROUPS, num_tokens]
     stride,
     num_rows,
     num_tokens,
     block_size,
+    max_blocks,
+    GROUPS: tl.constexpr,
     ROWS: tl.constexpr,  # rows of a program
     TOKENS: tl.constexpr,  # tokens of each
     OWN_COUNTS: tl.constexpr,
@@ -77,15 +83,17 @@ def _build_inputs_kernel(
     if OWN_COUNTS:
         known = own & (at < tl.load(own_counts_ptr + rows, mask=inside, other=0)[:, None])
     token_ids = tl.load(tokens_ptr + slots * stride + positions, mask=known, other=0)
-    blocks = tl.load(tables_ptr + slots * stride + positions // block_size, mask=known, other=0)
-    kv_index = tl.where(known, blocks * block_size + positions % block_size, 0)
     out = out_ptr + first + at
     tl.store(out, token_ids, mask=own)
     tl.store(out + num_tokens, positions, mask=own)
-    tl.store(out + 2 * num_tokens, kv_index, mask=own)
+    for group in tl.static_range(GROUPS):
+        entries = tables_ptr + slots * stride + group * max_blocks + positions // block_size
+        blocks = tl.load(entries, mask=known, other=0)
+        kv_index = tl.where(known, blocks * block_size + positions % block_size, 0)
+        tl.store(out + (2 + group) * num_tokens, kv_index, mask=own)
     if ADAPTERS:
         adapters = tl.load(adapters_ptr + slots * stride, mask=inside[:, None], other=0)
-        tl.store(out + 3 * num_tokens, tl.where(known, adapters, 0), mask=own)
+        tl.store(out + (2 + GROUPS) * num_tokens, tl.where(known, adapters, 0), mask=own)
 
 
 def build_inputs(
@@ -99,17 +107,19 @@ def build_inputs(
     max_count: int,
     own_counts: torch.Tensor | None = None,
     adapters: torch.Tensor | None = None,
+    num_groups: int = 1,
 ) -> Inputs:
     """`build_inputs_torch` as one kernel; its grid depends only on ints of the host."""
     num_rows = len(slots)
-    out = torch.empty((3 if adapters is None else 4, num_tokens), dtype=torch.int32, device=slots.device)
+    has_adapters = adapters is not None
+    out = torch.empty((2 + num_groups + has_adapters, num_tokens), dtype=torch.int32, device=slots.device)
     per_row = 1 if max_count == 1 else 8 if max_count <= 8 else _TILE
     pdl = use_pdl(out)
     _build_inputs_kernel[(-(-num_rows * per_row // _TILE), -(-max_count // per_row))](
         slots, starts, q_starts, tokens, tables, slots if own_counts is None else own_counts,
         slots if adapters is None else adapters, out,
-        tokens.stride(0), num_rows, num_tokens, block_size,
+        tokens.stride(0), num_rows, num_tokens, block_size, tables.shape[1] // num_groups, GROUPS=num_groups,
         ROWS=_TILE // per_row, TOKENS=per_row, OWN_COUNTS=own_counts is not None,
-        ADAPTERS=adapters is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        ADAPTERS=has_adapters, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
-    return out[0], out[1], out[2], None if adapters is None else out[3]
+    return out[0], out[1], out[2 : 2 + num_groups], out[-1] if has_adapters else None

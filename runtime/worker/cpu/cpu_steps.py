@@ -61,7 +61,8 @@ class CpuSteps(Steps):
         super().reset()
         max_blocks = -(-self.max_model_len // self.cache.block_size)
         has_states = self.cache.states is not None
-        self.slots = Slots(self.num_slots, self.max_model_len, max_blocks, self.cache.device, has_states)
+        groups = self.cache.spec.groups
+        self.slots = Slots(self.num_slots, self.max_model_len, max_blocks, self.cache.device, has_states, len(groups))
         self.tapes = None
         if self.is_tiled:
             assert self.compiled is not None
@@ -97,7 +98,7 @@ class CpuSteps(Steps):
     def _forward(self, plan: StepPlan) -> StepWork:
         if self.tapes is not None and self._is_decode(plan) and self.tapes.takes(len(plan.slots)):
             return self._replayed(plan, self.tapes)
-        step = build_input(plan, self.slots, self.attention_shape, tiled=self.is_tiled)
+        step = build_input(plan, self.slots, self.attention_shape, self.is_tiled, self.cache.spec.groups)
         hidden = self.decoder.forward(step.batch, self.cache.layers)
         if not hidden.sum(dtype=torch.float32).isfinite():
             self.poisoned = True
@@ -144,5 +145,6 @@ class CpuSteps(Steps):
         starts = np.full(self.num_slots, np.iinfo(np.int32).max, np.int32)
         starts[plan.slots] = plan.num_computed
         slots, index, blocks = plan.block_table_writes
+        index = index % self.slots.tables.shape[2]
         fresh = blocks[index >= -(-starts[slots] // self.cache.block_size)]
         self.cache.clear(self.copies.upload(fresh.astype(np.int64)))

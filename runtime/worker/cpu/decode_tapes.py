@@ -41,6 +41,11 @@ class DecodeTapes:
         self._recorded: dict[int, _Recorded] = {}
         self._is_complete = True  # false if the decoder has operations that are not kernels
 
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of rows that have tapes."""
+        return sorted(self._recorded)
+
     def takes(self, num_rows: int) -> bool:
         """True if steps of this many rows may run as tapes."""
         return self._is_complete and num_rows <= MAX_ROWS
@@ -50,13 +55,14 @@ class DecodeTapes:
         found = self._recorded.get(len(batch.token_ids))
         if found is None:
             return self._record(batch)
-        own, tiled, new_tiled = found.batch, found.batch.attention, batch.attention
-        assert isinstance(tiled, TiledRows)
-        assert isinstance(new_tiled, TiledRows)
+        own = found.batch
         own.token_ids.copy_(batch.token_ids)
         own.positions.copy_(batch.positions)
-        own.kv_index.copy_(batch.kv_index)
-        tiled.tiles.copy_(new_tiled.tiles)
+        for (own_index, tiled), (index, new_tiled) in zip(own.groups, batch.groups, strict=True):
+            assert isinstance(tiled, TiledRows)
+            assert isinstance(new_tiled, TiledRows)
+            own_index.copy_(index)
+            tiled.tiles.copy_(new_tiled.tiles)
         if own.states is not None and batch.states is not None:
             own.states.slots.copy_(batch.states.slots)
             own.states.starts.copy_(batch.states.starts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,8 @@ from numpy.typing import NDArray
 from runtime.core.plan import Int32s, StepPlan, last_tokens
 from runtime.kernels.attention.attention_torch import AttentionShape, decode_bucket, plan_attention
 from runtime.kernels.cpu.attention.tiled_rows import TiledRows, attention_tiles
-from runtime.models.forward_batch import AttentionMetadata, ForwardBatch
+from runtime.models.forward_batch import AttentionMetadata, ForwardBatch, GroupRows
+from runtime.spec.kv_cache_spec import KVGroupSpec
 from runtime.worker.cpu.slots import Slots
 
 
@@ -27,9 +29,14 @@ class StepInput:
     sampled_positions: Int32s  # [num_sampled] position of the token to be sampled
 
 
-def build_input(plan: StepPlan, slots: Slots, shape: AttentionShape, tiled: bool = False) -> StepInput:
-    """`plan` has at least one row, and its table writes are in `slots`. `tiled` is for the attention of compiled
-    kernels."""
+def build_input(
+    plan: StepPlan,
+    slots: Slots,
+    shape: AttentionShape,
+    tiled: bool = False,  # for the attention of compiled kernels
+    groups: Sequence[KVGroupSpec] = (),  # of the KV cache; () for one without a window
+) -> StepInput:
+    """`plan` has at least one row, and its table writes are in `slots`."""
     order = np.arange(len(plan.slots)) if tiled else _row_order(plan)
     rows, starts, counts = plan.slots[order], plan.num_computed[order], plan.num_tokens[order]
     ends = np.cumsum(counts)
@@ -37,22 +44,26 @@ def build_input(plan: StepPlan, slots: Slots, shape: AttentionShape, tiled: bool
     slot_of = rows[row_of].astype(np.int64)
     positions = np.arange(ends[-1]) + (starts - (ends - counts))[row_of]
     size = shape.block_size
-    kv_index = slots.tables[slot_of, positions // size].astype(np.int64) * size + positions % size
+    kv_index = slots.tables[:, slot_of, positions // size].astype(np.int64) * size + positions % size
     token_index = torch.from_numpy(slot_of * slots.max_model_len + positions).to(shape.device)
 
-    attention: AttentionMetadata
+    attention: list[AttentionMetadata]
     if tiled:
-        attention = TiledRows(int(ends[-1]), torch.from_numpy(attention_tiles(starts, counts, rows)), slots.all_tables)
+        tiles = torch.from_numpy(attention_tiles(starts, counts, rows))
+        attention = [TiledRows(int(ends[-1]), tiles, tables) for tables in slots.all_tables]
     else:
-        attention = plan_attention(slots.tables[rows], starts, counts, shape)
+        windows = [group.window for group in groups] or [None]
+        attention = [
+            plan_attention(_live_blocks(tables[rows], starts, window, size), starts, counts, shape)
+            for tables, window in zip(slots.tables, windows, strict=True)
+        ]
     first = np.empty(len(rows), np.int64)  # the index that each row's token at position 0 would have
     first[order] = ends - (starts + counts)
     sampling, sampled_after = last_tokens(plan, plan.num_samples)
     batch = ForwardBatch(
         token_ids=slots.flat_tokens.index_select(0, token_index).long(),
         positions=torch.from_numpy(positions).to(shape.device),
-        kv_index=torch.from_numpy(kv_index).to(shape.device),
-        attention=attention,
+        groups=list(map(GroupRows, torch.from_numpy(np.ascontiguousarray(kv_index)).to(shape.device), attention)),
         adapters=torch.from_numpy(slots.adapters[slot_of]).to(shape.device) if slots.adapters[rows].any() else None,
         states=slots.state_rows(rows, starts, counts),
     )
@@ -69,21 +80,28 @@ def build_decode_input(plan: StepPlan, slots: Slots, block_size: int) -> StepInp
     """`build_input` for rows of one token each, in the plan's order, for compiled kernels."""
     rows, positions = plan.slots, plan.num_computed.astype(np.int64)
     tokens = slots.tokens.numpy()[rows, positions]
-    places = slots.tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    places = slots.tables[:, rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
     index = np.arange(len(rows))
     tiles = np.stack((index, np.ones_like(index), rows, positions), 1).astype(np.int32)
-    inputs = torch.from_numpy(np.stack((tokens, positions, places)).astype(np.int64))
-    attention = TiledRows(len(rows), torch.from_numpy(tiles), slots.all_tables)
+    inputs = torch.from_numpy(np.stack((tokens, positions, *places)).astype(np.int64))
+    attention = [TiledRows(len(rows), torch.from_numpy(tiles), tables) for tables in slots.all_tables]
     sampling, _ = last_tokens(plan, plan.num_samples)
+    states = slots.state_rows(rows, positions, plan.num_tokens, True)
     return StepInput(
-        ForwardBatch(
-            inputs[0], inputs[1], inputs[2], attention, states=slots.state_rows(rows, positions, plan.num_tokens, True)
-        ),
+        ForwardBatch(inputs[0], inputs[1], list(map(GroupRows, inputs[2:], attention)), states=states),
         last=index,
         sampled=index[sampling],
         sampled_slots=rows[sampling],
         sampled_positions=plan.num_computed[sampling] + 1,
     )
+
+
+def _live_blocks(tables: Int32s, starts: Int32s, window: int | None, block_size: int) -> Int32s:
+    """Tables with the null block in place of what the rows no longer see: it may belong to another request (C9)."""
+    if window is None:
+        return tables
+    num_dead = np.maximum(starts - window + 1, 0) // block_size
+    return np.where(np.arange(tables.shape[1]) < num_dead[:, None], 0, tables)
 
 
 def _row_order(plan: StepPlan) -> NDArray[np.int64]:

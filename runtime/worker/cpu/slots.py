@@ -19,12 +19,18 @@ class Slots:
     `tokens[slot, start : start + count]`, and plans do not carry it."""
 
     def __init__(
-        self, num_slots: int, max_model_len: int, max_blocks: int, device: torch.device, has_states: bool = False
+        self,
+        num_slots: int,
+        max_model_len: int,
+        max_blocks: int,  # of a table
+        device: torch.device,
+        has_states: bool = False,
+        num_groups: int = 1,  # of layers, with a table each
     ) -> None:
         self.max_model_len = max_model_len
         self.tokens = torch.zeros((num_slots, max_model_len), dtype=torch.int32, device=device)
         self.flat_tokens = self.tokens.view(-1)
-        self.tables = np.zeros((num_slots, max_blocks), np.int32)  # on the host, which makes gather indices
+        self.tables = np.zeros((num_groups, num_slots, max_blocks), np.int32)  # on the host, for gather indices
         self.all_tables = torch.from_numpy(self.tables)
         self.adapters = np.zeros(num_slots, np.int64)
         self.has_states = has_states
@@ -33,7 +39,7 @@ class Slots:
     def add(self, new: NewSlot) -> None:
         """A request enters with its known tokens. Its blocks come with the plan's table writes."""
         self.tokens[new.slot, : len(new.token_ids)] = torch.tensor(new.token_ids, dtype=torch.int32)
-        self.tables[new.slot], self.adapters[new.slot] = 0, new.adapter
+        self.tables[:, new.slot], self.adapters[new.slot] = 0, new.adapter
         self.places[new.slot] = torch.tensor((new.state, new.prompt_len - 1, 0, 0))
 
     def write_snapshots(self, taken: Int32s) -> None:
@@ -49,8 +55,9 @@ class Slots:
         return StateRows(slots, firsts, ends, self.places, len(rows), int(edges[-1]), int(counts.max()), steps_only)
 
     def write_tables(self, writes: Int32s) -> None:
-        """writes: [3, n] slot, index in its table, block id."""
-        self.tables[writes[0], writes[1]] = writes[2]
+        """writes: [3, n] slot, index in the tables of all groups, block id."""
+        groups, indices = np.divmod(writes[1], self.tables.shape[2])
+        self.tables[groups, writes[0], indices] = writes[2]
 
     def write_draft_tokens(self, plan: StepPlan) -> None:
         """Write the draft tokens of a plan at their positions."""

@@ -1,7 +1,7 @@
 """DeviceSlots: the state of the requests on the device, one row of int32 a slot.
 
-    state[slot] = [ token ids: max_model_len | block table: max_blocks | sampling parameters: NUM_PARAMS | adapter
-                    | places of states: 4 ]
+    state[slot] = [ token ids: max_model_len | block tables: num_groups * max_blocks | sampling parameters: NUM_PARAMS
+                    | adapter | places of states: 4 ]
 
 The last row, the null slot, belongs to the padding of graphs. Its table and its parameters stay zero, so that padded
 rows compute into the null block. Its tokens are tokens of a prompt.
@@ -24,16 +24,20 @@ NO_WRITES: Int32s = np.zeros(1, np.int32)  # in the layout of kernels/step/scatt
 class DeviceSlots:
     """Token ids, block tables, sampling parameters and adapters. Plans change them by lists of writes."""
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, num_slots: int, max_model_len: int, block_size: int, device: torch.device, num_groups: int = 1
+    ) -> None:
         self.num_slots, self.max_model_len = num_slots, max_model_len
         max_blocks = -(-max_model_len // block_size)
-        self.table_at, self.params_at = max_model_len, max_model_len + max_blocks
+        self.table_at, self.params_at = max_model_len, max_model_len + num_groups * max_blocks
         self.places_at = self.params_at + NUM_PARAMS + 1
         self.stride = -(-(self.places_at + 4) // 4) * 4
         self.state = torch.zeros((num_slots + 1, self.stride), dtype=torch.int32, device=device)
         self.flat_state = self.state.view(-1)
         self.tokens = self.state[:, :max_model_len]
+        # The tables of all groups of layers one after another, and each group's own.
         self.tables = self.state[:, self.table_at : self.params_at]
+        self.tables_of_groups = self.tables.split(max_blocks, 1)
         self.params = self.state[:, self.params_at : self.params_at + NUM_PARAMS]
         self.adapters = self.state[:, self.params_at + NUM_PARAMS]
         self.places = self.state[:, self.places_at : self.places_at + 4]  # kernels/states/state_rows.py
@@ -45,6 +49,7 @@ class DeviceSlots:
         self.state.zero_()
         self.places[-1, 1] = self.max_model_len
         self.adapter_of[:] = 0
+        self.prompt_ends[:] = 0
 
     def writes(self, plan: StepPlan, params: Int32s) -> list[Int32s]:
         """The plan's changes of the state: block tables, new requests with their row of `params`, draft tokens. The

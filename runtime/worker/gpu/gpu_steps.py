@@ -51,7 +51,8 @@ class GpuSteps(Steps):
     ) -> None:
         super().__init__(decoder, cache, num_slots, max_model_len, extras, masks)
         split = SplitLogits(decoder.spec.whole.vocab_size, decoder.communicator)
-        self.slots = DeviceSlots(num_slots, max_model_len, cache.block_size, cache.device)
+        num_groups = len(cache.spec.groups)
+        self.slots = DeviceSlots(num_slots, max_model_len, cache.block_size, cache.device, num_groups)
         self.transfers = Transfers(cache.device)
         self.sampler: DeviceSampler = DeviceSampler(num_slots, split.vocab_size, eos_token_ids, self.transfers, split)
         self.graph_runner = GraphRunner(self.slots.flat_state, num_slots, max_model_len, cache.block_size)

@@ -5,13 +5,15 @@ A step without adapters launches no kernel for them, so steps with adapters have
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from runtime.kernels.attention.paged_attention import PagedBatch, PagedRows
 from runtime.kernels.states.state_rows import StateRows
-from runtime.kernels.step.step_inputs import build_inputs
+from runtime.kernels.step.step_inputs import Inputs, build_inputs
 from runtime.models.decoder import Decoder
-from runtime.models.forward_batch import ForwardBatch
+from runtime.models.forward_batch import ForwardBatch, GroupRows
 from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.device_slots import DeviceSlots
 from runtime.worker.gpu.graph_runner import DecodeShape
@@ -28,6 +30,7 @@ class StepKernels:
         self.decoder, self.cache, self.slots, self.sampler = decoder, cache, slots, sampler
         self.graph_logits = torch.empty(0, device=cache.device)  # [num_tokens, own_ids] of the last replay
         self.graph_hidden = torch.empty(0, device=cache.device)  # [num_samples, hidden] of the last replay with prompts
+        self.num_groups = len(cache.spec.groups)
         self.row_numbers = torch.arange(max_rows + 1, dtype=torch.int32, device=cache.device)
 
     def allocate_outputs(self, num_samples: int) -> None:
@@ -41,12 +44,13 @@ class StepKernels:
     def forward(self, shape: MixedShape, rows: torch.Tensor, has_adapters: bool) -> torch.Tensor:
         """The hidden states of the tokens of prompts and decoding rows, [num_tokens, hidden]."""
         slots, starts, q_starts, *_ = shape.split(rows)
-        tables, adapters = self.slots.tables, self.slots.adapters if has_adapters else None
+        adapters = self.slots.adapters if has_adapters else None
         num_tokens, num_short, num_long, _, max_count, max_len = shape
         inputs = build_inputs(
-            slots, starts, q_starts, self.slots.tokens, tables, self.cache.block_size, num_tokens, max_count, None,
-            adapters,
+            slots, starts, q_starts, self.slots.tokens, self.slots.tables, self.cache.block_size, num_tokens, max_count,
+            None, adapters, self.num_groups,
         )  # fmt: skip
+        tables = self.slots.tables_of_groups[0]
         attending = []
         for first, size, tokens, most in ((0, num_short, num_short, 1), (num_short, num_long, num_tokens, max_count)):
             if size:
@@ -56,8 +60,17 @@ class StepKernels:
                     PagedRows(slots[part], starts[part], q_starts_of_part, tables, size, tokens, most, max_len)
                 )
         states = StateRows(slots, starts, q_starts, self.slots.places, len(slots), num_tokens, max_count)
-        batch = ForwardBatch(*inputs[:3], PagedBatch(num_tokens, attending), inputs[3], states)
+        batch = self._batch(inputs, num_tokens, attending, states)
         return self.decoder.forward(batch, self.cache.layers)
+
+    def _batch(self, inputs: Inputs, num_tokens: int, parts: list[PagedRows], states: StateRows) -> ForwardBatch:
+        """The batch of a step. `parts` have the tables of the first group."""
+        token_ids, positions, kv_indices, adapters = inputs
+        groups = [
+            GroupRows(kv_index, PagedBatch(num_tokens, [replace(part, tables=tables) for part in parts]))
+            for kv_index, tables in zip(kv_indices, self.slots.tables_of_groups, strict=True)
+        ]
+        return ForwardBatch(token_ids, positions, groups, adapters, states)
 
     def sample(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, filters: bool, penalties: bool
@@ -90,13 +103,14 @@ class StepKernels:
         firsts = firsts if count == 1 else firsts * count
         inputs = build_inputs(
             slots, starts, firsts, tokens, tables, self.cache.block_size, num_tokens, count,
-            None if count == 1 else own_counts, adapters,
+            None if count == 1 else own_counts, adapters, self.num_groups,
         )  # fmt: skip
+        tables = self.slots.tables_of_groups[0]
         rows = PagedRows(
             slots, starts, firsts, tables, size, num_tokens, count, self.slots.max_model_len, prefix_ready=True
         )
         states = StateRows(slots, starts, firsts, self.slots.places, size, num_tokens, count, steps_only=True)
-        batch = ForwardBatch(*inputs[:3], PagedBatch(num_tokens, [rows]), inputs[3], states)
+        batch = self._batch(inputs, num_tokens, [rows], states)
         hidden = self.decoder.forward(batch, self.cache.layers)
         logits = self.decoder.logits(hidden, out=self.graph_logits[:num_tokens])
         return self.sample(logits, sample_slots, positions, filters=True, penalties=True)

@@ -84,6 +84,13 @@ events = st.lists(
     max_size=30,
 )
 
+# Conversations go on after some events.
+turns = st.tuples(st.just("turn"), st.tuples(st.integers(0, 30), st.lists(st.integers(1, 20), min_size=1, max_size=9)))
+histories = st.lists(st.tuples(events, st.lists(turns, max_size=4)), min_size=1, max_size=4).map(
+    lambda parts: [event for some, more in parts for event in [*some, ("step", 4), *more]]
+)
+TURN = SamplingParams(max_tokens=6, ignore_eos=True)
+
 
 class Session:
     """Drives one engine through events and records each request's output."""
@@ -168,6 +175,11 @@ class Session:
                 check_integrity(self.core)
             elif kind == "fail":
                 self.runner.fails = value
+            elif kind == "turn":
+                number, tokens = value
+                name = f"r{number % max(1, len(self.added))}"
+                if name in self.added and name not in self.aborted:
+                    self.add([*self.added[name].token_ids, *self.outputs[name], *tokens], TURN)
             else:
                 self.lose()
 

@@ -1,8 +1,9 @@
 """A runner with recurrent states. A wrong state changes every later sample.
 
 States are hashes in which the form of a token counts: one hash for tokens of chunks, another for single steps. The
-runner stores them as runtime/kernels/states/state_rows.py says: the state lags behind, and the last tokens are in a
-ring."""
+runner stores them as kernels do (runtime/kernels/states/state_rows.py): the state lags behind a ring of last tokens."""
+
+import numpy as np
 
 from runtime.kernels.states.state_rows import LAG, MOST_PENDING
 from runtime.spec.kv_cache_spec import RING, KVCacheSpec, KVGroupSpec, StateGroupSpec
@@ -28,6 +29,7 @@ class StateRunner(FakeRunner):
         self.prompt_ends: dict[int, int] = {}
         self.taken: dict[int, tuple[int, int]] = {}
         self.values: dict[int, dict[int, int]] = {}  # slot -> position -> state after it, of the current row
+        self.is_step = np.zeros(self.memory.shape, bool)  # the form in which a block's tokens were computed
         self.num_wrong = 0
 
     def forget(self) -> None:
@@ -46,7 +48,15 @@ class StateRunner(FakeRunner):
         self.taken = {slot: (position, row) for slot, position, row in plan.snapshots.T.tolist()}
         assert not {row for _, row in self.taken.values()} & set(live)
 
+    def attend(self, slot: int, position: int) -> None:
+        self.is_step[self.place(slot, position)] = position >= self.prompt_ends[slot]
+
+    def place(self, slot: int, position: int) -> tuple[int, int]:
+        return self.tables[slot][position // self.size], position % self.size
+
     def begin_row(self, slot: int, start: int, count: int) -> None:
+        for at in range(start):
+            assert self.is_step[self.place(slot, at)] == (at >= self.prompt_ends[slot]), "a block of another form"
         row, prompt_end, tokens, ring = self.row_of[slot], self.prompt_ends[slot], self.tokens[slot], self.rings[slot]
         covered, value = self.rows_of_states[row] if start else (0, 0)
         end, values = start + count, {}

@@ -18,9 +18,10 @@ class WindowRunner(FakeRunner):
         self.table_len = -(-info.max_model_len // self.size)
 
     def attend(self, slot: int, position: int) -> None:
-        tokens, table = self.tokens[slot], self.tables[slot]
+        tables, size = self.tables[slot], self.size
         for at in range(position, max(-1, position - self.window), -1):
-            place = table[self.table_len + at // self.size], at % self.size
+            place = tables[self.table_len + at // size], at % size
+            prefix = int(self.memory[tables[at // size], at % size])  # the hash of all tokens up to `at`
             if at == position:
-                self.memory[place] = mix(at, tokens[at])
-            assert self.memory[place] == mix(at, tokens[at]), "what is still read was freed, or never written"
+                self.memory[place] = mix(prefix, 1)
+            assert self.memory[place] == mix(prefix, 1), "what is still read was freed, or never written"

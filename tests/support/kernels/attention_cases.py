@@ -62,9 +62,21 @@ def rows_of(rows: PagedRows, spans: list[tuple[int, int]]) -> tuple[list[int], P
     return [t for start, count in spans for t in range(start, start + count)], part
 
 
+def without_dead_blocks(kv: torch.Tensor, rows: PagedRows, window: int) -> torch.Tensor:
+    """A cache in which the blocks below the rows' windows belong to other requests, and hold NaN."""
+    if not window:
+        return kv
+    kv, size = kv.clone(), kv.shape[3]
+    for slot, start in zip(rows.slots.tolist(), rows.starts.tolist(), strict=True):
+        dead = rows.tables[slot, : max(0, start - window + 1) // size].long()
+        kv[:, :, dead] = torch.nan
+    return kv
+
+
 def check(kernel, case: tuple[torch.Tensor, torch.Tensor, PagedRows], kind: str = "plain", **options) -> None:
     """The kernel against float64, in both modes; every element of the output must be written."""
     q, kv, rows = case
+    kv = without_dead_blocks(kv, rows, options.get("window", 0))
     kv, scales = (kv, None) if kind == "plain" else encoded(kind, kv)
     options["scales"] = scales
     options = {"scale": q.shape[-1] ** -0.5} | options

@@ -135,8 +135,8 @@ def check_graph_io(device: torch.device = CPU) -> None:
 def check_inputs(device: torch.device = CPU) -> None:
     """Decode rows alone, short rows, and long rows among them, with the padding of a graph."""
     num_slots, max_len, block_size = 200, 400, 16
-    state = torch.randint(1, 2**31 - 1, (num_slots + 1, max_len + 25 + 3), dtype=torch.int32, device=device)
-    tables = state[:, max_len : max_len + 25]
+    state = torch.randint(1, 2**31 - 1, (num_slots + 1, max_len + 50 + 3), dtype=torch.int32, device=device)
+    tables = state[:, max_len : max_len + 50]  # of two groups
     tables.copy_(torch.randint(0, 10_000, tables.shape))
     state[num_slots] = 0
     for counts in ([1], [1] * 150, [3, 1, 8, 2], [1, 1, 129, 128, 1, 300]):
@@ -145,11 +145,12 @@ def check_inputs(device: torch.device = CPU) -> None:
         slots[-1], starts[-1] = (num_slots, 0) if counts[-1] == 1 else (slots[-1], starts[-1])
         edges = np.cumsum([0, *counts]).astype(np.int32)
         rows = [torch.from_numpy(x).to(device) for x in (slots, starts, edges)]
-        args = (*rows, state[:, :max_len], tables, block_size, int(edges[-1]), max(counts))
+        args = (*rows, state[:, :max_len], tables[:, :25], block_size, int(edges[-1]), max(counts))
         own_counts = torch.tensor([1 + 5 * i % c for i, c in enumerate(counts)], dtype=torch.int32, device=device)
-        adapters = state[:, max_len + 26]
-        for more in ((own_counts, adapters), (None, adapters)):
-            for got, want in zip(build_inputs(*args, *more), build_inputs_torch(*args, *more), strict=True):
+        adapters = state[:, max_len + 51]
+        of_two = (*args[:4], tables, *args[5:])
+        for args_of, more in ((args, (own_counts, adapters)), (args, (None, adapters)), (of_two, (None, adapters, 2))):
+            for got, want in zip(build_inputs(*args_of, *more), build_inputs_torch(*args_of, *more), strict=True):
                 assert got.dtype == torch.int32
                 assert torch.equal(got, want)
         assert build_inputs(*args)[3] is None

@@ -39,6 +39,7 @@ from runtime.kernels.collectives.all_gather import all_gather_triton  # noqa: E4
 from runtime.kernels.collectives.all_reduce import all_reduce_triton  # noqa: E402
 from runtime.kernels.collectives.inboxes import NUM_PROGRAMS, STATE_WORDS, Inboxes  # noqa: E402
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts, has_fp8_moe  # noqa: E402
+from runtime.kernels.experts.moe_torch import Router  # noqa: E402
 from runtime.kernels.experts.moe_wna16 import QuantizedExperts  # noqa: E402
 from runtime.kernels.linear import tiles  # noqa: E402
 from runtime.kernels.linear.fused_linear import FusedLinear  # noqa: E402
@@ -178,15 +179,15 @@ def integer_products() -> Iterator[tuple[str, Callable[[], Any]]]:
 def mixtures() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Mixtures of Qwen3-30B-A3B's shape, with fewer experts: with one row a program, and with few and many rows an
     expert."""
-    spec, hidden, ffn = ExpertsSpec(16, 8, True), 2048, 768
-    router = FusedLinear(inputs(16, hidden), None, "silu", deterministic=False)
+    spec, hidden, ffn = ExpertsSpec(16, 8, True, shared=1, shared_gate=True), 2048, 768
+    router = Router(FusedLinear(inputs(24, hidden), None, "silu", deterministic=False))
     for form, deterministic, numbers in (
         ("fp8", False, (1, 16, 256)), ("fp8-block", False, (1, 16, 256)), ("int4-minimums", False, (1, 16, 256)),
         ("mxfp4", False, (1,)), ("nvfp4", False, (16,)), ("nf4", False, (256,)), ("int4", True, (1,)),
     ):  # fmt: skip
         pair = weight_of(form, 2 * ffn, hidden), weight_of(form, hidden, ffn)
         kind = Fp8Experts if has_fp8_moe(pair) else QuantizedExperts
-        mixture = kind(spec, router, [pair] * 16, "silu", deterministic)
+        mixture = kind(spec, router, [pair] * 17, "silu", deterministic)
         for rows in numbers:
             name = f"{form} mixture{' deterministic' * deterministic} torch.bfloat16, {rows} rows"
             yield name, partial(mixture.add_to, inputs(rows, hidden), inputs(1, hidden)[0], 1e-5)

@@ -4,6 +4,7 @@ Row 1 of each case holds a NaN or an infinity. It must not become finite, and th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -15,6 +16,7 @@ from runtime.kernels.attention.prefill_attention import prefill_attention
 from runtime.kernels.attention.rope import rope_rows_triton, rope_store_kv_triton, rope_table
 from runtime.kernels.attention.stored_kv import dequantize_kv
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts
+from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.experts.moe_w16a16 import GroupedExperts
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch, gated_activation_triton
@@ -92,7 +94,7 @@ def check_mixture(x: torch.Tensor, value: float, kind: str) -> None:
     """A row through routing, the rounding between both products, and the sum of the experts' results."""
     size, router = x.shape[1], torch.randn(4, x.shape[1], device=x.device).to(x.dtype)
     num_experts = 2 if kind == "fp8" else 4
-    route = Linear(lambda x: (x @ router[:num_experts].T).contiguous(), rms_norm_triton, torch.abs)
+    route = Router(Linear(lambda x: (x @ router[:num_experts].T).contiguous(), rms_norm_triton, torch.abs))
     for normalized in (True,) if kind == "fp8" else (False, True):  # the interpreter takes seconds for codes
         spec = ExpertsSpec(2, 1, True) if kind == "fp8" else ExpertsSpec(4, 2, normalized)
         if kind == "fp8":
@@ -115,12 +117,13 @@ def check_mixture(x: torch.Tensor, value: float, kind: str) -> None:
 
 def check_routing(x: torch.Tensor, value: float) -> None:
     """One router logit that is not finite spoils its token's weights, but names existing experts."""
-    for normalized in (False, True):
+    for normalized, scores in itertools.product((False, True), ("softmax", "sigmoid")):
         layer = GroupedExperts.__new__(GroupedExperts)
-        layer.spec = ExpertsSpec(12, 3, normalized)
+        layer.spec = ExpertsSpec(12, 3, normalized, scores=scores)
+        layer.router = Router(Linear(torch.abs, rms_norm_triton, torch.abs))
         logits = x[:, :12].float().contiguous()
         row = check_alone(lambda x: layer._route(x)[1].view(3, 3), logits, value)  # noqa: B023
-        assert not row.isfinite().any() or value == -torch.inf  # a weight of 0
+        assert not row.isfinite().any() or value == -torch.inf or (scores, value) == ("sigmoid", torch.inf)
         logits[1, 5] = value
         ids = layer._route(logits)[0]
         assert ((ids >= 0) & (ids < 12)).all()

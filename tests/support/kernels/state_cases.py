@@ -25,6 +25,7 @@ class Heads(NamedTuple):
     key_dim: int
     value_dim: int
     width: int = 4
+    tiled: bool = False  # the order of value heads
 
     @property
     def channels(self) -> int:
@@ -117,15 +118,17 @@ def make_inputs(heads: Heads, num_tokens: int, dtype: torch.dtype, device: str =
     return Inputs(*torch.randn(num_tokens, sum(sizes) + 16, device=device).to(dtype)[:, :-16].split(sizes, 1))
 
 
-Layer = Callable[[Inputs, Weights, StateRows, DeltaState], torch.Tensor]
+Layer = Callable[..., torch.Tensor]  # of inputs, weights, rows, a state, and whether value heads are tiled
 
 
 def layer_of(conv: Callable[..., torch.Tensor], rule: Callable[..., torch.Tensor]) -> Layer:
     """The convolution and the delta rule behind it."""
 
-    def layer(inputs: Inputs, weights: Weights, rows: StateRows, state: DeltaState) -> torch.Tensor:
+    def layer(
+        inputs: Inputs, weights: Weights, rows: StateRows, state: DeltaState, tiled: bool = False
+    ) -> torch.Tensor:
         mixed = conv(inputs.qkv, weights.conv, None, rows, state)
-        return rule(mixed, inputs.z, inputs.gates, *weights[1:], 1e-6, rows, state)
+        return rule(mixed, inputs.z, inputs.gates, *weights[1:], 1e-6, rows, state, tiled)
 
     return layer
 
@@ -189,8 +192,8 @@ class Layers:
         """Compare outputs and memory after one step. Rows of the null slot may be anything."""
         rows = make_rows(spans, self.num_slots, self.device, steps_only)
         inputs = make_inputs(self.heads, rows.num_tokens, self.dtype, self.device)
-        got = self.layer(inputs, self.weights, rows, self.mine)
-        want = twin(inputs, self.weights, rows, self.other)
+        got = self.layer(inputs, self.weights, rows, self.mine, self.heads.tiled)
+        want = twin(inputs, self.weights, rows, self.other, self.heads.tiled)
         own = torch.cat([torch.full((span.count,), span.slot is not None) for span in spans])
         assert error(got[own], want[own]) < NEAR[self.dtype], spans
         check_memory(self.mine, self.other, spans, NEAR[self.dtype])

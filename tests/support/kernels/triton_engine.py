@@ -107,7 +107,7 @@ def replayed_graphs(steps, *buckets, has_adapters=False):
     return replays
 
 
-def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, repeats=0, **config):
+def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, repeats=0, spec=SPEC, num_shared=20, **config):
     """Tokens, ranks and rounded alternatives by request, and the prompt tokens that came from the cache. Rows verify up
     to `guesses` tokens of `answers`; `share_right` of them are right. With `repeats` a plan decodes up to `repeats`
     tokens, and requests are without log-probabilities."""
@@ -121,24 +121,25 @@ def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, repeats
         "max_num_batched_tokens": 24,
         "dtype": "float32",
     } | config
-    runner = build_runner(EngineConfig(**settings), DummySource(SHALLOW if repeats else SPEC))
+    runner = build_runner(EngineConfig(**settings), DummySource(SHALLOW if repeats else spec))
     replays = []
     if graphs and backend == "triton":
         row_lens = (1, guesses + 1) if guesses else (1,)
         # Of 4 rows: a batch of 2 or 3 is padded.
         buckets = [(row_len, size) for row_len in row_lens for size in (1, 4)]
-        prefills = [MixedShape(size, 4, 5, 12, size, 96) for size in (24, 100)]
+        most = settings["max_model_len"]
+        prefills = [MixedShape(size, 4, 5, 12, size, most) for size in (24, most + 4)]
         replays = replayed_graphs(runner.steps, *prefills, *buckets)[-2:]
     speculation = None
     if guesses:
         drafter = Recorded(
-            {name: [token for token, *_ in rows] for name, rows in answers.items()}, share_right, SPEC.vocab_size
+            {name: [token for token, *_ in rows] for name, rows in answers.items()}, share_right, spec.vocab_size
         )
         speculation = Speculation(drafter, guesses, (), 0.0)
     core = build_engine(runner.config, runner.info, InProcess(runner), speculation)
     core.scheduler.schedule = partial(core.scheduler.schedule, max(1, repeats))
     rng = np.random.default_rng(0)
-    shared = rng.integers(0, 131, 20).tolist()
+    shared = rng.integers(0, 131, num_shared).tolist()
     got, scores, values = {}, {}, []
     for i, params in enumerate(PARAMS[1:4] if repeats else PARAMS):
         prompt = shared * (i % 2) + rng.integers(0, 131, 3 + 7 * i).tolist()

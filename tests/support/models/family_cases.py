@@ -46,7 +46,30 @@ _VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
-_WITH_IMAGES: dict[str, dict[str, Any]] = {"Gemma3Config": {}, "Mistral3Config": {"model_type": "mistral"}}
+_QWEN_VISION = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 60}
+# configuration class -> fields of its text part, and of its vision part
+_WITH_IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Gemma3Config": ({}, _VISION),
+    "Mistral3Config": ({"model_type": "mistral"}, _VISION),
+    "Qwen3_5Config": ({}, _QWEN_VISION),
+    "Qwen3_5MoeConfig": ({}, _QWEN_VISION),
+}
+# name of a configuration class -> another model's name than its own with ForCausalLM
+_MODELS = {
+    "GPT2Config": "GPT2LMHeadModel", "Gemma3TextConfig": "Gemma3ForCausalLM", "Qwen3_5TextConfig": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeTextConfig": "Qwen3_5MoeForCausalLM",
+}  # fmt: skip
+_DELTA = {
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+_SHARED = {
+    "moe_intermediate_size": 28, "shared_expert_intermediate_size": 28, "num_experts": 9, "num_experts_per_tok": 3,
+}  # fmt: skip
+_CONVS = {
+    "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16, "norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 def _rope(kind: str, theta: float = 1000.0, **parameters: Any) -> dict[str, Any]:
@@ -156,22 +179,47 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed": ("SeedOssConfig", {"num_key_value_heads": 3}),
     "glm": ("GlmConfig", {"head_dim": 20, "hidden_size": 60}),
     "glm4": ("Glm4Config", {"head_dim": 12, "num_key_value_heads": 3}),
+    "qwen3.5": ("Qwen3_5TextConfig", _DELTA),
+    "qwen3.5, with a vision tower": ("Qwen3_5Config", _DELTA | {"tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3.5 moe": ("Qwen3_5MoeTextConfig", _DELTA | _SHARED),
+    "qwen3.5 moe, with a vision tower": ("Qwen3_5MoeConfig", _DELTA | _SHARED),
+    "qwen3-next": ("Qwen3NextConfig", _DELTA | _SHARED | {"linear_num_value_heads": 6}),
+    "qwen3-next, not normalized": (
+        "Qwen3NextConfig",
+        _DELTA | _SHARED | {"linear_num_value_heads": 2, "norm_topk_prob": False, "partial_rotary_factor": 0.5},
+    ),
+    "lfm2": ("Lfm2Config", _CONVS),
+    "lfm2, biases": (
+        "Lfm2Config",
+        _CONVS
+        | {"conv_bias": True, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False, "conv_L_cache": 4},
+    ),
+    "lfm2 moe": (
+        "Lfm2MoeConfig",
+        _CONVS
+        | {
+            "moe_intermediate_size": 28,
+            "num_experts": 9,
+            "num_experts_per_tok": 3,
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "gpt2": ("GPT2Config", {}),
     "gpt2, narrow": ("GPT2Config", {"n_inner": 50, "n_head": 3, "layer_norm_epsilon": 1e-3}),
 }
 
 LIKE_OTHERS = {  # cases that differ from another in their files, not in their computation
     "mistral, some windows", "mistral, with a vision tower", "ministral3, with a vision tower", "olmo2",
-    "smollm3, window", "granite 4", "seed", "glm",
+    "smollm3, window", "granite 4", "seed", "glm", "qwen3.5, with a vision tower", "qwen3.5 moe, with a vision tower",
 }  # fmt: skip
 
 
 def spec_of(case: str, **changes: Any) -> DecoderSpec:
     """The spec, without the checkpoint: from a config as transformers would write it but for its defaults."""
     kind, own = CASES[case]
-    names = {"GPT2Config": "GPT2LMHeadModel", "Gemma3TextConfig": "Gemma3ForCausalLM"}
     ending = "ForConditionalGeneration" if kind in _WITH_IMAGES else "ForCausalLM"
-    architecture = names.get(kind) or kind.replace("Config", ending)
+    architecture = _MODELS.get(kind) or kind.replace("Config", ending)
     base = _GPT2 if kind == "GPT2Config" else _BASE
     return load_spec({**base, **own, **changes, "architectures": [architecture]})[0]
 
@@ -183,8 +231,9 @@ def save_model(folder: Path, case: str) -> PreTrainedModel:
     kind, changes = CASES[case]
     config_class = getattr(transformers, kind)
     if kind in _WITH_IMAGES:
-        text, tied = _WITH_IMAGES[kind] | _BASE | changes, changes.get("tie_word_embeddings", False)
-        config = config_class(text_config=text, vision_config=_VISION, mm_tokens_per_image=4, tie_word_embeddings=tied)
+        (text, vision), tied = _WITH_IMAGES[kind], changes.get("tie_word_embeddings", False)
+        text = text | _BASE | changes
+        config = config_class(text_config=text, vision_config=vision, mm_tokens_per_image=4, tie_word_embeddings=tied)
         model_class = getattr(transformers, kind.replace("Config", "ForConditionalGeneration"))
     else:
         config = config_class(**(_GPT2 if kind == "GPT2Config" else _BASE) | changes, initializer_range=0.15)

@@ -11,9 +11,9 @@ def logits_of(driver: Driver, long: list[int], short: list[int]) -> torch.Tensor
     """[steps, vocab]: a prompt in chunks beside another, then both decode; all tokens except the last are given."""
     steps = driver.runner.steps
     tokens = steps.slots.tokens
-    driver.open(0, long)
-    driver.open(1, short)
     cut, kept = len(long) - 8, []
+    driver.open(0, long, prompt_len=cut + 1)  # layers with states cut a prompt only at some positions
+    driver.open(1, short, prompt_len=4)
     plan = [[(0, 0, cut, 0), (1, 0, 3, 1)], [(0, cut, 6, 1), (1, 3, 1, 1)]]
     plan += [[(0, cut + 6 + i, 1, 1), (1, 4 + i, 1, 1)] for i in range(2)]
     for rows in plan:

@@ -3,6 +3,7 @@
 Names come from the `gguf` package's own table. The converter's changes to weights and its metadata are spelled out
 here, in a few lines for each architecture."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def export(
 ) -> Path:
     """Returns the path of the file, or of the first part."""
     config = model.config
-    get = lambda *names: next(v for n in names if (v := getattr(config, n, None)) is not None)  # noqa: E731
+    get = lambda *names: next((v for n in names if (v := getattr(config, n, None)) is not None), None)  # noqa: E731
     values = {
         "block_count": config.num_hidden_layers,
         "embedding_length": config.hidden_size,
@@ -40,13 +41,14 @@ def export(
     else:
         values |= {
             "attention.head_count_kv": config.num_key_value_heads,
-            "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+            "attention.layer_norm_rms_epsilon": get("rms_norm_eps", "norm_eps"),
             "attention.key_length": getattr(config, "head_dim", config.hidden_size // config.num_attention_heads),
         }
-    metadata = {"general.architecture": arch} | {f"{arch}.{k}": v for k, v in values.items()} | metadata
+    known = {f"{arch}.{k}": v for k, v in values.items() if v is not None}
+    metadata = {"general.architecture": arch} | known | metadata
     names = gguf.get_tensor_name_map(_ARCH[arch], config.num_hidden_layers)
     tensors = {name: np.array(table, np.float32) for name, table in (tables or {}).items()}
-    for name, weight in _stacked(_without_copies(model)):
+    for name, weight in _stacked(_ungrouped(_without_copies(model), config)):
         renamed = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert renamed is not None, name
         tensors[renamed] = _converted(renamed, weight.float().numpy(), arch, config)
@@ -71,13 +73,44 @@ def _stacked(state: dict[str, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor
             yield name + ".weight" * name.endswith("experts.down_proj"), weight
 
 
+def _ungrouped(state: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
+    """Weights under names of the converter: Qwen3-Next's q, k, v and z apart, and biases as such."""
+    renamed = {}
+    for name, weight in state.items():
+        if name.endswith("in_proj_qkvz.weight"):
+            key, value = config.linear_key_head_dim, config.linear_value_head_dim
+            group = config.linear_num_value_heads // config.linear_num_key_heads * value
+            rows = weight.view(config.linear_num_key_heads, -1, weight.shape[1])
+            q, k, v, z = (part.flatten(0, 1) for part in rows.split([key, key, group, group], 1))
+            renamed[name.replace("qkvz", "qkv")] = torch.cat((q, k, v))
+            renamed[name.replace("qkvz", "z")] = z
+        else:
+            renamed[name.replace(".dt_bias", ".dt_proj.bias").replace("expert_bias", "expert_bias.bias")] = weight
+    return renamed
+
+
+def _tiled(name: str, weight: np.ndarray, config: Any) -> np.ndarray:
+    """_LinearAttentionVReorderBase: value heads in the order of ggml's repeat."""
+    keys, size = config.linear_num_key_heads, config.linear_value_head_dim
+    first = 2 * keys * config.linear_key_head_dim if "qkv" in name or "conv1d" in name else 0
+    dim = 1 if "ssm_out" in name else 0
+    moved = weight.swapaxes(0, dim)
+    count = config.linear_num_value_heads * (1 if re.search("alpha|beta|ssm_a$|ssm_dt", name) else size)
+    heads = moved[first : first + count].reshape(keys, config.linear_num_value_heads // keys, -1, *moved.shape[1:])
+    return np.concatenate((moved[:first], heads.swapaxes(0, 1).reshape(-1, *moved.shape[1:]))).swapaxes(0, dim)
+
+
 def _converted(name: str, weight: np.ndarray, arch: str, config: Any) -> np.ndarray:
     if arch in INTERLEAVED and "attn_q." in name:
         return permuted(weight, config.num_attention_heads)
     if arch in INTERLEAVED and "attn_k." in name:
         return permuted(weight, config.num_key_value_heads)
-    if arch.startswith("gemma") and name.endswith("norm.weight"):
+    if arch.startswith(("gemma", "qwen35", "qwen3next")) and name.endswith("norm.weight") and "ssm_norm" not in name:
         return weight + np.float32(1)
+    weight = -np.exp(weight) if name.endswith("ssm_a") else weight
+    weight = weight.squeeze() if "conv1d" in name or "shortconv.conv." in name or "gate_inp_shexp" in name else weight
+    if arch.startswith("qwen35") and re.search("attn_qkv|attn_gate|ssm_(?!norm)", name):
+        weight = _tiled(name, weight, config)
     if arch == "gpt2" and weight.ndim == 2 and name.startswith("blk."):
         return np.ascontiguousarray(weight.T)
     return np.ascontiguousarray(weight)
@@ -117,7 +150,8 @@ def _write(
                     writer.add_array(key, value)
         for i, (tensor_name, data) in enumerate(tensors.items()):
             if i % parts == part:
-                kind = quant_type if data.ndim > 1 else gguf.GGMLQuantizationType.F32
+                has_blocks = data.ndim > 1 and data.shape[-1] % 32 == 0
+                kind = quant_type if has_blocks else gguf.GGMLQuantizationType.F32
                 writer.add_tensor(tensor_name, gguf.quants.quantize(data, kind), raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

@@ -39,7 +39,8 @@ class Driver:
         self.plan = StepPlan(0)
         blocks = np.random.default_rng(seed).permutation(np.arange(1, runner.info.num_kv_blocks))
         self.free_blocks: list[int] = blocks.tolist()
-        self.tables: dict[int, list[int]] = {}
+        self.tables: dict[int, list[int]] = {}  # of the first group of layers
+        self.others: dict[int, list[list[int]]] = {}  # of the other groups
         self.logits = torch.zeros(0)
         compute = type(runner.decoder).logits
 
@@ -54,16 +55,24 @@ class Driver:
         self, slot: int, tokens: list[int], params: SamplingParams = GREEDY, *, prompt_len: int | None = None,
         seed: int = 0, shared: list[int] | None = None, room: int = 40, adapter: int = 0,
     ) -> None:  # fmt: skip
-        """Enter a request in the next step; its first blocks may be another's (a prefix hit). It may grow by
-        `room` tokens."""
+        """Enter a request in the next step; its first blocks may be another's in the first group (a prefix hit). It may
+        grow by `room` tokens."""
         known = np.array(tokens, np.int32)
-        self.plan.new.append(NewSlot(slot, known, prompt_len or len(tokens), seed, params, adapter))
+        state = slot + 1 if self.runner.info.num_states else 0
+        self.plan.new.append(NewSlot(slot, known, prompt_len or len(tokens), seed, params, adapter, state))
         size = self.runner.info.block_size
         num_blocks = -(-min(len(tokens) + room, self.runner.info.max_model_len) // size)
-        table = list(shared or [])
-        table += [self.free_blocks.pop() for _ in range(num_blocks - len(table))]
-        self.tables[slot] = table
-        writes = np.array([(slot, i, b) for i, b in enumerate(table)], np.int32).T
+        shared = shared or []
+        owner = next((slot for slot, table in self.tables.items() if shared and table[: len(shared)] == shared), None)
+        tables = [shared[:]]
+        for group in range(len(self.runner.memory.kv_cache.groups) - 1):
+            tables.append([] if owner is None else self.others[owner][group][: len(shared)])
+        for table in tables:
+            table += [self.free_blocks.pop() for _ in range(num_blocks - len(table))]
+        self.tables[slot], self.others[slot] = tables[0], tables[1:]
+        places = -(-self.runner.info.max_model_len // size)
+        entries = [(slot, g * places + i, b) for g, table in enumerate(tables) for i, b in enumerate(table)]
+        writes = np.array(entries, np.int32).T
         self.plan.block_table_writes = np.concatenate(
             (self.plan.block_table_writes if self.plan.new else EMPTY_TABLE, writes), 1
         )
@@ -71,7 +80,8 @@ class Driver:
     def free(self, slot: int) -> None:
         """The request leaves; its blocks are the next ones to be allocated."""
         self.plan.freed = np.append(self.plan.freed, np.int32(slot))
-        self.free_blocks += self.tables.pop(slot)[::-1]
+        for table in (*self.others.pop(slot)[::-1], self.tables.pop(slot)):
+            self.free_blocks += table[::-1]
 
     def step(self, *rows: tuple[int, int, int, int]) -> StepResult:
         plan, self.plan = self.plan, StepPlan(self.plan.step_id + 1)

@@ -1,9 +1,13 @@
 """A real HAProxy with the configuration of Serve, and fronts behind it."""
 
+import asyncio
+import csv
+import socket
 import subprocess
 import time
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 from jinja2 import Environment
@@ -58,14 +62,41 @@ class Running:
                 time.sleep(0.01)
 
 
+def first_check(folder: Path) -> str:
+    """The result of the first health check of the first front, when it is there."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        with socket.socket(socket.AF_UNIX) as commands:
+            commands.connect(str(folder / "admin.sock"))
+            commands.sendall(b"show stat\n")
+            rows = csv.DictReader(commands.makefile())
+            result = next(row["check_status"] for row in rows if row["svname"] == "r0")
+        if result != "INI" and not result.startswith("*"):
+            return result
+        time.sleep(0.01)
+    raise AssertionError("HAProxy checks no front")
+
+
+def replica_health(draining: bool) -> tuple[bool, str]:
+    """Serve's own answer of a replica to a health check."""
+    from ray.serve._private.replica import Replica
+
+    replica = SimpleNamespace(_shutting_down=draining, _healthy=True)
+    return asyncio.run(Replica._dataplane_health_check(replica))
+
+
 class Healthy(BaseHTTPRequestHandler):
     """A front that is ready, and echoes its request."""
 
+    draining = False
+
     def do_GET(self) -> None:
-        self.send_response(200)
+        healthy, message = replica_health(self.draining) if self.path == "/-/healthz" else (True, "")
+        self.send_response(200 if healthy else 503)
         self.send_header("asked-with", str(self.headers.get("x-request-disconnect-disabled")))
-        self.send_header("content-length", "0")
+        self.send_header("content-length", str(len(message)))
         self.end_headers()
+        self.wfile.write(message.encode())
 
     def log_message(self, *_: object) -> None:
         pass

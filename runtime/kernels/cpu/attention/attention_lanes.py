@@ -5,12 +5,11 @@ computed together, so that they share each number of a key or a value that is lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from runtime.kernels.cpu.attention.attention_rows import LOWEST, Tile, adjusted, quotient
 from runtime.kernels.cpu.attention.kv_chunk import CHUNK, Chunk, seen_positions
-from runtime.kernels.cpu.attention.stored_numbers import LANES, KVForm, load_part, store_part
+from runtime.kernels.cpu.attention.stored_numbers import LANES, KVForm, load_part, store_part, vectors
 from runtime.kernels.llvm.compiler import Target
 from runtime.kernels.llvm.language import (
     Pointer,
@@ -64,7 +63,7 @@ class Lanes:
         for i in loop(0, tile.heads * ((self.size + LANES) * LANES), LANES):
             self._results.store(i, zeros(f32(LANES)))
         for head in loop(0, tile.heads):
-            for first, count in _blocks(self.form.head_dim):
+            for first, count in vectors(self.form.head_dim):
                 own = tile.q + head * self.form.head_dim + first
                 rows = [own + minimum(tile.count - 1, row) * tile.q_stride for row in range(LANES)]
                 for index, vector in enumerate(_transposed([load_part(row, 0, count) for row in rows])):
@@ -94,7 +93,7 @@ class Lanes:
                 row = self._rows + token * of_row
                 out = tile.out + token * tile.out_stride + head * head_dim
                 factor = quotient(value_scale, row.load(self.size, LANES)).repeat(LANES)
-                for first, count in _blocks(head_dim):
+                for first, count in vectors(head_dim):
                     store_part(out, first, row.load(first, LANES) * factor, count)
 
     def _positions(self, base: Value, lane: Value) -> Value:
@@ -229,16 +228,6 @@ class Lanes:
 
 def _added(a: list[Value], b: list[Value]) -> list[Value]:
     return [x + y for x, y in zip(a, b, strict=True)]
-
-
-def _blocks(head_dim: int) -> Iterator[tuple[Any, int]]:
-    """The first of LANES numbers of a head, and how many there are."""
-    whole, rest = divmod(head_dim, LANES)
-    if whole:
-        for first in loop(0, whole * LANES, LANES):
-            yield first, LANES
-    if rest:
-        yield whole * LANES, rest
 
 
 def _transposed(rows: list[Value]) -> list[Value]:

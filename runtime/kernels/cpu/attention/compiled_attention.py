@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.cpu.attention.attention import attention
+from runtime.kernels.cpu.attention.gate_output import gate_output
 from runtime.kernels.cpu.attention.rope_store import rope_store
 from runtime.kernels.cpu.attention.stored_numbers import KVForm
 from runtime.kernels.cpu.attention.tiled_rows import TiledRows
@@ -29,12 +30,13 @@ class CompiledAttention:
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`rope_store_kv_torch` as one kernel."""
-        qkv = qkv.contiguous()
+        if qkv.stride(2) != 1 or qkv.stride(1) != qkv.shape[2]:
+            qkv = qkv.contiguous()
         num_tokens, all_heads, _ = qkv.shape
         num_kv_heads, cache_positions = kv.shape[1], kv.shape[2] * kv.shape[3]
         num_heads, (table, positions) = all_heads - 2 * num_kv_heads, rope
         function = kernel(rope_store, form=_form(kv), has_norms=q_norm is not None)
-        sizes = num_tokens, num_heads, num_kv_heads, table.stride(0), cache_positions
+        sizes = num_tokens, num_heads, num_kv_heads, qkv.stride(0), table.stride(0), cache_positions
         arguments = (qkv, table, positions, kv, scales, kv_index, q_norm, k_norm, *sizes, eps)
         parts = self.launcher.parts(num_tokens * all_heads, 8 * qkv.numel())
         self.launcher.launch(function, arguments, parts)
@@ -63,6 +65,13 @@ class CompiledAttention:
         arguments = (q, kv, scales, plan.tables, plan.tiles, out, *sizes, scale)
         parts = self.launcher.parts(num_tiles * num_heads // per_task, 1 << 20)  # positions are not known here
         self.launcher.launch(function, arguments, parts)
+        return out
+
+    def gate_output(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """`gate_output_torch` as one kernel."""
+        num_tokens, columns = out.shape
+        parts = self.launcher.parts(num_tokens, 16 * out.numel())
+        self.launcher.launch(kernel(gate_output), (out, gate, num_tokens, columns, gate.stride(0)), parts)
         return out
 
 

@@ -30,7 +30,7 @@ from runtime.kernels.llvm.language import (
 
 
 def rope_store(
-    qkv: F32s,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; q is rotated in place
+    qkv: F32s,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim], rows qkv_stride apart; q is rotated in place
     table: F32s,  # [2, positions, head_dim]: cos, and sin with the first half negated
     positions: I64s,  # [num_tokens]
     kv: U8s,  # [2, num_kv_heads, cache_positions, head_dim] of form.type
@@ -41,6 +41,7 @@ def rope_store(
     num_tokens: Int,
     num_heads: Int,
     num_kv_heads: Int,
+    qkv_stride: Int,
     sin_offset: Int,  # numbers between cos and sin
     cache_positions: Int,
     eps: Float,
@@ -54,7 +55,7 @@ def rope_store(
     begin, end = share(num_tokens * heads, part, parts)
     for task in loop(begin, end):
         token, head = task // heads, task % heads
-        own = qkv + task * form.head_dim
+        own = qkv + (token * qkv_stride + head * form.head_dim)
         position = positions.load(token)
         with when(head < num_heads + num_kv_heads):
             is_q = head < num_heads

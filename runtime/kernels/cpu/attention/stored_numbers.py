@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,6 +17,7 @@ from runtime.kernels.llvm.language import (
     f32,
     i8,
     joined,
+    loop,
     number,
     u8,
     u32,
@@ -61,6 +64,16 @@ class KVForm:
         """float32 [LANES], one of the vectors of a head; zeros behind the last number."""
         raw = load_part(pointer, vector * LANES, min(LANES, self.head_dim - vector * LANES))
         return _of_e4m3(raw) if self.has_head_scales else raw.to(f32)
+
+
+def vectors(count: int) -> Iterator[tuple[Any, int]]:
+    """A compiled loop over the vectors of `count` numbers: the first number of each, and how many there are."""
+    whole, rest = divmod(count, LANES)
+    if whole:
+        for first in loop(0, whole * LANES, LANES):
+            yield first, LANES
+    if rest:
+        yield whole * LANES, rest
 
 
 def load_part(pointer: Pointer, offset: int, count: int) -> Value:

@@ -1,4 +1,4 @@
-"""Rows of activations, quantized for a product: after a norm, or after a gated activation.
+"""Rows of activations for a product, perhaps quantized: after a norm, or after a gated activation.
 
 A chunk of 32 columns has a scale, its largest magnitude over 32,512 (or 127 for int8), so numbers err by at most
 1/65,024 of it. A number is two int8 limbs, 256 * high + low. A row that is not finite stays not finite.
@@ -61,17 +61,9 @@ def quantize_rows(
         factor = inverse_rms(own, columns, eps) if has_norm else None
         for chunk in loop(0, chunks):
             at = chunk * COLUMNS
-            pair = []
-            for half in range(2):
-                place = at + half * _LANES
-                values = own.load(place, _LANES)
-                if factor is not None:
-                    values = values * factor.repeat(_LANES) * norm_weight.load(place, _LANES)
-                if activation:
-                    values = activated(values, activation)
-                    if gated:
-                        values = values * own.load(columns + place, _LANES)
-                pair.append(values)
+            pair = [
+                _prepared(own, at + half * _LANES, columns, factor, norm_weight, activation, gated) for half in range(2)
+            ]
             index = row * chunks + chunk
             largest = _largest(pair)
             scales.store(index, largest / LARGEST[8 * num_limbs])
@@ -80,6 +72,43 @@ def quantize_rows(
             for half in range(2):
                 sums.store(index * 2 + half, numbers[half].reduce(lambda a, b: a + b))
             _store(limbs + index * (num_limbs * COLUMNS), joined(*numbers), num_limbs)
+
+
+def float_rows(
+    x: F32s,  # as for quantize_rows
+    norm_weight: F32s,
+    out: F32s,  # [rows, columns]
+    num_rows: Int,
+    columns: Int,
+    x_stride: Int,
+    eps: Float,
+    part: Int,
+    parts: Int,
+    has_norm: bool,
+    activation: str,
+    gated: bool,
+) -> None:
+    """As quantize_rows, without the rounding. Part i of n: a share of the rows."""
+    begin, end = share(num_rows, part, parts)
+    for row in loop(begin, end):
+        own = x + row * x_stride
+        factor = inverse_rms(own, columns, eps) if has_norm else None
+        for at in loop(0, columns, _LANES):
+            out.store(row * columns + at, _prepared(own, at, columns, factor, norm_weight, activation, gated))
+
+
+def _prepared(
+    row: Pointer, at: Value, columns: Value, factor: Value | None, norm_weight: Pointer, activation: str, gated: bool
+) -> Value:
+    """Numbers of a row, after the norm or the activation."""
+    values = row.load(at, _LANES)
+    if factor is not None:
+        values = values * factor.repeat(_LANES) * norm_weight.load(at, _LANES)
+    if activation:
+        values = activated(values, activation)
+        if gated:
+            values = values * row.load(columns + at, _LANES)
+    return values
 
 
 def inverse_rms(x: Pointer, columns: Value, eps: Value) -> Value:

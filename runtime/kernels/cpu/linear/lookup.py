@@ -1,4 +1,4 @@
-"""Rows of a quantized embedding (interleaved_weight.py), dequantized."""
+"""Rows of an embedding: of a quantized one (interleaved_weight.py), dequantized, and of a dense one."""
 
 from __future__ import annotations
 
@@ -52,6 +52,26 @@ def lookup(
                 if form.has_minimum:
                     numbers = numbers - minimum
                 out.store(row * columns + column, numbers * factor)
+
+
+def dense_lookup(
+    table: F32s,  # [size, columns]
+    ids: I64s,  # [rows]
+    out: F32s,  # [rows, columns]
+    num_rows: Int,
+    columns: Int,
+    factor: Float,
+    part: Int,
+    parts: Int,
+) -> None:
+    """out[i] = factor * row ids[i]. Part i of n: a share of the rows."""
+    begin, end = share(num_rows, part, parts)
+    for row in loop(begin, end):
+        source, target = table + ids.load(row) * columns, out + row * columns
+        whole = columns // ROWS * ROWS
+        for lanes, first, last in ((ROWS, 0, whole), (1, whole, columns)):
+            for column in loop(first, last, lanes):
+                target.store(column, source.load(column, lanes) * factor)
 
 
 def _quad(form: WeightForm, at: Pointer, quad: int) -> Value:

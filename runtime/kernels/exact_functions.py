@@ -1,7 +1,7 @@
-"""Functions of float32 tensors whose bits do not depend on a number's place in the tensor.
+"""Functions of float32 tensors. The bits of a result do not depend on its place in the tensor.
 
-torch's own sigmoid, silu, softplus and rsqrt compute the last numbers of a tensor with scalar code, which differs in
-the last bit from the vector code. Its exp and log agree, and all other operations here are exactly rounded."""
+torch's own sigmoid, silu, softplus and rsqrt compute the last numbers of a tensor with scalar code. It differs in the
+last bit from the vector code. torch's exp and log agree, and all other operations here are exactly rounded."""
 
 from __future__ import annotations
 

@@ -1,0 +1,67 @@
+"""Linear layers with dense weights and float32 rows on a CPU: kernels of `dense_product.py`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from runtime.kernels.cpu.linear.activations import float_rows
+from runtime.kernels.cpu.linear.compiled_linear import CompiledLinear
+from runtime.kernels.cpu.linear.dense_product import MOST_BLOCKS, dense_product
+from runtime.kernels.cpu.linear.dense_weight import DenseWeight
+from runtime.kernels.cpu.linear.interleaved_weight import ROWS
+from runtime.kernels.linear.linear_torch import Activate, Norm
+from runtime.kernels.llvm.launcher import Launcher, kernel
+from runtime.kernels.norm.gated_activation import Activation
+
+_MANY_ROWS = 128  # from which the conversion of a weight pays
+
+
+class DenseLinear(CompiledLinear):
+    """One dense weight."""
+
+    def __init__(
+        self,
+        weight: DenseWeight,
+        bias: torch.Tensor | None,
+        launcher: Launcher,
+        norm: Norm,
+        activate: Activate,
+        activation: Activation,
+        gated: bool,
+    ) -> None:
+        super().__init__(launcher, norm, activate, activation, gated)
+        self.values, self.size_out = weight.values, weight.size_out
+        num_blocks, self.size_in, _ = self.values.shape
+        self.is_whole = self.size_out % ROWS == 0
+        self._bias = None if bias is None else F.pad(bias.float(), (0, num_blocks * ROWS - len(bias))).contiguous()
+
+    def multiply(self, rows: torch.Tensor, name: str) -> torch.Tensor:
+        out = self.launcher.buffer(name, len(rows), len(self.values) * ROWS)
+        self.multiply_into(out, rows, adds=False)
+        return out[:, : self.size_out]
+
+    def multiply_into(self, out: torch.Tensor, rows: torch.Tensor, adds: bool) -> None:
+        num_rows, num_blocks, dtype = len(rows), len(self.values), self.values.dtype
+        parts = self.launcher.parts(-(-num_blocks // MOST_BLOCKS), num_rows * self.values.numel())
+        converted = None
+        if num_rows >= _MANY_ROWS and dtype != torch.float32:
+            converted = self.launcher.buffer("blocks", parts, MOST_BLOCKS * ROWS * self.size_in)
+        constants = {"dtype": dtype, "is_one_row": num_rows == 1, "converts": converted is not None, "adds": adds}
+        function = kernel(dense_product, has_bias=self._bias is not None, **constants)
+        sizes = num_rows, num_blocks, self.size_in, rows.stride(0), out.stride(0)
+        self.launcher.launch(function, (self.values, rows, self._bias, converted, out, *sizes), parts)
+
+    def prepared(
+        self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, activation: str, gated: bool
+    ) -> torch.Tensor:
+        if norm_weight is None and not activation:
+            return x
+        if self.size_in % ROWS:  # of a tiny model
+            return self.activate(x) if norm_weight is None else self.norm(x, norm_weight, eps)
+        num_rows, launcher = len(x), self.launcher
+        out = launcher.buffer("activated" if activation else "norm", num_rows, self.size_in)
+        function = kernel(float_rows, has_norm=norm_weight is not None, activation=activation, gated=gated)
+        arguments = (x, norm_weight, out, num_rows, self.size_in, x.stride(0), eps)
+        launcher.launch(function, arguments, launcher.parts(num_rows, 8 * out.numel()))
+        return out

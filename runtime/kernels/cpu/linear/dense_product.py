@@ -1,0 +1,146 @@
+"""Products of dense weights with float32 rows.
+
+A weight keeps a dtype of 16 bits if that is exact: a checkpoint in bfloat16 is stored so, and multiplied in float32.
+Blocks of 16 outputs lie column after column (dense_weight.py).
+
+An output is the sum of sums over SPAN columns each, in the order of the columns. A row of x meets the same operations
+whatever the other rows are, so results are batch-invariant to the bit."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.kernels.cpu.linear.int_product import TYPES
+from runtime.kernels.cpu.linear.interleaved_weight import ROWS
+from runtime.kernels.llvm.compiler import Target
+from runtime.kernels.llvm.language import (
+    F32s,
+    Int,
+    Pointer,
+    U8s,
+    Value,
+    Variable,
+    array,
+    f32,
+    fused,
+    i64,
+    loop,
+    minimum,
+    number,
+    share,
+    variable,
+    zeros,
+)
+
+SPAN = 256  # columns of a sum
+MOST_BLOCKS = 3  # of a tile
+_UNROLLED = 4  # columns of a compiled step
+_LINE = 64  # bytes
+_AHEAD = 8192  # bytes, as in int_product.py
+
+
+def dense_product(
+    values: U8s,  # [blocks, K, 16] of a dtype
+    x: F32s,  # [rows, K], rows x_stride apart
+    bias: F32s,  # [blocks * 16], read if has_bias
+    converted: F32s,  # [parts, MOST_BLOCKS, K, 16], memory for blocks, if `converts`
+    out: F32s,  # [rows, >= blocks * 16], rows out_stride apart
+    num_rows: Int,
+    num_blocks: Int,
+    columns: Int,
+    x_stride: Int,
+    out_stride: Int,
+    part: Int,
+    parts: Int,
+    target: Target,
+    dtype: torch.dtype,
+    is_one_row: bool,
+    converts: bool,  # blocks to float32 before their first product: faster with many rows
+    adds: bool,  # to what `out` holds
+    has_bias: bool,
+) -> None:
+    """Part i of n: a share of the blocks of the weight, for all rows of x."""
+    rows_at_once, blocks_at_once = tiling(target, is_one_row)
+    block, (begin, end) = variable(zeros(i64)), share(num_blocks, part, parts, blocks_at_once[0])
+    block.set(begin)
+    totals = array(f32, rows_at_once[0] * blocks_at_once[0] * ROWS)
+    for wide in blocks_at_once:
+        for first_block in loop(block.now, end - (wide - 1), wide):
+            block.set(first_block + wide)
+            weight = _Blocks(values.of(TYPES[dtype]), first_block, columns, wide)
+            if converts:
+                weight = weight.converted(converted + part * (MOST_BLOCKS * ROWS) * columns)
+            row = variable(zeros(i64))
+            for high in rows_at_once:
+                for first in loop(row.now, num_rows - (high - 1), high):
+                    row.set(first + high)
+                    rows = [x + (first + m) * x_stride for m in range(high)]
+                    weight.multiply(rows, totals, is_one_row)
+                    for m in range(high):
+                        for b in range(wide):
+                            at = (first_block + b) * ROWS
+                            place = (first + m) * out_stride + at
+                            result = totals.load((m * wide + b) * ROWS, ROWS)
+                            if has_bias:
+                                result = result + bias.load(at, ROWS)
+                            if adds:
+                                result = out.load(place, ROWS) + result
+                            out.store(place, result)
+
+
+def tiling(target: Target, is_one_row: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Numbers of rows of x, and of blocks, that a tile has; both fall to 1."""
+    if is_one_row:
+        return (1,), (1,)
+    return ((9, 8, 4, 2, 1), (MOST_BLOCKS, 1)) if target.vector_bytes == 64 else ((6, 2, 1), (1,))
+
+
+class _Blocks:
+    """Neighbouring blocks of a weight."""
+
+    def __init__(self, values: Pointer, first: Value, columns: Value, count: int) -> None:
+        self.columns, self._bytes = columns, values.type.bytes
+        self._blocks = [values + (first + b) * columns * ROWS for b in range(count)]
+
+    def converted(self, memory: Pointer) -> _Blocks:
+        """These blocks in float32."""
+        copy = _Blocks(memory, number(0, i64), self.columns, len(self._blocks))
+        for column in loop(0, self.columns):
+            self._prefetch(column, 1)
+            for source, target in zip(self._blocks, copy._blocks, strict=True):
+                target.store(column * ROWS, source.load(column * ROWS, ROWS).to(f32))
+        return copy
+
+    def multiply(self, rows: list[Pointer], totals: Pointer, is_one_row: bool) -> None:
+        """The sums of all pairs of a row and a block, row after row."""
+        count = len(rows) * len(self._blocks)
+        for i in range(count):
+            totals.store(i * ROWS, zeros(f32(ROWS)))
+        for begin in loop(0, self.columns, SPAN):
+            end, sums = minimum(begin + SPAN, self.columns), [variable(zeros(f32(ROWS))) for _ in range(count)]
+            unrolled = _UNROLLED if is_one_row else 1  # more than 1 moves sums of many rows out of registers
+            whole = begin + (end - begin) // unrolled * unrolled
+            for column in loop(begin, whole, unrolled):
+                if is_one_row:
+                    self._prefetch(column, unrolled)
+                for i in range(unrolled):
+                    self._add(rows, column + i, sums)
+            if unrolled > 1:
+                for column in loop(whole, end):
+                    self._add(rows, column, sums)
+            for i, total in enumerate(sums):
+                totals.store(i * ROWS, totals.load(i * ROWS, ROWS) + total.now)
+
+    def _prefetch(self, column: Value, count: int) -> None:
+        """Prefetch the lines that lie ahead of these columns."""
+        for block in self._blocks:
+            for line in range(0, count * ROWS * self._bytes, _LINE):
+                block.prefetch(column * ROWS + (_AHEAD + line) // self._bytes)
+
+    def _add(self, rows: list[Pointer], column: Value, sums: list[Variable]) -> None:
+        weights = [block.load(column * ROWS, ROWS).to(f32) for block in self._blocks]
+        for m, row in enumerate(rows):
+            repeated = row.load(column).repeat(ROWS)
+            for b, weight in enumerate(weights):
+                total = sums[m * len(weights) + b]
+                total.set(fused(weight, repeated, total.now))

@@ -1,0 +1,352 @@
+"""The metadata of a GGUF file as a config.json, for each architecture."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.loading.gguf import GgufFile, dequantize
+from runtime.spec.types import CallboardError
+
+_CONTROL = 3  # the type of a special token in a GGUF vocabulary (llama.h: llama_token_type).
+# Special tokens that end a text or a turn, even without metadata (as in llama-vocab.cpp).
+_END_TOKENS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"}
+# Architectures in which RoPE turns a part of each head
+_PARTLY_TURNED = {"phi3", "glm4", "qwen35", "qwen35moe", "qwen3next"}
+
+
+def gguf_eos_token_ids(file: GgufFile) -> tuple[int, ...]:
+    """The ids that end a text, a turn or a message, the model's own end-of-sequence id first."""
+    keys = ("eos", "eot", "eom")
+    ids = [file.value(f"tokenizer.ggml.{k}_token_id", int, -1) for k in keys]
+    tokens, types = (file.value(f"tokenizer.ggml.{k}", list, []) for k in ("tokens", "token_type"))
+    ids += [i for i, kind in enumerate(types[: len(tokens)]) if kind == _CONTROL and tokens[i] in _END_TOKENS]
+    return tuple(dict.fromkeys(i for i in ids if i >= 0))
+
+
+def count(file: GgufFile, key: str, default: int | None = None) -> int:
+    value = file.value(key, int, default)
+    most = 1000 if key.endswith(".block_count") else 1 << 30
+    if not 1 <= value <= most:
+        raise CallboardError(f"{file.path}: {key} is {value}; it must be at least 1 and at most {most}.")
+    return value
+
+
+def _decimal(value: np.float32) -> float:
+    """Its shortest decimal: 9.99999975e-06 was written as 1e-05."""
+    return float(str(value))
+
+
+def _real(file: GgufFile, key: str, default: float | None = None) -> float:
+    """A float of the file, which has it as a float32."""
+    value = _decimal(np.float32(file.value(key, float, default)))
+    if not (math.isfinite(value) and value > 0):
+        raise CallboardError(f"{file.path}: {key} is {value}; it must be a positive number.")
+    return value
+
+
+def _table(file: GgufFile, name: str) -> NDArray[np.float32]:
+    return dequantize(file.raw(name), file.tensors[name].type_name).reshape(-1)
+
+
+def _tokens_config(file: GgufFile) -> dict[str, Any]:
+    return {
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "bos_token_id": file.value("tokenizer.ggml.bos_token_id", int, 1),
+        "eos_token_id": list(gguf_eos_token_ids(file)),
+    }
+
+
+def decoder_config(file: GgufFile) -> dict[str, Any]:
+    """The fields that all architectures but GPT-2 have in common."""
+    arch = file.value("general.architecture", str)
+    num_heads = count(file, f"{arch}.attention.head_count")
+    hidden_size = count(file, f"{arch}.embedding_length")
+    rope_dim = count(file, f"{arch}.rope.dimension_count", hidden_size // num_heads)
+    head_dim = count(file, f"{arch}.attention.key_length", rope_dim)
+    if rope_dim != head_dim and f"{arch}.rope.dimension_count" in file.metadata and arch not in _PARTLY_TURNED:
+        raise CallboardError(
+            f"{file.path}: {arch}.rope.dimension_count is {rope_dim}, a part of a head's {head_dim}, which is not "
+            f"supported of {arch}."
+        )
+    return {
+        "hidden_size": hidden_size,
+        "intermediate_size": count(
+            file, f"{arch}.feed_forward_length", file.metadata.get(f"{arch}.expert_feed_forward_length")
+        ),
+        "num_hidden_layers": count(file, f"{arch}.block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": _kv_heads(file, num_heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": _real(file, f"{arch}.attention.layer_norm_rms_epsilon"),
+        "rope_theta": _real(file, f"{arch}.rope.freq_base", 10000.0),
+        "max_position_embeddings": count(file, f"{arch}.context_length"),
+        **({"partial_rotary_factor": rope_dim / head_dim} if arch in _PARTLY_TURNED else {}),
+        **_tokens_config(file),
+        **_rope_scaling(file),
+    }
+
+
+def _kv_heads(file: GgufFile, default: int) -> int:
+    """The heads of keys and values; a file may have a number for each layer, which is 0 without attention."""
+    key = f"{file.value('general.architecture', str)}.attention.head_count_kv"
+    if not isinstance(file.metadata.get(key), list):
+        return count(file, key, default)
+    numbers = {number for number in file.value(key, list) if number}
+    if len(numbers) != 1 or not isinstance(most := numbers.pop(), int) or not 1 <= most < 1 << 16:
+        raise CallboardError(f"{file.path}: {key} differs among layers with attention, which is not supported.")
+    return most
+
+
+def _rope_scaling(file: GgufFile) -> dict[str, Any]:
+    """`rope_scaling` as config.json has it, in a dict of its own; empty if the metadata has none."""
+    arch = file.value("general.architecture", str)
+    kind = file.value(f"{arch}.rope.scaling.type", str, "none")
+    match kind:
+        case "none":
+            return {}
+        case "linear":
+            scaling: dict[str, Any] = {"rope_type": "linear", "factor": _real(file, f"{arch}.rope.scaling.factor")}
+        case "yarn":
+            scaling = {
+                "rope_type": "yarn",
+                "factor": _real(file, f"{arch}.rope.scaling.factor"),
+                "original_max_position_embeddings": count(file, f"{arch}.rope.scaling.original_context_length"),
+            }
+            for name in ("beta_fast", "beta_slow"):
+                if (key := f"{arch}.rope.scaling.yarn_{name}") in file.metadata:
+                    scaling[name] = _real(file, key)
+        case _:
+            raise CallboardError(
+                f"{file.path}: RoPE scaling {kind!r} is not supported from GGUF; linear, yarn and llama3 are."
+            )
+    return {"rope_scaling": scaling}
+
+
+def llama_config(file: GgufFile) -> dict[str, Any]:
+    config = decoder_config(file)
+    config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+    if "rope_scaling" not in config:
+        config |= _llama3_rope_scaling(file, config["rope_theta"], config["head_dim"])
+    return config
+
+
+def _llama3_rope_scaling(file: GgufFile, rope_theta: float, rope_dim: int) -> dict[str, Any]:
+    """`_rope_scaling` for Llama 3.1, stored as the resulting table of divisors.
+
+    The only free parameter of the released models is the factor, which is the table's largest entry. The table computed
+    from it must equal the table in the file."""
+    if "rope_freqs.weight" not in file.tensors:
+        return {}
+    divisors = _table(file, "rope_freqs.weight")
+    factor, original, low, high = float(divisors.max()), 8192, 1.0, 4.0
+    if factor == 1.0:
+        return {}
+    not_llama3 = CallboardError(f"{file.path}: the table in rope_freqs.weight is not Llama 3's RoPE scaling.")
+    if len(divisors) != -(-rope_dim // 2):  # checked before arrays of this size are allocated
+        raise not_llama3
+    turns = original * rope_theta ** -(np.arange(0, rope_dim, 2) / rope_dim) / (2 * math.pi)
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    expected = 1 / ((1 - smooth) / factor + smooth)
+    if not np.allclose(divisors, expected, rtol=1e-3):
+        raise not_llama3
+    scaling = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+    return {"rope_scaling": scaling}
+
+
+def mixtral_config(file: GgufFile) -> dict[str, Any]:
+    return llama_config(file) | {
+        "num_local_experts": count(file, "llama.expert_count"),
+        "num_experts_per_tok": count(file, "llama.expert_used_count"),
+    }
+
+
+def granite_config(file: GgufFile) -> dict[str, Any]:
+    config = llama_config(file)
+    return config | {
+        "attention_multiplier": _real(file, "granite.attention.scale", config["head_dim"] ** -0.5),
+        "embedding_multiplier": _real(file, "granite.embedding_scale", 1.0),
+        "residual_multiplier": _real(file, "granite.residual_scale", 1.0),
+        "logits_scaling": _real(file, "granite.logit_scale", 1.0),
+    }
+
+
+def seed_oss_config(file: GgufFile) -> dict[str, Any]:
+    return llama_config(file) | {"attention_out_bias": "blk.0.attn_output.bias" in file.tensors}
+
+
+def mistral3_config(file: GgufFile) -> dict[str, Any]:
+    config = llama_config(file)
+    if scaling := config.get("rope_scaling"):
+        scaling["llama_4_scaling_beta"] = _decimal(
+            np.float32(file.value("mistral3.attention.temperature_scale", float, 0.0))
+        )
+        if "mistral3.rope.scaling.yarn_log_multiplier" in file.metadata:
+            scaling["mscale"] = 1.0
+            scaling["mscale_all_dim"] = _real(file, "mistral3.rope.scaling.yarn_log_multiplier")
+    return config
+
+
+def olmo2_config(file: GgufFile) -> dict[str, Any]:
+    config = llama_config(file)
+    if "rope_scaling" in config and "olmo2.rope.scaling.attn_factor" in file.metadata:
+        config["rope_scaling"]["attention_factor"] = _real(file, "olmo2.rope.scaling.attn_factor")
+    return config
+
+
+def olmo3_config(file: GgufFile) -> dict[str, Any]:
+    kinds = file.value("olmo2.attention.sliding_window_pattern", list)
+    return olmo2_config(file) | {
+        "sliding_window": count(file, "olmo2.attention.sliding_window"),
+        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in kinds],
+    }
+
+
+def qwen3moe_config(file: GgufFile) -> dict[str, Any]:
+    return decoder_config(file) | {
+        "num_experts": count(file, "qwen3moe.expert_count"),
+        "num_experts_per_tok": count(file, "qwen3moe.expert_used_count"),
+        "moe_intermediate_size": count(file, "qwen3moe.expert_feed_forward_length"),
+        "norm_topk_prob": True,  # of all released models
+    }
+
+
+def _gemma_config(file: GgufFile, full_every: int, layers_of_27b: int) -> dict[str, Any]:
+    config = decoder_config(file)
+    del config["hidden_act"]
+    num_layers = config["num_hidden_layers"]
+    # Queries are scaled by a head width that differs from the actual one in the 27B models.
+    by_width = config["hidden_size"] // config["num_attention_heads"]
+    layer_types = ["full_attention" if i % full_every == 0 else "sliding_attention" for i in range(1, num_layers + 1)]
+    return config | {
+        "query_pre_attn_scalar": by_width if num_layers == layers_of_27b else config["head_dim"],
+        "sliding_window": count(file, f"{file.value('general.architecture', str)}.attention.sliding_window"),
+        "layer_types": layer_types,
+    }
+
+
+def gemma2_config(file: GgufFile) -> dict[str, Any]:
+    return _gemma_config(file, full_every=2, layers_of_27b=46) | {
+        "attn_logit_softcapping": _real(file, "gemma2.attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": _real(file, "gemma2.final_logit_softcapping", 30.0),
+    }
+
+
+def gemma3_config(file: GgufFile) -> dict[str, Any]:
+    # RoPE's scaling applies to the layers with full attention.
+    every = count(file, "gemma3.attention.sliding_window_pattern", 6)
+    return _gemma_config(file, full_every=every, layers_of_27b=62) | {
+        "rope_theta": _real(file, "gemma3.rope.freq_base", 1e6),
+        "rope_local_base_freq": _real(file, "gemma3.rope.freq_base_swa", 10000.0),
+    }
+
+
+def phi3_config(file: GgufFile) -> dict[str, Any]:
+    config = decoder_config(file)
+    config["sliding_window"] = file.value("phi3.attention.sliding_window", int, 0) or None
+    if "rope_factors_long.weight" in file.tensors and "rope_factors_short.weight" in file.tensors:
+        original = count(file, "phi3.rope.scaling.original_context_length")
+        factors = {
+            f"{n}_factor": [_decimal(x) for x in _table(file, f"rope_factors_{n}.weight")] for n in ("long", "short")
+        }
+        config["original_max_position_embeddings"] = original
+        config["rope_scaling"] = {"rope_type": "longrope", **factors, "original_max_position_embeddings": original}
+    return config
+
+
+def gpt2_config(file: GgufFile) -> dict[str, Any]:
+    return {
+        "n_embd": count(file, "gpt2.embedding_length"),
+        "n_inner": count(file, "gpt2.feed_forward_length"),
+        "n_layer": count(file, "gpt2.block_count"),
+        "n_head": count(file, "gpt2.attention.head_count"),
+        "n_positions": count(file, "gpt2.context_length"),
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": _real(file, "gpt2.attention.layer_norm_epsilon"),
+        **_tokens_config(file),
+    }
+
+
+def _delta_rule_config(file: GgufFile) -> dict[str, Any]:
+    """The fields of models with the gated delta rule."""
+    config, arch = decoder_config(file), file.value("general.architecture", str)
+    num_layers = config["num_hidden_layers"] - file.value(f"{arch}.nextn_predict_layers", int, 0)
+    value_heads, inner = count(file, f"{arch}.ssm.time_step_rank"), count(file, f"{arch}.ssm.inner_size")
+    if inner % value_heads:
+        raise CallboardError(f"{file.path}: {arch}.ssm.inner_size is {inner}, which makes no {value_heads} even heads.")
+    stateful = [f"blk.{i}.ssm_out.weight" in file.tensors for i in range(num_layers)]
+    return config | {
+        "num_hidden_layers": num_layers,
+        "layer_types": ["linear_attention" if has_state else "full_attention" for has_state in stateful],
+        "linear_num_key_heads": count(file, f"{arch}.ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": count(file, f"{arch}.ssm.state_size"),
+        "linear_value_head_dim": inner // value_heads,
+        "linear_conv_kernel_dim": count(file, f"{arch}.ssm.conv_kernel"),
+    }
+
+
+def drafts_tokens(file: GgufFile, name: str) -> bool:
+    """Return True for a tensor of the layers that draft tokens, which are the last ones."""
+    arch, block = file.value("general.architecture", str), re.match(r"blk\.(\d{1,4})\.", name)
+    num_drafting = file.value(f"{arch}.nextn_predict_layers", int, 0)
+    return block is not None and num_drafting > 0 and int(block[1]) >= count(file, f"{arch}.block_count") - num_drafting
+
+
+def _shared_experts_config(file: GgufFile) -> dict[str, Any]:
+    arch = file.value("general.architecture", str)
+    size = count(file, f"{arch}.expert_feed_forward_length")
+    return {
+        "num_experts": count(file, f"{arch}.expert_count"),
+        "num_experts_per_tok": count(file, f"{arch}.expert_used_count"),
+        "moe_intermediate_size": size,
+        "shared_expert_intermediate_size": count(file, f"{arch}.expert_shared_feed_forward_length", size),
+    }
+
+
+def qwen35_config(file: GgufFile) -> dict[str, Any]:
+    return _delta_rule_config(file) | {"linear_heads_tiled": True}
+
+
+def qwen35moe_config(file: GgufFile) -> dict[str, Any]:
+    return qwen35_config(file) | _shared_experts_config(file)
+
+
+def qwen3next_config(file: GgufFile) -> dict[str, Any]:
+    return _delta_rule_config(file) | _shared_experts_config(file) | {"linear_maps_by_key_head": False}
+
+
+def lfm2_config(file: GgufFile) -> dict[str, Any]:
+    config, arch = decoder_config(file), file.value("general.architecture", str)
+    convs = [f"blk.{i}.shortconv.conv.weight" in file.tensors for i in range(config["num_hidden_layers"])]
+    return config | {
+        "norm_eps": config["rms_norm_eps"],
+        "layer_types": ["conv" if is_conv else "full_attention" for is_conv in convs],
+        "conv_L_cache": count(file, f"{arch}.shortconv.l_cache"),
+        "conv_bias": any(name.endswith(".shortconv.conv.bias") for name in file.tensors),
+        "block_auto_adjust_ff_dim": False,  # the file has the adjusted size
+    }
+
+
+def lfm2moe_config(file: GgufFile) -> dict[str, Any]:
+    return lfm2_config(file) | {
+        "num_experts": count(file, "lfm2moe.expert_count"),
+        "num_experts_per_tok": count(file, "lfm2moe.expert_used_count"),
+        "moe_intermediate_size": count(file, "lfm2moe.expert_feed_forward_length"),
+        "num_dense_layers": file.value("lfm2moe.leading_dense_block_count", int, 0),
+        "use_expert_bias": any(".exp_probs_b" in name for name in file.tensors),
+        "norm_topk_prob": True,  # of all released models
+    }

@@ -1,0 +1,54 @@
+"""Attention with grouped queries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from runtime.kernels.attention.stored_kv import KVLayer
+from runtime.kernels.collectives.heads_norm import HeadsNorm
+from runtime.kernels.linear.linear_torch import Linear
+from runtime.kernels.table import Kernels
+from runtime.models.forward_batch import AttentionMetadata
+from runtime.models.mixers.mixer import ForwardStep, LayerCache
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMixer:
+    """The weights of a layer. q, k and v are one linear map, with the output's gate before them."""
+
+    kernels: Kernels
+    eps: float  # of the norms
+    qkv: Linear
+    out: Linear
+    num_heads: int  # of q, k and v together
+    head_dim: int
+    gate_width: int  # the gate's columns in `qkv`; 0 without a gate
+    q_norm: torch.Tensor | None  # [head_dim], with spec.qk_norm of each head
+    k_norm: torch.Tensor | None
+    heads_norm: HeadsNorm | None  # with spec.qk_norm over all heads
+    rope: int  # index of its rotary table
+    # (q, the layer's cache, the step's metadata, the cache's scales), with the layer's scale, window and soft cap
+    attention: Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor | None], torch.Tensor]
+
+    def mix(self, h: torch.Tensor, norm: torch.Tensor | None, step: ForwardStep, cache: LayerCache) -> torch.Tensor:
+        assert isinstance(cache, KVLayer)
+        kernels, (kv, scales, group) = self.kernels, cache
+        kv_index, rows = step.batch.groups[group]
+        gate_and_qkv = self.qkv.normed(h, norm, self.eps)
+        qkv = gate_and_qkv[:, self.gate_width :]
+        if self.heads_norm is not None:
+            self.heads_norm(qkv)
+        heads, norms = qkv.view(len(qkv), self.num_heads, self.head_dim), (self.q_norm, self.k_norm)
+        q = kernels.rope_store_kv(heads, step.ropes[self.rope], kv, kv_index, *norms, self.eps, scales)
+        if step.query_scales is not None:
+            q.mul_(step.query_scales)
+        mixed = self.attention(q, kv, rows, scales)
+        if self.gate_width:
+            kernels.gate_output(mixed, gate_and_qkv[:, : self.gate_width])
+        return mixed
+
+    def with_linears(self, change: Callable[[Linear, str], Linear]) -> AttentionMixer:
+        return replace(self, qkv=change(self.qkv, "qkv"), out=change(self.out, "out"))

@@ -1,0 +1,45 @@
+"""The gated delta rule in place of attention (Qwen3.5, Qwen3-Next)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from runtime.kernels.linear.linear_torch import Linear
+from runtime.kernels.states.state_rows import DeltaState
+from runtime.kernels.table import Kernels
+from runtime.models.mixers.mixer import ForwardStep, LayerCache
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRuleMixer:
+    """The weights of a layer."""
+
+    kernels: Kernels
+    eps: float  # of the norm
+    into: Linear  # to q, k, v | z, the gate of the output | with `gates` None: logits of rate and decay
+    gates: Linear | None  # to the logits of rate and decay
+    out: Linear
+    conv: torch.Tensor  # [channels of q, k and v, width]
+    decay_log: torch.Tensor  # [value_heads] float32
+    decay_bias: torch.Tensor  # [value_heads] float32
+    mix_norm: torch.Tensor  # [value_dim]
+    values: int  # columns of z
+    tiled: bool  # the order of value heads (DeltaRuleSpec)
+
+    def mix(self, h: torch.Tensor, norm: torch.Tensor | None, step: ForwardStep, cache: LayerCache) -> torch.Tensor:
+        assert isinstance(cache, DeltaState)
+        rows, (channels, _) = step.batch.states, self.conv.shape
+        assert rows is not None
+        x = self.into.normed(h, norm, self.eps)
+        z, end = x[:, channels : channels + self.values], channels + self.values
+        gates = x[:, end:] if self.gates is None else self.gates.normed(h, norm, self.eps)
+        qkv = self.kernels.causal_conv(x[:, :channels], self.conv, None, rows, cache)
+        weights = self.decay_log, self.decay_bias, self.mix_norm
+        return self.kernels.delta_rule(qkv, z, gates, *weights, self.eps, rows, cache, self.tiled)
+
+    def with_linears(self, change: Callable[[Linear, str], Linear]) -> DeltaRuleMixer:
+        gates = None if self.gates is None else change(self.gates, "mix_gates")
+        return replace(self, into=change(self.into, "mix_in"), gates=gates, out=change(self.out, "mix_out"))

@@ -1,0 +1,120 @@
+"""Mixtures with shared experts, other scores or dense layers equal the mixtures of transformers."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import Lfm2MoeConfig, Qwen3_5MoeTextConfig
+from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeMLP, Lfm2MoeSparseMoeBlock
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock
+
+from runtime.kernels.norm.rms_norm import rms_norm_torch
+from runtime.loading.checkpoint import open_checkpoint
+from runtime.models.decoder_build import load_decoder
+from runtime.models.families.qwen import MOE_WEIGHT_MAP
+from runtime.models.weight_map import WeightMap
+from runtime.spec.config import EngineConfig
+from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.spec.sharding import Part
+from runtime.spec.types import CallboardError
+from runtime.worker.runner import choose_numerics
+
+SPEC = DecoderSpec(
+    num_layers=2, hidden_size=48, num_heads=2, num_kv_heads=2, head_dim=8, ffn_size=20, vocab_size=31,
+    max_positions=16, norm_eps=1e-5, qk_norm=True,
+)  # fmt: skip
+SIZES = {"hidden_size": 48, "moe_intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 3}
+QWEN = WeightMap(
+    MOE_WEIGHT_MAP.names
+    | {"shared_gate": "model.layers.{}.mlp.shared_expert_gate"}
+    | {f"shared.{part}": "model.layers.{}.mlp.shared_expert." + part + "_proj" for part in ("gate", "up", "down")}
+)
+_LFM2 = {"gate": "w1", "up": "w3", "down": "w2"}
+LFM2 = WeightMap(
+    MOE_WEIGHT_MAP.names
+    | {"choice_bias": "model.layers.{}.mlp.expert_bias"}
+    | {f"dense.{part}": "model.layers.{}.mlp." + name for part, name in _LFM2.items()}
+)
+
+
+def checkpoint_of(blocks: list[nn.Module], spec: DecoderSpec, weight_map: WeightMap, folder: Path) -> Path:
+    """A checkpoint with the blocks as feed-forward layers, and random numbers elsewhere."""
+    tensors = {}
+    for layer, block in enumerate(blocks):
+        tensors |= {f"model.layers.{layer}.mlp.{name}": value for name, value in block.state_dict().items()}
+    for parameter, name in weight_map.names_of(spec).items():
+        if ".mlp." not in name:
+            tensors[name] = torch.randn(spec.shapes()[parameter])
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({}))
+    return folder
+
+
+def check_layers(blocks: list[nn.Module], spec: DecoderSpec, weight_map: WeightMap, folder: Path) -> None:
+    for block in blocks:
+        for name, value in block.state_dict().items():
+            value.copy_(torch.randn(value.shape) * (0.3 if "bias" in name else value.shape[-1] ** -0.5))
+    checkpoint = open_checkpoint(checkpoint_of(blocks, spec, weight_map, folder))
+    numerics = choose_numerics(EngineConfig(device="cpu", kernel_backend="torch", dtype="float32"))
+    decoder = load_decoder(checkpoint, spec, weight_map, numerics, 16)
+    x, ones = torch.randn(70, 48), torch.ones(48)
+    for layer, block in zip(decoder.layers, blocks, strict=True):
+        got = x.clone()
+        if isinstance(layer.feed_forward, tuple):
+            gate_up, down = layer.feed_forward
+            gate_up.gated_into(down, got, ones, 1e-5)
+        else:
+            layer.feed_forward.add_to(got, ones, 1e-5)
+        with torch.no_grad():
+            want = x + block(rms_norm_torch(x, ones, 1e-5)[None])[0]
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_shared_experts_equal_transformers(tmp_path):
+    config = Qwen3_5MoeTextConfig(**SIZES, shared_expert_intermediate_size=20)
+    config._experts_implementation = "eager"
+    blocks = [Qwen3_5MoeSparseMoeBlock(config) for _ in range(2)]
+    spec = replace(SPEC, experts=ExpertsSpec(6, 3, True, shared=1, shared_gate=True))
+    check_layers(blocks, spec, QWEN, tmp_path)
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_sigmoid_scores_and_dense_layers_equal_transformers(tmp_path, normalized):
+    config = Lfm2MoeConfig(**SIZES, intermediate_size=28, norm_topk_prob=normalized, routed_scaling_factor=1.5)
+    config._experts_implementation = "eager"
+    blocks = [Lfm2MoeMLP(config), Lfm2MoeSparseMoeBlock(config)]
+    experts = ExpertsSpec(6, 3, normalized, scores="sigmoid", choice_bias=True, sum_eps=1e-6, scale=1.5)
+    check_layers(blocks, replace(SPEC, dense_layers=1, dense_ffn_size=28, experts=experts), LFM2, tmp_path)
+
+
+def test_a_tensor_of_all_experts_is_read_by_expert(tmp_path):
+    both, down = torch.randn(3, 10, 4), torch.randn(3, 4, 5)
+    tensors = {"m.experts.gate_up_proj": both, "m.experts.down_proj": down, "m.gate_up_proj": torch.randn(2, 4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    checkpoint = open_checkpoint(tmp_path)
+    assert len(checkpoint.names()) == 10
+    for expert in range(3):
+        prefix = f"m.experts.{expert}."
+        for name, want in (("gate_proj", both[expert, :5]), ("up_proj", both[expert, 5:]), ("down_proj", down[expert])):
+            name = f"{prefix}{name}.weight"
+            assert checkpoint.shape(name) == tuple(want.shape)
+            assert torch.equal(checkpoint.tensor(name, torch.float32), want)
+            part = Part(1, 1, 3)
+            assert torch.equal(checkpoint.tensor(name, torch.float32, part=part), want[:, 1:3])
+    assert "m.experts.down_proj" not in checkpoint
+    first = checkpoint.fingerprint
+    save_file(tensors | {"m.experts.down_proj": down + 1}, tmp_path / "model.safetensors")
+    assert open_checkpoint(tmp_path).fingerprint != first
+
+
+def test_ranks_divide_dense_layers_evenly():
+    spec = replace(SPEC, dense_layers=1, dense_ffn_size=27, experts=ExpertsSpec(6, 3, True))
+    with pytest.raises(CallboardError, match="does not divide"):
+        spec.check(EngineConfig(tensor_parallel_size=2))

@@ -1,0 +1,59 @@
+"""Models that free blocks below windows, in deterministic mode: the same bits for every history of a request."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from runtime.core.kv_cache_manager import KVCacheManager
+from tests.models.test_hybrid_models import BACKENDS
+from tests.support.examples import examples
+from tests.support.models.hybrid_engine import (
+    MAX_LEN,
+    SEQS,
+    WINDOWS,
+    Engine,
+    check,
+    histories,
+    hybrid_runner,
+    prompt_of,
+)
+from tests.support.models.runner_driver import tiny_runner
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_history_changes_a_bit(backend):
+    """Hits, misses, chunks, mates, preemptions, lost runners and draft tokens."""
+    seen, kind = Counter(), (("kernel_backend", backend), ("dtype", "float32"))
+
+    @settings(max_examples=examples(80), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @given(histories, st.sampled_from([64, 130, 400]), st.sampled_from([1, 400]), st.sampled_from([None, 0.3, 1.0]))
+    def run(history, chunk, spare, share_right):
+        size = WINDOWS.kv_cache("float32", longest=MAX_LEN).most_blocks(MAX_LEN, 16, chunk + SEQS)
+        limits = {"max_num_batched_tokens": chunk + SEQS, "num_kv_blocks": size + spare}
+        check("windows", kind, history, share_right, seen, **limits)
+
+    run()
+    full = [("add", kind, length) for kind, length in ((0, 60), (1, 60), (0, 63), (1, 63))]
+    check("windows", kind, full, None, seen, max_num_batched_tokens=64 + SEQS, num_kv_blocks=60)
+    assert all(seen[what] > 0 for what in ("hits", "preemptions", "accepted", "rejected")), seen
+
+
+def test_second_turn_is_a_hit():
+    engine = Engine("windows")
+    engine.add("first", prompt_of(0, 150), 8)
+    engine.finish()
+    engine.add("second", [*prompt_of(0, 150), *[t for t, _ in engine.answers["first"]], 5, 6], 8)
+    engine.finish()
+    assert engine.cached == 144
+
+
+def test_windows_make_room():
+    """Each sliding layer is a group. Beyond its window and a chunk it keeps nothing."""
+    runner = hybrid_runner("windows", max_num_batched_tokens=64)
+    assert [group.layers for group in runner.info.kv_cache.groups] == [(2,), (0,), (1,), (3,)]
+    manager = KVCacheManager(runner.info, prefix_cache=True, max_chunk=64)
+    assert manager.most_blocks_for(400) == 25 + 3 * 9
+    assert runner.memory.kv_cache.most_tokens(52, 16, 64) == 400
+    assert tiny_runner(WINDOWS, max_model_len=40).info.kv_cache is None

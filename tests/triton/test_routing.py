@@ -1,0 +1,46 @@
+"""The choice of experts on a GPU equals its torch twin."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.kernels.experts.moe_routing import RoutedExperts
+from runtime.kernels.experts.moe_torch import Router, route_torch
+from runtime.kernels.linear.linear_torch import Linear
+from runtime.kernels.norm.rms_norm import rms_norm_triton
+from runtime.spec.decoder_spec import ExpertsSpec
+
+LOGITS = Linear(torch.abs, rms_norm_triton, torch.abs)  # never called
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> ExpertsSpec:
+    num_experts = draw(st.integers(1, 40))
+    shared = draw(st.integers(0, 2))
+    return ExpertsSpec(
+        num_experts,
+        draw(st.integers(1, min(num_experts, 10))),
+        draw(st.booleans()),
+        shared,
+        shared > 0 and draw(st.booleans()),
+        draw(st.sampled_from(("softmax", "sigmoid"))),
+        draw(st.booleans()),
+        draw(st.sampled_from((0.0, 1e-6))),
+        draw(st.sampled_from((1.0, 2.5))),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(specs(), st.integers(1, 5), st.integers(0, 7), st.integers(0, 1 << 30))
+def test_kernel_equals_twin(spec: ExpertsSpec, num_tokens: int, padding: int, seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    width = spec.num_experts + spec.shared_gate + padding
+    # Distinct logits some way apart, so that both forms choose the same experts.
+    logits = torch.stack([torch.randperm(width, generator=generator) for _ in range(num_tokens)]).float() / 8 - 2
+    bias = torch.randperm(spec.num_experts, generator=generator) / 3.7 - 4 if spec.choice_bias else None
+    layer = RoutedExperts()
+    layer.spec, layer.router = spec, Router(LOGITS, bias)
+    ids, weights = layer._route(logits)
+    want_ids, want = route_torch(logits, spec, bias)
+    assert torch.equal(ids.view(num_tokens, -1).long(), want_ids)
+    torch.testing.assert_close(weights.view(num_tokens, -1), want, rtol=1e-5, atol=1e-7)
