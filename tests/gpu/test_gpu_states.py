@@ -20,7 +20,7 @@ HEADS = Heads(2, 6, 128, 128)
 
 
 class Bits:
-    """A layer whose launches are compared with each other: inputs by position, and a memory for each run."""
+    """A layer for comparisons of launches: inputs by position, and a memory for each run."""
 
     def __init__(self, dtype: torch.dtype, length: int, num_slots: int = 6, heads: Heads = HEADS) -> None:
         torch.manual_seed(1)

@@ -7,8 +7,6 @@ the inputs that it reads. Behind longer rows, a second kernel does.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from runtime.kernels.attention.paged_attention import find_row, rows_searched
@@ -75,10 +73,10 @@ def _causal_conv_kernel(
     bias = tl.zeros([BLOCK_C], tl.float32)
     if BIAS:
         bias += tl.load(bias_ptr + cols, mask=is_col, other=0.0).to(tl.float32)
-    taps: Any = ()
+    taps = ()
     for w in tl.static_range(WIDTH):
         at_tap = weight_ptr + cols * channel_stride + w * tap_stride
-        taps += (tl.load(at_tap, mask=is_col, other=0.0).to(tl.float32),)
+        taps += (tl.load(at_tap, mask=is_col, other=0.0).to(tl.float32),)  # type: ignore[assignment]
     ring_ptr = inputs_ptr + own * inputs_stride + cols
     if PDL and WRITES:  # first: the kernel that follows may request its weights, or states
         tl.extra.cuda.gdc_launch_dependents()
@@ -89,7 +87,7 @@ def _causal_conv_kernel(
     if count <= 0:
         return
     at_x = x_ptr + first.to(tl.int64) * x_stride + cols
-    known: Any = ()  # all loads are in flight together
+    known = ()  # all loads are in flight together
     for i in tl.static_range(BEFORE + TILE_TOKENS):
         if i < BEFORE:
             if row_tile == 0:
@@ -101,7 +99,7 @@ def _causal_conv_kernel(
         else:
             inside = cols < tl.where(i - BEFORE < count, channels, 0)
             inputs = _load_inputs(at_x + (i - BEFORE) * x_stride, inside, channels, GATED)
-        known += (inputs,)
+        known += (inputs,)  # type: ignore[assignment]
     at_out = out_ptr + first.to(tl.int64) * channels + cols
     for i in tl.static_range(TILE_TOKENS):
         total = bias

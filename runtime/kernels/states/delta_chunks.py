@@ -335,6 +335,10 @@ def launch_chunks(
     precision, solve = ("tf32x3", "tf32x3") if qkv.dtype == torch.float32 else ("ieee", "tf32")
     unit, pdl, num_rows = stride_unit(state), use_pdl(qkv), rows_searched(rows.num_rows)
     block_k, block_v = (max(16, next_power_of_2(dim)) for dim in (key_dim, value_dim))
+    # Triton 3.6 miscompiles loops around wgmma in some forms: this one with heads of 16, or without pipelining. It
+    # does so for others (flash-linear-attention, pull request 988). Two warps use older instructions. Heads of 128 with
+    # the stages below were checked on an H200.
+    num_warps = 4 if key_dim == value_dim == 128 else 2
     value_block = min(block_v, _VALUES)
     arrays = rows.slots, rows.starts, rows.q_starts, rows.places
     heads = {"VALUE_HEADS": value_heads, "VALUE_DIM": value_dim}
@@ -344,13 +348,13 @@ def launch_chunks(
         qkv, gates, decay_log, decay_bias, out, w, scores, scalars, *arrays,
         qkv.stride(0), gates.stride(0), rows.places.stride(0), rows.num_rows, key_dim**-0.5,
         NORM_EPS=NORM_EPS, NUM_ROWS=num_rows, BLOCK_V=block_v, PRECISION=precision,
-        SOLVE_PRECISION=solve, num_warps=4, maxnreg=168, **chunks, **options,
+        SOLVE_PRECISION=solve, num_warps=num_warps, maxnreg=168 if num_warps == 4 else 255, **chunks, **options,
     )  # fmt: skip
     _carry_state_kernel[(rows.num_rows * value_heads * -(-value_dim // value_block),)](
         qkv, out, w, scores, scalars, state.state, state.positions, *arrays,
         qkv.stride(0), state.state.stride(0) // unit, state.positions.stride(0), rows.places.stride(0),
         STRIDE_UNIT=unit, BLOCK_V=value_block, ROW_BYTES=_row_bytes(qkv, key_dim), PRECISION=precision,
-        num_warps=4, num_stages=2 if qkv.dtype == torch.float32 else 3, **chunks, **options,
+        num_warps=num_warps, num_stages=2 if qkv.dtype == torch.float32 else 3, **chunks, **options,
     )  # fmt: skip
     places = rows.num_tokens // _NORM_TOKENS + rows.num_rows
     _norm_chunks_kernel[(places * value_heads,)](

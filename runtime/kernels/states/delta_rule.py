@@ -23,8 +23,7 @@ def delta_rule_triton(
 ) -> torch.Tensor:
     """`delta_rule_torch`; qkv, z and gates may have any stride between tokens.
 
-    The grids depend only on the rows' ints, so a captured launch follows the rows on the device. With `steps_only`, the
-    launch before this one must be `causal_conv_triton` of the same layer."""
+    The grids depend only on the rows' ints, so a captured launch follows the rows on the device."""
     value_heads, value_dim = state.state.shape[1], state.state.shape[3]
     out = torch.empty((len(qkv), value_heads * value_dim), dtype=qkv.dtype, device=qkv.device)
     if len(out):

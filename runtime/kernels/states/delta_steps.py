@@ -1,11 +1,11 @@
 """The gated delta rule token after token, on a GPU: for decoded and draft tokens.
 
-One program computes a value head of a row and holds its state in registers. It first applies the updates in the ring
-that the stored state does not have, and stores the state as soon as no later row can reject what it covers. No other
-program reads or writes the head's memory.
+One program computes a value head of a row and holds its state in registers. First it applies updates from the ring,
+which the stored state lacks. It stores the state after the last update that later rows cannot reject. No other program
+reads or writes the head's memory.
 
-The programs of a decode step do that before they wait for the kernel before them, the convolution. Only kernels of
-earlier steps write this memory.
+The programs of a decode step do that before they wait for the kernel before them. Only this kernel writes this memory,
+in earlier steps. Each step contains kernels that wait before others may start, so earlier steps are complete.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _delta_steps_kernel(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
-    STEPS_ONLY: tl.constexpr,  # also: the kernel before this one is the convolution
+    STEPS_ONLY: tl.constexpr,
     LAG: tl.constexpr,
     MOST_PENDING: tl.constexpr,
     RING: tl.constexpr,
