@@ -36,7 +36,8 @@ SPAN = 256  # columns of a sum
 MOST_BLOCKS = 3  # of a tile
 _UNROLLED = 4  # columns of a compiled step
 _LINE = 64  # bytes
-_AHEAD = 8192  # bytes, as in int_product.py
+# Blocks that one row multiplies at once, and bytes that are prefetched ahead, by the bytes of a number.
+_BLOCKS_OF_ROW, _AHEAD = {2: 1, 4: 4}, {2: 8192, 4: 4096}
 
 
 def dense_product(
@@ -60,7 +61,8 @@ def dense_product(
     has_bias: bool,
 ) -> None:
     """Part i of n: a share of the blocks of the weight, for all rows of x."""
-    rows_at_once, blocks_at_once = tiling(target, is_one_row)
+    assert not (converts and is_one_row), "`converted` has no room for the blocks of one row"
+    rows_at_once, blocks_at_once = tiling(target, dtype, is_one_row)
     block, (begin, end) = variable(zeros(i64)), share(num_blocks, part, parts, blocks_at_once[0])
     block.set(begin)
     totals = array(f32, rows_at_once[0] * blocks_at_once[0] * ROWS)
@@ -88,10 +90,11 @@ def dense_product(
                             out.store(place, result)
 
 
-def tiling(target: Target, is_one_row: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def tiling(target: Target, dtype: torch.dtype, is_one_row: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Numbers of rows of x, and of blocks, that a tile has; both fall to 1."""
     if is_one_row:
-        return (1,), (1,)
+        most = _BLOCKS_OF_ROW[dtype.itemsize]
+        return (1,), (most, 1) if most > 1 else (1,)
     return ((9, 8, 4, 2, 1), (MOST_BLOCKS, 1)) if target.vector_bytes == 64 else ((6, 2, 1), (1,))
 
 
@@ -135,7 +138,7 @@ class _Blocks:
         """Prefetch the lines that lie ahead of these columns."""
         for block in self._blocks:
             for line in range(0, count * ROWS * self._bytes, _LINE):
-                block.prefetch(column * ROWS + (_AHEAD + line) // self._bytes)
+                block.prefetch(column * ROWS + (_AHEAD[self._bytes] + line) // self._bytes)
 
     def _add(self, rows: list[Pointer], column: Value, sums: list[Variable]) -> None:
         weights = [block.load(column * ROWS, ROWS).to(f32) for block in self._blocks]
