@@ -49,7 +49,7 @@ class PrefixCache:
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
-        self._state_keys: dict[int, bytes] = {}  # of the blocks with a snapshot (core/snapshots.py)
+        self._state_keys: dict[int, bytes] = {}  # of the blocks with a snapshot (core/states/snapshot_pool.py)
 
     def reset(self) -> None:
         """Empty the cache, because the runners' memory is lost."""

@@ -33,7 +33,7 @@ from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.plan import NewSlot, StepResult
 from runtime.core.queues import SlotPool, WaitingQueue
 from runtime.core.request_state import RequestState, RequestStatus, checked_tokens
-from runtime.core.state_cache_manager import StateCacheManager
+from runtime.core.states.state_cache_manager import StateCacheManager
 from runtime.core.stats import EngineStats
 from runtime.core.step import Step
 from runtime.spec.config import EngineConfig, ModelInfo

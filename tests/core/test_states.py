@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runtime.core.snapshots import Snapshot, SnapshotPool
+from runtime.core.states.snapshot_pool import Snapshot, SnapshotPool
 from runtime.policy.admission import Admission
 from runtime.spec.types import CallboardError, SamplingParams
 from tests.support.engine.fake_runner import FixedShare

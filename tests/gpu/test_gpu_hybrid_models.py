@@ -26,7 +26,7 @@ CASES = [
 
 @pytest.mark.parametrize(("model", "dtype", "graphs"), CASES)
 def test_no_history_changes_a_bit(model, dtype, graphs):
-    """Answers are those of launched kernels; chunks are of 64, 130 and 512 tokens."""
+    """Answers equal the ones of launched kernels; chunks have 64, 130 or 512 tokens."""
     seen, kind = Counter(), (("device", "cuda"), ("dtype", dtype))
 
     @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

@@ -68,7 +68,7 @@ def check(scores, prompt, num_top, want):
     assert [s.token_id for s in scores] == prompt[1:]
     for score, row in zip(scores, want, strict=False):
         assert score.logprob == pytest.approx(row[score.token_id].item(), rel=1e-5, abs=1e-4)
-        assert (row > score.logprob + 1e-4).sum() < score.rank <= (row > score.logprob - 1e-4).sum() + 1
+        assert (row > score.logprob + 3e-4).sum() < score.rank <= (row > score.logprob - 3e-4).sum() + 1
         assert len({i for i, _ in score.top}) == len(score.top) == num_top
         assert [value for _, value in score.top] == pytest.approx(row.topk(num_top).values.tolist(), abs=1e-4)
         assert [value for _, value in score.top] == pytest.approx([row[i].item() for i, _ in score.top], abs=1e-4)

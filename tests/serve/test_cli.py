@@ -49,7 +49,7 @@ def test_every_flag_reaches_its_field():
         "revision": "main", "generation_config": "none", "chat_template": "t.jinja", "device": "cpu",
         "dtype": "bfloat16", "kv_cache_dtype": "fp8", "kernel_backend": "torch", "deterministic": True,
         "max_model_len": 1024, "max_num_seqs": 5, "max_num_batched_tokens": 2048, "block_size": 32, "num_kv_blocks": 99,
-        "kv_cache_memory": 0.5, "gpu_memory_utilization": 0.5, "batching": "static", "kv_layout": "contiguous",
+        "kv_cache_memory": 0.5, "snapshot_memory": 0.5, "gpu_memory_utilization": 0.5, "batching": "static", "kv_layout": "contiguous",
         "chunked_prefill": False, "prefix_cache": False, "policy": "sjf", "pipeline_depth": 1, "packed_weights": False,
         "cuda_graphs": False, "prefill_graph_tokens": 512, "max_itl_ms": 20.5, "late_planning": False,
         "tensor_parallel_size": 2, "num_threads": 1, "max_queued_requests": 7, "max_loras": 3, "max_lora_rank": 8,

@@ -1,4 +1,4 @@
-"""Steps of models with recurrent states or windows on the Triton path: tokens are those of the torch path."""
+"""Steps of models with recurrent states or windows on the Triton path: the tokens of the torch path."""
 
 from dataclasses import replace
 

@@ -22,7 +22,7 @@ from runtime.core.block_pool import EvictionOrder
 from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.plan import EMPTY_TABLE, Int32s
 from runtime.core.request_state import NEVER, RequestState
-from runtime.core.snapshots import Snapshot, SnapshotPool
+from runtime.core.states.snapshot_pool import Snapshot, SnapshotPool
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import CallboardError
 
