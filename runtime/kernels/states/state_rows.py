@@ -9,8 +9,8 @@ cache; other rows hold snapshots for the prefix cache. A row's tokens are comput
 `prompt_end` is the position of the prompt's last token. Chunks begin at multiples of CHUNK, so a token's bits do not
 depend on how its prompt was cut into steps. Rows end at such a multiple or reach `prompt_end`.
 
-The stored state lags behind: later steps may reject the last tokens or compute them again. Their updates stay in a ring,
-by position modulo RING. A row may therefore start at any of the last positions.
+The stored state lags behind: later steps may reject the last tokens or compute them again. Their updates stay in a
+ring, by position modulo RING. A row may therefore start at any of the last positions.
 """
 
 from __future__ import annotations
