@@ -158,9 +158,11 @@ def _kv_cache(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, check
     if stored is None:
         stored = f"fp8 with {'the scales of the checkpoint' if has_scales else 'scale 1'}"
     of_all = spec.kv_cache(numerics.dtype_name, config.kv_cache_dtype).bytes_per_token
-    groups = planned_cache(config, spec, numerics).groups
-    lasting = sum(group.bytes_per_token for group in groups if group.window is None)
+    planned = planned_cache(config, spec, numerics)
+    lasting = sum(group.bytes_per_token for group in planned.groups if group.window is None)
     kept = "" if lasting == of_all else f"; beyond the last {spec.window} tokens {lasting:,} bytes"
+    if (states := planned.states) is not None:
+        kept += f"; states of {len(states.layers)} layers, {states.bytes_per_state:,} bytes a request or snapshot"
     return f"{stored}, {of_all:,} bytes a token{kept}"
 
 

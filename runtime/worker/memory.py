@@ -24,6 +24,7 @@ from runtime.worker.gpu.graph_runner import MAX_VERIFIED
 _GIB = 1 << 30
 MIN_LOGIT_ROWS = 64  # rows of logits that a step has memory for, at least
 _DEFAULT_CPU_KV = 1.0  # GiB
+_MOST_SNAPSHOTS = 1024  # an eviction looks at all of them
 _SNAPSHOT_SHARE = 0.25  # of the KV cache's memory, for snapshots of states
 _LIBRARY_BYTES = 1 << 30  # later loads of libraries, and memory of graphs beside their tensors
 
@@ -103,7 +104,7 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
     if of_states is not None and config.prefix_cache and config.kv_layout == "paged":
         asked = config.snapshot_memory
         own = int(budget * _SNAPSHOT_SHARE) if asked is None else min(int(asked * _GIB), max(room, 0))
-        num_snapshots = own // of_states.bytes_per_state
+        num_snapshots = min(own // of_states.bytes_per_state, _MOST_SNAPSHOTS)
         states, num_states = states + num_snapshots * of_states.bytes_per_state, num_states + num_snapshots
         room -= num_snapshots * of_states.bytes_per_state
         budget = min(budget, max(room, 0)) if asked is not None else budget - num_snapshots * of_states.bytes_per_state

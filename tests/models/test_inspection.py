@@ -11,6 +11,7 @@ from runtime.spec.config import EngineConfig
 from runtime.text.tokenizer import Tokenizer
 from serve_app import cli
 from tests.models.test_gguf_architectures import MODELS
+from tests.support.models.tiny_hybrid import write_tiny_hybrid
 
 
 @pytest.fixture(autouse=True)
@@ -93,3 +94,14 @@ def test_transformers_reads_the_saved_tokenizer(write_tiny_gguf, tmp_path: Path)
     assert saved.encode(text, add_special_tokens=False) == own.encode(text, add_special_tokens=False)
     assert (saved.chat_template, saved.model_max_length) == (own.chat_template, 128)
     assert saved.eos_token == own.special_tokens["eos_token"]
+
+
+def test_states_have_a_size(tmp_path: Path, capsys):
+    path = write_tiny_hybrid(tmp_path / "hybrid.gguf")
+    assert (
+        cli.main(["inspect", str(path), "--device", "cpu", "--num-kv-blocks", "99", "--snapshot-memory", "0.0001"]) == 0
+    )
+    told = lines(capsys.readouterr().out)
+    size = 16 * 128 * 4 + 4 * (16 * 16 + 1) * 4  # inputs of the convolution, and heads with their positions
+    assert told["KV cache"].endswith(f"; states of 1 layers, {size:,} bytes a request or snapshot")
+    assert "(max_num_seqs; 8 snapshots, snapshot_memory)" in told["memory plan"]
