@@ -163,7 +163,7 @@ def test_a_draft_guesses_what_grammars_allow(plain, ahead):
 def test_many_drafted_answers(noise):
     params = [hot(grammar, seed=i) for i, (_, grammar) in enumerate(schemas_with_grammars(30))]
     want = answers(RUNNER, params)
-    tight = {"num_kv_blocks": 20, "block_size": 16, "max_num_seqs": 12}
+    tight = {"num_kv_blocks": 13, "block_size": 16, "max_num_seqs": 12}
     share, num_preemptions = share_accepted(params, want, 3, True, noise, **tight)
     assert share > (0.1 if noise else 0.9)
     assert num_preemptions > 0
