@@ -46,10 +46,12 @@ class Scheduler:
     def __init__(self, config: EngineConfig, info: ModelInfo, extras: Sequence[Extra] = ()) -> None:
         self.config, self.info, self.extras = config, info, Extras(extras)
         self.block_size = info.block_size
+        has_states = info.kv_cache is not None and info.kv_cache.states is not None
         self.max_num_seqs = config.max_num_seqs or info.max_num_seqs
+        if has_states:  # their memory may allow fewer
+            self.max_num_seqs = min(self.max_num_seqs, info.max_num_seqs)
         self.budget = config.max_num_batched_tokens or info.max_num_batched_tokens
         max_chunk = self.budget if config.chunked_prefill else max(self.budget, info.max_model_len)
-        has_states = info.kv_cache is not None and info.kv_cache.states is not None
         sizes, order = (info, config.prefix_cache, max_chunk), self.extras.eviction_order()
         self.kv_cache = (
             StateCacheManager(*sizes, self.max_num_seqs, order) if has_states else KVCacheManager(*sizes, order)

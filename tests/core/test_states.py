@@ -1,6 +1,7 @@
 """Recurrent states and their snapshots: rows of a state cache beside the block tables."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,6 +13,7 @@ from runtime.spec.types import CallboardError, SamplingParams
 from tests.support.engine.fake_runner import FixedShare
 from tests.support.engine.sessions import TURN, Session, configs, histories, make
 from tests.support.engine.state_runner import StateRunner, with_states
+from tests.support.engine.whole import whole_scheduler
 from tests.support.examples import examples
 
 
@@ -178,3 +180,8 @@ def test_block_size_must_divide_chunks():
     with pytest.raises(CallboardError, match="block_size is 7; for a model with states it must divide 4"):
         StateSession(block_size=7)
     assert make(kv_cache=with_states(4), num_states=3)[1].num_states == 3
+
+
+def test_requests_are_limited_by_the_memory_of_states():
+    config, info = make(kv_cache=with_states(4), num_states=3, max_num_seqs=6, block_size=4)
+    assert whole_scheduler(config, replace(info, max_num_seqs=2)).max_num_seqs == 2
