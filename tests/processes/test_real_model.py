@@ -12,6 +12,8 @@ import pytest
 import torch
 from pydantic import BaseModel
 
+from tests.support.processes.ready import wait_for_model
+
 MODEL = "smollm2"
 ROOT = Path(__file__).parents[2]
 PROMPT = "def fibonacci(n):\n"
@@ -64,6 +66,7 @@ def url(serve_url):
         max_model_len=1024,
     )
     serve.run(build_app(args), name="callboard")
+    wait_for_model(serve_url, MODEL)
     yield serve_url
     serve.delete("callboard")
 

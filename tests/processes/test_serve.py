@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.tools.replay import replay
+from tests.support.processes.ready import wait_for_model
 
 MODEL = "tiny"
 MAX_TOKENS = 500  # of a stream: long enough to have all in progress at once
@@ -46,6 +47,7 @@ def url(serve_url, tiny_path):
         num_fronts=2,
     )
     serve.run(build_app(args), name="callboard")
+    wait_for_model(serve_url, MODEL)
     yield serve_url
     serve.delete("callboard")
     assert ray.is_initialized()
