@@ -90,7 +90,7 @@ def test_logits_and_greedy_tokens_equal_transformers(case, tmp_path, record_prop
             worst = max(worst, float((logits - want).abs().max() / want.abs().max()))
             assert want.argmax(-1).tolist() == sequence[len(prompt) :]
     record_property("error", worst)
-    assert worst <= 2e-5
+    assert worst <= (2e-5 if spec_of(case).mixer is None else 5e-5)  # states add rounding errors of all tokens
     if mode:
         again = Driver(driver.runner, seed=1)
         again.open(0, sequences[1][:-1], prompt_len=len(prompts[1]))
