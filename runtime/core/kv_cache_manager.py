@@ -40,7 +40,6 @@ class KVCacheManager:
     read are not spent. A hit needs all blocks of groups without a window, and the last blocks of the others."""
 
     least_row = 1  # tokens that a row of a prompt needs to make progress
-    num_snapshots = num_evicted_snapshots = 0  # of states
 
     def __init__(self, info: ModelInfo, prefix_cache: bool, max_chunk: int, order: EvictionOrder | None = None) -> None:
         """No row has more than `max_chunk` tokens. Cached blocks are evicted in `order`."""
@@ -264,6 +263,16 @@ class KVCacheManager:
     def num_cacheable(self, state: RequestState) -> int:
         """Return how many leading tokens of a request have keys and values that any request may use."""
         return min(state.num_computed, len(state.tokens), state.num_final)
+
+    @property
+    def num_snapshots(self) -> int:
+        """Snapshots of states that are kept now."""
+        return 0
+
+    @property
+    def num_evicted_snapshots(self) -> int:
+        """Snapshots of states that were evicted so far."""
+        return 0
 
     def find_faults(self, running: Sequence[RequestState]) -> list[str]:
         """Return one sentence for each block in a wrong place, and for each request without enough blocks."""

@@ -22,7 +22,7 @@ class StateCache:
     """Rows of states. Row 0, the null row, belongs to the null slot."""
 
     def __init__(self, spec: StateGroupSpec, num_states: int, num_slots: int, device: torch.device) -> None:
-        self.spec, dtype = spec, getattr(torch, spec.dtype)
+        dtype = getattr(torch, spec.dtype)
         num_layers, heads = len(spec.layers), spec.heads
         size = -(-spec.bytes_per_state // 16) * 16
         self.rows = torch.zeros((num_states, size), dtype=torch.uint8, device=device)

@@ -1,7 +1,7 @@
 """SnapshotPool: rows of the runners' state cache, for live requests and for snapshots of prefixes.
 
 A model with recurrent states can continue a cached prefix only from the state at its end. A snapshot is such a state at
-a multiple of CHUNK tokens, found by the cached KV block that ends there. Each live request holds one row, so snapshots
+a multiple of chunk tokens, found by the cached KV block that ends there. Each live request holds one row, so snapshots
 get the rows that are left. The least worthy one is evicted: it saves the fewest tokens, divided by its age.
 """
 
@@ -61,7 +61,7 @@ class SnapshotPool:
         return self._free.pop()
 
     def release(self, row: int) -> None:
-        """A request has ended, or returns a row that it did not use."""
+        """Free the row of a request that has ended or is preempted."""
         self._free.append(row)
 
     def take(self, position: int, parent: Snapshot | None, reserved: int = 0) -> Snapshot | None:

@@ -14,6 +14,7 @@ Snapshots are taken within rows:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,11 +60,11 @@ class StateCacheManager(KVCacheManager):
         self.snapshots = SnapshotPool(info.num_states, self.cache.note_snapshot)
 
     @property
-    def num_snapshots(self) -> int:  # type: ignore[override]
+    def num_snapshots(self) -> int:
         return len(self.snapshots)
 
     @property
-    def num_evicted_snapshots(self) -> int:  # type: ignore[override]
+    def num_evicted_snapshots(self) -> int:
         return self.snapshots.evictions
 
     def reset(self) -> None:
@@ -151,7 +152,7 @@ class StateCacheManager(KVCacheManager):
         self._pending.clear()
         return np.ascontiguousarray(taken.T)
 
-    def find_faults(self, running: list[RequestState]) -> list[str]:  # type: ignore[override]
+    def find_faults(self, running: Sequence[RequestState]) -> list[str]:
         faults = super().find_faults(running)
         held = [record.row for record in self._records.values()]
         return faults + self.snapshots.find_faults(held, (each.row for _, each in self._pending))

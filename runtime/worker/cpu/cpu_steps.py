@@ -79,7 +79,8 @@ class CpuSteps(Steps):
         self._free_and_open(plan)
         for new in plan.new:
             self.slots.add(new)
-        self.slots.write_snapshots(plan.snapshots)
+        if plan.snapshots.size:
+            self.slots.write_snapshots(plan.snapshots)
         self.slots.write_tables(plan.block_table_writes)
         if len(plan.draft_token_ids):
             self.slots.write_draft_tokens(plan)
