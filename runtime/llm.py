@@ -76,6 +76,8 @@ class Completion:
     tool_calls: Sequence[CallDelta] = ()  # of a chat
     error: str = ""  # one sentence, if it failed
     seed: int = 0  # that it was drawn with
+    # Experts of its computed tokens, int16 little-endian [num_tokens, layers, top_k] (ModelInfo), if requested.
+    routed_experts: bytes | None = None
 
 
 class _Choice:
@@ -109,6 +111,7 @@ class _Choice:
             done.calls,
             self.error,
             self.request.seed,
+            done.routed_experts,
         )
 
 
@@ -172,6 +175,7 @@ class LLM:
         *,
         progress: bool | None = None,
         adapter: str = "",
+        prompt_len: int | Sequence[int] | None = None,
         **options: Any,
     ) -> list[Completion]:
         """Complete texts or lists of token ids as one batch, and return the completions in order.
@@ -179,11 +183,13 @@ class LLM:
         `params` are one for all or one each; default: the model's own (`defaults.params(max_tokens=64)` changes some).
         Without a seed each prompt gets a random one. `progress` shows a bar; default: from 8 prompts on. `adapter` is a
         result of `load_adapter`. `options` are fields of runtime.output.options.OutputOptions, as over HTTP. With `n`,
-        completions of one prompt are adjacent. They match `response_format` or `structured_outputs`."""
+        completions of one prompt are adjacent. They match `response_format` or `structured_outputs`. `prompt_len` is
+        where an output in the prompt begins, of all prompts or one for each: `prompt_logprobs` scores it as it was
+        sampled."""
         asked = read_options(OutputOptions, options)
         grammar = asked.requested_grammar()
         batch: list[_Prompt] = [(ids, None, grammar) for ids in self._encode_all(prompts)]
-        return self._run(batch, params, asked.n or 1, progress, adapter)
+        return self._run(batch, params, asked.n or 1, progress, adapter, prompt_len)
 
     def chat(
         self,
@@ -311,14 +317,18 @@ class LLM:
         num_choices: int,
         progress: bool | None,
         adapter: str,
+        prompt_len: int | Sequence[int] | None = None,
     ) -> list[Completion]:
         each = list(params) if isinstance(params, Sequence) else [params or self.defaults.params()] * len(prompts)
         if len(each) != len(prompts):
             raise CallboardError(
                 f"There are {len(prompts)} prompts and {len(each)} SamplingParams; send one or as many."
             )
-        pairs = zip(prompts, each, strict=True)
-        choices = (c for prompt, p in pairs for c in self._add(prompt, p, num_choices, adapter))
+        lengths = list(prompt_len) if isinstance(prompt_len, Sequence) else [prompt_len] * len(prompts)
+        if len(lengths) != len(prompts):
+            raise CallboardError(f"There are {len(prompts)} prompts and {len(lengths)} prompt_len; send one or as many.")
+        given = zip(prompts, each, lengths, strict=True)
+        choices = (c for prompt, p, length in given for c in self._add(prompt, p, num_choices, adapter, length))
         done = self._finish(choices, "completions", len(prompts) >= _LONG_BATCH if progress is None else progress)
         return [choice.completion() for choice in done]
 
@@ -351,7 +361,9 @@ class LLM:
             self._end(owners)
         return owners
 
-    def _add(self, prompt: _Prompt, params: SamplingParams, num_choices: int, adapter: str) -> list[_Choice]:
+    def _add(
+        self, prompt: _Prompt, params: SamplingParams, num_choices: int, adapter: str, prompt_len: int | None = None
+    ) -> list[_Choice]:
         ids, form, asked = prompt
         if form is not None and form.budget is not None:
             params = replace(params, thinking=form.budget)
@@ -363,7 +375,7 @@ class LLM:
             except GrammarError as e:
                 raise invalid(asked.field, str(e)) from e
         choices = []
-        for request in requests_of(self._names, ids, params, num_choices, adapter=adapter):
+        for request in requests_of(self._names, ids, params, num_choices, adapter=adapter, prompt_len=prompt_len):
             choices.append(_Choice(request, OutputProcessor(self.tokenizer, request, form=form)))
             self.engine.add(request, choices[-1])
         return choices
@@ -442,6 +454,8 @@ def _by_request(step: StepOutput) -> dict[RequestState, RequestOutput]:
         output_of(state).prompt_logprobs = list(logprobs.of(state.request.token_ids[1:]))
     for state, vector in step.pooled:
         output_of(state).pooled = vector
+    for state, experts in step.experts:
+        output_of(state).routed_experts = experts
     for state, reason in step.finished:
         output = output_of(state)
         output.finish_reason, output.error = reason, NOT_FINITE if reason is FinishReason.ERROR else state.failure

@@ -45,7 +45,7 @@ from serve_app.http.lanes import run_preparation
 from serve_app.observability.line_pipe import line_writer
 from serve_app.observability.ray_metrics import RayMetrics
 from serve_app.observability.request_line import RequestLines
-from serve_app.processes.application_processes import kill_any
+from serve_app.processes.application_processes import http_host, kill_any
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.service.endpoint import Endpoint
@@ -170,6 +170,7 @@ class Front:
         if missing:
             logger.warning("For full speed set %s before Ray starts, as `callboard serve` does.", " ".join(missing))
         app_name = serve.get_replica_context().app_name
+        self._settings = settings
         self._engines = EngineGroup(
             RayDirectory(engines_of(app_name, config)),
             ScaleFromZero(
@@ -180,7 +181,7 @@ class Front:
             settings.routing_policy,
         )
         draft = Path(config.draft).name if config.draft else None  # without its folder
-        self._service = Service(self._engines, None, names[0], draft, names[1:])
+        self._service = Service(self._engines, None, names[0], draft, names[1:], config)
         metrics = self._service.metrics
         metrics.lines = RequestLines(self._service.model, line_writer()) if settings.request_log else None
         settings.check_extras()
@@ -210,6 +211,8 @@ class Front:
             await self._load(config)
 
     async def _load(self, config: EngineConfig) -> None:
+        if config.weight_updates:
+            self._settings.check_weight_updates(await asyncio.to_thread(http_host))
         path = await asyncio.to_thread(resolve, config.model, config.revision)
         tokenizer = await asyncio.to_thread(load_tokenizer, path, config.chat_template, config.tool_call_parser)
         defaults = await asyncio.to_thread(SamplingDefaults.load, path, config.generation_config, config.model)
@@ -250,6 +253,12 @@ class Front:
     async def end(self, reason: str) -> None:
         """End all live requests with an error, for `reason`."""
         self._engines.end(reason)
+
+    async def weights(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Pause the engines, or update their weights, for another Ray job; docs/rollouts.md has the calls.
+
+        Returns the answers of the engines by their ids. Raises WeightsRefused and CallboardError."""
+        return await self._engines.weights(call, body)
 
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Answer a request of another Ray job; docs/handle_call.py shows a caller.

@@ -84,6 +84,11 @@ class HttpSettings:
         "folder from which clients may load adapters while the server runs (/v1/load_lora_adapter), at this path on "
         "every node; default: not allowed",
     )
+    weight_folder: str | None = setting(
+        None,
+        "folder from which clients may load weights while the server runs (/update_weights), at this path on every "
+        "node; default: not allowed",
+    )
     response_store_bytes: int = setting(
         128 << 20, "memory of each front for stored responses (/v1/responses); 0 stores none", 0
     )
@@ -144,6 +149,14 @@ class HttpSettings:
         if self.allow_chaos and not self.has_keys and not _is_loopback(host):
             raise CallboardError(
                 f"allow_chaos lets any client of {host} kill this server's processes; "
+                "give api_key, or listen on 127.0.0.1."
+            )
+
+    def check_weight_updates(self, host: str) -> None:
+        """Raise CallboardError if clients of other machines could change the weights without a key."""
+        if not self.has_keys and not _is_loopback(host):
+            raise CallboardError(
+                f"weight_updates lets any client of {host} change this server's weights; "
                 "give api_key, or listen on 127.0.0.1."
             )
 

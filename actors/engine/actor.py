@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import ray
@@ -14,8 +15,10 @@ from ray.util.placement_group import PlacementGroup
 
 from actors.engine.autoscaling import EngineFigures
 from actors.engine.loop import EngineLoop
+from actors.ray.names import default_weight_store
 from actors.ray.process import SWITCH_INTERVAL_S, freeze_garbage
 from actors.runners.runner_group import DraftKeeper, RunnerGroup, host_address
+from actors.wire.engine_client import WeightsRefused
 from actors.wire.link_messages import EngineLoading
 from actors.wire.process_meter import ProcessMeter
 from actors.wire.transport import Address
@@ -41,6 +44,8 @@ class EngineActor:
     ) -> None:
         """`supervisor` is the id of the supervisor's process, on this machine."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        if config.weight_updates and config.weight_store is None:
+            config = replace(config, weight_store=default_weight_store(application, config))
         self._config, self._num_restarts, self._supervisor = config, num_restarts, supervisor
         self.runners = RunnerGroup(config, group, gpu)
         self.draft = DraftKeeper(config, group, gpu, application) if config.has_draft_model else None
@@ -56,6 +61,7 @@ class EngineActor:
             self.runners.start,
             self.runners.load_adapter,
             self.runners.set_sleep,
+            self.runners.call_all,
             self._num_restarts,
         )
         self._loop.meter.processes = ProcessMeter(self._local_processes)
@@ -121,6 +127,12 @@ class EngineActor:
         """Return the startup log of the runner of rank 0: its phases in seconds, and its memory plan."""
         lines: list[str] = await self.runners.runners[0].phases.remote() if self.runners.runners else []
         return lines
+
+    async def weights(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Pause, or update the weights (actors/engine/weights.py). Raises WeightsRefused and CallboardError."""
+        if not self._loaded.is_set():
+            raise WeightsRefused("The engine is loading its model; try again later.", "unavailable")
+        return await asyncio.wrap_future(self._loop.weights.call(call, body))
 
     async def drain(self, reason: str) -> None:
         """Take no new requests. Fronts use other engines, or wait for one to start, or answer 503 with `reason`.

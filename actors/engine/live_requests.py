@@ -26,6 +26,7 @@ class LiveRequests:
         self.held = HeldRequests(config.queue_timeout_s)
         self.limits = QueueLimits(config, core.scheduler, self.held)
         self.frames = StepFrames(core, meter, self._finished)
+        self.holds_new = False  # requests wait until the others have ended and the engine resumes
 
     def submit(self, connection: Connection, message: Submit, draining: str | None) -> None:
         """Queue a request of a front, or refuse it. `draining` is the reason for taking none; None if there is none."""
@@ -41,8 +42,8 @@ class LiveRequests:
         self._add(stream, replace(message.request, request_id=stream.key), message.resumed)
 
     def _add(self, stream: EngineStream, request: Request, resumed: bool) -> None:
-        """Queue a request, or hold it until its adapter is loaded."""
-        if self._adapters.is_awaited(request.adapter):
+        """Queue a request, or hold it until its adapter is loaded or the engine takes new requests."""
+        if self.holds_new or self._adapters.is_awaited(request.adapter):
             self.held.add(stream, request, resumed)
             return
         try:
@@ -53,7 +54,7 @@ class LiveRequests:
             stream.connection.send(Refused(stream.number, str(e), Refusal.NEVER))
             return
         self.frames.accept(stream, has_slot=False)
-        if len(request.token_ids) == request.prompt_len:
+        if not resumed or len(request.token_ids) == request.prompt_len:
             self.limits.queued(state, stream.arrived_at)
 
     def queue_held(self) -> None:
@@ -91,6 +92,11 @@ class LiveRequests:
         """End all requests of an adapter, by its digest, with an error."""
         for state in [s for s in self._core.scheduler.requests.values() if s.request.adapter == adapter]:
             self.end_at_once(state.owner, FinishReason.ERROR, error)
+
+    def end_all(self) -> None:
+        """End all queued and running requests, after the tokens that they have."""
+        for state in list(self._core.scheduler.requests.values()):
+            self.end_at_once(state.owner, FinishReason.ABORT)
 
     def end_at_once(self, stream: EngineStream, reason: FinishReason, error: str = "") -> None:
         """End a request between two steps."""

@@ -22,6 +22,7 @@ from actors.engine.link_server import Connected, Connection, Disconnected, FromL
 from actors.engine.live_requests import LiveRequests
 from actors.engine.metrics import EngineMetrics
 from actors.engine.sleep import EngineSleep, SetSleep
+from actors.engine.weights import CallRanks, EngineWeights
 from actors.wire.link_messages import Abort, AbortById, Adapters, Follow, ResetPrefixCache, Sleep, Status, Submit
 from actors.wire.metrics import MetricValues, Snapshot
 from runtime.assembly.engine import build_engine, draft_client_of, speculation_of
@@ -51,12 +52,14 @@ class EngineLoop:
         start_runners: Callable[[], tuple[Executor, ModelInfo]],
         load_adapter: LoadAdapter,
         set_sleep: SetSleep,
+        call_ranks: CallRanks,
         num_restarts: int = 0,
     ) -> None:
         """Args:
         start_runners: starts a fresh group of runners, at first and after a loss; returns their executor and model.
         load_adapter: loads an adapter onto all runners.
         set_sleep: puts the runners to sleep, or wakes them.
+        call_ranks: calls a method of all runners, for their weights.
         num_restarts: the number of engines that this one follows."""
         self.config = config
         self._start_runners = start_runners
@@ -84,6 +87,9 @@ class EngineLoop:
         self._frames = self.requests.frames
         settled = partial(self._set_reason, None)
         self._sleep = EngineSleep(self.core, set_sleep, self._finish_steps, self._rebuild, settled, self._adapters)
+        self.weights = EngineWeights(
+            self.core, self.requests, self.meter, call_ranks, self._finish_steps, self._call, self._send_status_to_all
+        )
         self._followers = Followers(CacheFeed(scheduler), time.monotonic)
         self._handlers: dict[type, Callable[[Connection, Any], None]] = {
             Connected: self._connected,
@@ -187,7 +193,7 @@ class EngineLoop:
             if self._closed:
                 return
             try:
-                if self._sleep.apply_requests():
+                if self._sleep.apply_requests() or self.weights.apply_requests():
                     continue
                 waits = self.config.late_planning and self._wait_to_plan()
                 meter.before_submit(self.core.scheduler.num_in_flight, self._frames.pending is not None)
@@ -221,7 +227,11 @@ class EngineLoop:
 
     @property
     def _has_work(self) -> bool:
-        return bool(self._sleep.requests or self._adapters.loss) or (self.core.has_work and not self._sleep.level)
+        if self._sleep.requests or self._adapters.loss:
+            return True
+        if self._sleep.level:
+            return False
+        return self.weights.has_pending or (self.core.has_work and not self.weights.is_paused)
 
     def _wait_to_plan(self) -> bool:
         """Take requests until the next step must be planned, so that they join it.
@@ -301,7 +311,9 @@ class EngineLoop:
         self._send_status_to_all()
 
     def _send_status(self, connection: Connection) -> None:
-        status = Status(self._draining or self.reason, self._draining is not None, is_asleep=self._sleep.level > 0)
+        reason, info = self._draining or self.reason, self.core.scheduler.info
+        is_asleep, current = self._sleep.level > 0, (info.fingerprint, info.weights)
+        status = Status(reason, self._draining is not None, [], is_asleep, [], {}, *current)
         connection.send(self._adapters.add_news(status, connection))
 
     def _adapters_have_changed(self) -> None:
@@ -330,8 +342,12 @@ class EngineLoop:
             text = f"The model runners were lost {culprit.num_losses} times while computing this request."
             self.requests.end_at_once(culprit.state.owner, FinishReason.ERROR, text)
         self.executor, info = self._adapters.restart(self._start_runners)
-        if info.fingerprint != self.info.fingerprint:
+        before = self.core.scheduler.info
+        if info.weights == before.weights and info.fingerprint != before.fingerprint:
             raise RuntimeError("the model's files changed under a running engine")
         self.core.recover(self.executor)
+        if info.weights != before.weights:
+            self.core.scheduler.use_weights(info, keeps_kv=False)
+        self.weights.restarted(info.weights)
         self._progress, self._sleep.level = time.monotonic(), 0
         self._set_reason(None)

@@ -61,7 +61,7 @@ class EngineMetrics:
         for state in admitted:
             if not state.owner.admitted_at:  # else it returns after a preemption
                 state.owner.admitted_at = now
-                if len(state.request.token_ids) > state.prompt_len:
+                if len(state.request.token_ids) > state.prompt_len and state.params.prompt_logprobs is None:
                     self._num_moved_tokens += state.prompt_len
         if self._runners_idle:
             self._step_from = now
@@ -113,6 +113,7 @@ class EngineMetrics:
             "vllm:num_requests_waiting": stats.waiting,
             "vllm:kv_cache_usage_perc": (stats.blocks_total - stats.blocks_available) / stats.blocks_total,
             "callboard:sleep_level": sleep_level,
+            "callboard:weight_serial": 0 if core.scheduler.info.weights is None else core.scheduler.info.weights.serial,
             "vllm:prefix_cache_queries": stats.prompt_tokens if self._counts_cache else 0,
             "callboard:state_snapshots": stats.snapshots,
             "callboard:state_snapshots_evicted": stats.snapshots_evicted,

@@ -43,6 +43,8 @@ class StepFrames:
             self._add_start(state)
             state.owner.connection.frame.pooled.append((state.owner.number, vector))
             num_prompt += state.prompt_len
+        for state, experts in output.experts:
+            state.owner.connection.frame.experts.append((state.owner.number, experts))
         self._meter.emitted(len(output.states), num_others, num_prompt)
         for state, reason in output.finished:
             self._finished(state, reason)

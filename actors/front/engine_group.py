@@ -12,11 +12,13 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
+from actors.front.client_stream import ClientStream
 from actors.front.front_adapters import FrontAdapters
-from actors.front.link import ClientStream, EngineLink
+from actors.front.link import EngineLink
 from actors.front.router import Prompt, Route, Router, RoutingPolicy
+from actors.front.weight_calls import call_engines
 from actors.wire.adapter_entry import AdapterState
 from actors.wire.engine_client import EngineRefusal, OnEngine, Refusal, ServerStopped, ignore_engine
 from actors.wire.link_messages import AbortById, CacheUpdate, Refused
@@ -46,6 +48,10 @@ class Directory(Protocol):
         """Return an address for one connection to an engine, and its model.
 
         While the engine loads its model, the call waits, or raises EngineLoading after a while."""
+        ...
+
+    async def weights(self, name: str, call: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Pause an engine, or update its weights (actors/engine/weights.py). Raises CallboardError."""
         ...
 
 
@@ -148,6 +154,9 @@ class EngineGroup:
     async def generate(
         self, request: Request, on_engine: OnEngine = ignore_engine
     ) -> AsyncGenerator[RequestOutput, None]:
+        if request.min_weight_version and self.info.weights is None:
+            text = f"min_weight_version is {request.min_weight_version!r}, but this server's weights never change"
+            raise EngineRefusal(f"{text}; leave it out, or start the server with --weight-updates.", Refusal.NEVER)
         stream = ClientStream(request, on_engine)
         with self.adapters.stream_of(request.adapter):
             self._assign(stream)
@@ -178,6 +187,10 @@ class EngineGroup:
     def is_asleep(self) -> bool:
         return any(link.is_asleep for link in self.links.values())
 
+    async def weights(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
+        names = sorted(link.name for link in self.links.values() if link.usable)
+        return await call_engines(self._directory.weights, names, call, body)
+
     async def report(self, figures: dict[str, MetricValues]) -> dict[str, Snapshot]:
         links, parts = [link for link in self.links.values() if link.connected], dict(figures)
         answers = await asyncio.gather(*(link.report(parts.pop(link.engine, MetricValues())) for link in links))
@@ -188,6 +201,8 @@ class EngineGroup:
     def _choose(self, stream: ClientStream) -> Route | None:
         """Choose the best engine for a stream, except the refusing ones. Returns None if none is left."""
         usable = [link for link in self.links.values() if link.usable and link not in stream.refusals]
+        if wanted := stream.request.min_weight_version:
+            usable = [link for link in usable if link.info.weights and link.info.weights.satisfies(wanted)]
         if len(usable) > 1:
             ranks = [
                 (
@@ -196,6 +211,7 @@ class EngineGroup:
                     bool(k.reason),
                     k.is_asleep,
                     not stream.suits(k.info),
+                    0 if k.info.weights is None else -k.info.weights.serial,
                 )
                 for k in usable
             ]
@@ -317,6 +333,9 @@ class EngineGroup:
         self.adapters.on_status(link, changed, is_first)
         if not link.reason:
             self._is_served.set()
+        if link.name in self._router and self._router.fingerprint(link.name) != link.info.fingerprint:
+            self._router.remove(link.name)  # with other weights its blocks have other hashes
+            link.is_followed = False
         if link.name not in self._router:
             self._router.add(link.name, link.info)
             self._follow()

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
-from actors.front.router import Prompt
+from actors.front.client_stream import ClientStream
 from actors.ray.names import engine_id
 from actors.wire.adapter_entry import AdapterEntry, AdapterState
-from actors.wire.engine_client import EngineRefusal, OnEngine
 from actors.wire.link_messages import (
     HEARTBEAT_S,
     LOST_AFTER_BEATS,
@@ -47,7 +45,7 @@ from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.transport import Address, FrameCutter, connect_stream, framed
 from runtime.features.grammar_store import GrammarSender, request_by_key
 from runtime.spec.config import ModelInfo
-from runtime.spec.types import CallboardError, FinishReason, GrammarUpdate, Request, RequestOutput, Verified
+from runtime.spec.types import CallboardError, FinishReason, GrammarUpdate, Verified
 
 if TYPE_CHECKING:
     from actors.front.engine_group import EngineGroup
@@ -59,75 +57,6 @@ _MAX_RETRY_S = 1.0
 _CONNECT_S = 10.0  # for an attempt: a frozen engine does not answer Ray calls
 _REPORT_S = 2.0  # for the answer to a report; after it, the last answer serves
 _ANSWER_S = 10.0  # for the answer to a request, which waits for the current step
-
-
-@dataclass(slots=True, eq=False)
-class ClientStream:
-    """One live request: its tokens, the output that its reader has not taken, and its engine."""
-
-    request: Request
-    on_engine: OnEngine
-    received: array[int] = field(default_factory=lambda: array("i"))
-    prompt_scored: bool = False  # it has received its prompt's log-probabilities
-    pending: RequestOutput | None = None  # not taken by the reader yet
-    error: CallboardError | None = None
-    link: EngineLink | None = None  # its engine; None before it is assigned and after it has ended
-    number: int = 0  # on that link
-    info: ModelInfo | None = None  # of its last engine
-    accepted: bool = False  # by any engine: it then skips the queue limits of the next one
-    in_queue: bool = False  # of its engine, by the last message, and never in a step
-    prompt: Prompt | None = None  # its tokens for the router; None before the first choice
-    num_expected: int | None = None  # cached tokens that the router expects; None without a choice
-    num_losses: int = 0  # engines that died while computing it
-    moved_at_len: int | None = None  # its tokens when it last left a reloading engine; None before
-    refusals: dict[EngineLink, EngineRefusal] = field(default_factory=dict)  # by the engines that refused it
-    _waiter: asyncio.Future[None] | None = None
-
-    def output(self) -> RequestOutput:
-        """Return the output to add to: the one that waits for the reader, or a fresh one."""
-        if self.pending is None:
-            self.pending = RequestOutput(self.request.request_id, [])
-        return self.pending
-
-    def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def fail(self, error: CallboardError) -> None:
-        """Give the reader the pending output, then `error`."""
-        self.error = error
-        self.wake()
-
-    def end(self, reason: FinishReason, error: str = "") -> None:
-        """Give the reader the pending output, with this end."""
-        output = self.output()
-        output.finish_reason, output.error = reason, error
-        self.wake()
-
-    async def take(self) -> RequestOutput:
-        """Return the pending output, after waiting for it."""
-        while self.pending is None:
-            if self.error is not None:
-                raise self.error
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        output, self.pending = self.pending, None
-        return output
-
-    def submission(self) -> Request:
-        """Return the request for its next engine, with the received tokens."""
-        if not self.received and not self.prompt_scored:
-            return self.request
-        params = replace(self.request.params, prompt_logprobs=None) if self.prompt_scored else self.request.params
-        return replace(self.request, token_ids=[*self.request.token_ids, *self.received], params=params)
-
-    def suits(self, info: ModelInfo) -> bool:
-        """True if an engine with this model continues like the last one: with equal numbers, to the same end."""
-        last = self.info
-        if last is not None and self.received and last.fingerprint != info.fingerprint:
-            return False
-        limit = self.request.prompt_len + self.request.params.max_tokens
-        return (limit if last is None else min(limit, last.max_model_len)) <= info.max_model_len
 
 
 class _Connection(asyncio.Protocol):
@@ -213,6 +142,8 @@ class EngineLink:
     def submit(self, stream: ClientStream) -> None:
         """Submit a stream to this engine, with its received tokens."""
         stream.link, stream.number, stream.info, stream.in_queue = self, self._new_number(), self.info, False
+        if (weights := self.info.weights) is not None:
+            stream.note_weights(weights.name)
         stream.on_engine(self.engine)
         self._streams[stream.number] = stream
         if (connection := self._connection) is None:
@@ -376,6 +307,7 @@ class EngineLink:
                 self.adapters.pop(name, None)
             self.digests = frozenset[str]().union(*(state.digests for state in self.adapters.values()))
             self.kept, is_first = message.kept, not self.usable
+            self._use_weights(message)
             self.usable, self.suspects = True, []  # the engine lives, so no stream has killed it
             self._group.on_status(self, message.adapters, is_first)
         elif isinstance(message, Snapshot):
@@ -386,6 +318,16 @@ class EngineLink:
             self._pending.pop(message.number).set_result(message.error)
         elif isinstance(message, Refused) and (stream := self._streams.pop(message.stream, None)) is not None:
             self._group.on_refused(self, stream, message)
+
+    def _use_weights(self, status: Status) -> None:
+        """Later frames have tokens of these weights: the engine has sent all others before."""
+        if status.fingerprint in ("", self.info.fingerprint) and status.weights == self.info.weights:
+            return
+        self.info = replace(self.info, fingerprint=status.fingerprint, weights=status.weights)
+        for stream in self._streams.values():
+            stream.info = self.info
+            if status.weights is not None:
+                stream.note_weights(status.weights.name)
 
     def _on_tokens(self, frame: Tokens) -> None:
         streams = self._streams
@@ -419,13 +361,15 @@ class EngineLink:
         for number, scores in frame.prompt_logprobs:
             if (stream := streams.get(number)) is not None:
                 stream.prompt_scored = True
-                request = stream.request
-                stream.output().prompt_logprobs = scores.of(request.token_ids[1 : request.prompt_len])
+                stream.output().prompt_logprobs = scores.of(stream.request.token_ids[1:])
                 stream.wake()
         for number, vector in frame.pooled:
             if (stream := streams.get(number)) is not None:
                 output = stream.output()
                 output.pooled, output.sampled_at = vector, sampled_at
+        for number, experts in frame.experts:
+            if (stream := streams.get(number)) is not None:
+                stream.output().routed_experts = experts
         for ended in frame.ended:
             if (stream := streams.pop(ended.stream, None)) is not None:
                 stream.output().stop_token_id = ended.stop_token_id

@@ -172,6 +172,10 @@ class Router:
     def __contains__(self, engine: str) -> bool:
         return engine in self._engines
 
+    def fingerprint(self, engine: str) -> str:
+        """Return the fingerprint with which an engine was added."""
+        return self._engines[engine].info.fingerprint
+
     def remove(self, engine: str) -> None:
         """Remove an engine that is gone or disconnected."""
         place = self._engines.pop(engine)

@@ -61,6 +61,14 @@ class RayDirectory:
             raise plain_error(e) from e
         return found
 
+    async def weights(self, name: str, call: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Pause an engine, or update its weights. Raises CallboardError, WeightsRefused among them."""
+        try:
+            answer: dict[str, Any] = await self._actors[name].weights.remote(call, body)
+        except RayError as e:
+            raise plain_error(e) from e
+        return answer
+
     async def _ask_ray(self, function: Callable[..., Answer], *arguments: str) -> Answer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 

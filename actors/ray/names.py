@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 from hashlib import blake2b
+from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -39,6 +41,12 @@ def engines_of(application: str, config: EngineConfig | None = None) -> str:
     During a redeployment with another model, engines of both live. A front uses the engines of one model only."""
     model = "" if config is None else blake2b(f"{config.model}\0{config.revision}".encode(), digest_size=4).hexdigest()
     return f"{application}/engine/{model and model + '/'}"
+
+
+def default_weight_store(application: str, config: EngineConfig) -> str:
+    """Return the folder for the weights of an application's model, which ends with this Ray."""
+    node: Any = ray._private.worker._global_node
+    return str(Path(node.get_session_dir_path(), "callboard-weights", engines_of(application, config)))
 
 
 def engine_id(name: str) -> str:

@@ -211,10 +211,17 @@ class RunnerGroup:
 
     def load_adapter(self, index: int, path: str, digest: str) -> None:
         """Load an adapter on all runners while they serve. Raises CallboardError, or RunnersLost if they are lost."""
+        self.call_all("load_adapter", index, path, digest)
+
+    def call_all(self, method: str, *arguments: Any, of_rank: list[Any] | None = None) -> list[Any]:
+        """Call a method of all runners with these arguments or, by rank, those of `of_rank`.
+
+        Returns the results by rank. Raises CallboardError, or RunnersLost if they are lost."""
         ranks = self._ranks
         if ranks is None:
             raise RunnersLost("There are no runners.")
-        ranks.call_all("load_adapter", *((index, path, digest) for _ in ranks.runners), while_open=True)
+        each = [arguments for _ in ranks.runners] if of_rank is None else [(argument,) for argument in of_rank]
+        return ranks.call_all(method, *each, while_open=True)
 
     def set_sleep(self, level: int) -> None:
         """Put all runners to sleep (1), end them (2), or wake them (0). Asleep, they may get no plan.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 from actors.wire.adapter_entry import AdapterState
 from actors.wire.metrics import MetricValues, Snapshot
@@ -31,6 +31,18 @@ class EngineRefusal(CallboardError):
 
 class ServerStopped(CallboardError):
     """The server ended before the request did."""
+
+
+class WeightsRefused(CallboardError):
+    """The engines refused a call about their weights."""
+
+    def __init__(self, message: str, code: Literal["busy", "not_open", "bad_request", "unavailable"]) -> None:
+        """`code` is the reason: another update is open; no update is open; the call is at fault; engines are lost."""
+        super().__init__(message, code)  # pickle needs both
+        self.code = code
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 OnEngine = Callable[[str], None]  # called with the engine's id whenever an engine begins to serve the request
@@ -93,6 +105,26 @@ class EngineClient(Protocol):
     @property
     def is_asleep(self) -> bool:
         """True if any engine sleeps."""
+        ...
+
+    async def weights(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Call every current engine about its weights, and return their answers by the ids of the engines.
+
+            call      body                                the engines
+            pause     mode: keep, wait or abort;          hold, finish or abort their requests, then run no step;
+                      kv: recompute or keep               after an update, requests lose or keep their KV
+            resume                                        run steps again
+            info                                          answer {paused, version, serial, stored, updating, world_size}
+            init      init_info: of vLLM                  join the trainer's group
+            shutdown                                      leave it
+            start     update_id                           open an update
+            update    update_info: of vLLM, or a list     stage its parts
+            finish    weight_version: text or None;       apply the update on all engines or none, and answer as info;
+                      wait_stored: bool; kv: as pause's   with wait_stored after the weight store has the version
+            discard                                       drop the open update, and abort a part that is received
+            rename    new_version                         call the version so
+
+        Raises WeightsRefused if an engine refuses the call, also without an engine, and CallboardError if one fails."""
         ...
 
     def engines(self) -> list[str]:

@@ -22,6 +22,7 @@ from actors.wire.engine_client import Refusal
 from actors.wire.metrics import MetricValues, Snapshot
 from runtime.policy.engine_load import EngineLoad
 from runtime.spec.types import CallboardError, GrammarUpdate, PromptLogprobs, Request, TokenLogprobs
+from runtime.spec.weight_version import WeightVersion
 
 # A front sends a heartbeat every HEARTBEAT_S, and the engine answers each. An engine that misses LOST_AFTER_BEATS is
 # lost, and its streams move to other engines: after 1.2 to 1.4 s if it was cut off. A process that pauses for less than
@@ -132,6 +133,7 @@ class Tokens(msgspec.Struct, array_like=True, tag=4):
     verified: list[tuple[int, int, int]] = []  # (stream, draft tokens, accepted ones: its first tokens in this frame)
     accepted: list[tuple[int, bool]] = []  # (stream, whether it has a slot): once when queued, once when admitted
     pooled: list[tuple[int, bytes]] = []  # (stream, float32 vector of its prompt), before its end
+    experts: list[tuple[int, bytes]] = []  # (stream, int16 experts of its computed tokens), before its end
 
 
 class Report(msgspec.Struct, array_like=True, tag=8):
@@ -150,7 +152,7 @@ class Refused(msgspec.Struct, array_like=True, tag=5):
 
 
 class Status(msgspec.Struct, array_like=True, tag=6):
-    """The engine's health and its adapters, sent when a front connects and when they change.
+    """The engine's health, adapters and weights, sent when a front connects and when they change.
 
     A draining engine finishes its requests and takes no new ones."""
 
@@ -160,6 +162,8 @@ class Status(msgspec.Struct, array_like=True, tag=6):
     is_asleep: bool = False  # its requests wait
     dropped: list[str] = []  # names that the engine has forgotten
     kept: dict[str, str] = {}  # folders of all adapters that resumed streams may use, by digest
+    fingerprint: str = ""  # of the model with its current weights
+    weights: WeightVersion | None = None  # of the tokens that follow; None without weight_updates
 
 
 class Adapters(msgspec.Struct, array_like=True, tag=12):

@@ -89,6 +89,15 @@ ENGINE_METRICS = {  # counted by the engine
     "callboard:runner_wait_seconds": _histogram(
         "Between a result and the next plan while the runners had none.", _SHORT_S
     ),
+    "callboard:weight_serial": _gauge("Updates of the weights before those in use; 0: the checkpoint's."),
+    "callboard:weight_updates": _counter("Ended updates of the weights.", "outcome", "applied", "failed"),
+    "callboard:weight_update_seconds": _counter(
+        "Time of updates of the weights: from their start until they are applied, the pause of steps, and the store.",
+        "phase",
+        "receive",
+        "apply",
+        "store",
+    ),
     "callboard:restarts": _counter("Starts after the first.", "actor", "engine", "runners"),
     MEMORY: Metric("gauge", "Resident memory of processes; a GPU's is not in it.", (), "role", ROLES),
     CPU: _counter("CPU time of processes, also of those that have ended.", "role", *ROLES),

@@ -98,7 +98,8 @@ class ToyEngine:
             executor.accept()
             return executor, INFO
 
-        self._loop = await asyncio.to_thread(EngineLoop, CONFIG, start_runners, lambda index, path: None)
+        unused = lambda *arguments: None  # noqa: E731  # adapters, sleep and weights
+        self._loop = await asyncio.to_thread(EngineLoop, CONFIG, start_runners, unused, unused, unused)
         freeze_garbage()
 
     async def health(self) -> None:

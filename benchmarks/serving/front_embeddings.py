@@ -62,7 +62,7 @@ def run_child(pipe: Connection, width: int) -> None:
         return InProcess(ToyRunner(width)), INFO
 
     config = EngineConfig(max_num_seqs=1024, max_num_batched_tokens=8192)
-    loop = EngineLoop(config, start, lambda index, path: None, lambda level: None)
+    loop = EngineLoop(config, start, lambda index, path: None, lambda level: None, lambda method, *_: [])
     pipe.send(loop.links.open(True, "127.0.0.1"))
     while (asked := pipe.recv()) is not None:
         port, body, count, at_once = asked

@@ -8,6 +8,7 @@ from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor
 from runtime.core.extra import Extra
 from runtime.features.adapter_table import AdapterTable
+from runtime.features.expert_reports import ExpertReports
 from runtime.features.grammars import Grammars
 from runtime.features.pooled_prompts import PooledPrompts
 from runtime.features.prompt_logprobs import PromptScoring
@@ -35,6 +36,8 @@ def extras_of(config: EngineConfig, info: ModelInfo) -> list[Extra]:
         PromptScoring(),
         PooledPrompts(info),
     ]
+    if config.routed_experts:
+        extras.insert(0, ExpertReports(info))
     if config.batching == "static":
         extras.append(StaticBatching())
     if config.policy == "sjf":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from runtime.core.plan import MAX_DRAFT_TOKENS
 from runtime.features.adapter_weights import RunnerAdapters
+from runtime.features.expert_recorder import ExpertRecorder
 from runtime.features.grammar_state import GrammarState
 from runtime.features.mapped_memory import RunnerMemory
 from runtime.features.pooler import Pooler
@@ -11,6 +12,7 @@ from runtime.features.prompt_scorer import PromptScorer
 from runtime.spec.config import EngineConfig
 from runtime.spec.sharding import Shard
 from runtime.speculation.draft import CATCH_UP
+from runtime.updates.runner_updates import RunnerUpdates
 from runtime.worker.extras import RunnerExtras
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import ModelSource
@@ -20,11 +22,13 @@ def build_runner(
     config: EngineConfig, source: ModelSource, shard: Shard | None = None, is_draft: bool = False
 ) -> ModelRunner:
     """A runner with all extras. See ModelRunner for the arguments and the errors."""
+    reports_experts = config.routed_experts and not is_draft
     extras = RunnerExtras(
-        outputs=(PromptScorer.of, Pooler.of),
+        outputs=(PromptScorer.of, Pooler.of, *([ExpertRecorder.of] if reports_experts else [])),
         masks=GrammarState.of,
         adapters=RunnerAdapters.of,
         sleep_memory=RunnerMemory,
+        updates=RunnerUpdates.of,
         row_lens=_row_lens(config, is_draft),
     )
     return ModelRunner(config, source, shard, is_draft, extras)

@@ -20,7 +20,7 @@ from runtime.core.stats import EngineStats
 from runtime.core.step import Step
 from runtime.spec.types import CallboardError, FinishReason, Request, StepOutput
 
-OPTIONAL_FIELDS = ("adapter", "grammar", "pooled", "prompt_logprobs", "thinking")  # of a request: extras serve them
+OPTIONAL_FIELDS = ("adapter", "grammar", "pooled", "prompt_logprobs", "routed_experts", "thinking")  # of a request: extras serve them
 Ended = list[tuple[RequestState, FinishReason]]
 
 
@@ -121,6 +121,9 @@ class Extra:
         """A result arrives, before its tokens are committed. Return the requests that end with it."""
         return []
 
+    def on_finish(self, state: RequestState, output: StepOutput) -> None:
+        """A request ends with a result, after its last token. `on_end` follows."""
+
     def without_sample(self, state: RequestState, result: StepResult, at: int) -> FinishReason:
         """Token `at` of the result was not sampled. Return why the request ends; NONE to plan its row again."""
         return FinishReason.ERROR
@@ -147,6 +150,7 @@ class Extras:
         self.on_queue, self.on_dequeue = self._every(core.on_queue), self._every(core.on_dequeue)
         self.on_lost, self.on_plan = self._every(core.on_lost), self._every(core.on_plan)
         self.on_result, self.on_verified = self._every(core.on_result), self._every(core.on_verified)
+        self.on_finish = self._every(core.on_finish)
         # Questions: the first extra that overrides the hook answers.
         self.eviction_order, self.run_alone = self._first(core.eviction_order), self._first(core.run_alone)
         self.begin_step, self.on_idle = self._first(core.begin_step), self._first(core.on_idle)

@@ -14,7 +14,7 @@ import numpy as np
 from runtime.core.block_pool import NULL_BLOCK, BlockPool, CachedBlock, EvictionOrder
 from runtime.core.plan import EMPTY_TABLE, Int32s
 from runtime.core.prefix_cache import PrefixCache, hash_blocks, match_tables, root_hash
-from runtime.core.request_state import RequestState
+from runtime.core.request_state import NEVER, RequestState
 from runtime.spec.config import ModelInfo
 from runtime.spec.kv_cache_spec import KVCacheSpec, KVGroupSpec
 
@@ -66,6 +66,16 @@ class KVCacheManager:
         self._branches.clear()
         self.pool.reset()
         self._writes = _TableWrites([], [], [])
+
+    def use_weights(self, fingerprint: str, running: Sequence[RequestState]) -> None:
+        """The model has another fingerprint: nothing that is cached may be found again (C5).
+
+        The running requests keep their blocks, which do not enter the cache."""
+        self._fingerprint = fingerprint
+        self.pool.evict_unheld()
+        for state in running:
+            state.next_block_end = NEVER
+            self.pool.mark_spoilt([block for table in state.tables for block in _held(table)])
 
     def on_evict(self, blocks: list[int]) -> None:
         """The content of these cached blocks is about to be overwritten."""

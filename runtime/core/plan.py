@@ -104,6 +104,10 @@ class StepResult(msgspec.Struct, tag="result", omit_defaults=True):
     num_best: int = 0
     # Indices in token_ids that were not sampled, because the grammar's matcher is not ready: plan their rows again.
     deferred: Int32s = EMPTY
+    # Of `logprob_rows`, under the distribution that each token was drawn from; [] if no row reports it.
+    sampling_logprobs: Float32s = np.zeros(0, np.float32)
+    # [n, layers, top_k] of the n tokens of rows that report their experts, row after row
+    experts: NDArray[np.int16] = np.zeros((0, 0, 0), np.int16)
 
     def sampled_logprobs(self, at: int, params: SamplingParams) -> TokenLogprobs:
         """Return the log-probabilities of token `logprob_rows[at]` that its request's `params` request."""
@@ -113,7 +117,8 @@ class StepResult(msgspec.Struct, tag="result", omit_defaults=True):
         values = [value for columns in (best, by_id) for value in self.top_logprobs[at, columns].tolist()]
         top = dict(zip(ids, values, strict=True))  # a token in both stays among the best
         token_id = int(self.token_ids[self.logprob_rows[at]])
-        return TokenLogprobs(token_id, float(self.logprobs[at]), int(self.ranks[at]), tuple(top.items()))
+        drawn = float(self.sampling_logprobs[at]) if params.sampling_logprobs else None
+        return TokenLogprobs(token_id, float(self.logprobs[at]), int(self.ranks[at]), tuple(top.items()), drawn)
 
     def prompt_logprobs(self, at: int, count: int, num_top: int) -> PromptLogprobs:
         """Return the log-probabilities of `count` prompt tokens from the `at`-th on."""
@@ -129,9 +134,9 @@ def joined(results: list[StepResult]) -> StepResult:
     return StepResult(results[0].step_id, token_ids, deferred=np.array(deferred, np.int32))
 
 
-def num_targets(start: int, count: int, prompt_len: int) -> int:
-    """Return the number of prompt tokens scored by a row: the successors of its own tokens, up to the prompt's last."""
-    return max(0, min(start + count, prompt_len - 1) - start)
+def num_targets(start: int, count: int, num_given: int) -> int:
+    """Return the number of tokens scored by a row: the successors of its own tokens, up to the last given one."""
+    return max(0, min(start + count, num_given - 1) - start)
 
 
 def last_tokens(plan: StepPlan, sizes: Int32s) -> tuple[NDArray[np.int64], Int32s]:

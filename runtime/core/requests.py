@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Iterator
+from dataclasses import replace
 
-from runtime.spec.types import Request, SamplingParams
+from runtime.spec.types import CallboardError, Request, SamplingParams
 
 SEED_MASK = (1 << 63) - 1
 _DRAWN_BITS = 53  # of random seeds: every client reads such a number exactly, also JavaScript
@@ -22,12 +23,22 @@ def requests_of(
     cache_salt: str = "",
     adapter: str = "",
     prediction: tuple[int, ...] = (),
+    prompt_len: int | None = None,
 ) -> list[Request]:
-    """Return a request for each choice of one prompt. Without a seed in `params` the seed is random."""
+    """Return a request for each choice of one prompt. Without a seed in `params` the seed is random.
+
+    `prompt_len` marks where an output in `token_ids` begins, which `prompt_logprobs` scores. `max_tokens` are new
+    tokens here."""
+    if prompt_len is None:
+        prompt_len = len(token_ids)
+    elif not 1 <= prompt_len <= len(token_ids):
+        raise CallboardError(f"prompt_len is {prompt_len}; it must be between 1 and the prompt's {len(token_ids)} tokens.")
+    elif params.max_tokens:
+        params = replace(params, max_tokens=params.max_tokens + len(token_ids) - prompt_len)
     seed = secrets.randbits(_DRAWN_BITS) if params.seed is None else params.seed
     of_all = priority, cache_salt, adapter, prediction
     return [
-        Request(next(names), token_ids, len(token_ids), params, choice_seed(seed, i), *of_all)
+        Request(next(names), token_ids, prompt_len, params, choice_seed(seed, i), *of_all)
         for i in range(num_choices)
     ]
 

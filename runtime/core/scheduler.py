@@ -90,7 +90,8 @@ class Scheduler:
             raise CallboardError(f"Request id {request.request_id!r} is in use; choose another.")
         self.extras.check_served(request)
         params, tokens = request.params, checked_tokens(request, self.info)
-        max_len = min(request.prompt_len + params.max_tokens, self.max_len)
+        max_len = max(request.prompt_len + params.max_tokens, len(tokens))  # an output that is only scored is longer
+        max_len = min(max_len, self.max_len)
         stop_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.info.eos_token_ids)
         self._num_arrivals += 1
         state = RequestState(request, tokens, max_len, stop_ids, (request.priority, 0, self._num_arrivals))
@@ -138,6 +139,21 @@ class Scheduler:
         if culprit is not None:
             self._end(culprit.state, FinishReason.ERROR)
         return culprit
+
+    def use_weights(self, info: ModelInfo, keeps_kv: bool) -> None:
+        """The next step runs with other weights, which `info` describes. No step is in flight.
+
+        The prefix cache is emptied (C5). Running requests are computed again. With `keeps_kv`, requests that decode
+        keep the keys and values of the old weights instead."""
+        assert not self._in_flight, "a step would have two versions"
+        for state in list(self.running):
+            decodes = state.prompt_len < len(state.tokens) == state.num_computed + 1
+            if not (keeps_kv and decodes):
+                self._preempt(state)
+        self.info = info
+        self.kv_cache.use_weights(info.fingerprint, self.running)
+        for state in self.requests.values():
+            state.block_hashes.clear()
 
     def _queue(self, state: RequestState) -> None:
         self.waiting.push(state)
@@ -407,6 +423,8 @@ class Scheduler:
 
     def _finish(self, state: RequestState, reason: FinishReason, output: StepOutput) -> None:
         output.finished.append((state, reason))
+        for on_finish in self.extras.on_finish:
+            on_finish(state, output)
         self._end(state, reason)
 
     def find_faults(self) -> list[str]:

@@ -51,6 +51,7 @@ class _Segment:
     is_mapped: bool = True
     is_used: bool = True  # a tensor is in it
     host: torch.Tensor | None = None  # its content when it was given back
+    is_stale: bool = True  # `host` lacks its content
 
 
 class Segments:
@@ -114,8 +115,8 @@ class MappedMemory:
     One thread uses it at a time, and none while it is given back."""
 
     def __init__(self, device: torch.device, keeps_content: bool) -> None:
-        """With `keeps_content`, the host copies the content to pinned memory when it is given back for the first time.
-        Later the content must not change. Without `keeps_content`, the content is lost."""
+        """With `keeps_content`, the host copies the content to pinned memory when it is given back for the first time,
+        and for the first time after `content_changed`. Without `keeps_content`, the content is lost."""
         self._device, self._keeps_content = device, keeps_content
         self._segments = Segments(device.index or 0)
         callbacks = _ALLOCATE(self._segments.allocate), _FREE(self._segments.free)
@@ -145,14 +146,21 @@ class MappedMemory:
         _keep_for_ever(self._pool)
         return self._pool.id
 
+    def content_changed(self) -> None:
+        """The content has changed since it was copied."""
+        for segment in self._segments.all.values():
+            segment.is_stale = True
+
     def give_back(self) -> None:
         """Unmap the memory that is still mapped."""
         torch.cuda.synchronize(self._device)
         mapped = [(address, segment) for address, segment in self._segments.all.items() if segment.is_mapped]
         for address, segment in mapped:
-            if self._keeps_content and segment.host is None:
-                segment.host = torch.empty(segment.size // 4, dtype=torch.int32, pin_memory=True)
+            if self._keeps_content and segment.is_stale:
+                if segment.host is None:
+                    segment.host = torch.empty(segment.size // 4, dtype=torch.int32, pin_memory=True)
                 segment.host.copy_(words_at(address, segment.size, self._device), non_blocking=True)
+                segment.is_stale = False
         torch.cuda.synchronize(self._device)
         for address, segment in mapped:
             self._segments.unmap(address, segment)
@@ -175,6 +183,10 @@ class RunnerMemory:
         self.weights = MappedMemory(device, keeps_content=True)
         self.graphs = MappedMemory(device, keeps_content=True)  # little: some kernels count in theirs
         self.cache = MappedMemory(device, keeps_content=False)
+
+    def weights_changed(self) -> None:
+        """The weights have changed since memory was last given back."""
+        self.weights.content_changed()
 
     def give_back(self) -> None:
         """Unmap the memory that is still mapped."""

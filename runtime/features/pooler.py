@@ -16,6 +16,7 @@ from runtime.models.decoder import Decoder
 from runtime.spec.config import ModelInfo
 from runtime.spec.pooling import Pooling
 from runtime.worker.extras import Needs, RunnerParts, StepWork
+from runtime.worker.sources import ModelSource
 
 
 class Pooler:
@@ -27,6 +28,7 @@ class Pooler:
         """`classifier` [num_labels, hidden] float32 makes scores of a hidden state. Without `pooling` there is nothing
         to do."""
         self.decoder, self.pooling, self.classifier = decoder, pooling, classifier
+        self._wanted = ""  # the setting `pooling`
         self.sums: torch.Tensor | None = None  # [num_slots, hidden] of the chunks so far; None unless means are made
         if pooling is not None and pooling.kind == "mean":
             shape = num_slots, decoder.spec.hidden_size
@@ -39,7 +41,14 @@ class Pooler:
         """For a runner's model and its setting `pooling`."""
         source, wanted = parts.source, parts.config.pooling
         classifier = source.classifier(wanted, parts.decoder.numerics.device)
-        return cls(parts.decoder, parts.num_slots, source.pooling(wanted), classifier)
+        pooler = cls(parts.decoder, parts.num_slots, source.pooling(wanted), classifier)
+        pooler._wanted = wanted
+        return pooler
+
+    def read_weights(self, source: ModelSource) -> None:
+        """Read the classifier again, after an update of the weights."""
+        if self.classifier is not None:
+            self.classifier = source.classifier(self._wanted, self.decoder.numerics.device)
 
     def describe(self, info: ModelInfo) -> ModelInfo:
         return replace(info, pooling=self.pooling)
@@ -65,6 +74,9 @@ class Pooler:
         if self.sums is not None and rows.any():
             return Needs.ALL_STATES
         return Needs.SAMPLED_STATES if (rows & (plan.num_samples > 0)).any() else Needs.NOTHING
+
+    def begin(self, plan: StepPlan) -> None:
+        pass
 
     def run(self, work: StepWork) -> None:
         if not self._num_pooled:

@@ -1,4 +1,6 @@
-"""Log-probabilities of prompts: a prompt may take several steps, and its parts are joined here."""
+"""Log-probabilities of prompts: a prompt may take several steps, and its parts are joined here.
+
+A request may bring an output behind its prompt (`Request.prompt_len`), which is scored, too."""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ class _ScoredRow(NamedTuple):
 
     state: RequestState
     epoch: int
-    num_targets: int  # prompt tokens that it scores
+    num_targets: int  # given tokens that it scores
     is_last: bool  # True if it reaches the last known token
 
 
@@ -51,7 +53,8 @@ class PromptScoring(Extra):
 
     def _note_row(self, state: RequestState, start: int, count: int) -> None:
         is_last = start + count == state.num_total
-        self._planned.append(_ScoredRow(state, state.epoch, num_targets(start, count, state.prompt_len), is_last))
+        num_given = len(state.request.token_ids)
+        self._planned.append(_ScoredRow(state, state.epoch, num_targets(start, count, num_given), is_last))
 
     def on_plan(self, step: Step) -> None:
         if self._planned:

@@ -1,6 +1,6 @@
-"""PromptScorer: log-probabilities of prompt tokens.
+"""PromptScorer: log-probabilities of the tokens that a request brings: its prompt, and an output to be scored.
 
-The token after a row's token is known while it lies in the prompt, so only its logits are missing. They are made for a
+The token after a row's token is known while it is a given one, so only its logits are missing. They are made for a
 slice of the step's tokens at a time: the logits of a whole prompt can be larger than the model.
 """
 
@@ -28,7 +28,7 @@ class PromptScorer:
         self.decoder = decoder
         self.split = SplitLogits(decoder.spec.whole.vocab_size, decoder.communicator)
         self.slice_len = max(num_slots, MIN_LOGIT_ROWS)
-        self.prompts: dict[int, tuple[int, int]] = {}  # slot -> prompt length, alternatives to report
+        self.prompts: dict[int, tuple[int, int]] = {}  # slot -> given tokens, alternatives to report
 
     @classmethod
     def of(cls, parts: RunnerParts) -> PromptScorer:
@@ -44,7 +44,7 @@ class PromptScorer:
     def add(self, new: NewSlot) -> None:
         self.remove(new.slot)
         if new.params.prompt_logprobs is not None:
-            self.prompts[new.slot] = new.prompt_len, new.params.prompt_logprobs
+            self.prompts[new.slot] = max(new.prompt_len, len(new.token_ids)), new.params.prompt_logprobs
 
     def remove(self, slot: int) -> None:
         self.prompts.pop(slot, None)
@@ -55,6 +55,9 @@ class PromptScorer:
                 if slot in self.prompts and num_targets(start, 1, self.prompts[slot][0]):
                     return Needs.ALL_STATES
         return Needs.NOTHING
+
+    def begin(self, plan: StepPlan) -> None:
+        pass
 
     def run(self, work: StepWork) -> None:
         if self.prompts and work.last is not None and (where := self._find(work, work.last)).size:

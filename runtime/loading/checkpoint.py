@@ -68,6 +68,10 @@ class Checkpoint(ABC):
     def type_name(self, name: str) -> str:
         """The type of a tensor in its file, such as BF16 or Q4_K."""
 
+    def is_dense(self, name: str) -> bool:
+        """True if there is a dense tensor in place of a quantized weight, which only updates bring."""
+        return False
+
     @abstractmethod
     def _stored(self, name: str) -> memoryview:
         """Return the bytes of a tensor in its file, read on access."""

@@ -14,7 +14,7 @@ from runtime.kernels.experts.moe_torch import ExpertLayer
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import select
 from runtime.models.decoder import Decoder, DecoderWeights, Layer, Mlp
-from runtime.models.linear_maps import LinearMaps
+from runtime.models.linear_maps import FormatOf, LinearMaps
 from runtime.models.mixers.attention import AttentionMixer
 from runtime.models.mixers.delta_rule import DeltaRuleMixer
 from runtime.models.mixers.mixer import Mixer
@@ -66,13 +66,19 @@ def build_decoder(
     """A decoder of the parameters that `read` returns."""
     kernels, ranks = select(numerics, spec), communicator or OneRank()
     maps = LinearMaps(spec, kernels, weight_formats(spec, numerics), read)
-    builder = _LayerBuilder(sharded(maps, ranks, numerics.rank_invariant), num_positions)
+    builder = LayerBuilder(sharded(maps, ranks, numerics.rank_invariant), num_positions)
     weights = builder.weights(numerics)
     return Decoder(spec, numerics, kernels, ranks, weights)
 
 
-class _LayerBuilder:
-    """Reads the parameters of a decoder in their order."""
+def builder_beside(decoder: Decoder, format_of: FormatOf, read: ReadWeight, num_positions: int) -> LayerBuilder:
+    """A builder of parts of a decoder with other weights. They share its kernels and its communicator."""
+    maps = LinearMaps(decoder.spec, decoder.kernels, format_of, read)
+    return LayerBuilder(sharded(maps, decoder.communicator, decoder.numerics.rank_invariant), num_positions)
+
+
+class LayerBuilder:
+    """Reads the parameters of a decoder: all in their order, or those of one part."""
 
     def __init__(self, maps: LinearMaps, num_positions: int) -> None:
         self.maps, self.spec, self.read, self.num_positions = maps, maps.spec, maps.read, num_positions
@@ -83,11 +89,9 @@ class _LayerBuilder:
         table = partial(rope_table, head_dim=spec.head_dim, num_positions=self.num_positions, dtype=numerics.dtype)
         scales = query_scale_table(spec.rope, self.num_positions)
         embed = maps.embedding()
-        positions = self.read("positions")[0] if spec.learned_positions else None
-        layers = [self._layer(i) for i in range(spec.num_layers)]
-        final_norm = head_norm = self._norm("final_norm")
-        if spec.logit_scale != 1.0:  # the norm applies it in float32, before the head
-            head_norm = final_norm.float() * spec.logit_scale
+        positions = self.positions()
+        layers = [self.layer(i) for i in range(spec.num_layers)]
+        final_norm, head_norm = self.final_norms()
         return DecoderWeights(
             embed.table,
             embed.lookup,
@@ -100,7 +104,19 @@ class _LayerBuilder:
             head=maps.head(embed.table),
         )
 
-    def _layer(self, index: int) -> Layer:
+    def positions(self) -> torch.Tensor | None:
+        """The learned positions, if there are any."""
+        return self.read("positions")[0] if self.spec.learned_positions else None
+
+    def final_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The final norm, and that with the logit scale."""
+        final_norm = self._norm("final_norm")
+        if self.spec.logit_scale == 1.0:
+            return final_norm, final_norm
+        return final_norm, final_norm.float() * self.spec.logit_scale  # applied in float32, before the head
+
+    def layer(self, index: int) -> Layer:
+        """A layer."""
         spec, maps, prefix = self.spec, self.maps, f"layers.{index}."
         attn_norm, ffn_norm = (self._norm(prefix + n) if spec.pre_norms else None for n in ("attn_norm", "ffn_norm"))
         post_attn_norm, post_ffn_norm = (

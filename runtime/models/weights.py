@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from runtime.kernels.numerics import Numerics
 from runtime.models.kv_scales import KV_SCALES
 from runtime.models.weight_map import WeightMap
 from runtime.quant.model_formats import weight_formats
-from runtime.quant.weight_format import DENSE, Location, TensorSource, Weight
+from runtime.quant.weight_format import DENSE, Location, TensorSource, Weight, WeightFormat
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.sharding import Part, parts_of
 from runtime.spec.types import CallboardError
@@ -83,17 +84,29 @@ def locate_parameters(spec: DecoderSpec, weight_map: WeightMap, source: TensorSo
 
 def read_from(source: TensorSource, spec: DecoderSpec, weight_map: WeightMap, numerics: Numerics) -> ReadWeight:
     """Reads from a checkpoint, after a check of all tensors."""
-    locations, format_of = locate_parameters(spec, weight_map, source), weight_formats(spec, numerics)
+    locations = locate_parameters(spec, weight_map, source)
+    return reader(source, locations, weight_formats(spec, numerics), weight_map, numerics)
+
+
+def reader(
+    source: TensorSource,
+    locations: Mapping[str, Location],
+    format_of: Callable[[str], WeightFormat],
+    weight_map: WeightMap,
+    numerics: Numerics,
+) -> ReadWeight:
+    """Reads parameters from their locations, which are checked."""
 
     def read(parameter: str, part: Part | None = None) -> Weight:
         location = locations[parameter]
         if part is not None:
             location = location._replace(parts=(part,))
+        weight_format = DENSE if source.is_dense(location.name) else format_of(parameter)
         if weight_map.adds_one(parameter):  # in fp32: 1 + w has more digits than w
-            return (format_of(parameter).read(source, location, replace(numerics, dtype=torch.float32))[0].add_(1.0),)
+            return (weight_format.read(source, location, replace(numerics, dtype=torch.float32))[0] + 1.0,)
         if parameter.endswith(_IN_FLOAT32):
             return DENSE.read(source, location, replace(numerics, dtype=torch.float32))
-        return format_of(parameter).read(source, location, numerics)
+        return weight_format.read(source, location, numerics)
 
     return read
 

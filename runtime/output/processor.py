@@ -8,11 +8,20 @@ from typing import Literal
 
 from runtime.output.message_parser import MessageFormat, MessageParser
 from runtime.spec.types import FinishReason, Request, RequestOutput, TokenLogprobs, Verified
-from runtime.text.stream import StopStrings, TextStream
+from runtime.text.stream import NO_TEXT, NoText, StopStrings, TextStream
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import CallDelta
 
 _TAIL = 8  # prompt tokens that affect the beginning of the output's text
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpan:
+    """Output tokens [start, end) come from the weights with this version."""
+
+    version: str
+    start: int
+    end: int
 
 
 @dataclass(slots=True)
@@ -32,6 +41,8 @@ class Delta:
     reasoning: str = ""
     num_reasoning: int = 0  # tokens, of this delta and earlier ones, that are now known to be reasoning
     calls: Sequence[CallDelta] = ()  # pieces of tool calls; in a sum, the calls
+    weight_versions: Sequence[WeightSpan] = ()  # of the whole choice, with its end; empty without weight_updates
+    routed_experts: bytes | None = None  # of all computed tokens, with the end; None if not requested
 
     def add(self, new: Delta) -> None:
         if new.verified is not None:
@@ -47,6 +58,8 @@ class Delta:
         self.prompt_logprobs = self.prompt_logprobs or new.prompt_logprobs
         self.reasoning += new.reasoning
         self.num_reasoning += new.num_reasoning
+        self.weight_versions = new.weight_versions
+        self.routed_experts = new.routed_experts
         for call in new.calls:
             if call.name:
                 self.calls = [*self.calls, replace(call)]
@@ -70,16 +83,19 @@ class OutputProcessor:
         stops: the stop strings of the request, if several choices share them."""
         params = request.params
         self._index = index
-        self._text = TextStream(
-            tokenizer,
-            stops or params.stop,
-            params.include_stop_str_in_output,
-            params.skip_special_tokens,
-            request.token_ids[-_TAIL:],
-            frozenset() if form is None else form.kept_special_ids,
-        )
+        self._text: TextStream | NoText = NO_TEXT
+        if params.detokenize:
+            self._text = TextStream(
+                tokenizer,
+                stops or params.stop,
+                params.include_stop_str_in_output,
+                params.skip_special_tokens,
+                request.token_ids[-_TAIL:],
+                frozenset() if form is None else form.kept_special_ids,
+            )
         self._shows_stop = params.include_stop_str_in_output
-        self._parser = None if form is None else MessageParser(form)
+        self._parser = None if form is None or not params.detokenize else MessageParser(form)
+        self._num_tokens = 0  # of the output so far
 
     def process(self, output: RequestOutput) -> Delta:
         """Return the delta of an output. A stop string or the last allowed call may end a choice before its engine
@@ -113,13 +129,24 @@ class OutputProcessor:
             stop_reason,
             output.prompt_logprobs,
             verified,
+            routed_experts=output.routed_experts,
         )
         if (parser := self._parser) is not None:
             delta.text, delta.reasoning, delta.calls = parser.push(text, finish is not None)
             delta.num_reasoning = parser.num_reasoning_tokens(ends, finish is not None)
             if parser.is_done or (parser.has_called and finish == "stop"):
                 delta.finish_reason, delta.stop_reason = "tool_calls", None
+        self._num_tokens += len(token_ids)
+        if delta.finish_reason is not None and output.weight_versions:
+            delta.weight_versions = _spans(output.weight_versions, self._num_tokens)
         return delta
+
+
+def _spans(starts: Sequence[tuple[int, str]], num_tokens: int) -> list[WeightSpan]:
+    """Return the spans of a choice. A version that begins after its last token has none."""
+    ends = [start for start, _ in starts[1:]] + [num_tokens]
+    spans = (WeightSpan(name, start, min(end, num_tokens)) for (start, name), end in zip(starts, ends, strict=True))
+    return [span for span in spans if span.start < span.end]
 
 
 def _within(verified: Verified, num_used: int) -> Verified:

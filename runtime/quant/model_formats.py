@@ -27,7 +27,7 @@ from runtime.quant.gguf_blocks import TYPES, GgufBlocks
 from runtime.quant.products import LlvmProducts, products_of
 from runtime.quant.quantized_formats import DequantizedFormat, InterleavedFormat, QuantizedFormat, RowScalesFormat
 from runtime.quant.scheme import QuantizationScheme
-from runtime.quant.weight_format import DENSE, Shape, WeightFormat
+from runtime.quant.weight_format import DENSE, DenseFormat, Shape, WeightFormat
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.sharding import UNGROUPED, Shard, leaves_of
@@ -187,6 +187,17 @@ def weight_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
     ):  # it is a second copy of the embedding, in its own layout
         size += head.device_bytes((spec.vocab_size, spec.hidden_size), numerics)
     return size
+
+
+def staged_bytes(spec: DecoderSpec, numerics: Numerics) -> dict[str, int]:
+    """The bytes of each parameter in an update: in the compute dtype, or as its files have it."""
+    format_of, schemes = weight_formats(spec, numerics), spec.quantization or {}
+    sizes = {}
+    for name, shape in spec.shapes().items():
+        own = format_of(name)
+        is_plain = isinstance(own, DenseFormat) or schemes[name].layout == PLAIN
+        sizes[name] = math.prod(shape) * numerics.dtype.itemsize if is_plain else own.device_bytes(shape, numerics)
+    return sizes
 
 
 def dequantized_copy_bytes(spec: DecoderSpec, numerics: Numerics) -> int:

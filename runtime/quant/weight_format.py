@@ -24,7 +24,7 @@ Weight = tuple[torch.Tensor, ...]  # a weight's tensors on the device, in the or
 
 
 class TensorSource(Protocol):
-    """A checkpoint, as formats read it (runtime.loading.checkpoint.Checkpoint)."""
+    """A checkpoint, as formats read it (runtime.loading.checkpoint.Checkpoint). Callers never write to its tensors."""
 
     def names(self) -> Sequence[str]: ...
     def __contains__(self, name: str) -> bool: ...
@@ -35,6 +35,7 @@ class TensorSource(Protocol):
     def blocks(
         self, name: str, num_bytes: int, device: torch.device, part: Part | None = None
     ) -> torch.Tensor: ...  # of a GGUF tensor
+    def is_dense(self, name: str) -> bool: ...  # it has a dense tensor in place of the weight that files have quantized
 
 
 class Location(NamedTuple):
@@ -79,11 +80,14 @@ class WeightFormat(ABC):
     def join(self, weights: Sequence[Weight], row_order: torch.Tensor | None = None) -> Weight:
         """Stack the rows of several weights; then reorder the first rows.
 
-        This method serves formats with one row of each tensor for a row of the weight. It may change the tensors."""
+        This method serves formats with one row of each tensor for a row of the weight."""
         joined = tuple(same[0] if len(same) == 1 else torch.cat(same) for same in zip(*weights, strict=True))
-        if row_order is not None:
-            for tensor in joined:
-                tensor[: len(row_order)] = tensor[row_order]
+        if row_order is None:
+            return joined
+        if len(weights) == 1:
+            return tuple(torch.cat((tensor[row_order], tensor[len(row_order) :])) for tensor in joined)
+        for tensor in joined:
+            tensor[: len(row_order)] = tensor[row_order]
         return joined
 
     @abstractmethod

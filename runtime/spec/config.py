@@ -10,6 +10,7 @@ from runtime.spec.pooling import Pooling
 from runtime.spec.sampling_fields import Bounds
 from runtime.spec.sharding import NUM_LEAVES
 from runtime.spec.types import CallboardError
+from runtime.spec.weight_version import WeightVersion
 from runtime.text.tool_calls import FORMATS
 
 _SHARING = 4  # a shared draft has slots for this many engines
@@ -179,6 +180,21 @@ class EngineConfig:
         "clients may put the engines to sleep and wake them (/sleep, /wake_up); sleep frees the GPUs' memory, and "
         "requests wait",
     )
+    weight_updates: bool = setting(
+        False,
+        "trainers may pause the engines and replace their weights (/pause, /update_weights, /resume); a GPU keeps room "
+        "for a second copy",
+    )
+    weight_store: str | None = setting(
+        None,
+        "folder on every node for the weights of the last update, which restarted engines read; default: a folder of "
+        "the Ray session",
+    )
+    routed_experts: bool = setting(
+        False,
+        "clients may request the experts that a mixture chose for each token (routed_experts); steps of such requests "
+        "run without CUDA graphs",
+    )
     packed_weights: bool = setting(True, "pre-pack the linear layers for oneDNN on a CPU")
     draft: str | None = setting(
         None,
@@ -278,6 +294,8 @@ class EngineConfig:
             tensor_parallel_size=1,
             lora=(),
             sleep_mode=False,  # it stays loaded
+            weight_updates=False,
+            routed_experts=False,
             max_loras=0,  # it drafts without adapters
             max_num_seqs=self.max_num_seqs and self.max_num_seqs * (_SHARING if self.draft_shared else 1),
             gpu_memory_utilization=1.0,  # it starts after the model, which leaves a share free
@@ -320,3 +338,5 @@ class ModelInfo:
     pooling: Pooling | None = None  # how it makes vectors of prompts; None if it makes none
     makes_text: bool = True  # False without an output head
     can_sleep: bool = False  # value of sleep_mode
+    weights: WeightVersion | None = None  # with weight_updates
+    routed_experts: tuple[int, int] | None = None  # layers with experts, and choices of a token; None if not reported

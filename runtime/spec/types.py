@@ -104,8 +104,11 @@ class SamplingParams:
     seed: int | None = sampling(None, Effect.TEXT)  # if None the front draws one; engines read Request.seed (C4)
     logprobs: int | None = sampling(None, Effect.REPORT, 0, 20)  # n reports the sampled token and the n best
     logprob_token_ids: tuple[int, ...] = sampling((), Effect.REPORT)  # with `logprobs`, also report these
-    # At each prompt position, n reports its own token and the n best.
+    # With `logprobs`, also report each token's log-probability under the distribution that it was drawn from.
+    sampling_logprobs: bool = sampling(False, Effect.REPORT)
+    # At each position of the prompt, and of an output that the request brings, n reports its own token and the n best.
     prompt_logprobs: int | None = sampling(None, Effect.REPORT, 0, 20)
+    routed_experts: bool = sampling(False, Effect.REPORT)  # report the experts of each computed token, for mixtures
     grammar: Grammar | None = sampling(None, Effect.GRAMMAR)  # noqa: RUF009
     thinking: ThinkingBudget | None = sampling(None, Effect.GRAMMAR)  # noqa: RUF009
     # The output is a vector of the prompt (pooling.py); max_tokens is 1, and that token is dropped.
@@ -113,6 +116,7 @@ class SamplingParams:
     stop: tuple[str, ...] = sampling((), Effect.TEXT)  # matched by the process that makes the text
     include_stop_str_in_output: bool = sampling(False, Effect.TEXT)
     skip_special_tokens: bool = sampling(True, Effect.TEXT)
+    detokenize: bool = sampling(True, Effect.TEXT)  # False gives token ids without a text, and takes no stop strings
 
     @property
     def list_bytes(self) -> int:
@@ -135,6 +139,10 @@ class SamplingParams:
             raise CallboardError("max_tokens is 0; it must be at least 1.")
         if self.pooled and self.max_tokens != 1:
             raise CallboardError(f"max_tokens is {self.max_tokens}; it must be 1 for a prompt that is pooled.")
+        if self.sampling_logprobs and self.logprobs is None:
+            raise CallboardError("sampling_logprobs is True without logprobs; send logprobs, 0 or more.")
+        if self.stop and not self.detokenize:
+            raise CallboardError("stop needs a text, but detokenize is False; send stop_token_ids.")
         if self.min_tokens > self.max_tokens:
             raise CallboardError(f"min_tokens is {self.min_tokens}; it must be between 0 and max_tokens.")
         if self.temperature < _LEAST_TEMPERATURE:
@@ -146,7 +154,10 @@ class Request:
     """One request as a front submits it. `requests.requests_of` makes it and resolves its seed.
 
     `token_ids` holds the prompt. If a stream is resumed after an engine's death, the delivered output follows there.
-    `prompt_len` marks where the output begins, so positions, penalties and limits are as in the first try (C8)."""
+    `prompt_len` marks where the output begins, so positions, penalties and limits are as in the first try (C8).
+
+    A trainer scores an output in the same form: `prompt_logprobs` covers all tokens that the request brings. Each is
+    computed as when it was sampled, so its log-probability has the same bits in deterministic mode."""
 
     request_id: str
     token_ids: list[int]
@@ -157,6 +168,7 @@ class Request:
     cache_salt: str = ""  # requests share cached blocks only under the same salt (C5)
     adapter: str = ""  # digest of its adapter; empty for none
     prediction: tuple[int, ...] = ()  # the output that the client expects; n-gram lookup drafts from it
+    min_weight_version: str = ""  # it waits for an engine with these weights or newer ones; empty for any
 
     @property
     def num_bytes(self) -> int:
@@ -173,6 +185,8 @@ class TokenLogprobs(NamedTuple):
     logprob: float
     rank: int  # 1 is the most likely token
     top: tuple[tuple[int, float], ...]  # (token id, logprob), best first; then further ones requested by id
+    # Under the distribution that it was drawn from (temperature, penalties, masks, filters); None if not requested.
+    sampling_logprob: float | None = None
 
 
 class PromptLogprobs(NamedTuple):
@@ -242,6 +256,10 @@ class RequestOutput:
     sampled_at: float = 0.0  # sampling time of the last token here by the engine's wall clock; 0 without tokens
     verified: list[Verified] | None = None  # in order; None without draft tokens
     pooled: bytes | None = None  # vector of a pooled request, float32 little-endian; comes with its end
+    # Experts of its computed tokens, int16 little-endian [num_tokens, layers, top_k]; comes with its end, if requested.
+    routed_experts: bytes | None = None
+    # (index of an output token, version of the weights from there on), rising; empty without weight_updates
+    weight_versions: Sequence[tuple[int, str]] = ()
 
 
 @dataclass(slots=True)
@@ -257,3 +275,4 @@ class StepOutput:
     prompt_logprobs: list[tuple[Any, PromptLogprobs]]  # (state, log-probabilities of prompt tokens 1, 2, ...)
     pooled: list[tuple[Any, bytes]] = field(default_factory=list)  # (state of a request that ended, float32 vector)
     verified: list[tuple[Any, int, int]] = field(default_factory=list)  # (state, draft tokens, accepted) of a row
+    experts: list[tuple[Any, bytes]] = field(default_factory=list)  # (state of a request that ended, its experts)

@@ -106,6 +106,22 @@ class TextStream:
         return text[:safe]
 
 
+class NoText:
+    """In the place of a TextStream: the output of a request without `detokenize` has no text."""
+
+    stopped: None = None
+    num_chars = 0
+
+    def push(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
+        return "", [0] * len(token_ids)
+
+    def finish(self) -> str:
+        return ""
+
+
+NO_TEXT = NoText()
+
+
 class StopStrings:
     """An Aho-Corasick automaton. A state is the longest tail that begins a stop string; state 0 is the empty tail.
 

@@ -1,11 +1,14 @@
 """Interfaces of the features that plug into a runner. A runner without extras samples the same tokens.
 
-    StepExtra       outputs from hidden states       Pooler (vectors), PromptScorer (log-probabilities of prompts)
+    StepExtra       outputs beside tokens            Pooler (vectors), PromptScorer (log-probabilities of prompts),
+                                                     ExpertRecorder (experts of tokens)
     MaskSource      masks of the tokens to sample    GrammarState
     AdapterLoader   weights of adapters (LoRA)       RunnerAdapters
     SleepMemory     memory given back in sleep       RunnerMemory
+    WeightUpdates   new weights of a running model   RunnerUpdates
 
-`runtime/features` implements them. `runtime/assembly/runner.py` hands them to `ModelRunner` as `RunnerExtras`.
+`runtime/features` and `runtime/updates` implement them. `runtime/assembly/runner.py` hands them to `ModelRunner` as
+`RunnerExtras`.
 """
 
 from __future__ import annotations
@@ -14,14 +17,18 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from runtime.core.plan import Int32s, NewSlot, StepPlan, StepResult
+from runtime.kernels.numerics import Numerics
 from runtime.models.decoder import Decoder
 from runtime.spec.config import EngineConfig, ModelInfo
+from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.weight_version import WeightVersion
+from runtime.updates.parts import GroupInfo, WeightPart
 from runtime.worker.sources import ModelSource
 
 _NOTHING = torch.empty(0)
@@ -82,6 +89,9 @@ class StepExtra(Protocol):
 
     def needs(self, plan: StepPlan) -> Needs:
         """The hidden states that it needs from this step."""
+
+    def begin(self, plan: StepPlan) -> None:
+        """The forward pass of a step begins, which runs kernel by kernel."""
 
     def run(self, work: StepWork) -> None:
         """Compute the output of this step, if any, and append its report. Runs before the step samples."""
@@ -164,6 +174,9 @@ class SleepMemory(Protocol):
     @property
     def graphs(self) -> MemoryPart: ...
 
+    def weights_changed(self) -> None:
+        """The weights have changed since memory was last given back."""
+
     def give_back(self) -> None:
         """Give back the memory that is still here."""
 
@@ -181,6 +194,63 @@ class RunnerParts(NamedTuple):
     is_draft: bool
 
 
+class UpdateParts(NamedTuple):
+    """What updates of weights need of a runner before its weights are read."""
+
+    config: EngineConfig
+    source: ModelSource
+    spec: DecoderSpec  # of this rank, with the encodings of its weights
+    numerics: Numerics
+    least: Callable[[int], int]  # the smallest value of all ranks; all call it at the same time
+
+
+# Called when the decoder has new weights; with a source of them if those of the classifier have changed, too.
+WeightsChanged = Callable[[ModelSource | None], None]
+
+
+class WeightUpdates(Protocol):
+    """New weights of a running model. Errors are CallboardErrors."""
+
+    version: WeightVersion  # of the weights that the runner serves
+    source: ModelSource  # of the stored version, which the runner loads
+
+    def open(
+        self, decoder: Decoder, max_model_len: int, room: int, changing: Callable[[], None], changed: WeightsChanged
+    ) -> None:
+        """The runner has loaded `source`. `room` has the bytes of the device that are planned for updates.
+
+        `changing` and `changed` are called between two steps, before and after the decoder takes new weights."""
+
+    def connect(self, group: GroupInfo) -> None:
+        """Join a trainer's NCCL group. Waits until all have joined."""
+
+    def disconnect(self) -> None:
+        """Leave the trainer's group."""
+
+    def receive(self, part: WeightPart) -> None:
+        """Stage the tensors of a part while steps run in another thread. After an error, none of them is staged."""
+
+    def check(self) -> bool:
+        """True if the staged tensors are all of the model's. Raises CallboardError if they cannot be applied."""
+
+    def apply(self, version: WeightVersion) -> None:
+        """Take the staged weights. No step runs meanwhile."""
+
+    def keep(self) -> None:
+        """Write the applied weights to the store while steps run in another thread."""
+
+    def discard(self) -> None:
+        """Drop what is staged. A receive in another thread ends with an error."""
+
+
+@runtime_checkable
+class ReadsWeights(Protocol):
+    """An extra with weights of its own beside the decoder's."""
+
+    def read_weights(self, source: ModelSource) -> None:
+        """Read them again."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunnerExtras:
     """The features that plug into a runner. The defaults plug in nothing."""
@@ -189,6 +259,7 @@ class RunnerExtras:
     masks: Callable[[RunnerParts], MaskSource] | None = None
     adapters: Callable[[RunnerParts], AdapterLoader] | None = None
     sleep_memory: Callable[[torch.device], SleepMemory] | None = None
+    updates: Callable[[UpdateParts], WeightUpdates] | None = None
     row_lens: Sequence[int] = ()  # tokens of a row, besides one, in frequent decode steps (speculation)
 
 

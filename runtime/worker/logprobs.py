@@ -21,11 +21,13 @@ class Logprobs:
     logprobs: torch.Tensor
     top_ids: torch.Tensor
     top_logprobs: torch.Tensor
+    drawn: torch.Tensor | None = None  # of rows that report sampling_logprobs; None if none does
 
     def downloaded(self, download: Callable[[torch.Tensor], torch.Tensor]) -> Logprobs:
         """On the host, when the step is over."""
-        moved = map(download, (self.ranks, self.logprobs, self.top_ids, self.top_logprobs))
-        return Logprobs(self.rows, self.num_best, *moved)
+        ranks, own, top_ids, top = map(download, (self.ranks, self.logprobs, self.top_ids, self.top_logprobs))
+        drawn = None if self.drawn is None else download(self.drawn)
+        return Logprobs(self.rows, self.num_best, ranks, own, top_ids, top, drawn)
 
     def report(self, result: StepResult) -> None:
         """Write the rows into the result: the rows of samples first, then the rows of prompt tokens.
@@ -35,6 +37,8 @@ class Logprobs:
         values, top = self.logprobs.numpy().copy(), self.top_logprobs.numpy().copy()
         if not len(result.ranks):
             result.logprob_rows, result.num_best = self.rows, self.num_best
+            if self.drawn is not None:
+                result.sampling_logprobs = self.drawn.numpy().copy()
         if len(result.ranks):
             width = max(ids.shape[1], result.top_ids.shape[1])
             ids, top = (

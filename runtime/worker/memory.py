@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from runtime.kernels.attention.attention_torch import MAX_GATHERED
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.sampling.penalties import NUM_TABLES
 from runtime.models.lora import adapter_bytes
-from runtime.quant.model_formats import dequantized_copy_bytes, weight_bytes
+from runtime.quant.model_formats import dequantized_copy_bytes, staged_bytes, weight_bytes
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.kv_cache_spec import KVCacheSpec, StateGroupSpec
@@ -40,6 +41,7 @@ class MemoryPlan:
     states: int  # the state cache, snapshots included
     graphs: int  # working memory of the largest CUDA graph, which other steps do not use
     adapters: int  # room for max_loras of them
+    updates: int  # room for a second copy of the weights, with weight_updates on a GPU
     available: int
     block_size: int  # tokens
     num_kv_blocks: int  # block 0, the null block, included
@@ -59,6 +61,7 @@ class MemoryPlan:
             ("states", self.states, f"max_num_seqs; {num_snapshots} snapshots, snapshot_memory"),
             ("CUDA graphs", self.graphs, "prefill_graph_tokens"),
             ("adapters", self.adapters, "max_loras, max_lora_rank"),
+            ("new weights", self.updates, "weight_updates"),
         ]  # fmt: skip
         needed = " + ".join(f"{name} {_gib(size)}{why and f' ({why})'}" for name, size, why in parts if size)
         total = sum(size for _, size, _ in parts)
@@ -89,7 +92,8 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
     working = _working_bytes(spec, numerics, num_tokens, max_num_seqs, longest)
     graphs = _graph_bytes(config, spec, numerics, max_num_tokens, max_num_seqs)
     adapters = adapter_bytes(spec, numerics, config.max_loras, config.max_lora_rank, num_tokens)
-    room = available - weights - working - graphs - adapters
+    updates = _update_bytes(config, spec, numerics)
+    room = available - weights - working - graphs - adapters - updates
     states, num_states = 0, 0
     if (of_states := kv_cache.states) is not None:
         max_num_seqs = _seqs_with_states(of_states, max_num_seqs, room)
@@ -126,13 +130,14 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
     kv = kv_cache.total_bytes(num_blocks, block_size)
     largest = max(min(spec.max_positions, largest), 0)
     limits = max_num_seqs, max_num_tokens, max_model_len
-    sizes = weights, kv, kv_cache, working, states, graphs, adapters, available
+    sizes = weights, kv, kv_cache, working, states, graphs, adapters, updates, available
     plan = MemoryPlan(*sizes, block_size, num_blocks, num_states, *limits, largest)
-    missing = weights + working + states + graphs + adapters + kv - available
+    missing = weights + working + states + graphs + adapters + updates + kv - available
     if missing > 0:
         lower = "num_kv_blocks" if config.num_kv_blocks else flag
+        lower = f"serve without weight_updates, lower {lower}" if updates >= missing else f"lower {lower}"
         raise CallboardError(
-            f"Too little memory; lower {lower}, max_num_seqs or max_model_len, or take a narrower dtype: {plan}; "
+            f"Too little memory; {lower}, max_num_seqs or max_model_len, or take a narrower dtype: {plan}; "
             f"{_gib(missing)} are missing."
         )
     if max_model_len < 2 or capacity < max_model_len:
@@ -173,7 +178,7 @@ def resize_kv(plan: MemoryPlan, config: EngineConfig, room: int) -> MemoryPlan:
     """The plan with a KV cache for `room` bytes, the memory beside the largest step. Raises CallboardError if the plan
     needs more."""
     block_bytes = plan.kv_cache.bytes_per_block(plan.block_size)
-    fits = (room - plan.graphs) // block_bytes
+    fits = (room - plan.graphs - plan.updates) // block_bytes
     fixed = config.num_kv_blocks is not None or config.kv_cache_memory is not None or config.kv_layout == "contiguous"
     chunk = plan.max_num_batched_tokens if config.chunked_prefill else plan.max_model_len
     context_blocks = plan.kv_cache.most_blocks(plan.max_model_len, plan.block_size, chunk)
@@ -214,6 +219,16 @@ def _graph_bytes(
     num_gathered = spec.whole.vocab_size if spec.shard.size > 1 else 0  # filters take the logits of all ranks
     graph_logits = max(max_num_seqs, MAX_VERIFIED) * (spec.vocab_size + num_gathered) * 4
     return _LIBRARY_BYTES + _activation_bytes(spec, numerics, graph_tokens) + graph_logits
+
+
+def _update_bytes(config: EngineConfig, spec: DecoderSpec, numerics: Numerics) -> int:
+    """A second copy of the weights, as a trainer sends them, and the largest layer while it is built."""
+    if not config.weight_updates or numerics.device.type != "cuda":
+        return 0
+    sizes = defaultdict[str, int](int)
+    for parameter, num_bytes in staged_bytes(spec, numerics).items():
+        sizes[".".join(parameter.split(".")[:2]) if parameter.startswith("layers.") else parameter] += num_bytes
+    return sum(sizes.values()) + 2 * max(sizes.values())
 
 
 def _activation_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int) -> int:

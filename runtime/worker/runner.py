@@ -28,9 +28,19 @@ from runtime.quant.report import weight_report
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.sharding import ALONE, Shard
 from runtime.spec.types import CallboardError
+from runtime.spec.weight_version import WeightVersion
 from runtime.worker.cpu.cores import available_cores
 from runtime.worker.cpu.cpu_steps import CpuSteps
-from runtime.worker.extras import NO_EXTRAS, RunnerExtras, RunnerParts, SleepMemory, StepExtra
+from runtime.worker.extras import (
+    NO_EXTRAS,
+    ReadsWeights,
+    RunnerExtras,
+    RunnerParts,
+    SleepMemory,
+    StepExtra,
+    UpdateParts,
+    WeightUpdates,
+)
 from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.memory import MemoryPlan, available_memory, plan_memory, planned_cache, resize_kv
@@ -75,6 +85,7 @@ class ModelRunner:
                 "with attention in all layers, or draft=ngram."
             )
         self._states: StateCache | None = None
+        self.updates: WeightUpdates | None = None  # None without weight_updates
         self._sleep_memory: SleepMemory | None = None
         if config.sleep_mode and numerics.device.type == "cuda" and extras.sleep_memory is not None:
             self._sleep_memory = extras.sleep_memory(numerics.device)
@@ -101,16 +112,23 @@ class ModelRunner:
         )
         if encodings_on_device(spec, numerics):
             logger.info("quantization: %s", "; ".join(weight_report(spec, numerics)))
+        source = self._source
+        if config.weight_updates and self._plugged.updates is not None:
+            self.updates = self._plugged.updates(UpdateParts(config, source, spec, numerics, group.least))
+            source = self.updates.source
         with nullcontext() if self._sleep_memory is None else self._sleep_memory.weights.use():
-            self.decoder = self._source.load(spec, numerics, self.memory.max_model_len, group.communicator)
-        self._make_extras()
+            self.decoder = source.load(spec, numerics, self.memory.max_model_len, group.communicator)
+        self._make_extras(source)
         self.kv_scales = None
         if spec.kv_cache_form(config.kv_cache_dtype) == "fp8" and (scales := self._source.kv_scales()) is not None:
             self.kv_scales = scales[:, :, spec.first_kv_head :][:, :, : spec.num_kv_heads]
+        if self.updates is not None:
+            sizes, hooks = (self.memory.max_model_len, self.memory.updates), (self._drop_tapes, self._weights_changed)
+            self.updates.open(self.decoder, *sizes, *hooks)
         group.barrier()  # all ranks have read their weights
         if numerics.backend == "triton" and numerics.device.type == "cuda":
             self._measure_memory()
-        return self._describe(self._source.fingerprint)
+        return self._describe()
 
     def open(self, num_kv_blocks: int) -> ModelInfo:
         """Allocate a KV cache of `num_kv_blocks`, for which all ranks have room, and warm up. Then plans may arrive."""
@@ -120,7 +138,7 @@ class ModelRunner:
             num_kv_blocks, None if self._sleep_memory is None else self._sleep_memory.cache.use()
         )
         self.asynchronous = self.steps.asynchronous
-        self.info = self._describe(self._source.fingerprint)
+        self.info = self._describe()
         self._group.barrier()  # all ranks have their cache
         self._warm_up()
         if self.masks is not None:
@@ -128,14 +146,14 @@ class ModelRunner:
         self._group.open()
         return self.info
 
-    def _make_extras(self) -> None:
+    def _make_extras(self, source: ModelSource) -> None:
         plugged = self._plugged
-        parts = RunnerParts(self.config, self._source, self.decoder, self.memory.max_num_seqs, self.is_draft)
+        parts = RunnerParts(self.config, source, self.decoder, self.memory.max_num_seqs, self.is_draft)
         self.extras: list[StepExtra] = [make(parts) for make in plugged.outputs]
         self.masks = None if plugged.masks is None else plugged.masks(parts)
         self.adapters = None if plugged.adapters is None else plugged.adapters(parts)
 
-    def _describe(self, weights_fingerprint: str) -> ModelInfo:
+    def _describe(self) -> ModelInfo:
         numerics, memory, spec = self.numerics, self.memory, self.spec
         forms = encodings_on_device(spec, numerics)
         of_fp8 = any(form.startswith("fp8") for form in forms.values())
@@ -143,7 +161,10 @@ class ModelRunner:
         of_numerics = numerics.dtype_name, numerics.backend, numerics.deterministic, has_fp8, numerics.activation_bits
         whole_cache = planned_cache(self.config, spec.whole, numerics)
         num_sums = "leaves" if numerics.rank_invariant else self.shard.size
-        identity = (weights_fingerprint, *of_numerics, forms, whole_cache, num_sums)
+        version, weights = None if self.updates is None else self.updates.version, self._source.fingerprint
+        if version is not None:
+            weights = version.fingerprint(weights)
+        identity = (weights, *of_numerics, forms, whole_cache, num_sums)
         info = ModelInfo(
             fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest()[:32],
             vocab_size=spec.whole.vocab_size,
@@ -160,6 +181,7 @@ class ModelRunner:
             weight_formats=format_names(spec, numerics),
             makes_text=spec.makes_text,
             can_sleep=self.config.sleep_mode,
+            weights=version,
         )
         for extra in self.extras:
             info = extra.describe(info)
@@ -250,6 +272,26 @@ class ModelRunner:
         if self.adapters is None:
             raise CallboardError("This model runner serves no adapters.")
         self.adapters.load(index, path, digest)
+
+    def _drop_tapes(self) -> None:
+        """The decoder is about to take new weights."""
+        self.steps.drop_tapes()
+
+    def _weights_changed(self, source: ModelSource | None) -> None:
+        """The decoder has the weights of an update; with a source, so have the classifier's."""
+        if self._sleep_memory is not None:
+            self._sleep_memory.weights_changed()
+        for extra in self.extras:
+            if source is not None and isinstance(extra, ReadsWeights):
+                extra.read_weights(source)
+
+    def update_weights(self, version: WeightVersion) -> str:
+        """Take the staged weights between two steps. Returns the model's new fingerprint."""
+        if self.updates is None:
+            raise CallboardError("This model runner keeps its weights; start it with weight_updates.")
+        self.updates.apply(version)
+        self.info = replace(self.info, fingerprint=self._describe().fingerprint, weights=version)
+        return self.info.fingerprint
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Start a step. The returned function waits for its result; on a CPU it computes the step."""

@@ -11,13 +11,25 @@ import torch
 from numpy.typing import NDArray
 
 from runtime.core.plan import Int32s, NewSlot
+from runtime.kernels.sampling.drawn_logprobs import drawn_logprobs
 from runtime.kernels.sampling.logprobs import token_logprobs
-from runtime.kernels.sampling.sample import NUM_PARAMS, PENALISED_FROM, PROMPT_LEN, SEED_HIGH, SEED_LOW
+from runtime.kernels.sampling.sample import (
+    MIN_P,
+    NUM_PARAMS,
+    PENALISED_FROM,
+    PROMPT_LEN,
+    SEED_HIGH,
+    SEED_LOW,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+)
 from runtime.spec.sampling_fields import SECOND_PASS, UNSET, Effect, table_of
 from runtime.worker.extras import Copies
 from runtime.worker.logprobs import Logprobs
 from runtime.worker.ranks.split_logits import SplitLogits
 
+_DRAWN_AT_ONCE = 32  # rows whose logits are copied for `sampling_logprobs` at a time
 MASKED_LOGIT = -1e9  # of ids that min_tokens holds back: above a grammar's -inf, so that a lone allowed token is drawn
 
 Bools = NDArray[np.bool_]
@@ -49,6 +61,7 @@ class SlotSampling:
         self.bound = np.zeros(num_slots, bool)  # by a grammar
         self.only_masked = np.zeros(num_slots, bool)  # by a grammar, and the second pass changes nothing else
         self.num_logprobs = np.full(num_slots, -1, np.int32)  # alternatives to report; -1 if none is reported
+        self.reports_drawn = np.zeros(num_slots, bool)  # sampling_logprobs
         self.scored: dict[int, NDArray[np.int64]] = {}  # slot -> ids of logprob_token_ids
         self.bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}  # slot -> ids, values
         self.allowed: dict[int, NDArray[np.int64]] = {}  # slot -> the only ids that may be drawn
@@ -70,6 +83,7 @@ class SlotSampling:
             self.stops[slot] = np.array(stops, np.int64)
             self.held_until[slot] = new.prompt_len + params.min_tokens
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self.reports_drawn[slot] = params.sampling_logprobs
         if params.logprobs is not None and params.logprob_token_ids:
             self.scored[slot] = np.clip(np.array(params.logprob_token_ids, np.int64), 0, self.vocab_size - 1)
         self.penalised[slot] = table.has_effect(params, {Effect.PENALTY})
@@ -142,8 +156,12 @@ class SlotSampling:
             logits.index_fill_(0, self.upload(np.array(restricted, np.int64)), -torch.inf)
             logits.view(-1).index_copy_(0, at, kept)
 
-    def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, slots: Int32s) -> Logprobs | None:
-        """The log-probabilities that rows [n] report, of their sampled tokens; None if no row reports any."""
+    def logprobs(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, slots: Int32s, drawn: torch.Tensor | None = None
+    ) -> Logprobs | None:
+        """The log-probabilities that rows [n] report, of their sampled tokens; None if no row reports any.
+
+        `drawn` [n] comes from `drawn_logprobs`."""
         wanted = self.num_logprobs[slots]
         rows = np.flatnonzero(wanted >= 0)
         if not len(rows):
@@ -155,7 +173,52 @@ class SlotSampling:
         chosen = logits.index_select(0, index).float()
         own, ranks, top_ids, top = token_logprobs(chosen, ids, int(wanted.max()), others)
         num_best = top.shape[1] - (0 if others is None else others.shape[1])
-        return Logprobs(rows.astype(np.int32), num_best, ranks, own, top_ids, top)
+        of_drawn = None if drawn is None else drawn.index_select(0, index)
+        return Logprobs(rows.astype(np.int32), num_best, ranks, own, top_ids, top, of_drawn)
+
+    def drawn_logprobs(
+        self,
+        logits: torch.Tensor,  # [n, vocab] of the model
+        token_ids: torch.Tensor,  # [n] drawn from them
+        slots: Int32s,  # [n]
+        rows: NDArray[np.int64],  # [m] rising: rows that were drawn from other logits
+        edited: torch.Tensor | None,  # [m, vocab] these logits, float32; None without rows
+        is_filtered: bool,  # top-k, top-p and min-p have removed tokens from `edited`
+    ) -> torch.Tensor | None:
+        """[n] float32: the log-probability of each token under the distribution that it was drawn from, for the rows
+        that report it; None if no row does."""
+        wanted = np.flatnonzero(self.reports_drawn[slots])
+        if not len(wanted):
+            return None
+        found = torch.zeros(len(slots), dtype=torch.float32, device=logits.device)
+        is_edited = np.isin(wanted, rows)
+        for source, part in ((logits, wanted[~is_edited]), (edited, wanted[is_edited])):
+            for start in range(0, len(part), _DRAWN_AT_ONCE):
+                some = part[start : start + _DRAWN_AT_ONCE]
+                at = some if source is logits else np.searchsorted(rows, some)
+                index, where = self.upload(some.astype(np.int64), at.astype(np.int64)).view(2, -1)
+                assert source is not None
+                chosen, own = source.index_select(0, where).float(), slots[some]
+                ids = token_ids.index_select(0, index).long().clamp(min=0)
+                filters = not is_filtered and bool(self.filtered[own].any())
+                values = drawn_logprobs(chosen, ids, *self._draw_params(own, filters))
+                found.index_copy_(0, index, values)
+        return found
+
+    def _draw_params(
+        self, slots: Int32s, filters: bool
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, int]:
+        """The last arguments of `drawn_logprobs` for rows of these slots."""
+        columns = self.rows[slots]
+        temperatures, top_p, min_p = self.upload(
+            *(columns[:, column].view(np.float32) for column in (TEMPERATURE, TOP_P, MIN_P))
+        ).view(3, -1)
+        if not filters:
+            return temperatures, None, 0
+        top_k = columns[:, TOP_K]
+        is_bounded = (top_k > 0) | ~self.filtered[slots]  # a row with top-p alone needs all logits in order
+        most = int(top_k.max()) if is_bounded.all() else 0
+        return temperatures, (self.upload(top_k.copy()), top_p, min_p), most
 
     def _scored_ids(self, slots: Int32s) -> NDArray[np.int64] | None:
         """[n, most of one row] the ids of logprob_token_ids, filled up with zeros; None if no row has any."""

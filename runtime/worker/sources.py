@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +20,7 @@ from runtime.models.decoder_build import draw_decoder, load_decoder
 from runtime.models.families import phi
 from runtime.models.kv_scales import read_kv_scales
 from runtime.models.weight_map import WeightMap
+from runtime.quant.weight_format import TensorSource
 from runtime.spec.config import ModelInfo
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.pooling import Pooling
@@ -67,6 +69,7 @@ class CheckpointSource:
     def __init__(self, path: Path) -> None:
         """Raises CallboardError if the checkpoint is damaged or its model is not supported."""
         self.path, self.checkpoint = path, open_checkpoint(path)
+        self._tensors: TensorSource = self.checkpoint
         self.spec, self.weight_map = load_spec(self.checkpoint.config, self.checkpoint.names())
         self.eos_token_ids = self.checkpoint.eos_token_ids
         if (bad := next((i for i in self.eos_token_ids if not 0 <= i < self.spec.vocab_size), None)) is not None:
@@ -80,7 +83,13 @@ class CheckpointSource:
         return self.checkpoint.fingerprint
 
     def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int, communicator: Communicator) -> Decoder:
-        return load_decoder(self.checkpoint, spec, self.weight_map, numerics, max_model_len, communicator)
+        return load_decoder(self._tensors, spec, self.weight_map, numerics, max_model_len, communicator)
+
+    def with_tensors(self, tensors: TensorSource) -> CheckpointSource:
+        """This model with the tensors of updates."""
+        updated = copy(self)
+        updated._tensors = tensors
+        return updated
 
     def pooling(self, wanted: str) -> Pooling | None:
         found = self._pooling_files(wanted)
@@ -90,14 +99,14 @@ class CheckpointSource:
         return replace(found.pooling, pairs="qwen3") if is_qwen3 else found.pooling
 
     def classifier(self, wanted: str, device: torch.device) -> torch.Tensor | None:
-        found, checkpoint, names = self._pooling_files(wanted), self.checkpoint, self.weight_map.names
+        found, tensors, names = self._pooling_files(wanted), self._tensors, self.weight_map.names
         if found is None or not found.pooling.num_labels:
             return None
         if not found.label_ids:
-            return checkpoint.tensor(CLASSIFIER, torch.float32, device)
+            return tensors.tensor(CLASSIFIER, torch.float32, device)
         head = names["embed" if self.spec.tied_head else "head"]
-        head = head if head in checkpoint else self.weight_map.base + head
-        true, *false = (checkpoint.tensor(head, torch.float32, device, Part(0, i, i + 1)) for i in found.label_ids)
+        head = head if head in tensors else self.weight_map.base + head
+        true, *false = (tensors.tensor(head, torch.float32, device, Part(0, i, i + 1)) for i in found.label_ids)
         return true - false[0] if false else true
 
     def _pooling_files(self, wanted: str) -> PoolingFiles | None:

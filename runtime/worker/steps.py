@@ -44,6 +44,9 @@ class Steps(ABC):
         for keeper in self._keepers():
             keeper.reset()
 
+    def drop_tapes(self) -> None:  # noqa: B027
+        """Forget what holds the decoder's weights themselves; addresses may stay."""
+
     @abstractmethod
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Start the step. The returned function waits for its result; on a CPU it computes the step."""
@@ -51,6 +54,10 @@ class Steps(ABC):
     def _keepers(self) -> list[SlotSampling | StepExtra | MaskSource]:
         """Everything that keeps something for a slot."""
         return [self.sampler, *self.extras, *(() if self.masks is None else (self.masks,))]
+
+    def _begin_forward(self, plan: StepPlan) -> None:
+        for extra in self.extras:
+            extra.begin(plan)
 
     def _free_and_open(self, plan: StepPlan) -> None:
         """Requests leave their slots, then others enter, with the states of the prefixes that they continue."""

@@ -29,6 +29,7 @@ _EVERYTHING = SamplingParams(
     min_p=0.1,
     repetition_penalty=1.1,
     logprobs=1,
+    sampling_logprobs=True,
     logit_bias=((0, 1.0),),
     prompt_logprobs=1,
     grammar=_FAILING,

@@ -21,6 +21,7 @@ _ERRORS = {
     404: "There is no such model, response, file or batch.",
     405: "The route has other methods.",
     408: "The body did not come in time.",
+    409: "Another update of the weights is open, or none is.",
     413: "The body is too long, or the files have reached a limit of bytes.",
     415: "The body is not declared to be JSON.",
     429: "The engine's queue is full, or a limit of files, uploads, batches or names of adapters is reached.",
@@ -102,7 +103,7 @@ def _described(path: str, op: Operation, settings: HttpSettings) -> dict[str, An
     if parameters := _parameters(path, op):
         described["parameters"] = parameters
     if op.requests:
-        described["requestBody"] = {"required": True, "content": _json(*op.requests)}
+        described["requestBody"] = {"required": op.needs_body, "content": _json(*op.requests)}
     if op.form is not None:
         content = {"multipart/form-data": {"schema": {"$ref": f"{_REF}{op.form.__name__}"}}}
         described["requestBody"] = {"required": True, "content": content}

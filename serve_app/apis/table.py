@@ -17,6 +17,7 @@ from serve_app.apis.management.engine import Kill, engine_routes
 from serve_app.apis.management.requests import request_routes
 from serve_app.apis.management.status import status_routes
 from serve_app.apis.management.tokenization import tokenization_routes
+from serve_app.apis.management.weights import weight_routes
 from serve_app.apis.ollama.endpoint import OllamaChatEndpoint, OllamaGenerateEndpoint
 from serve_app.apis.ollama.models import ollama_model_routes
 from serve_app.apis.pooled.routes import pooled_routes
@@ -54,4 +55,5 @@ def api_routes(
         *status_routes(service, settings),
         *adapter_routes(service, settings),
         *engine_routes(service, settings, kill),
+        *weight_routes(service, settings),
     ]

@@ -158,7 +158,7 @@ def http_settings(args: argparse.Namespace) -> HttpSettings:
     """Raises CallboardError if a value is out of range or the file of keys cannot be read."""
     given = {"api_key": keys_of_environment()} | values(args, HttpSettings)
     settings: HttpSettings = checked(HttpSettings, **given)
-    for name in ("api_key_file", "lora_folder", "batch_folder"):
+    for name in ("api_key_file", "lora_folder", "weight_folder", "batch_folder"):
         if (path := getattr(settings, name)) is not None:  # the fronts have another working directory
             settings = replace(settings, **{name: os.path.abspath(path)})
     settings.api_keys()

@@ -59,6 +59,10 @@ SUBJECTS = {
     "adapters": Subject(
         "adapters (LoRA), which clients use as models", ("lora", "max_loras", "max_lora_rank", "lora_folder")
     ),
+    "weights": Subject(
+        "updates of the weights by a trainer, while the server runs",
+        ("weight_updates", "weight_store", "weight_folder"),
+    ),
     "batches": Subject(
         "files and batches of requests",
         ("batch_folder", "batch_file_bytes", "batch_max_requests", "batch_concurrency", "batch_max_open",

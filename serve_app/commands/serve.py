@@ -72,10 +72,17 @@ def run(args: argparse.Namespace) -> int:
     if config.chat_template is not None:  # the fronts have another working directory
         config = replace(config, chat_template=os.path.abspath(config.chat_template))
     config = replace(config, lora=tuple(f"{name}={os.path.abspath(path)}" for name, path in config.adapters.items()))
+    if config.weight_store is not None:  # as engines and runners do
+        config = replace(config, weight_store=os.path.abspath(config.weight_store))
     http = http_settings(args).listening_on(args.host)
     http.check_extras()
+    if config.weight_updates:
+        http.check_weight_updates(args.host)
     if http.lora_folder is not None and not config.max_loras:
         raise UsageError("--lora-folder is given, but there is no room for adapters; give --max-loras, too.")
+    if (http.weight_folder or config.weight_store) is not None and not config.weight_updates:
+        name = "--weight-store" if http.weight_folder is None else "--weight-folder"
+        raise UsageError(f"{name} is given, but the weights may not change; give --weight-updates, too.")
     serve(
         ServerSettings(
             config,

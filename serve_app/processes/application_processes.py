@@ -223,15 +223,21 @@ def processes_of(application: str, session: str) -> list[Process]:
     return [Process(role, engine, pid, application, session) for engine, role, node, pid in reported if node in here]
 
 
+def http_host() -> str:
+    """Return the address on which Serve listens, which `serve run` alone chooses."""
+    from ray.serve.context import _get_global_client
+
+    client: Any = _get_global_client()
+    return str(client.http_config.host)
+
+
 def kill_any(application: str, role: str, settings: HttpSettings) -> Process:
     """Kill a random process of this role on this machine.
 
     Raises CallboardError without one, or if clients of other machines could do this without a key."""
     import ray
-    from ray.serve.context import _get_global_client
 
-    client: Any = _get_global_client()
-    settings.check_chaos(client.http_config.host)  # which `serve run` alone chooses
+    settings.check_chaos(http_host())
     node: Any = ray._private.worker._global_node
     found = [process for process in processes_of(application, node.get_session_dir_path()) if process.role == role]
     random.shuffle(found)

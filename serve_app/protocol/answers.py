@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from runtime.output.processor import Delta
 from runtime.spec.types import TokenLogprobs
@@ -35,16 +38,28 @@ def token_id_text(token_id: int) -> str:
     return f"token_id:{token_id}"
 
 
-def logprob_entry(tokenizer: Tokenizer, as_ids: bool | None, logprobs: TokenLogprobs) -> dict[str, Any]:
-    """Return one position of OpenAI's log-probabilities for chats and responses."""
+def logprob_entry(tokenizer: Tokenizer | None, as_ids: bool | None, logprobs: TokenLogprobs) -> dict[str, Any]:
+    """Return one position of OpenAI's log-probabilities for chats and responses; without a tokenizer, without text."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        if tokenizer is None:
+            return {"token": token_id_text(token_id), "logprob": finite(logprob), "bytes": None}
         piece = tokenizer.token_bytes(token_id)
         text = token_id_text(token_id) if as_ids else piece.decode("utf-8", "replace")
         return {"token": text, "logprob": finite(logprob), "bytes": list(piece)}
 
     top = [entry(token_id, value) for token_id, value in logprobs.top]
-    return {**entry(logprobs.token_id, logprobs.logprob), "top_logprobs": top}
+    found = {**entry(logprobs.token_id, logprobs.logprob), "top_logprobs": top}
+    if logprobs.sampling_logprob is not None:
+        found["sampling_logprob"] = finite(logprobs.sampling_logprob)
+    return found
+
+
+def routed_experts(found: bytes, shape: tuple[int, int]) -> str:
+    """Return vLLM's `routed_experts`: base64 of a .npy file of [num_tokens, layers, top_k] expert ids."""
+    file = io.BytesIO()
+    np.save(file, np.frombuffer(found, np.int16).reshape(-1, *shape))
+    return base64.b64encode(file.getbuffer()).decode()
 
 
 def num_scores(deltas: Iterable[Delta]) -> int:
@@ -89,11 +104,15 @@ def usage(num_prompt: int, num_cached: int, choices: Sequence[ChoiceUsage], spec
     return counts
 
 
-def prompt_logprobs(logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer, num_top: int) -> list[Any] | msgspec.Raw:
-    """Return vLLM's `prompt_logprobs`: an entry for each prompt token after the first, and its `num_top` best ones."""
+def prompt_logprobs(
+    logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer | None, num_top: int
+) -> list[Any] | msgspec.Raw:
+    """Return vLLM's `prompt_logprobs`: an entry for each prompt token after the first, and its `num_top` best ones.
+
+    Without a tokenizer the entries lack the text of their tokens."""
 
     def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
-        decoded = tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+        decoded = None if tokenizer is None else tokenizer.token_bytes(token_id).decode("utf-8", "replace")
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": decoded}
 
     def position(lp: TokenLogprobs | None) -> dict[str, Any] | None:

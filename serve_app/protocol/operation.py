@@ -42,6 +42,7 @@ class Operation:
     open: bool = False  # true if clients without an API key may use it
     error: Answer = Error
     method: str = ""  # default: POST with a body, GET without
+    needs_body: bool = True  # false if a request may leave out its body
     query: type[BaseModel] | None = None
     form: type[BaseModel] | None = None  # in place of JSON
 

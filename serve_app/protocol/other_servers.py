@@ -25,7 +25,7 @@ _INSTEAD = {
         samplers=[] grammar_triggers=[] image_data=[] response_fields=[] images=[] transforms=[] plugins=[]
         audio web_search_options moderation repetition_detection custom_logit_processor task
         use_beam_search=false early_stopping=false watermarking=false return_hidden_states=false
-        return_routed_experts=false return_meta_info=false watermark=false penalize_nl=false post_sampling_probs=false
+        return_meta_info=false watermark=false penalize_nl=false post_sampling_probs=false
         grammar_lazy=false thinking_forced_open=false length_penalty=1 num_beams=1 guidance_scale=1
         kv_transfer_params={} ec_transfer_params={} vllm_xargs={} session_params={} images_config={}
         separate_reasoning=true stream_reasoning=true parse_tool_calls=true xtc_probability=0 n_indent=0 penalty_alpha=0
@@ -67,6 +67,7 @@ _INSTEAD = {
     "send echo to /v1/completions": "return_full_text=false",
     "send thinking_token_budget": "thinking_budget reasoning_budget=-1",
     "send top_p or min_p": "typical_p=1 tfs_z=1 top_n_sigma=-1|0 typical=1 tfs=1",
+    "send routed_experts": "return_routed_experts=false",
     "send prompt_logprobs": "decoder_input_details=false",
     "send repetition_penalty": "repeat_penalty=1 dry_multiplier=0 no_repeat_ngram_size=0 encoder_repetition_penalty=1",
     "penalties look at all tokens here; leave it out": "repeat_last_n=-1",

@@ -69,6 +69,9 @@ class Prompts:
     prediction: tuple[int, ...] = ()  # the output that the client expects
     ignored_fields: tuple[str, ...] = ()  # fields without an effect on this model
     echoes: list[Echo] = field(default_factory=list)  # of each prompt; empty without echo
+    lengths: list[int] = field(
+        default_factory=list
+    )  # of the prompts alone, before their outputs; empty without outputs
 
     def path(self, index: int) -> str:
         """Return the path of one prompt in the request."""
@@ -88,6 +91,11 @@ class PreparedRequest(Generic[R]):
     stops: StopStrings | None  # of all choices
     ignored_fields: list[str]
     on_delta: Callable[[Delta], None] | None = None  # called with each delta
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that gives tokens of the answer their texts; None for an answer without text."""
+        return self.model.tokenizer if self.request.detokenize else None
 
     @property
     def num_choices(self) -> int:

@@ -15,7 +15,7 @@ from runtime.spec.sampling_fields import table_of
 from runtime.spec.types import SamplingParams
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS, UnsupportedField
-from serve_app.protocol.shapes import OpenRequestModel, RequestModel, TokenId, text_or_list_of
+from serve_app.protocol.shapes import OpenRequestModel, RequestModel, TokenId, VersionName, text_or_list_of
 
 MAX_SCORED_IDS = 64  # of one request: entries at each token of its answer, beside the best
 MAX_BIASES = 1024  # of one request; at this number a step of all slots takes a few milliseconds longer
@@ -88,11 +88,15 @@ class SamplingFields(OpenRequestModel, OutputOptions):
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    min_weight_version: VersionName | None = None  # wait for these weights or newer ones
     add_special_tokens: bool | None = None  # default: around a text, not around what a template has rendered
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = (
         None  # kept from the end; -1 keeps what fits
     )
     prompt_logprobs: Annotated[int, _limits("prompt_logprobs")] | None = None
+    sampling_logprobs: bool = False  # beside the model's own: of the distribution that tokens are drawn from
+    routed_experts: bool = False  # with --routed-experts
+    detokenize: bool = True  # False, with return_token_ids: an answer without text
     return_token_ids: bool | None = None
     return_prompt_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # in log-probabilities
@@ -128,6 +132,12 @@ class SamplingFields(OpenRequestModel, OutputOptions):
             raise invalid("prompt_logprobs", "is not available when stream is true; leave one out")
         if self.logprob_token_ids and self.num_logprobs() is None:
             raise invalid("logprob_token_ids", "is only allowed with log-probabilities; send logprobs, too")
+        if self.sampling_logprobs and self.num_logprobs() is None:
+            raise invalid("sampling_logprobs", "is only allowed with log-probabilities; send logprobs, too")
+        if not self.detokenize and not self.return_token_ids:
+            raise invalid("detokenize", "is false, so the answer would be empty; send return_token_ids, too")
+        if not self.detokenize and self.stop:
+            raise invalid("stop", "needs a text, but detokenize is false; send stop_token_ids")
         if isinstance(self.seed, list) and len(self.seed) != (num_prompts := self.num_prompts()):
             problem = f"is a list of length {len(self.seed)}, and the number of prompts is {num_prompts}"
             raise invalid("seed", f"{problem}; send one number, or one for each prompt")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, LiteralString, TypeVar
 from urllib.parse import quote
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from runtime.output.fields import Options, invalid, shown
@@ -43,6 +43,11 @@ class OpenRequestModel(RequestModel):
         super().check()
 
 
+VersionName = Annotated[
+    Annotated[str, Field(min_length=1, max_length=256), Tag("<text>")]
+    | Annotated[int, Field(ge=0, lt=1 << 63), Tag("<number>")],
+    Discriminator(lambda value: "<number>" if isinstance(value, int) and not isinstance(value, bool) else "<text>"),
+]  # of weights
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]  # since a long list of faults takes minutes
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from runtime.output.processor import Delta
-from serve_app.protocol.answers import ChoiceUsage, encode_json, num_scores, usage
+from serve_app.protocol.answers import ChoiceUsage, encode_json, num_scores, routed_experts, usage
 from serve_app.protocol.errors import ApiError
 from serve_app.protocol.prepared_request import PreparedRequest
 
@@ -39,13 +39,17 @@ class ChoiceRenderer(ABC):
 
     def rest(self, delta: Delta) -> dict[str, Any]:
         """Return the fields of a delta beside its text."""
-        rest = {
+        rest: dict[str, Any] = {
             "logprobs": self.logprobs(delta),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
         if delta.finish_reason is not None:
             rest["seed"] = self._prepared.requests[self._index].seed
+            if delta.weight_versions:
+                rest["weight_versions"] = delta.weight_versions
+            if delta.routed_experts is not None and (shape := self._prepared.model.info.routed_experts) is not None:
+                rest["routed_experts"] = routed_experts(delta.routed_experts, shape)
         return rest | {"token_ids": delta.token_ids} if self._prepared.request.return_token_ids else rest
 
 

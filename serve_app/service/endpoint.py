@@ -71,7 +71,7 @@ def of_prompt(prepared: PreparedRequest[Any], choice: Delta) -> dict[str, Any]:
     """Return the fields about the prompt of a choice that the request wants."""
     request, found = prepared.request, dict[str, Any]()
     if (num_top := request.prompt_logprobs) is not None:
-        found["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, prepared.model.tokenizer, num_top)
+        found["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, prepared.tokenizer, num_top)
     if request.shows_prompt_ids:
         found["prompt_token_ids"] = prepared.requests[choice.index].token_ids
     return found

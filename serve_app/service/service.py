@@ -21,6 +21,7 @@ from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.fields import invalid, shortened
 from runtime.output.processor import Delta, OutputProcessor
 from runtime.output.response_format import RequestedGrammar
+from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput
 from runtime.structured.compiler import GrammarCompiler
 from runtime.text.sampling_defaults import SamplingDefaults
@@ -34,6 +35,7 @@ from serve_app.protocol.sampling import SamplingFields
 from serve_app.service.endpoint import Endpoint
 from serve_app.service.grammars import compiled, ignored_paths
 from serve_app.service.model_card import ModelCard, model_card
+from serve_app.service.vllm_config import vllm_config
 
 _LOADING_RETRY_S = 5.0
 _REFUSALS: dict[Refusal, tuple[int, str | None, float | None]] = {  # status, code, retry-after
@@ -59,11 +61,14 @@ class Service:
         model: str,
         draft: str | None = None,
         aliases: Iterable[str] = (),
+        config: EngineConfig | None = None,
     ) -> None:
         """`model` is the name for clients, `draft` the draft's name or None, and `aliases` are more names of the model.
 
+        `config` has the engines' settings, for clients; None for the defaults.
+
         Answers have the first name. Without a tokenizer the service is loading until `start`."""
-        self.model, self.draft = model, draft
+        self.model, self.draft, self._config = model, draft, config or EngineConfig()
         self._aliases = tuple(name for name in dict.fromkeys(aliases) if name != model)
         self._client = client
         self.metrics = ServiceMetrics(client, model)
@@ -132,7 +137,9 @@ class Service:
         """Return facts about the model and its numerics; raises the 503 while the service is loading."""
         model = self.named(None)
         facts = asdict(model.info) | {"model": self.model, "draft": self.draft, "version": version("callboard")}
-        return facts | {"system_fingerprint": model.fingerprint, "sampling": self._defaults.values}
+        facts |= {"system_fingerprint": model.fingerprint, "sampling": self._defaults.values}
+        num_engines = len(self.engines())
+        return facts | {"vllm_config": vllm_config(model.info, self._config, self.model, self.draft, num_engines)}
 
     def model_card(self, name: str | None = None) -> ModelCard:
         """Return OpenAI's model object for a name of the model or of an adapter; raises errors as `named` does."""
@@ -183,6 +190,8 @@ class Service:
         if (prompts.grammar or budget) and not model.info.eos_token_ids:
             field = "thinking_token_budget" if prompts.grammar is None else prompts.grammar.field
             raise invalid(field, "needs a model with an end-of-sequence token, which this one lacks")
+        if request.routed_experts and model.info.routed_experts is None:
+            raise invalid("routed_experts", "needs a mixture of experts and a server started with --routed-experts")
         answer_id = endpoint.new_id(request_id)
         names = (f"{owned(answer_id, owner)}-{i}" for i in count())
         requests: list[Request] = []
@@ -204,8 +213,14 @@ class Service:
                 cache_salt=request.cache_salt or "",
                 adapter=model.adapter,
                 prediction=prompts.prediction,
+                prompt_len=prompts.lengths[index] if prompts.lengths else None,
             )
         stops = StopStrings(params.stop) if params.stop else None
+        if (version := request.min_weight_version) is not None:
+            if model.info.weights is None:
+                text = "is only allowed where weights may change; leave it out, or start the server with"
+                raise invalid("min_weight_version", f"{text} --weight-updates")
+            requests = [replace(each, min_weight_version=str(version)) for each in requests]
         ignored = [*request.ignored_fields(), *prompts.ignored_fields]
         return PreparedRequest(answer_id, owner, request, model, prompts, requests, stops, ignored)
 

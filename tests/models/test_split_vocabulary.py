@@ -17,7 +17,7 @@ from tests.support.structured.engine import answers, hot, recorded, runner_of
 
 PARAMS = [
     hot(regex("(?:ab|c){3,9}"), max_tokens=20),
-    hot(None, max_tokens=12, logprobs=2),
+    hot(None, max_tokens=12, logprobs=2, sampling_logprobs=True, top_p=0.9),
     SamplingParams(max_tokens=8, temperature=0.0),
     SamplingParams(max_tokens=8, temperature=0.9, top_p=0.9, repetition_penalty=1.2, min_tokens=3),
     SamplingParams(max_tokens=6, prompt_logprobs=2, temperature=0.8),

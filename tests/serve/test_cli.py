@@ -59,6 +59,7 @@ def test_every_flag_reaches_its_field():
         "max_queued_bytes": 90, "cpu_activations": "int8",
         "quantization": "fp8", "head_quantization": "int8", "draft_quantization": "int4", "rank_invariant": True,
         "lora": ("a=/x", "b=/y=z"), "pooling": "mean", "tool_call_parser": "hermes", "sleep_mode": True,
+        "weight_updates": True, "weight_store": "/weights",
     }  # fmt: skip
     assert set(values) | {"model"} >= {f.name for f in fields(EngineConfig)}, "a new field needs a value here"
     argv = ["serve", "some/model"]
@@ -82,6 +83,7 @@ def test_every_flag_of_the_front_door_reaches_its_field(tmp_path: Path):
         "api_key": ("k0", "k1"), "api_key_file": str(tmp_path / "keys"), "cors_origin": ("https://a.example",),
         "max_body_bytes": 1000, "max_header_bytes": 2000, "max_n": 3, "max_stop": 2, "max_prompts": 5,
         "client_priority": True, "routing_policy": "least-load", "lora_folder": "/adapters",
+        "weight_folder": "/weights",
         "batch_folder": "/batches", "batch_file_bytes": 6000, "batch_max_requests": 7, "batch_concurrency": 8,
         "batch_max_open": 9, "batch_max_open_per_key": 10, "batch_max_ended_per_key": 11, "batch_max_files": 12,
         "batch_max_files_per_key": 13, "batch_max_bytes": 14, "batch_max_bytes_per_key": 15, "batch_max_uploads": 16,

@@ -26,6 +26,7 @@ import openai
 import pytest
 
 from runtime.spec.pooling import Pooling
+from runtime.spec.weight_version import WeightVersion
 from runtime.structured.compiler import GrammarCompiler
 from serve_app import cli
 from serve_app.apis.batches import worker as batches_worker
@@ -74,8 +75,11 @@ class Front:
 
     async def _build(self, answer: str, folder: Path) -> None:
         pooling = Pooling("last", normalized=True, cuts_dimensions=True)
-        engine = FakeEngine(answer, group=4, max_model_len=4096, pooling=pooling)
-        settings = HttpSettings(batch_folder=str(folder / "batches"), lora_folder=str(folder))
+        engine = FakeEngine(answer, group=4, max_model_len=4096, pooling=pooling, weights=WeightVersion())
+        engine.weight_versions = ((0, "7"), (5, "8"))
+        settings = HttpSettings(
+            batch_folder=str(folder / "batches"), lora_folder=str(folder), weight_folder=str(folder)
+        )
         self.batches = Batches(settings)
         self.app = build_http_app(Service(engine, byte_tokenizer(QWEN), MODEL), settings, batches=self.batches)
         self.batches.start()

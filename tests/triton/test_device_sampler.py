@@ -2,13 +2,15 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from runtime.core.plan import NewSlot
 from runtime.kernels.sampling.sample import PENALISED_FROM, PROMPT_LEN, SEED_HIGH, SEED_LOW, TEMPERATURE, TOP_K
 from runtime.spec.types import Grammar, SamplingParams
 from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.transfers import Transfers
-from tests.support.kernels import device_sampler_cases, split_sampler_cases
+from tests.support.kernels import device_sampler_cases, drawn_logprob_cases, split_sampler_cases
 from tests.support.kernels.device_sampler_cases import CPU, EOS
 
 
@@ -73,6 +75,16 @@ def test_the_penalty_pass(others, first):
 @pytest.mark.thorough
 def test_twins_agree(check: str):
     getattr(device_sampler_cases, check)()
+
+
+@settings(max_examples=15)
+@given(st.lists(drawn_logprob_cases.drawn_params, min_size=2, max_size=4), st.integers(0, 1 << 30))
+def test_drawn_log_probabilities_equal_a_plain_softmax(params, seed):
+    drawn_logprob_cases.check_definition(params, seed, drawn_logprob_cases.Rows.on_device)
+
+
+def test_drawn_log_probabilities_equal_those_of_the_host():
+    drawn_logprob_cases.check_twins()
 
 
 @pytest.mark.thorough

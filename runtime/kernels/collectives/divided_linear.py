@@ -12,7 +12,7 @@ import torch
 
 from runtime.kernels.collectives.all_reduce import sum_partials_torch
 from runtime.kernels.collectives.communicator import Communicator
-from runtime.kernels.experts.moe_torch import ExpertLayer, Experts
+from runtime.kernels.experts.moe_torch import ExpertLayer, Experts, Router
 from runtime.kernels.linear.linear_torch import Linear, Product
 from runtime.kernels.linear.lora import RowAdapters
 
@@ -43,6 +43,10 @@ class ReducedExperts:
 
     def __init__(self, own: ExpertLayer, communicator: Communicator) -> None:
         self.own, self.communicator = own, communicator
+
+    @property
+    def router(self) -> Router:
+        return self.own.router
 
     def add_to(
         self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None

@@ -58,6 +58,7 @@ class RoutedExperts:
             EXPERTS=next_power_of_2(spec.num_experts), LANES=next_power_of_2(spec.choices),
             PDL=pdl, num_warps=1, launch_pdl=pdl,
         )  # fmt: skip
+        self.router.chose(ids)
         return ids, weights
 
     def _sort(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

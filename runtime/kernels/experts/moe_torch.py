@@ -7,8 +7,9 @@ the order of its preference, so a row's bits do not depend on the other rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import reduce
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -22,18 +23,30 @@ W = TypeVar("W")
 class ExpertLayer(Protocol):
     """A mixture of experts with its weights."""
 
+    @property
+    def router(self) -> Router: ...
+
     def add_to(
         self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
     ) -> None:
         """Add the mixture of norm(residual) to `out`, or to the residual without it; both [num_tokens, hidden]."""
 
 
-class Router(NamedTuple):
+@dataclass(slots=True)
+class Router:
     """The choice of experts."""
 
     # The norm before the mixture, and the logits of the experts; then that of the shared experts with `shared_gate`.
     logits: Linear
     bias: torch.Tensor | None = None  # float32 [num_experts] with `choice_bias`
+    # Experts of each token, int32 or int64, [num_tokens * choices] or [num_tokens, choices], one entry a forward pass.
+    # None unless a step reports them (features/routed_experts.py).
+    record: list[torch.Tensor] | None = None
+
+    def chose(self, ids: torch.Tensor) -> None:
+        """The tokens of a forward pass have these experts."""
+        if self.record is not None:
+            self.record.append(ids)
 
 
 class Experts:
@@ -63,6 +76,7 @@ class Experts:
         """The mixture of norm(residual) in float32, as wide as the product with down."""
         x = self.router.logits.norm(residual, norm_weight, eps)
         ids, weights = route_torch(self.router.logits.product(x), self.spec, self.router.bias)
+        self.router.chose(ids)
         order = ids.flatten().argsort(stable=True)
         counts = ids.flatten().bincount(minlength=self.spec.all_experts).tolist()
         results = x.new_empty(0)
@@ -88,6 +102,10 @@ class SharedBeside:
         activate: Activate,
     ) -> None:
         self.routed, self.gate, self.shared, self.norm, self.activate = routed, gate, shared, norm, activate
+
+    @property
+    def router(self) -> Router:
+        return self.routed.router
 
     def add_to(
         self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None

@@ -42,8 +42,13 @@ class Linear:
 
     This class runs them as separate operations; runtime.kernels.linear.fused_linear has the fused form for GPUs."""
 
-    def __init__(self, product: Product, norm: Norm, activate: Activate) -> None:
-        self.product, self.norm, self.activate = product, norm, activate
+    product: Product
+
+    def __init__(self, product: Product | None, norm: Norm, activate: Activate) -> None:
+        """Without `product`, the class has it as a method."""
+        if product is not None:
+            self.product = product
+        self.norm, self.activate = norm, activate
 
     def add_to(
         self, residual: torch.Tensor, x: torch.Tensor, post_norm: torch.Tensor | None = None, eps: float = 0.0

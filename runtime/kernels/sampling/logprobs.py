@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
+import torch.nn.functional as F
+
+_ALIGNED = 4  # float32 numbers that a GPU loads at once
+
+
+def log_softmax_rows(logits: torch.Tensor) -> torch.Tensor:
+    """[m, vocab or a little more] log-probabilities of rows of float32 logits.
+
+    A GPU sums a row in an order that depends on the alignment of its first number. Rows of any vocabulary begin at a
+    multiple of 16 bytes here, so a row's bits do not depend on its place. Columns that fill up a row have -inf."""
+    if logits.is_cuda and (missing := -logits.shape[-1] % _ALIGNED):
+        logits = F.pad(logits, (0, missing), value=-math.inf)
+    return logits.log_softmax(-1)
 
 
 def token_logprobs(
@@ -14,7 +29,7 @@ def token_logprobs(
     """(logprob [m], rank from 1 [m], top ids [m, num_top] best first, their logprobs [m, num_top]).
 
     `others` follow the top ids."""
-    logprobs = logits.log_softmax(-1)
+    logprobs = log_softmax_rows(logits)
     own = logprobs.gather(1, token_ids[:, None])
     ranks = (logprobs > own).sum(-1) + 1
     top = logprobs.topk(min(num_top, logits.shape[-1]))

@@ -69,6 +69,11 @@ class CpuSteps(Steps):
             self.tapes = DecodeTapes(self.decoder, self.cache, self.compiled.launcher)
         self.poisoned = False  # some step had a non-finite value, so free blocks may hold one
 
+    def drop_tapes(self) -> None:
+        """Forget the tapes, which hold the decoder's weights."""
+        if self.tapes is not None:
+            self.tapes = DecodeTapes(self.decoder, self.cache, self.tapes.launcher)
+
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         if plan.num_steps > 1:
             return lambda: joined([self._execute(one) for one in plan.expanded()])
@@ -99,6 +104,7 @@ class CpuSteps(Steps):
     def _forward(self, plan: StepPlan) -> StepWork:
         if self.tapes is not None and self._is_decode(plan) and self.tapes.takes(len(plan.slots)):
             return self._replayed(plan, self.tapes)
+        self._begin_forward(plan)
         step = build_input(plan, self.slots, self.attention_shape, self.is_tiled, self.cache.spec.groups)
         hidden = self.decoder.forward(step.batch, self.cache.layers)
         if not hidden.sum(dtype=torch.float32).isfinite():

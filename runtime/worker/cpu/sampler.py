@@ -56,7 +56,7 @@ class Sampler(SlotSampling):
         token_ids = tokens_of_keys_torch(self._keys(logits, slots, positions))
         drawn = self._float(sample.TEMPERATURE, slots) > 0
         others = self.penalised[slots] | (self.filtered[slots] & drawn) | self.wants_second_pass(slots, positions)
-        rows = np.flatnonzero(others)
+        rows, chosen = np.flatnonzero(others), None
         if len(rows):
             index = self.upload(rows)
             chosen = logits.index_select(0, index)
@@ -67,7 +67,8 @@ class Sampler(SlotSampling):
                 apply_bitmask_torch(chosen, self.upload(at), self.upload(masks.words))
                 failed[self.upload(np.searchsorted(rows, masks.failed))] = True
             token_ids[index] = self._choose(chosen, slots[rows], positions[rows], state).masked_fill_(failed, -1)
-        logprobs = self.logprobs(logits, token_ids, slots)
+        of_drawn = self.drawn_logprobs(logits, token_ids, slots, rows, chosen, is_filtered=True)
+        logprobs = self.logprobs(logits, token_ids, slots, of_drawn)
         if self.split.is_split and self.bound[slots].any():
             token_ids = self.split.of_first_rank(token_ids)
         return token_ids, logprobs

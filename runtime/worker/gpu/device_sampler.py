@@ -78,7 +78,7 @@ class DeviceSampler(SlotSampling):
                 rows = np.flatnonzero(only_masked)
                 self._resample_masked(logits, token_ids, rows, host_slots, host_positions, tokens, params, masks)
                 wanting, masks = wanting & ~only_masked, None
-        rows = np.flatnonzero(wanting)
+        rows, chosen = np.flatnonzero(wanting), None
         if len(rows):
             of_rows = host_slots[rows], host_positions[rows]
             index, slots, positions = self.upload(rows.astype(np.int32), *of_rows).view(3, -1)
@@ -90,10 +90,11 @@ class DeviceSampler(SlotSampling):
             sample_tokens_triton(chosen, slots, positions, tokens, params, Resample(token_ids, index, gathered=True))
             if masks is not None and masks.automata is not None and tracked is not None:
                 masks.automata.advance(token_ids, tracked)
-            del chosen  # before log-probabilities want as much
+        drawn = self.drawn_logprobs(logits, token_ids, host_slots, rows, chosen, is_filtered=False)
+        del chosen  # before log-probabilities want as much
         if self.split.is_split and self.bound[host_slots].any():
             self._take_first_ranks(token_ids, host_slots, host_positions, tokens)
-        return self.logprobs(logits, token_ids, host_slots)
+        return self.logprobs(logits, token_ids, host_slots, drawn)
 
     def _take_first_ranks(
         self, token_ids: torch.Tensor, host_slots: Int32s, host_positions: Int32s, tokens: torch.Tensor

@@ -260,6 +260,7 @@ class StagedStep(StepProgram):
         """Launch the forward pass, kernel after kernel."""
         steps, plan = self.steps, work.plan
         steps.slots.apply(self.writes, steps.transfers.upload)
+        steps._begin_forward(plan)
         self.shape = MixedShape.of(plan)
         self.rows = steps.transfers.upload(self.shape.pack(plan, steps.num_slots))
         work.hidden = steps.kernels.forward(self.shape, self.rows, steps._has_adapters(plan))

@@ -73,7 +73,7 @@ class ChatRenderer(ChoiceRenderer):
 
     def logprobs(self, delta: Delta) -> dict[str, Any] | None:
         as_ids = self._prepared.request.return_tokens_as_token_ids
-        entry = partial(logprob_entry, self._prepared.model.tokenizer, as_ids)
+        entry = partial(logprob_entry, self._prepared.tokenizer, as_ids)
         return {"content": listed(delta.logprobs, entry), "refusal": None} if delta.logprobs else None
 
 

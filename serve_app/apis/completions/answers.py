@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from runtime.output.processor import WeightSpan
+
 
 class CompletionTokensDetails(Struct):
     accepted_prediction_tokens: int
@@ -29,11 +31,13 @@ class AnswerFields(Struct):
     usage: Usage
 
 
-class ChoiceFields(Struct):
+class ChoiceFields(Struct, kw_only=True):
     index: int
     logprobs: dict[str, Any] | None
     finish_reason: str | None
     seed: int
+    weight_versions: list[WeightSpan] | None = None  # only with weight_updates
+    routed_experts: str | None = None  # base64 of a .npy file, if requested
 
 
 class CompletionChoice(ChoiceFields):

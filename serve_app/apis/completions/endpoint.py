@@ -47,7 +47,8 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
                 raise invalid(where, "is empty; send at least one token")
             prompts.append(self.truncated(request, ids, model))
         echoes = _echoes(request, prompts, model.tokenizer) if request.echo else []
-        return Prompts(prompts, "prompt", request.requested_grammar(), echoes=echoes)
+        lengths = request.prompt_lengths(prompts)
+        return Prompts(prompts, "prompt", request.requested_grammar(), echoes=echoes, lengths=lengths)
 
     def answer(self, prepared: PreparedRequest[CompletionRequest], choices: list[Delta]) -> bytes:
         rendered = [
@@ -103,8 +104,9 @@ class CompletionRenderer(ChoiceRenderer):
             offsets, self._echo = list(self._echo.offsets), None
         offsets += [self._begin + end for end in (self._decoded, *delta.ends[:-1])] if delta.logprobs else []
         of_tokens = partial(_token_text, tokenizer=self._prepared.model.tokenizer)
-        text: Callable[[int], str] = token_id_text if request.return_tokens_as_token_ids else of_tokens
-        return {
+        as_ids = request.return_tokens_as_token_ids or not request.detokenize
+        text: Callable[[int], str] = token_id_text if as_ids else of_tokens
+        found = {
             "tokens": [text(lp.token_id) for lp in logprobs],
             "token_logprobs": [
                 finite(lp.logprob) if lp.rank else None for lp in logprobs
@@ -112,6 +114,10 @@ class CompletionRenderer(ChoiceRenderer):
             "top_logprobs": listed(logprobs, lambda lp: _top(lp, text) if lp.rank else None),
             "text_offset": offsets,
         }
+        if request.sampling_logprobs:
+            drawn = (lp.sampling_logprob for lp in logprobs)
+            found["sampling_logprobs"] = [None if value is None else finite(value) for value in drawn]
+        return found
 
     def _draft_spans(self, delta: Delta) -> list[tuple[int, int]]:
         """Return the parts of the text from accepted draft tokens, as [start, end) in characters of the choice.
@@ -140,6 +146,9 @@ def _echoes(request: CompletionRequest, prompts: list[list[int]], tokenizer: Tok
     wants_offsets = request.logprobs is not None
     echoes = []
     for given, ids in zip(request.prompts(), prompts, strict=True):
+        if not request.detokenize:
+            echoes.append(Echo("", [0] * len(ids)))
+            continue
         if isinstance(given, str) and request.truncate_prompt_tokens is None:
             special = request.add_special_tokens is not False
             echoes.append(Echo(given, tokenizer.offsets(given, special) if wants_offsets else []))

@@ -57,6 +57,13 @@ def prompts_of(prompt: PromptValue) -> Sequence[str | list[int]]:
     return [one.prompt_token_ids if isinstance(one, TokensPrompt) else one for one in each]
 
 
+_Length = Annotated[int, Field(ge=1, lt=1 << 31)]
+_Lengths = Annotated[
+    Annotated[_Length, Tag("<number>")] | Annotated[list[_Length], Field(fail_fast=True), Tag("<list>")],
+    Discriminator(lambda value: "<list>" if isinstance(value, list) else "<number>"),
+]
+
+
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
@@ -68,6 +75,8 @@ class CompletionRequest(SamplingFields):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     suffix: str | None = None  # what comes after the completion
+    # An extension, with scores of the prompt: where its output begins, of all prompts or one for each.
+    prompt_len: _Lengths | None = None
     best_of: int | None = None
 
     return_draft_spans: bool | None = None  # an extension: which of the text a draft had guessed
@@ -93,8 +102,32 @@ class CompletionRequest(SamplingFields):
         if self.suffix and (self.echo or self.truncate_prompt_tokens is not None):
             problem = "cannot be combined with echo or truncate_prompt_tokens, since marks stand around the prompt"
             raise invalid("suffix", problem)
+        if self.prompt_len is not None:
+            self._check_prompt_len(self.prompt_len)
         if self.best_of is not None and self.best_of != or_default(self.n, 1):
             raise invalid("best_of", f"is {self.best_of}, but only the value of n is supported; leave it out")
+
+    def _check_prompt_len(self, given: int | list[int]) -> None:
+        if self.num_prompt_logprobs() is None:
+            problem = "is only allowed where the prompt is scored; send prompt_logprobs, or echo with logprobs"
+            raise invalid("prompt_len", problem)
+        if self.suffix or self.truncate_prompt_tokens is not None:
+            raise invalid(
+                "prompt_len", "cannot be combined with suffix or truncate_prompt_tokens, which change prompts"
+            )
+        if isinstance(given, list) and len(given) != self.num_prompts():
+            problem = f"is a list of length {len(given)}, and the number of prompts is {self.num_prompts()}"
+            raise invalid("prompt_len", f"{problem}; send one number, or one for each prompt")
+
+    def prompt_lengths(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """Return where the outputs in these prompts begin; empty if the request does not tell. Raises FieldError."""
+        if self.prompt_len is None:
+            return []
+        lengths = self.prompt_len if isinstance(self.prompt_len, list) else [self.prompt_len] * len(prompts)
+        for length, prompt in zip(lengths, prompts, strict=True):
+            if length > len(prompt):
+                raise invalid("prompt_len", f"is {length}, but its prompt has {len(prompt)} tokens; send at most these")
+        return lengths
 
     def prompts(self) -> Sequence[str | list[int]]:
         """The prompts as a list, each a text or token ids."""

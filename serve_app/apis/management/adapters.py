@@ -5,7 +5,6 @@ A running server loads adapters from one folder, which its operator sets."""
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import Annotated
 
 from pydantic import Field
@@ -15,6 +14,7 @@ from starlette.routing import Route
 
 from runtime.output.fields import invalid, shortened
 from runtime.spec.config import MAX_NAME_CHARS
+from serve_app.apis.management.allowed_folder import path_within
 from serve_app.http.json_routes import parsed_body
 from serve_app.http.limits import Deadline
 from serve_app.protocol.errors import ApiError, unavailable
@@ -63,7 +63,7 @@ class AdapterRoutes:
         for field, value in (("lora_name", asked.lora_name), ("lora_path", asked.lora_path)):
             if not value.isprintable():  # logs and errors show it in one line
                 raise invalid(field, f"is {shortened(value)!r}, which has characters that cannot be printed")
-        path = await asyncio.to_thread(_path_within, folder, asked.lora_path)
+        path = await asyncio.to_thread(path_within, folder, asked.lora_path, "lora_path", "adapters")
         async with Deadline(self._settings.request_timeout_s):
             await self._service.load_adapter(asked.lora_name, path, asked.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
@@ -84,16 +84,3 @@ class AdapterRoutes:
         if reason := self._service.health():
             raise unavailable(reason)
         return folder
-
-
-def _path_within(folder: str, path: str) -> str:
-    """Return the resolved path of an adapter; raises FieldError if it is outside `folder`."""
-    try:
-        root = os.path.realpath(folder)
-        found = os.path.realpath(os.path.join(root, path))
-        is_within = os.path.commonpath([root, found]) == root
-    except (OSError, ValueError):  # not a path, such as one with a null character
-        is_within = False
-    if not is_within:
-        raise invalid("lora_path", f"is {shortened(path)!r}, which is not in this server's folder of adapters")
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -77,6 +78,7 @@ class ServerInfo(Struct):
     system_fingerprint: str
     sampling: dict[str, float]  # the defaults of the model's makers
     allow_chaos: bool
+    vllm_config: dict[str, Any]  # the same facts by vLLM's names
 
 
 class Version(Struct):
@@ -100,3 +102,71 @@ class RecordedRequest(Struct):
     system_fingerprint: str
     request: dict[str, Any]
     choices: list[dict[str, Any]]
+
+
+class AbortedRequests(Struct):
+    aborted: int  # ids that were named
+    status: Literal["aborted"] = "aborted"
+
+
+class Paused(Struct):
+    status: Literal["paused", "resumed"]
+
+
+class PauseStatus(Struct):
+    is_paused: bool
+
+
+class Message(Struct):
+    message: str
+
+
+class FinishedUpdate(Struct):
+    message: str
+    weight_version: str
+    serial: int
+    stored: bool
+
+
+class Renamed(Struct):
+    new_version: str
+    success: bool = True
+
+
+class WorldSize(Struct):
+    world_size: int
+
+
+class EngineWeights(Struct):
+    engine: str
+    weight_version: str
+    serial: int  # updates before it
+    stored: bool  # restarted runners would have these weights
+    updating: bool  # an update is open
+    paused: bool
+
+
+class WeightInfo(Struct):
+    weight_version: str  # the oldest of all engines
+    serial: int
+    stored: bool  # on all engines
+    updating: bool  # on any engine
+    paused: bool  # all engines are
+    engines: list[EngineWeights]
+
+    @classmethod
+    def of(cls, answers: Mapping[str, Any]) -> WeightInfo:
+        """Return the sum of the answers of one engine or more, by their ids."""
+        engines = [
+            EngineWeights(engine, a["version"], a["serial"], a["stored"], a["updating"], a["paused"])
+            for engine, a in sorted(answers.items())
+        ]
+        oldest = min(engines, key=lambda each: each.serial)
+        return cls(
+            oldest.weight_version,
+            oldest.serial,
+            all(each.stored for each in engines),
+            any(each.updating for each in engines),
+            all(each.paused for each in engines),
+            engines,
+        )

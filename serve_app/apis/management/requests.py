@@ -1,4 +1,4 @@
-"""Routes for single requests: /v1/abort, /v1/requests/{request_id} and /check_grammar."""
+"""Routes for single requests: /v1/abort, /abort_requests, /v1/requests/{request_id} and /check_grammar."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from runtime.output.fields import invalid
 from runtime.output.options import OutputOptions
-from serve_app.apis.management.answers import Aborted, CheckedGrammar, RecordedRequest
+from serve_app.apis.management.answers import Aborted, AbortedRequests, CheckedGrammar, RecordedRequest
 from serve_app.http.json_routes import json_response, parsed_body
 from serve_app.http.lanes import run_rendering
 from serve_app.protocol.operation import BODY, route
@@ -21,13 +22,26 @@ from serve_app.service.recorded import RecordedRequests
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 
-_MAX_ABORT_BYTES = 4 << 10
+_MAX_ABORT_BYTES = 4 << 10  # of a body with one id
+_MAX_ABORTED = 1024  # requests at once
+_RequestId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class AbortRequest(RequestModel):
     """POST /v1/abort: the id of an answer, or the client's own for the request (X-Request-Id, request_id)."""
 
-    request_id: Annotated[str, Field(min_length=1, max_length=256)]
+    request_id: _RequestId
+
+
+class AbortRequestsRequest(RequestModel):
+    """POST /abort_requests, vLLM's form of the same for several requests."""
+
+    request_ids: Annotated[list[_RequestId], Field(max_length=_MAX_ABORTED, fail_fast=True)] | None = None
+
+    def check(self) -> None:
+        if not self.request_ids:
+            problem = "is missing or empty; send the ids of requests, or end all with POST /pause?mode=abort"
+            raise invalid("request_ids", problem)
 
 
 class GrammarRequest(RequestModel, OutputOptions):
@@ -40,6 +54,7 @@ def request_routes(service: Service, settings: HttpSettings, recorded: RecordedR
     routes = SingleRequestRoutes(service, settings, recorded)
     return [
         route("/v1/abort", routes.abort, "End a request", Aborted, (AbortRequest,), BODY),
+        route("/abort_requests", routes.abort_all, "End requests", AbortedRequests, (AbortRequestsRequest,), BODY),
         route(
             "/v1/requests/{request_id}",
             routes.recorded,
@@ -70,6 +85,14 @@ class SingleRequestRoutes:
         wanted = await parsed_body(AbortRequest, request, settings)
         self._service.abort(wanted.request_id, request.scope["owner"])
         return json_response(Aborted(wanted.request_id))
+
+    async def abort_all(self, request: HttpRequest) -> Response:
+        """End several requests of this API key."""
+        wanted = await parsed_body(AbortRequestsRequest, request, self._settings)
+        ids = wanted.request_ids or []
+        for request_id in ids:
+            self._service.abort(request_id, request.scope["owner"])
+        return json_response(AbortedRequests(len(ids)))
 
     async def check_grammar(self, request: HttpRequest) -> Response:
         """Compile the grammar of a request with these fields, and report its faults."""

@@ -20,6 +20,7 @@ TYPE_CHECKING = False  # typing takes long to import
 if TYPE_CHECKING:
     from typing import Any
 
+    from actors.client import Rollout, RolloutClient
     from runtime.llm import LLM, Completion
     from runtime.spec.config import EngineConfig
     from runtime.spec.types import CallboardError, FinishReason, SamplingParams, TokenLogprobs
@@ -34,6 +35,8 @@ __all__ = [
     "Completion",
     "EngineConfig",
     "FinishReason",
+    "Rollout",
+    "RolloutClient",
     "SamplingParams",
     "TokenLogprobs",
     "__version__",
@@ -46,6 +49,8 @@ _PLACES = {  # name -> the module that has it; loaded with the first use
     "Completion": "runtime.llm",
     "EngineConfig": "runtime.spec.config",
     "FinishReason": "runtime.spec.types",
+    "Rollout": "actors.client",
+    "RolloutClient": "actors.client",
     "SamplingParams": "runtime.spec.types",
     "TokenLogprobs": "runtime.spec.types",
 }

@@ -36,9 +36,9 @@ def sample(state: int) -> int:
     return (state >> 17) % VOCAB
 
 
-def before_all(adapter: str) -> int:
-    """The hash before the first token of a request with the adapter of this digest."""
-    return crc32(adapter.encode())
+def before_all(adapter: str, weights: int = 0) -> int:
+    """The hash before the first token of a request with the adapter of this digest, by the version of the weights."""
+    return crc32(adapter.encode()) + 7919 * weights
 
 
 def sequential(request: Request, max_len: int) -> tuple[list[int], FinishReason]:
@@ -57,6 +57,18 @@ def sequential(request: Request, max_len: int) -> tuple[list[int], FinishReason]
             return out, FinishReason.STOP
         if len(request.token_ids) + len(out) >= limit:
             return out, FinishReason.LENGTH
+
+
+def of_versions(request: Request, tokens: list[int], versions: list[tuple[int, str]]) -> list[int]:
+    """The tokens that the weights of each span must give after the ones before them, if all are computed again."""
+    expected = list[int]()
+    for at in range(len(tokens)):
+        serial = int([name for start, name in versions if start <= at][-1].replace("default", "0"))
+        state = before_all(request.adapter, serial)
+        for token in [*request.token_ids, *tokens[:at]]:
+            state = mix(state, token)
+        expected.append(sample(state))
+    return expected
 
 
 class Oracle(Drafter):
@@ -194,6 +206,7 @@ class FakeRunner:
         self.queue: list[bytes] = []
         self.writer, self.reader = PlanWriter(), PlanReader()
         self.rows = Counter()
+        self.weights = 0  # the version that computes
         self.fails: int | None = None  # a sample of the next step that is not finite
 
     def forget(self) -> None:
@@ -262,7 +275,7 @@ class FakeRunner:
             self.begin_row(slot, start, count)
             for position in range(start, start + count + plan.num_steps - 1):
                 before = position - 1
-                state = before_all(self.adapters[self.adapter_of[slot]])
+                state = before_all(self.adapters[self.adapter_of[slot]], self.weights)
                 if before >= 0:
                     state = int(self.memory[table[before // self.size], before % self.size])
                 state = mix(state, tokens[position])

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from dataclasses import replace
 
 from actors.engine.loop import EngineLoop
 from actors.front.engine_group import EngineGroup
@@ -10,9 +11,15 @@ from actors.runners.step_channel import RunnersLost
 from runtime.loading.adapter_files import read_adapter
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import CallboardError, Request, SamplingParams
+from runtime.spec.weight_version import WeightVersion
 from tests.support.engine.fake_runner import EOS, FakeRunner
 
 INFO = ModelInfo("f", 320, 512, (EOS,), 200, 4, "none", "none")
+
+
+def seed_of(version):
+    """The weights of a fake runner are a number, the name of their version."""
+    return 0 if version is None or version.name == "default" else int(version.name)
 
 
 class SlowRunner(FakeRunner):
@@ -22,6 +29,9 @@ class SlowRunner(FakeRunner):
         super().__init__(config, info)
         self.delay_s, self.dead, self.deaf, self.closed = delay_s, "", "", threading.Event()
         self.hang = False
+        self.staged, self.calls, self.store, self.refuses, self.blocks = [], [], [], {}, {}
+        self.version = info.weights
+        self.weights = seed_of(info.weights)
 
     def submit(self, plan):
         if self.deaf:
@@ -52,6 +62,37 @@ class SlowRunner(FakeRunner):
     def close(self):
         self.closed.set()
 
+    # ---- updates of weights: a part is any object --------------------------------------------------------------------
+
+    def call(self, method, *arguments, of_rank=None):
+        if self.closed.is_set() or self.dead:
+            raise RunnersLost(self.dead or "The runner was let go.")
+        self.calls.append(method)
+        if (blocked := self.blocks.get(method)) is not None and not blocked.wait(30):
+            raise CallboardError("The test did not go on.")
+        if (error := self.refuses.pop(method, None)) is not None:
+            raise error
+        return [getattr(self, method)(*arguments)]
+
+    def weights_receive(self, part):
+        self.staged.append(part)
+
+    def weights_check(self):
+        if "bad" in self.staged:
+            raise CallboardError("Tensor x has shape [1]; the model has [2].")
+        return True
+
+    def weights_apply(self, version):
+        assert not self.queue, "a step was in flight"
+        self.weights, self.version, self.staged = seed_of(version), version, []
+        return version.fingerprint("f")
+
+    def weights_keep(self):
+        self.store.append(self.version)
+
+    def weights_discard(self):
+        self.staged.clear()
+
 
 class Engine:
     """An engine loop that can be restarted, and the address that links request."""
@@ -61,11 +102,19 @@ class Engine:
         self.config = EngineConfig(**{"block_size": 4, "max_num_seqs": 16, **kw})
         self.delay_s, self.runners, self.info = delay_s, [], info or INFO
         self.same_node, self.num_starts = True, 0
+        self.store = []  # the versions of weights that were stored
         self.restart()
 
     def start_runners(self):
+        if self.config.weight_updates:
+            version = self.store[-1] if self.store else WeightVersion()
+            self.info = replace(self.info, weights=version, fingerprint=version.fingerprint("f"))
         self.runners.append(self.start())
+        self.runners[-1].store = self.store
         return self.runners[-1], self.info
+
+    def call_ranks(self, *arguments, **by_name):
+        return self.runners[-1].call(*arguments, **by_name)
 
     def load_adapter(self, *place):
         self.runners[-1].load_adapter(*place)
@@ -87,7 +136,7 @@ class Engine:
 
     def restart(self):
         self.num_starts += 1
-        self.loop = EngineLoop(self.config, self.start_runners, self.load_adapter, self.set_sleep)
+        self.loop = EngineLoop(self.config, self.start_runners, self.load_adapter, self.set_sleep, self.call_ranks)
 
 
 class Engines:
@@ -104,8 +153,21 @@ class Engines:
             await asyncio.sleep(0.01)
         return names
 
+    def engine(self, name):
+        return self.all[int(name.rpartition("/")[2].partition("#")[0])]
+
     async def open_link(self, name):
-        return await self.all[int(name.rpartition("/")[2].partition("#")[0])].open_link()
+        return await self.engine(name).open_link()
+
+    async def weights(self, name, call, body):
+        if (loop := self.engine(name).loop) is None:
+            raise CallboardError("The engine has died.")
+        answer = loop.weights.call(call, body)
+        while not answer.done():
+            if self.engine(name).loop is not loop:
+                raise CallboardError("The engine has died.")
+            await asyncio.sleep(0.002)
+        return answer.result()
 
 
 def link_to(*engines):

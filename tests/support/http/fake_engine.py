@@ -2,8 +2,9 @@
 
 import asyncio
 import json
+import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
 import httpx
@@ -12,11 +13,12 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from actors.wire.adapter_entry import AdapterEntry, AdapterState
-from actors.wire.engine_client import EngineRefusal, Refusal
+from actors.wire.engine_client import EngineRefusal, Refusal, WeightsRefused
 from actors.wire.metrics import MetricValues, Snapshot, all_at_zero
 from runtime.spec.config import ModelInfo
 from runtime.spec.pooling import Pooling
 from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput, TokenLogprobs, Verified
+from runtime.spec.weight_version import WeightVersion
 from runtime.text.tokenizer import Tokenizer
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
@@ -66,11 +68,41 @@ class FakeAdapters:
         del self.states[name]
 
 
+class FakeWeights:
+    """The weights of one engine with two ranks. Each part of an update is remembered; one with "bad" is at fault."""
+
+    def __init__(self) -> None:
+        self.version, self.is_paused, self.update_id = WeightVersion(), False, ""
+        self.calls: list[tuple[str, dict]] = []
+
+    async def call(self, call: str, body: dict) -> dict:
+        self.calls.append((call, body))
+        if call in ("pause", "resume"):
+            self.is_paused = call == "pause"
+        elif call == "start":
+            if self.update_id:
+                raise WeightsRefused("Another update of the weights is open.", "busy")
+            self.update_id = body["update_id"]
+        elif call in ("update", "finish") and not self.update_id:
+            raise WeightsRefused("No update of the weights is open; begin with start_weight_update.", "not_open")
+        elif call == "update" and "bad" in body["update_info"]:
+            raise WeightsRefused("update_info.bad is not a field.", "bad_request")
+        elif call == "finish":
+            self.version, self.update_id = self.version.after(self.update_id, body["weight_version"], False), ""
+        elif call == "discard":
+            self.update_id = ""
+        elif call == "rename":
+            self.version = replace(self.version, name=body["new_version"])
+        facts = {"paused": self.is_paused, "version": self.version.name, "serial": self.version.serial}
+        return facts | {"stored": True, "updating": bool(self.update_id), "world_size": 2}
+
+
 class FakeEngine:
     """Answers every request with the bytes of `text`, `group` tokens an output, `delay_s` apart, and then EOS.
 
     The token at each position has logprob -0.5, and `params.logprobs` alternatives of -1.5, -2.5 ... A token t of the
-    prompt has -t / 100, and `params.prompt_logprobs` alternatives. With `num_wrong` a draft guesses all tokens of an
+    prompt has -t / 100, and `params.prompt_logprobs` alternatives. Each token was drawn with a logprob of -0.25. Its
+    experts are its position. With `num_wrong` a draft guesses all tokens of an
     output but the last, and `num_wrong` more in vain."""
 
     def __init__(
@@ -88,13 +120,17 @@ class FakeEngine:
         pooling: Pooling | None = None,
         makes_text: bool = True,
         can_sleep: bool = True,
+        weights: WeightVersion | None = None,
+        weight_versions: Sequence[tuple[int, str]] = (),
+        routed_experts: tuple[int, int] | None = None,
     ) -> None:
-        places = {"pooling": pooling, "makes_text": makes_text, "can_sleep": can_sleep}
+        places = {"pooling": pooling, "makes_text": makes_text, "can_sleep": can_sleep, "weights": weights}
+        places["routed_experts"] = routed_experts
         self.info = ModelInfo("f", 320, max_model_len, (EOS,), 9, 16, "float32", "cpu", **places)
         self.script = [*text.encode(), EOS]
         self.group, self.delay_s, self.busy, self.fails_after, self.reason = group, delay_s, busy, fails_after, reason
         self.num_wrong, self.failure = num_wrong, failure
-        self.adapters = FakeAdapters()
+        self.adapters, self.fake_weights, self.weight_versions = FakeAdapters(), FakeWeights(), weight_versions
         self.requests: list[Request] = []
         self.num_running = self.sleep_level = 0
         self.reported = all_at_zero()
@@ -120,6 +156,9 @@ class FakeEngine:
     @property
     def is_asleep(self) -> bool:
         return self.sleep_level > 0
+
+    async def weights(self, call: str, body: dict) -> dict:
+        return {"0": await self.fake_weights.call(call, body)}
 
     async def reset_prefix_cache(self) -> None:
         """Nothing is cached here."""
@@ -156,13 +195,14 @@ class FakeEngine:
                 request.request_id, [], FinishReason.LENGTH, num_cached=3, sampled_at=time.time(), pooled=pooled
             )
             return
-        ids = [i for i in self.script if not (params.ignore_eos and i == EOS)][: params.max_tokens]
+        ids = [i for i in self.script if not (params.ignore_eos and i == EOS)]
+        ids = ids[: max(0, request.prompt_len + params.max_tokens - len(request.token_ids))]
         ends = [at for at, i in enumerate(ids, start=1) if i in params.stop_token_ids]
         ids = ids[: min(ends, default=len(ids))]
         scores = []
         if params.prompt_logprobs is not None:
             top = tuple((65 + k, -1.5 - k) for k in range(params.prompt_logprobs))
-            scores = [TokenLogprobs(i, -i / 100, 3, top) for i in request.token_ids[1 : request.prompt_len]]
+            scores = [TokenLogprobs(i, -i / 100, 3, top) for i in request.token_ids[1:]]
         if not ids:
             yield RequestOutput(request.request_id, [], FinishReason.LENGTH, prompt_logprobs=scores)
         for at in range(0, len(ids), self.group):
@@ -173,16 +213,20 @@ class FakeEngine:
             output = RequestOutput(request.request_id, ids[at : at + self.group], num_cached=3 if at == 0 else 0)
             if at == 0:
                 output.prompt_logprobs = scores
-            output.sampled_at = time.time()
+            output.sampled_at, output.weight_versions = time.time(), self.weight_versions
             if self.num_wrong is not None and (right := len(output.token_ids) - 1):
                 output.verified = [Verified(0, right + self.num_wrong, right)]
             if params.logprobs is not None:
                 top = [(65 + k, -1.5 - k) for k in range(params.logprobs)]
                 top += [(i, -9.5) for i in params.logprob_token_ids]
-                output.logprobs = [TokenLogprobs(i, -0.5, 1, tuple(top)) for i in output.token_ids]
+                drawn = -0.25 if params.sampling_logprobs else None
+                output.logprobs = [TokenLogprobs(i, -0.5, 1, tuple(top), drawn) for i in output.token_ids]
             if at + self.group >= len(ids):
                 reason = FinishReason.STOP if ids[-1] == EOS or ends else FinishReason.LENGTH
                 output = replace(output, finish_reason=reason, stop_token_id=ids[-1] if ends else None)
+                if params.routed_experts:
+                    positions = np.arange(len(request.token_ids) + len(ids) - 1, dtype=np.int16)
+                    output.routed_experts = positions.repeat(math.prod(self.info.routed_experts)).tobytes()
             yield output
 
 

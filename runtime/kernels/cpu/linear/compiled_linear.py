@@ -26,7 +26,7 @@ class CompiledLinear(Linear):
     def __init__(
         self, launcher: Launcher, norm: Norm, activate: Activate, activation: Activation, gated: bool
     ) -> None:  # fmt: skip
-        super().__init__(self._fresh_product, norm, activate)
+        super().__init__(None, norm, activate)
         self.launcher, self.activation, self.is_gated = launcher, activation, gated
 
     @abstractmethod
@@ -75,8 +75,8 @@ class CompiledLinear(Linear):
     ) -> torch.Tensor:
         return self.multiply(self._normed_rows(x, norm_weight, eps), "logits")
 
-    def _fresh_product(self, x: torch.Tensor) -> torch.Tensor:
-        """The product alone, in memory of its own."""
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """The product alone, in memory of its own. As an attribute it would keep a layer alive that is replaced."""
         return self.multiply(self._normed_rows(x, None, 0.0), "product").to(x.dtype, copy=True)
 
     def _normed_rows(self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float) -> Any:

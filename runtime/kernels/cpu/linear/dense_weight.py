@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from runtime.kernels.cpu.linear import weight_memory
 from runtime.kernels.cpu.linear.interleaved_weight import ROWS
 
 _AT_ONCE = 1 << 22  # numbers that are compared at once
+_FIRST = 1 << 12  # of them; they show most weights that need float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +25,22 @@ class DenseWeight:
 
 def dense_weight(weight: torch.Tensor) -> DenseWeight:
     """A copy of a float32 weight [size_out, size_in]."""
-    size_out, size_in = weight.shape
+    from runtime.kernels.cpu.linear.pack import pack_dense  # imports llvmlite, which only CPUs need
+
+    (size_out, size_in), weight = weight.shape, weight.contiguous()
     values = weight_memory.empty((-(-size_out // ROWS), size_in, ROWS), exact_dtype(weight))
-    step = max(1, _AT_ONCE // (size_in * ROWS)) * ROWS
-    for first in range(0, size_out, step):
-        rows = weight[first : first + step]
-        blocks = F.pad(rows, (0, 0, 0, -len(rows) % ROWS)).reshape(-1, ROWS, size_in)
-        values[first // ROWS : first // ROWS + len(blocks)] = blocks.transpose(1, 2)
+    whole = size_out // ROWS
+    pack_dense(weight, values[:whole])
+    if rest := size_out % ROWS:
+        pack_dense(F.pad(weight[-rest:], (0, 0, 0, ROWS - rest)), values[whole:])
     return DenseWeight(values, size_out)
 
 
 def exact_dtype(weight: torch.Tensor) -> torch.dtype:
     """bfloat16 or float16 if it holds all numbers of a float32 weight, else float32."""
+    flat = weight.flatten()
     for dtype in (torch.bfloat16, torch.float16):
-        if all(torch.equal(piece.to(dtype).float(), piece) for piece in weight.flatten().split(_AT_ONCE)):
+        pieces = chain([flat[:_FIRST]], flat[_FIRST:].split(_AT_ONCE))
+        if all(torch.equal(piece.to(dtype).float(), piece) for piece in pieces):
             return dtype
     return torch.float32

@@ -1,10 +1,14 @@
-"""Packs a weight with one value a byte into the layout of `interleaved_weight.py`. `pack_torch` is the twin."""
+"""Packs a weight into the layout of its products.
+
+A weight with one value a byte gets that of `interleaved_weight.py`, as by `pack_torch`. A weight of floats gets that of
+`dense_weight.py`: blocks of 16 rows, transposed."""
 
 from __future__ import annotations
 
 import torch
 
-from runtime.kernels.llvm.language import Int, U8s, Value, loop, share, u32
+from runtime.kernels.cpu.linear.int_product import TYPES
+from runtime.kernels.llvm.language import F32s, Int, U8s, Value, loop, share, u32
 from runtime.kernels.llvm.launcher import Launcher, kernel
 
 _ROWS, _COLUMNS, _QUADS = 16, 32, 8
@@ -56,3 +60,47 @@ def pack_values(values: torch.Tensor, out: torch.Tensor, bits: int) -> None:
     launcher, num_blocks = Launcher(), len(out)
     parts = launcher.parts(num_blocks, values.numel())
     launcher.launch(kernel(pack, bits=bits), (values, out, num_blocks, values.shape[1]), parts)
+
+
+def transpose_blocks(
+    weight: F32s,  # [blocks * 16, columns]
+    out: F32s,  # [blocks, columns, 16] of dtype
+    num_blocks: Int,
+    columns: Int,
+    part: Int,
+    parts: Int,
+    dtype: torch.dtype,
+) -> None:
+    """Part i of n: a share of the blocks."""
+    begin, end = share(num_blocks, part, parts)
+    whole = columns // _ROWS * _ROWS
+    for block in loop(begin, end):
+        rows = [weight + (block * _ROWS + row) * columns for row in range(_ROWS)]
+        target = out.of(TYPES[dtype]) + block * _ROWS * columns
+        for first in loop(0, whole, _ROWS):
+            for column, values in enumerate(_transposed([row.load(first, _ROWS) for row in rows])):
+                target.store((first + column) * _ROWS, values.to(TYPES[dtype]))
+        for column in loop(whole, columns):
+            for i, row in enumerate(rows):
+                target.store(column * _ROWS + i, row.load(column).to(TYPES[dtype]))
+
+
+def _transposed(rows: list[Value]) -> list[Value]:
+    """The columns of 16 rows. Each round interleaves the lanes of the first half of the rows with the other half."""
+    half, lanes = _ROWS // 2, range(_ROWS)
+    for _ in range(4):
+        pairs = [(rows[i], rows[i + half]) for i in range(half)]
+        rows = [
+            a.lanes_with(b, [first + lane // 2 + lane % 2 * _ROWS for lane in lanes])
+            for a, b in pairs
+            for first in (0, half)
+        ]
+    return rows
+
+
+def pack_dense(weight: torch.Tensor, out: torch.Tensor) -> None:
+    """Pack a float32 weight [blocks * 16, columns] into `out` [blocks, columns, 16]. Its dtype holds all numbers."""
+    launcher, num_blocks = Launcher(), len(out)
+    parts = launcher.parts(num_blocks, weight.numel())
+    function = kernel(transpose_blocks, dtype=out.dtype)
+    launcher.launch(function, (weight, out, num_blocks, weight.shape[1]), parts)

@@ -1,0 +1,360 @@
+"""RolloutClient: an application's engines for another job of the same Ray.
+
+The client is a front of its own (actors/front): it opens a socket to each engine and sends token ids. An engine sends
+it one frame a step for all its streams. So tokens use neither HTTP nor calls of Ray, and streams outlive engines (C8).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import hashlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import repeat
+from typing import Any, Literal, TypedDict, Unpack
+
+import ray
+
+from actors.client.batch import Batch, BatchEnd, Job, Results
+from actors.client.engines import RolloutGroup, find_engines
+from actors.client.loop_thread import LoopThread
+from actors.client.rollout import Rollout
+from actors.client.weight_sources import Source, parts_of
+from actors.ray.directory import RayDirectory
+from runtime.core.requests import SEED_MASK, requests_of
+from runtime.spec.config import ModelInfo
+from runtime.spec.types import CallboardError, RequestOutput, SamplingParams
+
+Prompt = Sequence[int]
+
+_CLOSED = "The client is closed; connect another with RolloutClient.connect."
+_SETTLED_S = 5.0  # for the Status with new weights, which an engine sends before its answer
+_POLL_S = 0.001
+
+
+class RolloutOptions(TypedDict, total=False):
+    """Options of `generate` and its relatives."""
+
+    n: int  # choices of each prompt; default: 1
+    # Of the first choice of each prompt. A number gives each prompt a seed of its own. Default: params.seed for all
+    # prompts, or random ones.
+    seeds: int | Iterable[int]
+    max_in_flight: int  # requests in the engines at once; default: what they compute at once and a fourth more
+    max_unread: int  # rollouts that wait for the caller before no more requests are sent; default: 4 * max_in_flight
+    min_weight_version: str | int  # requests wait for engines with this version of the weights or a newer one
+    adapter: str  # a name that the application serves; default: the model itself
+    cache_salt: str  # requests share cached blocks only under the same salt
+    priority: int  # lower is served first; default: 0
+
+
+class RolloutClient:
+    """Generates, scores and updates weights on all engines of an application. Any thread may call its methods.
+
+    It belongs to its process: each process connects its own."""
+
+    def __init__(self, group: RolloutGroup, thread: LoopThread) -> None:
+        self._group, self._thread = group, thread
+        self._is_closed = False
+        atexit.register(self.close)
+
+    @classmethod
+    def connect(cls, application: str | None = None, *, timeout_s: float = 300.0) -> RolloutClient:
+        """Connect to the engines of an application, and wait until one can serve.
+
+        Args:
+        application: its name in Ray Serve; None for the only one of this Ray.
+        timeout_s: for an engine to start and to load its model.
+
+        Raises CallboardError after the timeout, or if several applications could be meant."""
+        if not ray.is_initialized():
+            ray.init(address="auto", log_to_driver=False)
+        directory = RayDirectory(find_engines(application, timeout_s))
+        thread = LoopThread("callboard-client")
+        try:
+            return cls(thread.call(_started(directory, timeout_s)), thread)
+        except BaseException:
+            thread.close()
+            raise
+
+    def close(self) -> None:
+        """End all calls, and disconnect. The engines abort what still runs."""
+        if not self._is_closed:
+            self._is_closed = True
+            atexit.unregister(self.close)
+            self._thread.loop.call_soon_threadsafe(self._group.close)
+            self._thread.close()
+
+    def __enter__(self) -> RolloutClient:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> str:
+        raise CallboardError("A RolloutClient cannot be sent to another process; call RolloutClient.connect there.")
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model: vocabulary, context, dtype, and the version of its weights."""
+        return self._group.info
+
+    # ---- rollouts -------------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Iterable[Prompt], params: SamplingParams | None = None, **options: Unpack[RolloutOptions]
+    ) -> Results[Rollout]:
+        """Start rollouts of prompts (token ids), and return an iterator that yields each when it ends.
+
+        The engines begin at once. A helper thread reads the prompts as others end, so the iterable may be endless. A
+        request that fails is a Rollout with an error, and the others continue. `close` of the iterator aborts them."""
+        batch = self._batch(prompts, params or SamplingParams(), **options)
+        return Results(self._thread.loop, batch)
+
+    def generate_list(
+        self, prompts: Iterable[Prompt], params: SamplingParams | None = None, **options: Unpack[RolloutOptions]
+    ) -> list[Rollout]:
+        """Return all rollouts of prompts, in the order of the prompts and choices."""
+        return sorted(self.generate(prompts, params, **options), key=lambda r: (r.index, r.choice))
+
+    def generate_groups(
+        self, prompts: Iterable[Prompt], params: SamplingParams | None = None, **options: Unpack[RolloutOptions]
+    ) -> Iterator[list[Rollout]]:
+        """Yield the `n` rollouts of each prompt in the order of their choices, when the last of them has ended."""
+        groups: dict[int, list[Rollout]] = {}
+        for rollout in self.generate(prompts, params, **options):
+            group = groups.setdefault(rollout.index, [])
+            group.append(rollout)
+            if len(group) == options.get("n", 1):
+                yield sorted(groups.pop(rollout.index), key=lambda r: r.choice)
+
+    async def stream(
+        self, prompts: Iterable[Prompt], params: SamplingParams | None = None, **options: Unpack[RolloutOptions]
+    ) -> AsyncIterator[Rollout]:
+        """Yield the rollouts of `generate` to a caller on an event loop of its own."""
+        batch = self._batch(prompts, params or SamplingParams(), **options)
+        items: asyncio.Queue[Rollout | BatchEnd] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        batch.deliver = lambda item: loop.call_soon_threadsafe(items.put_nowait, item)
+        running = asyncio.run_coroutine_threadsafe(batch.run(), self._thread.loop)
+        try:
+            while not isinstance(item := await items.get(), BatchEnd):
+                batch.num_read += 1
+                if batch.waits_for_reader:
+                    self._thread.loop.call_soon_threadsafe(batch.wake)
+                yield item
+            if item.error is not None:
+                raise item.error
+        finally:
+            with suppress(RuntimeError):  # the client was closed
+                running.cancel()
+
+    def score(
+        self,
+        sequences: Iterable[Prompt],
+        prompt_lens: Iterable[int] | None = None,
+        *,
+        adapter: str = "",
+        max_in_flight: int | None = None,
+    ) -> list[list[float]]:
+        """Return the log-probability of each token of each sequence after its first one.
+
+        `prompt_lens` has the length of each prompt. Tokens after it are computed as when they were sampled, so that
+        their log-probabilities have the same bits in deterministic mode. Raises CallboardError if a sequence cannot be
+        scored."""
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        jobs = self._jobs(sequences, params, adapter=adapter)
+        if prompt_lens is not None:
+            jobs = map(_with_prompt_len, jobs, prompt_lens)
+        batch = Batch(self._group, jobs, _scores_of, max_in_flight, None)
+        results = Results(self._thread.loop, batch)
+        scores: dict[int, list[float]] = {}
+        for index, found, error in results:
+            if error:
+                results.close()
+                raise CallboardError(f"Sequence {index} cannot be scored: {error}")
+            scores[index] = found
+        return [scores[index] for index in sorted(scores)]
+
+    def _batch(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams,
+        max_in_flight: int | None = None,
+        max_unread: int | None = None,
+        **options: Any,
+    ) -> Batch[Rollout]:
+        return Batch(self._group, self._jobs(prompts, params, **options), _rollout_of, max_in_flight, max_unread)
+
+    def _jobs(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams,
+        n: int = 1,
+        seeds: int | Iterable[int] | None = None,
+        min_weight_version: str | int = "",
+        adapter: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> Iterator[list[Job]]:
+        """Check what all requests share, and return the jobs of each prompt."""
+        if self._is_closed:
+            raise CallboardError(_CLOSED)
+        if n < 1:
+            raise CallboardError(f"n is {n}; it must be at least 1.")
+        version, info = str(min_weight_version), self.info
+        if version and info.weights is None:
+            text = f"min_weight_version is {version!r}, but the weights of this application never change"
+            raise CallboardError(f"{text}; leave it out, or start the server with --weight-updates.")
+        served = self._group.adapters.served() if adapter else {}
+        if adapter and adapter not in served:
+            names = ", ".join(map(repr, served)) or "none"
+            raise CallboardError(f"The application has no adapter {adapter!r}; it has {names}.")
+        digest = served[adapter].digest if adapter else ""
+        batch = secrets.token_hex(6)
+
+        def jobs() -> Iterator[list[Job]]:
+            for index, (prompt, seed) in enumerate(zip(prompts, _seeds(seeds), strict=False)):
+                token_ids: list[int] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+                names = (f"rollout-{batch}.{index}-{choice}" for choice in range(n))
+                of_prompt = params if seed is None else replace(params, seed=seed)
+                error = _fault_of(token_ids, info)
+                requests = requests_of(
+                    names, token_ids, of_prompt, n, priority=priority, cache_salt=cache_salt, adapter=digest
+                )
+                if version:
+                    requests = [replace(request, min_weight_version=version) for request in requests]
+                yield [Job(request, index, choice, error) for choice, request in enumerate(requests)]
+
+        return jobs()
+
+    # ---- weights --------------------------------------------------------------------------------------------------
+
+    def pause(
+        self, mode: Literal["keep", "wait", "abort"] = "keep", *, kv: Literal["recompute", "keep"] = "recompute"
+    ) -> None:
+        """Hold all requests of the engines, wait for their end, or abort them; then no step runs until `resume`.
+
+        `kv`: whether held requests keep their keys and values if the weights change meanwhile."""
+        self._weights("pause", {"mode": mode, "kv": kv})
+
+    def resume(self) -> None:
+        """Run steps again."""
+        self._weights("resume", {})
+
+    def weights_info(self) -> dict[str, Any]:
+        """Return by engine whether it is paused, the version of its weights, and whether the store has that."""
+        return self._weights("info", {})
+
+    def update_weights(
+        self,
+        source: Source,
+        version: str | int | None = None,
+        *,
+        kv: Literal["recompute", "keep"] | None = None,
+        wait_stored: bool = False,
+        method: str = "weights",
+        tensors: Iterable[tuple[str, str, Sequence[int]]] | None = None,
+    ) -> str:
+        """Replace weights on all engines or on none, and return the name of the new version.
+
+        Steps continue while the tensors travel. Running requests continue with the new weights after a step.
+
+        Args:
+        source: a state dict; an ObjectRef of one, or several; safetensors files or folders at paths of the engines'
+            nodes; or an actor. Names are the checkpoint's. Tensors that are not named keep their values.
+        version: its name; None for the number of updates so far.
+        kv: "recompute" computes keys and values of running requests again, "keep" does not. None for that of `pause`.
+        wait_stored: return when restarted engines would have the version too.
+        method: of an actor; it gets a list of slices and returns their tensors.
+        tensors: of an actor, (name, dtype, shape) each; None to call its method `weight_list`."""
+        finish: dict[str, Any] = {"weight_version": None if version is None else str(version)}
+        finish |= {"wait_stored": wait_stored} | ({} if kv is None else {"kv": kv})
+        self._weights("start", {"update_id": secrets.token_hex(16)})
+        try:
+            for part in parts_of(source, method, tensors):
+                self._weights("update", {"parts": [part]})
+            answers = self._weights("finish", finish)
+        except BaseException:
+            with suppress(CallboardError):  # engines without an update
+                self._weights("discard", {})
+            raise
+        serial, name = max((answer["serial"], answer["version"]) for answer in answers.values())
+        self._thread.call(_settled(self._group, serial))
+        return str(name)
+
+    def _weights(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
+        if self._is_closed:
+            raise CallboardError(_CLOSED)
+        return self._thread.call(self._group.weights(call, body))
+
+
+async def _started(directory: RayDirectory, timeout_s: float) -> RolloutGroup:
+    group = RolloutGroup(directory)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await group.start()
+    except BaseException as e:
+        group.close()
+        if isinstance(e, TimeoutError):
+            raise CallboardError(f"No engine can serve within {timeout_s:g} s: {group.health()}") from None
+        raise
+    return group
+
+
+async def _settled(group: RolloutGroup, serial: int) -> None:
+    """Wait until the links have the version that their engines reported. Later requests then name it from the start."""
+    end = time.monotonic() + _SETTLED_S
+    while group.least_serial < serial and time.monotonic() < end:
+        await asyncio.sleep(_POLL_S)
+
+
+def _seeds(seeds: int | Iterable[int] | None) -> Iterable[int | None]:
+    if seeds is None:
+        return repeat(None)
+    return _derived_seeds(seeds) if isinstance(seeds, int) else seeds
+
+
+def _derived_seeds(seed: int) -> Iterator[int]:
+    index = 0
+    while True:
+        digest = hashlib.blake2b(b"prompt %d/%d" % (seed, index), digest_size=8).digest()
+        yield int.from_bytes(digest, "little") & SEED_MASK
+        index += 1
+
+
+def _fault_of(token_ids: Sequence[int], info: ModelInfo) -> str:
+    if not token_ids:
+        return "The prompt has no tokens; give it at least one."
+    if min(token_ids) < 0 or max(token_ids) >= info.vocab_size:
+        wrong = next(i for i in token_ids if not 0 <= i < info.vocab_size)
+        return f"The prompt has the token id {wrong}; ids must be from 0 to {info.vocab_size - 1}."
+    return ""
+
+
+def _rollout_of(job: Job, output: RequestOutput) -> Rollout:
+    request = job.request
+    return Rollout(
+        job.prompt_index,
+        job.choice,
+        request.token_ids,
+        request.seed,
+        output.token_ids,
+        output.finish_reason,
+        output.stop_token_id,
+        output.logprobs,
+        output.weight_versions,
+        output.num_cached,
+        output.error,
+    )
+
+
+def _with_prompt_len(jobs: list[Job], prompt_len: int) -> list[Job]:
+    return [job._replace(request=replace(job.request, prompt_len=prompt_len)) for job in jobs]
+
+
+def _scores_of(job: Job, output: RequestOutput) -> tuple[int, list[float], str]:
+    return job.prompt_index, [entry.logprob for entry in output.prompt_logprobs], output.error

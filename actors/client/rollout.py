@@ -1,0 +1,33 @@
+"""Rollout: one finished output, with what a trainer needs of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from runtime.spec.types import FinishReason, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One choice of one prompt, after its end."""
+
+    index: int  # of the prompt, in the order of the call
+    choice: int  # 0 to n - 1
+    prompt_token_ids: list[int]  # shared by all choices of the prompt
+    seed: int  # repeats this choice, as the seed of a request with one choice
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason = FinishReason.NONE
+    stop_token_id: int | None = None  # the stop id that ended it; None otherwise
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the raw distribution; one a token, if requested
+    # (index of a token, version of the weights from there on), rising; empty without weight_updates
+    weight_versions: Sequence[tuple[int, str]] = ()
+    num_cached: int = 0  # prompt tokens from the prefix cache
+    error: str = ""  # one sentence if it failed; empty otherwise
+
+    @property
+    def sampling_logprobs(self) -> list[float]:
+        """The log-probability of each token under the distribution that it was drawn from.
+
+        The request must have `sampling_logprobs`. This is the denominator of importance ratios."""
+        return [entry.sampling_logprob for entry in self.logprobs if entry.sampling_logprob is not None]

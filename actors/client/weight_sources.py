@@ -1,0 +1,73 @@
+"""The parts of a weight update, from what a trainer has: tensors, objects of Ray, files, or an actor.
+
+A trainer that is an actor can use `put_weights`, or `weight_list` and `weight_slices` in methods of the same purpose.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.actor import ActorHandle
+
+from actors.runners.weight_parts import ActorPart, ObjectsPart, Slice, pieces
+from runtime.spec.types import CallboardError
+from runtime.updates.parts import FilesPart, TensorInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_OBJECT_BYTES = 256 << 20  # of an object with several tensors: the object store needs room for two
+
+# A state dict; an object with one, or several; safetensors files or folders of them; an actor.
+Source = Mapping[str, Any] | ray.ObjectRef | Sequence[ray.ObjectRef] | str | Path | Sequence[str | Path] | ActorHandle
+Part = ObjectsPart | ActorPart | FilesPart
+
+
+def parts_of(source: Source, method: str, tensors: Iterable[tuple[str, str, Sequence[int]]] | None) -> Iterator[Part]:
+    """Yield the parts of an update in order. Each needs its tensors only until the next is requested.
+
+    Args:
+    method: of an actor: returns the tensors of a list of slices, as `weight_slices` does.
+    tensors: of an actor: what `weight_list` returns; None to call the actor's own `weight_list`."""
+    if isinstance(source, ActorHandle):
+        listed = ray.get(source.weight_list.remote()) if tensors is None else tensors
+        infos = [TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in listed]
+        yield ActorPart(source, method, infos)
+    elif isinstance(source, Mapping):
+        for piece in pieces(source, _OBJECT_BYTES):
+            yield ObjectsPart([ray.put(piece)])
+    elif isinstance(source, str | Path):
+        yield FilesPart([os.path.abspath(source)])
+    elif isinstance(source, ray.ObjectRef):
+        yield ObjectsPart([source])
+    elif isinstance(source, Sequence) and all(isinstance(item, ray.ObjectRef) for item in source):
+        for ref in source:
+            yield ObjectsPart([ref])
+    elif isinstance(source, Sequence) and all(isinstance(item, str | Path) for item in source):
+        yield FilesPart([os.path.abspath(str(path)) for path in source])
+    else:
+        kinds = "a dict of tensors, an ObjectRef of one, a path, or an actor"
+        raise CallboardError(f"Weights cannot come from a {type(source).__name__}; pass {kinds}.")
+
+
+def put_weights(tensors: Mapping[str, Any]) -> list[ray.ObjectRef]:
+    """Put a state dict into Ray's object store, so that ranks map it without a copy; return objects of 256 MiB."""
+    return [ray.put(piece) for piece in pieces(tensors, _OBJECT_BYTES)]
+
+
+def weight_list(tensors: Mapping[str, Any]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Return name, dtype and shape of the tensors of a state dict."""
+    return [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()]
+
+
+def weight_slices(tensors: Mapping[str, Any], slices: Sequence[Slice]) -> list[Any]:
+    """Return a tensor for each slice (name, dimension, start, stop) of a state dict; dimension None means all of it."""
+    found = []
+    for name, dim, start, stop in slices:
+        tensor = tensors[name].detach()
+        found.append(tensor if dim is None else tensor.narrow(dim, start, stop - start).contiguous())
+    return found

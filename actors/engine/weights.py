@@ -1,0 +1,384 @@
+"""The weights of one engine: pauses, updates and their version.
+
+    start    an update is open                     steps go on
+    update   all ranks stage a part                steps go on
+    finish   the steps in flight end; all ranks apply what is staged; the version changes; steps go on
+    (later)  all ranks write the version to the weight store, which restarted runners read
+
+A step runs wholly on one version, since ranks apply between two steps. A failure before `apply` drops what is staged. A
+failure within it counts as lost runners: fresh ones read the stored version.
+
+The step thread owns all state here. Ranks stage and store in threads of this module."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+from actors.engine.live_requests import LiveRequests
+from actors.engine.metrics import EngineMetrics
+from actors.runners.step_channel import RunnersLost
+from actors.wire.engine_client import WeightsRefused
+from runtime.core.engine import EngineCore
+from runtime.spec.types import CallboardError
+from runtime.spec.weight_version import WeightVersion
+from runtime.updates.update_info import group_of_init_info, has_group, parts_of_json
+
+logger = logging.getLogger(__name__)
+
+_EXPIRES_S = 600.0  # an update without a call for this long is dropped, because its trainer is gone
+
+Body = dict[str, Any]
+Answer = Future[Body]
+
+
+class CallRanks(Protocol):
+    """Calls a method of all ranks at once, with these arguments or, by rank, those of `of_rank`.
+
+    Returns the results by rank. Raises CallboardError, or RunnersLost if the runners are lost."""
+
+    def __call__(self, method: str, *arguments: Any, of_rank: list[Any] | None = None) -> list[Any]: ...
+
+
+class _Update:
+    """An open update."""
+
+    def __init__(self, update_id: str) -> None:
+        self.id = update_id
+        self.is_busy = False  # while ranks work for it
+        self.begun_at = self.last_at = time.monotonic()  # `last_at`: of its last call
+
+
+class EngineWeights:
+    """Pauses of the engine, and updates of its weights."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        requests: LiveRequests,
+        meter: EngineMetrics,
+        call_ranks: CallRanks,
+        finish: Callable[[], None],
+        call: Callable[[Callable[[], object]], Future[Any]],
+        changed: Callable[[], None],
+    ) -> None:
+        """Args:
+        call_ranks: calls a method of all runners.
+        finish: collects the steps in flight and sends their tokens.
+        call: runs a function in the step thread.
+        changed: reports the new version to the fronts."""
+        self._core, self._requests, self._meter, self._ranks = core, requests, meter, call_ranks
+        self._num_ranks = core.scheduler.config.tensor_parallel_size
+        self._finish, self._call, self._changed = finish, call, changed
+        self.version = core.scheduler.info.weights  # None without weight_updates
+        self._stored = self.version  # that fresh runners would have
+        self.is_paused = self._keeps_kv = False
+        self._waiting: list[Answer] = []  # pauses that wait for the end of live requests
+        self._pending: deque[tuple[Callable[[], None], Answer]] = deque()  # until the current step ends
+        self._update: _Update | None = None
+        self._pool = ThreadPoolExecutor(4, "weights")
+        self._storing: Answer | None = None  # the last write to the store
+        self._handlers: dict[str, Callable[[Body, Answer], None]] = {
+            "pause": self._pause,
+            "resume": self._resume,
+            "info": self._info,
+            "init": self._connect,
+            "shutdown": self._disconnect,
+            "start": self._start,
+            "update": self._receive,
+            "check": self._check,
+            "finish": self._finish_update,
+            "discard": self._discard,
+            "rename": self._rename,
+        }
+
+    # ---- for other threads ------------------------------------------------------------------------------------------
+
+    def call(self, name: str, body: Body) -> Answer:
+        """Do what a front or a trainer wants. The answer raises CallboardError, WeightsRefused among them."""
+        answer: Answer = Future()
+
+        def begin() -> None:
+            try:
+                if self.version is None:
+                    text = "This engine keeps its weights; start the server with --weight-updates to change them."
+                    raise WeightsRefused(text, "unavailable")
+                self._handlers[name](body, answer)
+            except CallboardError as e:
+                answer.set_exception(e)
+
+        self._call(begin)
+        return answer
+
+    # ---- the step thread --------------------------------------------------------------------------------------------
+
+    @property
+    def has_pending(self) -> bool:
+        """True if `apply_requests` has something to do."""
+        return bool(self._pending) or (bool(self._waiting) and not self._core.scheduler.requests)
+
+    def apply_requests(self) -> bool:
+        """Do what must happen between two steps. Returns True while the engine is paused.
+
+        Raises RunnersLost if ranks failed to apply an update."""
+        while self._pending:
+            work, answer = self._pending.popleft()
+            try:
+                work()
+            except CallboardError as e:
+                answer.set_exception(e)
+                if isinstance(e, RunnersLost):
+                    raise
+        if self._waiting and not self._core.scheduler.requests:
+            self._finish()
+            self._set_paused()
+        return self.is_paused
+
+    def restarted(self, weights: WeightVersion | None) -> None:
+        """Fresh runners have these weights, the last stored ones. What the old ones had staged is lost."""
+        if self._update is not None:
+            self._drop(self._update)
+        if weights != self.version:
+            logger.warning("the weights are again those of version %s", weights and weights.name)
+        self.version = self._stored = weights
+
+    def _in_thread(
+        self,
+        work: Callable[[], Any],
+        done: Callable[[Any], None],
+        answer: Answer,
+        failed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Run `work` beside the steps, then in the step thread `done` with its result, or `failed`.
+
+        An error goes to `answer`."""
+
+        def run() -> None:
+            try:
+                result = work()
+            except RunnersLost as e:
+                self._call(partial(fail, WeightsRefused(str(e), "unavailable")))
+            except CallboardError as e:
+                self._call(partial(fail, e if isinstance(e, WeightsRefused) else WeightsRefused(str(e), "bad_request")))
+            except Exception as e:
+                logger.exception("a call about weights failed")
+                self._call(partial(fail, CallboardError(f"{type(e).__name__}: {e}.")))
+            else:
+                self._call(partial(done, result))
+
+        def fail(error: CallboardError) -> None:
+            failed()
+            if not answer.done():
+                answer.set_exception(error)
+
+        self._pool.submit(run)
+
+    # ---- pauses -----------------------------------------------------------------------------------------------------
+
+    def _pause(self, body: Body, answer: Answer) -> None:
+        self._keeps_kv = body.get("kv") == "keep"
+        mode = body.get("mode", "abort")
+        if mode == "wait":
+            self._requests.holds_new = True
+            self._waiting.append(answer)
+            return
+        self._pending.append((partial(self._hold, answer, mode == "abort"), answer))
+
+    def _hold(self, answer: Answer, aborts: bool) -> None:
+        self._finish()
+        if aborts:
+            self._requests.end_all()
+        self._waiting.append(answer)
+        self._set_paused()
+
+    def _set_paused(self) -> None:
+        self.is_paused, waiting, self._waiting = True, self._waiting, []
+        for answer in waiting:
+            answer.set_result({})
+
+    def _resume(self, body: Body, answer: Answer) -> None:
+        self.is_paused = self._requests.holds_new = False
+        for waiting in self._waiting:
+            waiting.set_exception(WeightsRefused("The engine was resumed before its requests ended.", "busy"))
+        self._waiting.clear()
+        self._requests.queue_held()
+        answer.set_result({})
+
+    # ---- updates ----------------------------------------------------------------------------------------------------
+
+    def _info(self, body: Body, answer: Answer) -> None:
+        assert self.version is not None
+        answer.set_result(
+            {
+                "paused": self.is_paused,
+                "version": self.version.name,
+                "serial": self.version.serial,
+                "stored": self._stored == self.version,
+                "updating": self._update is not None,
+                "world_size": self._num_ranks,
+            }
+        )
+
+    def _connect(self, body: Body, answer: Answer) -> None:
+        info, before = body["init_info"], body["rank_offset"]
+        if not has_group(info):  # only NCCL needs a group
+            answer.set_result({})
+            return
+        groups = [group_of_init_info(info, before + rank) for rank in range(self._num_ranks)]
+        self._in_thread(
+            partial(self._ranks, "weights_connect", of_rank=groups), lambda _: answer.set_result({}), answer
+        )
+
+    def _disconnect(self, body: Body, answer: Answer) -> None:
+        self._in_thread(partial(self._ranks, "weights_disconnect"), lambda _: answer.set_result({}), answer)
+
+    def _start(self, body: Body, answer: Answer) -> None:
+        if self._update is not None:
+            raise WeightsRefused("Another update of the weights is open; finish it, or wait until it ends.", "busy")
+        self._update = _Update(body["update_id"])
+        self._expire_later(self._update)
+        answer.set_result({})
+
+    def _expire_later(self, update: _Update) -> None:
+        timer = threading.Timer(_EXPIRES_S, self._call, (partial(self._expire, update),))
+        timer.daemon = True
+        timer.start()
+
+    def _expire(self, update: _Update) -> None:
+        """Drop an update without calls, since its trainer is gone."""
+        if self._update is not update:
+            return
+        if update.is_busy or time.monotonic() - update.last_at < _EXPIRES_S:
+            self._expire_later(update)
+            return
+        logger.warning("an update of the weights had no call for %.0f s; it is dropped", _EXPIRES_S)
+        self._discard({}, Future())
+
+    def _drop(self, update: _Update) -> None:
+        self._update = None
+        self._meter.figures.count("callboard:weight_updates", "failed")
+
+    def _take(self) -> _Update:
+        """Return the open update for its next call. Raises WeightsRefused if there is none, or it is busy."""
+        if self._update is None:
+            raise WeightsRefused("No update of the weights is open; send start_weight_update first.", "not_open")
+        if self._update.is_busy:
+            raise WeightsRefused("The last call of this update has not ended; wait for its answer.", "busy")
+        self._update.is_busy, self._update.last_at = True, time.monotonic()
+        return self._update
+
+    def _release(self, update: _Update, answer: Answer) -> None:
+        """The call of an update has ended."""
+        update.is_busy, update.last_at = False, time.monotonic()
+        if self._update is not update:
+            answer.set_exception(WeightsRefused("The update was dropped meanwhile; begin another.", "not_open"))
+
+    def _receive(self, body: Body, answer: Answer) -> None:
+        parts = body["parts"] if "parts" in body else parts_of_json(body["update_info"])
+        update = self._take()
+
+        def receive() -> None:
+            for part in parts:
+                self._ranks("weights_receive", part)
+
+        self._of_update(update, receive, lambda _: answer.set_result({}), answer)
+
+    def _check(self, body: Body, answer: Answer) -> None:
+        check = partial(self._ranks, "weights_check")
+        self._of_update(self._take(), check, lambda found: answer.set_result({"is_complete": all(found)}), answer)
+
+    def _of_update(self, update: _Update, work: Callable[[], Any], done: Callable[[Any], None], answer: Answer) -> None:
+        """Run work of an update beside the steps, then `done` with its result if the update is still open."""
+
+        def ended(result: Any) -> None:
+            self._release(update, answer)
+            if not answer.done():
+                done(result)
+
+        self._in_thread(work, ended, answer, partial(self._release, update, answer))
+
+    def _finish_update(self, body: Body, answer: Answer) -> None:
+        update = self._take()
+
+        def check() -> list[bool]:
+            if self._storing is not None:
+                wait([self._storing])  # the ranks still write the tensors of the last update
+            return self._ranks("weights_check")
+
+        def checked(found: list[bool]) -> None:
+            update.is_busy = True
+            self._pending.append((partial(self._apply, update, all(found), body, answer), answer))
+
+        self._of_update(update, check, checked, answer)
+
+    def _apply(self, update: _Update, is_complete: bool, body: Body, answer: Answer) -> None:
+        """Change the weights of all ranks, between two steps."""
+        if self._update is not update or self.version is None:
+            raise WeightsRefused("The update was dropped before it was applied; begin another.", "not_open")
+        self._finish()
+        version = self.version.after(update.id, body.get("weight_version"), is_complete)
+        start = time.monotonic()
+        try:
+            fingerprint = self._ranks("weights_apply", version)[0]
+        except RunnersLost:
+            raise
+        except CallboardError as e:  # some ranks may have new weights
+            raise RunnersLost(f"an update of the weights failed: {e}") from e
+        self._count_seconds("receive", start - update.begun_at)
+        self._count_seconds("apply", time.monotonic() - start)
+        self._update, self.version = None, version
+        self._meter.figures.count("callboard:weight_updates", "applied")
+        info, keeps_kv = self._core.scheduler.info, self._keeps_kv if "kv" not in body else body["kv"] == "keep"
+        self._core.scheduler.use_weights(replace(info, fingerprint=fingerprint, weights=version), keeps_kv)
+        self._changed()
+        self._storing = Future()
+        if body.get("wait_stored"):
+            self._store(version, self._storing, answer)
+        else:
+            self._info({}, answer)
+            self._store(version, self._storing, Future())
+
+    def _store(self, version: WeightVersion, end: Answer, answer: Answer) -> None:
+        """All ranks write the version to the store, beside the steps."""
+
+        def store() -> None:
+            try:
+                self._ranks("weights_keep")
+            except CallboardError as e:
+                logger.error("version %s of the weights is not stored: %s", version.name, e)
+                raise
+            finally:
+                end.set_result({})
+
+        start = time.monotonic()
+
+        def stored(_: object) -> None:
+            self._count_seconds("store", time.monotonic() - start)
+            self._stored = version
+            self._info({}, answer)
+
+        self._in_thread(store, stored, answer)
+
+    def _count_seconds(self, phase: str, seconds: float) -> None:
+        self._meter.figures.count("callboard:weight_update_seconds", phase, by=seconds)
+
+    def _discard(self, body: Body, answer: Answer) -> None:
+        if self._update is not None:
+            self._drop(self._update)
+        self._in_thread(partial(self._ranks, "weights_discard"), lambda _: answer.set_result({}), answer)
+
+    def _rename(self, body: Body, answer: Answer) -> None:
+        assert self.version is not None
+        is_stored = self._stored == self.version
+        self.version = replace(self.version, name=body["new_version"])
+        self._stored = self.version if is_stored else self._stored
+        self._core.scheduler.info = replace(self._core.scheduler.info, weights=self.version)
+        self._changed()
+        answer.set_result({})

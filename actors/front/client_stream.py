@@ -1,0 +1,96 @@
+"""ClientStream: a live request as its front sees it. It outlives links and engines."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from actors.front.router import Prompt
+from actors.wire.engine_client import EngineRefusal, OnEngine
+from runtime.spec.config import ModelInfo
+from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput
+
+if TYPE_CHECKING:
+    from actors.front.link import EngineLink
+
+
+@dataclass(slots=True, eq=False)
+class ClientStream:
+    """One live request: its tokens, the output that its reader has not taken, and its engine."""
+
+    request: Request
+    on_engine: OnEngine
+    received: array[int] = field(default_factory=lambda: array("i"))
+    prompt_scored: bool = False  # it has received its prompt's log-probabilities
+    pending: RequestOutput | None = None  # not taken by the reader yet
+    error: CallboardError | None = None
+    link: EngineLink | None = None  # its engine; None before it is assigned and after it has ended
+    number: int = 0  # on that link
+    info: ModelInfo | None = None  # of its last engine
+    accepted: bool = False  # by any engine: it then skips the queue limits of the next one
+    in_queue: bool = False  # of its engine, by the last message, and never in a step
+    prompt: Prompt | None = None  # its tokens for the router; None before the first choice
+    num_expected: int | None = None  # cached tokens that the router expects; None without a choice
+    num_losses: int = 0  # engines that died while computing it
+    # (token, version of the weights from there on); empty without weight_updates
+    weight_versions: list[tuple[int, str]] = field(default_factory=list)
+    moved_at_len: int | None = None  # its tokens when it last left a reloading engine; None before
+    refusals: dict[EngineLink, EngineRefusal] = field(default_factory=dict)  # by the engines that refused it
+    _waiter: asyncio.Future[None] | None = None
+
+    def output(self) -> RequestOutput:
+        """Return the output to add to: the one that waits for the reader, or a fresh one."""
+        if self.pending is None:
+            self.pending = RequestOutput(self.request.request_id, [], weight_versions=self.weight_versions)
+        return self.pending
+
+    def note_weights(self, version: str) -> None:
+        """The tokens that follow come from these weights."""
+        versions, at = self.weight_versions, len(self.received)
+        if versions and versions[-1][0] == at:
+            versions.pop()
+        if not versions or versions[-1][1] != version:
+            versions.append((at, version))
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def fail(self, error: CallboardError) -> None:
+        """Give the reader the pending output, then `error`."""
+        self.error = error
+        self.wake()
+
+    def end(self, reason: FinishReason, error: str = "") -> None:
+        """Give the reader the pending output, with this end."""
+        output = self.output()
+        output.finish_reason, output.error = reason, error
+        self.wake()
+
+    async def take(self) -> RequestOutput:
+        """Return the pending output, after waiting for it."""
+        while self.pending is None:
+            if self.error is not None:
+                raise self.error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        output, self.pending = self.pending, None
+        return output
+
+    def submission(self) -> Request:
+        """Return the request for its next engine, with the received tokens."""
+        if not self.received and not self.prompt_scored:
+            return self.request
+        params = replace(self.request.params, prompt_logprobs=None) if self.prompt_scored else self.request.params
+        return replace(self.request, token_ids=[*self.request.token_ids, *self.received], params=params)
+
+    def suits(self, info: ModelInfo) -> bool:
+        """True if an engine with this model continues like the last one: with equal numbers, to the same end."""
+        last = self.info
+        if last is not None and self.received and last.fingerprint != info.fingerprint:
+            return False
+        request = self.request
+        limit = max(request.prompt_len + request.params.max_tokens, len(request.token_ids))
+        return (limit if last is None else min(limit, last.max_model_len)) <= info.max_model_len

@@ -1,0 +1,121 @@
+"""Parts of a weight update that cross processes: tensors in Ray's object store, and tensors that an actor has.
+
+A client sends them through the engine to all ranks. Each rank turns them into parts of runtime/updates/parts.py, which
+its process can read. Tensors travel as numpy arrays, because Ray maps these into the reader's memory without a copy.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+import ray
+from ray.exceptions import RayError
+
+from actors.ray.directory import plain_error
+from runtime.spec.types import CallboardError
+from runtime.updates.parts import ArraysPart, PullPart, TensorInfo, WeightPart
+
+if TYPE_CHECKING:
+    import torch
+
+Slice = tuple[str, int | None, int, int]  # tensor, dimension (None: the whole tensor), start, stop
+
+
+class ObjectsPart(msgspec.Struct, frozen=True):
+    """Tensors in Ray's object store. Each object is a dict: name -> tensor, array or StoredTensor."""
+
+    refs: list[Any]  # ObjectRefs
+
+
+class ActorPart(msgspec.Struct, frozen=True):
+    """Tensors of an actor, whose method returns a list with one tensor for each requested Slice."""
+
+    trainer: Any  # its handle
+    method: str
+    tensors: list[TensorInfo]
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a dtype that numpy lacks, as bytes."""
+
+    dtype: str  # torch's name
+    array: np.ndarray  # uint8, with the last dimension in bytes
+
+
+def local_part(part: WeightPart | ObjectsPart | ActorPart) -> WeightPart:
+    """Return the part as this process reads it. Raises CallboardError if its tensors are lost."""
+    if isinstance(part, ObjectsPart):
+        tensors: dict[str, torch.Tensor] = {}
+        for value in _answer(lambda: ray.get(part.refs)):
+            if not isinstance(value, Mapping):
+                kind = type(value).__name__
+                raise CallboardError(f"An object of the update is a {kind}; put a dict of tensors by name there.")
+            tensors |= {name: as_tensor(array) for name, array in value.items()}
+        return ArraysPart(tensors)
+    if isinstance(part, ActorPart):
+        method = getattr(part.trainer, part.method)
+
+        def pull(slices: Sequence[Slice]) -> list[torch.Tensor]:
+            found = _answer(lambda: ray.get(method.remote(list(slices))))
+            return [as_tensor(array) for array in found]
+
+        return PullPart(part.tensors, pull)
+    return part
+
+
+def _answer(get: Callable[[], Any]) -> Any:
+    try:
+        return get()
+    except RayError as e:
+        raise CallboardError(f"The trainer's tensors cannot be read: {plain_error(e)}") from e
+
+
+# ---- tensors as objects -------------------------------------------------------------------------------------------
+
+
+def as_tensor(stored: Any) -> torch.Tensor:
+    """Return a tensor over the memory of an array or a StoredTensor. It must not be written to."""
+    import torch
+
+    if isinstance(stored, torch.Tensor):
+        return stored.detach()
+    array, dtype = (stored.array, stored.dtype) if isinstance(stored, StoredTensor) else (stored, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # arrays of the object store are read-only
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if dtype is None else tensor.view(getattr(torch, dtype))
+
+
+def stored(tensor: Any) -> np.ndarray | StoredTensor:
+    """Return a torch tensor or an array in a form that Ray's object store maps without a copy."""
+    if isinstance(tensor, np.ndarray | StoredTensor):
+        return tensor
+    import torch
+
+    tensor = tensor.detach().cpu().contiguous()
+    try:
+        return np.asarray(tensor.numpy())
+    except TypeError:  # bfloat16 and the 8-bit floats
+        shape = tensor.shape if tensor.dim() else (1,)
+        name = str(tensor.dtype).removeprefix("torch.")
+        return StoredTensor(name, tensor.reshape(shape).view(torch.uint8).numpy())
+
+
+def pieces(tensors: Mapping[str, Any], most_bytes: int) -> Iterator[dict[str, np.ndarray | StoredTensor]]:
+    """Yield the tensors in stored form, in dicts of at most `most_bytes` or one tensor."""
+    piece: dict[str, np.ndarray | StoredTensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        each = stored(tensor)
+        num_bytes = each.array.nbytes if isinstance(each, StoredTensor) else each.nbytes
+        if piece and size + num_bytes > most_bytes:
+            yield piece
+            piece, size = {}, 0
+        piece[name] = each
+        size += num_bytes
+    if piece:
+        yield piece

@@ -1,0 +1,40 @@
+"""WeightVersion: which weights an engine serves."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVersion:
+    """A version of an engine's weights. Engines with equal identities have the same weights."""
+
+    serial: int = 0  # updates before it; 0 is the checkpoint
+    name: str = "default"  # for clients; trainers choose it
+    identity: str = ""  # hash over the updates since the last complete one; empty for the checkpoint
+
+    def after(self, update_id: str, name: str | None, is_complete: bool) -> WeightVersion:
+        """Return the version that an update makes of this one.
+
+        Args:
+        update_id: names the update on all engines.
+        name: None to call the version by its serial number.
+        is_complete: the update has every tensor of the model, so that older versions do not matter."""
+        before = "" if is_complete else self.identity
+        identity = hashlib.sha256(f"{before}\0{update_id}".encode()).hexdigest()[:32]
+        return WeightVersion(self.serial + 1, str(self.serial + 1) if name is None else name, identity)
+
+    def satisfies(self, wanted: str) -> bool:
+        """Return True for a request that wants at least the version `wanted`.
+
+        Names that are numbers are compared as numbers; other names must be equal. An empty one wants nothing."""
+        if wanted.isdecimal() and self.name.isdecimal():
+            return int(self.name) >= int(wanted)
+        return wanted in ("", self.name)
+
+    def fingerprint(self, of_checkpoint: str) -> str:
+        """Return the fingerprint of a model with these weights, from that with the checkpoint's."""
+        if not self.identity:
+            return of_checkpoint
+        return hashlib.sha256(f"{of_checkpoint}\0{self.identity}".encode()).hexdigest()[:32]

@@ -1,0 +1,52 @@
+"""UndrawnTensors: names and shapes of a model with random weights, for updates that have all of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from runtime.models.weight_map import WeightMap
+from runtime.quant.weight_format import Shape
+from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.sharding import Part
+from runtime.spec.types import CallboardError
+
+
+class UndrawnTensors:
+    """A TensorSource without numbers."""
+
+    def __init__(self, spec: DecoderSpec, weight_map: WeightMap) -> None:
+        names, shapes = weight_map.names_of(spec), spec.shapes()
+        self._shapes = {
+            name: shapes[parameter][::-1]
+            if weight_map.transposed and parameter.endswith(".weight")
+            else shapes[parameter]
+            for parameter, name in names.items()
+        }
+
+    def names(self) -> Sequence[str]:
+        return list(self._shapes)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def shape(self, name: str) -> Shape:
+        return self._shapes[name]
+
+    def type_name(self, name: str) -> str:
+        return "BF16"
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.bfloat16
+
+    def is_dense(self, name: str) -> bool:
+        return False
+
+    def tensor(self, name: str, dtype: torch.dtype, device: torch.device, part: Part | None = None) -> torch.Tensor:
+        raise CallboardError(f"The weights of this model are random; an update must have all tensors, also {name}.")
+
+    def blocks(
+        self, name: str, num_bytes: int, device: torch.device, part: Part | None = None
+    ) -> torch.Tensor:  # fmt: skip
+        raise CallboardError(f"Tensor {name} of random weights has no blocks.")

@@ -1,0 +1,288 @@
+"""Updates of weights while streams run: one version a token, on every engine, through every death."""
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+
+from actors.runners.step_channel import RunnersLost
+from actors.wire.engine_client import EngineRefusal, WeightsRefused
+from runtime.spec.types import CallboardError, FinishReason
+from tests.support.engine.fake_runner import of_versions
+from tests.support.engine.groups import Group, healthy, live
+from tests.support.engine.links import Engine, eventually, hurry, read, request
+
+
+def engines(count=1, **more):
+    return [Engine(delay_s=0.02, weight_updates=True, **more) for _ in range(count)]
+
+
+async def update(group, *parts, **more):
+    await group.weights("start", {})
+    await group.weights("update", {"parts": list(parts) or ["new"]})
+    return await group.weights("finish", more)
+
+
+async def is_right(reading, asked):
+    """Each stream has all its tokens, and each token is what its version gives. Returns the versions of each."""
+    spans = []
+    for (tokens, reason, last), req in zip(await asyncio.wait_for(reading, 30), asked, strict=True):
+        assert (len(tokens), reason) == (req.params.max_tokens, FinishReason.LENGTH)
+        assert tokens == of_versions(req, tokens, last.weight_versions)
+        spans.append([name for _, name in last.weight_versions])
+    return spans
+
+
+def started(engine, count=3):
+    return eventually(lambda: engine.loop.core.scheduler.stats.steps >= count)
+
+
+async def test_an_update_changes_streams_between_two_tokens():
+    (engine,) = engines()
+    async with Group(engine) as group:
+        asked = [request(i, max_tokens=30) for i in range(4)]
+        reading = asyncio.gather(*(read(group, req) for req in asked))
+        await started(engine)
+        (answer,) = (await update(group)).values()
+        assert (answer["version"], answer["serial"], answer["updating"]) == ("1", 1, False)
+        hurry(engine)
+        assert await is_right(reading, asked) == [["default", "1"]] * 4
+        assert (await group.weights("info", {}))["0"]["stored"]
+
+
+async def test_names_of_versions_reach_streams():
+    (engine,) = engines()
+    async with Group(engine) as group:
+        await update(group, weight_version="7")
+        _, _, last = await read(group, request(0, max_tokens=2))
+        assert list(last.weight_versions) == [(0, "7")]
+        await group.weights("rename", {"new_version": "eight"})
+        await eventually(lambda: group.info.weights.name == "eight")
+        _, _, last = await read(group, request(1, max_tokens=2))
+        assert list(last.weight_versions) == [(0, "eight")]
+
+
+async def test_a_pause_keeps_requests_until_resume():
+    (engine,) = engines()
+    async with Group(engine) as group:
+        asked = [request(i, max_tokens=20) for i in range(3)]
+        reading = asyncio.gather(*(read(group, req) for req in asked[:2]))
+        await started(engine)
+        await group.weights("pause", {"mode": "keep"})
+        steps = engine.loop.core.scheduler.stats.steps
+        late = asyncio.gather(read(group, asked[2]))
+        await eventually(lambda: live(engine) == 3)
+        await update(group)
+        assert engine.loop.core.scheduler.stats.steps == steps
+        assert (await group.weights("info", {}))["0"]["paused"]
+        assert not reading.done()
+        hurry(engine)
+        await group.weights("resume", {})
+        assert await is_right(reading, asked[:2]) == [["default", "1"]] * 2
+        assert await is_right(late, asked[2:]) == [["1"]]
+
+
+async def test_a_pause_that_waits_lets_live_requests_end():
+    (engine,) = engines()
+    async with Group(engine) as group:
+        asked = [request(i, max_tokens=12) for i in range(2)]
+        reading = asyncio.gather(read(group, asked[0]))
+        await started(engine)
+        pausing = asyncio.create_task(group.weights("pause", {"mode": "wait"}))
+        await eventually(lambda: engine.loop.requests.holds_new)
+        late = asyncio.gather(read(group, asked[1]))
+        await pausing
+        await is_right(reading, asked[:1])
+        assert (live(engine), len(engine.loop.requests.held)) == (0, 1)
+        await group.weights("resume", {})
+        await is_right(late, asked[1:])
+
+
+async def test_a_pause_that_aborts_ends_live_requests():
+    (engine,) = engines()
+    async with Group(engine) as group:
+        reading = asyncio.create_task(read(group, request(0, max_tokens=30)))
+        await started(engine)
+        await group.weights("pause", {"mode": "abort"})
+        tokens, reason, _ = await reading
+        assert reason is FinishReason.ABORT
+        assert 0 < len(tokens) < 30
+        await group.weights("resume", {})
+        await read(group, request(1, max_tokens=2))
+
+
+async def test_calls_out_of_order_are_refused():
+    (engine,) = engines()
+    async with Group(engine) as group:
+        for call in ("update", "finish"):
+            with pytest.raises(WeightsRefused, match="No update") as refusal:
+                await group.weights(call, {"parts": []})
+            assert refusal.value.code == "not_open"
+        await group.weights("start", {})
+        with pytest.raises(WeightsRefused, match="Another update") as refusal:
+            await group.weights("start", {})
+        assert refusal.value.code == "busy"
+        await group.weights("finish", {})  # a refused start does not drop the open update
+
+
+async def test_a_bad_part_leaves_the_old_version():
+    pair = engines(2)
+    async with Group(*pair) as group:
+        with pytest.raises(CallboardError, match="has shape"):
+            await update(group, "bad")
+        for engine in pair:
+            await eventually(lambda e=engine: e.runners[-1].staged == [])
+            assert "weights_apply" not in engine.runners[-1].calls
+        assert {a["serial"] for a in (await group.weights("info", {})).values()} == {0}
+        await update(group)  # the next one is not blocked
+        assert {a["serial"] for a in (await group.weights("info", {})).values()} == {1}
+
+
+async def test_an_engine_without_updates_refuses_all_calls():
+    engine = Engine()
+    async with Group(engine) as group:
+        with pytest.raises(WeightsRefused, match="--weight-updates"):
+            await group.weights("pause", {})
+        with pytest.raises(EngineRefusal, match="never change"):
+            await read(group, replace(request(0), min_weight_version="1"))
+        assert (await read(group, request(0, max_tokens=1)))[2].weight_versions == []
+
+
+async def test_requests_wait_for_their_version():
+    pair = engines(2)
+    async with Group(*pair) as group:
+        waiting = asyncio.create_task(read(group, replace(request(0, max_tokens=3), min_weight_version="2")))
+        await update(group)
+        await read(group, replace(request(1, max_tokens=3), min_weight_version="1"))
+        assert not waiting.done()
+        await update(group)
+        tokens, _, last = await asyncio.wait_for(waiting, 10)
+        assert (len(tokens), list(last.weight_versions)) == (3, [(0, "2")])
+
+
+async def test_new_requests_prefer_the_newest_version():
+    pair = engines(2)
+    async with Group(*pair) as group:
+        newer = sorted(group.links)[1]
+        for call, body in (("start", {"update_id": "x"}), ("update", {"parts": ["new"]}), ("finish", {})):
+            await group._directory.weights(newer, call, body)
+        await eventually(lambda: group.links[newer].info.weights.serial == 1)
+        for i in range(6):
+            assert list((await read(group, request(i, max_tokens=1)))[2].weight_versions) == [(0, "1")]
+
+
+@pytest.mark.parametrize("method", ["weights_receive", "weights_check", "weights_apply", "weights_keep"])
+async def test_runners_may_die_in_every_phase(method):
+    (engine,) = engines()
+    async with Group(engine) as group:
+        await update(group, wait_stored=True)
+        asked = [request(i, max_tokens=30) for i in range(4)]
+        reading = asyncio.gather(*(read(group, req) for req in asked))
+        await started(engine)
+        first = engine.runners[-1]
+
+        def die(*_):
+            first.dead = "Rank 0 is gone."
+            raise RunnersLost(first.dead)
+
+        setattr(first, method, die)
+        if method == "weights_keep":
+            await update(group)
+        else:
+            with pytest.raises(CallboardError, match="Rank 0 is gone"):
+                await update(group)
+        await eventually(lambda: len(engine.runners) == 2 and engine.loop.reason is None)
+        await update(group, weight_version="9")
+        hurry(engine)
+        for versions in await is_right(reading, asked):
+            assert versions[-1] == "9"
+            assert versions[0] == "1"
+
+
+async def test_an_unexpected_error_of_apply_restarts_the_runners():
+    (engine,) = engines()
+    async with Group(engine) as group:
+        engine.runners[-1].refuses["weights_apply"] = CallboardError("Tensor y is on another device.")
+        with pytest.raises(CallboardError, match="another device"):
+            await update(group)
+        await eventually(lambda: len(engine.runners) == 2 and engine.loop.reason is None)
+        assert (await group.weights("info", {}))["0"]["serial"] == 0
+
+
+async def test_an_engine_that_dies_returns_with_the_stored_version():
+    (engine,) = engines()
+    async with Group(engine) as group:
+        await update(group, weight_version="3", wait_stored=True)
+        asked = [request(i, max_tokens=30) for i in range(3)]
+        reading = asyncio.gather(*(read(group, req) for req in asked))
+        await started(engine)
+        await group.weights("start", {})
+        engine.die()
+        await eventually(lambda: not healthy(group))
+        engine.restart()
+        await eventually(lambda: len(healthy(group)) == 1)
+        with pytest.raises(WeightsRefused, match="No update"):
+            await group.weights("finish", {})
+        hurry(engine)
+        assert await is_right(reading, asked) == [["3"]] * 3
+
+
+async def test_an_engine_that_dies_in_an_update_fails_it_everywhere():
+    pair = engines(2)
+    async with Group(*pair) as group:
+        pair[1].runners[-1].blocks["weights_receive"] = threading.Event()
+        updating = asyncio.create_task(update(group))
+        await eventually(lambda: "weights_receive" in pair[1].runners[-1].calls)
+        pair[1].die()
+        pair[1].runners[-1].blocks["weights_receive"].set()
+        with pytest.raises(CallboardError):
+            await updating
+        await eventually(lambda: len(healthy(group)) == 1)
+        await eventually(lambda: pair[0].runners[-1].staged == [])
+        (answer,) = (await group.weights("info", {})).values()
+        assert (answer["serial"], answer["updating"]) == (0, False)
+        await update(group)
+
+
+async def test_a_discard_ends_a_part_that_blocks():
+    (engine,) = engines()
+    async with Group(engine) as group:
+        runner = engine.runners[-1]
+        blocked = runner.blocks["weights_receive"] = threading.Event()
+        runner.weights_discard = blocked.set
+        await group.weights("start", {})
+        receiving = asyncio.create_task(group.weights("update", {"parts": ["new"]}))
+        await eventually(lambda: "weights_receive" in runner.calls)
+        with pytest.raises(WeightsRefused, match="has not ended"):
+            await group.weights("update", {"parts": ["other"]})
+        await group.weights("discard", {})
+        with pytest.raises(CallboardError, match="dropped"):
+            await receiving
+
+
+async def test_prefixes_of_several_engines_follow_the_version():
+    pair = engines(2)
+    async with Group(*pair) as group:
+        prompt = [1, 2] * 20
+
+        async def ask(name):
+            req = replace(request(0, max_tokens=2), request_id=name, token_ids=prompt, prompt_len=len(prompt))
+            return (await read(group, req))[2]
+
+        await ask("a")
+        await update(group)
+        await ask("b")
+        hits = []
+
+        async def is_expected():
+            req = replace(request(0, max_tokens=1), request_id=f"c{len(hits)}", token_ids=prompt, prompt_len=40)
+            async for output in group.generate(req):
+                hits.append((output.num_cached, output.num_expected))
+            return hits[-1][0] > 0
+
+        for _ in range(100):
+            if await is_expected():
+                break
+            await asyncio.sleep(0.02)
+        assert hits[-1] == (36, 36)
