@@ -1,7 +1,7 @@
 """A model learns by reinforcement: a trainer and a Callboard application in one Ray, on two CPU cores.
 
     pip install transformers        # the trainer's model; Callboard itself does not need it
-    python docs/rollouts.py         # 60 steps in about a minute
+    python docs/rollouts.py         # 60 steps in less than a minute
 
 A tiny model with random weights answers at random. The reward is the share of its six characters that fit a number
 plate: three capitals, then three digits. GRPO needs nothing else: each answer is compared with the other answers to the
@@ -11,20 +11,22 @@ answers between two steps. Importance ratios correct for that: a rollout has the
 
 import argparse
 import os
-import sys
+import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from actors.ray.environment import single_machine
 
-os.environ.update(single_machine(folder := tempfile.mkdtemp(prefix="cb-", dir="/tmp")))  # before `import ray`
+# A private Ray: it reads its environment when it is imported. The folder has its files and the model.
+os.environ.update(single_machine(folder := tempfile.mkdtemp(prefix="cb-", dir="/tmp")))
 
 import ray
 import torch
 from ray import serve
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, logging
 
 from actors.client import Rollout, put_weights
 from callboard import RolloutClient, SamplingParams
@@ -39,6 +41,7 @@ CLIP, LEARNING_RATE = 0.2, 1e-2
 def save_tiny_model(folder: str, seed: int) -> Tokenizer:
     """Write a Llama of 115,000 random weights, and a tokenizer with a token for each byte."""
     torch.manual_seed(seed)
+    logging.disable_progress_bar()
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=257, eos_token_id=256, bos_token_id=256, tie_word_embeddings=False, **shape)
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -89,7 +92,7 @@ class Trainer:
 
 def start_engine(folder: str) -> RolloutClient:
     """Serve the model in this Ray, without HTTP, and connect."""
-    serve.start(proxy_location="Disabled")
+    serve.start(proxy_location="Disabled", http_options={"host": "127.0.0.1"})
     settings = {"weight_updates": True, "quantization": "none", "kv_cache_memory": 0.1, "num_threads": 1}
     serve.run(build_app(AppArgs(model=folder, num_fronts=1, **settings)), name="rollouts")
     return RolloutClient.connect("rollouts")
@@ -99,7 +102,7 @@ def train(client: RolloutClient, trainer: "ray.actor.ActorHandle", tokenizer: To
     """Take some steps, and print the mean reward of each."""
     prompts = [tokenizer.encode(f"Car {i} has the plate ").ids for i in range(NUM_PROMPTS)]
 
-    def start_batch(step: int):  # noqa: ANN202
+    def start_batch(step: int) -> Iterator[Rollout]:
         return client.generate(prompts, PARAMS, n=GROUP, seeds=seed + step)
 
     start, batch = time.monotonic(), start_batch(0)
@@ -127,9 +130,9 @@ def main() -> None:
     ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
     with start_engine(folder) as client:
         train(client, Trainer.remote(folder), tokenizer, args.steps, args.seed << 20)
-    serve.shutdown()
     ray.shutdown()
+    shutil.rmtree(folder)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -53,6 +53,7 @@ class _Update:
     def __init__(self, update_id: str) -> None:
         self.id = update_id
         self.is_busy = False  # while ranks work for it
+        self.num_parts = 0  # calls whose parts all ranks have staged
         self.begun_at = self.last_at = time.monotonic()  # `last_at`: of its last call
 
 
@@ -85,6 +86,7 @@ class EngineWeights:
         self._update: _Update | None = None
         self._pool = ThreadPoolExecutor(4, "weights")
         self._storing: Answer | None = None  # the last write to the store
+        self._num_discards = 0  # that ranks have not ended: they would drop the parts of the next update, too
         self._handlers: dict[str, Callable[[Body, Answer], None]] = {
             "pause": self._pause,
             "resume": self._resume,
@@ -132,10 +134,11 @@ class EngineWeights:
             work, answer = self._pending.popleft()
             try:
                 work()
+            except RunnersLost as e:
+                answer.set_exception(WeightsRefused(str(e), "unavailable"))
+                raise
             except CallboardError as e:
                 answer.set_exception(e)
-                if isinstance(e, RunnersLost):
-                    raise
         if self._waiting and not self._core.scheduler.requests:
             self._finish()
             self._set_paused()
@@ -240,8 +243,8 @@ class EngineWeights:
         self._in_thread(partial(self._ranks, "weights_disconnect"), lambda _: answer.set_result({}), answer)
 
     def _start(self, body: Body, answer: Answer) -> None:
-        if self._update is not None:
-            raise WeightsRefused("Another update of the weights is open; finish it, or wait until it ends.", "busy")
+        if self._update is not None or self._num_discards:
+            raise WeightsRefused("Another update of the weights is open; finish or discard it.", "busy")
         self._update = _Update(body["update_id"])
         self._expire_later(self._update)
         answer.set_result({})
@@ -288,23 +291,42 @@ class EngineWeights:
             for part in parts:
                 self._ranks("weights_receive", part)
 
-        self._of_update(update, receive, lambda _: answer.set_result({}), answer)
+        def received(_: object) -> None:
+            update.num_parts += 1
+            answer.set_result({})
+
+        self._of_update(update, receive, received, answer)
 
     def _check(self, body: Body, answer: Answer) -> None:
-        check = partial(self._ranks, "weights_check")
-        self._of_update(self._take(), check, lambda found: answer.set_result({"is_complete": all(found)}), answer)
+        """Answer with all that must be equal on the engines of an update."""
+        update, version = self._take(), self.version
+        assert version is not None
+
+        def checked(found: list[bool]) -> None:
+            own = {"update_id": update.id, "num_parts": update.num_parts, "is_complete": all(found)}
+            answer.set_result(own | {"serial": version.serial, "name": version.name, "identity": version.identity})
+
+        self._of_update(update, partial(self._ranks, "weights_check"), checked, answer)
 
     def _of_update(self, update: _Update, work: Callable[[], Any], done: Callable[[Any], None], answer: Answer) -> None:
-        """Run work of an update beside the steps, then `done` with its result if the update is still open."""
+        """Run work of an update beside the steps, then `done` with its result if the update is still open.
+
+        An error drops the update, since parts of it may be staged."""
 
         def ended(result: Any) -> None:
             self._release(update, answer)
             if not answer.done():
                 done(result)
 
-        self._in_thread(work, ended, answer, partial(self._release, update, answer))
+        def failed() -> None:
+            if self._update is update:
+                self._discard({}, Future())
+
+        self._in_thread(work, ended, answer, failed)
 
     def _finish_update(self, body: Body, answer: Answer) -> None:
+        if "update_id" in body and (self._update is None or self._update.id != body["update_id"]):
+            raise WeightsRefused("The update was dropped meanwhile; begin another.", "not_open")
         update = self._take()
 
         def check() -> list[bool]:
@@ -323,7 +345,8 @@ class EngineWeights:
         if self._update is not update or self.version is None:
             raise WeightsRefused("The update was dropped before it was applied; begin another.", "not_open")
         self._finish()
-        version = self.version.after(update.id, body.get("weight_version"), is_complete)
+        version = replace(self.version, **body.get("newest", {}))  # of all engines, for equal serials and names
+        version = version.after(update.id, body.get("weight_version"), is_complete)
         start = time.monotonic()
         try:
             fingerprint = self._ranks("weights_apply", version)[0]
@@ -370,9 +393,22 @@ class EngineWeights:
         self._meter.figures.count("callboard:weight_update_seconds", phase, by=seconds)
 
     def _discard(self, body: Body, answer: Answer) -> None:
+        """Drop the open update; with an `update_id` only that one."""
+        if "update_id" in body and (self._update is None or self._update.id != body["update_id"]):
+            answer.set_result({})
+            return
         if self._update is not None:
             self._drop(self._update)
-        self._in_thread(partial(self._ranks, "weights_discard"), lambda _: answer.set_result({}), answer)
+        self._num_discards += 1
+
+        def ended() -> None:
+            self._num_discards -= 1
+
+        def discarded(_: object) -> None:
+            ended()
+            answer.set_result({})
+
+        self._in_thread(partial(self._ranks, "weights_discard"), discarded, answer, ended)
 
     def _rename(self, body: Body, answer: Answer) -> None:
         assert self.version is not None

@@ -8,12 +8,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from actors.ray.names import engine_id
 from actors.wire.engine_client import WeightsRefused
-from runtime.spec.types import CallboardError
 
 Body = dict[str, Any]
 CallEngine = Callable[[str, str, Body], Awaitable[Body]]  # engine's name, call, body -> answer
@@ -30,17 +28,39 @@ async def call_engines(ask: CallEngine, names: Sequence[str], call: str, body: B
     if call == "start" and "update_id" not in body:
         body = {**body, "update_id": secrets.token_hex(16)}
     if call == "finish":  # an update that does not fit changes no engine
-        await call_engines(ask, names, "check", {})
+        body = {**body, **await _agreed(ask, names)}
     bodies = [body] * len(names) if call != "init" else await _with_rank_offsets(ask, names, body)
     found = await asyncio.gather(*map(ask, names, [call] * len(names), bodies), return_exceptions=True)
     errors = [each for each in found if isinstance(each, BaseException)]
     if not errors:
         return {engine_id(name): answer for name, answer in zip(names, found, strict=True)}  # type: ignore[misc]
-    is_busy = isinstance(errors[0], WeightsRefused) and errors[0].code == "busy"
-    if call in _OF_UPDATES and not is_busy:
-        with suppress(CallboardError):
-            await asyncio.gather(*(ask(name, "discard", {}) for name in names), return_exceptions=True)
-    raise errors[0]
+    grave = [each for each in errors if not (isinstance(each, WeightsRefused) and each.code == "busy")]
+    if call == "start":  # only this update: engines that are busy may go on with the one before
+        await _discard(ask, names, {"update_id": body["update_id"]})
+    elif call in _OF_UPDATES and grave:
+        await _discard(ask, names, {})
+    raise (grave or errors)[0]
+
+
+async def _discard(ask: CallEngine, names: Sequence[str], body: Body) -> None:
+    await asyncio.gather(*(ask(name, "discard", body) for name in names), return_exceptions=True)
+
+
+async def _agreed(ask: CallEngine, names: Sequence[str]) -> Body:
+    """Check an update on all engines. Returns what `finish` needs for equal versions on all of them.
+
+    An engine may have missed a part, or an older update, while it was lost or had no link to a front."""
+    found = list((await call_engines(ask, names, "check", {})).values())
+    problem = ""
+    if len({(each["update_id"], each["num_parts"]) for each in found}) > 1:
+        problem = "The engines have received other parts of the update; begin another."
+    elif len({each["identity"] for each in found}) > 1 and not all(each["is_complete"] for each in found):
+        problem = "The engines serve different weights, so the next update must have all tensors; send all of them."
+    if problem:
+        await _discard(ask, names, {})
+        raise WeightsRefused(problem, "not_open")
+    newest = max(found, key=lambda each: int(each["serial"]))
+    return {"update_id": newest["update_id"], "newest": {name: newest[name] for name in ("serial", "name")}}
 
 
 async def _with_rank_offsets(ask: CallEngine, names: Sequence[str], body: Body) -> list[Body]:

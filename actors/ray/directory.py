@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from actors.ray.names import NAMESPACE, living_actors
+from actors.wire.engine_client import WeightsRefused
 from actors.wire.transport import Address
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import CallboardError
@@ -63,10 +64,14 @@ class RayDirectory:
 
     async def weights(self, name: str, call: str, body: dict[str, Any]) -> dict[str, Any]:
         """Pause an engine, or update its weights. Raises CallboardError, WeightsRefused among them."""
+        if name not in self._actors:
+            raise WeightsRefused("An engine is gone; try again when another has started.", "unavailable")
         try:
             answer: dict[str, Any] = await self._actors[name].weights.remote(call, body)
-        except RayError as e:
+        except RayTaskError as e:
             raise plain_error(e) from e
+        except RayError as e:
+            raise WeightsRefused(f"An engine is lost: {plain_error(e)}", "unavailable") from e
         return answer
 
     async def _ask_ray(self, function: Callable[..., Answer], *arguments: str) -> Answer:

@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import RayError
 
 from actors.ray.directory import plain_error
+from actors.runners.direct_transport import TWO_SIDED, call_directly, transport_of
 from runtime.spec.types import CallboardError
 from runtime.updates.parts import ArraysPart, PullPart, TensorInfo, WeightPart
 
@@ -59,9 +60,13 @@ def local_part(part: WeightPart | ObjectsPart | ActorPart) -> WeightPart:
     if isinstance(part, ActorPart):
         method = getattr(part.trainer, part.method)
 
+        def get(slices: Sequence[Slice]) -> Any:
+            if transport_of(method) in TWO_SIDED:
+                return call_directly(part.trainer, method, list(slices))
+            return ray.get(method.remote(list(slices)))
+
         def pull(slices: Sequence[Slice]) -> list[torch.Tensor]:
-            found = _answer(lambda: ray.get(method.remote(list(slices))))
-            return [as_tensor(array) for array in found]
+            return [as_tensor(array) for array in _answer(lambda: get(slices))]
 
         return PullPart(part.tensors, pull)
     return part

@@ -19,11 +19,12 @@ class WeightVersion:
 
         Args:
         update_id: names the update on all engines.
-        name: None to call the version by its serial number.
+        name: None for one more than the last name if that is a number, else for the serial number.
         is_complete: the update has every tensor of the model, so that older versions do not matter."""
         before = "" if is_complete else self.identity
         identity = hashlib.sha256(f"{before}\0{update_id}".encode()).hexdigest()[:32]
-        return WeightVersion(self.serial + 1, str(self.serial + 1) if name is None else name, identity)
+        number = int(self.name) if self.name.isdecimal() else self.serial
+        return WeightVersion(self.serial + 1, str(number + 1) if name is None else name, identity)
 
     def satisfies(self, wanted: str) -> bool:
         """Return True for a request that wants at least the version `wanted`.

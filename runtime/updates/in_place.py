@@ -70,6 +70,20 @@ class InPlace:
         return [(own[key], other[key], f"{where}{key}") for key in own]
 
 
+def tensors_of(x: Any) -> Iterator[torch.Tensor]:
+    """The tensors in an object, each once, in a fixed order."""
+    met, todo = dict[int, Any](), [x]
+    while todo:
+        x = todo.pop(0)
+        if id(x) in met or isinstance(x, (*_PLAIN, *_OPAQUE)):
+            continue
+        met[id(x)] = x
+        if isinstance(x, torch.Tensor):
+            yield x
+        else:
+            todo += [part for _, part in _parts(x)]
+
+
 def _has_tensors(x: object) -> bool:
     return not (isinstance(x, _OPAQUE) or (isinstance(x, list | tuple | dict) and not x))
 

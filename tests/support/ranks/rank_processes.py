@@ -104,6 +104,6 @@ def _live(connection: Connection) -> None:
             elif method == "attribute":
                 connection.send(attrgetter(".".join(arguments))(runner))
             else:
-                connection.send(getattr(runner, method)(*arguments))
+                connection.send(attrgetter(method)(runner)(*arguments))
         except Exception as e:  # of any kind, for the test's process
             connection.send(e)

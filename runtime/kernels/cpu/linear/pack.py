@@ -75,11 +75,11 @@ def transpose_blocks(
     begin, end = share(num_blocks, part, parts)
     whole = columns // _ROWS * _ROWS
     for block in loop(begin, end):
-        rows = [weight + (block * _ROWS + row) * columns for row in range(_ROWS)]
+        rows = [weight + (block * _ROWS + i) * columns for i in range(_ROWS)]
         target = out.of(TYPES[dtype]) + block * _ROWS * columns
         for first in loop(0, whole, _ROWS):
-            for column, values in enumerate(_transposed([row.load(first, _ROWS) for row in rows])):
-                target.store((first + column) * _ROWS, values.to(TYPES[dtype]))
+            for i, values in enumerate(_transposed([row.load(first, _ROWS) for row in rows])):
+                target.store((first + i) * _ROWS, values.to(TYPES[dtype]))
         for column in loop(whole, columns):
             for i, row in enumerate(rows):
                 target.store(column * _ROWS + i, row.load(column).to(TYPES[dtype]))

@@ -1,0 +1,70 @@
+"""Updates of the Triton path: new weights at the addresses of the old ones, which graphs hold."""
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+from runtime.spec.types import CallboardError
+from runtime.updates.in_place import InPlace, tensors_of
+from runtime.updates.parts import ArraysPart
+from runtime.worker.runner import ModelRunner
+from tests.support.models import quantized_models
+from tests.support.models.family_cases import save_model
+from tests.support.models.quantized import FORMATS
+from tests.support.models.runner_driver import open_runner
+from tests.support.models.weight_updates import changed, logits, tensors_in, update, write_changed
+
+pytestmark = pytest.mark.usefixtures("wide_products", "_cold")
+SETTINGS = {
+    "kernel_backend": "triton", "dtype": "float32", "max_model_len": 40, "max_num_seqs": 2, "block_size": 8,
+}  # fmt: skip
+
+
+@pytest.fixture
+def _cold() -> Iterator[None]:
+    with mock.patch.object(ModelRunner, "_warm_up"):
+        yield
+
+
+def addresses(runner: ModelRunner) -> list[int]:
+    decoder = runner.decoder
+    return [x.data_ptr() for x in tensors_of([decoder.layers, decoder.embed, decoder.head, decoder.final_norm])]
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma3", "qwen3", "mixtral", "qwen3.5", "lfm2", "gpt2"])
+def test_new_weights_have_the_old_addresses(case, tmp_path):
+    save_model(tmp_path / "first", case)
+    second = changed(tensors_in(tmp_path / "first"))
+    folder = write_changed(tmp_path / "first", second, tmp_path / "second")
+    runner = open_runner(tmp_path / "first", weight_updates=True, **SETTINGS)
+    before = addresses(runner)
+    update(runner, [ArraysPart(second)])
+    assert addresses(runner) == before
+    assert torch.equal(logits(runner), logits(open_runner(folder, **SETTINGS)))
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int4", "nf4"])
+@pytest.mark.parametrize("config", [quantized_models.LLAMA, quantized_models.MIXTRAL])
+def test_quantization_at_load_follows_in_place(quantization, config, tmp_path):
+    _, first = quantized_models.write(tmp_path, FORMATS["awq"], config | {"num_hidden_layers": 1})
+    second = changed(tensors_in(first))
+    folder = write_changed(first, second, tmp_path / "second")
+    settings = SETTINGS | {"quantization": quantization}
+    runner = open_runner(first, weight_updates=True, **settings)
+    before = addresses(runner)
+    update(runner, [ArraysPart(second)])
+    assert addresses(runner) == before
+    assert torch.equal(logits(runner), logits(open_runner(folder, **settings)))
+
+
+def test_objects_of_another_form_are_refused():
+    zeros = torch.zeros(3)
+    for old, new in (
+        ([zeros], [torch.zeros(4)]), ([zeros], [zeros, zeros.clone()]), ({"a": zeros}, {"b": zeros.clone()}),
+        ([zeros, 1], [zeros.clone(), 2]), ((zeros,), [zeros.clone()]), ([zeros], [None]),
+        ([zeros], [zeros.double()]),
+    ):  # fmt: skip
+        with pytest.raises(CallboardError, match="bug in Callboard"):
+            InPlace().copy_onto(old, new, "x")
