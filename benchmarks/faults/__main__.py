@@ -5,10 +5,10 @@
     python -m benchmarks.faults --page                                                             # docs/faults.md
 
 A running application of two engines, on two nodes of one Ray, and two fronts gets one fault after another while streams
-are read. Four applications follow one another: a plain one, one that speculates, one with a hybrid model, and one with
-engines of two ranks. The models are tiny, and their steps are slowed to `--step-ms`. Each token is compared with the
-undisturbed model's. A repeat is one JSON line. Repeats that the file already has are skipped, so an interrupted run can
-be continued.
+are read. Six applications follow one another: a plain one, one that speculates, one with a hybrid model, one with
+engines of two ranks, and two with a trainer, of one rank and of two. The models are tiny, and their steps are slowed to
+`--step-ms`. Each token is compared with the undisturbed model's. A repeat is one JSON line. Repeats that the file
+already has are skipped, so an interrupted run can be continued.
 `--instances` run side by side, with ports, folders and a Ray of their own, and need three cores each.
 """
 
@@ -40,7 +40,7 @@ _FIELDS = {  # of the application
     "step_timeout_s": 3.0,
 }
 _DRAFT = {"num_draft_tokens": 3, "draft_kv_cache_memory": 0.3}
-_OWN = "verify", "states"  # columns with an application of their own
+_OWN = "verify", "states", "update"  # columns with applications of their own
 _RANKS = {"tensor_parallel_size": 2, "rank_invariant": True}  # one rank, undisturbed, gives the same
 
 
@@ -99,11 +99,14 @@ async def _run(cells: list[tuple[Fault, str]], args: argparse.Namespace) -> int:
     done, results, num_failed = _done(args.out, args.streams), Results("faults", args.out), 0
     with tempfile.TemporaryDirectory() as folder:
         tiny, divisible, hybrid = await asyncio.to_thread(_models, Path(folder))
+        updates = {"weight_updates": True, "weight_folder": str(divisible)}
         applications: list[tuple[str, int, Path, dict[str, Any]]] = [
             ("", 1, tiny, {}),
             ("verify", 1, tiny, {"draft": str(tiny), **_DRAFT}),
             ("states", 1, hybrid, {}),
             ("", 2, divisible, _RANKS),
+            ("update", 1, divisible, updates),
+            ("update", 2, divisible, _RANKS | updates),
         ]
         for column, num_ranks, model, fields in applications:
             todo = [(f, w) for f, w in cells if (w if w in _OWN else "", f.num_ranks) == (column, num_ranks)

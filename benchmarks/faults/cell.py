@@ -10,12 +10,14 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
 from actors.runners.runner_group import LocalProcess
 from benchmarks.faults.matrix import ENGINE_ROLES, Fault
 from benchmarks.faults.tcp_proxy import TcpProxy
+from benchmarks.faults.trainer import Refused, Trainer, call
 from runtime.llm import LLM
 from runtime.spec.types import SamplingParams
 from serve_app.tools.token_client import Reading, Server
@@ -25,6 +27,7 @@ PROMPT_LENS = {"prefill": 1000, "states": 200}  # in the other columns: 20
 _POLL_S = 0.1
 _LEAST_S = 2.0  # that each cell is watched for after its fault
 _WHOLE_S = 120.0  # for the application to be whole again
+_UPDATE_S = 30.0  # for an update of the weights to succeed when the application is whole
 _END_S = 60.0  # for the last answers
 
 
@@ -38,6 +41,7 @@ class Answers:
     """Prompts, and the model's answers to them, computed undisturbed in this process."""
 
     def __init__(self, model: str, num_streams: int, prompt_len: int, rank_invariant: bool = False) -> None:
+        self.model = Path(model)
         self.prompts = [
             [3 + (7 * i + 13 * j + i * j) % 250 for j in range(prompt_len + i % 7)] for i in range(num_streams)
         ]
@@ -85,6 +89,8 @@ class Cell:
         self._stopping = asyncio.Event()
         self._clients = [Client(i) for i in range(len(answers.prompts))]
         self._tasks: list[asyncio.Task[None]] = []
+        self._url = f"http://{server.host}:{server.port}"
+        self._trainers: list[Trainer] = []  # of the column update
 
     def pids(self, role: str) -> list[int]:
         """The processes that a fault with this name hits."""
@@ -106,6 +112,13 @@ class Cell:
                 os.kill(pid, number)
 
     async def run(self) -> dict[str, Any]:
+        try:
+            return await self._run()
+        finally:
+            for trainer in self._trainers:
+                trainer.kill()
+
+    async def _run(self) -> dict[str, Any]:
         await self._until_whole()
         self.victim = await self.application.ask("victim")
         self._gcs = await self.application.ask("gcs")
@@ -114,6 +127,8 @@ class Cell:
             self.proxy.target = await self.application.ask("link_through", self.victim, port)
             await self._until_whole()
         self._processes = await self.application.ask("processes")
+        if self.when == "update":
+            await self.start_trainer()
         if self.when != "idle":
             await self._begin()
         before = time.monotonic()
@@ -134,13 +149,14 @@ class Cell:
             await self._end_drained()
         ended = time.monotonic() if self.hold_s or self.when == "drain" else at
         whole_s = 0.0 if self.fault.is_final else await self._until_whole(ended)
+        updates = await self._end_updates(ended) if self.when == "update" else {}
         await asyncio.sleep(max(0.0, at + _LEAST_S - time.monotonic()))
         await self._end()
         if self.fault.through_proxy and self.when != "start":
             await self._restart_victim()  # the next engine's links are plain again
             await self._until_whole()
             await self.proxy.close()
-        return self._figures(before if self.when in ("start", "drain") else at, hit, whole_s)
+        return self._figures(before if self.when in ("start", "drain") else at, hit, whole_s) | updates
 
     # ---- before and after -----------------------------------------------------------------------------------------
 
@@ -173,6 +189,38 @@ class Cell:
                     if task.done():
                         task.result()
                 await asyncio.sleep(0.002)
+
+    # ---- the trainer ----------------------------------------------------------------------------------------------
+
+    async def start_trainer(self) -> None:
+        """Start a trainer, and wait for its first update."""
+        self.trainer = Trainer(self._url, self.answers.model)
+        self._trainers.append(self.trainer)
+        await self.trainer.start()
+        async with asyncio.timeout(_UPDATE_S):
+            await self.trainer.wait_for("finished")
+
+    async def check_that_update_is_open(self) -> None:
+        """The update of a dead trainer stays open, and the start of another trainer is refused."""
+        try:
+            answer: Any = await asyncio.to_thread(call, self._url, "POST", "/start_weight_update")
+        except Refused as e:
+            answer = str(e)
+        assert "weights_busy" in answer, f"a second update was not refused: {answer}"
+
+    async def _end_updates(self, since: float) -> dict[str, Any]:
+        """Wait for an update that began after `since`. All engines must then have its version."""
+        async with asyncio.timeout(_UPDATE_S):
+            await self.trainer.wait_for("finished", begun=since)
+        updated_s = time.monotonic() - since
+        await self.trainer.close()
+        info = await asyncio.to_thread(call, self._url, "GET", "/weight_info")
+        versions = {(each["weight_version"], each["serial"]) for each in info["engines"]}
+        assert (len(versions), info["updating"]) == (1, False), f"the engines differ after an update: {info}"
+        counts = {name: sum(each.count(name) for each in self._trainers) for name in ("finished", "failed")}
+        return {"updates": counts["finished"], "failed_updates": counts["failed"], "updated_s": updated_s}
+
+    # ---- the clients ----------------------------------------------------------------------------------------------
 
     async def _ask(self, client: Client) -> None:
         """The same prompt again and again, each time without its predecessors' cache."""

@@ -18,6 +18,7 @@ WHEN = {
     "decode": "each stream has ten tokens at least",
     "verify": "the same, with a draft model",
     "states": "as decode, with recurrent states and prompts of 200 tokens",
+    "update": "as decode, while a trainer sends the weights that the engines have, about twice a second",
     "drain": "the engine drains, and its streams are about to move",
     "start": "the engine has been killed just before, and another one loads its model",
 }
@@ -117,6 +118,15 @@ async def _shift_back(cell: Cell) -> None:
         await cell.application.ask("shift_clock", cell.victim, -3600.0)
 
 
+async def _kill_trainer(cell: Cell) -> None:
+    await cell.trainer.kill_in_update()
+    await cell.check_that_update_is_open()
+
+
+async def _start_trainer(cell: Cell) -> None:
+    await cell.start_trainer()
+
+
 async def _stop_reading(cell: Cell) -> None:
     cell.reads.clear()
 
@@ -125,7 +135,8 @@ async def _read_again(cell: Cell) -> None:
     cell.reads.set()
 
 
-_NO_DRAFT = dict.fromkeys(("idle", "prefill", "decode", "states", "drain", "start"), DRAFT_ONLY)
+_NO_DRAFT = {when: DRAFT_ONLY for when in WHEN if when != "verify"}
+_NO_TRAINER = {when: "no trainer" for when in WHEN if when != "update"}
 _NO_STREAMS = {"idle": "no streams"}
 _ONE_RANK = {"verify": "no draft with ranks", "states": "the application of this column has one rank"}
 _TWO_RANKS: dict[str, Any] = {"hits_engine": True, "num_ranks": 2, "none_when": _ONE_RANK}
@@ -167,6 +178,8 @@ FAULTS = [
           hits_engine=True, none_when={"start": "the process is not there yet"}),
     Fault("silent readers", "every tenth client reads nothing for 5 s", _stop_reading, _read_again, 5.0,
           none_when=_NO_STREAMS),
+    Fault("trainer killed", "SIGKILL to the trainer between start and finish of an update; another one is refused, and "
+          "after 2 s a third one discards the open update", _kill_trainer, _start_trainer, 2.0, none_when=_NO_TRAINER),
 ]  # fmt: skip
 BY_NAME = {fault.name: fault for fault in FAULTS}
 # Faults that no cell shows, with the reason.

@@ -34,6 +34,7 @@ answer.
 | connections cut | clients that sent again with the tokens that they had; the answers continued |
 | refused with a time | 429 and 503 answers |
 | held | how long the fault lasted |
+| updates | weight updates that ended, and the time from the fault, or its end, to the first later one |
 | whole | from the fault, or its end, until the application had all processes and links again |
 | n | repeats; [all of them](#repeats) |
 
@@ -87,6 +88,9 @@ def _cell(fault: Fault, when: str, told: list[dict[str, Any]]) -> str:
             parts.append(f"{number / len(runs):.3g} {text}")
     if held := {run["held_s"] for run in runs} - {0.0}:
         parts.append(f"held {_seconds(max(held))}")
+    if updated := [run["updated_s"] for run in runs if "updated_s" in run]:
+        number = sum(run["updates"] for run in runs) / len(runs)
+        parts.append(f"{number:.3g} updates, the next after {_seconds(median(updated))}")
     parts.append("started anew" if fault.is_final else f"whole {_seconds(median(run['whole_s'] for run in runs))}")
     return "<br>".join([*parts, f"n={len(runs)}"])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -167,8 +167,12 @@ class RunnerUpdates:
             tensors = self._nccl_receiver().tensors(part)
         if isinstance(part, IpcPart | BroadcastPart):
             stage.check_all((t.name, getattr(torch, t.dtype), tuple(t.shape)) for t in part.tensors)
-        for name, tensor in tensors:
-            stage.add(name, tensor)
+        try:
+            for name, tensor in tensors:
+                stage.add(name, tensor)
+        finally:  # after an error, a receiver leaves its trainer's group at once
+            if isinstance(tensors, Generator):
+                tensors.close()
 
     def check(self) -> bool:
         """True if the staged tensors are all of the model's. Raises CallboardError if they cannot be applied."""
@@ -239,7 +243,11 @@ class RunnerUpdates:
             self._num_dropped += 1
             self._memory.release(self._staged)
             self._staged = SliceSet()
-        if self._nccl is not None and self._receiving.locked():
+        if self._receiving.acquire(blocking=False):
+            if self._ipc is not None:
+                self._ipc.release()
+            self._receiving.release()
+        elif self._nccl is not None:
             self._nccl.leave()
 
     def _overlay(self) -> Overlay:

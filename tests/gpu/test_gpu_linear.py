@@ -108,6 +108,24 @@ def test_deterministic_layers_are_batch_invariant(size_out, size_in, dtype, with
                 assert torch.equal(part, want[first : first + rows]), (verb, first, rows)
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("size_out", "size_in"), [(152, 64), (60, 76), (576, 128)])
+def test_a_residual_is_added_after_the_whole_sum(size_out, size_in, with_bias):
+    """Also where one matrix instruction has all columns: it must not begin with the residual or the bias."""
+    randn = lambda *shape: torch.randn(*shape, device="cuda").bfloat16()  # noqa: E731
+    weight, x, start = randn(size_out, size_in), randn(2048, size_in), randn(2048, size_out)
+    layer = FusedLinear(weight, randn(size_out) if with_bias else None, "silu", deterministic=True)
+
+    def sums(first: int, rows: int) -> torch.Tensor:
+        residual = start[first : first + rows].clone()
+        layer.add_to(residual, x[first : first + rows])
+        return residual
+
+    whole = sums(0, 2048)
+    for rows in (4, 16, 64):
+        assert torch.equal(torch.cat([sums(first, rows) for first in range(0, 2048, rows)]), whole), rows
+
+
 @pytest.mark.parametrize("rows", [1, 5, MAX_ROWS])
 def test_a_graph_of_dependent_layers_equals_layers_one_by_one(rows):
     """Programmatic dependent launch lets kernels overlap; each must still see the results of the one before."""

@@ -218,6 +218,22 @@ async def test_paths_must_lead_into_the_folder(tmp_path: Path):
         assert_error(refused, 403, "update_info.paths", "--weight-folder", "weight_files_not_allowed")
 
 
+async def test_an_adapter_is_replaced_by_the_same_call(tmp_path: Path):
+    (tmp_path / "policy-2").mkdir()
+    engine = new_engine()
+    async with front(engine, weight_folder=str(tmp_path)) as send:
+        for _ in range(2):
+            info = {"lora_name": "policy", "paths": ["policy-2"]}
+            assert (await send("/update_weights", {"update_info": info})).json() == {"message": "Adapter updated"}
+        assert engine.adapters.served().keys() == {"policy"}
+        for path in ("..", "/etc"):
+            refused = await send("/update_weights", {"update_info": {"lora_name": "policy", "paths": [path]}})
+            assert_error(refused, 400, "update_info.paths.0", "")
+        refused = await send("/update_weights", {"update_info": {"lora_name": "policy", "paths": []}})
+        assert refused.status_code == 400
+    assert engine.fake_weights.calls == []
+
+
 class Engines(FakeEngine):
     """An engine that answers calls about weights so, or fails so."""
 

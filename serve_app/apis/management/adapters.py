@@ -23,13 +23,13 @@ from serve_app.protocol.shapes import RequestModel
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 
-_Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+AdapterName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
 class LoadAdapterRequest(RequestModel):
     """POST /v1/load_lora_adapter. A relative path starts in the server's folder of adapters."""
 
-    lora_name: _Name
+    lora_name: AdapterName
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     load_inplace: bool = False  # replace an adapter of the same name
 
@@ -37,7 +37,7 @@ class LoadAdapterRequest(RequestModel):
 class UnloadAdapterRequest(RequestModel):
     """POST /v1/unload_lora_adapter."""
 
-    lora_name: _Name
+    lora_name: AdapterName
 
 
 def adapter_routes(service: Service, settings: HttpSettings) -> list[Route]:

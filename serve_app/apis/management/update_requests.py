@@ -9,14 +9,16 @@ from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from runtime.output.fields import FieldError, invalid, shown
 from runtime.spec.types import CallboardError
 from runtime.updates.update_info import group_of_init_info, has_group, parts_of_json
+from serve_app.apis.management.adapters import AdapterName
 from serve_app.apis.management.allowed_folder import path_within
 from serve_app.protocol.errors import ApiError
+from serve_app.protocol.parsing import parse
 from serve_app.protocol.shapes import RequestModel, VersionName
 
 UpdateInfo = dict[str, Any] | list[dict[str, Any]]
@@ -54,6 +56,13 @@ class UpdateWeightsRequest(RequestModel):
     update_info: UpdateInfo  # of vLLM, or {"paths": [...]}: safetensors files and folders of them
 
 
+class AdapterUpdate(RequestModel):
+    """An update_info for an adapter (LoRA). It needs no open update: only requests of this adapter change."""
+
+    lora_name: AdapterName
+    paths: Annotated[list[str], Field(min_length=1, max_length=1)]  # a folder that PEFT has written
+
+
 class FinishUpdateRequest(RequestModel):
     """POST /finish_weight_update."""
 
@@ -87,6 +96,9 @@ def read_update(body: bytes) -> UpdateInfo:
     if "update_info" not in fields:
         raise FieldError("update_info", "update_info is missing; it is required.")
     info: UpdateInfo = fields["update_info"]
+    if isinstance(info, dict) and "lora_name" in info:
+        parse(AdapterUpdate, msgspec.json.encode(info))
+        return info
     with _named("update_info"):
         parts_of_json(info)
     return info

@@ -174,11 +174,15 @@ class WeightRoutes:
         return json_response(Message("Weight update started"))
 
     async def update(self, request: HttpRequest) -> Response:
-        """Answer when every rank has staged its share of the tensors."""
+        """Answer when every rank has staged its share of the tensors, or has the adapter."""
         client = self._client(request)
         body = await read_json_body(request.scope, request.receive, self._settings) or b""
         info = await run_preparation(body, request.scope["owner"], False, lambda: read_update(body))
         info = await asyncio.to_thread(allowed_update, info, self._settings.weight_folder)
+        if isinstance(info, dict) and "lora_name" in info:
+            async with Deadline(self._settings.request_timeout_s):
+                await self._service.load_adapter(info["lora_name"], info["paths"][0], may_replace=True)
+            return json_response(Message("Adapter updated"))
         await self._call_on(client, "update", {"update_info": info})
         return json_response(Message("Weights updated"))
 

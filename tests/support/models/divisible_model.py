@@ -16,9 +16,9 @@ CONFIG = {
 }  # fmt: skip
 
 
-def write_divisible_model(folder: Path) -> Path:
-    """One llama layer of random weights, always the same; returns the folder."""
+def write_divisible_model(folder: Path, seed: int = 0) -> Path:
+    """One llama layer of random weights, always the same for a seed; returns the folder."""
     shapes = load_spec(CONFIG)[0].shapes()
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     write_folder(folder, CONFIG, lambda name: random_parameter(name, shapes[name], generator))
     return folder

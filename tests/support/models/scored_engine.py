@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,10 +92,10 @@ def scored(
     return [Request(f"scored {i}", [*prompt, *output], len(prompt), params) for i, (prompt, output) in pairs]
 
 
-def family_runner(case: str, **config) -> ModelRunner:
-    """A random model of a family, in deterministic mode."""
+def family_runner(case: str, changes: Mapping[str, Any] | None = None, **config) -> ModelRunner:
+    """A random model of a family, in deterministic mode. `changes` are fields of its config.json."""
     limits = {"max_model_len": 128, "max_num_seqs": 4, "num_kv_blocks": 64} | config
-    return tiny_runner(spec_of(case), deterministic=True, **limits)
+    return tiny_runner(spec_of(case, **changes or {}), deterministic=True, **limits)
 
 
 def check_scores(core: EngineCore, prompts: Sequence[list[int]], between: Between = lambda core, step: None) -> None:
