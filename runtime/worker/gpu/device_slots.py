@@ -47,7 +47,7 @@ class DeviceSlots:
     def reset(self) -> None:
         """Forget all requests."""
         self.state.zero_()
-        self.places[-1, 1] = self.max_model_len
+        self.places[-1, 1].fill_(self.max_model_len)  # an assignment would copy from the host, and wait
         self.adapter_of[:] = 0
         self.prompt_ends[:] = 0
 
