@@ -4,9 +4,9 @@
     python -m benchmarks.rollouts engine MODEL [--cell 256x128x256]          # the engine alone, in this process
     python -m benchmarks.rollouts client MODEL [--cell 256x128x256]          # the same requests by the client
 
-`ways` prints the CPU time of a token and of a request for each way: of the caller, the front and HAProxy together, and
-of the engine. Two loads of different lengths give both figures. `engine` and `client` print output tokens a second of
-batches of BATCHxINxOUT, all requested at once, with log-probabilities. MODEL is a folder, such as one of
+`ways` prints the CPU time of a token and of a request for each way. One figure adds up the caller, the front and
+HAProxy; the other is the engine's. Two loads of different lengths give both. `engine` and `client` print output tokens
+a second of batches of BATCHxINxOUT, all requested at once, with log-probabilities. MODEL is a folder, such as one of
 `benchmarks.library.make_random_model`.
 """
 
@@ -184,7 +184,7 @@ def ways(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def prompts_of(cell: tuple[int, ...], vocab_size: int, repeat: int) -> list[list[int]]:
-    """Random prompts; those of no two repeats share a block."""
+    """Random prompts. Prompts of different repeats share no block."""
     batch, prompt_len, _ = cell
     return np.random.default_rng(repeat).integers(0, vocab_size, (batch, prompt_len)).tolist()
 

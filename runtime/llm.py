@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from runtime.assembly.engine import build_engine, draft_client_of, speculation_of
 from runtime.core.executor import InProcess
-from runtime.core.request_state import RequestState
+from runtime.core.outputs import outputs_by_request
 from runtime.core.requests import requests_of
 from runtime.features.adapter_table import AdapterTable
 from runtime.loading.adapter_files import read_adapter
@@ -36,13 +36,11 @@ from runtime.output.vectors import check_dimensions, embedding, scores, texts_of
 from runtime.spec.config import DEFAULT_MODEL, EngineConfig
 from runtime.spec.pooling import POOLED, required_pooling
 from runtime.spec.types import (
-    NOT_FINITE,
     CallboardError,
     FinishReason,
     Request,
     RequestOutput,
     SamplingParams,
-    StepOutput,
     TokenLogprobs,
 )
 from runtime.speculation.draft import LocalWire
@@ -326,7 +324,7 @@ class LLM:
             )
         lengths = list(prompt_len) if isinstance(prompt_len, Sequence) else [prompt_len] * len(prompts)
         if len(lengths) != len(prompts):
-            raise CallboardError(f"There are {len(prompts)} prompts and {len(lengths)} prompt_len; send one or as many.")
+            raise CallboardError(f"There are {len(prompts)} prompts, {len(lengths)} prompt_len; send one or as many.")
         given = zip(prompts, each, lengths, strict=True)
         choices = (c for prompt, p, length in given for c in self._add(prompt, p, num_choices, adapter, length))
         done = self._finish(choices, "completions", len(prompts) >= _LONG_BATCH if progress is None else progress)
@@ -410,7 +408,7 @@ class LLM:
         finally:
             self._in_step = False
         ended = []
-        for state, new in _by_request(output).items() if output is not None else ():
+        for state, new in outputs_by_request(output).items() if output is not None else ():
             owner: _Choice | _Vector = state.owner
             owner.take(new)
             if owner.reason and not new.finish_reason:  # its text ended it
@@ -434,31 +432,3 @@ class LLM:
         client = draft_client_of(self.engine)
         if self._draft is not None and client is not None:
             client.attach(LocalWire(self._draft), self._draft.scheduler.info.step_us)
-
-
-def _by_request(step: StepOutput) -> dict[RequestState, RequestOutput]:
-    """A step's columns by request."""
-    gained: dict[RequestState, RequestOutput] = {}
-
-    def output_of(state: RequestState) -> RequestOutput:
-        if state not in gained:
-            gained[state] = RequestOutput(state.request.request_id, [], num_cached=state.num_cached or 0)
-        return gained[state]
-
-    for i, (state, token) in enumerate(zip(step.states, step.token_ids, strict=True)):
-        output = output_of(state)
-        output.token_ids.append(token)
-        if i in step.logprobs:
-            output.logprobs.append(step.logprobs[i])
-    for state, logprobs in step.prompt_logprobs:
-        output_of(state).prompt_logprobs = list(logprobs.of(state.request.token_ids[1:]))
-    for state, vector in step.pooled:
-        output_of(state).pooled = vector
-    for state, experts in step.experts:
-        output_of(state).routed_experts = experts
-    for state, reason in step.finished:
-        output = output_of(state)
-        output.finish_reason, output.error = reason, NOT_FINITE if reason is FinishReason.ERROR else state.failure
-        if reason is FinishReason.STOP and state.tokens[-1] in state.params.stop_token_ids:
-            output.stop_token_id = state.tokens[-1]
-    return gained

@@ -1,17 +1,14 @@
 """The client for other jobs of the same Ray: rollouts, scores and new weights, without HTTP.
 
-client            RolloutClient: blocking calls and iterators over an event loop of its own
-batch             the requests of one call in flight, and the rollouts that have ended
-rollout           Rollout: one finished output
-engines           finds the engines of an application; streams that are read once, at their end
-loop_thread       the thread of the event loop
-weight_sources    the parts of a weight update from what a trainer has: tensors, objects, files, actors
+    client            RolloutClient: blocking calls and iterators over an event loop of its own
+    batch             the requests of one call in flight, and the rollouts that have ended
+    rollout           Rollout: one finished output
+    engines           finds the engines of an application; streams that are read once, at their end
+    join              connects the process to the running Ray
+    loop_thread       the thread of the event loop
+    weight_sources    the parts of a weight update from what a trainer has: tensors, objects, files, actors
 
-from actors.client import RolloutClient
-
-with RolloutClient.connect() as client:
-    for rollout in client.generate(prompts, SamplingParams(max_tokens=64), n=8):
-        print(rollout.index, rollout.token_ids)
+docs/rollouts.md has examples.
 """
 
 from actors.client.client import RolloutClient

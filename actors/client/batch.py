@@ -51,14 +51,10 @@ class Batch(Generic[Result]):
         max_in_flight: int | None,
         max_unread: int | None,
     ) -> None:
-        """Args:
-        jobs: the jobs of one prompt after another.
-        result: makes a result of an output.
-        max_in_flight: requests that are sent and have not ended; None for what the engines compute and a fourth more.
-        max_unread: results that wait for the caller before no more requests are sent; None for 4 times max_in_flight.
-        """
+        """`jobs` yields the jobs of one prompt after another, and `result` makes a result of an output."""
         self._group, self._jobs, self._result = group, jobs, result
-        self._max_in_flight, self._max_unread = max_in_flight, max_unread
+        self._max_in_flight = max_in_flight  # sent, and not ended; None for what the engines compute and a fourth more
+        self._max_unread = max_unread  # results that the caller may leave unread; None for 4 times max_in_flight
         self._next: deque[Job] = deque()  # of the last pulled prompts
         self._is_exhausted = False  # no prompts are left
         self._tasks: set[asyncio.Task[None]] = set()

@@ -17,10 +17,9 @@ from dataclasses import replace
 from itertools import repeat
 from typing import Any, Literal, TypedDict, Unpack
 
-import ray
-
 from actors.client.batch import Batch, BatchEnd, Job, Results
 from actors.client.engines import RolloutGroup, find_engines
+from actors.client.join import join_ray
 from actors.client.loop_thread import LoopThread
 from actors.client.rollout import Rollout
 from actors.client.weight_sources import Source, parts_of
@@ -63,15 +62,11 @@ class RolloutClient:
 
     @classmethod
     def connect(cls, application: str | None = None, *, timeout_s: float = 300.0) -> RolloutClient:
-        """Connect to the engines of an application, and wait until one can serve.
+        """Connect to the engines of an application, and wait until one has loaded its model.
 
-        Args:
-        application: its name in Ray Serve; None for the only one of this Ray.
-        timeout_s: for an engine to start and to load its model.
-
-        Raises CallboardError after the timeout, or if several applications could be meant."""
-        if not ray.is_initialized():
-            ray.init(address="auto", log_to_driver=False)
+        `application` is its name in Ray Serve; None stands for the only one of this Ray. Raises CallboardError after
+        the timeout, or if several applications could be meant."""
+        join_ray()
         directory = RayDirectory(find_engines(application, timeout_s))
         thread = LoopThread("callboard-client")
         try:
@@ -261,26 +256,28 @@ class RolloutClient:
     ) -> str:
         """Replace weights on all engines or on none, and return the name of the new version.
 
-        Steps continue while the tensors travel. Running requests continue with the new weights after a step.
+        Steps continue while the tensors travel. Then running requests continue with the new weights.
 
         Args:
-        source: a state dict; an ObjectRef of one, or several; safetensors files or folders at paths of the engines'
-            nodes; or an actor. Names are the checkpoint's. Tensors that are not named keep their values.
-        version: its name; None for the number of updates so far.
-        kv: "recompute" computes keys and values of running requests again, "keep" does not. None for that of `pause`.
-        wait_stored: return when restarted engines would have the version too.
-        method: of an actor; it gets a list of slices and returns their tensors.
-        tensors: of an actor, (name, dtype, shape) each; None to call its method `weight_list`."""
+
+            source       a state dict, an ObjectRef of one or a list of these, an actor, or a path: of safetensors, on
+                         the engines' nodes; other tensors of the model keep their values
+            version      its name; None for the number of updates so far
+            kv           "recompute" or "keep" the keys and values of running requests; None for the choice of `pause`
+            wait_stored  return when restarted engines would have the version, too
+            method       of an actor: gets a list of slices, and returns their tensors
+            tensors      of an actor: (name, dtype, shape) each; None to call its method `weight_list`"""
         finish: dict[str, Any] = {"weight_version": None if version is None else str(version)}
         finish |= {"wait_stored": wait_stored} | ({} if kv is None else {"kv": kv})
-        self._weights("start", {"update_id": secrets.token_hex(16)})
+        update = {"update_id": secrets.token_hex(16)}
+        self._weights("start", update)
         try:
             for part in parts_of(source, method, tensors):
                 self._weights("update", {"parts": [part]})
             answers = self._weights("finish", finish)
         except BaseException:
             with suppress(CallboardError):  # engines without an update
-                self._weights("discard", {})
+                self._weights("discard", update)
             raise
         serial, name = max((answer["serial"], answer["version"]) for answer in answers.values())
         self._thread.call(_settled(self._group, serial))
@@ -347,6 +344,7 @@ def _rollout_of(job: Job, output: RequestOutput) -> Rollout:
         output.stop_token_id,
         output.logprobs,
         output.weight_versions,
+        output.routed_experts,
         output.num_cached,
         output.error,
     )

@@ -17,7 +17,7 @@ _POLL_S = 0.5
 
 
 class _WholeStream(ClientStream):
-    """A stream whose reader waits for its end alone: at 50,000 tokens a second, a task a token is too much."""
+    """A stream that wakes its reader once, at its end: at 50,000 tokens a second, a task a token is too much."""
 
     __slots__ = ("ended",)
 

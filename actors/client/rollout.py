@@ -22,6 +22,7 @@ class Rollout:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the raw distribution; one a token, if requested
     # (index of a token, version of the weights from there on), rising; empty without weight_updates
     weight_versions: Sequence[tuple[int, str]] = ()
+    routed_experts: bytes | None = None  # int16 [tokens, layers, top_k]; None if not requested
     num_cached: int = 0  # prompt tokens from the prefix cache
     error: str = ""  # one sentence if it failed; empty otherwise
 

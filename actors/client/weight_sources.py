@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _OBJECT_BYTES = 256 << 20  # of an object with several tensors: the object store needs room for two
+_TWO_SIDED = ("GLOO", "NCCL")  # a trainer could join one rank for life, since a process has one such group
 
 # A state dict; an object with one, or several; safetensors files or folders of them; an actor.
 Source = Mapping[str, Any] | ray.ObjectRef | Sequence[ray.ObjectRef] | str | Path | Sequence[str | Path] | ActorHandle
@@ -30,10 +31,12 @@ Part = ObjectsPart | ActorPart | FilesPart
 def parts_of(source: Source, method: str, tensors: Iterable[tuple[str, str, Sequence[int]]] | None) -> Iterator[Part]:
     """Yield the parts of an update in order. Each needs its tensors only until the next is requested.
 
-    Args:
-    method: of an actor: returns the tensors of a list of slices, as `weight_slices` does.
-    tensors: of an actor: what `weight_list` returns; None to call the actor's own `weight_list`."""
+    An actor's `method` returns the tensors of a list of slices, as `weight_slices` does. `tensors` has the result of
+    its `weight_list`; None calls it."""
     if isinstance(source, ActorHandle):
+        if (transport := getattr(getattr(source, method), "_tensor_transport", None)) in _TWO_SIDED:
+            text = f"The method {method!r} has tensor_transport={transport!r}, which serves one group of processes"
+            raise CallboardError(f"{text}; leave it out, or take a one-sided one such as 'nixl'.")
         listed = ray.get(source.weight_list.remote()) if tensors is None else tensors
         infos = [TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in listed]
         yield ActorPart(source, method, infos)

@@ -188,7 +188,8 @@ class EngineGroup:
         return any(link.is_asleep for link in self.links.values())
 
     async def weights(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
-        names = sorted(link.name for link in self.links.values() if link.usable)
+        # An engine whose node Ray has given up may still have a link, but no call reaches it.
+        names = sorted(link.name for link in self.links.values() if link.usable and link.name in self._names)
         return await call_engines(self._directory.weights, names, call, body)
 
     async def report(self, figures: dict[str, MetricValues]) -> dict[str, Snapshot]:

@@ -51,9 +51,7 @@ class RayDirectory:
 
     async def open_link(self, name: str) -> tuple[Address, ModelInfo]:
         """Return an address for one connection, and the model. Raises CallboardError if the engine has none now."""
-        if name not in self._actors:
-            self._actors[name] = await self._ask_ray(ray.get_actor, name, NAMESPACE)
-        engine = self._actors[name]
+        engine = await self._actor(name)
         try:
             found: tuple[Address, ModelInfo] = await engine.open_link.remote(ray.get_runtime_context().get_node_id())
         except RayError as e:
@@ -64,15 +62,23 @@ class RayDirectory:
 
     async def weights(self, name: str, call: str, body: dict[str, Any]) -> dict[str, Any]:
         """Pause an engine, or update its weights. Raises CallboardError, WeightsRefused among them."""
-        if name not in self._actors:
-            raise WeightsRefused("An engine is gone; try again when another has started.", "unavailable")
         try:
-            answer: dict[str, Any] = await self._actors[name].weights.remote(call, body)
+            engine = await self._actor(name)
+            answer: dict[str, Any] = await engine.weights.remote(call, body)
+        except ValueError as e:
+            text = "An engine is missing in Ray's list; try again when it is there, or another has started."
+            raise WeightsRefused(text, "unavailable") from e
         except RayTaskError as e:
             raise plain_error(e) from e
         except RayError as e:
             raise WeightsRefused(f"An engine is lost: {plain_error(e)}", "unavailable") from e
         return answer
+
+    async def _actor(self, name: str) -> Any:
+        """Return a handle. A link may outlive its engine's entry in the list, which may return. Raises ValueError."""
+        if name not in self._actors:
+            self._actors[name] = await self._ask_ray(ray.get_actor, name, NAMESPACE)
+        return self._actors[name]
 
     async def _ask_ray(self, function: Callable[..., Answer], *arguments: str) -> Answer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)

@@ -101,7 +101,7 @@ class ModelRunnerActor(ModelActor):
         self._updates.keep()
 
     def weights_discard(self) -> None:
-        """Drop what is staged. A `weights_receive` that waits ends with an error."""
+        """Drop the staged tensors. A `weights_receive` that waits ends with an error."""
         self._updates.discard()
 
     @property

@@ -16,7 +16,6 @@ import ray
 from ray.exceptions import RayError
 
 from actors.ray.directory import plain_error
-from actors.runners.direct_transport import TWO_SIDED, call_directly, transport_of
 from runtime.spec.types import CallboardError
 from runtime.updates.parts import ArraysPart, PullPart, TensorInfo, WeightPart
 
@@ -33,7 +32,7 @@ class ObjectsPart(msgspec.Struct, frozen=True):
 
 
 class ActorPart(msgspec.Struct, frozen=True):
-    """Tensors of an actor, whose method returns a list with one tensor for each requested Slice."""
+    """Tensors of an actor. Its method returns a list with one tensor for each requested Slice."""
 
     trainer: Any  # its handle
     method: str
@@ -44,7 +43,8 @@ class StoredTensor(NamedTuple):
     """A tensor of a dtype that numpy lacks, as bytes."""
 
     dtype: str  # torch's name
-    array: np.ndarray  # uint8, with the last dimension in bytes
+    shape: tuple[int, ...]
+    array: np.ndarray  # its bytes, uint8 [n]
 
 
 def local_part(part: WeightPart | ObjectsPart | ActorPart) -> WeightPart:
@@ -60,13 +60,8 @@ def local_part(part: WeightPart | ObjectsPart | ActorPart) -> WeightPart:
     if isinstance(part, ActorPart):
         method = getattr(part.trainer, part.method)
 
-        def get(slices: Sequence[Slice]) -> Any:
-            if transport_of(method) in TWO_SIDED:
-                return call_directly(part.trainer, method, list(slices))
-            return ray.get(method.remote(list(slices)))
-
         def pull(slices: Sequence[Slice]) -> list[torch.Tensor]:
-            return [as_tensor(array) for array in _answer(lambda: get(slices))]
+            return [as_tensor(array) for array in _answer(lambda: ray.get(method.remote(list(slices))))]
 
         return PullPart(part.tensors, pull)
     return part
@@ -88,11 +83,13 @@ def as_tensor(stored: Any) -> torch.Tensor:
 
     if isinstance(stored, torch.Tensor):
         return stored.detach()
-    array, dtype = (stored.array, stored.dtype) if isinstance(stored, StoredTensor) else (stored, None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # arrays of the object store are read-only
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor if dtype is None else tensor.view(getattr(torch, dtype))
+        if isinstance(stored, StoredTensor):
+            if not stored.array.size:  # its strides may be any
+                return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+            return torch.from_numpy(stored.array).view(getattr(torch, stored.dtype)).reshape(stored.shape)
+        return torch.from_numpy(np.asarray(stored, order="C"))
 
 
 def stored(tensor: Any) -> np.ndarray | StoredTensor:
@@ -102,12 +99,13 @@ def stored(tensor: Any) -> np.ndarray | StoredTensor:
     import torch
 
     tensor = tensor.detach().cpu().contiguous()
+    if tensor.numel() < 2:  # its strides may be any
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
     try:
         return np.asarray(tensor.numpy())
     except TypeError:  # bfloat16 and the 8-bit floats
-        shape = tensor.shape if tensor.dim() else (1,)
         name = str(tensor.dtype).removeprefix("torch.")
-        return StoredTensor(name, tensor.reshape(shape).view(torch.uint8).numpy())
+        return StoredTensor(name, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 def pieces(tensors: Mapping[str, Any], most_bytes: int) -> Iterator[dict[str, np.ndarray | StoredTensor]]:

@@ -209,14 +209,18 @@ class Cell:
         assert "weights_busy" in answer, f"a second update was not refused: {answer}"
 
     async def _end_updates(self, since: float) -> dict[str, Any]:
-        """Wait for an update that began after `since`. All engines must then have its version."""
-        async with asyncio.timeout(_UPDATE_S):
-            await self.trainer.wait_for("finished", begun=since)
+        """Wait for an update that begins when the application is whole. All engines must then have its version."""
+        try:
+            async with asyncio.timeout(_UPDATE_S):
+                await self.trainer.wait_for("finished", begun=time.monotonic())
+        except TimeoutError:
+            raise TimeoutError(f"no update after {_UPDATE_S:g} s: {self.trainer.events[-3:]}") from None
         updated_s = time.monotonic() - since
         await self.trainer.close()
         info = await asyncio.to_thread(call, self._url, "GET", "/weight_info")
-        versions = {(each["weight_version"], each["serial"]) for each in info["engines"]}
-        assert (len(versions), info["updating"]) == (1, False), f"the engines differ after an update: {info}"
+        versions = [(each["weight_version"], each["serial"]) for each in info["engines"]]
+        assert versions == versions[:1] * 2, f"the engines differ after an update: {info}"
+        assert not info["updating"], f"an update is open after its end: {info}"
         counts = {name: sum(each.count(name) for each in self._trainers) for name in ("finished", "failed")}
         return {"updates": counts["finished"], "failed_updates": counts["failed"], "updated_s": updated_s}
 

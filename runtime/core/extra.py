@@ -20,7 +20,8 @@ from runtime.core.stats import EngineStats
 from runtime.core.step import Step
 from runtime.spec.types import CallboardError, FinishReason, Request, StepOutput
 
-OPTIONAL_FIELDS = ("adapter", "grammar", "pooled", "prompt_logprobs", "routed_experts", "thinking")  # of a request: extras serve them
+# of a request: extras serve them
+OPTIONAL_FIELDS = ("adapter", "grammar", "pooled", "prompt_logprobs", "routed_experts", "thinking")
 Ended = list[tuple[RequestState, FinishReason]]
 
 

@@ -32,14 +32,13 @@ def requests_of(
     if prompt_len is None:
         prompt_len = len(token_ids)
     elif not 1 <= prompt_len <= len(token_ids):
-        raise CallboardError(f"prompt_len is {prompt_len}; it must be between 1 and the prompt's {len(token_ids)} tokens.")
+        raise CallboardError(f"prompt_len is {prompt_len}; it must be between 1 and the {len(token_ids)} given tokens.")
     elif params.max_tokens:
         params = replace(params, max_tokens=params.max_tokens + len(token_ids) - prompt_len)
     seed = secrets.randbits(_DRAWN_BITS) if params.seed is None else params.seed
     of_all = priority, cache_salt, adapter, prediction
     return [
-        Request(next(names), token_ids, prompt_len, params, choice_seed(seed, i), *of_all)
-        for i in range(num_choices)
+        Request(next(names), token_ids, prompt_len, params, choice_seed(seed, i), *of_all) for i in range(num_choices)
     ]
 
 

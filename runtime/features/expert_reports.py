@@ -1,7 +1,7 @@
 """Routed experts: the choices of a mixture for each token of a request, in the order of positions.
 
-A row that is computed again, after a preemption or a loss, may choose others if numerics are not deterministic. The first
-report of a position counts: the tokens after it were sampled with this choice.
+A row that is computed again, after a preemption or a loss, may choose others if numerics are not deterministic. The
+first report of a position counts: the tokens after it were sampled with this choice.
 """
 
 from __future__ import annotations

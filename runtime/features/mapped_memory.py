@@ -115,8 +115,8 @@ class MappedMemory:
     One thread uses it at a time, and none while it is given back."""
 
     def __init__(self, device: torch.device, keeps_content: bool) -> None:
-        """With `keeps_content`, the host copies the content to pinned memory when it is given back for the first time,
-        and for the first time after `content_changed`. Without `keeps_content`, the content is lost."""
+        """With `keeps_content`, the host copies the content to pinned memory when it is given back for the first time.
+        After `content_changed` it does so again. Without `keeps_content`, the content is lost."""
         self._device, self._keeps_content = device, keeps_content
         self._segments = Segments(device.index or 0)
         callbacks = _ALLOCATE(self._segments.allocate), _FREE(self._segments.free)

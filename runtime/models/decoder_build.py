@@ -78,7 +78,7 @@ def builder_beside(decoder: Decoder, format_of: FormatOf, read: ReadWeight, num_
 
 
 class LayerBuilder:
-    """Reads the parameters of a decoder: all in their order, or those of one part."""
+    """Reads the parameters of a decoder: all in their order, or one part's."""
 
     def __init__(self, maps: LinearMaps, num_positions: int) -> None:
         self.maps, self.spec, self.read, self.num_positions = maps, maps.spec, maps.read, num_positions

@@ -65,7 +65,7 @@ def locate_parameters(spec: DecoderSpec, weight_map: WeightMap, source: TensorSo
                     f"Tensor {name} is stored as {source.type_name(name)}, which {weight_format.name} weights are not "
                     f"({known}); convert it, or name its quantization in the checkpoint's config.json."
                 )
-        used |= tensors.keys()
+        used.update(tensors)  # `|=` with keys would copy the set
         locations[parameter] = location
     short_names = {name.removeprefix(weight_map.base): name for name in names - used}
     extra = {name for name in short_names if not re.fullmatch(f"{weight_map.ignored}|{KV_SCALES}", name)}

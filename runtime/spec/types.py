@@ -185,8 +185,7 @@ class TokenLogprobs(NamedTuple):
     logprob: float
     rank: int  # 1 is the most likely token
     top: tuple[tuple[int, float], ...]  # (token id, logprob), best first; then further ones requested by id
-    # Under the distribution that it was drawn from (temperature, penalties, masks, filters); None if not requested.
-    sampling_logprob: float | None = None
+    sampling_logprob: float | None = None  # under the distribution that it was drawn from; None if not requested
 
 
 class PromptLogprobs(NamedTuple):
@@ -256,8 +255,7 @@ class RequestOutput:
     sampled_at: float = 0.0  # sampling time of the last token here by the engine's wall clock; 0 without tokens
     verified: list[Verified] | None = None  # in order; None without draft tokens
     pooled: bytes | None = None  # vector of a pooled request, float32 little-endian; comes with its end
-    # Experts of its computed tokens, int16 little-endian [num_tokens, layers, top_k]; comes with its end, if requested.
-    routed_experts: bytes | None = None
+    routed_experts: bytes | None = None  # int16 [num_tokens, layers, top_k], with the end; None if not requested.
     # (index of an output token, version of the weights from there on), rising; empty without weight_updates
     weight_versions: Sequence[tuple[int, str]] = ()
 

@@ -183,9 +183,7 @@ class DraftCore:
     def _open(self, owner: Hashable, opened: OpenStream) -> None:
         self._num_opened += 1
         params = opened.request.params
-        params = replace(
-            params, logprobs=None, sampling_logprobs=False, prompt_logprobs=None, routed_experts=False
-        )
+        params = replace(params, logprobs=None, sampling_logprobs=False, prompt_logprobs=None, routed_experts=False)
         if not self.keeps_grammars:
             params = replace(params, grammar=None, thinking=None)
         request = replace(opened.request, request_id=str(self._num_opened), params=params)

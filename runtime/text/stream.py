@@ -107,7 +107,7 @@ class TextStream:
 
 
 class NoText:
-    """In the place of a TextStream: the output of a request without `detokenize` has no text."""
+    """Takes the place of a TextStream for a request without `detokenize`."""
 
     stopped: None = None
     num_chars = 0

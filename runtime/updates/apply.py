@@ -6,6 +6,7 @@ is replaced: its form may depend on the numbers."""
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import nullcontext
 
 import torch
 
@@ -21,14 +22,16 @@ def apply_sections(decoder: Decoder, builder: LayerBuilder, sections: Collection
 
     Args:
     builder: reads the new weights, with the decoder's kernels and communicator.
-    sections: layers.3, embed, positions, final_norm or head; others are no part of a decoder."""
-    if decoder.numerics.backend == "triton":
-        _copy_sections(decoder, builder, sections)
-    else:
+    sections: layers.3, embed, positions, final_norm or head. Other names are ignored."""
+    device = decoder.numerics.device
+    if decoder.numerics.backend != "triton":
         with weight_memory.recycling():
             _replace_sections(decoder, builder, sections)
-    if decoder.numerics.device.type == "cuda":
-        torch.cuda.synchronize(decoder.numerics.device)
+        return
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        _copy_sections(decoder, builder, sections)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _copy_sections(decoder: Decoder, builder: LayerBuilder, sections: Collection[str]) -> None:

@@ -107,7 +107,7 @@ class ModelTensors:
     def find(self, name: str, dtype: torch.dtype, shape: Shape) -> list[Incoming]:
         """The places of a tensor of an update; [] for one that the model does not need.
 
-        Raises CallboardError if the model has no such tensor, or has it with another type or shape."""
+        Raises CallboardError if the model lacks the tensor, or has it with another type or shape."""
         if (target := self._find(name, dtype)) is not None:
             return [Incoming(_checked(target, name, dtype, shape), None)]
         singles = single_weights(name, shape)

@@ -1,7 +1,7 @@
 """RunnerUpdates: new weights of a running model, on one rank.
 
-An update is staged while steps go on, applied between two steps, and kept in the store beside later steps. The weights
-are those of the checkpoint, of the stored updates over it, and of the newest update, which is not stored yet."""
+An update is staged while steps go on, applied between two steps, and kept in the store beside later steps. A tensor is
+in the newest update, else in a stored one, else in the checkpoint."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # a process without a GPU needs neither
 
 logger = logging.getLogger(__name__)
 
+_TRIES = 5  # of all ranks to read the same stored version
 _DROPPED = "The update of the weights was dropped; begin another."
 
 
@@ -61,7 +62,7 @@ class RunnerUpdates:
         self._store: WeightStore | None = None
         if config.weight_store is not None and isinstance(source, CheckpointSource):
             self._store = WeightStore(Path(config.weight_store), source.fingerprint, parts.spec.shard)
-        stored = _agreed(None if self._store is None else self._store.read(), parts.least)
+        stored = None if self._store is None else _agreed(self._store, parts.least)
         self.version = WeightVersion() if stored is None else stored.version
         self._layers: list[StoredSlices] = [] if stored is None else stored.layers
         self._newest: SliceSet | None = None  # applied and not stored yet
@@ -83,12 +84,9 @@ class RunnerUpdates:
     def open(
         self, decoder: Decoder, max_model_len: int, room: int, changing: Callable[[], None], changed: WeightsChanged
     ) -> None:
-        """The runner has loaded `source` into a decoder.
+        """The runner has loaded `source` into a decoder. `room` has the bytes of the device that it keeps for updates.
 
-        Args:
-        max_model_len: of the decoder.
-        room: bytes of the device that are planned for updates.
-        changing, changed: called before and after the decoder takes new weights."""
+        `changing` is called before the decoder takes new weights, and `changed` afterwards."""
         parts, self._decoder, self._max_model_len = self._parts, decoder, max_model_len
         self._changing, self._changed = changing, changed
         dense = set[str]().union(*(layer.slices.dense for layer in self._layers))
@@ -238,7 +236,7 @@ class RunnerUpdates:
             self._memory.release(newest)
 
     def discard(self) -> None:
-        """Drop what is staged. A receive in another thread ends with an error."""
+        """Drop the staged tensors. A receive in another thread ends with an error."""
         with self._lock:
             self._num_dropped += 1
             self._memory.release(self._staged)
@@ -270,10 +268,13 @@ def _tensors_of(source: ModelSource, parts: UpdateParts) -> TensorSource:
     raise CallboardError(f"weight_updates is on, but the weights of a {type(source).__name__} cannot be updated.")
 
 
-def _agreed(stored: Stored | None, least: Callable[[int], int]) -> Stored | None:
-    """The stored version if all ranks have read the same one."""
-    number = 0 if stored is None else int((stored.version.identity or "0")[:12], 16) + 1
-    is_same = least(number) == -least(-number)
-    if stored is not None and not is_same:
-        logger.warning("the ranks have read other stored weights; they load the checkpoint")
-    return stored if is_same else None
+def _agreed(store: WeightStore, least: Callable[[int], int]) -> Stored | None:
+    """The stored version that all ranks read. Another engine may replace it meanwhile."""
+    for _ in range(_TRIES):
+        stored = store.read()
+        number = 0 if stored is None else int((stored.version.identity or "0")[:12], 16) + 1
+        if least(number) == -least(-number):
+            return stored
+    logger.warning("the ranks found different stored weights; they load the checkpoint")
+    store.forget()
+    return None

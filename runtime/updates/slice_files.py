@@ -1,7 +1,7 @@
-"""Files of slices: safetensors files whose names tell the part of a tensor.
+"""Files of slices: safetensors files in which an entry's name has the part of its tensor.
 
 An entry `model.norm.weight` is a whole tensor; `model.norm.weight|0|64|128` has the rows 64 to 127 of one. Metadata
-holds a digest of samples, which shows a file whose pages a crash has lost."""
+holds a digest of samples. It shows that a crash has lost pages of a file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 _SAMPLE_BYTES = 256  # of the head, the middle and the tail of each slice
 _CHUNK = 64 << 20  # bytes that are copied from a GPU at once
 _MOST_HEADER = 256 << 20  # bytes
-_ALIGNED = 64  # a library's sums may depend on the alignment of a tensor
+_ALIGNED = 64  # bytes that the header has a multiple of
 
 
 class SliceFile(NamedTuple):
@@ -41,9 +41,9 @@ class SliceFile(NamedTuple):
 def write_slices(file: BinaryIO, slices: SliceSet, metadata: Mapping[str, str]) -> None:
     """Write a file that is empty and open. Raises OSError."""
     entries, at = list[tuple[str, torch.Tensor, int, int]](), 0
-    for name, (part, values) in slices.all():
+    # The format forbids gaps. Wide numbers are first, so that each tensor begins at a multiple of its numbers' size.
+    for name, (part, values) in sorted(slices.all(), key=lambda entry: -entry[1].values.dtype.itemsize):
         key = name if part is None else "|".join((name, *map(str, part)))
-        at += -at % _ALIGNED
         entries.append((key, values, at, at + values.nbytes))
         at += values.nbytes
     digest, size = hashlib.sha256(), _header_size(entries, slices, metadata)

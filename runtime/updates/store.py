@@ -64,9 +64,14 @@ class WeightStore:
                 if state is None:
                     return None
                 names = state["files"][self._shard.rank]
-                layers = [StoredSlices(read_slices(self._folder / name).slices, name) for name in names]
+                try:
+                    layers = [StoredSlices(read_slices(self._folder / name).slices, name) for name in names]
+                except CallboardError as e:
+                    logger.warning("the stored weights are not used: %s", e)
+                    self._forget()
+                    return None
                 return Stored(WeightVersion(**state["version"]), layers)
-        except (OSError, ValueError, KeyError, TypeError, IndexError, CallboardError) as e:
+        except OSError as e:
             logger.warning("the stored weights in %s are not used: %s", self._folder, e)
             return None
 
@@ -93,7 +98,7 @@ class WeightStore:
                 metadata = {"older": json.dumps([layer.file for layer in older]), "checkpoint": self._checkpoint}
                 write_slices(file, newest, metadata | {"version": json.dumps(asdict(version))})
                 with self._locked():
-                    if (self._folder / name).exists():  # another engine's, with the same content
+                    if self._has(name):  # another engine's, with the same content
                         unfinished.unlink()
                     else:
                         os.replace(unfinished, self._folder / name)
@@ -107,6 +112,24 @@ class WeightStore:
                 "space there, or name another folder as weight_store."
             ) from e
         return [*older, own]
+
+    def forget(self) -> None:
+        """Make the store empty. The next version is stored whatever its serial."""
+        with suppress(OSError), self._locked():
+            self._forget()
+
+    def _forget(self) -> None:
+        with suppress(OSError):
+            (self._folder / _STATE).unlink()
+
+    def _has(self, name: str) -> bool:
+        """True if there is a file of this name that belongs to the checkpoint and is not damaged."""
+        if not (self._folder / name).exists():
+            return False
+        try:
+            return read_slices(self._folder / name).metadata["checkpoint"] == self._checkpoint
+        except CallboardError:
+            return False
 
     def _name(self, version: WeightVersion, rank: int) -> str:
         return f"{version.serial:08d}-{version.identity}-{rank}of{self._shard.size}{_ENDING}"
@@ -146,7 +169,8 @@ class WeightStore:
             state: dict[str, Any] = json.loads(path.read_text())
             belongs = state["checkpoint"], state["tensor_parallel_size"]
             WeightVersion(**state["version"])
-        except (ValueError, KeyError, TypeError):
+            state["files"][self._shard.size - 1]
+        except (ValueError, KeyError, TypeError, IndexError):
             logger.warning("%s is damaged and not used", path)
             return None
         return state if belongs == (self._checkpoint, self._shard.size) else None

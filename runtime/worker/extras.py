@@ -204,7 +204,7 @@ class UpdateParts(NamedTuple):
     least: Callable[[int], int]  # the smallest value of all ranks; all call it at the same time
 
 
-# Called when the decoder has new weights; with a source of them if those of the classifier have changed, too.
+# Called when the decoder has new weights; with a source of them if the classifier has changed, too.
 WeightsChanged = Callable[[ModelSource | None], None]
 
 
@@ -240,7 +240,7 @@ class WeightUpdates(Protocol):
         """Write the applied weights to the store while steps run in another thread."""
 
     def discard(self) -> None:
-        """Drop what is staged. A receive in another thread ends with an error."""
+        """Drop the staged tensors. A receive in another thread ends with an error."""
 
 
 @runtime_checkable

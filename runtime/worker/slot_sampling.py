@@ -29,7 +29,7 @@ from runtime.worker.extras import Copies
 from runtime.worker.logprobs import Logprobs
 from runtime.worker.ranks.split_logits import SplitLogits
 
-_DRAWN_AT_ONCE = 32  # rows whose logits are copied for `sampling_logprobs` at a time
+_DRAWN_AT_ONCE = 32  # rows of logits that are copied for `sampling_logprobs` at a time
 MASKED_LOGIT = -1e9  # of ids that min_tokens holds back: above a grammar's -inf, so that a lone allowed token is drawn
 
 Bools = NDArray[np.bool_]
@@ -185,8 +185,8 @@ class SlotSampling:
         edited: torch.Tensor | None,  # [m, vocab] these logits, float32; None without rows
         is_filtered: bool,  # top-k, top-p and min-p have removed tokens from `edited`
     ) -> torch.Tensor | None:
-        """[n] float32: the log-probability of each token under the distribution that it was drawn from, for the rows
-        that report it; None if no row does."""
+        """[n] float32 log-probabilities, each under the distribution that the token was drawn from. Rows that do not
+        report it have 0. None if no row reports it."""
         wanted = np.flatnonzero(self.reports_drawn[slots])
         if not len(wanted):
             return None

@@ -35,7 +35,7 @@ _INSTEAD = {
     "send it to /v1/chat/completions": """
         messages tools=[] tool_choice="none"|"auto" chat_template_kwargs={} continue_final_message=false
         thinking_token_budget=-1""",
-    "send it to /v1/completions": 'prompt suffix="" echo=false',
+    "send it to /v1/completions": 'prompt suffix="" echo=false prompt_len',
     "send it to /v1/responses": "background=false",
     "send n": "best_of=1",
     "send max_tokens": """

@@ -95,7 +95,7 @@ class PreparedRequest(Generic[R]):
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer that gives tokens of the answer their texts; None for an answer without text."""
-        return self.model.tokenizer if self.request.detokenize else None
+        return None if self.request.detokenize is False else self.model.tokenizer
 
     @property
     def num_choices(self) -> int:

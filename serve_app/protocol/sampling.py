@@ -134,9 +134,9 @@ class SamplingFields(OpenRequestModel, OutputOptions):
             raise invalid("logprob_token_ids", "is only allowed with log-probabilities; send logprobs, too")
         if self.sampling_logprobs and self.num_logprobs() is None:
             raise invalid("sampling_logprobs", "is only allowed with log-probabilities; send logprobs, too")
-        if not self.detokenize and not self.return_token_ids:
+        if self.detokenize is False and not self.return_token_ids:
             raise invalid("detokenize", "is false, so the answer would be empty; send return_token_ids, too")
-        if not self.detokenize and self.stop:
+        if self.detokenize is False and self.stop:
             raise invalid("stop", "needs a text, but detokenize is false; send stop_token_ids")
         if isinstance(self.seed, list) and len(self.seed) != (num_prompts := self.num_prompts()):
             problem = f"is a list of length {len(self.seed)}, and the number of prompts is {num_prompts}"

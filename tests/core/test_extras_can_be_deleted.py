@@ -19,6 +19,7 @@ EXTRAS = {  # name -> the file that is deleted, its class, and the arguments of 
     "grammars": ("runtime/features/grammars.py", "Grammars", "INFO"),
     "prompt log-probabilities": ("runtime/features/prompt_logprobs.py", "PromptScoring", ""),
     "pooled prompts": ("runtime/features/pooled_prompts.py", "PooledPrompts", "INFO"),
+    "routed experts": ("runtime/features/expert_reports.py", "ExpertReports", "INFO"),
     "speculation": ("runtime/speculation/choose_k.py", "Speculation", "Ngram(), 3, (), 0.0"),
 }
 NEEDED = ("runtime/core", "runtime/spec", "runtime/policy", "runtime/features", "runtime/speculation")
@@ -67,11 +68,12 @@ for step in range(2000):
         got[state.request.request_id].append(token)
 assert core.scheduler.find_faults() == [] and not core.has_work
 print(got)
-for name, params in (("pooled", {"max_tokens": 1, "pooled": True}), ("prompt_logprobs", {"prompt_logprobs": 0})):
+for name, params in (("pooled", {"max_tokens": 1, "pooled": True}), ("prompt_logprobs", {"prompt_logprobs": 0}),
+                     ("routed_experts", {"routed_experts": True})):
     try:
         core.add(Request(name, [1, 2], 2, SamplingParams(**params)))
     except CallboardError as e:
-        assert "does not serve" in str(e) or "makes no vectors" in str(e)
+        assert "does not serve" in str(e) or "makes no vectors" in str(e) or "no experts" in str(e)
 """
 
 

@@ -98,10 +98,12 @@ def test_result_survives_the_wire(step_id, token_ids, num_rows, num_scored, n, r
         ints(m, n).astype(np.float32).reshape(m, n),
         (random.randrange(9), random.randrange(9)),
         {i: f"Too long: é {i}." for i in range(random.randrange(3))},
+        sampling_logprobs=ints(num_rows).astype(np.float32),
+        experts=ints(num_scored, 2, n).astype(np.int16).reshape(num_scored, 2, n),
     )
     assert same(result, decode_result(encode_result(result)))
     scores = result.prompt_logprobs(1, num_scored - 1, n).of(range(num_scored - 1)) if num_scored else []
-    for i, (token_id, logprob, rank, top) in enumerate(scores):
+    for i, (token_id, logprob, rank, top, _) in enumerate(scores):
         at = num_rows + 1 + i
         assert (token_id, logprob, rank) == (i, result.logprobs[at], result.ranks[at])
         assert top == tuple(zip(result.top_ids[at].tolist(), result.top_logprobs[at].tolist(), strict=True))

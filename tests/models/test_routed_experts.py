@@ -1,18 +1,24 @@
-"""The experts that a request reports are those of the router, for each computed token, in any history."""
+"""A request reports the experts that the router chose for each computed token, in any history."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.core.plan import StepResult
 from runtime.features.expert_recorder import ExpertRecorder
+from runtime.kernels.collectives.communicator import Communicator, OneRank
 from runtime.kernels.llvm.support import obstacle
+from runtime.models.decoder_build import draw_decoder
+from runtime.spec.config import EngineConfig
+from runtime.spec.sharding import Shard
 from runtime.spec.types import CallboardError, FinishReason, Request
 from runtime.worker.extras import StepWork
-from runtime.worker.runner import ModelRunner
+from runtime.worker.runner import ModelRunner, choose_numerics
+from tests.models.test_divided_decoder import SPECS
 from tests.support.engine.fake_runner import Recorded
 from tests.support.models.family_cases import spec_of
 from tests.support.models.scored_engine import (
@@ -28,6 +34,7 @@ from tests.support.models.scored_engine import (
     sampled,
     scored,
 )
+from tests.support.ranks.rank_threads import on_ranks
 
 COMPILED = pytest.mark.skipif(bool(obstacle()), reason=f"needs compiled kernels: {obstacle()}")
 BACKENDS = ["torch", pytest.param("llvm", marks=COMPILED)]
@@ -151,3 +158,25 @@ def test_an_end_within_accepted_guesses_reports_one_less():
     (found,) = answers(core, sampled([PROMPTS[1]], stop))
     assert (found.tokens, found.reason) == (want.tokens[:length], FinishReason.STOP)
     assert np.array_equal(found.experts, want.experts[: len(PROMPTS[1]) + length - 1])
+
+
+@pytest.mark.parametrize("rank_invariant", [False, True])
+@pytest.mark.parametrize("family", ["mixture", "mixture with shared experts"])
+def test_every_rank_records_the_choices_of_one(family: str, rank_invariant: bool):
+    spec = SPECS[family]
+    x = torch.randn(9, spec.hidden_size, generator=torch.Generator().manual_seed(1))
+
+    def chosen(ranks: Communicator) -> torch.Tensor:
+        config = EngineConfig(device="cpu", tensor_parallel_size=ranks.size, rank_invariant=rank_invariant)
+        own = spec.of_rank(Shard(ranks.rank, ranks.size))
+        decoder = draw_decoder(own, choose_numerics(config), 64, communicator=ranks)
+        layer = decoder.layers[-1]
+        layer.feed_forward.router.record = []
+        layer.feed_forward.add_to(x.clone(), layer.ffn_norm, spec.norm_eps)
+        (ids,) = layer.feed_forward.router.record
+        return ids[:, : spec.experts.top_k]
+
+    with torch.inference_mode():
+        want = chosen(OneRank())
+        for ids in on_ranks(2, chosen, tree=rank_invariant):
+            assert torch.equal(ids, want)

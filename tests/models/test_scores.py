@@ -10,7 +10,7 @@ from runtime.core.executor import InProcess
 from runtime.kernels.llvm.support import obstacle
 from runtime.worker.runner import ModelRunner
 from tests.support.engine.fake_runner import Recorded
-from tests.support.models.family_cases import CASES
+from tests.support.models.family_cases import CASES, LIKE_OTHERS
 from tests.support.models.scored_engine import (
     SAMPLED,
     Answer,
@@ -19,6 +19,7 @@ from tests.support.models.scored_engine import (
     check_scores,
     engine_of,
     family_runner,
+    killed,
     prompts_of,
     sampled,
     scored,
@@ -50,6 +51,21 @@ def guesses(outputs: list[Answer]) -> Recorded:
 @pytest.mark.parametrize("case", CASES)
 def test_scores_of_a_family_equal_what_was_sampled(case: str, backend: str):
     check_scores(engine_of(family_runner(case, kernel_backend=backend)), PROMPTS)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", sorted(CASES.keys() - LIKE_OTHERS))
+def test_scores_of_a_family_outlive_an_engine(case: str, backend: str):
+    """The whole output has the log-probabilities of an engine without a fault."""
+    runner = family_runner(case, kernel_backend=backend)
+    want = answers(engine_of(runner), sampled(PROMPTS))
+    runner.reset()
+    first = engine_of(runner)
+    second = engine_of(family_runner(case, kernel_backend=backend))
+    assert killed(first, second, sampled(PROMPTS), num_steps=9) == want
+    scores = answers(second, scored(PROMPTS, [answer.tokens for answer in want]))
+    for prompt, answer, score in zip(PROMPTS, want, scores, strict=True):
+        assert score.scores[len(prompt) - 1 :] == answer.logprobs
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

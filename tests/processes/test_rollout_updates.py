@@ -129,6 +129,17 @@ def tokens_of(client):
     return [rollout.token_ids for rollout in client.generate_list(PROMPTS, PARAMS)]
 
 
+def check_scores(client):
+    """Scores of whole rollouts have the bits of the log-probabilities that they were sampled with."""
+    params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.7, logprobs=0, sampling_logprobs=True)
+    found = client.generate_list(PROMPTS, params, n=2, seeds=3)
+    scores = client.score([r.prompt_token_ids + r.token_ids for r in found], [len(r.prompt_token_ids) for r in found])
+    for rollout, scored in zip(found, scores, strict=True):
+        assert scored[-30:] == [entry.logprob for entry in rollout.logprobs]
+        assert len(rollout.sampling_logprobs) == 30
+        assert rollout.sampling_logprobs != scored[-30:]
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 async def test_weights_come_from_all_that_trainers_have(ray_session, folders, expected, num_ranks):
     trainers = [ray.remote(Trainer).options(num_cpus=0).remote(str(folder)) for folder in folders]
@@ -142,15 +153,15 @@ async def test_weights_come_from_all_that_trainers_have(ray_session, folders, ex
             ("objects", 1, ray.get(trainers[1].put.remote())),
             ("a folder", 0, folders[0]),
             ("an actor", 1, trainers[1]),
-            ("an actor by Gloo", 0, trainers[0]),
-            ("another actor by Gloo", 1, trainers[1]),
         ]
         for number, (name, which, source) in enumerate(sources, 1):
-            method = "weights_by_gloo" if "Gloo" in name else "weights"
-            assert client.update_weights(source, method=method) == str(number)
+            assert client.update_weights(source) == str(number)
             assert tokens_of(client) == expected[which], name
+        check_scores(client)
         for part, whole in ray.get(trainers[1].sizes.remote()).values():
             assert part in (whole, whole // num_ranks)
+        with pytest.raises(CallboardError, match="has tensor_transport='GLOO'"):
+            client.update_weights(trainers[0], method="weights_by_gloo")
         with pytest.raises(CallboardError, match="tensors cannot be read"):
             client.update_weights(trainers[0], method="end")
         assert client.update_weights({"model.norm.weight": state[1]["model.norm.weight"]}) == str(len(sources) + 1)

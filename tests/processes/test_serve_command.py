@@ -57,6 +57,22 @@ def test_serve_run_with_a_yaml_file(tiny_path: Path, tmp_path: Path, private_ray
         process.wait(timeout=60)
 
 
+def _check_rollouts(port: int, env: dict[str, str]) -> None:
+    """A job with RolloutClient, which knows nothing of the server's settings, gets the tokens that HTTP gives."""
+    code = (
+        "import json, ray\nfrom callboard import RolloutClient, SamplingParams\n"
+        "with RolloutClient.connect() as client:\n"
+        "    found = client.generate_list([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=12, ignore_eos=True), n=2)\n"
+        "    print(json.dumps([[r.prompt_token_ids, r.seed, r.token_ids] for r in found]))"
+    )
+    job = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env, cwd="/")
+    assert job.returncode == 0, job.stderr
+    for prompt, seed, token_ids in json.loads(job.stdout.splitlines()[-1]):
+        body = {"prompt": prompt, "seed": seed, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
+        answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60).json()
+        assert answer["choices"][0]["token_ids"] == token_ids
+
+
 def test_serve_end_to_end(smollm2_path: Path, tmp_path: Path, private_ray: dict[str, str]):
     """The command as a user runs it: three lines on stdout, the curl line works, Ctrl-C ends it.
 
@@ -89,6 +105,8 @@ def test_serve_end_to_end(smollm2_path: Path, tmp_path: Path, private_ray: dict[
             env={**private_ray, "RAY_ADDRESS": f"127.0.0.1:{gcs_port.read_text()}"},
         )  # fmt: skip
         assert caller.stdout == "The capital of France is Paris.\n", caller.stderr
+        env = {**private_ray, "RAY_ADDRESS": f"127.0.0.1:{gcs_port.read_text()}"}
+        _check_rollouts(int(port), {**env, "PYTHONPATH": f"{ROOT}:{ROOT / 'serve_app/public'}"})
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=120) == 0
         assert process.stdout.read() == ""

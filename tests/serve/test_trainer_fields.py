@@ -67,7 +67,7 @@ async def test_they_need_log_probabilities(path: str):
 
 @pytest.fixture
 def no_text(monkeypatch):
-    """Tokens have no text in the test."""
+    """A decoded token fails the test."""
 
     def fails(self, *args):
         raise AssertionError("a token was decoded")

@@ -30,7 +30,8 @@ ROUTES: dict[str, type[RequestModel]] = {
 }
 VLLM = """
     best_of use_beam_search top_k min_p repetition_penalty length_penalty stop_token_ids include_stop_str_in_output
-    ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens truncation_side
+    ignore_eos min_tokens skip_special_tokens detokenize spaces_between_special_tokens truncate_prompt_tokens
+    truncation_side
     prompt_logprobs logprob_token_ids allowed_token_ids bad_words echo add_generation_prompt continue_final_message
     add_special_tokens documents chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs
     structured_outputs guided_json guided_regex guided_choice guided_grammar structural_tag guided_decoding_backend

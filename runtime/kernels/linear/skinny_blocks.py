@@ -45,8 +45,8 @@ def add_chunks(acc, NUM_CHUNKS: tl.constexpr):
 def plus(y, other):
     """y + other, both [BLOCK_N, NUM_TOKENS] fp32, as one rounding of the sum.
 
-    Triton turns a plain sum with a single tl.dot into a dot that begins with the other number. Its last bits differ
-    from those of a dot in a loop, which products of many rows have."""
+    Triton turns a plain sum with a single tl.dot into a dot that begins with the other number. Products of many rows
+    have their dot in a loop and add the number afterwards, which rounds otherwise."""
     return tl.fma(y, tl.full(y.shape, 1.0, tl.float32), tl.broadcast_to(other, y.shape))
 
 

@@ -1,6 +1,6 @@
 """Log-probabilities of sampled tokens under the distribution that each was drawn from, row by row.
 
-That is the softmax of the logits after edits, masks, penalties and temperature, over the tokens that survive the filters.
+That is the softmax of the logits after edits, masks, penalties and temperature, over the tokens that the filters keep.
 The functions wait for no device. A row's bits depend on no other row.
 """
 

@@ -196,9 +196,11 @@ class Metadata(RequestModel):
 
 
 # Fields of a chat that have another name in Anthropic's requests, or no place in Anthropic's answers.
-_FIELDS_OF_CHATS = """n stop logprobs top_logprobs prompt_logprobs sampling_logprobs logprob_token_ids return_token_ids
-    detokenize routed_experts return_prompt_token_ids return_tokens_as_token_ids stream_options response_format include_reasoning max_completion_tokens
-    parallel_tool_calls continue_final_message add_generation_prompt thinking_token_budget"""
+_FIELDS_OF_CHATS = """
+    n stop logprobs top_logprobs prompt_logprobs sampling_logprobs logprob_token_ids return_token_ids detokenize
+    routed_experts return_prompt_token_ids return_tokens_as_token_ids stream_options response_format
+    include_reasoning max_completion_tokens parallel_tool_calls continue_final_message add_generation_prompt
+    thinking_token_budget"""
 FIELDS_OF_CHATS = frozenset(_FIELDS_OF_CHATS.split())
 
 

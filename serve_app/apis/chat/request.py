@@ -45,7 +45,7 @@ class ChatRequest(SamplingFields, ChatOptions):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "is only allowed when logprobs is true")
-        if self.tools and not self.detokenize:
+        if self.tools and self.detokenize is False:
             raise invalid("detokenize", "is false, but calls of tools are read from the text; leave one of both out")
         for i, message in enumerate(self.messages):
             message.check_at(f"messages.{i}")

@@ -120,7 +120,7 @@ class CompletionRequest(SamplingFields):
             raise invalid("prompt_len", f"{problem}; send one number, or one for each prompt")
 
     def prompt_lengths(self, prompts: Sequence[Sequence[int]]) -> list[int]:
-        """Return where the outputs in these prompts begin; empty if the request does not tell. Raises FieldError."""
+        """Return where the outputs in these prompts begin; empty without `prompt_len`. Raises FieldError."""
         if self.prompt_len is None:
             return []
         lengths = self.prompt_len if isinstance(self.prompt_len, list) else [self.prompt_len] * len(prompts)

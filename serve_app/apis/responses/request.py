@@ -224,6 +224,8 @@ class ResponsesRequest(SamplingFields):
     prompt_logprobs: Annotated[Any, only(None, remedy="send it to /v1/completions")] = None
     return_token_ids: Annotated[Any, only(None, False, remedy="send it to /v1/chat/completions")] = None
     return_prompt_token_ids: Annotated[Any, only(None, False, remedy="send it to /v1/chat/completions")] = None
+    detokenize: Annotated[Any, only(None, True, remedy="send it to /v1/chat/completions")] = True
+    routed_experts: Annotated[Any, only(None, False, remedy="send it to /v1/chat/completions")] = False
 
     def max_output(self) -> int | None:
         return self.max_output_tokens
@@ -316,6 +318,8 @@ _SHARED = {"parallel_tool_calls", "include_reasoning"} | (
         "prompt_logprobs",
         "return_token_ids",
         "return_prompt_token_ids",
+        "detokenize",
+        "routed_experts",
     }
 )
 

@@ -6,7 +6,7 @@ later token, and the log-probabilities of every later token of a prompt.
 """
 
 from collections import Counter
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from zlib import crc32
 
 import numpy as np
@@ -15,7 +15,7 @@ from actors.runners.plan_wire import PlanReader, PlanWriter
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor
 from runtime.core.extra import Extra
-from runtime.core.plan import StepResult, decode_result, encode_result
+from runtime.core.plan import StepPlan, StepResult, decode_result, encode_result
 from runtime.policy.output_length import OutputLengthEstimator
 from runtime.policy.step_pacing import StepPacing
 from runtime.spec.config import EngineConfig, ModelInfo
@@ -122,10 +122,20 @@ class FixedShare(OutputLengthEstimator):
 def sequential_scores(request: Request) -> list[TokenLogprobs]:
     """The prompt log-probabilities that the request must get."""
     state, scores, num_top = 0, [], request.params.prompt_logprobs
-    for token, following in pairwise(request.token_ids[: request.prompt_len] if num_top is not None else ()):
+    for token, following in pairwise(request.token_ids if num_top is not None else ()):
         state = mix(state, token)
         scores.append(TokenLogprobs(following, *score(state, num_top)))
     return scores
+
+
+def sequential_experts(request: Request, output: list[int]) -> np.ndarray:
+    """[tokens of prompt and output but the last, 1, 2]: the experts that the request must report."""
+    states = accumulate([*request.token_ids, *output][:-1], mix, initial=before_all(request.adapter))
+    return np.array([experts(state) for state in list(states)[1:]], np.int16).reshape(-1, 1, 2)
+
+
+def experts(state: int) -> tuple[int, int]:
+    return state % 7, 7 + state % 5
 
 
 def sequential_vector(request: Request) -> bytes | None:
@@ -198,6 +208,7 @@ class FakeRunner:
         self.tables: dict[int, dict[int, int]] = {}
         self.prompts: dict[int, tuple[int, int]] = {}  # slot -> prompt length, alternatives
         self.pooled: dict[int, bool] = {}  # slot -> whether its prompt becomes a vector
+        self.routed: dict[int, bool] = {}  # slot -> whether its tokens report experts
         self.adapters = {0: ""}  # digests by index
         self.adapter_of: dict[int, int] = {}  # slot -> index
         self.budget = (
@@ -212,7 +223,7 @@ class FakeRunner:
     def forget(self) -> None:
         """Lose the state that sleep discards: requests and their memory."""
         self.memory[:] = -1
-        for of_slots in (self.tokens, self.tables, self.prompts, self.pooled, self.adapter_of):
+        for of_slots in (self.tokens, self.tables, self.prompts, self.pooled, self.routed, self.adapter_of):
             of_slots.clear()
 
     def submit(self, plan) -> None:
@@ -240,8 +251,7 @@ class FakeRunner:
         """What a sample after a position depends on."""
         return state
 
-    def collect(self) -> StepResult:
-        plan = self.reader.decode(self.queue.pop(0))
+    def _change_slots(self, plan: StepPlan) -> None:
         for slot in plan.freed.tolist():
             del self.tokens[slot], self.tables[slot]
             self.prompts.pop(slot, None)
@@ -249,15 +259,20 @@ class FakeRunner:
             assert new.slot not in self.tokens, "a slot is in at most one live request"
             self.tokens[new.slot] = dict(enumerate(new.token_ids.tolist()))
             self.tables[new.slot] = {}
-            self.pooled[new.slot] = new.params.pooled
+            self.pooled[new.slot], self.routed[new.slot] = new.params.pooled, new.params.routed_experts
             self.adapter_of[new.slot] = new.adapter
             if new.params.prompt_logprobs is not None:
-                self.prompts[new.slot] = new.prompt_len, new.params.prompt_logprobs
+                self.prompts[new.slot] = len(new.token_ids), new.params.prompt_logprobs
         for slot, index, block in plan.block_table_writes.T.tolist():
             assert block != 0
             self.tables[slot][index] = block
+
+    def collect(self) -> StepResult:
+        plan = self.reader.decode(self.queue.pop(0))
+        self._change_slots(plan)
         self.begin(plan)
         out, vectors, scores, num_top = [], {}, [], max((n for _, n in self.prompts.values()), default=0)
+        chosen = []
         assert plan.num_tokens.sum() <= self.budget
         assert len(set(plan.slots.tolist())) == len(plan.slots)
         given, given_ids = plan.draft_lens.tolist() or [0] * len(plan.slots), iter(plan.draft_token_ids.tolist())
@@ -281,6 +296,8 @@ class FakeRunner:
                 state = mix(state, tokens[position])
                 self.memory[table[position // self.size], position % self.size] = state
                 self.attend(slot, position)
+                if self.routed[slot]:
+                    chosen.append(experts(state))
                 if slot in self.prompts and position + 1 < self.prompts[slot][0]:
                     scores.append(score(state, num_top))
                 if position >= start + count - samples:
@@ -308,5 +325,6 @@ class FakeRunner:
             top_logprobs=top[:, :, 1].astype(np.float32),
             pooled_rows=np.array(list(vectors), np.int32),
             pooled=np.array(list(vectors.values()), np.float32).reshape(len(vectors), 2),
+            experts=np.array(chosen, np.int16).reshape(-1, 1, 2),
         )
         return decode_result(encode_result(result))

@@ -33,6 +33,9 @@ class Tensors:
     def dtype(self, name):
         return self.tensors[name].dtype
 
+    def is_dense(self, name):
+        return False
+
     def tensor(self, name, dtype, device, part=None):
         tensor = self.tensors[name]
         if part is not None:

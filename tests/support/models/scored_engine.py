@@ -98,20 +98,46 @@ def family_runner(case: str, changes: Mapping[str, Any] | None = None, **config)
     return tiny_runner(spec_of(case, **changes or {}), deterministic=True, **limits)
 
 
-def check_scores(core: EngineCore, prompts: Sequence[list[int]], between: Between = lambda core, step: None) -> None:
+def killed(first: EngineCore, second: EngineCore, requests: Sequence[Request], num_steps: int) -> list[Answer]:
+    """Return the answers of requests when their engine dies after `num_steps`. A front submits them again."""
+    before = {request.request_id: Answer() for request in requests}
+    for request in requests:
+        first.add(request)
+    for _ in range(num_steps):
+        output = first.step()
+        for at, (state, token) in enumerate(zip(output.states, output.token_ids, strict=True)):
+            answer = before[state.request.request_id]
+            answer.tokens.append(token)
+            answer.logprobs.append(output.logprobs[at].logprob)
+            answer.drawn.append(output.logprobs[at].sampling_logprob)
+    known = list(before.values())
+    pairs = zip(requests, known, strict=True)
+    again = [replace(request, token_ids=[*request.token_ids, *answer.tokens]) for request, answer in pairs]
+    after = answers(second, again)
+    for answer, rest in zip(after, known, strict=True):
+        answer.tokens[:0], answer.logprobs[:0], answer.drawn[:0] = rest.tokens, rest.logprobs, rest.drawn
+    return after
+
+
+def check_scores(
+    core: EngineCore,
+    prompts: Sequence[list[int]],
+    between: Between = lambda core, step: None,
+    params: SamplingParams = SAMPLED,
+) -> None:
     """Sampled tokens and the same tokens as given ones have equal log-probabilities to the bit."""
-    outputs = answers(core, sampled(prompts), between)
+    outputs = answers(core, sampled(prompts, params), between)
     scores = answers(core, scored(prompts, [output.tokens for output in outputs]), between)
     for prompt, output, score in zip(prompts, outputs, scores, strict=True):
-        assert len(output.logprobs) == len(output.tokens) == SAMPLED.max_tokens
+        assert len(output.logprobs) == len(output.tokens) == params.max_tokens
         assert score.scores[len(prompt) - 1 :] == output.logprobs
         assert (len(score.scores), score.reason) == (len(prompt) + len(output.tokens) - 1, FinishReason.LENGTH)
 
 
-def check_experts(runner: ModelRunner, prompt: list[int]) -> None:
+def check_experts(runner: ModelRunner, prompt: list[int], params: SamplingParams = REPORTED) -> None:
     """The experts that a request reports are the best of its routers' logits, by `route_torch`."""
     core, calls, shape = engine_of(runner), _routed(runner), runner.info.routed_experts
-    (answer,) = answers(core, sampled([prompt], REPORTED))
+    (answer,) = answers(core, sampled([prompt], params))
     assert answer.experts.shape == (len(prompt) + len(answer.tokens) - 1, *shape)
     by_layer = [torch.cat(calls[layer :: shape[0]]) for layer in range(shape[0])]
     assert np.array_equal(answer.experts, torch.stack(by_layer, 1).cpu().numpy()[: len(answer.experts)])

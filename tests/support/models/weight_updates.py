@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.library.make_random_model import write_folder
+from runtime.models import load_spec
+from runtime.models.weights import random_parameter
 from runtime.spec.weight_version import WeightVersion
 from runtime.updates.parts import ArraysPart, FilesPart, PullPart, TensorInfo, WeightPart
 from runtime.worker.runner import ModelRunner
@@ -26,14 +29,10 @@ def tensors_in(folder: Path) -> Tensors:
 
 
 def changed(tensors: Mapping[str, torch.Tensor], seed: int = 0) -> Tensors:
-    """Other numbers of the same types: those of floats move by a tenth, and integers are drawn again."""
+    """Other numbers of the same types, moved by a tenth."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: _changed(tensor, generator) for name, tensor in tensors.items()}
-
-
-def _changed(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    noise = torch.randn(tensor.shape, generator=generator)
-    return (tensor.float() + 0.1 * noise).to(tensor.dtype)
+    noise = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in tensors.items()}
+    return {name: (tensor.float() + 0.1 * noise[name]).to(tensor.dtype) for name, tensor in tensors.items()}
 
 
 def write_changed(folder: Path, tensors: Mapping[str, torch.Tensor], target: Path) -> Path:
@@ -45,7 +44,7 @@ def write_changed(folder: Path, tensors: Mapping[str, torch.Tensor], target: Pat
 
 
 def pull_part(tensors: Mapping[str, torch.Tensor], asked: list[tuple[Any, ...]] | None = None) -> PullPart:
-    """A part of which a rank requests slices, which are noted in `asked`."""
+    """A part that a rank requests by slices. They are noted in `asked`."""
 
     def pull(slices: Sequence[tuple[str, int | None, int, int]]) -> list[torch.Tensor]:
         if asked is not None:
@@ -93,3 +92,19 @@ def update(runner: ModelRunner, parts: Sequence[WeightPart], update_id: str = "1
 def logits(runner: ModelRunner) -> torch.Tensor:
     """The logits of prompts in chunks and of decode steps."""
     return logits_of(Driver(runner), LONG, SHORT)
+
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "vocab_size": 264,
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 1000.0, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 0, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def write_tiny(folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """A tiny llama model that 2 and 4 ranks can divide."""
+    config = TINY | changes
+    shapes, generator = load_spec(config)[0].shapes(), torch.Generator().manual_seed(seed)
+    write_folder(folder, config, lambda name: random_parameter(name, shapes[name], generator))
+    return folder

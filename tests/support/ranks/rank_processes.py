@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from runtime.core.plan import StepPlan, StepResult
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.sharding import Shard
 from runtime.worker.runner import ModelRunner
-from runtime.worker.sources import ModelSource
+from runtime.worker.sources import CheckpointSource, ModelSource
 
 _ANSWER_S = 90  # at most; also until a process has imported torch
 
@@ -27,8 +28,8 @@ class RankProcesses:
     def __init__(self, connections: list[Connection]) -> None:
         self.connections = connections
 
-    def open(self, config: EngineConfig, source: ModelSource) -> "RankedRunner":
-        """A group of `tensor_parallel_size` ranks, through all phases of its start."""
+    def open(self, config: EngineConfig, source: ModelSource | Path) -> "RankedRunner":
+        """A group of `tensor_parallel_size` ranks, through all phases of its start. A path names a checkpoint."""
         size = config.tensor_parallel_size
         handles = self.ask(size, "join", *((config, source, Shard(rank, size)) for rank in range(size)))
         offers = self.ask(size, "load", *((handles,) for _ in range(size)))
@@ -99,7 +100,9 @@ def _live(connection: Connection) -> None:
         method, arguments = connection.recv()
         try:
             if method == "join":
-                runner = build_runner(*arguments)
+                config, source, shard = arguments
+                source = CheckpointSource(source) if isinstance(source, Path) else source
+                runner = build_runner(config, source, shard)
                 connection.send(runner.handle)
             elif method == "attribute":
                 connection.send(attrgetter(".".join(arguments))(runner))

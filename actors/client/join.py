@@ -1,0 +1,45 @@
+"""Joins the Ray that runs: of `callboard serve`, of `serve run`, or a cluster."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import ray
+from ray._private import ray_constants, services
+
+from actors.ray.environment import SINGLE_MACHINE
+from runtime.spec.types import CallboardError
+
+_LOOPBACK = ("127.0.0.1", "localhost")
+_CONNECT_S = 1.0
+
+
+def join_ray() -> None:
+    """Connect this process to the Ray that RAY_ADDRESS names, or to the one of this machine, if it has not joined one.
+
+    Raises CallboardError without a Ray."""
+    if ray.is_initialized():
+        return
+    address: str = services.get_ray_address_from_environment("auto", None)
+    host, _, port = address.rpartition(":")
+    node: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    if host in _LOOPBACK and not _answers(node, port):
+        # The Ray of `callboard serve`. A process that has imported Ray takes it for the end of a cluster, and would
+        # look for it at the machine's other address.
+        for name, value in SINGLE_MACHINE.items():
+            os.environ.setdefault(name, value)
+        ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        ray.init(address="auto")
+    except ConnectionError as e:
+        text = "No Ray can be joined; start the server, give this process its RAY_AUTH_TOKEN, or set RAY_ADDRESS"
+        raise CallboardError(f"{text} ({' '.join(str(e).split())[:200]}).") from e
+
+
+def _answers(host: str, port: str) -> bool:
+    try:
+        with socket.create_connection((host, int(port)), _CONNECT_S):
+            return True
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,34 @@
+"""The output of a step by request, for a caller without a connection in between."""
+
+from __future__ import annotations
+
+from runtime.core.request_state import RequestState
+from runtime.spec.types import NOT_FINITE, FinishReason, RequestOutput, StepOutput
+
+
+def outputs_by_request(step: StepOutput) -> dict[RequestState, RequestOutput]:
+    """Return the columns of a step by request."""
+    gained: dict[RequestState, RequestOutput] = {}
+
+    def output_of(state: RequestState) -> RequestOutput:
+        if state not in gained:
+            gained[state] = RequestOutput(state.request.request_id, [], num_cached=state.num_cached or 0)
+        return gained[state]
+
+    for i, (state, token) in enumerate(zip(step.states, step.token_ids, strict=True)):
+        output = output_of(state)
+        output.token_ids.append(token)
+        if i in step.logprobs:
+            output.logprobs.append(step.logprobs[i])
+    for state, logprobs in step.prompt_logprobs:
+        output_of(state).prompt_logprobs = list(logprobs.of(state.request.token_ids[1:]))
+    for state, vector in step.pooled:
+        output_of(state).pooled = vector
+    for state, experts in step.experts:
+        output_of(state).routed_experts = experts
+    for state, reason in step.finished:
+        output = output_of(state)
+        output.finish_reason, output.error = reason, NOT_FINITE if reason is FinishReason.ERROR else state.failure
+        if reason is FinishReason.STOP and state.tokens[-1] in state.params.stop_token_ids:
+            output.stop_token_id = state.tokens[-1]
+    return gained
