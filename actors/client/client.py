@@ -18,12 +18,11 @@ from itertools import repeat
 from typing import Any, Literal, TypedDict, Unpack
 
 from actors.client.batch import Batch, BatchEnd, Job, Results
-from actors.client.engines import RolloutGroup, find_engines
+from actors.client.engines import OneModelDirectory, RolloutGroup, find_engines
 from actors.client.join import join_ray
 from actors.client.loop_thread import LoopThread
 from actors.client.rollout import Rollout
-from actors.client.weight_sources import Source, parts_of
-from actors.ray.directory import RayDirectory
+from actors.client.weight_sources import Source, Transport, parts_of
 from runtime.core.requests import SEED_MASK, requests_of
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import CallboardError, RequestOutput, SamplingParams
@@ -67,7 +66,7 @@ class RolloutClient:
         `application` is its name in Ray Serve; None stands for the only one of this Ray. Raises CallboardError after
         the timeout, or if several applications could be meant."""
         join_ray()
-        directory = RayDirectory(find_engines(application, timeout_s))
+        directory = OneModelDirectory(find_engines(application, timeout_s))
         thread = LoopThread("callboard-client")
         try:
             return cls(thread.call(_started(directory, timeout_s)), thread)
@@ -251,6 +250,7 @@ class RolloutClient:
         *,
         kv: Literal["recompute", "keep"] | None = None,
         wait_stored: bool = False,
+        transport: Transport = "objects",
         method: str = "weights",
         tensors: Iterable[tuple[str, str, Sequence[int]]] | None = None,
     ) -> str:
@@ -265,6 +265,7 @@ class RolloutClient:
             version      its name; None for the number of updates so far
             kv           "recompute" or "keep" the keys and values of running requests; None for the choice of `pause`
             wait_stored  return when restarted engines would have the version, too
+            transport    of a state dict: "ipc" if its tensors are on the GPU of the engine's only rank
             method       of an actor: gets a list of slices, and returns their tensors
             tensors      of an actor: (name, dtype, shape) each; None to call its method `weight_list`"""
         finish: dict[str, Any] = {"weight_version": None if version is None else str(version)}
@@ -272,7 +273,7 @@ class RolloutClient:
         update = {"update_id": secrets.token_hex(16)}
         self._weights("start", update)
         try:
-            for part in parts_of(source, method, tensors):
+            for part in parts_of(source, transport, method, tensors):
                 self._weights("update", {"parts": [part]})
             answers = self._weights("finish", finish)
         except BaseException:
@@ -283,14 +284,21 @@ class RolloutClient:
         self._thread.call(_settled(self._group, serial))
         return str(name)
 
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Serve the adapter (LoRA) that PEFT has written to a folder of all nodes, in place of the one with this name.
+
+        Other requests are not affected. Raises CallboardError if an engine cannot load it: then none serves it."""
+        self._thread.call(self._group.adapters.load(name, folder))
+
     def _weights(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
         if self._is_closed:
             raise CallboardError(_CLOSED)
         return self._thread.call(self._group.weights(call, body))
 
 
-async def _started(directory: RayDirectory, timeout_s: float) -> RolloutGroup:
+async def _started(directory: OneModelDirectory, timeout_s: float) -> RolloutGroup:
     group = RolloutGroup(directory)
+    directory.on_replaced = group.end
     try:
         async with asyncio.timeout(timeout_s):
             await group.start()

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from actors.front.client_stream import ClientStream
 from actors.front.engine_group import EngineGroup
+from actors.ray.directory import RayDirectory
 from actors.ray.names import living_actors
 from actors.wire.engine_client import ignore_engine
 from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput
 
 _ENGINE = "/engine/"  # in the names of engines, after the application
 _POLL_S = 0.5
+_REPLACED_S = 5.0  # without an engine of the model, before engines of another model count
 
 
 class _WholeStream(ClientStream):
@@ -49,6 +52,8 @@ class RolloutGroup(EngineGroup):
         """Return the whole output of a request at its end. A cancelled call aborts the request.
 
         Raises EngineRefusal if it is refused, and CallboardError if it fails otherwise."""
+        if self._draining is not None:  # for ever: see OneModelDirectory
+            raise CallboardError(self._draining)
         stream = _WholeStream(request)
         with self.adapters.stream_of(request.adapter):
             self._assign(stream)
@@ -70,6 +75,20 @@ class RolloutGroup(EngineGroup):
         """The fewest updates that the weights of a usable engine have."""
         versions = [link.info.weights for link in self.links.values() if link.usable]
         return min((version.serial for version in versions if version is not None), default=0)
+
+
+class OneModelDirectory(RayDirectory):
+    """The engines of the model that a client has connected to. Its prompts and weights fit no other model."""
+
+    on_replaced: Callable[[str], None]  # called with a sentence when only engines of another model live
+
+    async def changed(self, known: list[str]) -> list[str]:
+        while True:
+            with suppress(TimeoutError):
+                return await asyncio.wait_for(super().changed(known), None if known else _REPLACED_S)
+            application = self._prefix.partition(_ENGINE)[0]
+            if await self._ask_ray(living_actors, f"{application}{_ENGINE}"):
+                self.on_replaced(f"The application {application!r} serves another model now; connect another client.")
 
 
 def find_engines(application: str | None, timeout_s: float) -> str:

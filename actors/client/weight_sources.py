@@ -8,14 +8,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 from ray.actor import ActorHandle
 
 from actors.runners.weight_parts import ActorPart, ObjectsPart, Slice, pieces
 from runtime.spec.types import CallboardError
-from runtime.updates.parts import FilesPart, TensorInfo
+from runtime.updates.parts import FilesPart, TensorInfo, WeightPart
+from runtime.updates.update_info import part_of_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,21 +26,35 @@ _TWO_SIDED = ("GLOO", "NCCL")  # a trainer could join one rank for life, since a
 
 # A state dict; an object with one, or several; safetensors files or folders of them; an actor.
 Source = Mapping[str, Any] | ray.ObjectRef | Sequence[ray.ObjectRef] | str | Path | Sequence[str | Path] | ActorHandle
-Part = ObjectsPart | ActorPart | FilesPart
+Part = ObjectsPart | ActorPart | WeightPart
+Transport = Literal["objects", "ipc"]  # of a state dict: Ray's object store, or handles of its GPU memory
 
 
-def parts_of(source: Source, method: str, tensors: Iterable[tuple[str, str, Sequence[int]]] | None) -> Iterator[Part]:
+def parts_of(
+    source: Source,
+    transport: Transport,
+    method: str,
+    tensors: Iterable[tuple[str, str, Sequence[int]]] | None,
+) -> Iterator[Part]:
     """Yield the parts of an update in order. Each needs its tensors only until the next is requested.
 
     An actor's `method` returns the tensors of a list of slices, as `weight_slices` does. `tensors` has the result of
     its `weight_list`; None calls it."""
     if isinstance(source, ActorHandle):
-        if (transport := getattr(getattr(source, method), "_tensor_transport", None)) in _TWO_SIDED:
-            text = f"The method {method!r} has tensor_transport={transport!r}, which serves one group of processes"
+        if (of_method := getattr(getattr(source, method), "_tensor_transport", None)) in _TWO_SIDED:
+            text = f"The method {method!r} has tensor_transport={of_method!r}, which serves one group of processes"
             raise CallboardError(f"{text}; leave it out, or take a one-sided one such as 'nixl'.")
         listed = ray.get(source.weight_list.remote()) if tensors is None else tensors
         infos = [TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in listed]
         yield ActorPart(source, method, infos)
+    elif isinstance(source, Mapping) and transport == "ipc":
+        from runtime.updates.sending import ipc_update_info  # imports torch
+
+        update = ipc_update_info(source.items())
+        try:
+            yield part_of_json(dict(update))
+        finally:
+            update.close()
     elif isinstance(source, Mapping):
         for piece in pieces(source, _OBJECT_BYTES):
             yield ObjectsPart([ray.put(piece)])

@@ -5,8 +5,8 @@
     finish   the steps in flight end; all ranks apply what is staged; the version changes; steps go on
     (later)  all ranks write the version to the weight store, which restarted runners read
 
-A step runs wholly on one version, since ranks apply between two steps. A failure before `apply` drops what is staged. A
-failure within it counts as lost runners: fresh ones read the stored version.
+A step runs wholly on one version, since ranks apply between two steps. An earlier failure drops the staged tensors. A
+failure within `apply` counts as lost runners: fresh ones read the stored version.
 
 The step thread owns all state here. Ranks stage and store in threads of this module."""
 
@@ -40,7 +40,7 @@ Answer = Future[Body]
 
 
 class CallRanks(Protocol):
-    """Calls a method of all ranks at once, with these arguments or, by rank, those of `of_rank`.
+    """Calls a method of all ranks at once, with the same arguments or with one of `of_rank` each.
 
     Returns the results by rank. Raises CallboardError, or RunnersLost if the runners are lost."""
 
@@ -53,7 +53,7 @@ class _Update:
     def __init__(self, update_id: str) -> None:
         self.id = update_id
         self.is_busy = False  # while ranks work for it
-        self.num_parts = 0  # calls whose parts all ranks have staged
+        self.num_parts = 0  # calls with parts that all ranks have staged
         self.begun_at = self.last_at = time.monotonic()  # `last_at`: of its last call
 
 
@@ -70,11 +70,9 @@ class EngineWeights:
         call: Callable[[Callable[[], object]], Future[Any]],
         changed: Callable[[], None],
     ) -> None:
-        """Args:
-        call_ranks: calls a method of all runners.
-        finish: collects the steps in flight and sends their tokens.
-        call: runs a function in the step thread.
-        changed: reports the new version to the fronts."""
+        """`call_ranks` calls a method of all runners, and `call` runs a function in the step thread.
+
+        `finish` collects the steps in flight and sends their tokens. `changed` reports a new version to the fronts."""
         self._core, self._requests, self._meter, self._ranks = core, requests, meter, call_ranks
         self._num_ranks = core.scheduler.config.tensor_parallel_size
         self._finish, self._call, self._changed = finish, call, changed

@@ -188,7 +188,7 @@ class EngineGroup:
         return any(link.is_asleep for link in self.links.values())
 
     async def weights(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
-        # An engine whose node Ray has given up may still have a link, but no call reaches it.
+        # An engine on a lost node may still have a link, but Ray's calls do not reach it.
         names = sorted(link.name for link in self.links.values() if link.usable and link.name in self._names)
         return await call_engines(self._directory.weights, names, call, body)
 

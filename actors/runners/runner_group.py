@@ -214,7 +214,7 @@ class RunnerGroup:
         self.call_all("load_adapter", index, path, digest)
 
     def call_all(self, method: str, *arguments: Any, of_rank: list[Any] | None = None) -> list[Any]:
-        """Call a method of all runners with these arguments or, by rank, those of `of_rank`.
+        """Call a method of all runners, with the same arguments or with one of `of_rank` each.
 
         Returns the results by rank. Raises CallboardError, or RunnersLost if they are lost."""
         ranks = self._ranks

@@ -5,10 +5,11 @@
     python -m benchmarks.faults --page                                                             # docs/faults.md
 
 A running application of two engines, on two nodes of one Ray, and two fronts gets one fault after another while streams
-are read. Six applications follow one another: a plain one, one that speculates, one with a hybrid model, one with
-engines of two ranks, and two with a trainer, of one rank and of two. The models are tiny, and their steps are slowed to
-`--step-ms`. Each token is compared with the undisturbed model's. A repeat is one JSON line. Repeats that the file
-already has are skipped, so an interrupted run can be continued.
+are read. Applications follow one another: a plain one, one that speculates, one with a hybrid model, and one with
+engines of two ranks. The column `update` has two with a trainer, of one rank and of two. The models are tiny, and their
+steps are slowed to `--step-ms`. Each token is compared with the undisturbed model's.
+
+A repeat is one JSON line. Repeats that the file already has are skipped, so an interrupted run can be continued.
 `--instances` run side by side, with ports, folders and a Ray of their own, and need three cores each.
 """
 

@@ -89,7 +89,6 @@ class Cell:
         self._stopping = asyncio.Event()
         self._clients = [Client(i) for i in range(len(answers.prompts))]
         self._tasks: list[asyncio.Task[None]] = []
-        self._url = f"http://{server.host}:{server.port}"
         self._trainers: list[Trainer] = []  # of the column update
 
     def pids(self, role: str) -> list[int]:
@@ -191,6 +190,10 @@ class Cell:
                 await asyncio.sleep(0.002)
 
     # ---- the trainer ----------------------------------------------------------------------------------------------
+
+    @property
+    def _url(self) -> str:
+        return f"http://{self.server.host}:{self.server.port}"
 
     async def start_trainer(self) -> None:
         """Start a trainer, and wait for its first update."""

@@ -121,7 +121,7 @@ class Trainer:
         if self._way == "objects":
             from actors.client.weight_sources import parts_of
 
-            for part in parts_of(self.tensors, "", None):
+            for part in parts_of(self.tensors, "objects", "", None):
                 self.call("update", {"parts": [part]})
             return
         if self._sender is None:

@@ -15,12 +15,10 @@ class WeightVersion:
     identity: str = ""  # hash over the updates since the last complete one; empty for the checkpoint
 
     def after(self, update_id: str, name: str | None, is_complete: bool) -> WeightVersion:
-        """Return the version that an update makes of this one.
+        """Return the version after an update, which `update_id` names on all engines.
 
-        Args:
-        update_id: names the update on all engines.
-        name: None for one more than the last name if that is a number, else for the serial number.
-        is_complete: the update has every tensor of the model, so that older versions do not matter."""
+        Without a `name` it is one more than the last name if that is a number, else the serial number. `is_complete`:
+        the update has every tensor of the model, so older versions do not matter."""
         before = "" if is_complete else self.identity
         identity = hashlib.sha256(f"{before}\0{update_id}".encode()).hexdigest()[:32]
         number = int(self.name) if self.name.isdecimal() else self.serial

@@ -1,7 +1,6 @@
 """The parts of a weight update as plain data: which tensors a trainer sends, and how a rank gets them.
 
-An update is a sequence of parts. Names and layouts are those of the checkpoint's files. Tensors that no part names keep
-their values.
+An update is a sequence of parts. Names and layouts are the checkpoint's. Tensors that no part names keep their values.
 """
 
 from __future__ import annotations

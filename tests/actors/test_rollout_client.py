@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from actors.client import RolloutClient
 from actors.client import engines as client_engines
-from actors.client.engines import RolloutGroup, find_engines
+from actors.client.engines import OneModelDirectory, RolloutGroup, find_engines
 from actors.client.loop_thread import LoopThread
+from actors.ray import directory
 from runtime.core.requests import choice_seed
 from runtime.spec.types import CallboardError, FinishReason, Request, SamplingParams
 from tests.support.engine.fake_runner import of_versions, sequential, sequential_scores
@@ -315,6 +316,34 @@ def test_a_missing_application_is_an_error(monkeypatch):
     monkeypatch.setattr(client_engines, "living_actors", lambda start: [])
     with pytest.raises(CallboardError, match="'a' has no engine, and none started within 0 s"):
         find_engines("a", 0.0)
+
+
+async def test_a_swapped_model_ends_the_client(monkeypatch):
+    monkeypatch.setattr(client_engines, "_REPLACED_S", 0.2)
+    lives = ["a/engine/m/x#1"]
+    for module in (client_engines, directory):
+        monkeypatch.setattr(module, "living_actors", lambda start: [n for n in lives if n.startswith(start)])
+    engines, heard = OneModelDirectory("a/engine/m/"), []
+    engines.on_replaced = heard.append
+    assert await engines.changed([]) == lives
+    waiting = asyncio.create_task(engines.changed(list(lives)))
+    lives[:] = []
+    assert await waiting == []
+    waiting = asyncio.create_task(engines.changed([]))
+    await asyncio.sleep(0.5)
+    assert heard == []  # the engine may restart
+    lives[:] = ["a/engine/other/y#2"]
+    await asyncio.to_thread(until, lambda: heard)
+    assert "'a' serves another model now" in heard[0]
+    waiting.cancel()
+
+
+def test_rollouts_of_a_swapped_model_fail(client, engine):
+    engine.runners[-1].delay_s = 0.02
+    found = client.generate([[i] for i in range(30)], LONG, max_in_flight=8)
+    until(lambda: num_live(engine) == 8)
+    client._thread.loop.call_soon_threadsafe(client._group.end, "Another model is served.")
+    assert {(r.finish_reason, r.error) for r in found} == {(FinishReason.ERROR, "Another model is served.")}
 
 
 def test_a_client_stays_in_its_process(client):

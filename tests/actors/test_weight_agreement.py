@@ -16,7 +16,7 @@ def engines(count=2):
 
 
 async def ask(group, number, *calls):
-    """Call one engine alone, as a front does that has no link to the other."""
+    """Call one engine alone, as a front without a link to the other does."""
     for call, body in calls:
         answer = await group._directory.weights(sorted(group.links)[number], call, body)
     return answer

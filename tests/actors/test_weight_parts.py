@@ -74,11 +74,13 @@ def test_a_list_of_weights_names_all_of_them():
     [("w", ["w"]), (Path("w"), ["w"]), (["/a", Path("/b/c")], ["/a", "/b/c"])],
 )
 def test_paths_become_whole(source, paths):
-    assert list(parts_of(source, "weights", None)) == [FilesPart([str(Path(path).absolute()) for path in paths])]
+    assert list(parts_of(source, "objects", "weights", None)) == [
+        FilesPart([str(Path(path).absolute()) for path in paths])
+    ]
 
 
 @pytest.mark.parametrize("source", [None, 5, [1, 2], b"bytes"])
 def test_other_sources_are_refused(source):
     assert not isinstance(source, Mapping)
     with pytest.raises(CallboardError, match=f"cannot come from a {type(source).__name__}"):
-        list(parts_of(source, "weights", None))
+        list(parts_of(source, "objects", "weights", None))

@@ -50,7 +50,7 @@ def test_the_page_describes_the_lines(tmp_path: Path):
     text = (tmp_path / "page.md").read_text()
     row, repeats, _ = (row for row in text.splitlines() if row.startswith("| engine killed |"))
     cells = row.split(" | ")
-    assert repeats == "| engine killed | 0 | 0 | 2 | 0 | 0 | 0 | 0 |"
+    assert repeats == "| engine killed | 0 | 0 | 2 | 0 | 0 | 0 | 0 | 0 |"
     assert "1 with 2" in text
     assert cells[1 + list(WHEN).index("decode")] == (
         "1 lost, 0 wrong<br>hit 110 ms / 290 ms<br>others 60 ms<br>whole 2.5 s<br>n=2"
@@ -70,6 +70,7 @@ def test_every_excluded_cell_has_a_reason():
     assert BY_NAME["rank killed"].why_not("verify")
     assert not BY_NAME["rank stopped"].why_not("decode")
     assert BY_NAME["full disk"].why_not("decode", has_disk=False)
+    assert BY_NAME["trainer killed"].why_not("decode")
     assert all(set(fault.none_when or {}) < set(WHEN) for fault in FAULTS)
 
 

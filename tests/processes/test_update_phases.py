@@ -120,7 +120,7 @@ class HungTrainer:
 
 
 class Trained:
-    """A server whose weights the test changes."""
+    """A server, and the updates that the test sends to it."""
 
     def __init__(self, server, folders, store):
         self.server, self.folders, self.store = server, folders, store

@@ -57,7 +57,7 @@ class UpdateWeightsRequest(RequestModel):
 
 
 class AdapterUpdate(RequestModel):
-    """An update_info for an adapter (LoRA). It needs no open update: only requests of this adapter change."""
+    """An update_info for an adapter (LoRA). Only requests of this adapter change, so no other call is needed."""
 
     lora_name: AdapterName
     paths: Annotated[list[str], Field(min_length=1, max_length=1)]  # a folder that PEFT has written

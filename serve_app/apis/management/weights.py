@@ -3,7 +3,7 @@
     pause     requests wait, end or are aborted; then the engines compute no step
     start     an update is open, on all engines
     update    its parts arrive, any number of times
-    finish    all engines change their weights, or none
+    finish    all engines change their weights, or none if the tensors do not fit
     resume    the engines compute again
 
 The engines have all state, so each call may reach another front."""
