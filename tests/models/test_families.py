@@ -376,6 +376,9 @@ class Copies:
     def type_name(self, name: str) -> str:
         return "F32"
 
+    def is_dense(self, name: str) -> bool:
+        return True
+
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if name in self.router:
             return torch.randn(self.shapes[name], generator=torch.Generator().manual_seed(len(name)))
@@ -389,8 +392,8 @@ def test_a_mixture_of_copies_answers_like_the_dense_model(smollm2_path):
     source.spec = replace(spec, quantization=None)  # the copies are of plain numbers
     config = EngineConfig(device="cpu", num_threads=2, max_model_len=128, max_num_seqs=2, dtype="float32")
     copies = Copies(source.checkpoint, source.spec, source.weight_map)
-    with mock.patch.object(ModelRunner, "_warm_up"), mock.patch.object(source, "checkpoint", copies):
-        runner = build_runner(config, source)
+    with mock.patch.object(ModelRunner, "_warm_up"):
+        runner = build_runner(config, source.with_tensors(copies))
     tokens = tokenizer.encode("Once upon a time, in a small village by the sea,")
     (answer,), _ = generate(Driver(runner), [tokens], cuts=(5,), new=14)
     # The dense model's text in fp32. In bf16 it already meets a wise old woman.
