@@ -205,6 +205,13 @@ def kernels(line: Line) -> Row:
     return Row([line["kernel"], shape, str(line["cell"]), *rates, f"{share:.0%}", library], label, share)
 
 
+def weight_updates(line: Line) -> Row:
+    way = named(line["way"], line["dtype"], "paused" if line["pauses"] else "", f"kv={line['kv']}")
+    figures = [line[key] * 1e3 for key in ("send_s", "finish_s", "total_s", "longest_gap_s")]
+    cells = [line["model"], way, f"{line['gb']:.2f}", str(line["streams"]), *map(number, figures), line["machine"]]
+    return Row(cells, way, line["total_s"] * 1e3)
+
+
 SUBJECTS = {
     "decode": Subject(
         "Decode, batch 1, 128 in / 512 out", ("decode",),
@@ -228,6 +235,12 @@ SUBJECTS = {
         "All-reduce in a graph, bfloat16, into a residual; beside it NCCL's in the same run", ("ranks",),
         ("kernel", "cell"),
         "operand | GPUs | us | NCCL, us | best published, us", "us", all_reduce,
+    ),
+    "weight_updates": Subject(
+        "New weights while streams run, from the first call to the end of the last", ("weight_updates_served",),
+        ("model", "machine", "way", "dtype", "pauses", "kv", "streams"),
+        "model | way | GB | streams | send, ms | finish, ms | total, ms | longest gap of a stream, ms | machine", "ms",
+        weight_updates,
     ),
     "sampled": Subject(
         "Decode, sampled: share of the greedy rate in the same run", ("decode",),

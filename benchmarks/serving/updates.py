@@ -93,12 +93,12 @@ class Streams:
 class Trainer:
     """Weights in this process, and the calls that send them."""
 
-    def __init__(self, client: RolloutClient, folder: Path, way: str) -> None:
+    def __init__(self, client: RolloutClient, folder: Path, way: str, dtype: str | None) -> None:
         self._client, self._way = client, way
         checkpoint = open_checkpoint(folder)
         device = torch.device("cpu" if way == "objects" else "cuda:1" if way == "nccl" else "cuda:0")
         self.tensors = {
-            name: checkpoint.tensor(name, torch.float32 if way == "objects" else checkpoint.dtype(name), device)
+            name: checkpoint.tensor(name, getattr(torch, dtype) if dtype else checkpoint.dtype(name), device)
             for name in checkpoint.names()
         }
         self.num_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
@@ -154,7 +154,7 @@ class Trainer:
 
 def rows(args: argparse.Namespace, client: RolloutClient, way: str) -> Iterator[dict[str, Any]]:
     """One row for each update by a way."""
-    trainer = Trainer(client, resolve(args.model, None), way)
+    trainer = Trainer(client, resolve(args.model, None), way, args.dtype)
     for pauses in (True, False):
         for kv in ("keep", "recompute"):
             for repeat in range(args.repeats + 1):
@@ -173,8 +173,8 @@ def rows(args: argparse.Namespace, client: RolloutClient, way: str) -> Iterator[
                 stored = time.perf_counter() - start
                 if repeat:  # the first one warms up
                     yield {
-                        "way": way, "pauses": pauses, "kv": kv, "gb": trainer.num_bytes / 1e9, **seconds,
-                        "longest_gap_s": gap, "usual_gap_s": usual, "stored_after_s": stored + SETTLE_S,
+                        "way": way, "dtype": args.dtype or "stored", "pauses": pauses, "kv": kv, **seconds,
+                        "gb": trainer.num_bytes / 1e9, "longest_gap_s": gap, "usual_gap_s": usual, "stored_after_s": stored + SETTLE_S,
                     }  # fmt: skip
 
 
@@ -182,6 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
     parser.add_argument("--ways", nargs="+", choices=["objects", "ipc", "nccl"], default=None)
+    parser.add_argument("--dtype", help="of the trainer's tensors, such as bfloat16; default: the checkpoint's")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=2048, help="of a stream; it must last longer than an update")

@@ -39,8 +39,16 @@ def dense_weight(weight: torch.Tensor) -> DenseWeight:
 def exact_dtype(weight: torch.Tensor) -> torch.dtype:
     """bfloat16 or float16 if it holds all numbers of a float32 weight, else float32."""
     flat = weight.flatten()
-    for dtype in (torch.bfloat16, torch.float16):
-        pieces = chain([flat[:_FIRST]], flat[_FIRST:].split(_AT_ONCE))
-        if all(torch.equal(piece.to(dtype).float(), piece) for piece in pieces):
+    for dtype, holds in ((torch.bfloat16, _are_bfloat16), (torch.float16, _are_float16)):
+        if all(map(holds, chain([flat[:_FIRST]], flat[_FIRST:].split(_AT_ONCE)))):
             return dtype
     return torch.float32
+
+
+def _are_bfloat16(numbers: torch.Tensor) -> bool:
+    """True if the lower 16 bits of all float32 numbers are zero. This reads them once, at the speed of memory."""
+    return not numbers.view(torch.int16).view(-1, 2)[:, 0].count_nonzero()
+
+
+def _are_float16(numbers: torch.Tensor) -> bool:
+    return torch.equal(numbers.to(torch.float16).float(), numbers)
