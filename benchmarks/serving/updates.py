@@ -174,7 +174,8 @@ def rows(args: argparse.Namespace, client: RolloutClient, way: str) -> Iterator[
                 if repeat:  # the first one warms up
                     yield {
                         "way": way, "dtype": args.dtype or "stored", "pauses": pauses, "kv": kv, **seconds,
-                        "gb": trainer.num_bytes / 1e9, "longest_gap_s": gap, "usual_gap_s": usual, "stored_after_s": stored + SETTLE_S,
+                        "gb": trainer.num_bytes / 1e9, "longest_gap_s": gap, "usual_gap_s": usual,
+                        "stored_after_s": stored + SETTLE_S,
                     }  # fmt: skip
 
 
