@@ -104,6 +104,19 @@ def test_new_weights_find_no_block_of_old_ones():
     assert core.scheduler.stats.prompt_tokens_cached > 0
 
 
+def test_blocks_computed_again_belong_to_the_new_weights():
+    core, runner = engine()
+    core.add(request("a", [1] * 12, 8))
+    for _ in range(3):
+        core.step()
+    update(core, runner)
+    for _ in range(3):
+        core.step()
+    state = core.add(request("b", [1] * 12, 1))
+    core.submit()
+    assert state.num_cached == 8
+
+
 @pytest.mark.parametrize("keeps_kv", [True, False])
 def test_keeping_kv_computes_no_token_again(keeps_kv):
     core, runner = engine()
