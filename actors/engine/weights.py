@@ -221,7 +221,7 @@ class EngineWeights:
                 "paused": self.is_paused,
                 "version": self.version.name,
                 "serial": self.version.serial,
-                "stored": self._stored == self.version,
+                "stored": self._stored is not None and self._stored.serial == self.version.serial,
                 "updating": self._update is not None,
                 "world_size": self._num_ranks,
             }
@@ -382,7 +382,8 @@ class EngineWeights:
 
         def stored(_: object) -> None:
             self._count_seconds("store", time.monotonic() - start)
-            self._stored = version
+            if self.version is not None and self.version.serial == version.serial:  # else runners were lost meanwhile
+                self._stored = self.version
             self._info({}, answer)
 
         self._in_thread(store, stored, answer)
@@ -410,9 +411,7 @@ class EngineWeights:
 
     def _rename(self, body: Body, answer: Answer) -> None:
         assert self.version is not None
-        is_stored = self._stored == self.version
         self.version = replace(self.version, name=body["new_version"])
-        self._stored = self.version if is_stored else self._stored
         self._core.scheduler.info = replace(self._core.scheduler.info, weights=self.version)
         self._changed()
         answer.set_result({})

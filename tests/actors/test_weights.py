@@ -61,6 +61,7 @@ async def test_names_of_versions_reach_streams():
         await eventually(lambda: group.info.weights.name == "eight")
         _, _, last = await read(group, request(1, max_tokens=2))
         assert list(last.weight_versions) == [(0, "eight")]
+        assert (await group.weights("info", {}))["0"]["stored"]
 
 
 async def test_a_pause_keeps_requests_until_resume():
