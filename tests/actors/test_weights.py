@@ -48,13 +48,13 @@ async def test_an_update_changes_streams_between_two_tokens():
         assert (answer["version"], answer["serial"], answer["updating"]) == ("1", 1, False)
         hurry(engine)
         assert await is_right(reading, asked) == [["default", "1"]] * 4
-        assert (await group.weights("info", {}))["0"]["stored"]
+        await eventually(lambda: engine.store)
 
 
 async def test_names_of_versions_reach_streams():
     (engine,) = engines()
     async with Group(engine) as group:
-        await update(group, weight_version="7")
+        await update(group, weight_version="7", wait_stored=True)
         _, _, last = await read(group, request(0, max_tokens=2))
         assert list(last.weight_versions) == [(0, "7")]
         await group.weights("rename", {"new_version": "eight"})
