@@ -209,7 +209,7 @@ class SafetensorsCheckpoint(Checkpoint):
             for name in tensors.keys() & self._tensors.keys():
                 raise CallboardError(f"{path}: tensor {name!r} is in another file of {folder} too.")
             self._tensors |= tensors
-        self._path, self._file, self._num_mapped = path, _opened(path), 0  # the file that was read last
+        self._path, self._file, self._num_mapped = path, open_safetensors(path), 0  # the file that was read last
         if (folder / INDEX_NAME).exists():
             found = {stored.name for stored in self._tensors.values()}
             for name, file_name in read_json(folder / INDEX_NAME)["weight_map"].items():
@@ -257,13 +257,13 @@ class SafetensorsCheckpoint(Checkpoint):
         stored = self._announced(name)
         path = stored.path
         if path != self._path or self._num_mapped > _MOST_MAPPED:
-            self._path, self._file, self._num_mapped = path, _opened(path), 0
+            self._path, self._file, self._num_mapped = path, open_safetensors(path), 0
         tensor: torch.Tensor = self._file.get_tensor(stored.name)
         return tensor if stored.place is None else tensor[stored.place.expert, stored.place.start : stored.place.stop]
 
 
-def _opened(path: Path) -> Any:
-    """A safetensors file; raises CallboardError if its header is not in order."""
+def open_safetensors(path: Path) -> Any:
+    """Return a safetensors file; raises CallboardError if its header is not in order."""
     try:
         return safe_open(path, "pt")
     except OSError as e:
@@ -274,7 +274,7 @@ def _opened(path: Path) -> Any:
 
 def _header(path: Path) -> dict[str, _Stored]:
     """The tensors of a safetensors file; raises CallboardError if one has a type that torch does not know."""
-    file, tensors = _opened(path), {}
+    file, tensors = open_safetensors(path), {}
     for name in file.keys():  # noqa: SIM118
         type_name = file.get_slice(name).get_dtype()
         try:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
+from runtime.loading.checkpoint import open_safetensors
 from runtime.loading.folder import INDEX_NAME, weight_files
 from runtime.spec.types import CallboardError
 from runtime.updates.parts import FilesPart
@@ -23,7 +23,7 @@ class FilesReceiver:
         """The tensors of all files. Raises CallboardError if a file is missing, cut off or damaged."""
         found = list[tuple[str, torch.dtype, tuple[int, ...]]]()
         for path in _files(part):
-            file = _opened(path)
+            file = open_safetensors(path)
             for name in file.keys():  # noqa: SIM118
                 try:
                     tensor = file.get_tensor(name)  # maps it, without reading it
@@ -34,14 +34,14 @@ class FilesReceiver:
 
     def tensors(self, part: FilesPart) -> Iterator[tuple[str, torch.Tensor]]:
         for path in _files(part):
-            file, mapped = _opened(path), 0
+            file, mapped = open_safetensors(path), 0
             for name in file.keys():  # noqa: SIM118
                 tensor = file.get_tensor(name)
                 yield name, tensor
                 mapped += tensor.nbytes
                 if mapped > _MOST_MAPPED:
                     del tensor
-                    file, mapped = _opened(path), 0
+                    file, mapped = open_safetensors(path), 0
 
 
 def _files(part: FilesPart) -> Iterator[Path]:
@@ -58,12 +58,3 @@ def _files(part: FilesPart) -> Iterator[Path]:
             yield from files
         else:
             raise CallboardError(f"{path} has no *.safetensors file.")
-
-
-def _opened(path: Path) -> Any:
-    try:
-        return safe_open(path, "pt")
-    except OSError as e:
-        raise CallboardError(f"{path} cannot be read: {e.strerror or e}.") from e
-    except SafetensorError as e:
-        raise CallboardError(f"{path}: the file is damaged or cut off ({e}); write it again.") from e
