@@ -187,6 +187,8 @@ class EngineWeights:
         self._keeps_kv = body.get("kv") == "keep"
         mode = body.get("mode", "abort")
         if mode == "wait":
+            if self.is_paused and self._core.scheduler.requests:
+                raise WeightsRefused("Paused requests cannot end; resume the engine before a pause that waits.", "busy")
             self._requests.holds_new = True
             self._waiting.append(answer)
             return

@@ -100,6 +100,19 @@ async def test_a_pause_that_waits_lets_live_requests_end():
         await is_right(late, asked[1:])
 
 
+async def test_a_paused_engine_refuses_to_wait_for_requests():
+    (engine,) = engines()
+    async with Group(engine) as group:
+        reading = asyncio.gather(read(group, asked := request(0, max_tokens=12)))
+        await started(engine)
+        await group.weights("pause", {"mode": "keep"})
+        with pytest.raises(WeightsRefused, match="resume") as refusal:
+            await group.weights("pause", {"mode": "wait"})
+        assert refusal.value.code == "busy"
+        await group.weights("resume", {})
+        await is_right(reading, [asked])
+
+
 async def test_a_pause_that_aborts_ends_live_requests():
     (engine,) = engines()
     async with Group(engine) as group:
