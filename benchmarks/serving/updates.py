@@ -6,13 +6,14 @@
 
 The trainer is this process, with RolloutClient. While STREAMS requests decode, it sends all tensors of the model again.
 
-    objects   by Ray's object store
-    ipc       CUDA IPC handles, on the engine's GPU
-    nccl      broadcasts of 1 GiB, from the next GPU
+    objects           Ray's object store
+    ipc, ipc-packed   CUDA IPC handles, on the engine's GPU; of each tensor, or of buffers of 1 GiB
+    nccl              broadcasts of 1 GiB, from the next GPU
 
 One row an update. `total_s` is from `pause` to the end of `resume` (mode keep); without a pause, of the update alone.
 `start_s`, `send_s` and `finish_s` are its calls. `longest_gap_s` is the longest time between two tokens of a stream,
-around the update, and `usual_gap_s` the longest one before it.
+around the update, `usual_gap_s` the longest one before it, and `gap_after_s` the longest one of SETTLE_S after it,
+while the weights are stored.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from runtime.loading.checkpoint import open_checkpoint
 from runtime.loading.resolve import resolve
 from runtime.spec.config import DEFAULT_MODEL
 from runtime.spec.types import Request, SamplingParams
-from runtime.updates.sending import NcclSender, ipc_update_info, nccl_update_info
+from runtime.updates.sending import NcclSender, ipc_update_info, ipc_update_infos, nccl_update_info
 
 APP = "callboard"
 SETTLE_S = 0.5  # of decoding before an update and after it
@@ -125,9 +126,10 @@ class Trainer:
                 self.call("update", {"parts": [part]})
             return
         if self._sender is None:
-            info = ipc_update_info(self.tensors.items())
-            self.call("update", {"update_info": dict(info)})
-            info.close()
+            packed = self._way == "ipc-packed"
+            for info in ipc_update_infos(self.tensors.items()) if packed else [ipc_update_info(self.tensors.items())]:
+                self.call("update", {"update_info": dict(info)})
+                info.close()
             return
         sending = threading.Thread(target=self._sender.send, args=(self.tensors.items(),))
         sending.start()
@@ -156,7 +158,7 @@ def rows(args: argparse.Namespace, client: RolloutClient, way: str) -> Iterator[
     """One row for each update by a way."""
     trainer = Trainer(client, resolve(args.model, None), way, args.dtype)
     for pauses in (True, False):
-        for kv in ("keep", "recompute"):
+        for kv in args.kv:
             for repeat in range(args.repeats + 1):
                 with Streams(client, args.streams, args.prompt_len, args.tokens) as streams:
                     before = time.perf_counter()
@@ -166,7 +168,7 @@ def rows(args: argparse.Namespace, client: RolloutClient, way: str) -> Iterator[
                     seconds = trainer.update(pauses, kv)
                     end = time.perf_counter()
                     time.sleep(SETTLE_S)
-                    gap = streams.longest_gap(begin, end)
+                    gap, after = streams.longest_gap(begin, end), streams.longest_gap(end, time.perf_counter())
                 start = time.perf_counter()
                 while not all(answer["stored"] for answer in trainer.call("info", {}).values()):
                     time.sleep(0.02)
@@ -175,15 +177,16 @@ def rows(args: argparse.Namespace, client: RolloutClient, way: str) -> Iterator[
                     yield {
                         "way": way, "dtype": args.dtype or "stored", "pauses": pauses, "kv": kv, **seconds,
                         "gb": trainer.num_bytes / 1e9, "longest_gap_s": gap, "usual_gap_s": usual,
-                        "stored_after_s": stored + SETTLE_S,
+                        "gap_after_s": after, "stored_after_s": stored + SETTLE_S,
                     }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
-    parser.add_argument("--ways", nargs="+", choices=["objects", "ipc", "nccl"], default=None)
+    parser.add_argument("--ways", nargs="+", choices=["objects", "ipc", "ipc-packed", "nccl"], default=None)
     parser.add_argument("--dtype", help="of the trainer's tensors, such as bfloat16; default: the checkpoint's")
+    parser.add_argument("--kv", nargs="+", choices=["keep", "recompute"], default=["keep", "recompute"])
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=2048, help="of a stream; it must last longer than an update")

@@ -26,7 +26,7 @@ _DTYPES = {
 }  # fmt: skip
 _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 _SAMPLE_BYTES = 256  # of the head, the middle and the tail of each slice
-_CHUNK = 64 << 20  # bytes that are copied from a GPU at once
+_CHUNK = 16 << 20  # bytes that are copied from a GPU at once
 _MOST_HEADER = 256 << 20  # bytes
 _ALIGNED = 64  # bytes that the header has a multiple of
 
@@ -47,10 +47,12 @@ def write_slices(file: BinaryIO, slices: SliceSet, metadata: Mapping[str, str]) 
         entries.append((key, values, at, at + values.nbytes))
         at += values.nbytes
     digest, size = hashlib.sha256(), _header_size(entries, slices, metadata)
-    with torch.cuda.stream(_stream_of(slices)):
+    stream = _stream_of(slices)
+    with torch.cuda.stream(stream):
+        buffer = None if stream is None else torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=True)
         for _, values, start, _ in entries:
             file.seek(size + start)
-            for piece in _bytes(values):
+            for piece in _bytes(values, buffer):
                 file.write(piece)
             for sample in _samples(values.reshape(-1).view(torch.uint8)):
                 digest.update(sample)
@@ -126,10 +128,15 @@ def _stream_of(slices: SliceSet) -> torch.cuda.Stream | None:
     return None if device is None else torch.cuda.Stream(device)
 
 
-def _bytes(values: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a contiguous tensor, in pieces."""
+def _bytes(values: torch.Tensor, buffer: torch.Tensor | None) -> Iterator[memoryview]:
+    """The bytes of a contiguous tensor, in pieces. Those of a GPU are copied to `buffer`, uint8, one after the other.
+
+    The buffer is pinned: a copy to other memory holds the driver's lock, so that steps would wait for it."""
     for piece in values.reshape(-1).view(torch.uint8).split(_CHUNK):
-        yield piece.cpu().numpy().data
+        if buffer is not None and values.is_cuda:
+            piece = buffer[: len(piece)].copy_(piece, non_blocking=True)
+            torch.cuda.current_stream(values.device).synchronize()
+        yield piece.numpy().data
 
 
 def _samples(flat: torch.Tensor) -> Iterator[bytes]:

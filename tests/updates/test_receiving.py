@@ -1,6 +1,7 @@
 """What a runner stages: the slices that it needs, of tensors that fit the model; or nothing of a part."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -234,3 +235,8 @@ def test_a_plan_for_a_gpu_has_room_for_new_weights():
     assert without.updates == 0
     assert "new weights" in str(plan)
     assert "new weights" not in str(without)
+    needed = without.weights + without.kv + without.working + without.graphs
+    fixed = replace(config, num_kv_blocks=without.num_kv_blocks)
+    plan_memory(replace(fixed, weight_updates=False), TINY, numerics, needed)
+    with pytest.raises(CallboardError, match=r"serve without weight_updates, lower num_kv_blocks.*GiB are missing"):
+        plan_memory(fixed, TINY, numerics, needed)
