@@ -23,6 +23,7 @@ from runtime.loading.gguf_architectures import Source, read_gguf_model
 from runtime.loading.gguf_configs import gguf_eos_token_ids
 from runtime.loading.stacked_experts import Place, single_weights
 from runtime.loading.upload import Uploader
+from runtime.models import has_experts_in_turn
 from runtime.spec.sharding import Part
 from runtime.spec.types import CallboardError
 
@@ -204,8 +205,9 @@ class SafetensorsCheckpoint(Checkpoint):
         self.config = model_config(folder)
         self.eos_token_ids = folder_eos_token_ids(folder, self.config)
         self._tensors: dict[str, _Stored] = {}
+        in_turn = has_experts_in_turn(self.config)
         for path in weight_files(folder):
-            tensors = _header(path)
+            tensors = _header(path, in_turn)
             for name in tensors.keys() & self._tensors.keys():
                 raise CallboardError(f"{path}: tensor {name!r} is in another file of {folder} too.")
             self._tensors |= tensors
@@ -250,7 +252,10 @@ class SafetensorsCheckpoint(Checkpoint):
         return self._tensors[name]
 
     def _stored(self, name: str) -> memoryview:
-        return _bytes_of(self._mapped(name))
+        mapped, place = self._mapped(name), self._announced(name).place
+        if place is not None and not mapped.is_contiguous():  # all rows of the expert: a view that needs no copy
+            mapped = self._file.get_tensor(self._announced(name).name)[place.expert]
+        return _bytes_of(mapped)
 
     def _mapped(self, name: str) -> torch.Tensor:
         """Return a tensor in its file's pages. They count as memory of this process until the file is reopened."""
@@ -259,7 +264,7 @@ class SafetensorsCheckpoint(Checkpoint):
         if path != self._path or self._num_mapped > _MOST_MAPPED:
             self._path, self._file, self._num_mapped = path, open_safetensors(path), 0
         tensor: torch.Tensor = self._file.get_tensor(stored.name)
-        return tensor if stored.place is None else tensor[stored.place.expert, stored.place.start : stored.place.stop]
+        return tensor if stored.place is None else stored.place.of(tensor)
 
 
 def open_safetensors(path: Path) -> Any:
@@ -272,7 +277,7 @@ def open_safetensors(path: Path) -> Any:
         raise CallboardError(f"{path}: the file is damaged or cut off ({e}); fetch it again.") from e
 
 
-def _header(path: Path) -> dict[str, _Stored]:
+def _header(path: Path, in_turn: bool) -> dict[str, _Stored]:
     """The tensors of a safetensors file; raises CallboardError if one has a type that torch does not know."""
     file, tensors = open_safetensors(path), {}
     for name in file.keys():  # noqa: SIM118
@@ -282,9 +287,9 @@ def _header(path: Path) -> dict[str, _Stored]:
         except SafetensorError as e:
             raise CallboardError(f"{path}: tensor {name!r} has the type {type_name}, which is not supported.") from e
         stored = _Stored(path, name, type_name, tensor.dtype, tuple(tensor.shape))
-        singles = single_weights(name, stored.shape)
+        singles = single_weights(name, stored.shape, in_turn)
         for single, place in singles.items():
-            tensors[single] = stored._replace(shape=(place.stop - place.start, stored.shape[2]), place=place)
+            tensors[single] = stored._replace(shape=place.shape(stored.shape), place=place)
         if not singles:
             tensors[name] = stored
     return tensors

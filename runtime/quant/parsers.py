@@ -33,6 +33,7 @@ _GGUF_TYPES = {
     "Q4_K": QuantizationScheme("gguf Q4_K", "int4", **_FACTORS),
     "Q5_K": QuantizationScheme("gguf Q5_K", "int8", value_bits=5, **_FACTORS),
     "Q6_K": QuantizationScheme("gguf Q6_K", "int8", group_size=16, value_bits=6, super_size=256),
+    "MXFP4": QuantizationScheme("gguf MXFP4", "fp4", group_size=32),
 }
 
 
