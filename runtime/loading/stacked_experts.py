@@ -2,13 +2,13 @@
 
 Transformers 5 stores, for most families:
 
-- `X.experts.gate_up_proj` [num_experts, 2 * ffn, hidden]: `X.experts.E.gate_proj.weight`, `X.experts.E.up_proj.weight`.
-- `X.experts.down_proj` [num_experts, hidden, ffn]: `X.experts.E.down_proj.weight`.
+- `X.experts.gate_up_proj` [experts, 2 * ffn, hidden]: `X.experts.E.gate_proj.weight`, `X.experts.E.up_proj.weight`.
+- `X.experts.down_proj` [experts, hidden, ffn]: `X.experts.E.down_proj.weight`.
 
 Scales of blocks have the same names with a suffix, such as `X.experts.down_proj_scale_inv`.
 
-gpt-oss has rows of gate and up in turn (`in_turn`), gate first. Its dense tensors are [num_experts, in, out]. Its others
-have suffixes: `_bias` [num_experts, out], `_blocks` [num_experts, out, in / 32, 16] and `_scales` of mxfp4."""
+gpt-oss has rows of gate and up in turn (`in_turn`), gate first. Its dense tensors are [experts, in, out]. Its others
+have suffixes: `_bias` [experts, out], `_blocks` [experts, out, in / 32, 16] and `_scales` of mxfp4."""
 
 from __future__ import annotations
 

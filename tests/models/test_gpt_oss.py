@@ -97,7 +97,7 @@ def test_the_published_config_is_read():
         150_000.0, "yarn", 32.0, original_positions=4096, attention_factor=1.3465735902799727, truncate=False
     )
     assert (spec.window, spec.sliding[:3], spec.max_positions) == (128, (True, False, True), 131072)
-    assert spec.sinks and spec.ffn_bias and spec.qkv_bias and spec.out_bias and not spec.tied_head
+    assert all((spec.sinks, spec.ffn_bias, spec.qkv_bias, spec.out_bias, not spec.tied_head))
     assert len(spec.quantization or {}) == 36 * 128 * 3
     with pytest.raises(CallboardError, match=r"swiglu_alpha is 1\.5; supported is 1\.702"):
         load_spec(PUBLISHED["gpt-oss-20b"] | {"swiglu_alpha": 1.5})
