@@ -120,14 +120,22 @@ def draw(spec: DecoderSpec, numerics: Numerics, seed: int) -> ReadWeight:
     large = sum(math.prod(shape) for shape in shapes.values()) > _MOST_DRAWN_ON_CPU
     generator = torch.Generator(numerics.device if large else torch.device("cpu")).manual_seed(seed)
 
-    last = dict[str, torch.Tensor]()  # parts of a parameter are read one after another
+    dense = dict[str, torch.Tensor]()  # parts of a parameter are read one after another
+    quantized = dict[str, Weight]()
 
     def read(parameter: str, part: Part | None = None) -> Weight:
-        if parameter not in last:
-            last.clear()
-            drawn = random_parameter(parameter, shapes[parameter], generator)
-            last[parameter] = drawn.to(numerics.device, numerics.dtype)
-        return format_of(parameter).encode(last[parameter], parts_of(spec, parameter) if part is None else (part,))
+        weight_format, parts = format_of(parameter), parts_of(spec, parameter) if part is None else (part,)
+        if parameter not in dense and parameter not in quantized:
+            dense.clear()
+            quantized.clear()
+            if (drawn := weight_format.random(shapes[parameter], generator)) is not None:
+                quantized[parameter] = tuple(tensor.to(numerics.device) for tensor in drawn)
+            else:
+                numbers = random_parameter(parameter, shapes[parameter], generator)
+                dense[parameter] = numbers.to(numerics.device, numerics.dtype)
+        if parameter in quantized:
+            return weight_format.parts_of_random(quantized[parameter], parts, numerics)
+        return weight_format.encode(dense[parameter], parts)
 
     return read
 
