@@ -55,12 +55,10 @@ class ExpertsSpec:
     shared: int = 0
     # The weight of the shared experts is the sigmoid of one more row of the router; otherwise it is 1.
     shared_gate: bool = False
-    # Of the router's logits. softmax_of_chosen: the top_k are the largest logits, and the softmax is over these alone.
-    scores: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits
     choice_bias: bool = False  # a bias is added to the scores for the choice of the top_k, not for their weights
     sum_eps: float = 0.0  # with normalized: added to the sum that divides the weights
     scale: float = 1.0  # factor of the weights of the top_k
-    router_bias: bool = False  # the router's logits have a bias
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
@@ -94,8 +92,7 @@ class DecoderSpec:
     max_positions: int
     norm_eps: float
     rope: RopeSpec = RopeSpec()
-    activation: Literal["silu", "gelu_tanh", "swiglu_clamped"] = "silu"  # of the gate
-    activation_limit: float = 0.0  # swiglu_clamped: the largest gate, and the largest magnitude of up
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate
     tied_head: bool = False
     makes_text: bool = True  # False if the checkpoint lacks an output head; the embedding then replaces it
     qk_norm: bool = False  # RMSNorm over head_dim of each q and k head, before RoPE
@@ -115,8 +112,8 @@ class DecoderSpec:
     learned_positions: bool = False  # an embedding of positions is added to that of tokens
     embed_scale: float = 1.0  # factor of the tokens' embedding, rounded to the model's dtype
     attn_scale: float | None = None  # factor of attention scores; None for head_dim ** -0.5
-    sinks: bool = False  # each query head has one more logit, which takes a share of the softmax without a value
     attn_soft_cap: float = 0.0  # scores become cap * tanh(score / cap); 0 for none
+    sinks: bool = False  # each query head has a logit that joins the softmax of its scores, without a value
     logit_scale: float = 1.0  # factor of the logits
     logit_soft_cap: float = 0.0  # as attn_soft_cap, for the scaled logits
     window: int = 0  # positions that a token of a sliding layer sees, itself included
@@ -305,7 +302,7 @@ class DecoderSpec:
         if self.qk_norm_all_heads:
             heads = {"q_heads_norm": self.num_heads, "k_heads_norm": self.num_kv_heads}
             return sinks | {name: (count * self.head_dim,) for name, count in heads.items()}
-        return sinks | (dict.fromkeys(["q_norm", "k_norm"], (self.head_dim,)) if self.qk_norm else {})
+        return sinks | dict.fromkeys(["q_norm", "k_norm"], (self.head_dim,)) if self.qk_norm else sinks
 
     def _norm(self, name: str) -> dict[str, tuple[int, ...]]:
         return dict.fromkeys([name, f"{name}_bias"] if self.norm == "layer" else [name], (self.hidden_size,))
@@ -319,8 +316,6 @@ def chooses_experts(parameter: str) -> bool:
 def _of_router(prefix: str, experts: ExpertsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the parameters that choose the experts of a layer."""
     shapes: dict[str, tuple[int, ...]] = {f"{prefix}router.weight": (experts.num_experts, hidden)}
-    if experts.router_bias:
-        shapes[f"{prefix}router.bias"] = (experts.num_experts,)
     if experts.shared_gate:
         shapes[f"{prefix}shared_gate.weight"] = (1, hidden)
     if experts.choice_bias:

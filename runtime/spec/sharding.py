@@ -118,7 +118,6 @@ def _divided(spec: DecoderSpec, parameter: str) -> tuple[int, list[tuple[int, ra
         return range(first * size, (first + count) * size)
 
     heads = own(rank * spec.num_heads, spec.num_heads, head_dim), whole.num_heads * head_dim
-    sinks = own(rank * spec.num_heads, spec.num_heads, 1), whole.num_heads
     kv_heads = own(spec.first_kv_head, spec.num_kv_heads, head_dim), whole.num_kv_heads * head_dim
     inner = own(rank, 1, spec.ffn_size), whole.ffn_size
     if spec.dense_layers and ".experts." not in parameter:
@@ -129,7 +128,7 @@ def _divided(spec: DecoderSpec, parameter: str) -> tuple[int, list[tuple[int, ra
         "q": [heads], "k": [kv_heads], "v": [kv_heads], "qkv": [heads, kv_heads, kv_heads], "out": [heads],
         "gate": [inner], "up": [inner], "gate_up": [inner, inner], "down": [inner],
         "embed": [tokens], "head": [tokens], "q_heads_norm": [heads], "k_heads_norm": [kv_heads], "q_gate": [heads],
-        "sinks": [sinks],
+        "sinks": [(own(rank, 1, spec.num_heads), whole.num_heads)],
         "gated_q": [(own(rank * spec.num_heads, spec.num_heads, 2 * head_dim), 2 * whole.num_heads * head_dim)],
     }.get(part) or _of_mixer(spec, part)  # fmt: skip
     before = [sum(length for _, length in maps[:i]) for i in range(len(maps))]
