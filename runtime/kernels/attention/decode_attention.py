@@ -116,10 +116,7 @@ def _decode_attention_kernel(
         k_scales, v_scales = None, None
         if SCALES == "token":
             k_scales, v_scales = load_scales(token_scales_ptr + places, old)
-    lanes = tl.arange(0, BLOCK_M)
-    heads = kv_head * GROUP + lanes % GROUP
-    used = lanes < count * GROUP
-    sinks = load_sinks(sinks_ptr, heads, used)
+    sinks = load_sinks(sinks_ptr, kv_head, count, GROUP, BLOCK_M)
     # The previous launch (RoPE and the store of k and v) waited before it let this one start. Rows, tables and, with
     # prefix_ready, all keys before the rows were complete by then.
     if PDL:
@@ -128,9 +125,12 @@ def _decode_attention_kernel(
     if (count <= 0) | (split >= segments):
         return
 
+    lanes = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     q_positions = start + lanes // GROUP
+    heads = kv_head * GROUP + lanes % GROUP
     num_heads = num_kv_heads * GROUP
+    used = lanes < count * GROUP
     whole = used[:, None] & (dims < HEAD_DIM)[None, :]
     q_tokens = (q_start + lanes // GROUP).to(tl.int64)
     q_at = q_ptr + (q_tokens * q_stride + heads * HEAD_DIM)[:, None] + dims[None, :]
@@ -204,12 +204,11 @@ def _decode_attention_kernel(
         acc_ptr, sums_ptr, place, segments, count * GROUP, ROWS, HEAD_DIM, BLOCK_D, MERGE, LOWEST
     )
     rows = tl.arange(0, ROWS)
-    used = rows < count * GROUP
-    whole = used[:, None] & (dims < HEAD_DIM)[None, :]
-    heads = kv_head * GROUP + rows % GROUP
-    total = add_sinks(m, total, load_sinks(sinks_ptr, heads, used), SCALES)
+    whole = (rows < count * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    total = add_sinks(m, total, load_sinks(sinks_ptr, kv_head, count, GROUP, ROWS), SCALES)
     total = finish_total(total, scales_ptr, kv_head, num_kv_heads, SCALES)
     q_tokens = (q_start + rows // GROUP).to(tl.int64)
+    heads = kv_head * GROUP + rows % GROUP
     out_at = out_ptr + (q_tokens * num_heads + heads)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_at, (acc / total[:, None]).to(out_dtype), mask=whole)
 

@@ -215,11 +215,12 @@ def softmax_step(
 
 
 @jit
-def load_sinks(sinks_ptr, heads, used):
-    """The sinks of the heads of a tile's rows; None if the model lacks them."""
+def load_sinks(sinks_ptr, kv_head, count, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """The sinks of a tile of `count` tokens with GROUP heads each [ROWS]; None if the model lacks them."""
     sinks = None
     if sinks_ptr is not None:
-        sinks = tl.load(sinks_ptr + heads, mask=used, other=0.0)
+        rows = tl.arange(0, ROWS)
+        sinks = tl.load(sinks_ptr + kv_head * GROUP + rows % GROUP, mask=rows < count * GROUP, other=0.0)
     return sinks
 
 

@@ -143,7 +143,7 @@ def _prefill_attention_kernel(
             m, total, acc = merge_segments(
                 acc_ptr, sums_ptr, place, segments, count * GROUP, BLOCK_M, HEAD_DIM, BLOCK_D, MERGE, -1e30
             )
-    total = add_sinks(m, total, load_sinks(sinks_ptr, heads, lanes < count * GROUP), SCALES)
+    total = add_sinks(m, total, load_sinks(sinks_ptr, kv_head, count, GROUP, BLOCK_M), SCALES)
     total = finish_total(total, scales_ptr, kv_head, NUM_KV_HEADS, SCALES)
     out_at = out_ptr + (q_tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=whole)

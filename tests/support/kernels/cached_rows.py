@@ -61,8 +61,9 @@ class Rows:
         out = torch.full((len(self.q), num_heads * layer.head_dim), torch.nan)
         positions, per_task = self.kv.shape[2] * self.kv.shape[3], 1 if by_head else layer.group
         sizes = self.q.stride(0), positions, self.tables.stride(0), len(tiles), num_heads, per_task
+        tensors = self.q, self.kv, self.scales, self.sinks, self.tables, tiles, out
         call(
-            attention, (self.q, self.kv, self.scales, self.sinks, self.tables, tiles, out, *sizes, layer.head_dim**-0.5),
+            attention, (*tensors, *sizes, layer.head_dim**-0.5),
             target, parts, form=KVForm(layer.dtype, layer.head_dim, layer.block_size), group=layer.group,
             window=layer.window, soft_cap=layer.soft_cap, has_sinks=layer.has_sinks, max_heads=layer.group,
         )  # fmt: skip
