@@ -285,9 +285,7 @@ class SafetensorsCheckpoint(Checkpoint):
         stored = self._announced(name)
         path = stored.path
         if path != self._path or self._num_mapped > _MOST_MAPPED:
-            self._ahead: ReadAhead | None = None
-        self._starts: dict[str, tuple[Path, int]] = {}  # the first byte of each tensor of the files
-        self._path, self._file, self._num_mapped = path, open_safetensors(path), 0
+            self._path, self._file, self._num_mapped = path, open_safetensors(path), 0
         tensor: torch.Tensor = self._file.get_tensor(stored.name)
         return tensor if stored.place is None else stored.place.of(tensor)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from runtime.kernels.llvm.support import obstacle
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.loading.stacked_experts import single_weights
 from runtime.models import load_spec
@@ -16,7 +17,9 @@ from runtime.spec.sharding import Part, Shard
 from runtime.spec.types import CallboardError
 from tests.support.models.family_cases import save_model
 from tests.support.models.quantized_tensors import numerics
+from tests.support.models.runner_driver import Driver, open_runner
 
+COMPILED = pytest.mark.skipif(bool(obstacle()), reason=f"needs compiled kernels: {obstacle()}")
 EXPERT = "model.layers.1.mlp.experts.4."
 
 
@@ -37,6 +40,21 @@ def test_experts_are_those_of_transformers(case, tmp_path):
     ):
         assert torch.equal(read(f"layers.1.experts.4.{part}.weight")[0], weight)
         assert torch.equal(read(f"layers.1.experts.4.{part}.bias")[0], own)
+
+
+@COMPILED
+def test_a_cpu_multiplies_experts_from_their_four_bits(tmp_path):
+    """The error is that of activations in 16 bits."""
+    save_model(tmp_path, "gpt-oss, mxfp4")
+    tokens, logits = list(range(3, 90)), []
+    for backend in ("torch", "llvm"):
+        driver = Driver(open_runner(tmp_path, kernel_backend=backend))
+        driver.open(0, tokens)
+        logits.append(driver.prefill(0, tokens))
+    experts = driver.runner.decoder.layers[0].feed_forward.experts
+    weights = experts[0][0].__self__.parts
+    assert [(part.form.bits, part.form.is_e2m1) for part in weights] == [(4, True)]
+    assert 0 < (logits[0] - logits[1]).norm() < 2e-4 * logits[0].norm()
 
 
 @pytest.mark.parametrize("case", ["gpt-oss", "gpt-oss, mxfp4"])

@@ -294,7 +294,7 @@ def _to_mxfp4(folder: Path, model: PreTrainedModel, quantization: dict[str, Any]
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             num_experts, columns, rows = parameter.shape
             blocks = torch.randint(0, 256, (num_experts, rows, columns // 32, 16), dtype=torch.uint8)
-            scales = torch.randint(122, 126, blocks.shape[:3], dtype=torch.uint8)
+            scales = torch.randint(120, 124, blocks.shape[:3], dtype=torch.uint8)
             parameter.data = _convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
             del tensors[name]
             tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
