@@ -38,7 +38,7 @@ from tests.support.ranks.rank_threads import on_ranks
 
 COMPILED = pytest.mark.skipif(bool(obstacle()), reason=f"needs compiled kernels: {obstacle()}")
 BACKENDS = ["torch", pytest.param("llvm", marks=COMPILED)]
-MIXTURES = ["mixtral", "qwen3 moe", "qwen3.5 moe", "qwen3-next", "lfm2 moe"]
+MIXTURES = ["mixtral", "qwen3 moe", "qwen3.5 moe", "qwen3-next", "lfm2 moe", "gpt-oss"]
 PROMPTS = prompts_of(101)
 MANY = prompts_of(101, (67, 70, 66, 68, 1))  # an engine with 41 blocks of 4 tokens preempts some
 

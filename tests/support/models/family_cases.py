@@ -223,7 +223,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOssConfig",
         _GPT_OSS
         | yarn(truncate=False)
-        | {"hidden_size": 64, "intermediate_size": 96, "sliding_window": 100, "quantization_config": _MXFP4},
+        | {"hidden_size": 64, "intermediate_size": 128, "sliding_window": 100, "quantization_config": _MXFP4},
     ),
     "gpt2": ("GPT2Config", {}),
     "gpt2, narrow": ("GPT2Config", {"n_inner": 50, "n_head": 3, "layer_norm_epsilon": 1e-3}),
