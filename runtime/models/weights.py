@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import math
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
@@ -27,6 +30,9 @@ class ReadWeight(Protocol):
     def __call__(self, parameter: str, part: Part | None = None, /) -> Weight: ...
 
 
+logger = logging.getLogger(__name__)
+_REPORT_S = 10.0  # between two reports of a load
+_TRIMMED_AFTER = 1 << 28  # bytes of weights
 _MOST_DRAWN_ON_CPU = 1 << 28  # random weights
 _IN_FLOAT32 = ("choice_bias", "decay_log", "decay_bias", ".sinks")  # parameters that are read in float32
 
@@ -86,6 +92,49 @@ def read_from(source: TensorSource, spec: DecoderSpec, weight_map: WeightMap, nu
     """Reads from a checkpoint, after a check of all tensors."""
     locations = locate_parameters(spec, weight_map, source)
     return reader(source, locations, weight_formats(spec, numerics), weight_map, numerics)
+
+
+class LoadProgress:
+    """Reports the progress of a load, with the seconds that are left.
+
+    On a CPU it also returns freed memory to the system: glibc keeps holes between tensors that may add half of the
+    model's size."""
+
+    def __init__(self, spec: DecoderSpec, numerics: Numerics) -> None:
+        format_of, shapes = weight_formats(spec, numerics), spec.shapes()
+        self._sizes = {name: format_of(name).device_bytes(shape, numerics) for name, shape in shapes.items()}
+        self._total, self._done, self._untrimmed = sum(self._sizes.values()), 0, 0
+        self._start = self._reported = time.perf_counter()
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if numerics.device.type == "cpu" else None
+
+    def watched(self, read: ReadWeight) -> ReadWeight:
+        """The same reader, with reports."""
+
+        def reported(parameter: str, part: Part | None = None) -> Weight:
+            size = self._sizes.pop(parameter, 0)  # of its first part
+            self._done += size
+            self._untrimmed += size
+            if self._trim is not None and self._untrimmed > _TRIMMED_AFTER:
+                self._trim(0)
+                self._untrimmed = 0
+            if (now := time.perf_counter()) - self._reported > _REPORT_S:
+                self._reported = now
+                logger.info("%s", self._line(now - self._start))
+            return read(parameter, part)
+
+        return reported
+
+    def finish(self) -> None:
+        """Report the whole load."""
+        if self._trim is not None:
+            self._trim(0)
+        seconds = time.perf_counter() - self._start
+        logger.info("weights: %.2f GiB read in %.1f s", self._total / (1 << 30), seconds)
+
+    def _line(self, seconds: float) -> str:
+        left = seconds * (self._total - self._done) / max(self._done, 1)
+        done, total = (size / (1 << 30) for size in (self._done, self._total))
+        return f"weights: {done:.1f} of {total:.1f} GiB read in {seconds:.0f} s, about {left:.0f} s are left"
 
 
 def reader(
