@@ -11,6 +11,7 @@ import torch
 from runtime.models import load_spec
 from runtime.models.weight_map import WeightMap
 from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.sharding import place_in_tensor
 
 Read = Callable[[str], torch.Tensor]  # a parameter by its name in the config's DecoderSpec
 _BLOCK = 32  # numbers of mxfp4 that share an exponent
@@ -30,11 +31,16 @@ def file_tensors(config: dict[str, Any], read: Read, generator: torch.Generator 
     """The tensors of a model. Experts of gpt-oss are stacked, and in mxfp4 if the config says so; the generator draws
     their bytes."""
     spec, weight_map = load_spec(config)
-    names, dtype = weight_map.names_of(spec), getattr(torch, config["torch_dtype"])
-    stacked = weight_map.experts_in_turn
-    for parameter, shape in spec.shapes().items():
-        if not (stacked and ".experts." in parameter):
-            yield _dense(names[parameter], shape, dtype, lambda own=parameter: read(own))
+    shapes, dtype, stacked = spec.shapes(), getattr(torch, config["torch_dtype"]), weight_map.experts_in_turn
+
+    def whole(parameters: list[str]) -> torch.Tensor:
+        place, parts = place_in_tensor(spec, parameters[0]), [read(parameter) for parameter in parameters]
+        return parts[0] if place is None else torch.cat(parts, place.dim)
+
+    for name, parameters in weight_map.tensors_of(spec).items():
+        if not (stacked and ".experts." in parameters[0]):
+            shape = len(parameters), *shapes[parameters[0]]
+            yield _dense(name, shape, dtype, lambda own=parameters: whole(own))
     for layer in range(spec.num_layers if stacked else 0):
         yield from _stacked_experts(spec, weight_map, layer, dtype, read, generator)
 

@@ -5,7 +5,8 @@ Transformers 5 stores, for most families:
 - `X.experts.gate_up_proj` [experts, 2 * ffn, hidden]: `X.experts.E.gate_proj.weight`, `X.experts.E.up_proj.weight`.
 - `X.experts.down_proj` [experts, hidden, ffn]: `X.experts.E.down_proj.weight`.
 
-Scales of blocks have the same names with a suffix, such as `X.experts.down_proj_scale_inv`.
+Scales of blocks have the same names with a suffix, such as `X.experts.down_proj_scale_inv`. Granite has
+`X.block_sparse_moe.input_linear.weight` and `output_linear.weight` in their place.
 
 gpt-oss has rows of gate and up in turn (`in_turn`), gate first. Its dense tensors are [experts, in, out]. Its others
 have suffixes: `_bias` [experts, out], `_blocks` [experts, out, in / 32, 16] and `_scales` of mxfp4."""
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+_GRANITE = re.compile(r"(.*\bblock_sparse_moe)\.(input|output)_linear\.weight")
 _STACKED = re.compile(r"(.*\bexperts)\.(gate_up|down)_proj(_scale_inv|_blocks|_scales|_bias)?")
 _IN_TURN = {"_bias": ".bias", "_blocks": ".weight_blocks", "_scales": ".weight_scales"}  # suffixes of gpt-oss
 _NUM_DIMS = {"_bias": 2, "_blocks": 4}
@@ -44,6 +46,8 @@ class Place(NamedTuple):
 
 def single_weights(name: str, shape: tuple[int, ...], in_turn: bool = False) -> dict[str, Place]:
     """Return the weights in a tensor of all experts, by their own names; {} for another tensor."""
+    if granite := _GRANITE.fullmatch(name):
+        name = f"{granite[1]}.experts.{'gate_up' if granite[2] == 'input' else 'down'}_proj"
     match = _STACKED.fullmatch(name)
     if match is None:
         return {}

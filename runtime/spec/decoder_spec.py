@@ -159,6 +159,8 @@ class DecoderSpec:
             raise CallboardError(
                 f"The model's activation is clamped to {self.activation_limit}; only {ACTIVATION_LIMIT} is supported."
             )
+        if self.ffn_bias and self.experts is not None and self.experts.shared > 1:
+            raise CallboardError("The model's shared experts have biases; only one shared expert may have them.")
 
     @property
     def whole(self) -> DecoderSpec:
