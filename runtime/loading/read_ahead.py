@@ -80,7 +80,7 @@ class ReadAhead:
                     return None
                 chunk, end = found
                 self._changed.wait_for(lambda end=end: self._is_closed or end <= self._used + _AHEAD)
-                if end > self._used:
+                if end > self._used and not self._is_closed:
                     return chunk
         return None
 

@@ -1,21 +1,28 @@
 """gpt-oss: its files against transformers, tensor by tensor."""
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from runtime.kernels.cpu.linear.interleaved_weight import dequantize_interleaved
 from runtime.kernels.llvm.support import obstacle
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.loading.stacked_experts import single_weights
 from runtime.models import load_spec
 from runtime.models.published import PUBLISHED
-from runtime.models.weights import locate_parameters, read_from
+from runtime.models.weights import draw, locate_parameters, read_from
+from runtime.quant.model_formats import weight_bytes, weight_formats
+from runtime.quant.quantized_formats import InterleavedFormat
+from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import RopeSpec
 from runtime.spec.sharding import Part, Shard
 from runtime.spec.types import CallboardError
-from tests.support.models.family_cases import save_model
+from runtime.worker.memory import plan_memory
+from tests.support.models.family_cases import save_model, spec_of
 from tests.support.models.quantized_tensors import numerics
 from tests.support.models.runner_driver import Driver, open_runner
 
@@ -119,3 +126,32 @@ def test_the_published_config_is_read():
     assert len(spec.quantization or {}) == 36 * 128 * 3
     with pytest.raises(CallboardError, match=r"swiglu_alpha is 1\.5; supported is 1\.702"):
         load_spec(PUBLISHED["gpt-oss-20b"] | {"swiglu_alpha": 1.5})
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_numbers():
+    """Before a weight is read: the sizes follow from the config."""
+    spec, _ = load_spec(PUBLISHED["gpt-oss-120b"])
+    on_gpu = replace(numerics(torch.bfloat16), device=torch.device("cuda"), backend="triton")
+    config = EngineConfig(max_model_len=8192).sized_for("cuda")
+    with pytest.raises(CallboardError, match=r"weights \d+\.\d\d GiB .* of 48\.00 GiB available.*GiB are missing"):
+        plan_memory(config, spec, on_gpu, 48 << 30)
+    experts = 36 * 128 * 3 * 2880 * 2880
+    dense = 2 * sum(math.prod(shape) for name, shape in spec.shapes().items() if name not in (spec.quantization or {}))
+    for form, bits in ((on_gpu, 5.0), (replace(on_gpu, device=torch.device("cpu"), backend="llvm"), 4.5)):
+        assert weight_bytes(spec, form) <= experts * bits / 8 + 2 * dense < 90 << 30
+    assert plan_memory(config, spec, on_gpu, 130 << 30).weights == weight_bytes(spec, on_gpu)
+
+
+def test_random_experts_are_the_same_in_every_form():
+    """Values and scales are drawn, so a device without their product has the same numbers."""
+    spec = spec_of("gpt-oss, mxfp4", num_hidden_layers=1)
+    found = []
+    for backend in ("torch", "llvm"):
+        form = replace(numerics(torch.float32), backend=backend)
+        read, weight_format = draw(spec, form, 3), weight_formats(spec, form)("layers.0.experts.2.down.weight")
+        weight = read("layers.0.experts.2.down.weight")
+        if isinstance(weight_format, InterleavedFormat):
+            weight = (dequantize_interleaved(weight_format.interleaved([weight], len(weight[0]))),)
+        found.append(weight[0])
+    assert torch.equal(*found)
+    assert 0.7 < found[0].std() * 128**0.5 < 1.4
