@@ -79,7 +79,8 @@ class ReadAhead:
                 if (found := next(self._next, None)) is None:
                     return None
                 chunk, end = found
-                self._changed.wait_for(lambda end=end: self._is_closed or end <= self._used + _AHEAD)
+                while not self._is_closed and end > self._used + _AHEAD:
+                    self._changed.wait()
                 if end > self._used and not self._is_closed:
                     return chunk
         return None

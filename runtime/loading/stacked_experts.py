@@ -58,13 +58,13 @@ def single_weights(name: str, shape: tuple[int, ...], in_turn: bool = False) -> 
     rows = shape[2] if transposed else shape[1]
     if part == "gate_up" and rows % 2:
         return {}
-    parts: dict[str, tuple[int, ...]] = {"down_proj": (0, rows)}
+    parts = {"down_proj": (0, rows, 1)}
     if part == "gate_up":
-        halves = ((0, rows, 2), (1, rows, 2)) if in_turn else ((0, rows // 2), (rows // 2, rows))
+        halves = ((0, rows, 2), (1, rows, 2)) if in_turn else ((0, rows // 2, 1), (rows // 2, rows, 1))
         parts = dict(zip(("gate_proj", "up_proj"), halves, strict=True))
     ending = _IN_TURN.get(suffix, f".weight{suffix}")
     return {
-        f"{prefix}.{expert}.{own}{ending}": Place(expert, *at, transposed=transposed)
+        f"{prefix}.{expert}.{own}{ending}": Place(expert, *at, transposed)
         for expert in range(shape[0])
         for own, at in parts.items()
     }
