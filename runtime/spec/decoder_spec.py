@@ -62,6 +62,7 @@ class ExpertsSpec:
     sum_eps: float = 0.0  # with normalized: added to the sum that divides the weights
     scale: float = 1.0  # factor of the weights of the top_k
     router_bias: bool = False  # the router's logits have a bias
+    float32_logits: bool = False  # the router's logits are not rounded to the compute dtype
     # The experts form groups of neighbours, and the top_k are of the best top_groups.
     groups: int = 1
     top_groups: int = 1

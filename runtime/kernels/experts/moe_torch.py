@@ -58,6 +58,10 @@ class Router:
     # None unless a step reports them (features/routed_experts.py).
     record: list[torch.Tensor] | None = None
 
+    def of(self, x: torch.Tensor, spec: ExpertsSpec) -> torch.Tensor:
+        """The logits of normed rows."""
+        return self.logits.in_float32(x) if spec.float32_logits else self.logits.product(x)
+
     def chose(self, ids: torch.Tensor) -> None:
         """The tokens of a forward pass have these experts."""
         if self.record is not None:
@@ -91,7 +95,7 @@ class Experts:
     def mixture(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
         """The mixture of norm(residual) in float32, as wide as the product with down."""
         x = self.router.logits.norm(residual, norm_weight, eps)
-        ids, weights = route_torch(self.router.logits.product(x), self.spec, self.router.bias)
+        ids, weights = route_torch(self.router.of(x, self.spec), self.spec, self.router.bias)
         self.router.chose(ids)
         order = ids.flatten().argsort(stable=True)
         counts = ids.flatten().bincount(minlength=self.spec.all_experts).tolist()
