@@ -175,4 +175,5 @@ def _of_best_groups(preferences: torch.Tensor, spec: ExpertsSpec) -> torch.Tenso
     by_group = preferences.unflatten(-1, (spec.groups, -1))
     best = by_group.amax(-1) if spec.group_score == "max" else by_group.topk(2, -1).values.sum(-1)
     others = torch.ones_like(best, dtype=torch.bool).scatter_(-1, best.topk(spec.top_groups, -1).indices, False)
-    return by_group.masked_fill(others[..., None], float("-inf")).flatten(-2)
+    kept: torch.Tensor = by_group.masked_fill(others[..., None], float("-inf"))
+    return kept.flatten(-2)
