@@ -58,6 +58,10 @@ class Router:
     # None unless a step reports them (features/routed_experts.py).
     record: list[torch.Tensor] | None = None
 
+    def of(self, x: torch.Tensor, spec: ExpertsSpec) -> torch.Tensor:
+        """The logits of normed rows."""
+        return self.logits.in_float32(x) if spec.float32_logits else self.logits.product(x)
+
     def chose(self, ids: torch.Tensor) -> None:
         """The tokens of a forward pass have these experts."""
         if self.record is not None:
@@ -91,7 +95,7 @@ class Experts:
     def mixture(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
         """The mixture of norm(residual) in float32, as wide as the product with down."""
         x = self.router.logits.norm(residual, norm_weight, eps)
-        ids, weights = route_torch(self.router.logits.product(x), self.spec, self.router.bias)
+        ids, weights = route_torch(self.router.of(x, self.spec), self.spec, self.router.bias)
         self.router.chose(ids)
         order = ids.flatten().argsort(stable=True)
         counts = ids.flatten().bincount(minlength=self.spec.all_experts).tolist()
@@ -171,4 +175,5 @@ def _of_best_groups(preferences: torch.Tensor, spec: ExpertsSpec) -> torch.Tenso
     by_group = preferences.unflatten(-1, (spec.groups, -1))
     best = by_group.amax(-1) if spec.group_score == "max" else by_group.topk(2, -1).values.sum(-1)
     others = torch.ones_like(best, dtype=torch.bool).scatter_(-1, best.topk(spec.top_groups, -1).indices, False)
-    return by_group.masked_fill(others[..., None], float("-inf")).flatten(-2)
+    kept: torch.Tensor = by_group.masked_fill(others[..., None], float("-inf"))
+    return kept.flatten(-2)
