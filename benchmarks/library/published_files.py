@@ -28,8 +28,8 @@ class FileTensor(NamedTuple):
 
 
 def file_tensors(config: dict[str, Any], read: Read, generator: torch.Generator | None) -> Iterator[FileTensor]:
-    """The tensors of a model. Experts of gpt-oss are stacked, and in mxfp4 if the config says so; the generator draws
-    their bytes."""
+    """The tensors of a model. Experts of gpt-oss are stacked, and in mxfp4 with its config; the generator draws their
+    bytes."""
     spec, weight_map = load_spec(config)
     shapes, dtype, stacked = spec.shapes(), getattr(torch, config["torch_dtype"]), weight_map.experts_in_turn
 

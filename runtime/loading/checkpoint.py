@@ -276,7 +276,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def _stored(self, name: str) -> memoryview:
         mapped, place = self._mapped(name), self._announced(name).place
-        if place is not None and not mapped.is_contiguous():  # all rows of the expert: a view that needs no copy
+        if place is not None and not mapped.is_contiguous():  # all rows of the expert are a view without a copy
             mapped = self._file.get_tensor(self._announced(name).name)[place.expert]
         return _bytes_of(mapped)
 

@@ -87,7 +87,7 @@ class ReadAhead:
 
 
 def _is_cached(file: int, chunk: ByteRange) -> bool:
-    """True if the first and the last page of a chunk are in memory, as far as the system tells it."""
+    """True if the first and the last page of a chunk are in memory; False if the system does not report it."""
     if not hasattr(os, "RWF_NOWAIT"):
         return False
     for at in (chunk.start, max(chunk.start, chunk.stop - _PAGE)):

@@ -59,7 +59,7 @@ def test_gguf_types_keep_their_numbers_and_bits(kind, rows, blocks, seed):
     assert equal(dequantize_interleaved(weight) + 0.0, want + 0.0)
     assert weight.nbytes == kept.device_bytes(shape, LLVM)
     of_file = -(-rows // 16) * 16 * len(raw[0])
-    # The scales of K types have 6 bits there, and 8 here; those of MXFP4 have 8, and 16 here.
+    # Scales of K types have 6 bits in the file and 8 here. Scales of MXFP4 have 8 and 16.
     assert of_file <= weight.nbytes <= (1.06 if kind == "MXFP4" else 1.03) * of_file
 
 
