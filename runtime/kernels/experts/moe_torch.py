@@ -54,13 +54,19 @@ class Router:
     # The norm before the mixture, and the logits of the experts; then that of the shared experts with `shared_gate`.
     logits: Linear
     bias: torch.Tensor | None = None  # float32 [num_experts] with `choice_bias`
+    is_wide: bool = False  # with `float32_logits`
     # Experts of each token, int32 or int64, [num_tokens * choices] or [num_tokens, choices], one entry a forward pass.
     # None unless a step reports them (features/routed_experts.py).
     record: list[torch.Tensor] | None = None
 
-    def of(self, x: torch.Tensor, spec: ExpertsSpec) -> torch.Tensor:
-        """The logits of normed rows."""
-        return self.logits.in_float32(x) if spec.float32_logits else self.logits.product(x)
+    def logits_of(self, residual: torch.Tensor, x: torch.Tensor, eps: float) -> torch.Tensor:
+        """The logits of hidden states `residual`. The experts read their norm, x."""
+        return self.logits.in_float32(x) if self.is_wide else self.logits.product(x)
+
+    def normed_logits(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """`logits_of`, with the norm computed here."""
+        linear = self.logits
+        return (linear.logits if self.is_wide else linear.normed)(residual, norm_weight, eps)
 
     def chose(self, ids: torch.Tensor) -> None:
         """The tokens of a forward pass have these experts."""
@@ -95,7 +101,7 @@ class Experts:
     def mixture(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
         """The mixture of norm(residual) in float32, as wide as the product with down."""
         x = self.router.logits.norm(residual, norm_weight, eps)
-        ids, weights = route_torch(self.router.of(x, self.spec), self.spec, self.router.bias)
+        ids, weights = route_torch(self.router.logits_of(residual, x, eps), self.spec, self.router.bias)
         self.router.chose(ids)
         order = ids.flatten().argsort(stable=True)
         counts = ids.flatten().bincount(minlength=self.spec.all_experts).tolist()
