@@ -25,6 +25,13 @@ from runtime.kernels.experts.moe_routing import (
     worst_case_tiles,
 )
 from runtime.kernels.experts.moe_torch import Router
+from runtime.kernels.experts.moe_wna16_tiles import (
+    has_moe_tiles,
+    in_tile_order,
+    moe_tile,
+    moe_tile_product,
+    with_word_scales,
+)
 from runtime.kernels.linear.skinny_blocks import add_chunks, weight_rows_of_block
 from runtime.kernels.linear.split_k import split_counters
 from runtime.kernels.norm.gated_activation import Activation, activated
@@ -240,10 +247,13 @@ class QuantizedExperts(RoutedExperts):
         deterministic: bool,
     ) -> None:
         self.spec, self.router, self.activation, self.deterministic = spec, router, activation, deterministic
-        pairs: list[tuple[QuantizedWeight, QuantizedWeight]] = []  # the last pair that was read
+        pairs: list[tuple[QuantizedWeight, ...]] = []  # the last pair that was read
+        self.has_tiles = False
 
         def tensors() -> Iterator[list[list[torch.Tensor]]]:
-            for pairs[:] in ([pair] for pair in weights):
+            for pair in weights:
+                self.has_tiles = not deterministic and all(map(has_moe_tiles, pair))
+                pairs[:] = [tuple(map(in_tile_order, pair)) if self.has_tiles else pair]
                 yield [[t for t in (w.values, w.scales, w.zero_points) if t is not None] for w in pairs[0]]
 
         stacks = stacked(tensors(), spec.all_experts)
@@ -251,6 +261,8 @@ class QuantizedExperts(RoutedExperts):
             replace(weight, values=values, scales=scales, zero_points=more[0] if more else None)
             for weight, (values, scales, *more) in zip(pairs[0], stacks, strict=True)
         ]
+        if self.has_tiles:
+            self.weights = [with_word_scales(weight) for weight in self.weights]
 
     def add_to(
         self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
@@ -260,6 +272,8 @@ class QuantizedExperts(RoutedExperts):
         (num_tokens, hidden), num_choices = x.shape, len(x) * self.spec.choices
         gate_up, down = self.weights
         tile = moe_wna16_tile(num_choices, self.spec.all_experts, self.deterministic)
+        if self.has_tiles:
+            tile = moe_tile(num_choices, self.spec.all_experts)
         is_single = self._is_single(num_tokens, hidden, tile)
         ids, weights = self._route(self.router.logits.product(x))
         starts, order = (ids, ids) if is_single else self._sort(ids)
@@ -287,6 +301,11 @@ class QuantizedExperts(RoutedExperts):
         tile: Tile,
         activation: Activation | None,
     ) -> None:
+        if self.has_tiles:
+            moe_tile_product(
+                x, weight, out, starts, order, mixture, residual, self.spec.choices, is_single, tile, activation
+            )
+            return
         (size_out, size_in), num_experts, num_choices = weight.shape, self.spec.all_experts, len(out)
         num_tiles, pdl = num_choices, use_pdl(x)
         if not is_single:

@@ -1,4 +1,4 @@
-"""Products of all experts with quantized weights, in tiles: each weight is upcast and scaled once for a tile of choices.
+"""Products of all experts with quantized weights: each weight is upcast and scaled once for a tile of choices.
 
 Weight rows are the rows of the matrix instruction. Loads run several steps ahead, so that they follow the memory's
 speed. A scale is rounded to bfloat16, and so is a scaled number, as in a dense copy of the weight; mxfp4 stays exact.
@@ -8,19 +8,23 @@ The torch twin is `moe_torch.Experts` with weights of `rounded_scales`.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.experts.moe_routing import choices_of_tile
-from runtime.kernels.norm.gated_activation import activated
+from runtime.kernels.experts.moe_routing import MOST_SINGLE, Tile, add_results, choices_of_tile, worst_case_tiles
+from runtime.kernels.linear.skinny_blocks import add_chunks
+from runtime.kernels.linear.split_k import split_counters
+from runtime.kernels.norm.gated_activation import Activation, activated
+from runtime.kernels.quantized.launch_configs import wna16_sum_order
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
 from runtime.kernels.quantized.upcast import upcast_bytes, upcast_raw_nibbles
-from runtime.kernels.quantized.word_order import has_word_order
-from runtime.kernels.triton_language import constexpr, jit, tl
+from runtime.kernels.quantized.wna16_step import load_values
+from runtime.kernels.quantized.word_order import has_word_order, in_word_order, raw_instructions
+from runtime.kernels.triton_language import INTERPRETED, constexpr, jit, next_power_of_2, tl, use_pdl
 
 STEP = 128  # columns of a step
+_GROUPS_OF_WORDS = {16: ([0, 1, 4, 5], [2, 3, 6, 7]), 32: ([0, 2], [1, 3]), 64: ([0], [1]), 128: ([0], [0])}
 _SHIFT = 16  # of the exponent of scaled numbers, so that scales up to 2 ** 17 stay within bfloat16
 
 # Operands are pairs of bfloat16; a scale is a pair of equals. Device functions explain `raw_instructions`.
@@ -34,24 +38,25 @@ _INT4_OFFSET = constexpr("{\n.reg .b32 c;\nmov.b32 c, 0x80088008;\nmul.rn.bf16x2
 _OFFSET_INPUTS = constexpr("=r,r")
 
 
-class WordScales(NamedTuple):
-    """Scales of a stack of weights as the kernel reads them: a word holds the scales of two planes, as bfloat16."""
+def in_tile_order(weight: QuantizedWeight) -> QuantizedWeight:
+    """Values of one expert as the kernel reads them fastest."""
+    if INTERPRETED or not has_word_order(weight.encoding):
+        return weight
+    return replace(weight, values=in_word_order(weight.values, weight.encoding), word_order=True)
 
-    words: torch.Tensor  # int32 [num_experts, steps * words of a step, at least N]
-    zero_points: torch.Tensor | None  # negative, like words
 
+def with_word_scales(weight: QuantizedWeight) -> QuantizedWeight:
+    """Stacked weights (a leading dimension of experts) whose scales and zero points are words, int32.
 
-def word_scales(weight: QuantizedWeight) -> WordScales | None:
-    """The scales of stacked weights (a leading dimension of experts) in words; None for scales of whole rows.
-
-    A step has 64 bytes of a row. Word i of a step is for bytes from i * 64 / words on."""
+    A word holds the scales of two planes as bfloat16, and a step has 64 bytes of a row. Word i of a step is for bytes
+    from i * 64 / words on. Weights with a scale for a whole row stay as they are."""
     if not weight.group_size:
-        return None
+        return weight
     factor = 2.0 ** (126 - _SHIFT) if has_word_order(weight.encoding) else 1.0
     zero_points = None
     if weight.zero_points is not None:
         zero_points = _words(-weight.zero_points / sum_factor(weight.encoding), weight)
-    return WordScales(_words(weight.scales * factor, weight), zero_points)
+    return replace(weight, scales=_words(weight.scales * factor, weight), zero_points=zero_points, scale_rows=1)
 
 
 def sum_factor(encoding: str) -> float:
@@ -65,11 +70,6 @@ def sum_factor(encoding: str) -> float:
             return 1.0
 
 
-def words_of_step(group_size: int) -> int:
-    """Words of a row and a step of 128 columns."""
-    return {16: 4, 32: 2}.get(group_size, 1)
-
-
 def _words(scales: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     """float32 [num_experts, groups, rows of scales] -> int32 [num_experts, words, rows]."""
     num_steps, size = -(-weight.shape[1] // STEP), weight.group_size
@@ -80,7 +80,7 @@ def _words(scales: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     padded = F.pad(scales, (0, 0, 0, num_steps * per_step - scales.shape[1])).bfloat16().view(torch.int16)
     steps = padded.unflatten(1, (num_steps, per_step))
     # The groups of the low and of the high plane for each word.
-    low, high = {16: ([0, 1, 4, 5], [2, 3, 6, 7]), 32: ([0, 2], [1, 3]), 64: ([0], [1]), 128: ([0], [0])}[size]
+    low, high = _GROUPS_OF_WORDS[size]
     pairs = torch.stack((steps[:, :, low], steps[:, :, high]), -1)
     return pairs.view(torch.int32).squeeze(-1).flatten(1, 2).contiguous()
 
@@ -97,23 +97,28 @@ def rounded_scales(weight: QuantizedWeight) -> QuantizedWeight:
 def _moe_wna16_tile_kernel(
     x_ptr,  # [num_tokens, K], or without ACTIVATION [num_choices, K] sorted by expert
     values_ptr,  # as in `QuantizedWeight`, stacked by expert
-    scales_ptr,  # float32 [num_experts, N] for whole rows, else `WordScales.words`
-    zero_points_ptr,  # `WordScales.zero_points`, read with LAYOUT.has_zero_points
+    scales_ptr,  # float32 [num_experts, 1, N] for whole rows, else as `with_word_scales` returns them
+    zero_points_ptr,  # like scales, read with LAYOUT.has_zero_points
     out_ptr,  # [num_choices, N], or with ACTIVATION N // 2 columns, sorted by expert
-    starts_ptr,  # [num_experts + 1]
-    order_ptr,  # choices by expert
+    starts_ptr,  # [num_experts + 1], unused with SINGLE
+    order_ptr,  # choices by expert; with SINGLE the expert of each choice
+    mixture_ptr,  # [num_choices] float32 weights of experts; this and the next two as in `add_results`
+    residual_ptr,
+    counters_ptr,
     num_experts,
     N,  # weight rows of an expert
     K: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    SINGLE: tl.constexpr,
     EXPERTS: tl.constexpr,  # power of two, at least num_experts
     SCALES: tl.constexpr,  # elements between the scales of two experts
-    SCALE_STRIDE: tl.constexpr,  # elements between two words of scales of a row
     RAW: tl.constexpr,  # `raw_instructions`; None for tables, 8-bit values, and under the interpreter
     FACTOR: tl.constexpr,  # `sum_factor`
     LAYOUT: tl.constexpr,
     EVEN: tl.constexpr,  # no block has rows beyond the last
+    NUM_CHUNKS: tl.constexpr,  # parts of K that warps multiply side by side
+    CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -126,14 +131,14 @@ def _moe_wna16_tile_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     expert, tokens, live, choices = choices_of_tile(
-        tl.program_id(1), starts_ptr, order_ptr, num_experts, False, EXPERTS, BLOCK_M
+        tl.program_id(1), starts_ptr, order_ptr, num_experts, SINGLE, EXPERTS, BLOCK_M
     )
     if expert >= num_experts:
         return
     sources = tl.where(live, choices // PER_TOKEN if ACTIVATION is not None else tokens, 0)
     lanes = tl.arange(0, BLOCK_N)
+    HALF: tl.constexpr = BLOCK_N // 2
     if ACTIVATION is not None:
-        HALF: tl.constexpr = BLOCK_N // 2
         rows = tl.program_id(0) * HALF + lanes % HALF
         if not EVEN:
             rows = tl.minimum(rows, N // 2 - 1)
@@ -142,46 +147,54 @@ def _moe_wna16_tile_kernel(
         rows = tl.program_id(0) * BLOCK_N + lanes
         if not EVEN:
             rows = tl.minimum(rows, N - 1)
-    STEP: tl.constexpr = 128
-    WIDTH: tl.constexpr = 64 if LAYOUT.plane else STEP
-    ROW_BYTES: tl.constexpr = K // 2 if LAYOUT.plane else K
-    WHOLE: tl.constexpr = K % STEP == 0
+    WIDTH: tl.constexpr = 64 if LAYOUT.plane else 128
+    PER_BYTE: tl.constexpr = 2 if LAYOUT.plane else 1
+    WHOLE: tl.constexpr = K == NUM_CHUNKS * CHUNK
+    WORDS: tl.constexpr = 4 if LAYOUT.group_size == 16 else 2 if LAYOUT.group_size == 32 else 1
     inner = tl.arange(0, WIDTH)
+    cols = inner
     if LAYOUT.plane:
         cols = inner // LAYOUT.plane * (2 * LAYOUT.plane) + inner % LAYOUT.plane
-    else:
-        cols = inner
-    values = values_ptr + (expert.to(tl.int64) * N + rows)[:, None] * ROW_BYTES + inner[None, :]
-    xs = x_ptr + (sources.to(tl.int64) * K)[:, None] + cols[None, :]
+    byte_of = values_ptr + (expert.to(tl.int64) * N + rows) * (K // PER_BYTE)
     scale_of = expert.to(tl.int64) * SCALES + rows
-    scales, zero_points = scales_ptr + scale_of, zero_points_ptr + scale_of
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for start in tl.range(0, K, STEP, num_stages=STAGES):
-        if WHOLE:
-            w = tl.load(values + (start // 2 if LAYOUT.plane else start), eviction_policy="evict_first")
-        else:
-            at = start // 2 if LAYOUT.plane else start
-            w = tl.load(values + at, mask=(inner < ROW_BYTES - at)[None, :], other=0.0, eviction_policy="evict_first")
-        x = _columns(xs, cols, live, start, K, WHOLE)
+    word_of = scale_of[:, None] + tl.arange(0, WORDS)[None, :] * LAYOUT.scale_stride
+    x_of = x_ptr + sources.to(tl.int64) * K
+    if NUM_CHUNKS == 1:
+        place, cols = inner[None, :], cols[None, :]
+        values, xs, x_live = byte_of[:, None] + place, x_of[:, None] + cols, live[:, None]
+        first_word = tl.zeros((1, 1), tl.int32)
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        chunks = tl.arange(0, NUM_CHUNKS)[:, None, None]
+        place, cols = chunks * (CHUNK // PER_BYTE) + inner[None, None, :], chunks * CHUNK + cols[None, None, :]
+        values, xs, x_live = byte_of[None, :, None] + place, x_of[None, :, None] + cols, live[None, :, None]
+        first_word, word_of = chunks * (CHUNK // 128 * WORDS), word_of[None, :, :]
+        acc = tl.zeros((NUM_CHUNKS, BLOCK_N, BLOCK_M), tl.float32)
+    at_word = first_word * LAYOUT.scale_stride + word_of
+    for start in tl.range(0, CHUNK, 128, num_stages=STAGES):
+        w = load_values(values, place, start // PER_BYTE, K // PER_BYTE, WHOLE)
+        x = _columns(xs, cols, x_live, start, K, WHOLE)
         if LAYOUT.plane:
-            high_x = _columns(xs, cols, live, start + LAYOUT.plane, K, WHOLE)
-            low_scale, high_scale = _pairs(scales, start, rows, SCALE_STRIDE, LAYOUT)
+            high_x = _columns(xs, cols, x_live, start + LAYOUT.plane, K, WHOLE)
+            word = start // 128 * WORDS
+            low_scale, high_scale = _pairs(scales_ptr + at_word, first_word, word, K, LAYOUT, WHOLE)
             low_zero, high_zero = low_scale, high_scale
             if LAYOUT.has_zero_points:
-                low_zero, high_zero = _pairs(zero_points, start, rows, SCALE_STRIDE, LAYOUT)
+                low_zero, high_zero = _pairs(zero_points_ptr + at_word, first_word, word, K, LAYOUT, WHOLE)
             low, high = upcast_raw_nibbles(w, LAYOUT, RAW)
             low, high = _scaled(low, low_scale, low_zero, LAYOUT), _scaled(high, high_scale, high_zero, LAYOUT)
-            acc = tl.dot(low.to(x.dtype), x.T, acc, input_precision="ieee")
-            acc = tl.dot(high.to(x.dtype), high_x.T, acc, input_precision="ieee")
+            acc = _add_product(low, x, acc, NUM_CHUNKS)
+            acc = _add_product(high, high_x, acc, NUM_CHUNKS)
         else:
-            acc = tl.dot(upcast_bytes(w, LAYOUT, x.dtype), x.T, acc, input_precision="ieee")
+            acc = _add_product(upcast_bytes(w, LAYOUT, x.dtype), x, acc, NUM_CHUNKS)
+    y = add_chunks(acc, NUM_CHUNKS)
     if not LAYOUT.group_size:
-        acc *= tl.load(scales)[:, None]
+        y *= tl.load(scales_ptr + scale_of)[:, None]
     if FACTOR != 1.0:
-        acc *= FACTOR
+        y *= FACTOR
     if ACTIVATION is not None:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, HALF, BLOCK_M)), (1, 2, 0)))
-        acc = activated(gate, ACTIVATION) * up
+        gate, up = tl.split(tl.permute(tl.reshape(y, (2, HALF, BLOCK_M)), (1, 2, 0)))
+        y = activated(gate, ACTIVATION) * up
         width = N // 2
         outs = tl.program_id(0) * HALF + tl.arange(0, HALF)
         targets = tokens
@@ -190,29 +203,53 @@ def _moe_wna16_tile_kernel(
         outs = tl.program_id(0) * BLOCK_N + lanes
         targets = choices
     at = out_ptr + targets.to(tl.int64)[None, :] * width + outs[:, None]
-    tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=live[None, :] & (outs < width)[:, None])
+    tl.store(at, y.to(out_ptr.dtype.element_ty), mask=live[None, :] & (outs < width)[:, None])
+    if SINGLE and ACTIVATION is None:
+        token = tl.program_id(1) // PER_TOKEN
+        counter = counters_ptr + token * tl.num_programs(0) + tl.program_id(0)
+        add_results(out_ptr, mixture_ptr, residual_ptr, counter, token, outs, N, PER_TOKEN)
 
 
 @jit
 def _columns(xs, cols, live, start, K: tl.constexpr, WHOLE: tl.constexpr):
-    mask = live[:, None] if WHOLE else live[:, None] & (cols < K - start)[None, :]
-    return tl.load(xs + start, mask=mask, other=0.0)
+    return tl.load(xs + start, mask=live if WHOLE else live & (cols < K - start), other=0.0)
 
 
 @jit
-def _pairs(shared, start, rows, STRIDE: tl.constexpr, LAYOUT: tl.constexpr):
-    """The scales of a step for the low and for the high plane, [rows, bytes]; on a GPU as pairs of equals."""
-    WORDS: tl.constexpr = 4 if LAYOUT.group_size == 16 else 2 if LAYOUT.group_size == 32 else 1
-    at = shared + start // 128 * (WORDS * STRIDE)
-    if WORDS == 1:
-        low, high = _pair(tl.load(at)[:, None], LAYOUT)
+def _add_product(w, x, acc, NUM_CHUNKS: tl.constexpr):
+    columns = x.T if NUM_CHUNKS == 1 else tl.trans(x, 0, 2, 1)
+    return tl.dot(w.to(x.dtype), columns, acc, input_precision="ieee")
+
+
+@jit
+def _pairs(at, first, word, K: tl.constexpr, LAYOUT: tl.constexpr, WHOLE: tl.constexpr):
+    """The scales of a step for the low and for the high plane; on a GPU as pairs of equals.
+
+    `at` is [rows, words of a step], or with chunks [chunks, rows, words]. A scale covers 64 / words bytes."""
+    if WHOLE:
+        words = tl.load(at + word * LAYOUT.scale_stride)
     else:
-        SHAPE: tl.constexpr = (rows.shape[0], WORDS, 64 // WORDS)
-        words = tl.load(at[:, None] + tl.arange(0, WORDS)[None, :] * STRIDE)[:, :, None]
-        low, high = _pair(words, LAYOUT)
-        low = tl.reshape(tl.broadcast_to(low, SHAPE), (rows.shape[0], 64))
-        high = tl.reshape(tl.broadcast_to(high, SHAPE), (rows.shape[0], 64))
-    return low, high
+        WORDS: tl.constexpr = at.shape[len(at.shape) - 1]
+        NUM_WORDS: tl.constexpr = (K + 127) // 128 * WORDS
+        words = tl.load(at + word * LAYOUT.scale_stride, mask=first + word < NUM_WORDS, other=0)
+    low, high = _pair(words, LAYOUT)
+    return _over_bytes(low), _over_bytes(high)
+
+
+@jit
+def _over_bytes(scales):
+    """[..., words] to [..., 64], or to [..., 1] for one word."""
+    if scales.shape[len(scales.shape) - 1] == 1:
+        wide = scales
+    elif len(scales.shape) == 2:
+        REPEATS: tl.constexpr = 64 // scales.shape[1]
+        wide = tl.broadcast_to(scales[:, :, None], (scales.shape[0], scales.shape[1], REPEATS))
+        wide = tl.reshape(wide, (scales.shape[0], 64))
+    else:
+        REPEATS: tl.constexpr = 64 // scales.shape[2]
+        wide = tl.broadcast_to(scales[:, :, :, None], (scales.shape[0], scales.shape[1], scales.shape[2], REPEATS))
+        wide = tl.reshape(wide, (scales.shape[0], scales.shape[1], 64))
+    return wide
 
 
 @jit
@@ -252,6 +289,44 @@ def _scaled(numbers, scale, zero_point, LAYOUT: tl.constexpr):
             dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     return numbers
+
+
+def moe_tile_product(
+    x: torch.Tensor,  # [num_tokens, K], or [num_choices, K] sorted by expert
+    weight: QuantizedWeight,  # of all experts, from `with_word_scales`
+    out: torch.Tensor,  # [num_choices, N], or N // 2 columns with an activation; sorted by expert then, else not
+    starts: torch.Tensor,
+    order: torch.Tensor,
+    mixture: torch.Tensor,
+    residual: torch.Tensor,
+    choices: int,  # of a token
+    is_single: bool,
+    tile: Tile,
+    activation: Activation | None,
+) -> None:
+    """The product of each choice's row with the weight of its expert."""
+    (size_out, size_in), num_experts, pdl = weight.shape, len(weight.values), use_pdl(x)
+    num_tiles = len(out) if is_single else worst_case_tiles(len(out), num_experts, tile)
+    num_chunks, chunk = wna16_sum_order(size_out, size_in) if is_single else (1, -(-size_in // STEP) * STEP)
+    raw = raw_instructions(weight.encoding) if weight.word_order else None
+    columns, width = (2, tile.block_n // 2) if activation is not None else (1, tile.block_n)
+    _moe_wna16_tile_kernel[(-(-size_out // tile.block_n), num_tiles)](
+        x, weight.values, weight.scales, weight.zero_points_or_scales, out, starts, order, mixture, residual,
+        split_counters(x.device), num_experts, size_out, K=size_in, PER_TOKEN=choices, ACTIVATION=activation,
+        SINGLE=is_single, EXPERTS=next_power_of_2(num_experts), SCALES=weight.scales.stride(0), RAW=raw,
+        FACTOR=sum_factor(weight.encoding), LAYOUT=weight.layout, EVEN=size_out // columns % width == 0,
+        NUM_CHUNKS=num_chunks, CHUNK=chunk, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.num_stages,
+        PDL=pdl, num_warps=max(num_chunks, tile.num_warps), launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def moe_tile(num_choices: int, num_experts: int) -> Tile:
+    """Tiles are as tall as most experts need. Two warps of a program multiply with mma.sync, which needs no wait."""
+    if num_choices <= MOST_SINGLE:
+        return Tile(8, 32, STEP, 2, 3)
+    mean = num_choices / num_experts
+    block_m = 8 if mean <= 4 else 16 if mean <= 12 else 32 if mean <= 28 else 64
+    return Tile(block_m, 64, STEP, 2, 4)
 
 
 def has_moe_tiles(weight: QuantizedWeight) -> bool:
