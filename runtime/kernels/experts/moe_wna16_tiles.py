@@ -121,6 +121,7 @@ def _moe_wna16_tile_kernel(
     CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    TALL: tl.constexpr,  # choices are the rows of the matrix instruction, and upcast weights go through shared memory
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -163,7 +164,7 @@ def _moe_wna16_tile_kernel(
         place, cols = inner[None, :], cols[None, :]
         values, xs, x_live = byte_of[:, None] + place, x_of[:, None] + cols, live[:, None]
         first_word = tl.zeros((1, 1), tl.int32)
-        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_N) if TALL else (BLOCK_N, BLOCK_M), tl.float32)
     else:
         chunks = tl.arange(0, NUM_CHUNKS)[:, None, None]
         place, cols = chunks * (CHUNK // PER_BYTE) + inner[None, None, :], chunks * CHUNK + cols[None, None, :]
@@ -183,17 +184,21 @@ def _moe_wna16_tile_kernel(
                 low_zero, high_zero = _pairs(zero_points_ptr + at_word, first_word, word, K, LAYOUT, WHOLE)
             low, high = upcast_raw_nibbles(w, LAYOUT, RAW)
             low, high = _scaled(low, low_scale, low_zero, LAYOUT), _scaled(high, high_scale, high_zero, LAYOUT)
-            acc = _add_product(low, x, acc, NUM_CHUNKS)
-            acc = _add_product(high, high_x, acc, NUM_CHUNKS)
+            acc = _add_product(low, x, acc, NUM_CHUNKS, TALL)
+            acc = _add_product(high, high_x, acc, NUM_CHUNKS, TALL)
         else:
-            acc = _add_product(upcast_bytes(w, LAYOUT, x.dtype), x, acc, NUM_CHUNKS)
+            acc = _add_product(upcast_bytes(w, LAYOUT, x.dtype), x, acc, NUM_CHUNKS, TALL)
     y = add_chunks(acc, NUM_CHUNKS)
     if not LAYOUT.group_size:
-        y *= tl.load(scales_ptr + scale_of)[:, None]
+        row_scale = tl.load(scales_ptr + scale_of)
+        y *= row_scale[None, :] if TALL else row_scale[:, None]
     if FACTOR != 1.0:
         y *= FACTOR
     if ACTIVATION is not None:
-        gate, up = tl.split(tl.permute(tl.reshape(y, (2, HALF, BLOCK_M)), (1, 2, 0)))
+        if TALL:
+            gate, up = tl.split(tl.permute(tl.reshape(y, (BLOCK_M, 2, HALF)), (0, 2, 1)))
+        else:
+            gate, up = tl.split(tl.permute(tl.reshape(y, (2, HALF, BLOCK_M)), (1, 2, 0)))
         y = activated(gate, ACTIVATION) * up
         width = N // 2
         outs = tl.program_id(0) * HALF + tl.arange(0, HALF)
@@ -202,8 +207,12 @@ def _moe_wna16_tile_kernel(
         width = N
         outs = tl.program_id(0) * BLOCK_N + lanes
         targets = choices
-    at = out_ptr + targets.to(tl.int64)[None, :] * width + outs[:, None]
-    tl.store(at, y.to(out_ptr.dtype.element_ty), mask=live[None, :] & (outs < width)[:, None])
+    out = out_ptr + targets.to(tl.int64) * width
+    if TALL:
+        at, inside = out[:, None] + outs[None, :], live[:, None] & (outs < width)[None, :]
+    else:
+        at, inside = out[None, :] + outs[:, None], live[None, :] & (outs < width)[:, None]
+    tl.store(at, y.to(out_ptr.dtype.element_ty), mask=inside)
     if SINGLE and ACTIVATION is None:
         token = tl.program_id(1) // PER_TOKEN
         counter = counters_ptr + token * tl.num_programs(0) + tl.program_id(0)
@@ -216,9 +225,13 @@ def _columns(xs, cols, live, start, K: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @jit
-def _add_product(w, x, acc, NUM_CHUNKS: tl.constexpr):
-    columns = x.T if NUM_CHUNKS == 1 else tl.trans(x, 0, 2, 1)
-    return tl.dot(w.to(x.dtype), columns, acc, input_precision="ieee")
+def _add_product(w, x, acc, NUM_CHUNKS: tl.constexpr, TALL: tl.constexpr):
+    if TALL:
+        acc = tl.dot(x, w.to(x.dtype).T, acc, input_precision="ieee")
+    else:
+        columns = x.T if NUM_CHUNKS == 1 else tl.trans(x, 0, 2, 1)
+        acc = tl.dot(w.to(x.dtype), columns, acc, input_precision="ieee")
+    return acc
 
 
 @jit
@@ -315,7 +328,7 @@ def moe_tile_product(
         split_counters(x.device), num_experts, size_out, K=size_in, PER_TOKEN=choices, ACTIVATION=activation,
         SINGLE=is_single, EXPERTS=next_power_of_2(num_experts), SCALES=weight.scales.stride(0), RAW=raw,
         FACTOR=sum_factor(weight.encoding), LAYOUT=weight.layout, EVEN=size_out // columns % width == 0,
-        NUM_CHUNKS=num_chunks, CHUNK=chunk, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.num_stages,
+        NUM_CHUNKS=num_chunks, CHUNK=chunk, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, TALL=tile.num_warps > 2, STAGES=tile.num_stages,
         PDL=pdl, num_warps=max(num_chunks, tile.num_warps), launch_pdl=pdl,
     )  # fmt: skip
 
