@@ -33,7 +33,7 @@ from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts, has_fp8_moe
 from runtime.kernels.experts.moe_routing import Tile
 from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.experts.moe_w16a16 import GroupedExperts
-from runtime.kernels.experts.moe_wna16_tiles import STEP, has_moe_tiles
+from runtime.kernels.experts.moe_wna16_words import STEP
 from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize_torch, quantized_weight
 from runtime.kernels.quantized.upcast import E2M1
@@ -121,16 +121,15 @@ def mixtures(shape: Shape, form: str, dense: bool, device: str) -> list[list[Any
     return made
 
 
+RULE = moe_wna16.moe_wna16_tile
+
+
 def choose(tile: str) -> None:
-    """Use a tile as in `--tiles`, the kernels before tiles ("old"), or the rule ("")."""
-    moe_wna16.has_moe_tiles = (lambda weight: False) if tile == "old" else has_moe_tiles
-    moe_wna16.moe_tile = RULE
-    if tile and tile != "old":
+    """Use a tile as in `--tiles`, or the rule ("")."""
+    moe_wna16.moe_wna16_tile = RULE
+    if tile:
         block_m, block_n, warps, stages = map(int, tile.split(","))
-        moe_wna16.moe_tile = lambda *_: Tile(block_m, block_n, STEP, warps, stages)
-
-
-RULE = moe_wna16.moe_tile
+        moe_wna16.moe_wna16_tile = lambda *_: Tile(block_m, block_n, STEP, warps, stages)
 
 
 def compile_one(job: tuple[str, str, str, list[int]]) -> str:
@@ -178,32 +177,26 @@ def tiles_of(tiles: list[str], rows: int) -> list[str]:
 
 def measure(shape_name: str, form: str, rows: list[int], tiles: list[str], checked: bool) -> Iterator[dict[str, Any]]:
     shape = SHAPES[shape_name]
-    for is_old in (False, True):
-        counts = {count: [t for t in tiles_of(tiles, count) if (t == "old") == is_old] for count in rows}
-        if not any(counts.values()):
-            continue
-        choose("old" if is_old else "")
-        torch.manual_seed(0)
-        layers, *twins = mixtures(shape, form, checked and form != "bf16", DEVICE)
-        norm = torch.ones(shape.hidden, device=DEVICE, dtype=DTYPE)
-        for count, tile in ((n, tile) for n in rows for tile in counts[n]):
-            choose(tile)
-            x = torch.randn(count, shape.hidden, device=DEVICE).to(DTYPE)
-            line: dict[str, Any] = {"op": "experts", "shape": shape_name, "form": form, "rows": count, "tile": tile}
-            if twins:
-                got, want = x.clone(), x.clone()
-                layers[0].add_to(got, norm, 1e-5)
-                twins[0][0].add_to(want, norm, 1e-5)
-                far = (got - want).float().norm(dim=1) / (want - x).float().norm(dim=1)
-                line["error"] = [round(far.median().item(), 4), round(far.max().item(), 4)]
-            if not INTERPRETED:
-                us = graph_us(partial(step, layers, x, torch.empty_like(x), norm), 0.03) / LAYERS
-                ids = [layer._route(layer.router.logits.normed(x, norm, 1e-5))[0] for layer in layers]
-                active = sum(len(i.unique()) for i in ids) / LAYERS
-                floor = active * 3 * shape.hidden * shape.ffn * BITS[form] / 8 / READ_TBPS / 1e6
-                line |= {"us": round(us, 1), "floor_us": round(floor, 1), "share": round(floor / us, 3)}
-            yield line
-        del layers, twins
+    torch.manual_seed(0)
+    layers, *twins = mixtures(shape, form, checked and form != "bf16", DEVICE)
+    norm = torch.ones(shape.hidden, device=DEVICE, dtype=DTYPE)
+    for count, tile in ((n, tile) for n in rows for tile in tiles_of(tiles, n)):
+        choose(tile)
+        x = torch.randn(count, shape.hidden, device=DEVICE).to(DTYPE)
+        line: dict[str, Any] = {"op": "experts", "shape": shape_name, "form": form, "rows": count, "tile": tile}
+        if twins:
+            got, want = x.clone(), x.clone()
+            layers[0].add_to(got, norm, 1e-5)
+            twins[0][0].add_to(want, norm, 1e-5)
+            far = (got - want).float().norm(dim=1) / (want - x).float().norm(dim=1)
+            line["error"] = [round(far.median().item(), 4), round(far.max().item(), 4)]
+        if not INTERPRETED:
+            us = graph_us(partial(step, layers, x, torch.empty_like(x), norm), 0.03) / LAYERS
+            ids = [layer._route(layer.router.logits.normed(x, norm, 1e-5))[0] for layer in layers]
+            active = sum(len(i.unique()) for i in ids) / LAYERS
+            floor = active * 3 * shape.hidden * shape.ffn * BITS[form] / 8 / READ_TBPS / 1e6
+            line |= {"us": round(us, 1), "floor_us": round(floor, 1), "share": round(floor / us, 3)}
+        yield line
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from runtime.kernels.experts.moe_torch import ExpertBiases, Experts, Router
 from runtime.kernels.experts.moe_wna16 import QuantizedExperts
-from runtime.kernels.experts.moe_wna16_tiles import rounded_scales
+from runtime.kernels.experts.moe_wna16_words import rounded_scales
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch, rms_norm_triton
@@ -17,7 +17,7 @@ from tests.support.kernels.quantized_weights import some_weight
 
 SPEC = ExpertsSpec(3, 1, True, shared=1, shared_gate=True)
 BY_SIZE = ExpertsSpec(6, 1, True)
-ROWS = {"single": 2, "few": 17, "many": 35}  # 4, 34 and 70 choices of four experts
+ROWS = {"single": 1, "few": 17, "many": 110}  # 2, 34 and 220 choices of four experts
 
 
 @pytest.mark.parametrize(

@@ -7,25 +7,19 @@ The torch twin is `moe_torch.Experts` with weights of `rounded_scales`.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
-import torch.nn.functional as F
 
-from runtime.kernels.experts.moe_routing import MOST_SINGLE, Tile, add_results, choices_of_tile, worst_case_tiles
+from runtime.kernels.experts.moe_routing import Tile, add_results, choices_of_tile, worst_case_tiles
+from runtime.kernels.experts.moe_wna16_words import STEP, sum_factor
 from runtime.kernels.linear.skinny_blocks import add_chunks
 from runtime.kernels.linear.split_k import split_counters
-from runtime.kernels.norm.gated_activation import Activation, activated
+from runtime.kernels.norm.gated_activation import Activation, gated_by
 from runtime.kernels.quantized.launch_configs import wna16_sum_order
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
 from runtime.kernels.quantized.upcast import upcast_bytes, upcast_raw_nibbles
 from runtime.kernels.quantized.wna16_step import load_values
-from runtime.kernels.quantized.word_order import has_word_order, in_word_order, raw_instructions
-from runtime.kernels.triton_language import INTERPRETED, constexpr, jit, next_power_of_2, tl, use_pdl
-
-STEP = 128  # columns of a step
-_GROUPS_OF_WORDS = {16: ([0, 1, 4, 5], [2, 3, 6, 7]), 32: ([0, 2], [1, 3]), 64: ([0], [1]), 128: ([0], [0])}
-_SHIFT = 16  # of the exponent of scaled numbers, so that scales up to 2 ** 17 stay within bfloat16
+from runtime.kernels.quantized.word_order import raw_instructions
+from runtime.kernels.triton_language import constexpr, jit, next_power_of_2, tl, use_pdl
 
 # Operands are pairs of bfloat16; a scale is a pair of equals. Device functions explain `raw_instructions`.
 _SCALE = constexpr("mul.rn.bf16x2 $0, $1, $2;")
@@ -38,67 +32,13 @@ _INT4_OFFSET = constexpr("{\n.reg .b32 c;\nmov.b32 c, 0x80088008;\nmul.rn.bf16x2
 _OFFSET_INPUTS = constexpr("=r,r")
 
 
-def in_tile_order(weight: QuantizedWeight) -> QuantizedWeight:
-    """Values of one expert as the kernel reads them fastest."""
-    if INTERPRETED or not has_word_order(weight.encoding):
-        return weight
-    return replace(weight, values=in_word_order(weight.values, weight.encoding), word_order=True)
-
-
-def with_word_scales(weight: QuantizedWeight) -> QuantizedWeight:
-    """Stacked weights (a leading dimension of experts) whose scales and zero points are words, int32.
-
-    A word holds the scales of two planes as bfloat16, and a step has 64 bytes of a row. Word i of a step is for bytes
-    from i * 64 / words on. Weights with a scale for a whole row stay as they are."""
-    if not weight.group_size:
-        return weight
-    factor = 2.0 ** (126 - _SHIFT) if has_word_order(weight.encoding) else 1.0
-    zero_points = None
-    if weight.zero_points is not None:
-        zero_points = _words(-weight.zero_points / sum_factor(weight.encoding), weight)
-    return replace(weight, scales=_words(weight.scales * factor, weight), zero_points=zero_points, scale_rows=1)
-
-
-def sum_factor(encoding: str) -> float:
-    """The factor of sums: raw numbers are smaller, and their scales are larger by 2 ** 110."""
-    match encoding:
-        case "e2m1":
-            return 2.0**_SHIFT
-        case "int4" | "uint4":
-            return 2.0 ** (_SHIFT + 7)
-        case _:
-            return 1.0
-
-
-def _words(scales: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
-    """float32 [num_experts, groups, rows of scales] -> int32 [num_experts, words, rows]."""
-    num_steps, size = -(-weight.shape[1] // STEP), weight.group_size
-    if weight.scale_rows > 1:
-        rows = -(-weight.shape[0] // 4) * 4
-        scales = scales.repeat_interleave(weight.scale_rows, 2)[:, :, :rows]
-    per_step = STEP // size
-    padded = F.pad(scales, (0, 0, 0, num_steps * per_step - scales.shape[1])).bfloat16().view(torch.int16)
-    steps = padded.unflatten(1, (num_steps, per_step))
-    # The groups of the low and of the high plane for each word.
-    low, high = _GROUPS_OF_WORDS[size]
-    pairs = torch.stack((steps[:, :, low], steps[:, :, high]), -1)
-    return pairs.view(torch.int32).squeeze(-1).flatten(1, 2).contiguous()
-
-
-def rounded_scales(weight: QuantizedWeight) -> QuantizedWeight:
-    """The weight with the scales that the kernel applies."""
-    if not weight.group_size:
-        return weight
-    zero_points = None if weight.zero_points is None else weight.zero_points.bfloat16().float()
-    return replace(weight, scales=weight.scales.bfloat16().float(), zero_points=zero_points)
-
-
 @jit
-def _moe_wna16_tile_kernel(
+def _moe_wna16_kernel(
     x_ptr,  # [num_tokens, K], or without ACTIVATION [num_choices, K] sorted by expert
     values_ptr,  # as in `QuantizedWeight`, stacked by expert
     scales_ptr,  # float32 [num_experts, 1, N] for whole rows, else as `with_word_scales` returns them
     zero_points_ptr,  # like scales, read with LAYOUT.has_zero_points
+    bias_ptr,  # [num_experts, N], with BIAS
     out_ptr,  # [num_choices, N], or with ACTIVATION N // 2 columns, sorted by expert
     starts_ptr,  # [num_experts + 1], unused with SINGLE
     order_ptr,  # choices by expert; with SINGLE the expert of each choice
@@ -109,6 +49,7 @@ def _moe_wna16_tile_kernel(
     N,  # weight rows of an expert
     K: tl.constexpr,
     PER_TOKEN: tl.constexpr,
+    BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     SINGLE: tl.constexpr,
     EXPERTS: tl.constexpr,  # power of two, at least num_experts
@@ -151,7 +92,7 @@ def _moe_wna16_tile_kernel(
     WIDTH: tl.constexpr = 64 if LAYOUT.plane else 128
     PER_BYTE: tl.constexpr = 2 if LAYOUT.plane else 1
     WHOLE: tl.constexpr = K == NUM_CHUNKS * CHUNK
-    WORDS: tl.constexpr = 4 if LAYOUT.group_size == 16 else 2 if LAYOUT.group_size == 32 else 1
+    WORDS: tl.constexpr = max(WIDTH // LAYOUT.group_size, 1) if LAYOUT.group_size else 1
     inner = tl.arange(0, WIDTH)
     cols = inner
     if LAYOUT.plane:
@@ -175,31 +116,38 @@ def _moe_wna16_tile_kernel(
     for start in tl.range(0, CHUNK, 128, num_stages=STAGES):
         w = load_values(values, place, start // PER_BYTE, K // PER_BYTE, WHOLE)
         x = _columns(xs, cols, x_live, start, K, WHOLE)
+        low_scale, high_scale, low_zero, high_zero = 1.0, 1.0, 0.0, 0.0
+        if LAYOUT.group_size:
+            word = start // 128 * WORDS
+            low_scale, high_scale = _pairs(scales_ptr + at_word, first_word, word, K, WIDTH, LAYOUT, WHOLE)
+            if LAYOUT.has_zero_points:
+                low_zero, high_zero = _pairs(zero_points_ptr + at_word, first_word, word, K, WIDTH, LAYOUT, WHOLE)
         if LAYOUT.plane:
             high_x = _columns(xs, cols, x_live, start + LAYOUT.plane, K, WHOLE)
-            word = start // 128 * WORDS
-            low_scale, high_scale = _pairs(scales_ptr + at_word, first_word, word, K, LAYOUT, WHOLE)
-            low_zero, high_zero = low_scale, high_scale
-            if LAYOUT.has_zero_points:
-                low_zero, high_zero = _pairs(zero_points_ptr + at_word, first_word, word, K, LAYOUT, WHOLE)
             low, high = upcast_raw_nibbles(w, LAYOUT, RAW)
             low, high = _scaled(low, low_scale, low_zero, LAYOUT), _scaled(high, high_scale, high_zero, LAYOUT)
             acc = _add_product(low, x, acc, NUM_CHUNKS, TALL)
             acc = _add_product(high, high_x, acc, NUM_CHUNKS, TALL)
         else:
-            acc = _add_product(upcast_bytes(w, LAYOUT, x.dtype), x, acc, NUM_CHUNKS, TALL)
+            numbers = upcast_bytes(w, LAYOUT, tl.float32)
+            if LAYOUT.group_size:
+                numbers = _scaled(numbers, low_scale, low_zero, LAYOUT)
+            acc = _add_product(numbers, x, acc, NUM_CHUNKS, TALL)
     y = add_chunks(acc, NUM_CHUNKS)
     if not LAYOUT.group_size:
-        row_scale = tl.load(scales_ptr + scale_of)
+        row_scale = tl.load(scales_ptr + expert.to(tl.int64) * SCALES + rows // LAYOUT.scale_rows)
         y *= row_scale[None, :] if TALL else row_scale[:, None]
     if FACTOR != 1.0:
         y *= FACTOR
+    if BIAS:
+        bias = tl.load(bias_ptr + expert * N + rows).to(tl.float32)
+        y += bias[None, :] if TALL else bias[:, None]
     if ACTIVATION is not None:
         if TALL:
             gate, up = tl.split(tl.permute(tl.reshape(y, (BLOCK_M, 2, HALF)), (0, 2, 1)))
         else:
             gate, up = tl.split(tl.permute(tl.reshape(y, (2, HALF, BLOCK_M)), (1, 2, 0)))
-        y = activated(gate, ACTIVATION) * up
+        y = gated_by(gate, up, ACTIVATION)
         width = N // 2
         outs = tl.program_id(0) * HALF + tl.arange(0, HALF)
         targets = tokens
@@ -235,10 +183,12 @@ def _add_product(w, x, acc, NUM_CHUNKS: tl.constexpr, TALL: tl.constexpr):
 
 
 @jit
-def _pairs(at, first, word, K: tl.constexpr, LAYOUT: tl.constexpr, WHOLE: tl.constexpr):
+def _pairs(
+    at, first, word, K: tl.constexpr, WIDTH: tl.constexpr, LAYOUT: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
     """The scales of a step for the low and for the high plane; on a GPU as pairs of equals.
 
-    `at` is [rows, words of a step], or with chunks [chunks, rows, words]. A scale covers 64 / words bytes."""
+    `at` is [rows, words of a step], or with chunks [chunks, rows, words]. A scale covers WIDTH / words bytes."""
     if WHOLE:
         words = tl.load(at + word * LAYOUT.scale_stride)
     else:
@@ -246,22 +196,22 @@ def _pairs(at, first, word, K: tl.constexpr, LAYOUT: tl.constexpr, WHOLE: tl.con
         NUM_WORDS: tl.constexpr = (K + 127) // 128 * WORDS
         words = tl.load(at + word * LAYOUT.scale_stride, mask=first + word < NUM_WORDS, other=0)
     low, high = _pair(words, LAYOUT)
-    return _over_bytes(low), _over_bytes(high)
+    return _over_bytes(low, WIDTH), _over_bytes(high, WIDTH)
 
 
 @jit
-def _over_bytes(scales):
-    """[..., words] to [..., 64], or to [..., 1] for one word."""
+def _over_bytes(scales, WIDTH: tl.constexpr):
+    """[..., words] to [..., WIDTH], or to [..., 1] for one word."""
     if scales.shape[len(scales.shape) - 1] == 1:
         wide = scales
     elif len(scales.shape) == 2:
-        REPEATS: tl.constexpr = 64 // scales.shape[1]
+        REPEATS: tl.constexpr = WIDTH // scales.shape[1]
         wide = tl.broadcast_to(scales[:, :, None], (scales.shape[0], scales.shape[1], REPEATS))
-        wide = tl.reshape(wide, (scales.shape[0], 64))
+        wide = tl.reshape(wide, (scales.shape[0], WIDTH))
     else:
-        REPEATS: tl.constexpr = 64 // scales.shape[2]
+        REPEATS: tl.constexpr = WIDTH // scales.shape[2]
         wide = tl.broadcast_to(scales[:, :, :, None], (scales.shape[0], scales.shape[1], scales.shape[2], REPEATS))
-        wide = tl.reshape(wide, (scales.shape[0], scales.shape[1], 64))
+        wide = tl.reshape(wide, (scales.shape[0], scales.shape[1], WIDTH))
     return wide
 
 
@@ -304,9 +254,10 @@ def _scaled(numbers, scale, zero_point, LAYOUT: tl.constexpr):
     return numbers
 
 
-def moe_tile_product(
+def moe_wna16_product(
     x: torch.Tensor,  # [num_tokens, K], or [num_choices, K] sorted by expert
     weight: QuantizedWeight,  # of all experts, from `with_word_scales`
+    bias: torch.Tensor | None,  # [num_experts, N]
     out: torch.Tensor,  # [num_choices, N], or N // 2 columns with an activation; sorted by expert then, else not
     starts: torch.Tensor,
     order: torch.Tensor,
@@ -323,27 +274,12 @@ def moe_tile_product(
     num_chunks, chunk = wna16_sum_order(size_out, size_in) if is_single else (1, -(-size_in // STEP) * STEP)
     raw = raw_instructions(weight.encoding) if weight.word_order else None
     columns, width = (2, tile.block_n // 2) if activation is not None else (1, tile.block_n)
-    _moe_wna16_tile_kernel[(-(-size_out // tile.block_n), num_tiles)](
-        x, weight.values, weight.scales, weight.zero_points_or_scales, out, starts, order, mixture, residual,
-        split_counters(x.device), num_experts, size_out, K=size_in, PER_TOKEN=choices, ACTIVATION=activation,
-        SINGLE=is_single, EXPERTS=next_power_of_2(num_experts), SCALES=weight.scales.stride(0), RAW=raw,
+    _moe_wna16_kernel[(-(-size_out // tile.block_n), num_tiles)](
+        x, weight.values, weight.scales, weight.zero_points_or_scales, weight.scales if bias is None else bias, out,
+        starts, order, mixture, residual, split_counters(x.device), num_experts, size_out, K=size_in,
+        PER_TOKEN=choices, BIAS=bias is not None, ACTIVATION=activation, SINGLE=is_single,
+        EXPERTS=next_power_of_2(num_experts), SCALES=weight.scales.stride(0), RAW=raw,
         FACTOR=sum_factor(weight.encoding), LAYOUT=weight.layout, EVEN=size_out // columns % width == 0,
-        NUM_CHUNKS=num_chunks, CHUNK=chunk, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, TALL=tile.num_warps > 2, STAGES=tile.num_stages,
-        PDL=pdl, num_warps=max(num_chunks, tile.num_warps), launch_pdl=pdl,
+        NUM_CHUNKS=num_chunks, CHUNK=chunk, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, TALL=tile.num_warps > 2,
+        STAGES=tile.num_stages, PDL=pdl, num_warps=max(num_chunks, tile.num_warps), launch_pdl=pdl,
     )  # fmt: skip
-
-
-def moe_tile(num_choices: int, num_experts: int) -> Tile:
-    """Tiles are as tall as most experts need. Two warps of a program multiply with mma.sync, which needs no wait."""
-    if num_choices <= MOST_SINGLE:
-        return Tile(8, 32, STEP, 2, 3)
-    mean = num_choices / num_experts
-    block_m = 8 if mean <= 4 else 16 if mean <= 12 else 32 if mean <= 28 else 64
-    return Tile(block_m, 64, STEP, 2, 4)
-
-
-def has_moe_tiles(weight: QuantizedWeight) -> bool:
-    """True if this kernel takes the weight."""
-    if weight.plane:
-        return weight.group_size > 0 and weight.shape[1] % (2 * weight.plane) == 0
-    return not weight.group_size
