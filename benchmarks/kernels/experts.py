@@ -84,7 +84,7 @@ def weight_of(form: str, size_out: int, size_in: int, device: str) -> QuantizedW
     )  # fmt: skip
 
 
-def mixtures(shape: Shape, form: str, dense: bool, device: str) -> list[list[Any]]:
+def mixtures(shape: Shape, form: str, dense: bool, device: str, deterministic: bool = False) -> list[list[Any]]:
     """Layers with shared weights and routers of their own; then the same with dense copies of the weights."""
     spec = ExpertsSpec(shape.experts, shape.chosen, True)
     sizes = (2 * shape.ffn, shape.hidden), (shape.hidden, shape.ffn)
@@ -105,10 +105,10 @@ def mixtures(shape: Shape, form: str, dense: bool, device: str) -> list[list[Any
 
     def of(kind: Any, weights: Iterator[tuple[Any, ...]]) -> list[Any]:
         logits = [torch.randn(shape.experts, shape.hidden, device=device).to(DTYPE) for _ in range(LAYERS)]
-        made = [kind(spec, Router(FusedLinear(logits[0], None, "silu", False)), weights, "silu", False)]
+        made = [kind(spec, Router(FusedLinear(logits[0], None, "silu", deterministic)), weights, "silu", deterministic)]
         for router in logits[1:]:
             made.append(copy.copy(made[0]))
-            made[-1].router = Router(FusedLinear(router, None, "silu", False))
+            made[-1].router = Router(FusedLinear(router, None, "silu", deterministic))
         return made
 
     is_fp8 = form == "fp8" and has_fp8_moe(tuple(weight_of(form, *s, device) for s in sizes))
@@ -132,13 +132,13 @@ def choose(tile: str) -> None:
         moe_wna16.moe_wna16_tile = lambda *_: Tile(block_m, block_n, STEP, warps, stages)
 
 
-def compile_one(job: tuple[str, str, str, list[int]]) -> str:
+def compile_one(job: tuple[str, str, str, list[int], bool]) -> str:
     """Fill the compile cache, without the GPU: tensors are without data."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    shape, form, tile, rows = job
+    shape, form, tile, rows, deterministic = job
     hopper = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
         get_current_device=lambda: 0,
@@ -153,7 +153,7 @@ def compile_one(job: tuple[str, str, str, list[int]]) -> str:
     )
     try:
         choose(tile)
-        layer = mixtures(SHAPES[shape], form, False, "meta")[0][0]
+        layer = mixtures(SHAPES[shape], form, False, "meta", deterministic)[0][0]
         for count in rows:
             x = torch.empty(count, SHAPES[shape].hidden, dtype=DTYPE, device="meta")
             layer.add_to(x, x[0], 1e-5)
@@ -175,20 +175,31 @@ def tiles_of(tiles: list[str], rows: int) -> list[str]:
     return [tile for only, _, tile in split if not only or str(rows) in only.split("/")]
 
 
-def measure(shape_name: str, form: str, rows: list[int], tiles: list[str], checked: bool) -> Iterator[dict[str, Any]]:
+def result_of(layer: Any, x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    layer.add_to(x, norm, 1e-5, out)
+    return out
+
+
+def measure(
+    shape_name: str, form: str, rows: list[int], tiles: list[str], checked: bool, deterministic: bool
+) -> Iterator[dict[str, Any]]:
     shape = SHAPES[shape_name]
     torch.manual_seed(0)
-    layers, *twins = mixtures(shape, form, checked and form != "bf16", DEVICE)
+    layers, *twins = mixtures(shape, form, checked and form != "bf16", DEVICE, deterministic)
     norm = torch.ones(shape.hidden, device=DEVICE, dtype=DTYPE)
+    alone = torch.randn(shape.hidden, device=DEVICE).to(DTYPE)
+    alone_result = result_of(layers[0], alone[None], norm)[0]
     for count, tile in ((n, tile) for n in rows for tile in tiles_of(tiles, n)):
         choose(tile)
         x = torch.randn(count, shape.hidden, device=DEVICE).to(DTYPE)
+        x[-1] = alone
         line: dict[str, Any] = {"op": "experts", "shape": shape_name, "form": form, "rows": count, "tile": tile}
+        if deterministic:
+            line["equal"] = torch.equal(alone_result, result_of(layers[0], x, norm)[-1])
         if twins:
-            got, want = x.clone(), x.clone()
-            layers[0].add_to(got, norm, 1e-5)
-            twins[0][0].add_to(want, norm, 1e-5)
-            far = (got - want).float().norm(dim=1) / (want - x).float().norm(dim=1)
+            got, want = result_of(layers[0], x, norm).float(), result_of(twins[0][0], x, norm).float()
+            far = (got - want).norm(dim=1) / want.norm(dim=1)
             line["error"] = [round(far.median().item(), 4), round(far.max().item(), 4)]
         if not INTERPRETED:
             us = graph_us(partial(step, layers, x, torch.empty_like(x), norm), 0.03) / LAYERS
@@ -208,6 +219,7 @@ def main() -> None:
         "--tiles", nargs="+", default=[""], help="[ROWS/ROWS:]BLOCK_M,BLOCK_N,WARPS,STAGES or old; '' for the rule"
     )
     parser.add_argument("--check", action="store_true", help="compare with dense copies of the weights")
+    parser.add_argument("--deterministic", action="store_true", help="and compare a row's bits with those alone")
     parser.add_argument("--out", help="append the lines to this file, too")
     args = parser.parse_args()
     start = time.perf_counter()
@@ -216,7 +228,7 @@ def main() -> None:
         if args.check:
             plans.extend((s, "bf16", [""]) for s in args.shapes if "bf16" not in args.forms)
         jobs = [
-            (s, f, tile, [r for r in args.rows if tile in tiles_of(tiles, r)])
+            (s, f, tile, [r for r in args.rows if tile in tiles_of(tiles, r)] + [1] * (not tile), args.deterministic)
             for s, f, tiles in plans for tile in {t.rpartition(":")[2] for t in tiles}
         ]  # fmt: skip
         with ProcessPoolExecutor(os.cpu_count(), get_context("fork")) as pool:
@@ -226,7 +238,7 @@ def main() -> None:
     for shape, form, tiles in plans:
         if form == "bf16" and form not in args.forms:
             continue  # compiled for the comparison
-        for line in measure(shape, form, args.rows, tiles, args.check):
+        for line in measure(shape, form, args.rows, tiles, args.check, args.deterministic):
             print(json.dumps(line), flush=True)
             if args.out:
                 with open(args.out, "a") as file:
