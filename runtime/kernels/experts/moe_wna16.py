@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from runtime.kernels.experts.moe_routing import MOST_SINGLE, RoutedExperts, Tile, stacked
+from runtime.kernels.experts.moe_routing import RoutedExperts, Tile, stacked
 from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.experts.moe_wna16_product import moe_wna16_product
 from runtime.kernels.experts.moe_wna16_words import STEP, in_tile_order, with_word_scales
@@ -52,8 +52,11 @@ class QuantizedExperts(RoutedExperts):
         x = self.router.logits.norm(residual, norm_weight, eps)
         (num_tokens, hidden), num_choices = x.shape, len(x) * self.spec.choices
         gate_up, down = self.weights
-        tile = moe_wna16_tile(num_choices, self.spec.all_experts, self.deterministic)
-        is_single = tile.block_n == _SINGLE_ROWS and self._is_single(num_tokens, hidden, tile)
+        num_experts = self.spec.all_experts
+        # Choices that share an expert would read its weights twice.
+        is_single = num_choices <= max(num_experts // 2, self.spec.choices)
+        is_single = is_single and self._is_single(num_tokens, hidden, _SINGLE_TILE)
+        tile = _SINGLE_TILE if is_single else moe_wna16_tile(num_choices, num_experts, self.deterministic)
         ids, weights = self._route(self.router.logits.product(x))
         starts, order = (ids, ids) if is_single else self._sort(ids)
         inner = x.new_empty(num_choices, down.shape[1])
@@ -69,18 +72,20 @@ class QuantizedExperts(RoutedExperts):
             self._combine(results, weights, out)
 
 
-_SINGLE_ROWS = 32  # weight rows of a program that multiplies one choice
+_SINGLE_TILE = Tile(8, 32, STEP, 2, 2)  # for programs that multiply one choice
 
 
 def moe_wna16_tile(num_choices: int, num_experts: int, deterministic: bool) -> Tile:
-    """A tile holds the choices of most experts. Each choice has its own tile while few choices share an expert.
+    """A tile holds the choices of most experts.
 
-    Two warps multiply with mma.sync, which does not wait for upcasts, and which gives a row the same bits in any tile.
-    Deterministic mode therefore has no other tiles. Elsewhere, many choices use wgmma."""
-    if num_choices <= min(MOST_SINGLE, num_experts // 2) and not deterministic:
-        return Tile(8, _SINGLE_ROWS, STEP, 2, 2)
+    One or two warps multiply with mma.sync, which does not wait for upcasts, and which gives a row the same bits in any
+    tile. Deterministic mode therefore has no other tiles. Elsewhere, many choices use wgmma."""
     # Under the interpreter, numpy's sums depend on the size of a tile.
-    mean = 64.0 if INTERPRETED and deterministic else num_choices / num_experts
-    if mean > 48 and not deterministic:
-        return Tile(128, 128, STEP, 8, 2)
-    return Tile(8 if mean <= 4 else 16 if mean <= 12 else 32 if mean <= 28 else 64, 64, STEP, 2, 6 if mean <= 12 else 4)
+    mean = 32.0 if INTERPRETED and deterministic else num_choices / num_experts
+    if mean <= 1:
+        return Tile(8, 32, STEP, 1, 6)
+    if mean <= 4:
+        return Tile(8, 64, STEP, 2, 5)
+    if mean <= 12:
+        return Tile(16, 64, STEP, 2, 6)
+    return Tile(32, 64, STEP, 2, 4) if mean <= 40 or deterministic else Tile(128, 128, STEP, 8, 2)
