@@ -21,6 +21,8 @@ from runtime.kernels.quantized.wna16_step import load_values
 from runtime.kernels.quantized.word_order import raw_instructions
 from runtime.kernels.triton_language import constexpr, jit, next_power_of_2, tl, use_pdl
 
+_TALL_REGISTERS = 128  # of a thread: two programs share a multiprocessor, and one multiplies while the other upcasts
+
 # Operands are pairs of bfloat16; a scale is a pair of equals. Device functions explain `raw_instructions`.
 _SCALE = constexpr("mul.rn.bf16x2 $0, $1, $2;")
 _SCALE_AND_ADD = constexpr("fma.rn.bf16x2 $0, $1, $2, $4;")
@@ -282,4 +284,5 @@ def moe_wna16_product(
         FACTOR=sum_factor(weight.encoding), LAYOUT=weight.layout, EVEN=size_out // columns % width == 0,
         NUM_CHUNKS=num_chunks, CHUNK=chunk, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, TALL=tile.num_warps > 2,
         STAGES=tile.num_stages, PDL=pdl, num_warps=max(num_chunks, tile.num_warps), launch_pdl=pdl,
+        maxnreg=_TALL_REGISTERS if tile.num_warps > 2 else None,
     )  # fmt: skip
