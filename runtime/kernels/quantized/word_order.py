@@ -6,6 +6,8 @@ bfloat16. Mixtures use this order on a GPU; under the interpreter, bytes keep th
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 _PAIR_BITS = {"e2m1": (6, 7, 8, 15), "int": (0, 1, 2, 3)}  # places of a value's bits in bfloat16, from the lowest on
@@ -61,18 +63,23 @@ def has_word_order(encoding: str) -> bool:
 
 def in_word_order(packed: torch.Tensor, encoding: str) -> torch.Tensor:
     """Bytes of two nibbles [N, K / 2] with their bits in this order."""
-    kind = "e2m1" if encoding == "e2m1" else "int"
     words = packed.contiguous().view(torch.int32)
     out = torch.zeros_like(words)
+    for distance, mask in _moves("e2m1" if encoding == "e2m1" else "int").items():
+        moved = words << distance if distance >= 0 else words >> -distance
+        out |= moved & mask
+    return out.view(torch.uint8)
+
+
+@cache
+def _moves(kind: str) -> dict[int, int]:
+    """Distance that bits move to the left -> their places afterwards, as a mask of int32."""
+    masks: dict[int, int] = {}
     for pair, rotations in enumerate(_ROTATIONS[kind]):
         for half in (0, 1):
             first = 8 * (2 * (pair % 2) + half) + 4 * (pair // 2)  # the lowest bit of the value in the bytes
             for bit, (place, rotation) in enumerate(zip(_PAIR_BITS[kind], rotations, strict=True)):
                 target = (place + 16 * half - rotation) % 32
-                out |= _bit(words >> first + bit & 1, target)
-    return out.view(torch.uint8)
-
-
-def _bit(ones: torch.Tensor, place: int) -> torch.Tensor:
-    """0 or 1, moved to a bit of int32."""
-    return ones << place if place < 31 else -(ones << 30) * 2
+                distance = target - first - bit
+                masks[distance] = masks.get(distance, 0) | 1 << target
+    return {distance: mask - (mask >> 31 << 32) for distance, mask in masks.items()}
