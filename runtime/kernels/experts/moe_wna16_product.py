@@ -204,14 +204,13 @@ def _pairs(
 @jit
 def _over_bytes(scales, WIDTH: tl.constexpr):
     """[..., words] to [..., WIDTH], or to [..., 1] for one word."""
-    if scales.shape[len(scales.shape) - 1] == 1:
+    REPEATS: tl.constexpr = WIDTH // scales.shape[len(scales.shape) - 1]
+    if REPEATS == WIDTH:
         wide = scales
     elif len(scales.shape) == 2:
-        REPEATS: tl.constexpr = WIDTH // scales.shape[1]
         wide = tl.broadcast_to(scales[:, :, None], (scales.shape[0], scales.shape[1], REPEATS))
         wide = tl.reshape(wide, (scales.shape[0], WIDTH))
     else:
-        REPEATS: tl.constexpr = WIDTH // scales.shape[2]
         wide = tl.broadcast_to(scales[:, :, :, None], (scales.shape[0], scales.shape[1], scales.shape[2], REPEATS))
         wide = tl.reshape(wide, (scales.shape[0], scales.shape[1], WIDTH))
     return wide
