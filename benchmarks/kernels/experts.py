@@ -203,7 +203,7 @@ def measure(
             line["error"] = [round(far.median().item(), 4), round(far.max().item(), 4)]
         if not INTERPRETED:
             us = graph_us(partial(step, layers, x, torch.empty_like(x), norm), 0.03) / LAYERS
-            ids = [layer._route(layer.router.logits.normed(x, norm, 1e-5))[0] for layer in layers]
+            ids = [layer._route(layer.router.normed_logits(x, norm, 1e-5))[0] for layer in layers]
             active = sum(len(i.unique()) for i in ids) / LAYERS
             floor = active * 3 * shape.hidden * shape.ffn * BITS[form] / 8 / READ_TBPS / 1e6
             line |= {"us": round(us, 1), "floor_us": round(floor, 1), "share": round(floor / us, 3)}

@@ -57,7 +57,7 @@ class QuantizedExperts(RoutedExperts):
         is_single = num_choices <= max(num_experts // 2, self.spec.choices)
         is_single = is_single and self._is_single(num_tokens, hidden, _SINGLE_TILE)
         tile = _SINGLE_TILE if is_single else moe_wna16_tile(num_choices, num_experts, self.deterministic)
-        ids, weights = self._route(self.router.logits.product(x))
+        ids, weights = self._route(self.router.logits_of(residual, x, eps))
         starts, order = (ids, ids) if is_single else self._sort(ids)
         inner = x.new_empty(num_choices, down.shape[1])
         results = x.new_empty(num_choices, hidden, dtype=torch.float32 if is_single else x.dtype)
