@@ -129,7 +129,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 def splits_words(ttgir: str) -> bool:
     """True if instructions over words receive bytes that are not four neighbours of a row."""
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.M))
-    found = re.findall(r"elementwise_inline_asm .*} %\S+ : tensor<[\dx]+xi8, (#\w+(?:\.dot_op<.*?>)?)>", ttgir)
+    found = re.findall(r"elementwise_inline_asm .*} %\S+ : tensor<[\dx]+x(?:i8|f8\w+), (#\w+(?:\.dot_op<.*?>)?)>", ttgir)
     for layout in found:
         per_thread = re.search(r"kWidth = (\d+)|sizePerThread = \[.*?(\d+)\]", layouts.get(layout, layout))
         if per_thread is None or max(int(n) for n in per_thread.groups() if n) % 4:
