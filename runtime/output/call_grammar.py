@@ -20,9 +20,10 @@ from runtime.spec.types import GrammarSpec
 from runtime.structured.calls import Calls
 from runtime.structured.pattern import literal_text
 from runtime.text import reasoning
-from runtime.text.tool_calls import ForcedCall, ToolFormat
+from runtime.text.tool_calls import ForcedCall, ToolCallParser, ToolFormat
 
 _NO_ARGUMENTS = {"type": "object", "additionalProperties": False}
+_JSON = ToolFormat(ToolCallParser, mark="", marks=(), again=" ")
 
 
 def with_calls(
@@ -73,6 +74,12 @@ def with_calls(
     return grammar.at_start(no_text) if no_text else grammar.after_mark()
 
 
+def calls_in_json(tools: Sequence[AnyTool], may_repeat: bool) -> Calls:
+    """Return calls whose arguments are JSON objects, for a format that writes the text around them itself."""
+    grammar = _CallGrammar(tools, _JSON, (), may_repeat)
+    return grammar.calls(None)
+
+
 def _is_strict(tool: AnyTool) -> bool:
     return bool(tool.function.strict or (isinstance(tool, CustomTool) and tool.grammar))
 
@@ -97,20 +104,20 @@ class _CallGrammar:
     # ---- one method for each place of calls -------------------------------------------------------------------------
 
     def forced(self, forced: ForcedCall) -> RequestedGrammar:
-        return _requested(self._calls(forced.name, is_forced=True))
+        return _requested(self.calls(forced.name, is_forced=True))
 
     def beside_json(self, answer: RequestedGrammar) -> RequestedGrammar:
-        calls = self._calls(None)
+        calls = self.calls(None)
         calls.begin, calls.answer = self.form.opening(None), answer.spec.text
         return _requested(calls, answer.spec.after, strict=answer.spec.strict, field=answer.field)
 
     def at_start(self, no_text: list[str]) -> RequestedGrammar:
-        calls = self._calls(None)
+        calls = self.calls(None)
         calls.begin, calls.no_text = self.form.begin, no_text
         return _requested(calls)
 
     def after_mark(self) -> RequestedGrammar:
-        calls, mark = self._calls(None), self.form.last_mark
+        calls, mark = self.calls(None), self.form.last_mark
         calls.begin = self.form.begin.partition(mark)[2].strip()
         return _requested(calls, mark, may_stay_free=True)
 
@@ -146,7 +153,7 @@ class _CallGrammar:
 
     # ---- the calls --------------------------------------------------------------------------------------------------
 
-    def _calls(self, name: str | None, is_forced: bool = False) -> Calls:
+    def calls(self, name: str | None, is_forced: bool = False) -> Calls:
         """Return the grammar from within the first call on: of the function `name`, or of any (None)."""
         form = self.form
         tools = [tool for tool in self.tools if name in (None, tool.function.name)]

@@ -38,9 +38,10 @@ class FinishReason(IntEnum):
 class GrammarSpec:
     """A form that a client wants the output to match."""
 
-    kind: Literal["json", "regex", "choice", "calls", "grammar", "tags", "without"]
+    kind: Literal["json", "regex", "choice", "calls", "grammar", "tags", "without", "channels"]
     # In the order of the kinds: a JSON Schema; a regular expression of the whole output; a JSON list of texts.
     # See grammar.Calls. A grammar in EBNF or Lark's form. See tags.Tags. A JSON list of forbidden texts.
+    # See channels.Channels.
     text: str
     after: str = ""  # the output begins with free text up to this mark
     may_stay_free: bool = False  # the whole output may be free text, without the mark

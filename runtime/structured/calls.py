@@ -60,7 +60,7 @@ def rules_of(calls: Calls, checks: TerminalChecks, strict: bool | None, ignored:
         if name in calls.unbound:
             bodies.append((opening, _unbound_arguments(calls)))
             continue
-        written |= _arguments(calls, name, parameters, f"f{i}", checks, ignored)
+        written |= arguments_of(calls, name, parameters, f"f{i}", checks, ignored)
         bodies.append((opening, sequence(Name(f"f{i}start"), text(calls.end))))
     written["call"] = _one_of(bodies)
     more = Repeat(sequence(text(calls.again), Name("call")), 0, None) if calls.again else NOTHING
@@ -88,7 +88,7 @@ def _unbound_arguments(calls: Calls) -> Rule:
     return Shortest(f"(?s:.*){literal_text(last_line)}")
 
 
-def _arguments(
+def arguments_of(
     calls: Calls, name: str, parameters: Any, prefix: str, checks: TerminalChecks, ignored: list[str]
 ) -> dict[str, Rule]:
     """Return the rules of one function's arguments; the first one is `prefix` + "start"."""

@@ -7,14 +7,16 @@ as one regular expression for outlines-core, where there is one.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from runtime.structured.pattern import GrammarError, literal_text
+from runtime.structured.pattern import FIRST_OF_SPECIAL, GrammarError, literal_text, special_text
 
 MAX_RULES = 10_000  # of one grammar
 MAX_LARK_BYTES = 256 << 10  # of a compiled grammar: its matcher is ready after some 30 ms
 _MAX_EXPRESSION_CHARS = 32_768
+_RESERVED = re.compile(r"[\U0010ffc0-\U0010ffff]|\\x\{10ff[c-f]")  # characters that stand for special tokens
 _OPTIONS = '%llguidance {"no_forcing": true}'  # a mask has every token that fits, not only the tokenizer's own choice
 
 
@@ -71,7 +73,14 @@ class Shortest:
     expression: str
 
 
-Rule = Terminal | Sequence | Choice | Repeat | Name | JsonSchema | LarkGrammar | Shortest
+@dataclass(frozen=True, slots=True)
+class Special:
+    """The special token with this id, which no text spells out."""
+
+    id: int
+
+
+Rule = Terminal | Sequence | Choice | Repeat | Name | JsonSchema | LarkGrammar | Shortest | Special
 NOTHING = Sequence(())  # matches the empty text
 NEVER = Choice(())  # matches no text
 
@@ -175,6 +184,20 @@ def _names(rule: Rule) -> Iterable[str]:
                 yield from _names(part)
 
 
+def special_ids(rules: Mapping[str, Rule]) -> list[int]:
+    """Return the ids of the special tokens that rules have, in order."""
+    found: set[int] = set()
+
+    def note(rule: Rule) -> Rule:
+        if isinstance(rule, Special):
+            found.add(rule.id)
+        return rule
+
+    for rule in rules.values():
+        mapped_rule(rule, note)
+    return sorted(found)
+
+
 def lark(rules: Mapping[str, Rule]) -> str:
     """Return llguidance's form of rules: Lark, or JSON if a rule holds a grammar of its own. Raises GrammarError if it
     is too long."""
@@ -203,6 +226,8 @@ def lark(rules: Mapping[str, Rule]) -> str:
                 return "@" + inner.setdefault(text, f"lark{len(inner)}")
             case Shortest():
                 return lazy.setdefault(rule, f"shortest{len(lazy)}")
+            case Special(token_id):
+                return f"<[{token_id}]>"
 
     match rules:
         case {"start": LarkGrammar(text)}:
@@ -226,13 +251,19 @@ class _NoExpression(Exception):
 
 
 def expression(rules: Mapping[str, Rule]) -> str:
-    """Return one regular expression for rules; "" if they recurse or intersect, or if it is long."""
+    """Return one regular expression for rules; "" if they recurse or intersect, or if it is long.
+
+    No text has the characters that stand for special tokens."""
     written: dict[str, str | None] = {}  # None while the rule is being written
 
     def write(rule: Rule) -> str:
         match rule:
             case Terminal((text,), ()):
-                result = text
+                if _RESERVED.search(text):
+                    raise _NoExpression
+                result = _without_special(text)
+            case Special(token_id):
+                result = literal_text(special_text(token_id))
             case Sequence(parts):
                 result = "".join(map(write, parts))
             case Choice(parts):
@@ -256,3 +287,9 @@ def expression(rules: Mapping[str, Rule]) -> str:
         return write(Name("start"))
     except (_NoExpression, RecursionError):
         return ""
+
+
+def _without_special(expression: str) -> str:
+    """Return an expression whose open character classes leave out the characters of special tokens."""
+    reserved = f"\\x{{{FIRST_OF_SPECIAL:x}}}-\\x{{10ffff}}"
+    return expression.replace("[^", f"[^{reserved}").replace("(?s:.", f"(?:[^{reserved}]")

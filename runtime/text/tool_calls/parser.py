@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from runtime.text.tool_calls.argument_form import ArgumentForm
 
 MAX_HEAD_CHARS = 1024  # from a call's mark to its arguments: bounds the text that is matched again with each piece
+SPECIAL = "\U0010ffff"  # precedes the text of a special token in some streams; no other text has it
 MAX_SPACES = 1024  # of white space before a mark: bounds the text that is searched again with each piece
 
 
@@ -160,7 +161,7 @@ class ToolCallParser:
         self._held = self._held.lstrip()
         if not self._held:
             return False
-        if self._held[0] == "<":  # without arguments
+        if self._held[0] in ("<", SPECIAL):  # without arguments
             self._give("{}")
         self._value = JsonValue()
         self._state = self._arguments
@@ -229,14 +230,15 @@ class ToolCallParser:
         return text.startswith(mark)
 
 
-_OUTSIDE_STRING = re.compile(r'["{}\[\]<]')
-_IN_STRING = re.compile(r'"|\\.', re.DOTALL)
+_OUTSIDE_STRING = re.compile(r'["{}\[\]<\U0010ffff]')
+_IN_STRING = re.compile(r'["\U0010ffff]|\\[^\U0010ffff]', re.DOTALL)
 
 
 class JsonValue:
     """Finds the end of one JSON value by brackets and strings, as its text arrives.
 
-    A "<" outside a string is not JSON, but begins a mark: it ends a value that was never closed."""
+    A "<" outside a string is not JSON, but begins a mark: it ends a value that was never closed. So does a special
+    token anywhere."""
 
     def __init__(self, depth: int = 0) -> None:
         self.depth = depth  # brackets open
@@ -246,7 +248,7 @@ class JsonValue:
         """Read from `at`. Returns the position reached, and whether the value ends there."""
         while match := (_IN_STRING if self._in_string else _OUTSIDE_STRING).search(text, at):
             char = match[0]
-            if char == "<" or (char in "}]" and not self.depth):
+            if char in ("<", SPECIAL) or (char in "}]" and not self.depth):
                 return match.start(), True
             at = match.end()
             if char == '"':
