@@ -32,8 +32,8 @@ _SPACES = "[\\x{a}\\x{20}]{0,2}"  # between reasoning and the structure
 
 @cache
 def _bytes_engine() -> LazyEngine:
-    """The engine that checks grammars, with one token a byte and some special tokens. It has threads, which a fork would lose, so the import of
-    this module must not make it."""
+    """The engine that checks grammars, with one token a byte and some special tokens. It has threads, which a fork
+    would lose, so the import of this module must not make it."""
     return LazyEngine(SPECIAL_BYTES)
 
 
