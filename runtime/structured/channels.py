@@ -29,6 +29,7 @@ from runtime.structured.rules import (
     Repeat,
     Rule,
     Special,
+    Wide,
     choice,
     mapped_rule,
     sequence,
@@ -60,7 +61,7 @@ def rules_of(
 ) -> dict[str, Rule]:
     """Return the rules of a turn. Raises GrammarError."""
     writer = _Writer(turn)
-    written: dict[str, Rule] = {"free": terminal(_text_without(turn.marks))}
+    written: dict[str, Rule] = {"free": Wide(_text_without(turn.marks))}
     if turn.answer is not None:
         written |= _renamed(rules_of_answer(turn.answer))
     written["final"] = sequence(Name("free" if turn.answer is None else f"{_ANSWER}start"), writer.mark("<|return|>"))
@@ -121,7 +122,7 @@ class _Writer:
             recipient = text(f" to=functions.{name}")
             heads = (
                 sequence(channel, text(f"commentary to=functions.{name}")),
-                sequence(recipient, channel, _COMMENTARY),
+                sequence(recipient, channel, text("commentary")),
             )
             each.append(sequence(choice(heads), kind, self.mark("<|message|>"), Name(f"f{i}start")))
         return choice(each)
@@ -134,9 +135,6 @@ class _Writer:
         return sequence(Name("call"), more, self.mark("<|call|>"))
 
 
-_COMMENTARY = text("commentary")
-
-
 def _renamed(rules: dict[str, Rule]) -> dict[str, Rule]:
     """Return rules with other names."""
     return {
@@ -147,16 +145,19 @@ def _renamed(rules: dict[str, Rule]) -> dict[str, Rule]:
 
 def _text_without(marks: Iterable[str]) -> str:
     """Return the expression of the texts that contain none of the marks. A mark has "<" at its beginning alone."""
-    children: dict[str, dict] = {}
+    node: _Node = {}
     for mark in marks:
-        node = children
+        at = node
         for char in mark[1:]:
-            node = node.setdefault(char, {})
-    return f"[^<]*(<{_not_beginning(children)})*"
+            at = at.setdefault(char, {})
+    return f"[^<]*(<{_not_beginning(node)})*"
 
 
-def _not_beginning(children: dict[str, dict]) -> str:
-    """Return the expression of the texts without "<" that begin with no path from this node to a leaf."""
-    others = "[^<" + "".join(map(literal_text, children)) + "][^<]*"
-    begun = (literal_text(char) + _not_beginning(after) for char, after in children.items() if after)
+_Node = dict[str, "_Node"]  # of the tree of marks, by the next character
+
+
+def _not_beginning(node: _Node) -> str:
+    """Return the expression of the texts without "<" that begin with no path from a node to a leaf."""
+    others = "[^<" + "".join(map(literal_text, node)) + "][^<]*"
+    begun = (literal_text(char) + _not_beginning(after) for char, after in node.items() if after)
     return f"({'|'.join((others, *begun))})?"

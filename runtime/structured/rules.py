@@ -80,7 +80,16 @@ class Special:
     id: int
 
 
-Rule = Terminal | Sequence | Choice | Repeat | Name | JsonSchema | LarkGrammar | Shortest | Special
+@dataclass(frozen=True, slots=True)
+class Wide:
+    """Texts that match a regular expression with many states, most of which take most tokens.
+
+    Its automaton would take seconds to build with a large vocabulary, so no other engine than llguidance has it."""
+
+    expression: str
+
+
+Rule = Terminal | Wide | Sequence | Choice | Repeat | Name | JsonSchema | LarkGrammar | Shortest | Special
 NOTHING = Sequence(())  # matches the empty text
 NEVER = Choice(())  # matches no text
 
@@ -207,7 +216,7 @@ def lark(rules: Mapping[str, Rule]) -> str:
 
     def write(rule: Rule) -> str:
         match rule:
-            case Terminal((expression,), ()):
+            case Terminal((expression,), ()) | Wide(expression):
                 return f"/{expression}/"
             case Terminal():
                 return terminals.setdefault(rule, f"T{len(terminals)}")
