@@ -24,7 +24,7 @@ from runtime.llm import LLM, Completion
 from runtime.output.fields import read_options
 from runtime.output.message_parser import MessageFormat, MessageParser
 from runtime.output.options import ChatOptions
-from runtime.spec.types import SamplingParams
+from runtime.spec.types import FinishReason, SamplingParams
 from runtime.text.stream import TextStream
 
 _CITY = {
@@ -97,8 +97,8 @@ def check(llm: LLM, options: dict[str, Any], number: int, temperature: float) ->
     return {
         "answers": len(answers),
         "faults": faults,
-        "complete": sum(turn.is_complete for turn in turns),
-        "cut": sum(not turn.is_complete for turn in turns),
+        "ended": sum(answer.finish_reason is FinishReason.STOP for answer in answers),
+        "cut": sum(answer.finish_reason is FinishReason.LENGTH for answer in answers),
         "calls": sum(len(turn.calls) for turn in turns),
         "tokens": sum(len(answer.token_ids) for answer in answers),
         "seconds": round(seconds, 1),
