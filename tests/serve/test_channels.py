@@ -1,6 +1,7 @@
 """Chats in channels over HTTP: what a grammar holds, streams of the three APIs, efforts, and past reasoning."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from benchmarks.library.harmony import harmony_tokenizer, problem_of, read_turn
 from runtime.spec.config import ModelInfo
-from runtime.spec.types import Request
+from runtime.spec.types import FinishReason, Request
 from runtime.structured.matching.lazy import LazyEngine
 from runtime.structured.matching.vocabulary import Vocabulary
 from tests.support.http.fake_engine import MODEL, FakeEngine, client_of, events_of
@@ -43,7 +44,10 @@ class Channels(FakeEngine):
             self.fits = matcher.allowed(script) == len(script)
             script = script if self._text else self._drawn(matcher)
         self.script = script
-        return super()._outputs(request)
+        for output in super()._outputs(request):
+            if output.finish_reason and output.token_ids[-1] in TOKENIZER.eos_token_ids:
+                output = replace(output, finish_reason=FinishReason.STOP)
+            yield output
 
     def _drawn(self, matcher) -> list[int]:
         script: list[int] = []
@@ -119,12 +123,12 @@ async def test_a_grammar_holds_the_format(fields: dict, yes: list[str], no: list
 
 
 async def test_marks_in_texts_are_not_marks():
-    spelled = [token for part in ("<|", "end", "|>") for token in TOKENIZER.encode(part)]
+    spelled = [*b"<|end|>"]
     engine = Channels("x")
     await post(engine, response_format={"type": "json_object"})
     matcher = LAZY.matcher(engine.requests[0].params.grammar.lark)
     before = TOKENIZER.encode("<|channel|>analysis<|message|>")
-    assert matcher.allowed([*before, *spelled]) == len(before) + 2
+    assert matcher.allowed([*before, *spelled]) == len(before) + len(spelled) - 1
     answer = FakeEngine(max_model_len=4096)
     answer.info = INFO
     body = [*TOKENIZER.encode('<|channel|>final<|message|>{"a": "'), *spelled, *TOKENIZER.encode('"}<|return|>')]
@@ -170,7 +174,7 @@ async def test_streams_of_all_apis_say_the_same(choice: str | None):
         own = {"tools": [{"name": f["name"], "input_schema": f["parameters"]} for f in functions]}
         own |= {"tool_choice": {"type": {"auto": "auto", "required": "any"}[choice]}} if choice else {}
         again = Channels(seed=seed)
-        blocks = (await post(again, "/v1/messages", max_tokens=4000, **(own if choice else {}))).json()["content"]
+        blocks = (await post(again, "/v1/messages", max_tokens=2000, **(own if choice else {}))).json()["content"]
         assert again.script == script
         assert "".join(b.get("thinking", "") for b in blocks) == reasoning
         assert "".join(b.get("text", "") for b in blocks) == content
