@@ -75,7 +75,7 @@ def with_calls(
 
 
 def calls_in_json(tools: Sequence[AnyTool], may_repeat: bool) -> Calls:
-    """Return calls whose arguments are JSON objects, for a format that writes the text around them itself."""
+    """Return calls with JSON objects as arguments. The caller writes the text around them."""
     grammar = _CallGrammar(tools, _JSON, (), may_repeat)
     return grammar.calls(None)
 

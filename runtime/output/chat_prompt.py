@@ -25,7 +25,7 @@ from runtime.text.tool_calls.parser import SPECIAL
 
 _SWITCH = re.compile(r"\benable_thinking\b|\bthinking is\b")  # of reasoning, in a template
 
-# gpt-oss has three efforts. Without reasoning, the grammar has no analysis.
+# gpt-oss has three efforts. For none, the grammar leaves out the analysis, too.
 _EFFORTS_OF_CHANNELS: dict[Effort, str] = {
     **dict.fromkeys(("none", "minimal", "low"), "low"),
     "medium": "medium",

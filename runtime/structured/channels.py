@@ -46,7 +46,7 @@ class Channels(msgspec.Struct):
     """A turn of one request."""
 
     marks: dict[str, int]  # ids of the special tokens
-    calls: Calls | None = None  # None if the turn has no calls
+    calls: Calls | None = None  # None for a turn without calls
     answer: GrammarSpec | None = None  # of the final message; None if it is free
     reasons: bool = True  # the turn may have reasoning
     must_call: bool = False  # the turn ends with a call

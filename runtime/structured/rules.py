@@ -82,9 +82,9 @@ class Special:
 
 @dataclass(frozen=True, slots=True)
 class Wide:
-    """Texts that match a regular expression with many states, most of which take most tokens.
+    """Texts that match a regular expression of many states, each with most tokens.
 
-    Its automaton would take seconds to build with a large vocabulary, so no other engine than llguidance has it."""
+    With a large vocabulary, its automaton would take seconds to build. So only llguidance serves it."""
 
     expression: str
 
@@ -299,6 +299,6 @@ def expression(rules: Mapping[str, Rule]) -> str:
 
 
 def _without_special(expression: str) -> str:
-    """Return an expression whose open character classes leave out the characters of special tokens."""
+    """Return an expression with open character classes that leave out the characters of special tokens."""
     reserved = f"\\x{{{FIRST_OF_SPECIAL:x}}}-\\x{{10ffff}}"
     return expression.replace("[^", f"[^{reserved}").replace("(?s:.", f"(?:[^{reserved}]")

@@ -80,7 +80,7 @@ def test_both_engines_allow_the_same_tokens():
                 break
 
 
-def test_text_of_a_grammar_with_reserved_characters_has_no_automaton():
+def test_reserved_characters_have_no_automaton():
     assert rules.expression({"start": terminal(f"a\\x{{{FIRST_OF_SPECIAL:x}}}")}) == ""
     assert not build(rules.expression({"start": terminal("(?s:.*)")}), VOCABULARY).token_class[[BEGIN, MARK]].any()
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.library.harmony import harmony_tokenizer, problem_of, read_turn
+from benchmarks.library.channel_model import harmony_tokenizer, problem_of, read_turn
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import FinishReason, Request
 from runtime.structured.matching.lazy import LazyEngine
@@ -28,7 +28,7 @@ TOOLS = [
 
 
 class Channels(FakeEngine):
-    """Writes tokens within the grammar of a request: those of `text` as far as they are allowed, or random ones."""
+    """Writes `text`, or random tokens within the grammar of a request. `fits` compares the text with the grammar."""
 
     def __init__(self, text: str = "", seed: int = 0, most: int = 300, group: int = 1) -> None:
         super().__init__(max_model_len=4096, group=group)

@@ -32,7 +32,7 @@ _SPECIAL = re.compile(r"<\[\d+\]>")  # a special token in a grammar
 _MAX_COPIES = 1000  # of a matcher: each copy adds to the lexer states that all share
 
 # Slices of the vocabulary; most tokens are texts within strings. A mask takes a slice at once where all of it is
-# allowed. These are llguidance's default slices without reserved characters and those that "." does not match.
+# allowed. These are llguidance's default slices without reserved characters and ends of lines.
 _NOT_IN_STRING = r"\"\\\x00-\x1F\x7F\x{2028}\x{2029}\x{10FFC0}-\x{10FFFF}"
 _SPACES, _IN_STRING = r"[\x20\x0A\x0D\x09]+", f"[^{_NOT_IN_STRING}]"
 _SLICES = [_SPACES, _IN_STRING + "{1,10}", _IN_STRING + "{1,30}", _IN_STRING + "+"]
@@ -97,8 +97,8 @@ class LazyEngine:
 class _End:
     """The tokens that end an output for llguidance.
 
-    llguidance never takes its own EOS tokens as a part of a grammar. So a special token that is no EOS stands for the
-    end where the vocabulary has a spare one, and masks show the EOS tokens in its place."""
+    llguidance never takes its own EOS tokens as a part of a grammar. So another special token stands for the end, if
+    the vocabulary has one to spare. Masks show the EOS tokens in its place."""
 
     eos_ids: tuple[int, ...]
     engine_ids: tuple[int, ...]
@@ -202,7 +202,7 @@ class _Tokens:
     """A vocabulary in the form that llguidance reads."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        # The engine tells special tokens apart by their bytes, which no output has.
+        # llguidance distinguishes special tokens by their bytes, although no output has them.
         self.tokens = [token or b"<special %d>" % i for i, token in enumerate(vocabulary.tokens)]
         self.eos_token_id = vocabulary.eos_ids[0]
         self.bos_token_id = None

@@ -1,6 +1,6 @@
 """Answers of a random model in channels, each read by a strict reader and compared with the runtime's parser.
 
-    python -m benchmarks.engine.harmony --answers 2000
+    python -m benchmarks.serving.channel_answers --answers 2000
 
 With the package openai-harmony and its vocabulary (TIKTOKEN_ENCODINGS_BASE), its parser reads every answer too. Each
 answer is also parsed token by token, as a stream is.
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.library.harmony import MARKS, Turn, problem_of, read_turn, write_harmony_model
+from benchmarks.library.channel_model import MARKS, Turn, problem_of, read_turn, write_harmony_model
 from benchmarks.library.measure import Results, new_parser
 from runtime.llm import LLM, Completion
 from runtime.output.fields import read_options
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=2000)
     parser.add_argument("--temperature", type=float, default=1.5)
     args = parser.parse_args()
-    results = Results("harmony", args.out)
+    results = Results("channel_answers", args.out)
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(str(write_harmony_model(Path(folder))), device="cpu", kv_cache_memory=0.2, max_num_seqs=64)
         faults = 0

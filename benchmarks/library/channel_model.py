@@ -107,7 +107,7 @@ def write_harmony_model(folder: Path, seed: int = 0) -> Path:
 
 @dataclass
 class Written:
-    """A message as its tokens say."""
+    """A message, read from its tokens."""
 
     channel: str = ""
     recipient: str = ""
@@ -140,7 +140,7 @@ _CHANNEL = re.compile(r"(analysis|commentary|final)(?: to=functions\.([\w-]+))?(
 def read_turn(token_ids: Sequence[int], tokenizer: Tokenizer) -> Turn:
     """Read the output after `<|start|>assistant`. Raises ValueError where it leaves the format.
 
-    An output that stops within a message is valid as far as it goes."""
+    An output may stop within a message."""
     marks = {tokenizer.token_to_id(mark): mark for mark in MARKS}
     turn, header, current = Turn(), [""], None
     for at, token in enumerate(token_ids):
@@ -194,7 +194,7 @@ def _message_of(header: list[str], at: int) -> Written:
 
 
 def problem_of(turn: Turn, required: bool, names: set[str]) -> str:
-    """Return what is wrong with a turn beyond its format; empty if nothing is."""
+    """Return the fault of a turn beyond its format; empty without one."""
     for message in turn.messages:
         text = message.content.decode(errors="replace")
         if message.recipient and message.recipient not in names:
