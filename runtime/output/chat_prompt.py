@@ -48,7 +48,6 @@ class ChatPrompter:
         """Raises CallboardError if the model lacks a usable chat template."""
         self._template, self._tokenizer = ChatTemplate.of(tokenizer), tokenizer
         self._marks = channel_marks(tokenizer) if self._template.has_channels else None
-        self._close_is_special = tokenizer.token_to_id(reasoning.CLOSE) in tokenizer.special_ids
 
     @property
     def roles(self) -> frozenset[str]:
@@ -107,7 +106,7 @@ class ChatPrompter:
         if form is not None and forced is not None:
             called = [tool for tool in tools if forced.name in (None, tool.function.name)]
             needs_json = any(tool.needs_json(form.arguments) for tool in called)
-            form = form.for_call_of(forced.name, special_marks, needs_json)
+            form = form.for_call_of(needs_json)
             if in_reasoning:
                 text = f"{text.rstrip()}\n\n{reasoning.CLOSE}\n\n"
             text += form.opening(forced.name)
@@ -179,18 +178,17 @@ class ChatPrompter:
         grammar = options.requested_grammar()
         if form is None:
             return grammar
-        if grammar is not None and form.in_reasoning:
-            if self._close_is_special:
-                raise invalid(grammar.field, "cannot follow reasoning of this model; turn its reasoning off")
-            grammar = replace(grammar, spec=replace(grammar.spec, after=reasoning.CLOSE))
         special_marks = self._special_marks(form.tools)
+        if grammar is not None and form.in_reasoning:
+            special = tuple((mark, i) for mark, i in special_marks.items() if mark == reasoning.CLOSE)
+            grammar = replace(grammar, spec=replace(grammar.spec, after=reasoning.CLOSE, special=special))
         return with_calls(
             grammar,
             options.offered_tools(),
             form.tools,
             form.forced,
             form.most_calls,
-            special_marks.keys(),
+            special_marks,
             form.thinks,
         )
 

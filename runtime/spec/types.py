@@ -44,6 +44,7 @@ class GrammarSpec:
     # See channels.Channels.
     text: str
     after: str = ""  # the output begins with free text up to this mark
+    special: tuple[tuple[str, int], ...] = ()  # marks of the free text, and `after`, that are special tokens; their ids
     may_stay_free: bool = False  # the whole output may be free text, without the mark
     # True refuses keywords of a schema that cannot be enforced. False ignores them. None refuses all but uniqueItems.
     strict: bool | None = None

@@ -20,7 +20,7 @@ from runtime.structured.matching.matcher import Matcher
 from runtime.structured.matching.vocabulary import BYTES, MOST_SPECIAL, SPECIAL_BYTES
 from runtime.structured.pattern import MAX_STATES, Alternation, GrammarError, literal, literal_text, plain, size
 from runtime.structured.readers.regex import whole
-from runtime.structured.rules import Choice, Name, Rule, Sequence, Shortest, Special, Terminal, terminal
+from runtime.structured.rules import Choice, Name, Repeat, Rule, Sequence, Shortest, Special, Terminal, terminal
 from runtime.structured.schema import keywords
 from runtime.structured.schema import writer as schema
 from runtime.structured.schema.merge import TerminalChecks
@@ -63,9 +63,15 @@ def compiled(spec: GrammarSpec) -> Grammar:
 
 
 def _after_free_text(written: dict[str, Rule], spec: GrammarSpec) -> dict[str, Rule]:
-    free = f"(?s:.*){literal_text(spec.after)}"
-    marked = Sequence((Shortest(free), terminal(_SPACES), Name("rest")))
-    unmarked = Terminal(("(?s:.*)",), (f"{free}(?s:.*)",))
+    mark_id = dict(spec.special).get(spec.after)
+    if mark_id is None:
+        free = f"(?s:.*){literal_text(spec.after)}"
+        marked: Rule = Sequence((Shortest(free), terminal(_SPACES), Name("rest")))
+        unmarked: Rule = Terminal(("(?s:.*)",), (f"{free}(?s:.*)",))
+    else:
+        others = [Special(i) for _, i in spec.special if i != mark_id]
+        unmarked = Repeat(Choice((terminal("(?s:.+)"), *others)), 0, None)
+        marked = Sequence((unmarked, Special(mark_id), terminal(_SPACES), Name("rest")))
     structure = {
         "rest" if name == "start" else name: rules.mapped_rule(
             rule, lambda r: Name("rest") if r == Name("start") else r

@@ -103,6 +103,14 @@ def text(of: str) -> Rule:
     return terminal(literal_text(of)) if of else NOTHING
 
 
+def marked(of: str, special: Mapping[str, int]) -> Rule:
+    """Return the rule of one text, with the marks in it that are special tokens; `special` has their ids."""
+    if not special:
+        return text(of)
+    pieces = re.split("(" + "|".join(map(re.escape, sorted(special, key=len, reverse=True))) + ")", of)
+    return sequence(*(Special(special[piece]) if piece in special else text(piece) for piece in pieces if piece))
+
+
 def sequence(*parts: Rule) -> Rule:
     """Return one rule after another; neighbours that are simple terminals become one."""
     joined: list[Rule] = []

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.serving.channel_answers import KINDS, check
 from benchmarks.library.channel_model import harmony_tokenizer, read_turn, write_harmony_model
+from benchmarks.serving.channel_answers import KINDS, check
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
 from runtime.core.engine import EngineCore

@@ -38,7 +38,7 @@ def tokenizer_of(name: str, special: list[str]) -> Tokenizer:
     ("name", "special", "choice", "opening", "may_be_many"),
     [
         ("mistral", MISTRAL_MARKS[:1], "required", '[TOOL_CALLS] [{"name": "', True),
-        ("mistral_v11", MISTRAL_MARKS, "required", '[TOOL_CALLS] [{"name": "', True),  # [ARGS] alone writes nothing
+        ("mistral_v11", MISTRAL_MARKS, "required", "[TOOL_CALLS]", True),
         ("mistral_v11", MISTRAL_MARKS, NAMED, "[TOOL_CALLS]add[ARGS]", False),
         ("deepseek_v3", [], "required", f"{DEEPSEEK}function<｜tool▁sep｜>", True),
         ("deepseek_v31", [], NAMED, f"{DEEPSEEK}add<｜tool▁sep｜>", False),
@@ -49,7 +49,7 @@ def tokenizer_of(name: str, special: list[str]) -> Tokenizer:
             *("harmony", HARMONY_MARKS, NAMED),
             *("<|channel|>commentary to=functions.add <|constrain|>json<|message|>", False),
         ),
-        ("harmony", HARMONY_MARKS, "required", '<|channel|>commentary<|message|>{"name": "', False),
+        ("harmony", HARMONY_MARKS, "required", "<|channel|>commentary to=functions.", False),
     ],
 )
 async def test_forced_calls_arrive(name: str, special: list[str], choice: Any, opening: str, may_be_many: bool):

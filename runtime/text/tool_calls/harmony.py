@@ -13,14 +13,12 @@ import re
 from dataclasses import replace
 from typing import ClassVar
 
-from runtime.text.tool_calls.json_objects import HERMES
 from runtime.text.tool_calls.parser import MAX_HEAD_CHARS, SPECIAL, ToolCallParser, ToolFormat
 
 START, FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
 END_MARKS = "<|end|>", "<|return|>", "<|call|>"  # of a message
 CHANNEL_MARKS = (*END_MARKS, "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>")
 _MESSAGE, _COMMENTARY = "<|message|>", "<|channel|>commentary"
-_CALL = _COMMENTARY + _MESSAGE  # for calls as JSON
 _RECIPIENT = re.compile(r"to=(?:(?:functions\.)?([\w-]+)(?![\w.-]))?")  # models leave "functions." out at times
 
 
@@ -100,6 +98,5 @@ HARMONY = ToolFormat(
     marks=CHANNEL_MARKS,
     begin=_COMMENTARY + " to=functions.",
     to_arguments=" <|constrain|>json<|message|>",
-    json_form=replace(HERMES, mark=_CALL, marks=CHANNEL_MARKS, begin=_CALL + '{"name": "', end="}", again=""),
 )
 HARMONY_TOKENS = replace(HARMONY, parser=HarmonyTokenParser)

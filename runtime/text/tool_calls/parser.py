@@ -39,7 +39,7 @@ class ToolFormat:
     close: str = ""  # after the last call
     arguments: ArgumentForm | None = None  # the form of arguments; None for one JSON object
     separator: str = ""  # between several objects after one mark
-    json_form: ToolFormat | None = None  # for required calls that this format cannot express
+    json_form: ToolFormat | None = None  # for required calls with arguments that this format cannot express
     has_short_ids: bool = False  # its template accepts only ids of nine letters or digits
     is_text: bool = False  # tools, calls and results are plain text in messages
 
@@ -54,16 +54,9 @@ class ToolFormat:
         It ends at a token boundary: in front of a space that tokens join to the next word."""
         return self.begin if name is None else self.begin + name + self.to_arguments
 
-    def for_call_of(self, name: str | None, special_marks: Collection[str], needs_json: bool) -> ToolFormat:
-        """Return the format for a required call of a function, or of any (None).
-
-        It is this one or `json_form`: a grammar cannot write special tokens, which may stand between a name and its
-        arguments or around each argument, and some arguments need JSON."""
-        written = "" if name is not None else self.to_arguments
-        if (own := self.arguments) is not None:
-            written += own.begin + own.to_value + own.end + self.end
-        names_are_bound = not any(mark in written for mark in special_marks)
-        if names_are_bound and not (needs_json and own is not None):
+    def for_call_of(self, needs_json: bool) -> ToolFormat:
+        """Return the format for a required call: this one, or `json_form` for arguments that need JSON."""
+        if not (needs_json and self.arguments is not None):
             return self
         assert self.json_form is not None, "every format with this need has a JSON form"
         return self.json_form
