@@ -58,7 +58,8 @@ def test_answers_that_ignore_eos_parse_without_an_error(llm: LLM):
 @pytest.mark.parametrize("kind", ["free", "tools", "JSON"])
 @pytest.mark.parametrize("budget", [0, 4])
 def test_a_budget_ends_reasoning_in_channels(llm: LLM, kind: str, budget: int):
-    params = [SamplingParams(max_tokens=150, temperature=1.5, seed=i) for i in range(8)]
+    likely = tuple((TOKENIZER.token_to_id(text), 6.0) for text in ("<|channel|>", "analysis"))
+    params = [SamplingParams(max_tokens=150, temperature=1.5, seed=i, logit_bias=likely) for i in range(8)]
     longest = 0
     for answer in llm.chat([HI] * 8, params, progress=False, thinking_token_budget=budget, **KINDS[kind]):
         turn = read_turn(answer.token_ids, TOKENIZER)

@@ -29,7 +29,7 @@ class _Place(Enum):
 class _State(NamedTuple):
     place: _Place
     num_tokens: int = 0  # of reasoning
-    name: bytes = b""  # of the channel, as far as the output has it
+    name: bytes = b""  # of the channel, or its beginning
 
 
 class ChannelThinkingMatcher(ThinkingMatcher):
