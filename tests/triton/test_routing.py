@@ -1,11 +1,13 @@
 """The choice of experts on a GPU equals its torch twin."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.kernels.experts.moe_routing import RoutedExperts
 from runtime.kernels.experts.moe_torch import Router, route_torch
+from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.rms_norm import rms_norm_triton
 from runtime.spec.decoder_spec import ExpertsSpec
@@ -15,18 +17,24 @@ LOGITS = Linear(torch.abs, rms_norm_triton, torch.abs)  # never called
 
 @st.composite
 def specs(draw: st.DrawFn) -> ExpertsSpec:
-    num_experts = draw(st.integers(1, 40))
+    groups = draw(st.sampled_from((1, 1, 3, 4)))
+    group_score = draw(st.sampled_from(("max", "top2")))
+    size = draw(st.integers(2, 12)) if groups > 1 else draw(st.integers(1, 40))
+    num_experts, top_groups = groups * size, draw(st.integers(1, groups))
     shared = draw(st.integers(0, 2))
     return ExpertsSpec(
         num_experts,
-        draw(st.integers(1, min(num_experts, 10))),
+        draw(st.integers(1, min(top_groups * size, 10))),
         draw(st.booleans()),
         shared,
         shared > 0 and draw(st.booleans()),
-        draw(st.sampled_from(("softmax", "sigmoid"))),
+        draw(st.sampled_from(("softmax", "sigmoid", "softmax_of_chosen"))),
         draw(st.booleans()),
         draw(st.sampled_from((0.0, 1e-6))),
         draw(st.sampled_from((1.0, 2.5))),
+        groups=groups,
+        top_groups=top_groups,
+        group_score=group_score,
     )
 
 
@@ -35,8 +43,9 @@ def specs(draw: st.DrawFn) -> ExpertsSpec:
 def test_kernel_equals_twin(spec: ExpertsSpec, num_tokens: int, padding: int, seed: int):
     generator = torch.Generator().manual_seed(seed)
     width = spec.num_experts + spec.shared_gate + padding
-    # Distinct logits some way apart, so that both forms choose the same experts.
-    logits = torch.stack([torch.randperm(width, generator=generator) for _ in range(num_tokens)]).float() / 8 - 2
+    # Distinct logits and sums of two, so that both forms choose the same experts.
+    logits = torch.stack([torch.randperm(width, generator=generator) for _ in range(num_tokens)])
+    logits = logits.float() ** 1.1 / 8 - 2
     bias = torch.randperm(spec.num_experts, generator=generator) / 3.7 - 4 if spec.choice_bias else None
     layer = RoutedExperts()
     layer.spec, layer.router = spec, Router(LOGITS, bias)
@@ -44,3 +53,15 @@ def test_kernel_equals_twin(spec: ExpertsSpec, num_tokens: int, padding: int, se
     want_ids, want = route_torch(logits, spec, bias)
     assert torch.equal(ids.view(num_tokens, -1).long(), want_ids)
     torch.testing.assert_close(weights.view(num_tokens, -1), want, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("rows", [3, 20])
+def test_logits_can_stay_in_float32(rows: int, deterministic: bool):
+    x, weight = torch.randn(rows, 64).half(), torch.randn(24, 64).half()
+    linear = FusedLinear(weight, None, "silu", deterministic)
+    want = x.double() @ weight.double().T
+    found = [Router(linear, is_wide=is_wide).logits_of(x, x, 1e-5) for is_wide in (False, True)]
+    assert [logits.dtype for logits in found] == [torch.float16, torch.float32]
+    exact = deterministic or rows == 3  # otherwise only cuBLAS keeps the sums
+    assert not exact or (found[1] - want).norm() < 1e-6 * want.norm() < 1e-2 * (found[0] - want).norm()
