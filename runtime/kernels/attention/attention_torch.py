@@ -46,6 +46,10 @@ class KVView:
             return stored
         return dequantize_kv(stored, scales if scales.dim() == 2 else self._read(scales[None], 1)[0])
 
+    def read_vectors(self, kv: torch.Tensor) -> torch.Tensor:
+        """[1, num_rows, num_kv_heads, length, size] of a cache with one vector for each token and head."""
+        return self._read(kv, 1)
+
     def _read(self, blocks: torch.Tensor, count: int) -> torch.Tensor:
         """Read blocks [count, num_kv_heads, num_blocks, block_size, size]; count is 1 or 2."""
         num_kv_heads, size = blocks.shape[1], blocks.shape[4]
@@ -278,7 +282,7 @@ def _exact_decode(
     q = q.reshape(num_rows * num_kv_heads, -1, head_dim)
     k, v = k.reshape(-1, length, head_dim), v.reshape(-1, length, head_dim)
     lengths = lengths.repeat_interleave(num_kv_heads)
-    return _attend_chunks(q, k, v, lengths, window, soft_cap, by_head).view(num_rows, num_heads, head_dim)
+    return attend_chunks(q, k, v, lengths, window, soft_cap, by_head).view(num_rows, num_heads, head_dim)
 
 
 def _exact_prefill(
@@ -295,7 +299,7 @@ def _exact_prefill(
     num_kv_heads = k.shape[1]
     q, each = q.view(num_tokens, num_kv_heads, -1, head_dim), (num_tokens, -1, -1)
     heads = [
-        _attend_chunks(
+        attend_chunks(
             q[:, h].contiguous(), k[:, h].expand(*each), v[:, h].expand(*each), lengths, window, soft_cap, by_head
         )
         for h in range(num_kv_heads)
@@ -303,26 +307,26 @@ def _exact_prefill(
     return torch.stack(heads, 1).view(num_tokens, num_heads, head_dim)
 
 
-def _attend_chunks(
+def attend_chunks(
     q: torch.Tensor,  # [n, group, head_dim], scaled
     k: torch.Tensor,  # [n, chunks * 64, head_dim], perhaps expanded over n
-    v: torch.Tensor,  # like k
+    v: torch.Tensor,  # like k; the size of a value may differ
     lengths: torch.Tensor,  # [n] at least 1
     window: int,
     soft_cap: float,
     by_head: bool = False,
 ) -> torch.Tensor:
-    """[n, group, head_dim]."""
+    """[n, group, size of a value]."""
     n, group, _ = q.shape
     if by_head and group > 1:
-        heads = [_attend_chunks(head.contiguous(), k, v, lengths, window, soft_cap) for head in q.split(1, 1)]
+        heads = [attend_chunks(head.contiguous(), k, v, lengths, window, soft_cap) for head in q.split(1, 1)]
         return torch.cat(heads, 1)
     if n == 1:  # a batch of one may be split over threads in another way
         q, k, v, lengths = (x.expand(2, *x.shape[1:]).contiguous() for x in (q, k, v, lengths))
-        return _attend_chunks(q, k, v, lengths, window, soft_cap)[:1]
+        return attend_chunks(q, k, v, lengths, window, soft_cap)[:1]
     best = q.new_full((n, group, 1), _LOWEST)
     total = q.new_zeros((n, group, 1))
-    out = torch.zeros_like(q)
+    out = q.new_zeros((n, group, v.shape[-1]))
     positions = torch.arange(_CHUNK, dtype=torch.int32, device=q.device)
     for at in range(0, k.shape[1], _CHUNK):
         scores = torch.bmm(q, k[:, at : at + _CHUNK].transpose(1, 2))
