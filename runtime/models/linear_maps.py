@@ -177,12 +177,14 @@ class LinearMaps:
 
     def _router(self, prefix: str, spec: ExpertsSpec) -> Router:
         (weight,) = self.read(f"{prefix}router.weight")
+        bias = self.read(f"{prefix}router.bias")[0] if spec.router_bias else None
         if spec.shared_gate:
             (gate,) = self.read(f"{prefix}shared_gate.weight")
             missing = -(len(weight) + 1) % _ROUTER_ROWS
             weight = torch.cat((weight, gate, gate.new_zeros(missing, gate.shape[1])))
-        bias = self.read(f"{prefix}choice_bias")[0].float() if spec.choice_bias else None
-        return Router(self.kernels.linear(weight, None), bias)
+            bias = None if bias is None else torch.cat((bias, bias.new_zeros(len(weight) - len(bias))))
+        choice_bias = self.read(f"{prefix}choice_bias")[0].float() if spec.choice_bias else None
+        return Router(self.kernels.linear(weight, bias), choice_bias)
 
     def _expert_prefixes(self, prefix: str, spec: ExpertsSpec) -> list[str]:
         return [f"{prefix}experts.{e}." for e in range(spec.all_experts)]

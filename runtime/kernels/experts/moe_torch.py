@@ -127,9 +127,15 @@ def route_torch(
     The shared experts are the last choices. The logit of their weight follows the experts' logits."""
     logits = logits.float()
     scores = logits[:, : spec.num_experts]
-    scores = scores.softmax(-1) if spec.scores == "softmax" else sigmoid(scores)
-    ids = (scores if bias is None else scores + bias).topk(spec.top_k, -1).indices
+    if spec.scores != "softmax_of_chosen":
+        scores = scores.softmax(-1) if spec.scores == "softmax" else sigmoid(scores)
+    preferences = scores if bias is None else scores + bias
+    if spec.has_groups:
+        preferences = _of_best_groups(preferences, spec)
+    ids = preferences.topk(spec.top_k, -1).indices
     weights = scores.gather(-1, ids)
+    if spec.scores == "softmax_of_chosen":
+        weights = weights.softmax(-1)
     if spec.normalized:
         weights = weights / (weights.sum(-1, keepdim=True) + spec.sum_eps)
     if spec.scale != 1.0:
@@ -139,3 +145,11 @@ def route_torch(
     shared = torch.arange(spec.num_experts, spec.all_experts, device=ids.device).expand(len(ids), -1)
     gate = sigmoid(logits[:, spec.num_experts, None]) if spec.shared_gate else weights.new_ones(len(ids), 1)
     return torch.cat((ids, shared), 1), torch.cat((weights, gate.expand_as(shared)), 1)
+
+
+def _of_best_groups(preferences: torch.Tensor, spec: ExpertsSpec) -> torch.Tensor:
+    """The preferences of a token's best groups, and -inf for the experts of the others."""
+    by_group = preferences.unflatten(-1, (spec.groups, -1))
+    best = by_group.amax(-1) if spec.group_score == "max" else by_group.topk(2, -1).values.sum(-1)
+    others = torch.ones_like(best, dtype=torch.bool).scatter_(-1, best.topk(spec.top_groups, -1).indices, False)
+    return by_group.masked_fill(others[..., None], float("-inf")).flatten(-2)
