@@ -113,9 +113,7 @@ class LatentStore(Protocol):
 class LatentAttention(Protocol):
     """`latent_attention_torch`; the plan's type belongs to the backend."""
 
-    def __call__(
-        self, q: torch.Tensor, kv: torch.Tensor, plan: Any, up: LatentUp, *, scale: float
-    ) -> torch.Tensor: ...
+    def __call__(self, q: torch.Tensor, kv: torch.Tensor, plan: Any, up: LatentUp, *, scale: float) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +221,9 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
         gate_output_torch,
         LatentKernels(
             latent_store_torch,
-            partial(latent_attention_exact, by_head=numerics.rank_invariant) if deterministic else latent_attention_torch,
+            partial(latent_attention_exact, by_head=numerics.rank_invariant)
+            if deterministic
+            else latent_attention_torch,
             partial(latent_up, product=product if deterministic else None),
         ),
     )

@@ -25,6 +25,8 @@ class WeightMap:
     norms_plus_one: bool = False  # a norm, but for a mixer's own, multiplies by one more than is stored
     ignored: str = r".*rotary_emb\.inv_freq"  # tensors that are not read; old exports have rotary frequencies
 
+    drafts: bool = False  # layers after the last one draft tokens; their tensors are not read
+
     def names_of(self, spec: DecoderSpec) -> dict[str, str]:
         """Every parameter of the spec -> its tensor, without `base`."""
         return {parameter: self.name_of(spec, parameter) for parameter in spec.shapes()}

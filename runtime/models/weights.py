@@ -69,6 +69,8 @@ def locate_parameters(spec: DecoderSpec, weight_map: WeightMap, source: TensorSo
         locations[parameter] = location
     short_names = {name.removeprefix(weight_map.base): name for name in names - used}
     extra = {name for name in short_names if not re.fullmatch(f"{weight_map.ignored}|{KV_SCALES}", name)}
+    if weight_map.drafts:
+        extra = {name for name in extra if _layer_of(name) < spec.num_layers}
     if spec.quantization:  # some exporters give every map a bias, of zeros
         cpu = torch.device("cpu")
         biases = {name for name in extra if name.endswith(".bias")}
@@ -80,6 +82,12 @@ def locate_parameters(spec: DecoderSpec, weight_map: WeightMap, source: TensorSo
             f"Tensor {short_names[min(extra)]} of the checkpoint has no place in the model that its config describes."
         )
     return locations
+
+
+def _layer_of(name: str) -> int:
+    """The number of a tensor's layer; -1 if it belongs to none."""
+    match = re.match(r"(?:.*\.)?layers\.(\d+)\.", name)
+    return int(match[1]) if match else -1
 
 
 def read_from(source: TensorSource, spec: DecoderSpec, weight_map: WeightMap, numerics: Numerics) -> ReadWeight:

@@ -162,7 +162,10 @@ def latent_attention_exact(
     pad = (0, -over_latents.shape[-1] % _ALIGNED)
     outs = []
     for span in plan.spans:
-        rows, k = F.pad(over_latents[span.start : span.stop], pad), F.pad(span.view.read_vectors(kv)[0, :, 0].float(), pad)
+        rows, k = (
+            F.pad(over_latents[span.start : span.stop], pad),
+            F.pad(span.view.read_vectors(kv)[0, :, 0].float(), pad),
+        )
         v = k[..., :rank].contiguous()
         k, v = (x.expand(len(rows), -1, -1) for x in (k, v))
         outs.append(attend_chunks(rows, k, v, span.lengths, 0, 0.0, by_head))

@@ -45,9 +45,7 @@ class LatentMixer:
         if self.q_up is not None:
             q = self.q_up.normed(q, self.q_norm, self.latent_eps)
         heads = q.unflatten(1, (-1, self.head_dim))
-        self.kernels.store(
-            heads, latents, step.ropes[0], self.kv_norm, self.latent_eps, kv, kv_index, self.interleaved
-        )
+        self.kernels.store(heads, latents, step.ropes[0], self.kv_norm, self.latent_eps, kv, kv_index, self.interleaved)
         return self.kernels.attention(heads, kv, rows, self.up, scale=self.scale)
 
     def with_linears(self, change: Callable[[Linear, str], Linear]) -> LatentMixer:
