@@ -14,6 +14,8 @@ import torch
 
 from runtime.kernels.attention.attention_torch import attention_exact, attention_torch
 from runtime.kernels.attention.decode_attention import decode_attention
+from runtime.kernels.attention.latent_attention import latent_attention_triton
+from runtime.kernels.attention.latent_store import latent_store_triton
 from runtime.kernels.attention.latent_torch import (
     LatentUp,
     latent_attention_exact,
@@ -269,7 +271,7 @@ def _triton(numerics: Numerics, spec: DecoderSpec) -> Kernels:
         short_conv_triton,
         delta_rule_triton,
         gate_output_triton,
-        LatentKernels(latent_store_torch, latent_attention_torch, latent_up),
+        LatentKernels(latent_store_triton, partial(latent_attention_triton, deterministic=deterministic), latent_up),
         quantized_linear=partial(_quantized_linear, deterministic=deterministic, dtype=numerics.dtype, **around),
         quantized_experts=partial(
             _quantized_experts, activation=activation, deterministic=deterministic, dtype=numerics.dtype

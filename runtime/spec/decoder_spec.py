@@ -282,8 +282,8 @@ class DecoderSpec:
             )
         if config.max_loras:
             raise CallboardError(
-                f"max_loras is {config.max_loras}; it must be 0, since adapters are not supported for models with latent "
-                "attention."
+                f"max_loras is {config.max_loras}; it must be 0, since adapters are not supported for models with "
+                "latent attention."
             )
 
     def kv_cache_form(self, kv_cache_dtype: str) -> str:

@@ -156,16 +156,14 @@ def latent_attention_exact(
     by_head: bool = False,  # a head's bits do not depend on the other heads here, either
 ) -> torch.Tensor:
     """`latent_attention_torch` for `EngineConfig.deterministic`, always in the absorbed form (`attention_exact`)."""
-    (num_tokens, num_heads, _), rank = q.shape, up.weight.shape[2]
+    num_tokens, rank = len(q), up.weight.shape[2]
     heads = [product(q[:, h, : up.nope_dim].contiguous()) for h, product in enumerate(up.absorb)]
     over_latents = torch.cat((torch.stack(heads, 1), q[..., up.nope_dim :]), -1).float() * scale
     pad = (0, -over_latents.shape[-1] % _ALIGNED)
     outs = []
     for span in plan.spans:
-        rows, k = (
-            F.pad(over_latents[span.start : span.stop], pad),
-            F.pad(span.view.read_vectors(kv)[0, :, 0].float(), pad),
-        )
+        rows = F.pad(over_latents[span.start : span.stop], pad)
+        k = F.pad(span.view.read_vectors(kv)[0, :, 0].float(), pad)
         v = k[..., :rank].contiguous()
         k, v = (x.expand(len(rows), -1, -1) for x in (k, v))
         outs.append(attend_chunks(rows, k, v, span.lengths, 0, 0.0, by_head))

@@ -1,5 +1,5 @@
-"""The DeepSeek family, V2 and V3, and GLM-4.7-Flash: attention over latents, and a mixture with shared experts after the
-first layers.
+"""The DeepSeek family, V2 and V3, and GLM-4.7-Flash: attention over latents, and a mixture with shared experts
+after the first layers.
 
 Rotary positions turn pairs of neighbours. With yarn, attention scores grow by the square of a factor that follows from
 `mscale_all_dim`. Layers after the last one draft tokens, and are not read."""
@@ -57,13 +57,13 @@ def v2_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def v3_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of the config.json of a DeepSeek-V3 or -R1, or of a GLM-4.7-Flash. Raises CallboardError for a router that
-    is not supported."""
+    """The spec of the config.json of a DeepSeek-V3 or -R1, or of a GLM-4.7-Flash. Raises CallboardError for a router
+    that is not supported."""
     method, scores = config.get("topk_method", "noaux_tc"), config.get("scoring_func", "sigmoid")
     if method != "noaux_tc" or scores != "sigmoid":
         raise CallboardError(
-            f"The model's router has the topk_method {method!r} and the scoring_func {scores!r}; supported are noaux_tc "
-            "and sigmoid."
+            f"The model's router has the topk_method {method!r} and the scoring_func {scores!r}; supported are "
+            "noaux_tc and sigmoid."
         )
     return _with_experts(
         _spec(config),
