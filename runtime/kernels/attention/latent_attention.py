@@ -208,7 +208,7 @@ def _merge_latents_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     dims = tl.arange(0, BLOCK_RANK)[None, :]
     tile_of_head = tile * tl.cdiv(NUM_HEADS, HEADS) + head // HEADS
-    for token in range(0, count):
+    for token in range(count):
         lane = token * HEADS + head % HEADS
         m = tl.full([1], LOWEST, tl.float32)
         total = tl.zeros([1], tl.float32)

@@ -1,7 +1,7 @@
-"""Products of each head with its own matrix: q with the keys' part of kv_b, and attended latents with the values' part.
+"""Products of each head with its own matrix: q with the keys' part of kv_b, attended latents with the values' part.
 
-A step of few rows reads the matrices once, with many small programs. In deterministic mode tiles have one shape, and all
-sums one order."""
+A step of few rows reads the matrices once, with many small programs. In deterministic mode tiles have one shape, and
+all sums one order."""
 
 from __future__ import annotations
 

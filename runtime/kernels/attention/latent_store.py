@@ -49,24 +49,24 @@ def _latent_store_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if tl.program_id(1) == 0:
-        at = latents_ptr + token * latents_stride
-        x = tl.load(at + cols, mask=cols < RANK, other=0.0).to(tl.float32)
+        latent = latents_ptr + token * latents_stride
+        x = tl.load(latent + cols, mask=cols < RANK, other=0.0).to(tl.float32)
         scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / RANK + eps)
         tl.store(place + cols, (x * scale * weight).to(kv_ptr.dtype.element_ty), mask=cols < RANK)
-        at += RANK + pairs * STEP
-        first = tl.load(at, mask=is_pair, other=0.0).to(tl.float32)
-        second = tl.load(at + OTHER, mask=is_pair, other=0.0).to(tl.float32)
-        place += RANK + pairs * STEP
-        tl.store(place, (first * cos - second * sin).to(kv_ptr.dtype.element_ty), mask=is_pair)
-        tl.store(place + OTHER, (second * cos + first * sin).to(kv_ptr.dtype.element_ty), mask=is_pair)
+        key = latent + RANK + pairs * STEP
+        first = tl.load(key, mask=is_pair, other=0.0).to(tl.float32)
+        second = tl.load(key + OTHER, mask=is_pair, other=0.0).to(tl.float32)
+        stored = place + RANK + pairs * STEP
+        tl.store(stored, (first * cos - second * sin).to(kv_ptr.dtype.element_ty), mask=is_pair)
+        tl.store(stored + OTHER, (second * cos + first * sin).to(kv_ptr.dtype.element_ty), mask=is_pair)
     else:
         heads = (tl.program_id(1) - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
         inside = (heads < NUM_HEADS) & is_pair[None, :]
         at = q_ptr + token * q_stride + heads * HEAD_DIM + (HEAD_DIM - ROPE) + pairs[None, :] * STEP
-        first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(at + OTHER, mask=inside, other=0.0).to(tl.float32)
-        tl.store(at, (first * cos[None, :] - second * sin[None, :]).to(q_ptr.dtype.element_ty), mask=inside)
-        tl.store(at + OTHER, (second * cos[None, :] + first * sin[None, :]).to(q_ptr.dtype.element_ty), mask=inside)
+        q_first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        q_second = tl.load(at + OTHER, mask=inside, other=0.0).to(tl.float32)
+        tl.store(at, (q_first * cos[None, :] - q_second * sin[None, :]).to(q_ptr.dtype.element_ty), mask=inside)
+        tl.store(at + OTHER, (q_second * cos[None, :] + q_first * sin[None, :]).to(q_ptr.dtype.element_ty), mask=inside)
 
 
 def latent_store_triton(

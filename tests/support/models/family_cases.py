@@ -72,8 +72,8 @@ _CONVS = {
 }  # fmt: skip
 _LATENT = {
     "head_dim": 8, "kv_lora_rank": 20, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12,
-    "v_head_dim": 10, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3, "moe_intermediate_size": 28,
-    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "num_key_value_heads": 6,
+    "v_head_dim": 10, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 28, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "num_key_value_heads": 6,
 }  # fmt: skip
 
 
