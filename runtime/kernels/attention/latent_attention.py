@@ -104,12 +104,11 @@ def _latent_attention_kernel(
     m = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_RANK], tl.float32)
-    for segment in range(split, segments, num_splits):
-        begin = segment * segment_len
-        end = tl.minimum(begin + segment_len, length)
-        if FIXED:
+    if FIXED:
+        for segment in range(split, segments, num_splits):
             segment_m, segment_total, segment_acc = attend_latents(
-                q, q_rope, q_positions, kv_ptr, table_ptr, begin, end, tl.full([BLOCK_M], LOWEST, tl.float32),
+                q, q_rope, q_positions, kv_ptr, table_ptr, segment * SEGMENT,
+                tl.minimum((segment + 1) * SEGMENT, length), tl.full([BLOCK_M], LOWEST, tl.float32),
                 tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_RANK], tl.float32), scale_log2,
                 BLOCK_SIZE, RANK, ROPE, BLOCK_N, BLOCK_RANK, BLOCK_ROPE,
             )  # fmt: skip
@@ -120,15 +119,14 @@ def _latent_attention_kernel(
                 )  # fmt: skip
             else:
                 m, total, acc = merge(m, total, acc, segment_m, segment_total, segment_acc)
-        else:  # one segment a program
-            m, total, acc = attend_latents(
-                q, q_rope, q_positions, kv_ptr, table_ptr, begin, end, m, total, acc, scale_log2,
-                BLOCK_SIZE, RANK, ROPE, BLOCK_N, BLOCK_RANK, BLOCK_ROPE,
-            )  # fmt: skip
-            if SPLIT:
-                store_segment(
-                    acc_ptr, sums_ptr, place + segment, m, total, acc, lanes, dims, used, whole, BLOCK_M, RANK
-                )
+    else:  # one segment a program
+        begin = split * segment_len
+        m, total, acc = attend_latents(
+            q, q_rope, q_positions, kv_ptr, table_ptr, begin, tl.minimum(begin + segment_len, length), m, total, acc,
+            scale_log2, BLOCK_SIZE, RANK, ROPE, BLOCK_N, BLOCK_RANK, BLOCK_ROPE,
+        )  # fmt: skip
+        if SPLIT:
+            store_segment(acc_ptr, sums_ptr, place + split, m, total, acc, lanes, dims, used, whole, BLOCK_M, RANK)
     if not SPLIT:
         tl.store(out_ptr + q_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=whole)
 
@@ -249,7 +247,7 @@ def attend_rows(
     tile_tokens = block_m // heads
     num_tiles = rows.num_rows if rows.max_count <= tile_tokens else rows.num_tokens // tile_tokens + rows.num_rows
     programs = num_tiles * -(-num_heads // heads)
-    block_n, warps, stages = _tile(block_m, q.dtype)
+    block_n, warps, stages = _tile(block_m, q.dtype, deterministic)
     splits = max(1, min(num_sms(q.device) // programs, _MAX_SPLITS))
     segment = _FIXED_SEGMENT if deterministic else block_n
     segments = -(-rows.max_len // segment)
@@ -280,11 +278,12 @@ def attend_rows(
     return out
 
 
-def _tile(block_m: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """(positions a tile, warps, pipeline stages)."""
+def _tile(block_m: int, dtype: torch.dtype, deterministic: bool) -> tuple[int, int, int]:
+    """(positions a tile, warps, pipeline stages). With so many stages, two or three tiles are in flight: places in the
+    cache are loaded two stages before."""
     if dtype == torch.float32:
         return 16, 4, 1
-    return (32, 4, 3) if block_m == _TILE_ROWS else (32, 8, 2)
+    return 32, 4 if block_m == _TILE_ROWS and not deterministic else 8, 5
 
 
 def latent_attention_triton(
