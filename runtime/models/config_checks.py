@@ -27,8 +27,10 @@ _NUMBERS: dict[str, tuple[Bounds, bool]] = {  # the bounds of each, and whether 
     **dict.fromkeys(("linear_conv_kernel_dim", "conv_L_cache"), (Bounds(2, RING), True)),
     **dict.fromkeys(("shared_expert_intermediate_size", "block_ff_dim", "block_multiple_of"), (_WIDTH, True)),
     **dict.fromkeys(("full_attention_interval",), (Bounds(1), True)),
-    **dict.fromkeys(("num_dense_layers", "first_k_dense_replace", "n_group", "topk_group"), (Bounds(0), True)),
-    **dict.fromkeys(("n_routed_experts", "n_shared_experts"), (_EXPERTS, True)),
+    **dict.fromkeys(("num_dense_layers", "first_k_dense_replace", "n_shared_experts"), (Bounds(0, 1000), True)),
+    **dict.fromkeys(("n_routed_experts",), (_EXPERTS, True)),
+    **dict.fromkeys(("n_group", "topk_group"), (Bounds(1, 1 << 12), True)),
+    **dict.fromkeys(("num_nextn_predict_layers",), (Bounds(0, 1000), True)),
     **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), (_WIDTH, True)),
     **dict.fromkeys(("q_lora_rank",), (Bounds(0, 1 << 20), True)),
     **dict.fromkeys(("mscale", "mscale_all_dim"), (Bounds(0), False)),
@@ -49,12 +51,13 @@ _NUMBERS: dict[str, tuple[Bounds, bool]] = {  # the bounds of each, and whether 
 _MAY_BE_NULL = {
     "num_key_value_heads", "head_dim", "n_inner", "sliding_window", "attn_logit_softcapping", "factor",
     "final_logit_softcapping", "partial_rotary_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
-    "full_attention_interval", "block_ffn_dim_multiplier", "q_lora_rank", "n_group", "topk_group", "n_routed_experts",
-    "n_shared_experts", "first_k_dense_replace", "mscale", "mscale_all_dim",
+    "full_attention_interval", "block_ffn_dim_multiplier", "n_routed_experts", "n_shared_experts", "n_group",
+    "topk_group", "num_nextn_predict_layers", "q_lora_rank", "first_k_dense_replace", "mscale", "mscale_all_dim",
 }  # fmt: skip
 _FLAGS = (
     "tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob",
-    "attn_output_gate", "conv_bias", "use_expert_bias", "block_auto_adjust_ff_dim", "tie_embedding", "rope_interleave",
+    "attn_output_gate", "conv_bias", "use_expert_bias", "block_auto_adjust_ff_dim", "tie_embedding",
+    "use_qk_norm", "qkv_bias", "rope_interleave",
 )  # fmt: skip
 _OBJECTS = ("text_config", "rope_scaling", "rope_parameters", "full_attention", "sliding_attention")
 
@@ -64,6 +67,8 @@ def check_config(config: Mapping[str, Any]) -> None:
     if config.get("is_causal") is False:
         raise CallboardError("The model's config.json has is_causal false; attention to later tokens is not supported.")
     for name, value in config.items():
+        if name == "sliding_window" and value == 0 and config.get("use_sliding_window") is False:
+            continue  # as transformers 5 writes a window that is off
         if name in _NUMBERS and not (value is None and name in _MAY_BE_NULL):
             _check_number(name, value)
         elif name in _FLAGS and not isinstance(value, bool | None):

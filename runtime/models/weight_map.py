@@ -16,8 +16,8 @@ class WeightMap:
     """Our parameter -> the checkpoint's tensor, and how to read it.
 
     In a name the first {} is the layer, the second the expert; .weight or .bias follows a linear map's name. Keys of
-    shared experts are such as shared.up, and their second {} counts from 0. Keys of the first layers of a mixture, with
-    an ordinary feed-forward layer, are such as dense.up."""
+    shared experts, which have one tensor together (sharding.place_in_tensor), are such as shared.up. Keys of the first
+    layers of a mixture, with an ordinary feed-forward layer, are such as dense.up."""
 
     names: Mapping[str, str]
     base: str = ""  # prefix that some exports have before all names
@@ -25,11 +25,16 @@ class WeightMap:
     norms_plus_one: bool = False  # a norm, but for a mixer's own, multiplies by one more than is stored
     ignored: str = r".*rotary_emb\.inv_freq"  # tensors that are not read; old exports have rotary frequencies
 
-    drafts: bool = False  # layers after the last one draft tokens; their tensors are not read
-
     def names_of(self, spec: DecoderSpec) -> dict[str, str]:
         """Every parameter of the spec -> its tensor, without `base`."""
         return {parameter: self.name_of(spec, parameter) for parameter in spec.shapes()}
+
+    def tensors_of(self, spec: DecoderSpec) -> dict[str, list[str]]:
+        """Every tensor, without `base` -> its parameters of the spec, in the order of their parts."""
+        found: dict[str, list[str]] = {}
+        for parameter, name in self.names_of(spec).items():
+            found.setdefault(name, []).append(parameter)
+        return found
 
     def adds_one(self, parameter: str) -> bool:
         """Return True for a norm that multiplies by one more than is stored."""
@@ -41,7 +46,7 @@ class WeightMap:
         assert match, parameter
         layer, expert, part, suffix = match.groups("")
         if spec.experts and expert and int(expert) >= spec.experts.num_experts:
-            part, expert = f"shared.{part}", str(int(expert) - spec.experts.num_experts)
+            part = f"shared.{part}"
         elif spec.experts and not expert and f"dense.{part}" in self.names:
             part = f"dense.{part}"
         return self.names[part].format(layer, expert) + suffix

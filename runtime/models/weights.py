@@ -16,7 +16,7 @@ from runtime.models.weight_map import WeightMap
 from runtime.quant.model_formats import weight_formats
 from runtime.quant.weight_format import DENSE, Location, TensorSource, Weight, WeightFormat
 from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.sharding import Part, parts_of
+from runtime.spec.sharding import Part, parts_of, place_in_tensor, stored_shape
 from runtime.spec.types import CallboardError
 
 
@@ -41,7 +41,9 @@ def locate_parameters(spec: DecoderSpec, weight_map: WeightMap, source: TensorSo
     shapes = spec.whole.shapes()
     for parameter, short_name in weight_map.names_of(spec).items():
         transposed = weight_map.transposed and parameter.endswith(".weight")
-        location = Location(short_name, shapes[parameter], transposed, parts_of(spec, parameter))
+        shape = stored_shape(spec, parameter, shapes[parameter])
+        location = Location(short_name, shape, transposed, place=place_in_tensor(spec, parameter))
+        location = location.within(parts_of(spec, parameter))
         weight_format = format_of(parameter)
         tensors = weight_format.stored(location)
         if weight_map.base and not names.intersection(tensors):
@@ -69,8 +71,6 @@ def locate_parameters(spec: DecoderSpec, weight_map: WeightMap, source: TensorSo
         locations[parameter] = location
     short_names = {name.removeprefix(weight_map.base): name for name in names - used}
     extra = {name for name in short_names if not re.fullmatch(f"{weight_map.ignored}|{KV_SCALES}", name)}
-    if weight_map.drafts:
-        extra = {name for name in extra if _layer_of(name) < spec.num_layers}
     if spec.quantization:  # some exporters give every map a bias, of zeros
         cpu = torch.device("cpu")
         biases = {name for name in extra if name.endswith(".bias")}
@@ -82,12 +82,6 @@ def locate_parameters(spec: DecoderSpec, weight_map: WeightMap, source: TensorSo
             f"Tensor {short_names[min(extra)]} of the checkpoint has no place in the model that its config describes."
         )
     return locations
-
-
-def _layer_of(name: str) -> int:
-    """The number of a tensor's layer; -1 if it belongs to none."""
-    match = re.match(r"(?:.*\.)?layers\.(\d+)\.", name)
-    return int(match[1]) if match else -1
 
 
 def read_from(source: TensorSource, spec: DecoderSpec, weight_map: WeightMap, numerics: Numerics) -> ReadWeight:
@@ -108,7 +102,7 @@ def reader(
     def read(parameter: str, part: Part | None = None) -> Weight:
         location = locations[parameter]
         if part is not None:
-            location = location._replace(parts=(part,))
+            location = location.within((part,))
         weight_format = DENSE if source.is_dense(location.name) else format_of(parameter)
         if weight_map.adds_one(parameter):  # in fp32: 1 + w has more digits than w
             return (weight_format.read(source, location, replace(numerics, dtype=torch.float32))[0] + 1.0,)

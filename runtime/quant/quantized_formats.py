@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
-from runtime.kernels.experts.moe_torch import ExpertLayer, Router
+from runtime.kernels.experts.moe_torch import Mixture, Router
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import Kernels
@@ -51,9 +51,11 @@ class DequantizedFormat(DenseFormat):
         return self._layout.stored(location)
 
     def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
-        if self.encoding.reordered and location.parts[:1] and location.parts[0].dim == 1:
-            ((_, start, stop),) = location.parts  # the columns of a rank belong to all groups
-            return (self.read(source, location._replace(parts=()), numerics)[0][:, start:stop].contiguous(),)
+        parts = location.parts
+        # The columns of a rank belong to all groups, and the part of a shared expert may begin within a block.
+        if parts and (location.place is not None or (self.encoding.reordered and parts[0].dim == 1)):
+            (whole,) = self.read(source, location._replace(parts=(), place=None), numerics)
+            return (self.encode(whole, parts)[0].contiguous(),)
         with threads_for(math.prod(location.shape)):
             return (self.encoding.dequantize(self._layout.read(source, location, numerics.device), numerics.dtype),)
 
@@ -90,7 +92,7 @@ class QuantizedFormat(WeightFormat):
 
     def experts(
         self, spec: ExpertsSpec, router: Router, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
-    ) -> ExpertLayer:
+    ) -> Mixture:
         return self._products.experts(self.encoding, spec, router, weights, kernels)
 
     def stacks_with(self, other: WeightFormat) -> bool:

@@ -13,6 +13,7 @@ from runtime.spec.mixer_spec import DeltaRuleSpec, Linears, MixerSpec
 from runtime.spec.sharding import ALONE, Shard
 from runtime.spec.types import CallboardError
 
+ACTIVATION_LIMIT = 7.0  # of swiglu_clamped
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
@@ -153,6 +154,14 @@ class DecoderSpec:
     fp8_kv_cache: bool = False  # the checkpoint requests keys and values in fp8
     shard: Shard = ALONE  # this spec holds the heads, ffn_size and vocab_size of this rank
     of_all_ranks: DecoderSpec | None = field(default=None, repr=False)  # the whole spec; None without ranks
+
+    def __post_init__(self) -> None:
+        if self.activation == "swiglu_clamped" and not (self.gated and self.activation_limit == ACTIVATION_LIMIT):
+            raise CallboardError(
+                f"The model's activation is clamped to {self.activation_limit}; only {ACTIVATION_LIMIT} is supported."
+            )
+        if self.ffn_bias and self.experts is not None and self.experts.shared > 1:
+            raise CallboardError("The model's shared experts have biases; only one shared expert may have them.")
 
     @property
     def whole(self) -> DecoderSpec:

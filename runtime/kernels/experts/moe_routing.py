@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.kernels.experts.moe_torch import Router
+from runtime.kernels.experts.moe_torch import ExpertBiases, Router
 from runtime.kernels.linear.split_k import MAX_SPLIT_TILES
 from runtime.kernels.magnitudes import larger
 from runtime.kernels.norm.gated_activation import Activation
@@ -39,6 +39,7 @@ class RoutedExperts:
     router: Router
     activation: Activation
     deterministic: bool
+    biases: ExpertBiases = ExpertBiases()
 
     def _is_single(self, num_tokens: int, hidden: int, tile: Tile) -> bool:
         """True if each choice gets its own programs, and the last product adds the results of a token."""

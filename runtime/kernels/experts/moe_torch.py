@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -32,6 +32,21 @@ class ExpertLayer(Protocol):
         """Add the mixture of norm(residual) to `out`, or to the residual without it; both [num_tokens, hidden]."""
 
 
+class ExpertBiases(NamedTuple):
+    """The biases of all experts' maps, [num_experts, out]; None for maps without one.
+
+    Ranks add up their results of down, so only the first one has its bias."""
+
+    gate_up: torch.Tensor | None = None
+    down: torch.Tensor | None = None
+
+
+class Mixture(ExpertLayer, Protocol):
+    """A mixture with the weights of all experts in one format."""
+
+    biases: ExpertBiases
+
+
 @dataclass(slots=True)
 class Router:
     """The choice of experts."""
@@ -50,7 +65,7 @@ class Router:
 
 
 class Experts:
-    """One expert after another, for any weights that `product` takes.
+    """One expert after another, for any weights that `product` takes. Products may add their biases themselves.
 
     An expert has gate and up as one weight [2 * ffn, hidden], and down [hidden, ffn]."""
 
@@ -63,6 +78,7 @@ class Experts:
         activate: Activate,
     ) -> None:
         self.spec, self.router, self.activate = spec, router, activate
+        self.biases = ExpertBiases()
         self.experts = [(product(gate_up), product(down)) for gate_up, down in weights]
 
     def add_to(
@@ -80,9 +96,12 @@ class Experts:
         order = ids.flatten().argsort(stable=True)
         counts = ids.flatten().bincount(minlength=self.spec.all_experts).tolist()
         results = x.new_empty(0)
-        for (gate_up, down), choices in zip(self.experts, order.split(counts), strict=True):
+        of_gate_up, of_down = (None if all_ is None else all_.unbind() for all_ in self.biases)
+        for expert, ((gate_up, down), choices) in enumerate(zip(self.experts, order.split(counts), strict=True)):
             if len(choices):
-                y = down(self.activate(gate_up(x[choices // self.spec.choices])))
+                y = gate_up(x[choices // self.spec.choices])
+                y = down(self.activate(y if of_gate_up is None else y + of_gate_up[expert]))
+                y = y if of_down is None else y + of_down[expert]
                 results = results if len(results) else y.new_empty(len(order), y.shape[1])
                 results[choices] = y
         ordered = results.view(*ids.shape, -1).unbind(1)

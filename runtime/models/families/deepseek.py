@@ -2,7 +2,7 @@
 after the first layers.
 
 Rotary positions turn pairs of neighbours. With yarn, attention scores grow by the square of a factor that follows from
-`mscale_all_dim`. Layers after the last one draft tokens, and are not read."""
+`mscale_all_dim`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from runtime.models.families import llama
+from runtime.models.families import glm, llama
 from runtime.models.weight_map import WeightMap
-from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.latent_spec import LatentSpec
 from runtime.spec.types import CallboardError
 
-_PARTS = ("gate", "up", "down")
 _ATTENTION = {
     "q_a": "model.layers.{}.self_attn.q_a_proj",
     "q_a_norm": "model.layers.{}.self_attn.q_a_layernorm.weight",
@@ -26,14 +25,7 @@ _ATTENTION = {
     "kv_a_norm": "model.layers.{}.self_attn.kv_a_layernorm.weight",
     "kv_b": "model.layers.{}.self_attn.kv_b_proj",
 }
-_EXPERTS = {
-    "router": "model.layers.{}.mlp.gate",
-    "choice_bias": "model.layers.{}.mlp.gate.e_score_correction_bias",
-    **{part: "model.layers.{}.mlp.experts.{}." + part + "_proj" for part in _PARTS},
-    **{f"shared.{part}": "model.layers.{}.mlp.shared_experts." + part + "_proj" for part in _PARTS},
-    **{f"dense.{part}": "model.layers.{}.mlp." + part + "_proj" for part in _PARTS},
-}
-WEIGHT_MAP = WeightMap(llama.WEIGHT_MAP.names | _ATTENTION | _EXPERTS, drafts=True)
+WEIGHT_MAP = WeightMap(llama.WEIGHT_MAP.names | _ATTENTION | glm.EXPERT_NAMES)
 
 
 def v2_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
@@ -46,14 +38,21 @@ def v2_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         )
     if method not in ("greedy", "group_limited_greedy"):
         raise CallboardError(f"The model's topk_method is {method!r}; supported are greedy and group_limited_greedy.")
-    has_groups = method != "greedy"
-    return _with_experts(
-        _spec(config),
-        config,
+    spec, has_groups = _spec(config), method != "greedy"
+    if not _has_experts(spec, config):
+        return spec
+    spec = glm.with_experts(spec, {"first_k_dense_replace": 0, "n_shared_experts": 2, **config})
+    assert spec.experts is not None
+    experts = replace(
+        spec.experts,
         normalized=False,
+        scores="softmax",
+        choice_bias=False,
         groups=n_group if has_groups else 1,
         top_groups=(config.get("topk_group") or 1) if has_groups else 1,
+        group_score="max",
     )
+    return replace(spec, experts=experts)
 
 
 def v3_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
@@ -65,17 +64,10 @@ def v3_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
             f"The model's router has the topk_method {method!r} and the scoring_func {scores!r}; supported are "
             "noaux_tc and sigmoid."
         )
-    return _with_experts(
-        _spec(config),
-        config,
-        normalized=config.get("norm_topk_prob", True),
-        scores="sigmoid",
-        choice_bias=True,
-        sum_eps=1e-20,
-        groups=config.get("n_group") or 1,
-        top_groups=config.get("topk_group") or 1,
-        group_score="top2",
-    )
+    spec = _spec(config)
+    if not _has_experts(spec, config):
+        return spec
+    return glm.with_experts(spec, {"first_k_dense_replace": 3, **config})
 
 
 def flash_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
@@ -118,27 +110,11 @@ def _spec(config: Mapping[str, Any]) -> DecoderSpec:
     )
 
 
-def _with_experts(spec: DecoderSpec, config: Mapping[str, Any], **router: Any) -> DecoderSpec:
-    """The spec with experts, unless the model has none; raises CallboardError for dense layers among the others."""
-    num_experts, dense = config.get("n_routed_experts"), config.get("first_k_dense_replace") or 0
-    if not num_experts or dense >= spec.num_layers:
-        return spec
+def _has_experts(spec: DecoderSpec, config: Mapping[str, Any]) -> bool:
+    """Return True if the model has experts; raises CallboardError for dense layers among theirs."""
     if config.get("moe_layer_freq", 1) != 1:
         raise CallboardError(
             f"The model's moe_layer_freq is {config['moe_layer_freq']}; only 1, experts in all layers after the first "
             "ones, is supported."
         )
-    experts = ExpertsSpec(
-        num_experts,
-        config["num_experts_per_tok"],
-        shared=config.get("n_shared_experts") or 0,
-        scale=config.get("routed_scaling_factor", 1.0),
-        **router,
-    )
-    return replace(
-        spec,
-        experts=experts,
-        ffn_size=config["moe_intermediate_size"],
-        dense_layers=dense,
-        dense_ffn_size=spec.ffn_size if dense else 0,
-    )
+    return bool(config.get("n_routed_experts")) and (config.get("first_k_dense_replace") or 0) < spec.num_layers

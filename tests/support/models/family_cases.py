@@ -124,6 +124,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Config",
         {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1, "tie_word_embeddings": True},
     ),
+    "qwen2 moe": ("Qwen2MoeConfig", _SHARED | {"shared_expert_intermediate_size": 84}),
     "qwen3": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3 moe": ("Qwen3MoeConfig", {"moe_intermediate_size": 28, "num_experts": 9, "num_experts_per_tok": 3}),
     "qwen3 moe, normalized": (
@@ -161,6 +162,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         _longrope(CONTEXT, head_dim=12, hidden_size=72, partial_rotary_factor=0.84, tie_word_embeddings=True),
     ),
     "olmo2": ("Olmo2Config", {}),
+    "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 2}),
     "olmo3": (
         "Olmo3Config",
         {
@@ -175,6 +177,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 13, "tie_word_embeddings": False},
     ),
     "granite": ("GraniteConfig", _MULTIPLIERS),
+    "granite moe": ("GraniteMoeConfig", _MULTIPLIERS | {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "granite 4": (
         "GraniteMoeHybridConfig",
         _MULTIPLIERS
@@ -183,6 +186,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "seed": ("SeedOssConfig", {"num_key_value_heads": 3}),
     "glm": ("GlmConfig", {"head_dim": 20, "hidden_size": 60}),
+    "glm4 moe": (
+        "Glm4MoeConfig",
+        {
+            "moe_intermediate_size": 28,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "n_group": 3,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.8,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "head_dim": 12,
+        },
+    ),
+    "glm4 moe, one group": (
+        "Glm4MoeConfig",
+        {
+            "moe_intermediate_size": 28,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 2,
+            "norm_topk_prob": False,
+            "head_dim": 12,
+        },
+    ),
     "glm4": ("Glm4Config", {"head_dim": 12, "num_key_value_heads": 3}),
     "qwen3.5": ("Qwen3_5TextConfig", _DELTA),
     "qwen3.5, with a vision tower": ("Qwen3_5Config", _DELTA | {"tie_word_embeddings": True, "attention_bias": True}),
@@ -212,7 +241,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek v2 lite": (
         "DeepseekV2Config",
-        _LATENT | {"q_lora_rank": None} | yarn(mscale=0.707, mscale_all_dim=0.707, beta_fast=32.0),
+        _LATENT
+        | {"q_lora_rank": None, "n_shared_experts": 2}
+        | yarn(mscale=0.707, mscale_all_dim=0.707, beta_fast=32.0),
     ),
     "deepseek v2": (
         "DeepseekV2Config",
@@ -266,5 +297,8 @@ def save_model(folder: Path, case: str) -> PreTrainedModel:
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.data.add_(torch.randn_like(parameter) * 0.3)
+    for name, buffer in model.named_buffers():
+        if name.endswith("bias"):  # of the choice of experts
+            buffer.add_(torch.randn_like(buffer) * 0.3)
     model.save_pretrained(folder)
     return model
