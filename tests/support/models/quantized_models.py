@@ -31,6 +31,12 @@ LFM = LLAMA | {
     "architectures": ["Lfm2ForCausalLM"], "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False
 }  # fmt: skip
 PHI = LLAMA | {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.5}
+DEEPSEEK = LLAMA | {
+    "architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 32, "kv_lora_rank": 48, "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
+    "num_nextn_predict_layers": 1,
+}  # fmt: skip
 
 
 def write(folder: Path, form: Format, config: dict = LLAMA, unquantized: str = "") -> tuple[Path, Path]:
