@@ -248,6 +248,11 @@ def check_products(spec: DecoderSpec, numerics: Numerics, config: EngineConfig, 
             "rank_invariant is on, for which mixtures of experts have no kernels on a GPU; leave it off, or use "
             "kernel_backend=torch."
         )
+    if numerics.rank_invariant and numerics.backend == "triton" and spec.latent is not None:
+        raise CallboardError(
+            "rank_invariant is on, for which latent attention has no kernels on a GPU; leave it off, or use "
+            "kernel_backend=torch."
+        )
     encoded = {scheme.encoding for scheme in (spec.quantization or {}).values() if scheme.layout == PLAIN}
     can = encodings_at_load(numerics)
     for field, encoding in requested_encodings(config, is_draft).items():

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) as data.
 
-The cache has one vector for each token and layer: a latent of `rank` numbers, and the rotary part of a key, which all
-heads share. Keys and values of every head are linear maps of the latent."""
+The cache has one vector for each token and layer. It consists of a latent of `rank` numbers and of a key's rotary part,
+which all heads share. Keys and values of every head are linear maps of the latent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled kernels of latent attention: against float64, in graphs, the bits of deterministic mode, whole models."""
+"""The compiled kernels of latent attention: against float64, in graphs, and whole models."""
 
 from dataclasses import replace
 from typing import Any
@@ -90,7 +90,7 @@ def test_deterministic_bits_depend_only_on_the_token(sizes):
 def test_a_captured_launch_follows_the_lengths(num_rows, deterministic):
     """Between replays only the state on the device changes."""
     sizes = SIZES[1]
-    over_latents, q, kv, rows = latent_case([(2000, 1)] * num_rows, sizes, 16, torch.bfloat16, "cuda")
+    _, q, kv, rows = latent_case([(2000, 1)] * num_rows, sizes, 16, torch.bfloat16, "cuda")
     rows.max_len = 1 << 15
     up = LatentUp(torch.randn(20, 448, 512, device="cuda", dtype=torch.bfloat16) / 16, 192)
     q = q.nan_to_num(0.5)

@@ -279,8 +279,8 @@ def attend_rows(
 
 
 def _tile(block_m: int, dtype: torch.dtype, deterministic: bool) -> tuple[int, int, int]:
-    """(positions a tile, warps, pipeline stages). With so many stages, two or three tiles are in flight: places in the
-    cache are loaded two stages before."""
+    """(positions a tile, warps, pipeline stages). Two or three tiles are in flight, as their places in the cache take
+    two stages."""
     if dtype == torch.float32:
         return 16, 4, 1
     return 32, 4 if block_m == _TILE_ROWS and not deterministic else 8, 5

@@ -1,15 +1,17 @@
 """Products of each head with its own matrix: q with the keys' part of kv_b, attended latents with the values' part.
 
-A step of few rows reads the matrices once, with many small programs. In deterministic mode tiles have one shape, and
+A step of few rows reads the matrices once, with many small programs. Each has its part of a matrix in registers before
+the kernel before it ends. In deterministic mode tiles have one shape, and
 all sums one order."""
 
 from __future__ import annotations
 
 import torch
 
-from runtime.kernels.triton_language import jit, tl, use_pdl
+from runtime.kernels.triton_language import jit, next_power_of_2, tl, use_pdl
 
 _MANY = 64  # tokens from which tiles are large
+_WHOLE_ROWS = 512  # of a matrix that fit into a program's registers
 
 
 @jit(do_not_specialize=["num_tokens"])
@@ -37,11 +39,17 @@ def _head_product_kernel(
     weights = weight_ptr + head.to(tl.int64) * weight_stride + ks[:, None] * K_STRIDE + cols[None, :] * N_STRIDE
     xs = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + head * x_head_stride + ks[None, :]
     is_token, is_col = (tokens < num_tokens)[:, None], (cols < N)[None, :]
+    WHOLE: tl.constexpr = BLOCK_K >= K
+    if WHOLE:  # before the wait: no kernel of a step writes weights
+        whole = tl.load(weights, mask=is_col & (ks < K)[:, None], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, K, BLOCK_K):
+    if WHOLE:
+        x = tl.load(xs, mask=is_token & (ks < K)[None, :], other=0.0)
+        acc = tl.dot(x, whole, acc, input_precision="ieee")
+    for start in range(K if WHOLE else 0, K, BLOCK_K):
         x = tl.load(xs + start, mask=is_token & (ks < K - start)[None, :], other=0.0)
         weight = tl.load(weights + start * K_STRIDE, mask=is_col & (ks < K - start)[:, None], other=0.0)
         acc = tl.dot(x, weight, acc, input_precision="ieee")
@@ -76,5 +84,5 @@ def _tile(num_tokens: int, size_in: int, dtype: torch.dtype, deterministic: bool
     if dtype == torch.float32:
         return 16, 32, 32, 4, 2
     if deterministic or num_tokens < _MANY:
-        return 16, 64 if size_in <= 256 else 32, 64, 4, 4
+        return 16, 64 if size_in <= 256 else 32, min(max(16, next_power_of_2(size_in)), _WHOLE_ROWS), 4, 3
     return 128 if num_tokens >= 2 * _MANY else 64, 128, 64, 8, 3

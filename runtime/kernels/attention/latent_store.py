@@ -79,7 +79,7 @@ def latent_store_triton(
     kv_index: torch.Tensor,  # int32; like the positions, not written by the kernel right before this one
     interleaved: bool,
 ) -> None:
-    """`latent_store_torch` as one kernel, whose tiles have one shape whatever the number of tokens."""
+    """`latent_store_torch` as one kernel. Its tiles have one shape for any number of tokens."""
     (num_tokens, num_heads, head_dim), (table, positions), rank = q.shape, rope, len(norm)
     if not num_tokens:
         return
