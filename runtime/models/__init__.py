@@ -99,7 +99,7 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         "Granite 3.0-3.3", "ibm-granite/granite-3.3-2b-instruct", granite.decoder_spec, granite.WEIGHT_MAP
     ),
     "GraniteMoeForCausalLM": Family(
-        "Granite 3.0, 3.1 1B-A400M, 3B-A800M",
+        "Granite 3.0, 3.1 with experts",
         "ibm-granite/granite-3.1-1b-a400m-instruct",
         granite.moe_decoder_spec,
         granite.MOE_WEIGHT_MAP,
@@ -173,8 +173,8 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         chats=(ChatForm("qwen2.5", "hermes"),),
     ),
     "Qwen2MoeForCausalLM": Family(
-        "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
-        "Qwen/Qwen1.5-MoE-A2.7B-Chat",
+        "Qwen2-MoE, Qwen1.5-MoE",
+        "Qwen/Qwen2-57B-A14B-Instruct",
         qwen.qwen2_moe_decoder_spec,
         qwen.QWEN2_MOE_WEIGHT_MAP,
     ),

@@ -1,4 +1,4 @@
-"""Latent attention: its two forms, the size of its cache, and what is refused."""
+"""Latent attention: its two forms, the size of its cache, and its refusals."""
 
 from dataclasses import replace
 

@@ -38,7 +38,9 @@ from tests.support.ranks.rank_threads import on_ranks
 
 COMPILED = pytest.mark.skipif(bool(obstacle()), reason=f"needs compiled kernels: {obstacle()}")
 BACKENDS = ["torch", pytest.param("llvm", marks=COMPILED)]
-MIXTURES = ["mixtral", "qwen3 moe", "qwen3.5 moe", "qwen3-next", "lfm2 moe"]
+MIXTURES = [
+    "mixtral", "qwen3 moe", "qwen3.5 moe", "qwen3-next", "lfm2 moe", "glm4 moe", "qwen2 moe", "olmoe", "granite moe",
+]  # fmt: skip
 PROMPTS = prompts_of(101)
 MANY = prompts_of(101, (67, 70, 66, 68, 1))  # an engine with 41 blocks of 4 tokens preempts some
 
@@ -57,7 +59,7 @@ def test_they_are_the_best_of_the_router(case: str, backend: str):
     assert all(layer.feed_forward.router.record is None for layer in runner.decoder.layers[spec.dense_layers :])
 
 
-@pytest.mark.parametrize("case", ["qwen3 moe", "qwen3.5 moe"])
+@pytest.mark.parametrize("case", ["qwen3 moe", "qwen3.5 moe", "glm4 moe", "granite moe"])
 def test_scoring_the_same_tokens_reports_the_same_experts(case: str):
     core = engine_of(runner_of(case))
     outputs = answers(core, sampled(PROMPTS, REPORTED))
@@ -161,7 +163,7 @@ def test_an_end_within_accepted_guesses_reports_one_less():
 
 
 @pytest.mark.parametrize("rank_invariant", [False, True])
-@pytest.mark.parametrize("family", ["mixture", "mixture with shared experts"])
+@pytest.mark.parametrize("family", [family for family in SPECS if "mixture" in family])
 def test_every_rank_records_the_choices_of_one(family: str, rank_invariant: bool):
     spec = SPECS[family]
     x = torch.randn(9, spec.hidden_size, generator=torch.Generator().manual_seed(1))

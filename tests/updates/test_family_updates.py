@@ -29,7 +29,9 @@ def test_an_updated_family_equals_a_loaded_one(case, tmp_path):
         assert torch.equal(logits(runner), want)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3.5 moe", "gemma3, stretched", "lfm2 moe", "gpt2", "phi4-mini"])
+@pytest.mark.parametrize(
+    "case", ["llama", "qwen3.5 moe", "gemma3, stretched", "lfm2 moe", "gpt2", "phi4-mini", "glm4 moe", "granite moe"]
+)
 def test_a_partial_update_changes_its_tensors_alone(case, tmp_path):
     save_model(tmp_path / "first", case)
     tensors = tensors_in(tmp_path / "first")

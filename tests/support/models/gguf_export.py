@@ -13,7 +13,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-INTERLEAVED = {"llama", "granite", "mistral3", "smollm3"}  # converted as a LlamaModel, which permutes q and k
+INTERLEAVED = {
+    "llama",
+    "granite",
+    "granitemoe",
+    "mistral3",
+    "smollm3",
+}  # converted as a LlamaModel, which permutes q and k
 _ARCH = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
@@ -68,9 +74,16 @@ def _stacked(state: dict[str, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor
     for name, weight in state.items():
         if name.endswith("experts.gate_up_proj"):
             for part, half in zip(("gate", "up"), weight.chunk(2, dim=1), strict=True):
-                yield name.replace("gate_up_proj", f"{part}_proj.weight"), half
+                yield _granite(name.replace("gate_up_proj", f"{part}_proj.weight")), half
         else:
-            yield name + ".weight" * name.endswith("experts.down_proj"), weight
+            yield _granite(name + ".weight" * name.endswith("experts.down_proj")), weight
+
+
+def _granite(name: str) -> str:
+    """A name in the gguf package's table, which has no names of transformers 5 for Granite's experts."""
+    return re.sub(r"(block_sparse_moe\.experts\.\w+)_proj", r"\1", name).replace(
+        "block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight"
+    )
 
 
 def _ungrouped(state: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
@@ -85,6 +98,7 @@ def _ungrouped(state: dict[str, torch.Tensor], config: Any) -> dict[str, torch.T
             renamed[name.replace("qkvz", "qkv")] = torch.cat((q, k, v))
             renamed[name.replace("qkvz", "z")] = z
         else:
+            name = name.replace("e_score_correction_bias", "e_score_correction.bias")
             renamed[name.replace(".dt_bias", ".dt_proj.bias").replace("expert_bias", "expert_bias.bias")] = weight
     return renamed
 
