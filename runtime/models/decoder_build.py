@@ -145,7 +145,6 @@ class LayerBuilder:
         norms = {name: self.read(prefix + name)[0] for name in latent.parameters()}
         into, out = (maps.linear(prefix, name) for name in ("latent_in", "out"))
         into_kv, q_up = (maps.linear(prefix, n) if n in has else None for n in ("latent_kv", "latent_q"))
-        (weight,) = self.read(f"{prefix}kv_b.weight")
         return LatentMixer(
             kernels,
             spec.norm_eps,
@@ -153,7 +152,7 @@ class LayerBuilder:
             into_kv,
             q_up,
             out,
-            kernels.up(weight.view(spec.num_heads, latent.expanded, latent.rank), latent.nope_dim),
+            kernels.up(self._from_latents(prefix, latent), latent.nope_dim),
             q_norm=norms.get("q_a_norm"),
             kv_norm=norms["kv_a_norm"],
             latent_eps=latent.norm_eps,
@@ -162,6 +161,16 @@ class LayerBuilder:
             scale=spec.head_dim**-0.5 if spec.attn_scale is None else spec.attn_scale,
             interleaved=spec.rope.interleaved,
         )
+
+    def _from_latents(self, prefix: str, latent: LatentSpec) -> torch.Tensor:
+        """[num_heads, nope_dim + value_dim, rank]: the map from latents to keys and values."""
+        heads = self.spec.num_heads
+        if not latent.split_up:
+            return self.read(f"{prefix}kv_b.weight")[0].view(heads, latent.expanded, latent.rank)
+        keys, values = (self.read(f"{prefix}{name}.weight")[0].view(heads, -1, size) for name, size in (
+            ("k_b", latent.nope_dim), ("v_b", latent.rank)
+        ))  # fmt: skip
+        return torch.cat((keys.transpose(1, 2), values), 1)
 
     def _attention(self, index: int, prefix: str) -> AttentionMixer:
         spec, maps = self.spec, self.maps

@@ -117,7 +117,7 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         names, reordered = (experts, False) if experts else _fused_weights(spec, parameter)
         # Latent attention takes kv_b apart into its keys and values, as dense matrices of each head.
         stay = (
-            not parameter.endswith(".kv_b.weight")
+            not parameter.endswith((".kv_b.weight", ".k_b.weight", ".v_b.weight"))
             and agree(names, reordered)
             and (isinstance(products, LlvmProducts) or not is_table)
         )

@@ -22,6 +22,7 @@ class LatentSpec:
     value_dim: int  # of a head
     q_rank: int = 0  # of the latent of q; 0 if q is a map of the hidden states
     norm_eps: float = 1e-6  # of the norms of both latents
+    split_up: bool = False  # the checkpoint has kv_b as two maps: k_b, a head's [rank, nope_dim], and v_b
 
     @property
     def stored(self) -> int:
@@ -47,8 +48,12 @@ class LatentSpec:
             into = {"latent_in": (of_q, False), "latent_kv": (kv_a, False)}
         if self.q_rank:
             into |= {"latent_q": ({"q_b": (q, self.q_rank)}, False)}
+        up: Linears = {"kv_b": ({"kv_b": (num_heads * self.expanded, self.rank)}, False)}
+        if self.split_up:
+            of_keys, of_values = (num_heads * self.rank, self.nope_dim), (num_heads * self.value_dim, self.rank)
+            up = {"k_b": ({"k_b": of_keys}, False), "v_b": ({"v_b": of_values}, False)}
         return into | {
-            "kv_b": ({"kv_b": (num_heads * self.expanded, self.rank)}, False),
+            **up,
             "out": ({"out": (hidden, num_heads * self.value_dim)}, False),
         }
 

@@ -59,7 +59,7 @@ _DIVIDED_DIM = {
     "q": 0, "k": 0, "v": 0, "qkv": 0, "gate": 0, "up": 0, "gate_up": 0, "out": 1, "down": 1, "q_heads_norm": 0,
     "k_heads_norm": 0, "gated_q": 0, "q_gate": 0,
     "mix_qkv": 0, "mix_z": 0, "mix_b": 0, "mix_a": 0, "mix_qkvz": 0, "mix_ba": 0, "mix_in": 0, "mix_out": 1,
-    "q_b": 0, "kv_b": 0, "conv": 0, "conv_bias": 0, "decay_log": 0, "decay_bias": 0,
+    "q_b": 0, "kv_b": 0, "k_b": 0, "v_b": 0, "conv": 0, "conv_bias": 0, "decay_log": 0, "decay_bias": 0,
 }  # fmt: skip
 
 # A map with rows that the checkpoint groups by head -> the maps that loading makes of it (models/linear_maps.py)
@@ -161,7 +161,10 @@ def _divided(spec: DecoderSpec, parameter: str) -> tuple[int, list[tuple[int, ra
 
 def _of_latent(spec: DecoderSpec, latent: LatentSpec, part: str) -> tuple[range, int] | None:
     """Return the rank's range and the length of a map of latent attention; None for other maps."""
-    of_head = {"q": spec.head_dim, "q_b": spec.head_dim, "kv_b": latent.expanded, "out": latent.value_dim}
+    of_head = {
+        "q": spec.head_dim, "q_b": spec.head_dim, "kv_b": latent.expanded, "k_b": latent.rank, "v_b": latent.value_dim,
+        "out": latent.value_dim,
+    }  # fmt: skip
     if part in of_head:
         own = spec.num_heads * of_head[part]
         return range(spec.shard.rank * own, (spec.shard.rank + 1) * own), own * spec.shard.size

@@ -24,6 +24,8 @@ _ATTENTION = {
     "kv_a": "model.layers.{}.self_attn.kv_a_proj_with_mqa",
     "kv_a_norm": "model.layers.{}.self_attn.kv_a_layernorm.weight",
     "kv_b": "model.layers.{}.self_attn.kv_b_proj",
+    "k_b": "model.layers.{}.self_attn.k_b_proj",  # both in GGUF files
+    "v_b": "model.layers.{}.self_attn.v_b_proj",
 }
 WEIGHT_MAP = WeightMap(llama.WEIGHT_MAP.names | _ATTENTION | glm.EXPERT_NAMES)
 
@@ -89,6 +91,7 @@ def _spec(config: Mapping[str, Any]) -> DecoderSpec:
         nope_dim=config["qk_nope_head_dim"],
         value_dim=config["v_head_dim"],
         q_rank=config.get("q_lora_rank") or 0,
+        split_up=config.get("kv_b_is_split", False),
     )
     if latent.rope_dim % 2:
         raise CallboardError(f"The model's qk_rope_head_dim is {latent.rope_dim}; it must be even.")
