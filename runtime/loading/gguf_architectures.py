@@ -212,8 +212,7 @@ def _dense_or_own(parameter: str, weight_map: WeightMap) -> str:
 
 
 def _viewed(parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return HF's shape of a tensor from which the converter removes a dimension of 1, or to which it adds one for heads;
-    () for others."""
+    """Return HF's shape of a tensor in which the converter changes the number of dimensions; () for others."""
     if parameter in ("k_b", "v_b") and len(shape) == 3:
         return shape[0] * shape[1], shape[2]
     if parameter == "conv" and len(shape) == 2:

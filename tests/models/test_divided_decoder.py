@@ -79,7 +79,8 @@ SPECS = {
     ),
     "short convolution": replace(BASE, stateful=(True, False), mixer=ShortConvSpec(64, 3, bias=True)),
     "latents": replace(
-        BASE, num_kv_heads=1, head_dim=20, latent=LatentSpec(24, 8, 12, 10, split_up=True), rope=RopeSpec(interleaved=True),
+        BASE, num_kv_heads=1, head_dim=20, latent=LatentSpec(24, 8, 12, 10, split_up=True),
+        rope=RopeSpec(interleaved=True),
     ),
     "latents of q, mixture": replace(
         BASE, num_kv_heads=1, head_dim=20, latent=LatentSpec(24, 8, 12, 10, q_rank=16), ffn_size=64, dense_layers=1,

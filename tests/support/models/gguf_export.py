@@ -88,7 +88,7 @@ def _granite(name: str) -> str:
 
 
 def _ungrouped(state: dict[str, torch.Tensor], config: Any, split_up: bool) -> dict[str, torch.Tensor]:
-    """Weights under names of the converter: Qwen3-Next's q, k, v and z apart, perhaps kv_b in two, and biases as such."""
+    """Weights under names of the converter: Qwen3-Next's q, k, v and z apart, perhaps kv_b in two, biases as such."""
     renamed = {}
     for name, weight in state.items():
         if name.endswith("in_proj_qkvz.weight"):
