@@ -180,19 +180,15 @@ _TEKKEN, _GPT4O = (
     )
     for ending, digits in (("", r"\p{N}"), (f"{_ENDINGS}?", r"\p{N}{1,3}"))
 )
-# Digits and runs of Chinese characters and kana are split first.
-_DEEPSEEK_V3 = pre_tokenizers.Sequence(
-    [
-        *(
-            pre_tokenizers.Split(Regex(p), behavior="isolated")
-            for p in (r"\p{N}{1,3}", "[一-龥\u3040-\u309f\u30a0-\u30ff]+")
-        ),
-        _split(
-            r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
-            + _REST
-        ),
-    ]
-)
+# Digits, and runs of Chinese characters and kana, are split first.
+_DEEPSEEK_V3 = pre_tokenizers.Sequence([
+    pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), behavior="isolated"),
+    pre_tokenizers.Split(Regex("[一-龥\u3040-\u309f\u30a0-\u30ff]+"), behavior="isolated"),
+    _split(
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_REST}"
+    ),
+])  # fmt: skip
 
 # The rules that cut text into words before merging, by `tokenizer.ggml.pre`. The patterns are from the models'
 # tokenizer.json files.

@@ -36,6 +36,7 @@ KERNEL_CASES = {  # families with kernels of their own -> settings that make the
     "glm 4.7 flash": {"num_hidden_layers": 2},
     "glm4 moe": {"num_hidden_layers": 2},
     "granite moe": {"num_hidden_layers": 1},
+    "sinks": {"sliding_window": 7},
 }
 
 
