@@ -27,7 +27,7 @@ _ATTENTION = {
     "k_b": "model.layers.{}.self_attn.k_b_proj",  # both in GGUF files
     "v_b": "model.layers.{}.self_attn.v_b_proj",
 }
-WEIGHT_MAP = WeightMap(llama.WEIGHT_MAP.names | _ATTENTION | glm.EXPERT_NAMES)
+WEIGHT_MAP = WeightMap({**llama.WEIGHT_MAP.names, **_ATTENTION, **glm.EXPERT_NAMES})
 
 
 def v2_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
