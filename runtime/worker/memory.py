@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from runtime.kernels.attention.attention_torch import MAX_GATHERED
+from runtime.kernels.attention.latent_expanded import MOST_EXPANDED
 from runtime.kernels.attention.latent_torch import MAX_EXPANDED
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.sampling.penalties import NUM_TABLES
@@ -202,7 +203,8 @@ def _working_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int, max_num_s
     vocab_size = spec.whole.vocab_size  # ranks have parts of them until a row needs all
     logits = min(max(max_num_seqs, MIN_LOGIT_ROWS), tokens) * (spec.vocab_size + 3 * vocab_size) * 4
     if numerics.backend == "triton":
-        return activations + logits + NUM_TABLES * vocab_size * 4
+        expanded = 0 if spec.latent is None else 3 * MOST_EXPANDED * size
+        return activations + logits + expanded + NUM_TABLES * vocab_size * 4
     mask = (
         min(tokens, max_model_len) * max_model_len * size * (2 if spec.window else 1)
     )  # layers with a window have a second mask

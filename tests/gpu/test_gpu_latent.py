@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.library.models import spec_of
+from runtime.kernels.attention import latent_expanded
 from runtime.kernels.attention.latent_attention import attend_rows, latent_attention_triton
 from runtime.kernels.attention.latent_heads import head_product_triton
 from runtime.kernels.attention.latent_store import latent_store_triton
@@ -34,6 +35,22 @@ def test_attention(sizes, dtype):
     check_latents(latent_case([(3000, 1)], sizes, 64, dtype, "cuda"), sizes, 0.05)
     spans = [(0, 1), (0, 71), (65, 133), (129, 1), (1500, 60), (0, 213)]
     check_latents(latent_case(spans, sizes, 16, dtype, "cuda"), sizes, 0.05)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_expanded_form_equals_the_absorbed_one(sizes, monkeypatch):
+    spans = [(0, 600), (2000, 700), (130, 900)]
+    _, q, kv, rows = latent_case(spans, sizes, 16, torch.bfloat16, "cuda")
+    value_dim, generator = sizes.nope_dim, torch.Generator("cuda").manual_seed(1)
+    q[..., : sizes.nope_dim] = torch.randn(q[..., : sizes.nope_dim].shape, generator=generator, device="cuda")
+    shape = sizes.num_heads, sizes.nope_dim + value_dim, sizes.rank
+    weight = torch.randn(shape, generator=generator, device="cuda").mul_(sizes.rank**-0.5).bfloat16()
+    plan, up = PagedBatch(len(q), [rows]), LatentUp(weight, sizes.nope_dim)
+    found = []
+    for least in (100, 1 << 20):
+        monkeypatch.setattr(latent_expanded, "_LEAST_TOKENS", least)
+        found.append(latent_attention_triton(q, kv, plan, up, scale=0.05).float())
+    assert (found[0] - found[1]).norm() < 2e-2 * found[1].norm()
 
 
 @pytest.mark.parametrize("sizes", SIZES)

@@ -1,12 +1,17 @@
 """Kernels of latent attention against their torch twins. (bf16 and graphs: tests/gpu/test_gpu_latent.py.)"""
 
+from dataclasses import replace
+from unittest import mock
+
 import pytest
 import torch
 
-from runtime.kernels.attention.latent_attention import attend_rows
+from runtime.kernels.attention import latent_expanded
+from runtime.kernels.attention.latent_attention import attend_rows, latent_attention_triton
 from runtime.kernels.attention.latent_heads import head_product_torch, head_product_triton
 from runtime.kernels.attention.latent_store import latent_store_triton
-from runtime.kernels.attention.latent_torch import latent_store_torch
+from runtime.kernels.attention.latent_torch import LatentUp, latent_store_torch
+from runtime.kernels.attention.paged_attention import PagedBatch
 from runtime.kernels.attention.rope import rope_rows_torch, rope_rows_triton, rope_table
 from runtime.spec.decoder_spec import RopeSpec
 from tests.support.kernels.attention_cases import rows_of
@@ -103,3 +108,35 @@ def test_products_of_heads(num_tokens):
         torch.testing.assert_close(head_product_triton(x, weight, deterministic), head_product_torch(x, weight))
         half = head_product_triton(x.half(), weight.half(), deterministic).float()
         torch.testing.assert_close(half, head_product_torch(x, weight), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("value_dim", [9, 18])
+@pytest.mark.parametrize("spans", [[(0, 70)], [(40, 1), (7, 1), (33, 65), (0, 40)]])
+def test_both_forms_of_prompts_are_equal(spans, value_dim, monkeypatch):
+    """Two heads are expanded at a time. The table's entries behind the rows name no block."""
+    sizes = LatentSizes(5, 32, 6)
+    _, q, kv, rows = latent_case(spans, sizes)
+    q[..., :12] = torch.randn_like(q[..., :12])
+    up = LatentUp(torch.randn(5, 12 + value_dim, 32) / 6, 12)
+    num_short = sum(count == 1 for _, count in spans)
+    parts = [rows]
+    if num_short:
+        parts = [
+            replace(rows, slots=rows.slots[own], starts=rows.starts[own], q_starts=edges, num_rows=size,
+                    num_tokens=tokens, max_count=most)
+            for own, edges, size, tokens, most in (
+                (slice(0, num_short), rows.q_starts[: num_short + 1], num_short, num_short, 1),
+                (slice(num_short, None), rows.q_starts[num_short:], len(spans) - num_short, len(q), 65),
+            )
+        ]  # fmt: skip
+    plan = PagedBatch(len(q), parts)
+    want = latent_attention_triton(q, kv, plan, up, scale=0.2)
+    monkeypatch.setattr(latent_expanded, "_LEAST_TOKENS", 40)
+    monkeypatch.setattr(
+        latent_expanded, "MOST_EXPANDED", max(2 * 18, 38) * parts[-1].num_rows * -(-rows.max_len // 16) * 16
+    )
+    used = mock.Mock(wraps=latent_expanded.prefill_attention)
+    monkeypatch.setattr(latent_expanded, "prefill_attention", used)
+    got = latent_attention_triton(q, kv, plan, up, scale=0.2)
+    assert used.call_count == 3
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

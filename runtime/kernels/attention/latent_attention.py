@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from runtime.kernels.attention.decode_attention import merge, num_sms, store_segment
+from runtime.kernels.attention.latent_expanded import attend_expanded, can_expand
 from runtime.kernels.attention.latent_heads import head_product_triton
 from runtime.kernels.attention.latent_torch import LatentUp
 from runtime.kernels.attention.paged_attention import (
@@ -295,10 +296,26 @@ def latent_attention_triton(
     scale: float,
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """`latent_attention_torch` in the absorbed form, as three or four kernels."""
+    """`latent_attention_torch`. Rows of many tokens use the expanded form, unless the launch is captured."""
+    absorbed = partial(_absorbed, kv=kv, up=up, scale=scale, deterministic=deterministic)
+    *others, last = plan.parts
+    first = sum(rows.num_tokens for rows in others)  # rows of one token
+    if deterministic or not can_expand(q, kv, last, len(q) - first, up):
+        return absorbed(q, plan.parts).flatten(1)
+    out = q.new_empty((len(q), q.shape[1], up.weight.shape[1] - up.nope_dim))
+    if others:
+        out[:first] = absorbed(q[:first], others)
+    attend_expanded(q, kv, last, up, first, scale=scale, out=out)
+    return out.flatten(1)
+
+
+def _absorbed(
+    q: torch.Tensor, parts: list[PagedRows], kv: torch.Tensor, up: LatentUp, scale: float, deterministic: bool
+) -> torch.Tensor:
+    """[num_tokens, num_heads, value_dim], as three or four kernels."""
     product = partial(head_product_triton, deterministic=deterministic)
     over_latents = product(q[..., : up.nope_dim], up.keys_weight)
     mixed = torch.empty_like(over_latents)
-    for rows in plan.parts:
+    for rows in parts:
         attend_rows(over_latents, q[..., up.nope_dim :], kv, rows, scale=scale, deterministic=deterministic, out=mixed)
-    return product(mixed, up.values_weight.transpose(1, 2)).flatten(1)
+    return product(mixed, up.values_weight.transpose(1, 2))

@@ -18,11 +18,13 @@ _WHOLE_ROWS = 512  # of a matrix that fit into a program's registers
 def _head_product_kernel(
     x_ptr,  # [num_tokens, num_heads, K], tokens x_stride and heads x_head_stride apart
     weight_ptr,  # a matrix [K, N] of each head, weight_stride apart
-    out_ptr,  # [num_tokens, num_heads, N] contiguous
+    out_ptr,  # [num_tokens, num_heads, N], tokens out_stride and heads out_head_stride apart
     num_tokens,
     x_stride,
     x_head_stride,
     weight_stride,
+    out_stride,
+    out_head_stride,
     K: tl.constexpr,
     N: tl.constexpr,
     K_STRIDE: tl.constexpr,  # between rows of a matrix
@@ -32,11 +34,11 @@ def _head_product_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    head, num_heads = tl.program_id(2), tl.num_programs(2)
+    head = tl.program_id(2).to(tl.int64)
     tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
-    weights = weight_ptr + head.to(tl.int64) * weight_stride + ks[:, None] * K_STRIDE + cols[None, :] * N_STRIDE
+    weights = weight_ptr + head * weight_stride + ks[:, None] * K_STRIDE + cols[None, :] * N_STRIDE
     xs = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + head * x_head_stride + ks[None, :]
     is_token, is_col = (tokens < num_tokens)[:, None], (cols < N)[None, :]
     WHOLE: tl.constexpr = BLOCK_K >= K
@@ -53,7 +55,7 @@ def _head_product_kernel(
         x = tl.load(xs + start, mask=is_token & (ks < K - start)[None, :], other=0.0)
         weight = tl.load(weights + start * K_STRIDE, mask=is_col & (ks < K - start)[:, None], other=0.0)
         acc = tl.dot(x, weight, acc, input_precision="ieee")
-    at = out_ptr + (tokens.to(tl.int64) * num_heads + head)[:, None] * N + cols[None, :]
+    at = out_ptr + (tokens.to(tl.int64) * out_stride + head * out_head_stride)[:, None] + cols[None, :]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=is_token & is_col)
 
 
@@ -62,16 +64,19 @@ def head_product_torch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
 
-def head_product_triton(x: torch.Tensor, weight: torch.Tensor, deterministic: bool = False) -> torch.Tensor:
-    """`head_product_torch` as one kernel. The result is contiguous; x's tokens and heads may be strided."""
+def head_product_triton(
+    x: torch.Tensor, weight: torch.Tensor, deterministic: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`head_product_torch` as one kernel. Tokens and heads of x and of `out` may be strided."""
     (num_tokens, num_heads, size_in), size_out = x.shape, weight.shape[2]
-    out = torch.empty((num_tokens, num_heads, size_out), dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((num_tokens, num_heads, size_out), dtype=x.dtype, device=x.device)
     if not num_tokens:
         return out
     block_m, block_n, block_k, warps, stages = _tile(num_tokens, size_in, x.dtype, deterministic)
     pdl = use_pdl(x)
     _head_product_kernel[(-(-num_tokens // block_m), -(-size_out // block_n), num_heads)](
-        x, weight, out, num_tokens, x.stride(0), x.stride(1), weight.stride(0),
+        x, weight, out, num_tokens, x.stride(0), x.stride(1), weight.stride(0), out.stride(0), out.stride(1),
         K=size_in, N=size_out, K_STRIDE=weight.stride(1), N_STRIDE=weight.stride(2),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, PDL=pdl, num_warps=warps, num_stages=stages,
         **({"launch_pdl": True} if pdl else {}),
