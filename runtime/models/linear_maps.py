@@ -183,7 +183,7 @@ class LinearMaps:
             weight = torch.cat((weight, gate, gate.new_zeros(missing, gate.shape[1])))
             bias = None if bias is None else torch.cat((bias, bias.new_zeros(len(weight) - len(bias))))
         choice_bias = self.read(f"{prefix}choice_bias")[0].float() if spec.choice_bias else None
-        return Router(self.kernels.linear(weight, bias), choice_bias)
+        return Router(self.kernels.linear(weight, bias), choice_bias, spec.float32_logits)
 
     def _expert(self, prefix: str, biases: list[tuple[torch.Tensor | None, ...]]) -> tuple[Weight, Weight]:
         """The gate_up and down of an expert. Their biases are appended to the list."""

@@ -41,8 +41,8 @@ def locate_parameters(spec: DecoderSpec, weight_map: WeightMap, source: TensorSo
     shapes = spec.whole.shapes()
     for parameter, short_name in weight_map.names_of(spec).items():
         transposed = weight_map.transposed and parameter.endswith(".weight")
-        shape = stored_shape(spec, parameter, shapes[parameter])
-        location = Location(short_name, shape, transposed, place=place_in_tensor(spec, parameter))
+        whole = stored_shape(spec, parameter, shapes[parameter])
+        location = Location(short_name, whole, transposed, place=place_in_tensor(spec, parameter))
         location = location.within(parts_of(spec, parameter))
         weight_format = format_of(parameter)
         tensors = weight_format.stored(location)

@@ -63,9 +63,9 @@ class ExpertsSpec:
     sum_eps: float = 0.0  # with normalized: added to the sum that divides the weights
     scale: float = 1.0  # factor of the weights of the top_k
     router_bias: bool = False  # the router's logits have a bias
-    # The experts form groups of neighbours, and the top_k are of the best top_groups.
-    groups: int = 1
-    top_groups: int = 1
+    float32_logits: bool = False  # the router's logits are not rounded to the compute dtype
+    groups: int = 1  # of neighbouring experts
+    top_groups: int = 1  # the best of them, to which the choice is limited
     group_score: Literal["max", "top2"] = "max"  # a group's best score with the choice bias, or its two best added
 
     def __post_init__(self) -> None:

@@ -355,7 +355,7 @@ def test_variants_that_are_not_supported_are_refused():
             {"dense_layers": 3, "dense_ffn_size": 12288, "ffn_size": 1536, "qk_norm": True, "qkv_bias": True,
              "out_bias": False, "rope": RopeSpec(1e6, partial=0.5),
              "experts": ExpertsSpec(160, 8, True, shared=1, scores="sigmoid", choice_bias=True, sum_eps=1e-20,
-                                    scale=2.5, group_score="top2")},
+                                    scale=2.5, group_score="top2", float32_logits=True)},
         ),
         (
             {"architectures": ["Qwen2MoeForCausalLM"], "decoder_sparse_step": 1, "hidden_act": "silu",

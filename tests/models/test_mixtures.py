@@ -1,6 +1,7 @@
 """Mixtures with shared experts, other scores or dense layers equal the mixtures of transformers."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,15 +18,20 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSpars
 
 from runtime.kernels.norm.rms_norm import rms_norm_torch
 from runtime.loading.checkpoint import open_checkpoint
+from runtime.models import load_spec
 from runtime.models.decoder_build import load_decoder
 from runtime.models.families.glm import EXPERT_NAMES
 from runtime.models.families.qwen import MOE_WEIGHT_MAP
 from runtime.models.weight_map import WeightMap
+from runtime.models.weights import read_from
+from runtime.quant.weight_format import DENSE
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
-from runtime.spec.sharding import Part
+from runtime.spec.sharding import Part, Shard, parts_of
 from runtime.spec.types import CallboardError
 from runtime.worker.runner import choose_numerics
+from tests.support.models.quantized import FORMATS
+from tests.support.models.quantized_models import GLM, QWEN_MOE, write
 
 SPEC = DecoderSpec(
     num_layers=2, hidden_size=48, num_heads=2, num_kv_heads=2, head_dim=8, ffn_size=20, vocab_size=31,
@@ -196,6 +202,38 @@ def test_a_tensor_of_all_experts_is_read_by_expert(tmp_path):
     first = checkpoint.fingerprint
     save_file(tensors | {"m.experts.down_proj": down + 1}, tmp_path / "model.safetensors")
     assert open_checkpoint(tmp_path).fingerprint != first
+
+
+@pytest.mark.parametrize("name", ["ct-fp8-channel", "awq"])
+@pytest.mark.parametrize("config", [GLM, QWEN_MOE], ids=lambda config: config["architectures"][0])
+def test_ranks_read_their_parts_of_shared_experts(tmp_path, config, name):
+    numerics = choose_numerics(EngineConfig(device="cpu", kernel_backend="torch", dtype="float32"))
+    sizes = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 192, "intermediate_size": 192}
+    for folder in write(tmp_path, FORMATS[name], config | sizes):
+        checkpoint = open_checkpoint(folder)
+        spec, weight_map = load_spec(checkpoint.config)
+        read = read_from(checkpoint, spec, weight_map, numerics)
+        for rank in range(2):
+            own = spec.of_rank(Shard(rank, 2))
+            read_own = read_from(checkpoint, own, weight_map, numerics)
+            for parameter, shape in own.shapes().items():
+                (found,), (whole,) = read_own(parameter), read(parameter)
+                assert found.shape == shape
+                assert torch.equal(found, DENSE.encode(whole, parts_of(own, parameter))[0]), parameter
+        first = f"layers.1.experts.{spec.experts.num_experts}."
+        (tensor,) = {name for p, name in weight_map.names_of(spec).items() if p == f"{first}down.weight"}
+        if folder.name == "dense":
+            whole = checkpoint.tensor(tensor, torch.float32)
+            parts = [read(first.replace("4.", f"{4 + i}.") + "down.weight")[0] for i in range(spec.experts.shared)]
+            assert torch.equal(torch.cat(parts, 1), whole)
+
+
+@pytest.mark.parametrize("base", ["model.", ""])
+def test_layers_that_draft_tokens_are_ignored(base):
+    spec, weight_map = load_spec(GLM | {"num_nextn_predict_layers": 2})
+    for name, is_ignored in (("1.mlp.gate", False), ("2.eh_proj", True), ("3.mlp.gate", True), ("4.mlp.gate", False)):
+        assert bool(re.fullmatch(weight_map.ignored, f"{base}layers.{name}.weight")) is is_ignored
+    assert spec.num_layers == 2
 
 
 def test_ranks_divide_dense_layers_evenly():

@@ -6,7 +6,8 @@ part of its key with rotary positions, which all heads share. Two forms give the
 - absorbed: W_UK turns each head's q into a query over latents. The weighted sum of latents becomes values by W_UV. A
   step reads only the cache, so this form serves rows of few tokens. In deterministic mode it serves all rows.
 - expanded: kv_b makes k and v of every head from the latents. It needs a third to half of the multiplications for each
-  pair of tokens, so it serves rows of many tokens. Groups of heads are expanded one after another, within a bound of memory.
+  pair of tokens, so it serves rows of many tokens. Groups of heads are expanded one after another, within a bound of
+  memory.
 """
 
 from __future__ import annotations

@@ -54,9 +54,19 @@ class Router:
     # The norm before the mixture, and the logits of the experts; then that of the shared experts with `shared_gate`.
     logits: Linear
     bias: torch.Tensor | None = None  # float32 [num_experts] with `choice_bias`
+    is_wide: bool = False  # with `float32_logits`
     # Experts of each token, int32 or int64, [num_tokens * choices] or [num_tokens, choices], one entry a forward pass.
     # None unless a step reports them (features/routed_experts.py).
     record: list[torch.Tensor] | None = None
+
+    def logits_of(self, residual: torch.Tensor, x: torch.Tensor, eps: float) -> torch.Tensor:
+        """The logits of hidden states `residual`. The experts read their norm, x."""
+        return self.logits.in_float32(x) if self.is_wide else self.logits.product(x)
+
+    def normed_logits(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """`logits_of`, with the norm computed here."""
+        linear = self.logits
+        return (linear.logits if self.is_wide else linear.normed)(residual, norm_weight, eps)
 
     def chose(self, ids: torch.Tensor) -> None:
         """The tokens of a forward pass have these experts."""
@@ -91,7 +101,7 @@ class Experts:
     def mixture(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
         """The mixture of norm(residual) in float32, as wide as the product with down."""
         x = self.router.logits.norm(residual, norm_weight, eps)
-        ids, weights = route_torch(self.router.logits.product(x), self.spec, self.router.bias)
+        ids, weights = route_torch(self.router.logits_of(residual, x, eps), self.spec, self.router.bias)
         self.router.chose(ids)
         order = ids.flatten().argsort(stable=True)
         counts = ids.flatten().bincount(minlength=self.spec.all_experts).tolist()
@@ -171,4 +181,5 @@ def _of_best_groups(preferences: torch.Tensor, spec: ExpertsSpec) -> torch.Tenso
     by_group = preferences.unflatten(-1, (spec.groups, -1))
     best = by_group.amax(-1) if spec.group_score == "max" else by_group.topk(2, -1).values.sum(-1)
     others = torch.ones_like(best, dtype=torch.bool).scatter_(-1, best.topk(spec.top_groups, -1).indices, False)
-    return by_group.masked_fill(others[..., None], float("-inf")).flatten(-2)
+    kept: torch.Tensor = by_group.masked_fill(others[..., None], float("-inf"))
+    return kept.flatten(-2)

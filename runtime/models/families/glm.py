@@ -73,6 +73,7 @@ def with_experts(spec: DecoderSpec, config: Mapping[str, Any]) -> DecoderSpec:
         groups=config.get("n_group") or 1,
         top_groups=config.get("topk_group") or 1,
         group_score="top2",
+        float32_logits=True,
     )
     return replace(
         spec,

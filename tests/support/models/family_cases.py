@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runtime.models import load_spec
-from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -269,6 +269,16 @@ LIKE_OTHERS = {  # cases that differ from another in their files, not in their c
 
 # Models without a checkpoint: name -> (case, fields of its config that differ, fields of its spec that differ)
 SPECS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "expert biases": (
+        "qwen3 moe",
+        {},
+        {
+            "ffn_bias": True,
+            "activation": "swiglu_clamped",
+            "activation_limit": 7.0,
+            "experts": ExpertsSpec(9, 3, False, scores="softmax_of_chosen", router_bias=True),
+        },
+    ),
     "sinks": (
         "mistral, some windows",
         {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},

@@ -81,7 +81,7 @@ def _stacked(state: dict[str, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor
 
 
 def _granite(name: str) -> str:
-    """A name in the gguf package's table, which has no names of transformers 5 for Granite's experts."""
+    """A name in the gguf package's table, which lacks transformers 5's names for Granite's experts."""
     return re.sub(r"(block_sparse_moe\.experts\.\w+)_proj", r"\1", name).replace(
         "block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight"
     )
