@@ -40,6 +40,7 @@ COMPILED = pytest.mark.skipif(bool(obstacle()), reason=f"needs compiled kernels:
 BACKENDS = ["torch", pytest.param("llvm", marks=COMPILED)]
 MIXTURES = [
     "mixtral", "qwen3 moe", "qwen3.5 moe", "qwen3-next", "lfm2 moe", "glm4 moe", "qwen2 moe", "olmoe", "granite moe",
+    "expert biases",
 ]  # fmt: skip
 PROMPTS = prompts_of(101)
 MANY = prompts_of(101, (67, 70, 66, 68, 1))  # an engine with 41 blocks of 4 tokens preempts some
@@ -81,7 +82,7 @@ def alone(case: str) -> list[Answer]:
     return [answers(core, [request])[0] for request in sampled(MANY, REPORTED)]
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen3.5 moe"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen3.5 moe", "glm4 moe", "expert biases"])
 def test_mates_preemption_and_cache_change_no_experts(case: str):
     requests, want = sampled(MANY, REPORTED), alone(case)
     core = engine_of(runner_of(case, block_size=4, max_num_batched_tokens=70, num_kv_blocks=41))
@@ -93,7 +94,7 @@ def test_mates_preemption_and_cache_change_no_experts(case: str):
     assert core.scheduler.stats.preemptions > 0
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen3.5 moe"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen3.5 moe", "glm4 moe", "expert biases"])
 def test_losses_and_guesses_change_no_experts(case: str):
     want = alone(case)
     drafter = Recorded({f"sampled {i}": answer.tokens for i, answer in enumerate(want)}, 0.7, 101)
