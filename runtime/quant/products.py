@@ -9,6 +9,7 @@ import torch
 
 from runtime.kernels.cpu.linear.interleaved_weight import (
     COLUMNS,
+    E2M1_OFFSET,
     InterleavedWeight,
     RowMajorWeight,
     WeightForm,
@@ -76,21 +77,25 @@ class QuantizedProducts(Protocol):
 class LlvmProducts(QuantizedProducts):
     """Integer products on a CPU, of weights with 4 to 8 bits and a scale for each group of columns, or for each row.
 
+    The numbers of e2m1 are integers, times a half.
     A packed weight has the tensors of a `RowMajorWeight`."""
 
     def takes(self, encoding: Encoding) -> bool:
         has_groups = encoding.group_size in (0, 16) or encoding.group_size % COLUMNS == 0
-        return isinstance(encoding, Integer8) and encoding.scale_rows == 1 and has_groups
+        is_known = isinstance(encoding, Integer8) or _is_e2m1(encoding)
+        return is_known and encoding.scale_rows == 1 and has_groups
 
     def fits(self, encoding: Encoding, shape: Shape) -> bool:
         return all(shape[1] % (size or 1) == 0 for size in (COLUMNS, encoding.group_size, encoding.super_size))
 
     def packed(self, encoding: Encoding, weight: Weight) -> Weight:
         values, *shared = weight
-        if not encoding.has_zero_points:
+        if _is_e2m1(encoding):
+            shared = [shared[0] * 0.5]
+        elif not encoding.has_zero_points:
             values = values.view(torch.uint8) + _form(encoding).offset
         if shared[0].dtype == torch.float32:
-            known = encoding.scale_dtype
+            known = _form(encoding).scale_dtype
             narrow = known if known != torch.float32 else _narrowest(shared)
             shared = [tensor.to(narrow) for tensor in shared]
         return values, *shared
@@ -111,6 +116,9 @@ class LlvmProducts(QuantizedProducts):
 def _form(encoding: Encoding) -> WeightForm:
     """The form of weights, with the widest scales that they may have. Symmetric values are stored unsigned."""
     bits = encoding.value_bits or encoding.bits
+    if _is_e2m1(encoding):  # half a power of two is exact in bfloat16
+        dtype = torch.bfloat16 if encoding.scale_dtype == torch.float8_e8m0fnu else encoding.scale_dtype
+        return WeightForm(bits, encoding.group_size, dtype, E2M1_OFFSET, is_e2m1=True)
     of_factors = torch.uint8 if encoding.has_zero_points else torch.int8
     return WeightForm(
         bits,
@@ -120,6 +128,10 @@ def _form(encoding: Encoding) -> WeightForm:
         encoding.has_zero_points,
         encoding.super_size,
     )
+
+
+def _is_e2m1(encoding: Encoding) -> bool:
+    return isinstance(encoding, Table) and encoding.table == E2M1
 
 
 def _row_major(encoding: Encoding, weight: Weight) -> RowMajorWeight:

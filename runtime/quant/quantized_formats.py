@@ -13,7 +13,7 @@ from runtime.kernels.experts.moe_torch import Mixture, Router
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import Kernels
-from runtime.quant.checkpoint_layouts import CheckpointLayout
+from runtime.quant.checkpoint_layouts import CheckpointLayout, Plain
 from runtime.quant.encodings import Encoding
 from runtime.quant.products import LlvmProducts, QuantizedProducts
 from runtime.quant.weight_format import DenseFormat, Location, Shape, StoredTensor, TensorSource, Weight, WeightFormat
@@ -59,6 +59,12 @@ class DequantizedFormat(DenseFormat):
         with threads_for(math.prod(location.shape)):
             return (self.encoding.dequantize(self._layout.read(source, location, numerics.device), numerics.dtype),)
 
+    def random(self, shape: Shape, generator: torch.Generator) -> Weight | None:
+        return self.encoding.random(shape, generator)
+
+    def parts_of_random(self, weight: Weight, parts: tuple[Part, ...], numerics: Numerics) -> Weight:
+        return self.encode(self.encoding.dequantize(weight, numerics.dtype), parts)
+
 
 class QuantizedFormat(WeightFormat):
     """Quantized in the checkpoint and on the device."""
@@ -83,7 +89,16 @@ class QuantizedFormat(WeightFormat):
     def encode(self, dense: torch.Tensor, parts: tuple[Part, ...] = ()) -> Weight:
         if parts and parts[0].dim == 0 and self.encoding.scale_rows == 1:  # only these rows
             dense, parts = torch.cat([dense[part.start : part.stop] for part in parts]), ()
-        whole = self.encoding.encode(dense)
+        return self._parts(self.encoding.encode(dense), parts)
+
+    def random(self, shape: Shape, generator: torch.Generator) -> Weight | None:
+        return None if isinstance(self._layout, Plain) else self.encoding.random(shape, generator)
+
+    def parts_of_random(self, weight: Weight, parts: tuple[Part, ...], numerics: Numerics) -> Weight:
+        return self._parts(weight, parts)
+
+    def _parts(self, whole: Weight, parts: tuple[Part, ...]) -> Weight:
+        """The parts of an encoded weight, packed."""
         pieces = [self.encoding.part(whole, part) for part in parts]
         return self._products.packed(self.encoding, self.encoding.join(pieces) if pieces else whole)
 

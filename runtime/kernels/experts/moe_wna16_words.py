@@ -32,7 +32,7 @@ def in_tile_order(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def with_word_scales(weight: QuantizedWeight) -> QuantizedWeight:
-    """Stacked weights (a leading dimension of experts) whose scales and zero points are words, int32.
+    """Stacked weights (a leading dimension of experts), with scales and zero points as words, int32.
 
     Zero points are negative. Weights with a scale for a whole row stay as they are."""
     if not weight.group_size:
