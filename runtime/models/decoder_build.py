@@ -15,6 +15,7 @@ from runtime.models.decoder import Decoder, DecoderWeights, Layer, Mlp
 from runtime.models.linear_maps import FormatOf, LinearMaps
 from runtime.models.mixers.attention import AttentionMixer
 from runtime.models.mixers.delta_rule import DeltaRuleMixer
+from runtime.models.mixers.latent import LatentMixer
 from runtime.models.mixers.mixer import Mixer
 from runtime.models.mixers.short_conv import ShortConvMixer
 from runtime.models.rank_maps import sharded
@@ -23,6 +24,7 @@ from runtime.models.weights import LoadProgress, ReadWeight, draw, read_from
 from runtime.quant.model_formats import weight_formats
 from runtime.quant.weight_format import TensorSource
 from runtime.spec.decoder_spec import DecoderSpec, RopeSpec
+from runtime.spec.latent_spec import LatentSpec
 from runtime.spec.mixer_spec import DeltaRuleSpec
 
 
@@ -80,7 +82,7 @@ class LayerBuilder:
 
     def weights(self, numerics: Numerics) -> DecoderWeights:
         spec, maps, device = self.spec, self.maps, numerics.device
-        table = partial(rope_table, head_dim=spec.head_dim, num_positions=self.num_positions, dtype=numerics.dtype)
+        table = partial(rope_table, head_dim=spec.rope_head_dim, num_positions=self.num_positions, dtype=numerics.dtype)
         scales = query_scale_table(spec.rope, self.num_positions)
         embed = maps.embedding()
         positions = self.positions()
@@ -116,13 +118,53 @@ class LayerBuilder:
         post_attn_norm, post_ffn_norm = (
             self._norm(prefix + n) if spec.post_norms else None for n in ("post_attn_norm", "post_ffn_norm")
         )
-        mixer = self._mixer(index, prefix) if spec.is_stateful(index) else self._attention(index, prefix)
+        mixer = self._mixer_of(index, prefix)
         feed_forward: Mlp | ExpertLayer
         if spec.experts is None or not spec.has_experts(index):
             feed_forward = Mlp(maps.linear(prefix, "gate_up"), maps.linear(prefix, "down"))
         else:
             feed_forward = maps.experts(prefix, spec.experts)
         return Layer(attn_norm, post_attn_norm, mixer, ffn_norm, post_ffn_norm, feed_forward)
+
+    def _mixer_of(self, index: int, prefix: str) -> Mixer:
+        if self.spec.is_stateful(index):
+            return self._mixer(index, prefix)
+        if self.spec.latent is not None:
+            return self._latent(index, prefix, self.spec.latent)
+        return self._attention(index, prefix)
+
+    def _latent(self, index: int, prefix: str, latent: LatentSpec) -> LatentMixer:
+        spec, maps, has = self.spec, self.maps, self.spec.linears(index)
+        kernels = maps.kernels.latent
+        norms = {name: self.read(prefix + name)[0] for name in latent.parameters()}
+        into, out = (maps.linear(prefix, name) for name in ("latent_in", "out"))
+        into_kv, q_up = (maps.linear(prefix, n) if n in has else None for n in ("latent_kv", "latent_q"))
+        return LatentMixer(
+            kernels,
+            spec.norm_eps,
+            into,
+            into_kv,
+            q_up,
+            out,
+            kernels.up(self._from_latents(prefix, latent), latent.nope_dim),
+            q_norm=norms.get("q_a_norm"),
+            kv_norm=norms["kv_a_norm"],
+            latent_eps=latent.norm_eps,
+            stored=latent.stored,
+            head_dim=spec.head_dim,
+            scale=spec.head_dim**-0.5 if spec.attn_scale is None else spec.attn_scale,
+            interleaved=spec.rope.interleaved,
+        )
+
+    def _from_latents(self, prefix: str, latent: LatentSpec) -> torch.Tensor:
+        """[num_heads, nope_dim + value_dim, rank]: the map from latents to keys and values."""
+        heads = self.spec.num_heads
+        if not latent.split_up:
+            return self.read(f"{prefix}kv_b.weight")[0].view(heads, latent.expanded, latent.rank)
+        keys, values = (self.read(f"{prefix}{name}.weight")[0].view(heads, -1, size) for name, size in (
+            ("k_b", latent.nope_dim), ("v_b", latent.rank)
+        ))  # fmt: skip
+        return torch.cat((keys.transpose(1, 2), values), 1)
 
     def _attention(self, index: int, prefix: str) -> AttentionMixer:
         spec, maps = self.spec, self.maps

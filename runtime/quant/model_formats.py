@@ -96,15 +96,16 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         return all(map(fits, encodings, names))
 
     @cache
-    def of_kind(scheme: QuantizationScheme, shape: Shape, stay: bool, reordered: bool) -> WeightFormat:
+    def of_kind(scheme: QuantizationScheme, shape: Shape, stay: bool, reordered: bool, of_expert: bool) -> WeightFormat:
         layout = layout_of(scheme)
         encoding = layout.encoding(shape)
         if stay and isinstance(products, LlvmProducts):
             return InterleavedFormat(layout, encoding, products)
         if not (stay and products):
             return DequantizedFormat(layout, encoding)
-        kind = RowScalesFormat if reordered and encoding.scale_rows > 1 else QuantizedFormat
-        return kind(layout, encoding, products)
+        if reordered and encoding.scale_rows > 1:
+            return RowScalesFormat(layout, encoding, products)
+        return QuantizedFormat(layout, encoding, products, of_expert)
 
     @cache
     def format_of(parameter: str) -> WeightFormat:
@@ -115,10 +116,15 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         is_table = parameter == "embed"
         experts = of_experts[_layer_of_expert(spec, parameter)] if ".experts." in parameter else ()
         names, reordered = (experts, False) if experts else _fused_weights(spec, parameter)
-        stay = agree(names, reordered) and (isinstance(products, LlvmProducts) or not is_table)
+        # Latent attention takes kv_b apart into its keys and values, as dense matrices of each head.
+        stay = (
+            not parameter.endswith((".kv_b.weight", ".k_b.weight", ".v_b.weight"))
+            and agree(names, reordered)
+            and (isinstance(products, LlvmProducts) or not is_table)
+        )
         if not stay and (is_table or scheme.layout == PLAIN):
             return DENSE
-        return of_kind(scheme, whole_shapes[parameter], stay, reordered)
+        return of_kind(scheme, whole_shapes[parameter], stay, reordered, bool(experts))
 
     return format_of
 
@@ -241,6 +247,11 @@ def check_products(spec: DecoderSpec, numerics: Numerics, config: EngineConfig, 
     if numerics.rank_invariant and numerics.backend == "triton" and spec.experts is not None:
         raise CallboardError(
             "rank_invariant is on, for which mixtures of experts have no kernels on a GPU; leave it off, or use "
+            "kernel_backend=torch."
+        )
+    if numerics.rank_invariant and numerics.backend == "triton" and spec.latent is not None:
+        raise CallboardError(
+            "rank_invariant is on, for which latent attention has no kernels on a GPU; leave it off, or use "
             "kernel_backend=torch."
         )
     encoded = {scheme.encoding for scheme in (spec.quantization or {}).values() if scheme.layout == PLAIN}

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from runtime.spec.config import EngineConfig
 from runtime.spec.kv_cache_spec import CHUNK, QUANTIZED_DTYPES, KVCacheSpec, KVGroupSpec, StateGroupSpec, window_groups
+from runtime.spec.latent_spec import LatentSpec
 from runtime.spec.mixer_spec import DeltaRuleSpec, Linears, MixerSpec
 from runtime.spec.sharding import ALONE, Shard
 from runtime.spec.types import CallboardError
@@ -149,6 +150,7 @@ class DecoderSpec:
     output_gate: bool = False  # q's map also makes a gate; attention's output is multiplied by sigmoid(gate)
     mixer: MixerSpec | None = None  # of the layers in `stateful`, in place of attention
     stateful: tuple[bool, ...] = ()  # True for each layer with the mixer; empty for none
+    latent: LatentSpec | None = None  # attention over latents in all layers; num_kv_heads is then 1
 
     # Schemes (runtime.quant.scheme) of the checkpoint's quantized parameters; None if all are dense.
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
@@ -216,6 +218,11 @@ class DecoderSpec:
         return self.num_heads % size == 0 and divides_kv and divides_ffn and divides_states and has_tokens
 
     @property
+    def rope_head_dim(self) -> int:
+        """The numbers of a head that the rotary table is for."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
     def ffn_unit(self) -> int:
         """The intermediate values of experts in mxfp4 that ranks do not divide; 1 for other experts.
 
@@ -247,6 +254,10 @@ class DecoderSpec:
         hidden, schemes = self.hidden_size, self.quantization or {}
         if self.mixer is not None and self.is_stateful(layer):
             return self.mixer.linears(hidden, lambda part: schemes.get(f"layers.{layer}.{part}.weight"))
+        if self.latent is not None:
+            return self.latent.linears(
+                self.num_heads, hidden, lambda part: schemes.get(f"layers.{layer}.{part}.weight")
+            )
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         of_q = {"gated_q": (2 * q, hidden)} if self.output_gate else {"q": (q, hidden)}
         qkv: dict[str, tuple[int, ...]] = {**of_q, "k": (kv, hidden), "v": (kv, hidden)}
@@ -279,6 +290,8 @@ class DecoderSpec:
                 "rank_invariant is on, for which the heads of states in this GGUF file have the wrong order; use a "
                 "checkpoint of safetensors files."
             )
+        if self.latent is not None:
+            self._check_latent(config)
         if self.mixer is not None and config.max_num_batched_tokens is not None and config.max_num_seqs is not None:
             least = CHUNK + config.max_num_seqs
             if config.chunked_prefill and config.max_num_batched_tokens < least:
@@ -291,10 +304,21 @@ class DecoderSpec:
                 f"max_model_len is {config.max_model_len}; the model's context is {self.max_positions} tokens at most."
             )
 
+    def _check_latent(self, config: EngineConfig) -> None:
+        if (form := self.kv_cache_form(config.kv_cache_dtype)) != "none":
+            raise CallboardError(
+                f"kv_cache_dtype is {form}; this model's cache has latents, which are stored in its dtype: use none."
+            )
+        if config.max_loras:
+            raise CallboardError(
+                f"max_loras is {config.max_loras}; it must be 0, since adapters are not supported for models with "
+                "latent attention."
+            )
+
     def kv_cache_form(self, kv_cache_dtype: str) -> str:
         """Return none, fp8 or int8: the meaning of the setting for this model."""
         if kv_cache_dtype == "auto":
-            return "fp8" if self.fp8_kv_cache else "none"
+            return "fp8" if self.fp8_kv_cache and self.latent is None else "none"
         return kv_cache_dtype
 
     def kv_cache(self, dtype: str, kv_cache_dtype: str = "auto", longest: int = 0) -> KVCacheSpec:
@@ -304,6 +328,8 @@ class DecoderSpec:
         stored, scale_dtype = QUANTIZED_DTYPES.get(self.kv_cache_form(kv_cache_dtype), (dtype, None))
         attending = tuple(i for i in range(self.num_layers) if not self.is_stateful(i))
         group = KVGroupSpec(attending, self.num_kv_heads, self.head_dim, stored, scale_dtype)
+        if self.latent is not None:
+            group = KVGroupSpec(attending, 1, self.latent.stored, stored, vectors=1)
         sliding = frozenset(i for i in attending if any(self.sliding) and self.sliding[i])
         groups = window_groups(group, sliding, self.window, longest) if sliding and longest else (group,)
         return KVCacheSpec(groups, self._states(dtype))
@@ -349,6 +375,8 @@ class DecoderSpec:
         """Return the shapes of what attention, or the mixer in its place, has beside its maps."""
         if self.mixer is not None and self.is_stateful(layer):
             return self.mixer.parameters()
+        if self.latent is not None:
+            return self.latent.parameters()
         sinks: dict[str, tuple[int, ...]] = {"sinks": (self.num_heads,)} if self.sinks else {}
         if self.qk_norm_all_heads:
             heads = {"q_heads_norm": self.num_heads, "k_heads_norm": self.num_kv_heads}

@@ -30,12 +30,12 @@ class KVCache:
         """Fill the cache with zeros: masked values must be finite. Block 0 is the null block."""
         self.spec, self.num_blocks, self.block_size, self.device = spec, num_blocks, block_size, device
         group = spec.groups[0]
-        shapes = {(g.num_kv_heads, g.head_dim, g.dtype, g.scale_dtype) for g in spec.groups}
+        shapes = {(g.vectors, g.num_kv_heads, g.head_dim, g.dtype, g.scale_dtype) for g in spec.groups}
         assert len(shapes) == 1, f"no layout for {shapes}"
         self.num_kv_heads, dtype = group.num_kv_heads, getattr(torch, group.dtype)
         self.states = states
         num_layers = max(len(g.layers) for g in spec.groups)
-        shape = (num_layers, 2, group.num_kv_heads, num_blocks, block_size, group.head_dim)
+        shape = (num_layers, group.vectors, group.num_kv_heads, num_blocks, block_size, group.head_dim)
         self._scales: torch.Tensor | None = None  # scales of tokens, in blocks like the values
         with memory or nullcontext():
             self._blocks = torch.zeros(shape, dtype=dtype, device=device)
