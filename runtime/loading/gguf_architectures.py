@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.loading import gguf_configs as configs
+from runtime.loading import gguf_hybrids as hybrids
 from runtime.loading.gguf import GgufFile, GgufTensor
 from runtime.models import FAMILIES
 from runtime.models.weight_map import WeightMap
@@ -229,9 +230,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", configs.decoder_config),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", configs.qwen3moe_config),
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", "qwen2_moe", configs.qwen2moe_config),
-    "qwen35": Architecture("Qwen3_5ForCausalLM", "qwen3_5_text", configs.qwen35_config),
-    "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", configs.qwen35moe_config),
-    "qwen3next": Architecture("Qwen3NextForCausalLM", "qwen3_next", configs.qwen3next_config),
+    "qwen35": Architecture("Qwen3_5ForCausalLM", "qwen3_5_text", hybrids.qwen35_config),
+    "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", hybrids.qwen35moe_config),
+    "qwen3next": Architecture("Qwen3NextForCausalLM", "qwen3_next", hybrids.qwen3next_config),
     "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", configs.gemma2_config),
     "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", configs.gemma3_config),
     "phi3": Architecture("Phi3ForCausalLM", "phi3", configs.phi3_config),
@@ -242,8 +243,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": Architecture("GraniteForCausalLM", "granite", configs.granite_config, interleaved=True),
     "deepseek2": Architecture("DeepseekV2ForCausalLM", "deepseek_v2", configs.deepseek2_config),
     "granitemoe": Architecture("GraniteMoeForCausalLM", "granitemoe", configs.granitemoe_config, interleaved=True),
-    "lfm2": Architecture("Lfm2ForCausalLM", "lfm2", configs.lfm2_config),
-    "lfm2moe": Architecture("Lfm2MoeForCausalLM", "lfm2_moe", configs.lfm2moe_config),
+    "lfm2": Architecture("Lfm2ForCausalLM", "lfm2", hybrids.lfm2_config),
+    "lfm2moe": Architecture("Lfm2MoeForCausalLM", "lfm2_moe", hybrids.lfm2moe_config),
     "mistral3": Architecture("Ministral3ForCausalLM", "ministral3", configs.mistral3_config, interleaved=True),
     "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", configs.olmo2_config),
     "olmoe": Architecture("OlmoeForCausalLM", "olmoe", configs.olmoe_config),

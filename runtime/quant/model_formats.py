@@ -117,11 +117,8 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         experts = of_experts[_layer_of_expert(spec, parameter)] if ".experts." in parameter else ()
         names, reordered = (experts, False) if experts else _fused_weights(spec, parameter)
         # Latent attention takes kv_b apart into its keys and values, as dense matrices of each head.
-        stay = (
-            not parameter.endswith((".kv_b.weight", ".k_b.weight", ".v_b.weight"))
-            and agree(names, reordered)
-            and (isinstance(products, LlvmProducts) or not is_table)
-        )
+        may_stay = not parameter.endswith((".kv_b.weight", ".k_b.weight", ".v_b.weight"))
+        stay = may_stay and agree(names, reordered) and (isinstance(products, LlvmProducts) or not is_table)
         if not stay and (is_table or scheme.layout == PLAIN):
             return DENSE
         return of_kind(scheme, whole_shapes[parameter], stay, reordered, bool(experts))

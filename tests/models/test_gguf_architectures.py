@@ -14,8 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from runtime.assembly.runner import build_runner
 from runtime.loading.checkpoint import open_checkpoint
-from runtime.loading.gguf import GgufFile
-from runtime.loading.gguf_configs import gguf_eos_token_ids
 from runtime.models import load_spec
 from runtime.models.weights import locate_parameters
 from runtime.spec.config import EngineConfig
@@ -25,7 +23,6 @@ from runtime.spec.types import CallboardError
 from runtime.worker.sources import CheckpointSource
 from tests.support.models.gguf_export import export
 from tests.support.models.runner_driver import Driver
-from tests.support.models.tiny_gguf import TINY_TOKENS, write_tiny_gguf
 
 SMALL = {
     "vocab_size": 61,
@@ -280,53 +277,6 @@ def test_layers_with_the_delta_rule_survive_the_export(tmp_path, arch, kind):
     quantized = export(model, arch, tmp_path / "quantized.gguf", block_type="Q8_0", **metadata)
     want = _logits(quantized, tokens, quantization="none")
     assert (_logits(quantized, tokens) - want).norm() <= 1e-3 * want.norm()
-
-
-@pytest.mark.parametrize("block_type", ["F32", "MXFP4"])
-def test_gpt_oss_survives_the_export(tmp_path, block_type):
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "sliding_window": 8}
-    rope = YARN | {"factor": 4.0, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}
-    more = {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": rope}
-    model = _model("gpt_oss", SMALL | sizes | more)
-    values = {
-        "attention.sliding_window": 8, "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 96,
-        "rope.freq_base": 1e4, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
-        "rope.scaling.original_context_length": 16,
-    }  # fmt: skip
-    metadata = {f"gpt-oss.{name}": value for name, value in values.items()}
-    path = export(model, "gpt-oss", tmp_path / "model.gguf", block_type=block_type, **metadata)
-    checkpoint = open_checkpoint(path)
-    ours, weight_map = load_spec(checkpoint.config)
-    theirs, _ = load_spec(
-        json.loads(model.config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
-    )
-    assert replace(ours, quantization=None) == theirs
-    locate_parameters(ours, weight_map, checkpoint)
-    experts, prefix = model.model.layers[1].mlp.experts, "model.layers.1.mlp.experts.3."
-    up_bias = checkpoint.tensor(f"{prefix}up_proj.bias", torch.float32)
-    assert torch.equal(up_bias, experts.gate_up_proj_bias[3, 1::2])
-    tokens = [i * 7 % 61 for i in range(40)]
-    if block_type == "F32":
-        with torch.no_grad():
-            want = model(torch.tensor([tokens])).logits[0, -1]
-        torch.testing.assert_close(_logits(path, tokens), want, rtol=1e-4, atol=1e-4)
-    else:
-        assert {scheme.encoding for scheme in (ours.quantization or {}).values()} == {"fp4"}
-        want = _logits(path, tokens, quantization="none")
-        assert (_logits(path, tokens) - want).norm() <= 1e-3 * want.norm()
-
-
-def test_a_message_end_is_no_end_of_a_harmony_text(tmp_path):
-    """<|end|> ends a message; a text of several messages goes on."""
-    others = ["<|return|>", "<|call|>", "<|endoftext|>"]
-    for tokens, ends in ((["<|end|>", *others], (2, 1, 3)), (["<|end|>", "<|endoftext|>"], (0, 1))):
-        path = write_tiny_gguf(
-            tmp_path / "model.gguf",
-            tokenizer__ggml__tokens=[*tokens, *TINY_TOKENS[len(tokens) :]],
-            tokenizer__ggml__token_type=[3] * len(tokens) + [1] * (len(TINY_TOKENS) - len(tokens)),
-            tokenizer__ggml__eos_token_id=ends[0],
-        )
-        assert gguf_eos_token_ids(GgufFile(path)) == tuple(sorted(ends, key=lambda i: (i != ends[0], i)))
 
 
 def test_experts_of_granite_survive_the_export(tmp_path):

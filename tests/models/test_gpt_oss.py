@@ -3,7 +3,9 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from runtime.kernels.cpu.linear.interleaved_weight import dequantize_interleaved
 from runtime.kernels.llvm.support import obstacle
 from runtime.loading.checkpoint import open_checkpoint
+from runtime.loading.gguf import GgufFile
+from runtime.loading.gguf_configs import gguf_eos_token_ids
 from runtime.loading.stacked_experts import single_weights
 from runtime.models import load_spec
 from runtime.models.published import PUBLISHED
@@ -23,11 +27,14 @@ from runtime.spec.decoder_spec import RopeSpec
 from runtime.spec.sharding import Part, Shard
 from runtime.spec.types import CallboardError
 from runtime.worker.memory import plan_memory
-from tests.support.models.family_cases import save_model, spec_of
+from tests.support.models.family_cases import CONTEXT, save_model, spec_of
+from tests.support.models.gguf_export import export
 from tests.support.models.quantized_tensors import numerics
 from tests.support.models.runner_driver import Driver, open_runner
+from tests.support.models.tiny_gguf import TINY_TOKENS, write_tiny_gguf
 
 COMPILED = pytest.mark.skipif(bool(obstacle()), reason=f"needs compiled kernels: {obstacle()}")
+TOKENS = list(range(3, 90))
 EXPERT = "model.layers.1.mlp.experts.4."
 
 
@@ -54,11 +61,11 @@ def test_experts_are_those_of_transformers(case, tmp_path):
 def test_a_cpu_multiplies_experts_from_their_four_bits(tmp_path):
     """The error is that of activations in 16 bits."""
     save_model(tmp_path, "gpt-oss, mxfp4")
-    tokens, logits = list(range(3, 90)), []
+    logits = []
     for backend in ("torch", "llvm"):
         driver = Driver(open_runner(tmp_path, kernel_backend=backend))
-        driver.open(0, tokens)
-        logits.append(driver.prefill(0, tokens))
+        driver.open(0, TOKENS)
+        logits.append(driver.prefill(0, TOKENS))
     experts = driver.runner.decoder.layers[0].feed_forward.experts
     weights = experts[0][0].__self__.parts
     assert [(part.form.bits, part.form.is_e2m1) for part in weights] == [(4, True)]
@@ -104,6 +111,52 @@ def test_a_gpu_gets_the_rows_of_each_expert(case, tmp_path, monkeypatch):
         assert got.is_contiguous()
         part = Part(0, 1, want.shape[0] - 1)
         assert torch.equal(checkpoint.tensor(name, want.dtype, "gpu", part), want[1:-1])
+
+
+@pytest.mark.parametrize("block_type", ["F32", "MXFP4"])
+def test_gpt_oss_survives_the_export(tmp_path, block_type):
+    model = save_model(tmp_path, "gpt-oss, mxfp4")
+    values = {
+        "attention.sliding_window": 100, "expert_count": 6, "expert_used_count": 3, "expert_feed_forward_length": 128,
+        "rope.freq_base": 1e3, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": CONTEXT,
+    }  # fmt: skip
+    metadata = {f"gpt-oss.{name}": value for name, value in values.items()}
+    path = export(model, "gpt-oss", tmp_path / "model.gguf", block_type=block_type, **metadata)
+    checkpoint = open_checkpoint(path)
+    ours, weight_map = load_spec(checkpoint.config)
+    assert replace(ours, quantization=None) == replace(spec_of("gpt-oss, mxfp4"), quantization=None)
+    locate_parameters(ours, weight_map, checkpoint)
+    experts, prefix = model.model.layers[1].mlp.experts, "model.layers.1.mlp.experts.3."
+    up_bias = checkpoint.tensor(f"{prefix}up_proj.bias", torch.float32)
+    assert torch.equal(up_bias, experts.gate_up_proj_bias[3, 1::2])
+    if block_type == "F32":
+        with torch.no_grad():
+            want = model(torch.tensor([TOKENS])).logits[0, -1]
+        torch.testing.assert_close(_logits(path), want, rtol=1e-4, atol=1e-4)
+    else:
+        assert {scheme.encoding for scheme in (ours.quantization or {}).values()} == {"fp4"}
+        want = _logits(path, quantization="none")
+        assert (_logits(path) - want).norm() <= 1e-3 * want.norm()
+
+
+def test_a_message_end_is_no_end_of_a_harmony_text(tmp_path):
+    """<|end|> ends a message; a text of several messages goes on."""
+    others = ["<|return|>", "<|call|>", "<|endoftext|>"]
+    for tokens, ends in ((["<|end|>", *others], (2, 1, 3)), (["<|end|>", "<|endoftext|>"], (0, 1))):
+        path = write_tiny_gguf(
+            tmp_path / "model.gguf",
+            tokenizer__ggml__tokens=[*tokens, *TINY_TOKENS[len(tokens) :]],
+            tokenizer__ggml__token_type=[3] * len(tokens) + [1] * (len(TINY_TOKENS) - len(tokens)),
+            tokenizer__ggml__eos_token_id=ends[0],
+        )
+        assert gguf_eos_token_ids(GgufFile(path)) == tuple(sorted(ends, key=lambda i: (i != ends[0], i)))
+
+
+def _logits(path: Path, **settings: Any) -> torch.Tensor:
+    driver = Driver(open_runner(path, **settings))
+    driver.open(0, TOKENS)
+    return driver.prefill(0, TOKENS)
 
 
 def test_ranks_that_would_cut_blocks_are_refused(tmp_path):
