@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from runtime.kernels.cpu.linear.interleaved_weight import (
     interleaved_bytes,
 )
 from runtime.kernels.experts.moe_torch import Experts, Mixture, Router
+from runtime.kernels.experts.moe_wna16_words import scale_bytes
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.quantized.fp8_w8a8_gemm import fits_fp8_gemm
@@ -52,6 +54,10 @@ class QuantizedProducts(Protocol):
 
     def device_bytes(self, encoding: Encoding, shape: Shape) -> int:
         """The bytes of a weight on the device."""
+
+    def expert_bytes(self, encoding: Encoding, shape: Shape) -> int:
+        """The bytes of a weight of one expert on the device."""
+        return self.device_bytes(encoding, shape)
 
     def dequantizes(self, encoding: Encoding, shape: Shape) -> bool:
         """True if a product of many rows dequantizes a weight of this shape to a dense copy on a GPU."""
@@ -178,6 +184,11 @@ class TritonProducts(QuantizedProducts):
 
     def device_bytes(self, encoding: Encoding, shape: Shape) -> int:
         return encoding.flat.device_bytes(shape)
+
+    def expert_bytes(self, encoding: Encoding, shape: Shape) -> int:
+        if encoding.bits != 4 or not encoding.group_size:
+            return self.device_bytes(encoding, shape)
+        return math.prod(shape) // 2 + scale_bytes(encoding.group_size, shape) * (1 + encoding.has_zero_points)
 
     def dequantizes(self, encoding: Encoding, shape: Shape) -> bool:
         name = "fp8" if isinstance(encoding, Float8) else ""

@@ -69,15 +69,18 @@ class DequantizedFormat(DenseFormat):
 class QuantizedFormat(WeightFormat):
     """Quantized in the checkpoint and on the device."""
 
-    def __init__(self, layout: CheckpointLayout, encoding: Encoding, products: QuantizedProducts) -> None:
+    def __init__(
+        self, layout: CheckpointLayout, encoding: Encoding, products: QuantizedProducts, of_expert: bool = False
+    ) -> None:
         self._layout, self.encoding, self._products = layout, encoding, products
-        self.name = encoding.name
+        self._of_expert, self.name = of_expert, encoding.name
 
     def stored(self, location: Location) -> dict[str, StoredTensor]:
         return self._layout.stored(location)
 
     def device_bytes(self, shape: Shape, numerics: Numerics) -> int:
-        return self._products.device_bytes(self.encoding, shape)
+        of_weight = self._products.expert_bytes if self._of_expert else self._products.device_bytes
+        return of_weight(self.encoding, shape)
 
     def dequantizes(self, shape: Shape) -> bool:
         """True if a product of many rows dequantizes a weight of this shape to a dense copy."""

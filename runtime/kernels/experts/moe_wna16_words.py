@@ -44,6 +44,12 @@ def with_word_scales(weight: QuantizedWeight) -> QuantizedWeight:
     return replace(weight, scales=_words(weight.scales * factor, weight), zero_points=zero_points, scale_rows=1)
 
 
+def scale_bytes(group_size: int, shape: tuple[int, ...]) -> int:
+    """The bytes of the words of a 4-bit weight [rows, columns] with groups of this size."""
+    words = len(_PLANES[min(group_size, MAX_GROUP)][0])
+    return -(-shape[1] // STEP) * words * shape[0] * 4
+
+
 def sum_factor(encoding: str) -> float:
     """The factor of sums: raw numbers are smaller by 2 ** 126 or 2 ** 133, and their scales are larger by 2 ** 110."""
     match encoding:
