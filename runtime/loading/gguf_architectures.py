@@ -130,7 +130,7 @@ def read_gguf_model(file: GgufFile) -> GgufModel:
         arch = _MIXTRAL
     if arch_name == "olmo2" and "olmo2.attention.sliding_window" in file.metadata:
         arch = _OLMO_3
-    if arch_name == "deepseek2" and configs.scores_by_sigmoid(file):
+    if arch_name == "deepseek2" and file.value("deepseek2.expert_gating_func", int, 1) == 2:
         arch = _DEEPSEEK_3
     if "token_embd.weight" not in file.tensors:
         raise CallboardError(f"{file.path} has no tensor 'token_embd.weight'; the file is incomplete.")

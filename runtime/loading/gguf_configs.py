@@ -278,11 +278,6 @@ def glm4moe_config(file: GgufFile) -> dict[str, Any]:
     }
 
 
-def scores_by_sigmoid(file: GgufFile) -> bool:
-    """Return True for a deepseek2 file with a router of DeepSeek-V3."""
-    return file.value("deepseek2.expert_gating_func", int, 1) == 2
-
-
 def deepseek2_config(file: GgufFile) -> dict[str, Any]:
     config, attention = decoder_config(file), "deepseek2.attention"
     del config["partial_rotary_factor"], config["head_dim"], config["num_key_value_heads"]
@@ -290,17 +285,13 @@ def deepseek2_config(file: GgufFile) -> dict[str, Any]:
     # Newer files state the sizes of a head by keys of their own, as key_length is that of the cache.
     is_new = f"{attention}.key_length_mla" in file.metadata
     head_dim, value_dim = (count(file, f"{attention}.{n}_length{'_mla' if is_new else ''}") for n in ("key", "value"))
-    if head_dim <= rope_dim:
-        raise CallboardError(
-            f"{file.path}: deepseek2.rope.dimension_count is {rope_dim}; it must be less than a head's {head_dim}."
-        )
     if scaling := config.get("rope_scaling"):
         # The converter of this architecture multiplies by 0.1.
         factor = file.value("deepseek2.rope.scaling.yarn_log_multiplier", float, 0.0)
         scaling["mscale"] = scaling["mscale_all_dim"] = _decimal(np.float32(factor * 10))
     num_drafting = file.value("deepseek2.nextn_predict_layers", int, 0)
     experts = _grouped_experts_config(file) if "deepseek2.expert_count" in file.metadata else {}
-    if experts and not scores_by_sigmoid(file):
+    if experts and file.value("deepseek2.expert_gating_func", int, 1) != 2:
         experts["norm_topk_prob"] = file.value("deepseek2.expert_weights_norm", bool, False)
         experts["topk_method"] = "group_limited_greedy" if experts["n_group"] > 1 else "greedy"
     return config | {

@@ -104,7 +104,7 @@ def test_logits_and_greedy_tokens_equal_transformers(case, tmp_path, record_prop
     "case",
     [
         "mistral, window", "mixtral", "gemma2", "gemma3", "phi4-mini", "granite", "olmo3", "gpt2", "qwen3.5",
-        "qwen3-next", "lfm2", "granite moe", "gpt-oss",
+        "qwen3-next", "lfm2", "granite moe", "gpt-oss", "deepseek v3",
     ],
 )  # fmt: skip
 def test_bfloat16_is_as_close_to_fp32_as_transformers_is(case, tmp_path):
