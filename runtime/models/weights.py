@@ -28,7 +28,7 @@ class ReadWeight(Protocol):
 
 
 _MOST_DRAWN_ON_CPU = 1 << 28  # random weights
-_IN_FLOAT32 = ("choice_bias", "decay_log", "decay_bias")  # parameters that are read in float32
+_IN_FLOAT32 = ("choice_bias", "expert_scales", "decay_log", "decay_bias")  # parameters that are read in float32
 
 
 def locate_parameters(spec: DecoderSpec, weight_map: WeightMap, source: TensorSource) -> dict[str, Location]:
@@ -138,4 +138,8 @@ def random_parameter(name: str, shape: tuple[int, ...], generator: torch.Generat
     noise = torch.randn(shape, generator=generator, device=generator.device)
     if name.endswith("decay_log"):
         return noise.sub_(3.0)
-    return noise.mul_(0.1).add_(1.0) if name.endswith("norm") else noise.mul_(shape[-1] ** -0.5)
+    return (
+        noise.mul_(0.1).add_(1.0)
+        if name.endswith(("norm", "factor", "expert_scales"))
+        else noise.mul_(shape[-1] ** -0.5)
+    )

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from runtime.spec.config import EngineConfig
-from runtime.spec.kv_cache_spec import CHUNK, QUANTIZED_DTYPES, KVCacheSpec, KVGroupSpec, StateGroupSpec, window_groups
+from runtime.spec.kv_cache_spec import (
+    CHUNK,
+    QUANTIZED_DTYPES,
+    KVCacheSpec,
+    KVGroupSpec,
+    StateGroupSpec,
+    groups_of_two_shapes,
+    window_groups,
+)
 from runtime.spec.mixer_spec import DeltaRuleSpec, Linears, MixerSpec
 from runtime.spec.sharding import ALONE, Shard
 from runtime.spec.types import CallboardError
 
-RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +35,8 @@ class RopeSpec:
     low_freq_factor: float = 1.0  # llama3: wavelengths above original_positions / this are stretched fully
     high_freq_factor: float = 4.0  # llama3: wavelengths below original_positions / this are kept
     original_positions: int = 8192  # the context before stretching; all but default and linear, and for query_beta
-    partial: float = 1.0  # share of head_dim that rotates, its first dimensions; 0 without rotary positions
+    # Share of head_dim that rotates: its first dimensions, with proportional those of each half; 0 for none.
+    partial: float = 1.0
     interleaved: bool = False  # the checkpoint pairs dimension 2 i with 2 i + 1, not i with i + half of them
     attention_factor: float = 1.0  # of cos and sin; yarn and longrope
     beta_fast: float = 32.0  # yarn: dimensions with more turns than this in the original context are kept
@@ -40,7 +49,7 @@ class RopeSpec:
     @property
     def reorders_heads(self) -> bool:
         """True if loading permutes the rows of q and k (runtime.models.decoder.rope_permutation)."""
-        return self.partial > 0.0 and (self.partial < 1.0 or self.interleaved)
+        return self.type != "proportional" and self.partial > 0.0 and (self.partial < 1.0 or self.interleaved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +68,9 @@ class ExpertsSpec:
     choice_bias: bool = False  # a bias is added to the scores for the choice of the top_k, not for their weights
     sum_eps: float = 0.0  # with normalized: added to the sum that divides the weights
     scale: float = 1.0  # factor of the weights of the top_k
+    expert_scales: bool = False  # the weight of an expert is multiplied by a factor of the expert
+    # The router has a norm of its own, times hidden_size ** -0.5, in place of that of the experts.
+    own_norm: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
@@ -76,6 +88,13 @@ class ExpertsSpec:
     def choices(self) -> int:
         """The number of experts that a token takes with the shared ones."""
         return self.top_k + self.shared
+
+
+class HeadShape(NamedTuple):
+    """The shape of a layer's keys and values."""
+
+    num_kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +124,8 @@ class DecoderSpec:
     gated: bool = True  # the feed-forward layer has a gate; without it `up` alone is activated
     experts: ExpertsSpec | None = None
     dense_layers: int = 0  # with experts: the first layers that have a feed-forward layer instead
-    dense_ffn_size: int = 0  # of these
+    dense_ffn_size: int = 0  # of these, or with `dense_beside`
+    dense_beside: bool = False  # with experts: a feed-forward layer runs beside them, each with norms of its own
     norm: Literal["rms", "layer"] = "rms"  # layer: with the mean subtracted, and a bias
     pre_norms: bool = True  # a norm before attention and the feed-forward layer
     post_norms: bool = False  # a norm after each of them, before the residual
@@ -119,6 +139,14 @@ class DecoderSpec:
     sliding: tuple[bool, ...] = ()  # True for each sliding layer; empty for none
     local_rope: RopeSpec | None = None  # of sliding layers; None if it equals `rope`
     no_rope: tuple[bool, ...] = ()  # True for each layer without rotary positions; empty for none
+    full_head_dim: int = 0  # of layers that do not slide; 0 for head_dim
+    full_kv_heads: int = 0  # likewise; 0 for num_kv_heads
+    keys_as_values: bool = False  # layers that do not slide have no map of v: v is k before its norm
+    v_norm: bool = False  # with qk_norm: RMSNorm without a weight over head_dim of each v head
+    shared_kv_layers: int = 0  # the last layers, which read k and v of the last layer of their kind before them
+    shared_kv_ffn_size: int = 0  # of these; 0 for ffn_size
+    layer_embed_size: int = 0  # width of an embedding of tokens that each layer has (Gemma 3n); 0 for none
+    layer_factors: bool = False  # the hidden states after a layer are multiplied by a factor of the layer
     output_gate: bool = False  # q's map also makes a gate; attention's output is multiplied by sigmoid(gate)
     mixer: MixerSpec | None = None  # of the layers in `stateful`, in place of attention
     stateful: tuple[bool, ...] = ()  # True for each layer with the mixer; empty for none
@@ -134,11 +162,10 @@ class DecoderSpec:
         """The spec of the whole model."""
         return self.of_all_ranks or self
 
-    @property
-    def first_kv_head(self) -> int:
-        """The index, in the whole model, of this rank's first K/V head. With fewer heads than ranks, neighbouring ranks
-        share one."""
-        return self.shard.rank * self.whole.num_kv_heads // self.shard.size
+    def first_kv_head(self, layer: int) -> int:
+        """Return the index, in the whole model, of this rank's first K/V head of a layer. With fewer heads than ranks,
+        neighbouring ranks share one."""
+        return self.shard.rank * self.whole.heads(layer).num_kv_heads // self.shard.size
 
     @property
     def token_ids(self) -> range:
@@ -163,8 +190,10 @@ class DecoderSpec:
             self,
             num_heads=self.num_heads // shard.size,
             num_kv_heads=max(1, self.num_kv_heads // shard.size),
+            full_kv_heads=self.full_kv_heads and max(1, self.full_kv_heads // shard.size),
             ffn_size=self.ffn_size // shard.size,
             dense_ffn_size=self.dense_ffn_size // shard.size,
+            shared_kv_ffn_size=self.shared_kv_ffn_size // shard.size,
             vocab_size=len(shard.vocabulary(self.vocab_size)),
             mixer=None if self.mixer is None else self.mixer.of_rank(shard.size),
             shard=shard,
@@ -172,10 +201,10 @@ class DecoderSpec:
         )
 
     def _is_divided_by(self, size: int) -> bool:
-        kv_heads = self.num_kv_heads
+        kv_heads = {self.num_kv_heads, self.full_kv_heads or self.num_kv_heads}
         has_tokens = len(Shard(size - 1, size).vocabulary(self.vocab_size)) > 0
-        divides_kv = kv_heads % size == 0 or size % kv_heads == 0
-        divides_ffn = self.ffn_size % size == 0 and self.dense_ffn_size % size == 0
+        divides_kv = all(heads % size == 0 or size % heads == 0 for heads in kv_heads)
+        divides_ffn = all(ffn % size == 0 for ffn in (self.ffn_size, self.dense_ffn_size, self.shared_kv_ffn_size))
         divides_states = self.mixer is None or self.mixer.is_divided_by(size)
         return self.num_heads % size == 0 and divides_kv and divides_ffn and divides_states and has_tokens
 
@@ -183,28 +212,82 @@ class DecoderSpec:
         """Return True if a layer has a mixture of experts."""
         return self.experts is not None and layer >= self.dense_layers
 
+    @property
+    def full_heads(self) -> HeadShape:
+        """The shape of the keys and values of layers that do not slide."""
+        return HeadShape(self.full_kv_heads or self.num_kv_heads, self.full_head_dim or self.head_dim)
+
+    @property
+    def has_two_shapes(self) -> bool:
+        """True if layers that slide, and those that do not, differ in the shape of their keys and values."""
+        kinds = {self.heads(i) for i in range(self.num_layers) if not self.is_stateful(i)}
+        return len(kinds) > 1
+
+    def is_sliding(self, layer: int) -> bool:
+        """Return True if a layer has a window."""
+        return bool(self.sliding) and self.sliding[layer]
+
+    def heads(self, layer: int) -> HeadShape:
+        """Return the shape of a layer's keys and values."""
+        return HeadShape(self.num_kv_heads, self.head_dim) if self.is_sliding(layer) else self.full_heads
+
+    def shares_kv(self, layer: int) -> bool:
+        """Return True if a layer reads the keys and values of an earlier layer."""
+        return layer >= self.num_layers - self.shared_kv_layers
+
+    def kv_layer(self, layer: int) -> int:
+        """Return the layer that stores the keys and values of this layer."""
+        if not self.shares_kv(layer):
+            return layer
+        own = range(self.num_layers - self.shared_kv_layers)
+        return max(i for i in own if self.is_sliding(i) == self.is_sliding(layer))
+
+    def rope_of(self, layer: int) -> RopeSpec:
+        """Return a layer's rotary positions."""
+        if self.no_rope and self.no_rope[layer]:
+            return RopeSpec(partial=0.0)
+        return self.local_rope if self.local_rope is not None and self.is_sliding(layer) else self.rope
+
+    def ffn_size_of(self, layer: int) -> int:
+        """Return the size of a layer's feed-forward layer, or of each of its experts."""
+        if layer < self.dense_layers:
+            return self.dense_ffn_size
+        return self.shared_kv_ffn_size if self.shared_kv_ffn_size and self.shares_kv(layer) else self.ffn_size
+
     def linears(self, layer: int) -> Linears:
         """Return a layer's linear maps: fused name -> ({part: (out, in) shape}, has a bias), parts in row order.
 
         In a mixture, gate_up and down are the maps of each expert."""
         hidden = self.hidden_size
-        ffn = self.dense_ffn_size if layer < self.dense_layers else self.ffn_size
+        ffn = self.ffn_size_of(layer)
         gate_up: dict[str, tuple[int, ...]] = {"gate": (ffn, hidden), "up": (ffn, hidden)}
         if self.fused_gate_up:
             gate_up = {"gate_up": (2 * ffn, hidden)}
-        return self._mixer_linears(layer) | {
+        linears: Linears = self._mixer_linears(layer) | {
             "gate_up": (gate_up if self.gated else {"up": (ffn, hidden)}, self.ffn_bias),
             "down": ({"down": (hidden, ffn)}, self.ffn_bias),
         }
+        if self.dense_beside:
+            wide = self.dense_ffn_size
+            linears["dense_gate_up"] = {"dense_gate": (wide, hidden), "dense_up": (wide, hidden)}, False
+            linears["dense_down"] = {"dense_down": (hidden, wide)}, False
+        if width := self.layer_embed_size:
+            linears["layer_gate"] = {"layer_gate": (width, hidden)}, False
+            linears["layer_out"] = {"layer_out": (hidden, width)}, False
+        return linears
 
     def _mixer_linears(self, layer: int) -> Linears:
         """Return the maps around attention, or around the mixer in its place."""
         hidden, schemes = self.hidden_size, self.quantization or {}
         if self.mixer is not None and self.is_stateful(layer):
             return self.mixer.linears(hidden, lambda part: schemes.get(f"layers.{layer}.{part}.weight"))
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        of_q = {"gated_q": (2 * q, hidden)} if self.output_gate else {"q": (q, hidden)}
-        qkv: dict[str, tuple[int, ...]] = {**of_q, "k": (kv, hidden), "v": (kv, hidden)}
+        num_kv_heads, head_dim = self.heads(layer)
+        q, kv = self.num_heads * head_dim, num_kv_heads * head_dim
+        qkv: dict[str, tuple[int, ...]] = {"gated_q": (2 * q, hidden)} if self.output_gate else {"q": (q, hidden)}
+        if not self.shares_kv(layer):
+            qkv["k"] = kv, hidden
+            if not self.keys_as_values or self.is_sliding(layer):
+                qkv["v"] = kv, hidden
         if self.fused_qkv:
             qkv = {"qkv": (q + 2 * kv, hidden)}
         return {"qkv": (qkv, self.qkv_bias), "out": ({"out": (hidden, q)}, self.out_bias)}
@@ -226,6 +309,11 @@ class DecoderSpec:
             raise CallboardError(
                 "rank_invariant is on, for which the heads of states in this GGUF file have the wrong order; use a "
                 "checkpoint of safetensors files."
+            )
+        if self.has_two_shapes and config.kv_layout == "contiguous":
+            raise CallboardError(
+                "kv_layout is contiguous, but this model's layers differ in the shape of their keys and values; use "
+                "paged."
             )
         if self.mixer is not None and config.max_num_batched_tokens is not None and config.max_num_seqs is not None:
             least = CHUNK + config.max_num_seqs
@@ -250,11 +338,18 @@ class DecoderSpec:
 
         Sliding layers keep only their window if requests of up to `longest` tokens then need much less memory."""
         stored, scale_dtype = QUANTIZED_DTYPES.get(self.kv_cache_form(kv_cache_dtype), (dtype, None))
-        attending = tuple(i for i in range(self.num_layers) if not self.is_stateful(i))
+        layers = range(self.num_layers)
+        attending = tuple(i for i in layers if not self.is_stateful(i) and not self.shares_kv(i))
         group = KVGroupSpec(attending, self.num_kv_heads, self.head_dim, stored, scale_dtype)
-        sliding = frozenset(i for i in attending if any(self.sliding) and self.sliding[i])
+        sliding = frozenset(i for i in attending if self.is_sliding(i))
+        sources = tuple(map(self.kv_layer, layers)) if self.shared_kv_layers else ()
+        if self.has_two_shapes:
+            full = KVGroupSpec(tuple(i for i in attending if i not in sliding), *self.full_heads, stored, scale_dtype)
+            window = self.window if self.window < longest else None
+            limited = replace(group, layers=tuple(sorted(sliding)), window=window)
+            return KVCacheSpec(groups_of_two_shapes(full, limited, longest or 1), sources=sources)
         groups = window_groups(group, sliding, self.window, longest) if sliding and longest else (group,)
-        return KVCacheSpec(groups, self._states(dtype))
+        return KVCacheSpec(groups, self._states(dtype), sources)
 
     def is_stateful(self, layer: int) -> bool:
         """Return True if a layer has a state in place of keys and values."""
@@ -275,13 +370,20 @@ class DecoderSpec:
             shapes["positions"] = (self.max_positions, hidden)
         if not self.tied_head:
             shapes["head"] = (self.vocab_size, hidden)
+        if width := self.layer_embed_size:
+            shapes["layer_embed"] = (self.vocab_size, self.num_layers * width)
+            shapes |= {"layer_embed_map.weight": (self.num_layers * width, hidden), "layer_embed_norm": (width,)}
         norms = ["attn_norm", "ffn_norm"] * self.pre_norms + ["post_attn_norm", "post_ffn_norm"] * self.post_norms
+        norms += ["experts_norm", "post_dense_norm", "post_experts_norm"] * self.dense_beside
+        norms += ["post_layer_norm"] * bool(self.layer_embed_size)
         for i in range(self.num_layers):
             for norm in norms:
                 shapes |= self._norm(f"layers.{i}.{norm}")
             shapes |= {f"layers.{i}.{name}": shape for name, shape in self._mixer_parameters(i).items()}
             if self.experts and self.has_experts(i):
                 shapes |= _of_router(f"layers.{i}.", self.experts, hidden)
+            if self.layer_factors:
+                shapes[f"layers.{i}.factor"] = (1,)
             for name, (parts, has_bias) in self.linears(i).items():
                 prefixes = [""]
                 if self.experts and self.has_experts(i) and name in ("gate_up", "down"):
@@ -300,7 +402,8 @@ class DecoderSpec:
         if self.qk_norm_all_heads:
             heads = {"q_heads_norm": self.num_heads, "k_heads_norm": self.num_kv_heads}
             return {name: (count * self.head_dim,) for name, count in heads.items()}
-        return dict.fromkeys(["q_norm", "k_norm"], (self.head_dim,)) if self.qk_norm else {}
+        norms = ["q_norm"] if self.shares_kv(layer) else ["q_norm", "k_norm"]
+        return dict.fromkeys(norms, (self.heads(layer).head_dim,)) if self.qk_norm else {}
 
     def _norm(self, name: str) -> dict[str, tuple[int, ...]]:
         return dict.fromkeys([name, f"{name}_bias"] if self.norm == "layer" else [name], (self.hidden_size,))
@@ -318,4 +421,8 @@ def _of_router(prefix: str, experts: ExpertsSpec, hidden: int) -> dict[str, tupl
         shapes[f"{prefix}shared_gate.weight"] = (1, hidden)
     if experts.choice_bias:
         shapes[f"{prefix}choice_bias"] = (experts.num_experts,)
+    if experts.own_norm:
+        shapes[f"{prefix}router_norm"] = (hidden,)
+    if experts.expert_scales:
+        shapes[f"{prefix}expert_scales"] = (experts.num_experts,)
     return shapes

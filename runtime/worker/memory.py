@@ -205,7 +205,8 @@ def _working_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int, max_num_s
     mask = (
         min(tokens, max_model_len) * max_model_len * size * (2 if spec.window else 1)
     )  # layers with a window have a second mask
-    gathered = 2 * max(max_model_len, MAX_GATHERED) * spec.num_kv_heads * spec.head_dim * 4  # exact attention: in fp32
+    row = max(heads * dim for heads, dim in map(spec.heads, range(spec.num_layers)))
+    gathered = 2 * max(max_model_len, MAX_GATHERED) * row * 4  # exact attention: in fp32
     return activations + logits + mask + 2 * gathered
 
 
@@ -232,11 +233,13 @@ def _update_bytes(config: EngineConfig, spec: DecoderSpec, numerics: Numerics) -
 
 
 def _activation_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int) -> int:
-    heads = spec.num_heads + 2 * spec.num_kv_heads
-    ffn = 3 * spec.ffn_size
+    layers = range(spec.num_layers)
+    qkv = max((spec.num_heads + 2 * heads) * dim for heads, dim in map(spec.heads, layers))
+    ffn = 3 * max(map(spec.ffn_size_of, layers))
     if spec.experts is not None:  # each choice of a token has its own intermediate values and result
         ffn = max(3 * spec.dense_ffn_size, spec.experts.choices * (ffn + 2 * spec.hidden_size))
-    rows = tokens * (4 * spec.hidden_size + 2 * heads * spec.head_dim + ffn) * numerics.dtype.itemsize
+    of_layers = 2 * spec.num_layers * spec.layer_embed_size
+    rows = tokens * (4 * spec.hidden_size + 2 * qkv + ffn + of_layers) * numerics.dtype.itemsize
     if numerics.rank_invariant:  # results of all leaves
         choices = 1 if spec.experts is None else 1 + spec.experts.choices
         rows += tokens * choices * NUM_LEAVES // spec.shard.size * spec.hidden_size * 4

@@ -33,7 +33,7 @@ class GroupedExperts(RoutedExperts):
         """`ExpertLayer.add_to`."""
         x = self.router.logits.norm(residual, norm_weight, eps)
         num_choices, hidden = len(x) * self.spec.choices, x.shape[1]
-        ids, weights = self._route(self.router.logits.product(x))
+        ids, weights = self._route(self.router.logits_of(residual, x, eps))
         starts, order = self._sort(ids)
         inner = x.new_empty(num_choices, self.down.shape[2])
         results = x.new_empty(num_choices, hidden)

@@ -261,7 +261,7 @@ class QuantizedExperts(RoutedExperts):
         gate_up, down = self.weights
         tile = moe_wna16_tile(num_choices, self.spec.all_experts, self.deterministic)
         is_single = self._is_single(num_tokens, hidden, tile)
-        ids, weights = self._route(self.router.logits.product(x))
+        ids, weights = self._route(self.router.logits_of(residual, x, eps))
         starts, order = (ids, ids) if is_single else self._sort(ids)
         inner = x.new_empty(num_choices, down.shape[1])
         results = x.new_empty(num_choices, hidden, dtype=torch.float32 if is_single else x.dtype)
