@@ -245,7 +245,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 LIKE_OTHERS = {  # cases that differ from another in their files, not in their computation
     "mistral, some windows", "mistral, with a vision tower", "ministral3, with a vision tower", "olmo2",
-    "gemma4, with a vision tower",    "smollm3, window", "granite 4", "seed", "glm", "qwen3.5, with a vision tower", "qwen3.5 moe, with a vision tower",
+    "gemma4, with a vision tower", "smollm3, window", "granite 4", "seed", "glm", "qwen3.5, with a vision tower",
+    "qwen3.5 moe, with a vision tower",
 }  # fmt: skip
 
 
