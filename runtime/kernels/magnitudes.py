@@ -18,6 +18,12 @@ def larger(a, b):
 
 
 @jit
+def smaller(a, b):
+    """The smaller of two numbers; NaN if one of them is."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
 def largest_magnitude(x, AXIS: tl.constexpr):
     """The largest magnitude along an axis; NaN if one number is."""
     return tl.reduce(tl.abs(x), AXIS, larger)

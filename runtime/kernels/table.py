@@ -26,7 +26,7 @@ from runtime.kernels.attention.rope import (
 )
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts, has_fp8_moe
-from runtime.kernels.experts.moe_torch import ExpertLayer, Experts, Router
+from runtime.kernels.experts.moe_torch import Experts, Mixture, Router
 from runtime.kernels.experts.moe_w16a16 import GroupedExperts
 from runtime.kernels.experts.moe_wna16 import QuantizedExperts
 from runtime.kernels.linear.fused_linear import FusedLinear
@@ -118,7 +118,7 @@ class DenseExperts(Protocol):
 
     def __call__(
         self, spec: ExpertsSpec, router: Router, weights: Iterable[tuple[torch.Tensor, torch.Tensor]]
-    ) -> ExpertLayer: ...
+    ) -> Mixture: ...
 
 
 class QuantizedMixture(Protocol):
@@ -126,7 +126,7 @@ class QuantizedMixture(Protocol):
 
     def __call__(
         self, spec: ExpertsSpec, router: Router, weights: Iterable[tuple[QuantizedWeight, QuantizedWeight]]
-    ) -> ExpertLayer: ...
+    ) -> Mixture: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ def _quantized_experts(
     activation: Activation,
     deterministic: bool,
     dtype: torch.dtype,
-) -> ExpertLayer:
+) -> Mixture:
     pairs = iter(weights)
     first = next(pairs)
     takes_fp8_rows = dtype != torch.float32 and has_fp8_moe(first)

@@ -12,7 +12,7 @@ import torch
 from runtime.kernels.collectives.communicator import OneRank
 from runtime.kernels.collectives.heads_norm import HeadsNorm, HeadsWeight
 from runtime.kernels.cpu.linear.interleaved_weight import ROWS, InterleavedWeight, dequantize_interleaved
-from runtime.kernels.experts.moe_torch import ExpertLayer, Experts, Router, SharedBeside
+from runtime.kernels.experts.moe_torch import ExpertBiases, ExpertLayer, Experts, Router, SharedBeside
 from runtime.kernels.linear.linear_torch import Linear, Product
 from runtime.kernels.table import Kernels
 from runtime.models.weights import ReadWeight
@@ -77,11 +77,10 @@ class LinearMaps:
         is_one = own.stacks_with(of_shared)
         routed = spec if is_one else replace(spec, shared=0, shared_gate=False)
         router = self._router(prefix, routed)
-        weights = (
-            (self._parts(p, "gate_up")[0].weight, self._parts(p, "down")[0].weight)
-            for p in prefixes[: routed.all_experts]
-        )
+        biases = list[tuple[torch.Tensor | None, ...]]()
+        weights = (self._expert(p, biases) for p in prefixes[: routed.all_experts])
         mixture = own.experts(routed, router, weights, self.kernels)
+        mixture.biases = ExpertBiases(*map(_stacked, zip(*biases, strict=True)))
         if is_one:
             return mixture
         gate = self.kernels.linear(self.read(f"{prefix}shared_gate.weight")[0], None) if spec.shared_gate else None
@@ -151,8 +150,8 @@ class LinearMaps:
         return LinearMaps.columns(self, self._parts(prefix, name), self._bias(prefix, name))
 
     def _product(self, prefix: str, name: str) -> Product:
-        """The product of a map without a bias, for the inputs of this rank."""
-        return LinearMaps.columns(self, self._parts(prefix, name), None).product
+        """The product of a map, for the inputs of this rank."""
+        return LinearMaps.columns(self, self._parts(prefix, name), self._bias(prefix, name)).product
 
     def _parts(self, prefix: str, name: str) -> list[MapPart]:
         """The weights of a fused map. Neighbours in one format are joined."""
@@ -187,17 +186,32 @@ class LinearMaps:
 
     def _router(self, prefix: str, spec: ExpertsSpec) -> Router:
         (weight,) = self.read(f"{prefix}router.weight")
+        bias = self.read(f"{prefix}router.bias")[0] if spec.router_bias else None
         if spec.shared_gate:
             (gate,) = self.read(f"{prefix}shared_gate.weight")
             missing = -(len(weight) + 1) % _ROUTER_ROWS
             weight = torch.cat((weight, gate, gate.new_zeros(missing, gate.shape[1])))
-        bias = self.read(f"{prefix}choice_bias")[0].float() if spec.choice_bias else None
+            bias = None if bias is None else torch.cat((bias, bias.new_zeros(len(weight) - len(bias))))
+        choice_bias = self.read(f"{prefix}choice_bias")[0].float() if spec.choice_bias else None
         norm = self.read(f"{prefix}router_norm")[0].float() * weight.shape[1] ** -0.5 if spec.own_norm else None
         scales = self.read(f"{prefix}expert_scales")[0].float() if spec.expert_scales else None
-        return Router(self.kernels.linear(weight, None), bias, norm, scales)
+        return Router(self.kernels.linear(weight, bias), choice_bias, norm, scales)
+
+    def _expert(self, prefix: str, biases: list[tuple[torch.Tensor | None, ...]]) -> tuple[Weight, Weight]:
+        """The gate_up and down of an expert. Their biases are appended to the list."""
+        maps = [(self._parts(prefix, name)[0].weight, self._bias(prefix, name)) for name in ("gate_up", "down")]
+        (gate_up, _), (down, _) = maps
+        biases.append(tuple(bias for _, bias in maps))
+        return gate_up, down
 
     def _expert_prefixes(self, prefix: str, spec: ExpertsSpec) -> list[str]:
         return [f"{prefix}experts.{e}." for e in range(spec.all_experts)]
+
+
+def _stacked(biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """[num_experts, out]; None without biases."""
+    found = [bias for bias in biases if bias is not None]
+    return torch.stack(found) if found else None
 
 
 def _layer_of(prefix: str) -> int:

@@ -135,7 +135,7 @@ def _weights_of_experts(spec: DecoderSpec, names: Iterable[str]) -> dict[tuple[s
     """Layer, True for shared experts -> the weights of these experts."""
     of_layer = defaultdict[tuple[str, bool], list[str]](list)
     for name in names:
-        if ".experts." in name:
+        if ".experts." in name and name.endswith(".weight"):
             of_layer[_layer_of_expert(spec, name)].append(name)
     return {layer: tuple(weights) for layer, weights in of_layer.items()}
 

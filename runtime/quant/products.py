@@ -15,7 +15,7 @@ from runtime.kernels.cpu.linear.interleaved_weight import (
     interleave_pieces,
     interleaved_bytes,
 )
-from runtime.kernels.experts.moe_torch import ExpertLayer, Experts, Router
+from runtime.kernels.experts.moe_torch import Experts, Mixture, Router
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.quantized.fp8_w8a8_gemm import fits_fp8_gemm
@@ -66,7 +66,7 @@ class QuantizedProducts(Protocol):
         router: Router,
         weights: Iterable[tuple[Weight, Weight]],
         kernels: Kernels,
-    ) -> ExpertLayer:
+    ) -> Mixture:
         """A mixture from the packed gate_up and down of each expert; here, one expert runs after another."""
         return Experts(
             spec, router, weights, lambda weight: self.linear(encoding, weight, None, kernels).product, kernels.activate
@@ -183,7 +183,7 @@ class TritonProducts(QuantizedProducts):
         router: Router,
         weights: Iterable[tuple[Weight, Weight]],
         kernels: Kernels,
-    ) -> ExpertLayer:
+    ) -> Mixture:
         assert kernels.quantized_experts is not None
         pairs = ((_quantized(encoding, gate_up), _quantized(encoding, down)) for gate_up, down in weights)
         return kernels.quantized_experts(spec, router, pairs)

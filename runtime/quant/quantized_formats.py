@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
-from runtime.kernels.experts.moe_torch import ExpertLayer, Router
+from runtime.kernels.experts.moe_torch import Mixture, Router
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import Kernels
@@ -90,7 +90,7 @@ class QuantizedFormat(WeightFormat):
 
     def experts(
         self, spec: ExpertsSpec, router: Router, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
-    ) -> ExpertLayer:
+    ) -> Mixture:
         return self._products.experts(self.encoding, spec, router, weights, kernels)
 
     def stacks_with(self, other: WeightFormat) -> bool:

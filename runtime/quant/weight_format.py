@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from runtime.kernels.experts.moe_torch import ExpertLayer, Router
+from runtime.kernels.experts.moe_torch import Mixture, Router
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import Kernels
@@ -97,7 +97,7 @@ class WeightFormat(ABC):
     @abstractmethod
     def experts(
         self, spec: ExpertsSpec, router: Router, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
-    ) -> ExpertLayer:
+    ) -> Mixture:
         """A mixture of experts from the gate_up and down of each expert."""
 
     @abstractmethod
@@ -138,7 +138,7 @@ class DenseFormat(WeightFormat):
 
     def experts(
         self, spec: ExpertsSpec, router: Router, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
-    ) -> ExpertLayer:
+    ) -> Mixture:
         return kernels.experts(spec, router, ((gate_up[0], down[0]) for gate_up, down in weights))
 
     def stacks_with(self, other: WeightFormat) -> bool:

@@ -20,6 +20,7 @@ from runtime.spec.mixer_spec import DeltaRuleSpec, Linears, MixerSpec
 from runtime.spec.sharding import ALONE, Shard
 from runtime.spec.types import CallboardError
 
+ACTIVATION_LIMIT = 7.0  # of swiglu_clamped
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
 
@@ -64,13 +65,19 @@ class ExpertsSpec:
     shared: int = 0
     # The weight of the shared experts is the sigmoid of one more row of the router; otherwise it is 1.
     shared_gate: bool = False
-    scores: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits
+    # Of the router's logits. softmax_of_chosen: the top_k are the largest logits, and the softmax is over these alone.
+    scores: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
     choice_bias: bool = False  # a bias is added to the scores for the choice of the top_k, not for their weights
     sum_eps: float = 0.0  # with normalized: added to the sum that divides the weights
     scale: float = 1.0  # factor of the weights of the top_k
     expert_scales: bool = False  # the weight of an expert is multiplied by a factor of the expert
     # The router has a norm of its own, times hidden_size ** -0.5, in place of that of the experts.
     own_norm: bool = False
+    router_bias: bool = False  # the router's logits have a bias
+    # The experts form groups of neighbours, and the top_k are of the best top_groups.
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"  # a group's best score with the choice bias, or its two best added
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
@@ -78,6 +85,22 @@ class ExpertsSpec:
                 f"The model has {self.num_experts} experts, of which a token takes {self.top_k}; it must take one at "
                 "least and all at most."
             )
+        if self.groups < 1 or self.num_experts % self.groups or not 1 <= self.top_groups <= self.groups:
+            raise CallboardError(
+                f"The model has {self.groups} groups of its {self.num_experts} experts, of which a token takes "
+                f"{self.top_groups}; groups must be of equal size, and a token takes one at least and all at most."
+            )
+        size = self.num_experts // self.groups
+        if self.has_groups and (self.top_k > self.top_groups * size or (self.group_score == "top2" and size < 2)):
+            raise CallboardError(
+                f"The model has groups of {size} experts, and a token takes {self.top_k} experts of {self.top_groups} "
+                "groups; these groups must have enough experts, and at least two each."
+            )
+
+    @property
+    def has_groups(self) -> bool:
+        """True if the choice is limited to some groups of experts."""
+        return self.top_groups < self.groups
 
     @property
     def all_experts(self) -> int:
@@ -111,7 +134,8 @@ class DecoderSpec:
     max_positions: int
     norm_eps: float
     rope: RopeSpec = RopeSpec()
-    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate
+    activation: Literal["silu", "gelu_tanh", "swiglu_clamped"] = "silu"  # of the gate
+    activation_limit: float = 0.0  # swiglu_clamped: the largest gate, and the largest magnitude of up
     tied_head: bool = False
     makes_text: bool = True  # False if the checkpoint lacks an output head; the embedding then replaces it
     qk_norm: bool = False  # RMSNorm over head_dim of each q and k head, before RoPE
@@ -156,6 +180,12 @@ class DecoderSpec:
     fp8_kv_cache: bool = False  # the checkpoint requests keys and values in fp8
     shard: Shard = ALONE  # this spec holds the heads, ffn_size and vocab_size of this rank
     of_all_ranks: DecoderSpec | None = field(default=None, repr=False)  # the whole spec; None without ranks
+
+    def __post_init__(self) -> None:
+        if self.activation == "swiglu_clamped" and not (self.gated and self.activation_limit == ACTIVATION_LIMIT):
+            raise CallboardError(
+                f"The model's activation is clamped to {self.activation_limit}; only {ACTIVATION_LIMIT} is supported."
+            )
 
     @property
     def whole(self) -> DecoderSpec:
@@ -417,6 +447,8 @@ def chooses_experts(parameter: str) -> bool:
 def _of_router(prefix: str, experts: ExpertsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the parameters that choose the experts of a layer."""
     shapes: dict[str, tuple[int, ...]] = {f"{prefix}router.weight": (experts.num_experts, hidden)}
+    if experts.router_bias:
+        shapes[f"{prefix}router.bias"] = (experts.num_experts,)
     if experts.shared_gate:
         shapes[f"{prefix}shared_gate.weight"] = (1, hidden)
     if experts.choice_bias:

@@ -102,16 +102,16 @@ def test_faults_stay_with_their_row():
 
 
 @pytest.mark.parametrize(("hidden", "ffn"), [(64, 96), (40, 24), (20, 12)])
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("silu", False), ("swiglu_clamped", True)])
 @pytest.mark.parametrize("count", [1, 7])
-def test_layers_equal_those_of_torch(hidden, ffn, gated, count):
+def test_layers_equal_those_of_torch(hidden, ffn, activation, gated, count):
     launcher, eps = Launcher(), 1e-5
-    activate = partial(gated_activation_torch, activation="silu", gated=gated)
+    activate = partial(gated_activation_torch, activation=activation, gated=gated)
     up, down = weight_of(torch.float32, ffn * (1 + gated), hidden), weight_of(torch.bfloat16, hidden, ffn)
     bias, norm = rows_of(1, len(up))[0].contiguous(), rows_of(1, hidden)[0].contiguous()
     weights = (up, bias), (down, None)
     around = rms_norm_torch, activate
-    compiled = [DenseLinear(dense_weight(w), b, launcher, *around, "silu", gated) for w, b in weights]
+    compiled = [DenseLinear(dense_weight(w), b, launcher, *around, activation, gated) for w, b in weights]
     torches = [Linear(partial(F.linear, weight=w, bias=b), *around) for w, b in weights]
     x, results = rows_of(count, hidden).contiguous(), []
     for first, second in (compiled, torches):

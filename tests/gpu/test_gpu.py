@@ -144,12 +144,15 @@ def test_rms_norm_against_float64(rows, size, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "ffn"), [(1, 1536), (7, 8192), (256, 14336), (3, 1000)])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_clamped"])
 def test_gated_activation_against_float64(rows, ffn, dtype, activation):
     generator = torch.Generator("cuda").manual_seed(rows + ffn)
     x = torch.randn(rows, 2 * ffn, device="cuda", generator=generator).to(dtype)
     gate, up = x.double().chunk(2, -1)
     want = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    if activation == "swiglu_clamped":
+        gate = gate.clamp(max=7.0)
+        want = gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1.0)
     for act in (gated_activation_torch, gated_activation_triton):
         error = (act(x.clone(), activation).double() - want).norm() / want.norm()
         assert error < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype], act

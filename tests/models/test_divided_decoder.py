@@ -45,6 +45,16 @@ SPECS = {
         BASE, ffn_size=64, dense_layers=1, dense_ffn_size=128,
         experts=ExpertsSpec(4, 2, True, shared=2, shared_gate=True, scores="sigmoid", choice_bias=True, sum_eps=1e-6),
     ),
+    "mixture with biases": replace(
+        BASE, ffn_size=64, ffn_bias=True, activation="swiglu_clamped", activation_limit=7.0,
+        experts=ExpertsSpec(4, 2, False, shared=1, scores="softmax_of_chosen", router_bias=True),
+    ),
+    "mixture of groups": replace(
+        BASE, ffn_size=64,
+        experts=ExpertsSpec(
+            8, 2, True, scores="sigmoid", choice_bias=True, groups=4, top_groups=2, group_score="top2", sum_eps=1e-20
+        ),
+    ),
     "gpt": replace(
         BASE, rope=RopeSpec(partial=0.0), activation="gelu_tanh", gated=False, norm="layer", learned_positions=True,
         qkv_bias=True, out_bias=True, ffn_bias=True, fused_qkv=True, num_kv_heads=8,

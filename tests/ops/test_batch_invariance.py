@@ -47,14 +47,19 @@ def test_products(dtype, size, num_rows, first):
 
 SPEC = ExpertsSpec(7, 3, True)
 SIGMOID = ExpertsSpec(6, 3, True, shared=1, shared_gate=True, scores="sigmoid", choice_bias=True)
+GROUPS = ExpertsSpec(6, 3, True, scores="sigmoid", groups=3, top_groups=2, group_score="top2")
+OF_CHOSEN = ExpertsSpec(7, 3, False, scores="softmax_of_chosen")
 ROW_OPERATIONS = {
     "rms norm": lambda x: rms_norm_torch(x, torch.ones(x.shape[1]), 1e-6),
     "layer norm": lambda x: layer_norm_torch(x, torch.ones(2, x.shape[1]), 1e-6),
     "silu": lambda x: gated_activation_exact(x, "silu", gated=False),
     "gelu": lambda x: gated_activation_exact(x, "gelu_tanh", gated=False),
+    "swiglu": lambda x: gated_activation_exact(torch.cat((x, 1 - x), 1), "swiglu_clamped"),
     "soft cap": torch.tanh,
     "router": lambda x: route_torch(x[:, :7], SPEC)[1],
     "router by sigmoid": lambda x: route_torch(x[:, :7], SIGMOID, torch.arange(6) / 50)[1],
+    "router of groups": lambda x: route_torch(x[:, :6], GROUPS)[1],
+    "router of chosen": lambda x: route_torch(x[:, :7], OF_CHOSEN)[1],
     "log-probabilities": lambda x: token_logprobs(x, torch.ones(len(x), dtype=torch.int64), 3)[3],
     "noise": lambda x: gumbel_noise(noise_keys(x[:, 0].long(), x[:, 1].int())[:, :, None], torch.arange(999).int()),
 }

@@ -85,11 +85,16 @@ def test_rope_equals_transformers(spec, parameters):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gated_activation_twins_agree(dtype):
     x = torch.randn(7, 2 * 50).to(dtype)
+    x[:2] *= 9.0  # beyond the limit
     gate, up = x.double().chunk(2, -1)
     for kind, act in (("silu", F.silu), ("gelu_tanh", lambda g: F.gelu(g, approximate="tanh"))):
         want = (act(gate) * up).to(dtype)
         torch.testing.assert_close(gated_activation_torch(x, kind), want)
         torch.testing.assert_close(gated_activation_exact(x, kind), want)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    want = ((up + 1) * gate * torch.sigmoid(1.702 * gate)).to(dtype)  # gpt-oss
+    torch.testing.assert_close(gated_activation_torch(x, "swiglu_clamped"), want, rtol=0.05, atol=1e-4)
+    torch.testing.assert_close(gated_activation_exact(x, "swiglu_clamped"), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -18,7 +18,9 @@ def test_folded_steps_equal_plain_steps():
     torch.testing.assert_close(skinny_gemm_torch(x, weight, bias, norm_weight=norm, eps=1e-5), product)
     gate, up = product[:, :10], product[:, 10:]
     silu, gelu = gate * torch.sigmoid(gate), torch.nn.functional.gelu(gate, approximate="tanh")
-    for activation, gated in (("silu", silu * up), ("gelu_tanh", gelu * up)):
+    clamped = gate.clamp(max=7.0)
+    clamped = clamped * torch.sigmoid(1.702 * clamped) * (up.clamp(-7.0, 7.0) + 1.0)
+    for activation, gated in (("silu", silu * up), ("gelu_tanh", gelu * up), ("swiglu_clamped", clamped)):
         got = skinny_gemm_torch(x, weight, bias, norm_weight=norm, eps=1e-5, activation=activation)
         torch.testing.assert_close(got, gated)
     want = residual + x @ weight.T

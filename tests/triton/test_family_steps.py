@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.assembly.runner import build_runner
-from runtime.kernels.experts.moe_torch import Experts, Router
+from runtime.kernels.experts.moe_torch import ExpertBiases, Experts, Router
 from runtime.kernels.experts.moe_w16a16 import GroupedExperts
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
@@ -60,7 +60,10 @@ def logits(spec: DecoderSpec, backend: str, deterministic: bool, graphs: bool) -
         (9, ExpertsSpec(6, 3, False, shared=2, scores="sigmoid", scale=2.5), torch.float32, 0),
     ],
 )
-def test_experts(num_tokens: int, spec: ExpertsSpec, dtype: torch.dtype, favoured: int):
+@pytest.mark.parametrize(("activation", "has_biases"), [("gelu_tanh", False), ("swiglu_clamped", True)])
+def test_experts(
+    num_tokens: int, spec: ExpertsSpec, dtype: torch.dtype, favoured: int, activation: str, has_biases: bool
+):
     """The kernels against the plain form; all tokens prefer the first `favoured` experts, so that the others idle."""
     torch.manual_seed(0)
     hidden, ffn, num_experts = 24, 20, spec.all_experts
@@ -69,14 +72,20 @@ def test_experts(num_tokens: int, spec: ExpertsSpec, dtype: torch.dtype, favoure
     base, norm = torch.randn(num_tokens, hidden).to(dtype), torch.rand(hidden).to(dtype)
     router = torch.randn(num_experts, hidden).to(dtype)
     bias = torch.where(torch.arange(num_experts) < favoured, 50.0, 0.0).to(dtype)
-    activate = partial(gated_activation_torch, activation="gelu_tanh")
+    biases = ExpertBiases()
+    if has_biases:
+        biases = ExpertBiases(*(torch.randn(num_experts, size).to(dtype) for size in (2 * ffn, hidden)))
+    activate = partial(gated_activation_torch, activation=activation)
     route = Router(Linear(partial(F.linear, weight=router, bias=bias), rms_norm_torch, activate))
     plain = Experts(spec, route, weights, lambda weight: partial(F.linear, weight=weight), activate)
+    plain.biases = biases
     want = base.clone()
     plain.add_to(want, norm, 1e-5)
     for deterministic in (False, True):
         got = base.clone()
-        GroupedExperts(spec, route, weights, "gelu_tanh", deterministic).add_to(got, norm, 1e-5)
+        mixture = GroupedExperts(spec, route, weights, activation, deterministic)
+        mixture.biases = biases
+        mixture.add_to(got, norm, 1e-5)
         error = ((got - want).abs().max() / (want - base).abs().max()).item()
         assert error < {torch.float32: 1e-6, torch.float16: 5e-3}[dtype]
 

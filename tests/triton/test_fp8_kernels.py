@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts
-from runtime.kernels.experts.moe_torch import Experts, Router
+from runtime.kernels.experts.moe_torch import ExpertBiases, Experts, Router
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.linear.tiles import Tiling
 from runtime.kernels.norm.gated_activation import gated_activation_torch
@@ -138,21 +138,25 @@ def test_few_rows_of_wide_experts_have_a_counter_each(monkeypatch):
     assert asked == [True, True, False, False]
 
 
-@pytest.mark.parametrize("block", [0, 128])
-def test_experts_are_near_their_dense_values(block):
+@pytest.mark.parametrize(("block", "activation"), [(0, "silu"), (128, "silu"), (0, "swiglu_clamped")])
+def test_experts_are_near_their_dense_values(block, activation):
     spec, hidden, ffn = ExpertsSpec(4, 2, True, shared=1, shared_gate=True), 256, 128
     pairs = [(some_weight(2 * ffn, hidden, block), some_weight(hidden, ffn, block)) for _ in range(5)]
     router, norm = torch.randn(5, hidden).half(), torch.rand(hidden).half()
     by_row = Linear(lambda x: torch.cat([F.linear(row, router) for row in x.split(1)]), rms_norm_triton, torch.abs)
-    route = Router(by_row)
+    route, biases = Router(by_row), ExpertBiases()
+    if activation == "swiglu_clamped":
+        biases = ExpertBiases(torch.randn(5, 2 * ffn), torch.randn(5, hidden))
     twin = Experts(
         spec, Router(Linear(lambda x: F.linear(x, router.float()), rms_norm_torch, torch.abs)),
         [tuple(dequantize_torch(w) for w in pair) for pair in pairs],
-        lambda w: lambda x: F.linear(x, w), lambda y: gated_activation_torch(y, "silu"),
+        lambda w: lambda x: F.linear(x, w), lambda y: gated_activation_torch(y, activation),
     )  # fmt: skip
+    twin.biases = biases
     x = torch.randn(20, hidden).half()
     for deterministic in (False, True):
-        mixture = Fp8Experts(spec, route, pairs, "silu", deterministic)
+        mixture = Fp8Experts(spec, route, pairs, activation, deterministic)
+        mixture.biases = biases
         firsts = []
         for num_rows in (1, 20):  # of one row a program, if not deterministic, and of sorted rows
             got, want = x[:num_rows].clone(), x[:num_rows].float()

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.experts.moe_torch import Experts, Router
+from runtime.kernels.experts.moe_torch import ExpertBiases, Experts, Router
 from runtime.kernels.experts.moe_wna16 import QuantizedExperts
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
@@ -31,6 +31,9 @@ ROWS = {"single": 2, "few": 17, "many": 35}  # 4, 34 and 70 choices of four expe
         (("table", 64, 1), 128, 128, "single"),
         (("e2m1", 32, 1), 64, 64, "many"),
         (("int4", 16, 1), 128, 64, "few"),
+        (("e2m1", 32, 1), 64, 64, "single, biases"),
+        (("e2m1", 32, 1), 64, 64, "few, biases"),
+        (("fp8", 0, 1), 80, 48, "many, biases"),
     ],
     ids=lambda part: part if isinstance(part, str) else str(part).replace("'", ""),
 )
@@ -40,18 +43,25 @@ def test_mixtures(form, hidden, ffn, rows):
     for weight in (weight for pair in pairs for weight in pair):
         weight.scales.add_(0.01 * (weight.scales.numel() < 128))  # one common block would be zero
     router, norm = torch.randn(SPEC.all_experts, hidden), torch.rand(hidden)
+    rows, has_biases, _ = rows.partition(", biases")
+    activation, biases = "silu", ExpertBiases()
+    if has_biases:
+        activation = "swiglu_clamped"
+        biases = ExpertBiases(*(torch.randn(SPEC.all_experts, size) for size in (2 * ffn, hidden)))
     by_row = Linear(lambda x: torch.cat([F.linear(row, router) for row in x.split(1)]), rms_norm_triton, torch.abs)
     twin = Experts(
         SPEC, Router(Linear(lambda x: F.linear(x, router), rms_norm_torch, torch.abs)),
         [tuple(dequantize_torch(w) for w in pair) for pair in pairs],
-        lambda w: lambda x: F.linear(x, w), lambda y: gated_activation_torch(y, "silu"),
+        lambda w: lambda x: F.linear(x, w), lambda y: gated_activation_torch(y, activation),
     )  # fmt: skip
+    twin.biases = biases
     x = torch.randn(ROWS[rows], hidden) * 1e-3  # small beside the experts' output
     want = x.clone()
     twin.add_to(want, norm, 1e-5)
     for deterministic in (False, True)[: 1 + (rows == "many")]:
         got, alone = x.clone(), x[:1].clone()
-        mixture = QuantizedExperts(SPEC, Router(by_row), pairs, "silu", deterministic)
+        mixture = QuantizedExperts(SPEC, Router(by_row), pairs, activation, deterministic)
+        mixture.biases = biases
         mixture.add_to(got, norm, 1e-5)
         assert (got - want).norm() < 3e-5 * (want - x).norm(), deterministic
     if deterministic:

@@ -15,18 +15,24 @@ LOGITS = Linear(torch.abs, rms_norm_triton, torch.abs)  # never called
 
 @st.composite
 def specs(draw: st.DrawFn) -> ExpertsSpec:
-    num_experts = draw(st.integers(1, 40))
+    groups = draw(st.sampled_from((1, 1, 3, 4)))
+    group_score = draw(st.sampled_from(("max", "top2")))
+    size = draw(st.integers(2, 12)) if groups > 1 else draw(st.integers(1, 40))
+    num_experts, top_groups = groups * size, draw(st.integers(1, groups))
     shared = draw(st.integers(0, 2))
     return ExpertsSpec(
         num_experts,
-        draw(st.integers(1, min(num_experts, 10))),
+        draw(st.integers(1, min(top_groups * size, 10))),
         draw(st.booleans()),
         shared,
         shared > 0 and draw(st.booleans()),
-        draw(st.sampled_from(("softmax", "sigmoid"))),
+        draw(st.sampled_from(("softmax", "sigmoid", "softmax_of_chosen"))),
         draw(st.booleans()),
         draw(st.sampled_from((0.0, 1e-6))),
         draw(st.sampled_from((1.0, 2.5))),
+        groups=groups,
+        top_groups=top_groups,
+        group_score=group_score,
     )
 
 
@@ -35,8 +41,9 @@ def specs(draw: st.DrawFn) -> ExpertsSpec:
 def test_kernel_equals_twin(spec: ExpertsSpec, num_tokens: int, padding: int, seed: int):
     generator = torch.Generator().manual_seed(seed)
     width = spec.num_experts + spec.shared_gate + padding
-    # Distinct logits some way apart, so that both forms choose the same experts.
-    logits = torch.stack([torch.randperm(width, generator=generator) for _ in range(num_tokens)]).float() / 8 - 2
+    # Distinct logits and sums of two, so that both forms choose the same experts.
+    logits = torch.stack([torch.randperm(width, generator=generator) for _ in range(num_tokens)])
+    logits = logits.float() ** 1.1 / 8 - 2
     bias = torch.randperm(spec.num_experts, generator=generator) / 3.7 - 4 if spec.choice_bias else None
     layer = RoutedExperts()
     layer.spec, layer.router = spec, Router(LOGITS, bias)

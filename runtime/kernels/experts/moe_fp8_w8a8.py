@@ -23,7 +23,7 @@ from runtime.kernels.experts.moe_routing import (
 from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.linear.split_k import split_counters
 from runtime.kernels.magnitudes import larger, largest_magnitude, to_e4m3, within
-from runtime.kernels.norm.gated_activation import Activation, activated
+from runtime.kernels.norm.gated_activation import Activation, gated_by
 from runtime.kernels.quantized.activations import Fp8Activations, quantize_normed_fp8
 from runtime.kernels.quantized.fp8_w8a8_gemm import has_fp8_gemm
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
@@ -37,6 +37,7 @@ def _moe_fp8_w8a8_kernel(
     x_scales_ptr,  # [num_tokens], or without ACTIVATION [num_choices, K / BLOCK_K]
     weights,  # descriptor of [num_experts * N, K], with ACTIVATION [num_experts * 2 * N, K]: gate's rows, then up's
     scales_ptr,  # float32 [rows of weights], or [rows of weights / 128, K / 128]
+    bias_ptr,  # [rows of weights], with BIAS
     out_ptr,  # [num_choices, N], with ACTIVATION fp8 sorted by expert
     out_scales_ptr,  # with ACTIVATION [num_choices, N / BLOCK_N]
     starts_ptr,  # [num_experts + 1], unused with SINGLE
@@ -48,6 +49,7 @@ def _moe_fp8_w8a8_kernel(
     N,
     K: tl.constexpr,
     PER_TOKEN: tl.constexpr,
+    BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_SCALES: tl.constexpr,
     SINGLE: tl.constexpr,  # program (i, j): choice i
@@ -89,8 +91,8 @@ def _moe_fp8_w8a8_kernel(
             if BLOCK_SCALES:
                 part *= tl.load(block + (row + N) // 128 * (K // 128))
             up += part
+    row_of = expert * size + tl.minimum(cols, N - 1)
     if not BLOCK_SCALES:
-        row_of = expert * size + tl.minimum(cols, N - 1)
         acc *= tl.load(scales_ptr + row_of)[:, None]
         if ACTIVATION is not None:
             up *= tl.load(scales_ptr + row_of + N)[:, None]
@@ -98,11 +100,18 @@ def _moe_fp8_w8a8_kernel(
     inside = live[None, :] & (cols < N)[:, None]
     if ACTIVATION is not None:
         x_scales = tl.load(x_scales_ptr + sources, mask=live, other=0.0)[None, :]
-        y = tl.where(inside, activated(acc * x_scales, ACTIVATION) * (up * x_scales), 0.0)
+        gate = acc * x_scales
+        up *= x_scales
+        if BIAS:
+            gate += tl.load(bias_ptr + row_of)[:, None].to(tl.float32)
+            up += tl.load(bias_ptr + row_of + N)[:, None].to(tl.float32)
+        y = tl.where(inside, gated_by(gate, up, ACTIVATION), 0.0)
         largest = larger(largest_magnitude(y, 0), 7.888609052210118e-31)
         tl.store(out_ptr + at, to_e4m3(within(y * (448.0 / largest)[None, :], 448.0)), mask=inside)
         tl.store(out_scales_ptr + targets * (N // BLOCK_N) + tl.program_id(1), largest / 448.0, mask=live)
     else:
+        if BIAS:
+            acc += tl.load(bias_ptr + row_of)[:, None].to(tl.float32)
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
     if SINGLE and ACTIVATION is None:
         token = place // PER_TOKEN
@@ -146,10 +155,11 @@ class Fp8Experts(RoutedExperts):
         product = partial(
             self._fp8_product, starts=starts, order=order, weights=weights, residual=out, is_single=is_single
         )
-        product(rows, self.gate_up, self.gate_up_scales, *inner, tile=tile, activation=self.activation)
+        of_gate_up, of_down = self.biases
+        product(rows, self.gate_up, self.gate_up_scales, of_gate_up, *inner, tile=tile, activation=self.activation)
         # A step's columns share a scale.
         tile = tile._replace(block_k=tile.block_n, num_stages=tile.num_stages * tile.block_k // tile.block_n)
-        product(inner, self.down, self.down_scales, results, results, tile=tile, activation=None)
+        product(inner, self.down, self.down_scales, of_down, results, results, tile=tile, activation=None)
         if not is_single:
             self._combine(results, weights, out)
 
@@ -158,6 +168,7 @@ class Fp8Experts(RoutedExperts):
         x: Fp8Activations,  # [num_tokens, K], or [num_choices, K] sorted by expert
         values: torch.Tensor,  # [num_experts, N, K]
         scales: torch.Tensor,  # [num_experts, N, 1], or of blocks
+        bias: torch.Tensor | None,  # [num_experts, N]
         out: torch.Tensor,
         out_scales: torch.Tensor,
         starts: torch.Tensor,
@@ -175,9 +186,10 @@ class Fp8Experts(RoutedExperts):
         flat = values.view(-1, size_in)
         descriptor = TensorDescriptor(flat, list(flat.shape), [size_in, 1], [tile.block_n, tile.block_k])
         _moe_fp8_w8a8_kernel[(num_tiles, -(-size_out // tile.block_n))](
-            x.values, x.scales, descriptor, scales, out, out_scales, starts, order, weights, residual,
-            split_counters(values.device), num_experts, size_out, K=size_in, PER_TOKEN=self.spec.choices,
-            ACTIVATION=activation, BLOCK_SCALES=scales.shape[1] < values.shape[1], SINGLE=is_single,
+            x.values, x.scales, descriptor, scales, scales if bias is None else bias, out, out_scales, starts, order,
+            weights, residual, split_counters(values.device), num_experts, size_out, K=size_in,
+            PER_TOKEN=self.spec.choices, BIAS=bias is not None, ACTIVATION=activation,
+            BLOCK_SCALES=scales.shape[1] < values.shape[1], SINGLE=is_single,
             EXPERTS=next_power_of_2(num_experts), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
             STAGES=tile.num_stages, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
         )  # fmt: skip

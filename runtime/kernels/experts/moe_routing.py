@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.kernels.experts.moe_torch import Router
+from runtime.kernels.experts.moe_torch import ExpertBiases, Router
 from runtime.kernels.linear.split_k import MAX_SPLIT_TILES
 from runtime.kernels.magnitudes import larger
 from runtime.kernels.norm.gated_activation import Activation
@@ -39,6 +39,7 @@ class RoutedExperts:
     router: Router
     activation: Activation
     deterministic: bool
+    biases: ExpertBiases = ExpertBiases()
 
     def _is_single(self, num_tokens: int, hidden: int, tile: Tile) -> bool:
         """True if each choice gets its own programs, and the last product adds the results of a token."""
@@ -55,7 +56,8 @@ class RoutedExperts:
         _route_kernel[(num_tokens,)](
             logits, logits if bias is None else bias, logits if expert_scales is None else expert_scales, ids, weights,
             spec.num_experts, width,
-            TOP_K=spec.top_k, SHARED=spec.shared, SHARED_GATE=spec.shared_gate, SIGMOID=spec.scores == "sigmoid",
+            TOP_K=spec.top_k, SHARED=spec.shared, SHARED_GATE=spec.shared_gate, SCORES=spec.scores,
+            GROUPS=spec.groups if spec.has_groups else 1, TOP_GROUPS=spec.top_groups, TOP2=spec.group_score == "top2",
             BIAS=bias is not None, EXPERT_SCALES=expert_scales is not None, NORMALIZED=spec.normalized,
             SUM_EPS=spec.sum_eps, SCALE=spec.scale,
             EXPERTS=next_power_of_2(spec.num_experts), LANES=next_power_of_2(spec.choices),
@@ -108,7 +110,10 @@ def _route_kernel(
     TOP_K: tl.constexpr,
     SHARED: tl.constexpr,
     SHARED_GATE: tl.constexpr,
-    SIGMOID: tl.constexpr,
+    SCORES: tl.constexpr,
+    GROUPS: tl.constexpr,  # 1 if the choice is not limited to groups
+    TOP_GROUPS: tl.constexpr,
+    TOP2: tl.constexpr,  # the two best scores of a group are added
     BIAS: tl.constexpr,
     EXPERT_SCALES: tl.constexpr,
     NORMALIZED: tl.constexpr,
@@ -127,17 +132,16 @@ def _route_kernel(
     logits = tl.load(logits_ptr + token * width + experts, mask=experts < num_experts, other=float("-inf"))
     logits = logits.to(tl.float32)
     most = tl.reduce(logits, 0, larger)
-    if SIGMOID:  # all scores are NaN if one logit is
-        scores = tl.where(most == most, 1.0 / (1.0 + tl.exp(-logits)), most)
-    if not SIGMOID:
-        scores = tl.exp(logits - most)
+    scores = _scores(logits, most, SCORES)
     total = tl.sum(scores, axis=0)
-    preferences = scores
+    preferences = logits if SCORES == "softmax_of_chosen" else scores
     if BIAS:
-        if not SIGMOID:
+        if SCORES == "softmax":
             scores = scores / total
         bias = tl.load(bias_ptr + experts, mask=experts < num_experts, other=float("-inf"))
-        preferences = scores + bias
+        preferences = (logits if SCORES == "softmax_of_chosen" else scores) + bias
+    if GROUPS > 1:
+        preferences = _of_best_groups(preferences, experts, num_experts // GROUPS, GROUPS, TOP_GROUPS, TOP2)
     ids = num_experts + lanes - TOP_K
     chosen = tl.zeros([LANES], tl.float32)
     for i in tl.static_range(TOP_K):
@@ -145,13 +149,15 @@ def _route_kernel(
         # If a NaN makes all comparisons false, use the last expert: the row is lost, but must not fault.
         expert = tl.min(tl.where(preferences == best, experts, num_experts - 1), axis=0)
         ids = tl.where(lanes == i, expert, ids)
-        if BIAS:
+        if BIAS or SCORES == "softmax_of_chosen":
             best = tl.sum(tl.where(experts == expert, scores, 0.0), axis=0)
         chosen = tl.where(lanes == i, best, chosen)
         preferences = tl.where(experts == expert, float("-inf"), preferences)
+    if SCORES == "softmax_of_chosen":
+        chosen = chosen / tl.sum(chosen, axis=0)
     if NORMALIZED:
         chosen = chosen / (tl.sum(chosen, axis=0) + SUM_EPS)
-    elif not SIGMOID and not BIAS:
+    elif SCORES == "softmax" and not BIAS:
         chosen = chosen / total
     if SCALE != 1.0:
         chosen *= SCALE
@@ -165,6 +171,39 @@ def _route_kernel(
     at, live = token * (TOP_K + SHARED) + lanes, lanes < TOP_K + SHARED
     tl.store(ids_ptr + at, ids, mask=live)
     tl.store(weights_ptr + at, chosen, mask=live)
+
+
+@jit
+def _scores(logits, most, SCORES: tl.constexpr):
+    """The scores of logits with this maximum, before a softmax's division. All are NaN if one logit is."""
+    if SCORES == "sigmoid":
+        scores = tl.where(most == most, 1.0 / (1.0 + tl.exp(-logits)), most)
+    else:
+        scores = tl.exp(logits - most)
+    return scores
+
+
+@jit
+def _of_best_groups(
+    preferences, experts, size, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr
+):  # fmt: skip
+    """The preferences of the best groups of `size` experts, and -inf for the others; the first of equal groups wins."""
+    group_of = experts // size
+    values = tl.full(experts.shape, float("-inf"), tl.float32)  # of each expert's group
+    for group in tl.static_range(GROUPS):
+        own = tl.where(group_of == group, preferences, float("-inf"))
+        value = tl.max(own, axis=0)
+        if TOP2:
+            first = tl.min(tl.where(own == value, experts, experts.shape[0]), axis=0)
+            value += tl.max(tl.where(experts == first, float("-inf"), own), axis=0)
+        values = tl.where(group_of == group, value, values)
+    kept = tl.full(experts.shape, float("-inf"), tl.float32)
+    for _ in tl.static_range(TOP_GROUPS):
+        best = tl.max(values, axis=0)
+        group = tl.min(tl.where(values == best, group_of, GROUPS - 1), axis=0)
+        kept = tl.where(group_of == group, preferences, kept)
+        values = tl.where(group_of == group, float("-inf"), values)
+    return kept
 
 
 @jit(do_not_specialize=["num_choices"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -30,6 +30,21 @@ class ExpertLayer(Protocol):
         self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
     ) -> None:
         """Add the mixture of norm(residual) to `out`, or to the residual without it; both [num_tokens, hidden]."""
+
+
+class ExpertBiases(NamedTuple):
+    """The biases of all experts' maps, [num_experts, out]; None for maps without one.
+
+    Ranks add up their results of down, so only the first one has its bias."""
+
+    gate_up: torch.Tensor | None = None
+    down: torch.Tensor | None = None
+
+
+class Mixture(ExpertLayer, Protocol):
+    """A mixture with the weights of all experts in one format."""
+
+    biases: ExpertBiases
 
 
 @dataclass(slots=True)
@@ -60,7 +75,7 @@ class Router:
 
 
 class Experts:
-    """One expert after another, for any weights that `product` takes.
+    """One expert after another, for any weights that `product` takes. Products may add their biases themselves.
 
     An expert has gate and up as one weight [2 * ffn, hidden], and down [hidden, ffn]."""
 
@@ -73,6 +88,7 @@ class Experts:
         activate: Activate,
     ) -> None:
         self.spec, self.router, self.activate = spec, router, activate
+        self.biases = ExpertBiases()
         self.experts = [(product(gate_up), product(down)) for gate_up, down in weights]
 
     def add_to(
@@ -92,9 +108,12 @@ class Experts:
         order = ids.flatten().argsort(stable=True)
         counts = ids.flatten().bincount(minlength=self.spec.all_experts).tolist()
         results = x.new_empty(0)
-        for (gate_up, down), choices in zip(self.experts, order.split(counts), strict=True):
+        of_gate_up, of_down = (None if all_ is None else all_.unbind() for all_ in self.biases)
+        for expert, ((gate_up, down), choices) in enumerate(zip(self.experts, order.split(counts), strict=True)):
             if len(choices):
-                y = down(self.activate(gate_up(x[choices // self.spec.choices])))
+                y = gate_up(x[choices // self.spec.choices])
+                y = down(self.activate(y if of_gate_up is None else y + of_gate_up[expert]))
+                y = y if of_down is None else y + of_down[expert]
                 results = results if len(results) else y.new_empty(len(order), y.shape[1])
                 results[choices] = y
         ordered = results.view(*ids.shape, -1).unbind(1)
@@ -142,9 +161,15 @@ def route_torch(
     The shared experts are the last choices. The logit of their weight follows the experts' logits."""
     logits = logits.float()
     scores = logits[:, : spec.num_experts]
-    scores = scores.softmax(-1) if spec.scores == "softmax" else sigmoid(scores)
-    ids = (scores if bias is None else scores + bias).topk(spec.top_k, -1).indices
+    if spec.scores != "softmax_of_chosen":
+        scores = scores.softmax(-1) if spec.scores == "softmax" else sigmoid(scores)
+    preferences = scores if bias is None else scores + bias
+    if spec.has_groups:
+        preferences = _of_best_groups(preferences, spec)
+    ids = preferences.topk(spec.top_k, -1).indices
     weights = scores.gather(-1, ids)
+    if spec.scores == "softmax_of_chosen":
+        weights = weights.softmax(-1)
     if spec.normalized:
         weights = weights / (weights.sum(-1, keepdim=True) + spec.sum_eps)
     if spec.scale != 1.0:
@@ -156,3 +181,11 @@ def route_torch(
     shared = torch.arange(spec.num_experts, spec.all_experts, device=ids.device).expand(len(ids), -1)
     gate = sigmoid(logits[:, spec.num_experts, None]) if spec.shared_gate else weights.new_ones(len(ids), 1)
     return torch.cat((ids, shared), 1), torch.cat((weights, gate.expand_as(shared)), 1)
+
+
+def _of_best_groups(preferences: torch.Tensor, spec: ExpertsSpec) -> torch.Tensor:
+    """The preferences of a token's best groups, and -inf for the experts of the others."""
+    by_group = preferences.unflatten(-1, (spec.groups, -1))
+    best = by_group.amax(-1) if spec.group_score == "max" else by_group.topk(2, -1).values.sum(-1)
+    others = torch.ones_like(best, dtype=torch.bool).scatter_(-1, best.topk(spec.top_groups, -1).indices, False)
+    return by_group.masked_fill(others[..., None], float("-inf")).flatten(-2)

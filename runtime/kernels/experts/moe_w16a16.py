@@ -8,7 +8,7 @@ import torch
 
 from runtime.kernels.experts.moe_routing import RoutedExperts, Tile, choices_of_tile, stacked, worst_case_tiles
 from runtime.kernels.experts.moe_torch import Router
-from runtime.kernels.norm.gated_activation import Activation, activated
+from runtime.kernels.norm.gated_activation import Activation, gated_by
 from runtime.kernels.triton_language import jit, next_power_of_2, tl, use_pdl
 from runtime.spec.decoder_spec import ExpertsSpec
 
@@ -38,14 +38,16 @@ class GroupedExperts(RoutedExperts):
         inner = x.new_empty(num_choices, self.down.shape[2])
         results = x.new_empty(num_choices, hidden)
         tile = moe_w16a16_tile(num_choices, self.spec.all_experts, x.dtype, self.deterministic)
-        self._product(x, self.gate_up, inner, starts, order, tile, self.activation)
-        self._product(inner, self.down, results, starts, order, tile, None)
+        of_gate_up, of_down = self.biases
+        self._product(x, self.gate_up, of_gate_up, inner, starts, order, tile, self.activation)
+        self._product(inner, self.down, of_down, results, starts, order, tile, None)
         self._combine(results, weights, residual if out is None else out)
 
     def _product(
         self,
         x: torch.Tensor,  # [num_tokens, K], or [num_choices, K] sorted by expert
         weight: torch.Tensor,  # [num_experts, N, K]
+        bias: torch.Tensor | None,  # [num_experts, N]
         out: torch.Tensor,  # [num_choices, N], or N // 2 columns with an activation; sorted by expert then, else not
         starts: torch.Tensor,
         order: torch.Tensor,
@@ -56,8 +58,9 @@ class GroupedExperts(RoutedExperts):
         num_choices, size_out = out.shape
         most_tiles = worst_case_tiles(num_choices, num_experts, tile)
         _moe_w16a16_kernel[(most_tiles, -(-size_out // tile.block_n))](
-            x, weight, out, starts, order, num_experts, size_out,
-            K=size_in, PER_TOKEN=self.spec.choices, ACTIVATION=activation, EXPERTS=next_power_of_2(num_experts),
+            x, weight, weight if bias is None else bias, out, starts, order, num_experts, size_out,
+            K=size_in, PER_TOKEN=self.spec.choices, BIAS=bias is not None, ACTIVATION=activation,
+            EXPERTS=next_power_of_2(num_experts),
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
             PDL=pdl, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
         )  # fmt: skip
@@ -78,6 +81,7 @@ def moe_w16a16_tile(num_choices: int, num_experts: int, dtype: torch.dtype, dete
 def _moe_w16a16_kernel(
     x_ptr,  # [num_tokens, K], or without ACTIVATION [num_choices, K] sorted by expert
     weight_ptr,  # [num_experts, N, K], with ACTIVATION [num_experts, 2 * N, K]: rows of gate, then of up
+    bias_ptr,  # one number for each row of weights, with BIAS
     out_ptr,  # [num_choices, N], with ACTIVATION sorted by expert
     starts_ptr,
     order_ptr,
@@ -85,6 +89,7 @@ def _moe_w16a16_kernel(
     N,
     K: tl.constexpr,
     PER_TOKEN: tl.constexpr,
+    BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     EXPERTS: tl.constexpr,  # power of two, at least num_experts
     BLOCK_M: tl.constexpr,
@@ -117,7 +122,12 @@ def _moe_w16a16_kernel(
         acc = tl.dot(x, tl.load(weights + start, mask=inside, other=0.0).T, acc, input_precision="ieee")
         if ACTIVATION is not None:
             up = tl.dot(x, tl.load(ups + start, mask=inside, other=0.0).T, up, input_precision="ieee")
+    if BIAS:
+        bias = bias_ptr + expert * size + tl.minimum(cols, N - 1)
+        acc += tl.load(bias).to(tl.float32)[None, :]
+        if ACTIVATION is not None:
+            up += tl.load(bias + N).to(tl.float32)[None, :]
     if ACTIVATION is not None:
-        acc = activated(acc, ACTIVATION) * up
+        acc = gated_by(acc, up, ACTIVATION)
     at = out_ptr + targets.to(tl.int64)[:, None] * N + cols[None, :]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (cols < N)[None, :])

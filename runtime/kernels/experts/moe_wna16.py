@@ -27,7 +27,7 @@ from runtime.kernels.experts.moe_routing import (
 from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.linear.skinny_blocks import add_chunks, weight_rows_of_block
 from runtime.kernels.linear.split_k import split_counters
-from runtime.kernels.norm.gated_activation import Activation, activated
+from runtime.kernels.norm.gated_activation import Activation, gated_by
 from runtime.kernels.quantized.launch_configs import wna16_sum_order
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
 from runtime.kernels.quantized.upcast import upcast_bytes, upcast_nibbles
@@ -45,6 +45,7 @@ def _moe_wna16_few_kernel(
     values_ptr,  # this and the next two as in `QuantizedWeight`, stacked by expert
     scales_ptr,
     zero_points_ptr,
+    bias_ptr,  # [num_experts, N], with BIAS
     out_ptr,  # [num_choices, N], or with ACTIVATION N // 2 columns, sorted by expert
     starts_ptr,  # [num_experts + 1], unused with SINGLE
     order_ptr,  # choices by expert; with SINGLE the expert of each choice
@@ -55,6 +56,7 @@ def _moe_wna16_few_kernel(
     N,  # weight rows of an expert
     K: tl.constexpr,
     PER_TOKEN: tl.constexpr,
+    BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     SINGLE: tl.constexpr,
     EXPERTS: tl.constexpr,  # power of two, at least num_experts
@@ -112,9 +114,11 @@ def _moe_wna16_few_kernel(
     y = add_chunks(acc, NUM_CHUNKS)
     if not LAYOUT.group_size:
         y *= tl.load(scales_ptr + scale_of)[:, None]
+    if BIAS:
+        y += tl.load(bias_ptr + expert * N + row_of).to(tl.float32)[:, None]
     if ACTIVATION is not None:
         gate, up = tl.split(tl.trans(tl.reshape(y, (BLOCK_N // 2, 2, BLOCK_M)), 0, 2, 1))
-        y = activated(gate, ACTIVATION) * up
+        y = gated_by(gate, up, ACTIVATION)
         width = N // 2
         outs = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         targets = tokens
@@ -136,6 +140,7 @@ def _moe_wna16_many_kernel(
     values_ptr,
     scales_ptr,
     zero_points_ptr,
+    bias_ptr,  # [num_experts, N], with BIAS
     out_ptr,
     starts_ptr,
     order_ptr,
@@ -143,6 +148,7 @@ def _moe_wna16_many_kernel(
     N,
     K: tl.constexpr,
     PER_TOKEN: tl.constexpr,
+    BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     EXPERTS: tl.constexpr,
     SCALES: tl.constexpr,
@@ -192,9 +198,11 @@ def _moe_wna16_many_kernel(
             acc = _add_product(x, upcast_bytes(w, LAYOUT, x.dtype), scale, zero_point, acc, LAYOUT)
     if not LAYOUT.group_size:
         acc *= tl.load(scales_ptr + scale_of)[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + expert * N + row_of).to(tl.float32)[None, :]
     if ACTIVATION is not None:
         gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 2, 2)))
-        acc = activated(gate, ACTIVATION) * up
+        acc = gated_by(gate, up, ACTIVATION)
         width = N // 2
         outs = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         targets = tokens
@@ -269,8 +277,9 @@ class QuantizedExperts(RoutedExperts):
             self._quantized_product, starts=starts, order=order, mixture=weights, residual=out,
             is_single=is_single, tile=tile,
         )  # fmt: skip
-        product(x, gate_up, inner, activation=self.activation)
-        product(inner, down, results, activation=None)
+        of_gate_up, of_down = self.biases
+        product(x, gate_up, of_gate_up, inner, activation=self.activation)
+        product(inner, down, of_down, results, activation=None)
         if not is_single:
             self._combine(results, weights, out)
 
@@ -278,6 +287,7 @@ class QuantizedExperts(RoutedExperts):
         self,
         x: torch.Tensor,  # [num_tokens, K], or [num_choices, K] sorted by expert
         weight: QuantizedWeight,  # tensors of all experts
+        bias: torch.Tensor | None,  # [num_experts, N]
         out: torch.Tensor,  # [num_choices, N], or N // 2 columns with an activation; sorted by expert then, else not
         starts: torch.Tensor,
         order: torch.Tensor,
@@ -292,24 +302,26 @@ class QuantizedExperts(RoutedExperts):
         if not is_single:
             num_tiles = worst_case_tiles(num_choices, num_experts, tile)
         grid = -(-size_out // tile.block_n), num_tiles
+        shared = weight.scales, weight.zero_points_or_scales
+        tensors = x, weight.values, *shared, weight.scales if bias is None else bias
         options: dict[str, Any] = {
-            "LAYOUT": weight.layout, "K": size_in, "PER_TOKEN": self.spec.choices, "ACTIVATION": activation,
+            "LAYOUT": weight.layout, "K": size_in, "PER_TOKEN": self.spec.choices, "BIAS": bias is not None,
+            "ACTIVATION": activation,
             "EXPERTS": next_power_of_2(num_experts), "SCALES": weight.scales.stride(0), "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n, "BLOCK_K": step_columns(weight, tile.block_k), "STAGES": tile.num_stages,
             "PDL": pdl, "launch_pdl": pdl,
         }  # fmt: skip
         if tile.block_m > MOST_TOKENS:
             _moe_wna16_many_kernel[grid](
-                x, weight.values, weight.scales, weight.zero_points_or_scales, out, starts, order, num_experts,
-                size_out, num_warps=tile.num_warps, maxnreg=_REGISTERS, **options,
+                *tensors, out, starts, order, num_experts, size_out,
+                num_warps=tile.num_warps, maxnreg=_REGISTERS, **options,
             )  # fmt: skip
             return
         num_chunks, chunk = wna16_sum_order(size_out, size_in)
         options["STAGES"] = tile.num_stages * tile.block_k // options["BLOCK_K"]  # keeps as many bytes in flight
         _moe_wna16_few_kernel[grid](
-            x, weight.values, weight.scales, weight.zero_points_or_scales, out, starts, order, mixture, residual,
-            split_counters(x.device), num_experts, size_out, SINGLE=is_single, NUM_CHUNKS=num_chunks, CHUNK=chunk,
-            num_warps=max(num_chunks, tile.num_warps), **options,
+            *tensors, out, starts, order, mixture, residual, split_counters(x.device), num_experts, size_out,
+            SINGLE=is_single, NUM_CHUNKS=num_chunks, CHUNK=chunk, num_warps=max(num_chunks, tile.num_warps), **options,
         )  # fmt: skip
 
 

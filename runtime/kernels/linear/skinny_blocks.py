@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.kernels.norm.gated_activation import activated
+from runtime.kernels.norm.gated_activation import gated_by
 from runtime.kernels.triton_language import jit, tl
 
 
@@ -75,7 +75,7 @@ def store_block(
     if ACTIVATION is not None:
         y = y.to(out_ptr.dtype.element_ty).to(tl.float32)  # rounds like a separate activation kernel
         gate, up = tl.split(tl.trans(tl.reshape(y, (BLOCK_N // 2, 2, NUM_TOKENS)), 0, 2, 1))
-        y = activated(gate, ACTIVATION) * up
+        y = gated_by(gate, up, ACTIVATION)
         width = N // 2
         cols = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     at = tokens[None, :] * width + cols[:, None]

@@ -20,7 +20,7 @@ from runtime.kernels.linear.skinny_gemm_configs import SKINNY_GEMM_CONFIGS, Skin
 from runtime.kernels.linear.small_results import await_results, make_result
 from runtime.kernels.linear.sum_order import sum_order
 from runtime.kernels.linear.tiles import output_of
-from runtime.kernels.norm.gated_activation import Activation
+from runtime.kernels.norm.gated_activation import Activation, gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_triton
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
@@ -48,8 +48,7 @@ def skinny_gemm_torch(
     if adapters is not None:
         add_adapters_torch(y, x, adapters.rows, adapters.adapters)
     if activation is not None:
-        gate, up = y.chunk(2, -1)
-        y = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+        y = gated_activation_torch(y, activation)
     if residual is not None:
         return residual.add_(y)
     return y.to(out_dtype or x.dtype) if out is None else out.copy_(y)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from runtime.kernels.linear.linear_torch import Norm
 from runtime.kernels.magnitudes import larger, largest_magnitude, to_e4m3, within
-from runtime.kernels.norm.gated_activation import Activation, activated, gated_activation_torch
+from runtime.kernels.norm.gated_activation import Activation, activated, gated_activation_torch, gated_by
 from runtime.kernels.norm.rms_norm import rms_norm_torch, rms_norm_triton
 from runtime.kernels.triton_language import constexpr, jit, next_power_of_2, tl, use_pdl
 
@@ -111,7 +111,7 @@ def _load_row(
     if ACTIVATION is not None:
         if GATED:
             up = tl.load(at + cols + K, mask=inside, other=0.0).to(tl.float32)
-            x = activated(x, ACTIVATION) * up
+            x = gated_by(x, up, ACTIVATION)
         else:
             x = activated(x, ACTIVATION)
     return x

@@ -117,9 +117,11 @@ def check_mixture(x: torch.Tensor, value: float, kind: str) -> None:
 
 def check_routing(x: torch.Tensor, value: float) -> None:
     """One router logit that is not finite spoils its token's weights, but names existing experts."""
-    for normalized, scores in itertools.product((False, True), ("softmax", "sigmoid")):
+    kinds = "softmax", "sigmoid", "softmax_of_chosen"
+    for normalized, scores, top_groups in itertools.product((False, True), kinds, (1, 2)):
         layer = GroupedExperts.__new__(GroupedExperts)
-        layer.spec = ExpertsSpec(12, 3, normalized, scores=scores)
+        groups = {"groups": top_groups + 1, "top_groups": top_groups, "group_score": "top2"}
+        layer.spec = ExpertsSpec(12, 3, normalized, scores=scores, **(groups if top_groups > 1 else {}))
         layer.router = Router(Linear(torch.abs, rms_norm_triton, torch.abs))
         logits = x[:, :12].float().contiguous()
         row = check_alone(lambda x: layer._route(x)[1].view(3, 3), logits, value)  # noqa: B023
@@ -142,6 +144,8 @@ def check_norms(x: torch.Tensor, value: float) -> None:
         spoilt[1, 5] = value
         assert torch.equal(row.isfinite(), twin(spoilt)[1].isfinite())
         assert not row.isfinite().all()
+    row = check_alone(lambda x: gated_activation_triton(x, "swiglu_clamped"), x, value)  # which clamps an infinity
+    assert row.isfinite().all() != (value != value)
 
 
 def check_stored_keys(x: torch.Tensor, value: float, kind: str) -> None:

@@ -31,9 +31,11 @@ from runtime.kernels.llvm.language import (
     zeros,
 )
 from runtime.kernels.llvm.mathematics import sigmoid
+from runtime.spec.decoder_spec import ACTIVATION_LIMIT
 
 _LANES = 16
 _GELU_SCALE = 1.5957691216057308  # 2 * sqrt(2 / pi)
+_CLAMPED_SCALE = 1.702
 
 
 def quantize_rows(
@@ -50,7 +52,7 @@ def quantize_rows(
     parts: Int,
     num_limbs: int,
     has_norm: bool,
-    activation: str,  # silu, gelu_tanh, or empty
+    activation: str,  # silu, gelu_tanh, swiglu_clamped, or empty
     gated: bool,
 ) -> None:
     """Part i of n: a share of the rows."""
@@ -105,6 +107,12 @@ def _prepared(
     if factor is not None:
         values = values * factor.repeat(_LANES) * norm_weight.load(at, _LANES)
     if activation:
+        if activation == "swiglu_clamped":
+            up = row.load(columns + at, _LANES)
+            limit, least = (number(sign * ACTIVATION_LIMIT, f32).repeat(_LANES) for sign in (1, -1))
+            values = where(values > limit, limit, values)
+            up = where(up > limit, limit, where(up < least, least, up))
+            return activated(values, activation) * (up + 1.0)
         values = activated(values, activation)
         if gated:
             values = values * row.load(columns + at, _LANES)
@@ -123,6 +131,8 @@ def inverse_rms(x: Pointer, columns: Value, eps: Value) -> Value:
 
 def activated(x: Value, activation: str) -> Value:
     """x * sigmoid(z), see runtime/kernels/norm/gated_activation.py."""
+    if activation == "swiglu_clamped":
+        return x * sigmoid(x * _CLAMPED_SCALE)
     z = x if activation == "silu" else (x * x * x * 0.044715 + x) * _GELU_SCALE
     return x * sigmoid(z)
 
