@@ -92,6 +92,7 @@ class Attention(Protocol):
         scale: float,
         window: int,
         soft_cap: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -272,6 +273,7 @@ def _attend(
     scale: float,
     window: int,
     soft_cap: float,
+    sinks: torch.Tensor | None = None,
     deterministic: bool,
 ) -> torch.Tensor:
     """[num_tokens, num_heads * head_dim]. Rows of one token, and draft tokens in a graph, use decode attention.
@@ -281,7 +283,7 @@ def _attend(
     for rows in batch.parts:
         attend = decode_attention if rows.max_count == 1 or rows.prefix_ready else prefill_attention
         attend(
-            q, kv, rows, scale=scale, window=window, soft_cap=soft_cap, scales=scales, deterministic=deterministic,
-            out=out,
+            q, kv, rows, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, scales=scales,
+            deterministic=deterministic, out=out,
         )  # fmt: skip
     return out

@@ -175,6 +175,7 @@ class LayerBuilder:
             scale=head_dim**-0.5 if spec.attn_scale is None else spec.attn_scale,
             window=spec.window if spec.is_sliding(index) and spec.window < self.num_positions else 0,
             soft_cap=spec.attn_soft_cap,
+            sinks=self.read(f"{prefix}sinks")[0].float() if spec.sinks else None,
         )
         return AttentionMixer(
             maps.kernels,

@@ -28,7 +28,7 @@ class ReadWeight(Protocol):
 
 
 _MOST_DRAWN_ON_CPU = 1 << 28  # random weights
-_IN_FLOAT32 = ("choice_bias", "expert_scales", "decay_log", "decay_bias")  # parameters that are read in float32
+_IN_FLOAT32 = ("choice_bias", "expert_scales", "decay_log", "decay_bias", ".sinks")  # read in float32
 
 
 def locate_parameters(spec: DecoderSpec, weight_map: WeightMap, source: TensorSource) -> dict[str, Location]:
@@ -133,13 +133,12 @@ def draw(spec: DecoderSpec, numerics: Numerics, seed: int) -> ReadWeight:
 
 
 def random_parameter(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """A parameter of `spec.shapes()` in float32, drawn on the generator's device: norms are near 1, and states decay by
-    about 3 % a token."""
+    """A parameter of `spec.shapes()` in float32, drawn on the generator's device: norms are near 1, states decay by
+    about 3 % a token, and sinks weigh about as much as a position."""
     noise = torch.randn(shape, generator=generator, device=generator.device)
     if name.endswith("decay_log"):
         return noise.sub_(3.0)
-    return (
-        noise.mul_(0.1).add_(1.0)
-        if name.endswith(("norm", "factor", "expert_scales"))
-        else noise.mul_(shape[-1] ** -0.5)
-    )
+    if name.endswith(".sinks"):
+        return noise
+    is_factor = name.endswith(("norm", "factor", "expert_scales"))
+    return noise.mul_(0.1).add_(1.0) if is_factor else noise.mul_(shape[-1] ** -0.5)

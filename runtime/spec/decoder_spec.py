@@ -157,6 +157,7 @@ class DecoderSpec:
     embed_scale: float = 1.0  # factor of the tokens' embedding, rounded to the model's dtype
     attn_scale: float | None = None  # factor of attention scores; None for head_dim ** -0.5
     attn_soft_cap: float = 0.0  # scores become cap * tanh(score / cap); 0 for none
+    sinks: bool = False  # each query head has a logit that joins the softmax of its scores, without a value
     logit_scale: float = 1.0  # factor of the logits
     logit_soft_cap: float = 0.0  # as attn_soft_cap, for the scaled logits
     window: int = 0  # positions that a token of a sliding layer sees, itself included
@@ -429,11 +430,12 @@ class DecoderSpec:
         """Return the shapes of what attention, or the mixer in its place, has beside its maps."""
         if self.mixer is not None and self.is_stateful(layer):
             return self.mixer.parameters()
+        sinks: dict[str, tuple[int, ...]] = {"sinks": (self.num_heads,)} if self.sinks else {}
         if self.qk_norm_all_heads:
             heads = {"q_heads_norm": self.num_heads, "k_heads_norm": self.num_kv_heads}
-            return {name: (count * self.head_dim,) for name, count in heads.items()}
+            return sinks | {name: (count * self.head_dim,) for name, count in heads.items()}
         norms = ["q_norm"] if self.shares_kv(layer) else ["q_norm", "k_norm"]
-        return dict.fromkeys(norms, (self.heads(layer).head_dim,)) if self.qk_norm else {}
+        return sinks | dict.fromkeys(norms, (self.heads(layer).head_dim,)) if self.qk_norm else sinks
 
     def _norm(self, name: str) -> dict[str, tuple[int, ...]]:
         return dict.fromkeys([name, f"{name}_bias"] if self.norm == "layer" else [name], (self.hidden_size,))

@@ -56,7 +56,7 @@ class Part(NamedTuple):
 
 _DIVIDED_DIM = {
     "q": 0, "k": 0, "v": 0, "qkv": 0, "gate": 0, "up": 0, "gate_up": 0, "out": 1, "down": 1, "q_heads_norm": 0,
-    "k_heads_norm": 0, "gated_q": 0, "q_gate": 0, "dense_gate": 0, "dense_up": 0, "dense_down": 1,
+    "k_heads_norm": 0, "gated_q": 0, "q_gate": 0, "sinks": 0, "dense_gate": 0, "dense_up": 0, "dense_down": 1,
     "mix_qkv": 0, "mix_z": 0, "mix_b": 0, "mix_a": 0, "mix_qkvz": 0, "mix_ba": 0, "mix_in": 0, "mix_out": 1,
     "conv": 0, "conv_bias": 0, "decay_log": 0, "decay_bias": 0,
 }  # fmt: skip
@@ -131,6 +131,7 @@ def _divided(spec: DecoderSpec, parameter: str) -> tuple[int, list[tuple[int, ra
         "dense_gate": [dense], "dense_up": [dense], "dense_down": [dense],
         "embed": [tokens], "head": [tokens], "layer_embed": [tokens],
         "q_heads_norm": [heads], "k_heads_norm": [kv_heads], "q_gate": [heads],
+        "sinks": [(own(rank, 1, spec.num_heads), whole.num_heads)],
         "gated_q": [(own(rank * spec.num_heads, spec.num_heads, 2 * head_dim), 2 * whole.num_heads * head_dim)],
     }.get(part) or _of_mixer(spec, part)  # fmt: skip
     before = [sum(length for _, length in maps[:i]) for i in range(len(maps))]

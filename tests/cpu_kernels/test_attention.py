@@ -26,6 +26,10 @@ LAYERS = {
     "window": Layer(head_dim=80, group=5, block_size=32, window=20),
     "window of itself": Layer(head_dim=16, window=1),
     "soft cap": Layer(head_dim=256, group=4, num_kv_heads=1, soft_cap=2.0, window=70, block_size=24),
+    "sinks": Layer(head_dim=64, group=8, num_kv_heads=1, window=128, has_sinks=True),
+    "sinks, soft cap": Layer(head_dim=24, group=3, soft_cap=3.0, window=20, has_sinks=True),
+    "sinks, int8": Layer(torch.int8, group=2, has_sinks=True),
+    "sinks, e4m3": Layer(torch.float8_e4m3fn, head_dim=36, group=4, has_sinks=True),
     "bfloat16": Layer(torch.bfloat16, head_dim=128, group=2, block_size=16),
     "float16": Layer(torch.float16, head_dim=20, group=7, num_kv_heads=1, block_size=4),
     "int8": Layer(torch.int8, group=3, window=33),
@@ -34,7 +38,9 @@ LAYERS = {
     "e4m3 tail": Layer(torch.float8_e4m3fn, head_dim=36, block_size=64, soft_cap=5.0),
 }
 EACH_LAYER = pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
-FEW_LAYERS = pytest.mark.parametrize("layer", [LAYERS[name] for name in ("float32", "window", "int8", "e4m3 tail")])
+FEW_LAYERS = pytest.mark.parametrize(
+    "layer", [LAYERS[name] for name in ("float32", "window", "int8", "e4m3 tail", "sinks")]
+)
 ROWS = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 40)), min_size=1, max_size=4)
 
 
@@ -126,7 +132,7 @@ def test_code_for_arm_compiles():
     llvm.initialize_all_asmprinters()
     target = target_of("aarch64-unknown-linux-gnu", "neoverse-n1", "+dotprod")
     form = KVForm(torch.float32, 64, 16)
-    text = assembly(attention, target, form=form, group=3, window=0, soft_cap=0.0, max_heads=3)
+    text = assembly(attention, target, form=form, group=3, window=0, soft_cap=0.0, has_sinks=False, max_heads=3)
     assert "fmla" in text
     assert set(re.findall(r"\tbl\t(\w+)", text)) <= {"memset", "memcpy"}
 

@@ -6,11 +6,13 @@ import torch
 from runtime.assembly.runner import build_runner
 from runtime.spec.config import EngineConfig
 from runtime.worker.sources import DummySource
-from tests.support.models.family_cases import CASES, LIKE_OTHERS, spec_of
+from tests.support.models.family_cases import CASES, LIKE_OTHERS, SPECS, spec_of
 from tests.support.models.family_steps import logits_of
 from tests.support.models.runner_driver import Driver
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+
+EACH_CASE = [*sorted(CASES.keys() - LIKE_OTHERS), *SPECS]
 
 
 def steps_on_gpu(case: str, backend: str, dtype: str, **config) -> torch.Tensor:
@@ -26,7 +28,7 @@ def steps_on_gpu(case: str, backend: str, dtype: str, **config) -> torch.Tensor:
     return logits_of(Driver(runner), tokens[:110], tokens[110:])
 
 
-@pytest.mark.parametrize("case", sorted(CASES.keys() - LIKE_OTHERS))
+@pytest.mark.parametrize("case", EACH_CASE)
 def test_fp32_logits_equal_those_of_torch(case):
     want = steps_on_gpu(case, "torch", "float32")
     for config in ({"cuda_graphs": True}, {"cuda_graphs": False}, {"cuda_graphs": True, "deterministic": True}):
@@ -34,7 +36,7 @@ def test_fp32_logits_equal_those_of_torch(case):
         assert (got - want).abs().max() < 1e-4 * want.abs().max(), config
 
 
-@pytest.mark.parametrize("case", sorted(CASES.keys() - LIKE_OTHERS))
+@pytest.mark.parametrize("case", EACH_CASE)
 def test_bf16_logits_are_as_near_to_fp32_as_in_torch(case):
     """How much rounding costs depends on the family. With experts, only medians of rows count. Rounding may choose
     between two experts that are nearly as good, and then the row uses another one than in fp32."""
@@ -50,7 +52,9 @@ def test_bf16_logits_are_as_near_to_fp32_as_in_torch(case):
         assert spec_of(case).experts or found.max() < 2 * usual.max(), config
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen3 moe", "gemma2", "gemma3", "olmo3", "gpt2", "qwen3.5", "lfm2 moe"])
+@pytest.mark.parametrize(
+    "case", ["mixtral", "qwen3 moe", "gemma2", "gemma3", "olmo3", "gpt2", "qwen3.5", "lfm2 moe", "sinks"]
+)
 def test_bits_do_not_depend_on_batch_mates(case):
     """Deterministic: a row that is decoded beside three others, in a graph or not, has the same bits as alone."""
     runner = build_runner(

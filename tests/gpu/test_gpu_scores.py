@@ -8,7 +8,7 @@ from runtime.core.executor import InProcess
 from runtime.kernels.sampling.logprobs import token_logprobs
 from tests.support.engine.fake_runner import Recorded
 from tests.support.kernels.drawn_logprob_cases import Rows, check_definition, check_twins, varied
-from tests.support.models.family_cases import CASES, LIKE_OTHERS
+from tests.support.models.family_cases import CASES, LIKE_OTHERS, SPECS
 from tests.support.models.scored_engine import (
     REPORTED,
     answers,
@@ -30,7 +30,7 @@ def runner_of(case: str, changes=None, **config):
     return family_runner(case, changes, device="cuda", **config)
 
 
-@pytest.mark.parametrize("case", sorted(CASES.keys() - LIKE_OTHERS))
+@pytest.mark.parametrize("case", [*sorted(CASES.keys() - LIKE_OTHERS), *SPECS])
 def test_scores_of_a_family_equal_what_was_sampled(case):
     check_scores(engine_of(runner_of(case)), PROMPTS)
 

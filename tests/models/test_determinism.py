@@ -28,6 +28,11 @@ SPECS = {
         max_positions=256, norm_eps=1e-6, experts=ExpertsSpec(7, 3, True), norm="layer", activation="gelu_tanh",
         window=70, sliding=(True, False), attn_soft_cap=1.5, logit_soft_cap=4.0,
     ),
+    # As gpt-oss: eight heads share keys, and windows alternate.
+    "sinks": DecoderSpec(
+        num_layers=2, hidden_size=64, num_heads=16, num_kv_heads=2, head_dim=64, ffn_size=80, vocab_size=101,
+        max_positions=256, norm_eps=1e-6, window=128, sliding=(True, False), sinks=True,
+    ),
     # Weights that compiled kernels multiply, with a padded head and heads of two vectors.
     "quantized": DecoderSpec(
         num_layers=2, hidden_size=96, num_heads=6, num_kv_heads=2, head_dim=32, ffn_size=160, vocab_size=333,
@@ -38,7 +43,7 @@ NUMERICS = {"int4": {"quantization": "int4"}, "int8": {"quantization": "int8", "
 COMPILED = pytest.mark.skipif(bool(obstacle()), reason=f"int4 and int8 need compiled kernels: {obstacle()}")
 KINDS = [pytest.param("quantized", numerics, marks=COMPILED) for numerics in NUMERICS]
 KINDS += [(spec, dtype) for spec in ("tiny", "odd") for dtype in ("float32", "bfloat16")]
-KINDS += [("mixture", "float32")]
+KINDS += [("mixture", "float32"), ("sinks", "float32")]
 
 
 def _runner(spec: str, numerics: str, **config) -> ModelRunner:

@@ -63,6 +63,7 @@ SPECS = {
         BASE, rope=RopeSpec(partial=0.5, interleaved=True), no_rope=(False, True), qkv_bias=True, fused_gate_up=True,
         post_norms=True, logit_scale=0.5, num_kv_heads=2,
     ),
+    "sinks": replace(BASE, sinks=True, window=8, sliding=(True, False)),
     "olmo": replace(BASE, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_all_heads=True),
     "delta rule": replace(
         BASE, output_gate=True, qk_norm=True, rope=RopeSpec(partial=0.25), stateful=(True, False),
@@ -148,7 +149,7 @@ def all_logits(spec: DecoderSpec, size: int, adapter: str = "", **settings) -> t
 
 
 @pytest.mark.parametrize(
-    ("family", "size"), [*((family, 2) for family in SPECS), ("gemma", 4), ("olmo", 8), ("phi", 8)]
+    ("family", "size"), [*((family, 2) for family in SPECS), ("gemma", 4), ("sinks", 8), ("olmo", 8), ("phi", 8)]
 )
 def test_ranks_together_have_the_logits_of_one(family, size):
     want = all_logits(SPECS[family], 1)

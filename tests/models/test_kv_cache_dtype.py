@@ -19,7 +19,7 @@ from tests.support.models.runner_driver import Driver, tiny_runner
 
 SPEC = DecoderSpec(
     num_layers=2, hidden_size=60, num_heads=6, num_kv_heads=2, head_dim=10, ffn_size=44, vocab_size=101,
-    max_positions=256, norm_eps=1e-6, window=70, sliding=(True, False), attn_soft_cap=1.5,
+    max_positions=256, norm_eps=1e-6, window=70, sliding=(True, False), attn_soft_cap=1.5, sinks=True,
 )  # fmt: skip
 KINDS = pytest.mark.parametrize("kind", ["fp8", "int8"])
 

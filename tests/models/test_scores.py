@@ -10,7 +10,7 @@ from runtime.core.executor import InProcess
 from runtime.kernels.llvm.support import obstacle
 from runtime.worker.runner import ModelRunner
 from tests.support.engine.fake_runner import Recorded
-from tests.support.models.family_cases import CASES, LIKE_OTHERS
+from tests.support.models.family_cases import CASES, LIKE_OTHERS, SPECS
 from tests.support.models.scored_engine import (
     SAMPLED,
     Answer,
@@ -48,13 +48,13 @@ def guesses(outputs: list[Answer]) -> Recorded:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *SPECS])
 def test_scores_of_a_family_equal_what_was_sampled(case: str, backend: str):
     check_scores(engine_of(family_runner(case, kernel_backend=backend)), PROMPTS)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", sorted(CASES.keys() - LIKE_OTHERS))
+@pytest.mark.parametrize("case", [*sorted(CASES.keys() - LIKE_OTHERS), *SPECS])
 def test_scores_of_a_family_outlive_an_engine(case: str, backend: str):
     """The whole output has the log-probabilities of an engine without a fault."""
     runner = family_runner(case, kernel_backend=backend)
@@ -105,7 +105,7 @@ def test_lost_runners_leave_no_trace(case: str):
     check_scores(engine_of(runner()), PROMPTS, losses(runner))
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3 moe", "qwen3.5"])
+@pytest.mark.parametrize("case", ["llama", "qwen3 moe", "qwen3.5", "sinks"])
 def test_speculation_leaves_no_trace(case: str):
     plain = answers(engine_of(family_runner(case)), sampled(PROMPTS))
     core = engine_of(family_runner(case), guesses(plain))

@@ -23,7 +23,8 @@ from tests.support.models.runner_driver import tiny_runner
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_history_changes_a_bit(backend):
+@pytest.mark.parametrize("model", ["windows", "sinks"])
+def test_no_history_changes_a_bit(model, backend):
     """Hits, misses, chunks, mates, preemptions, lost runners and draft tokens."""
     seen, kind = Counter(), (("kernel_backend", backend), ("dtype", "float32"))
 
@@ -32,11 +33,11 @@ def test_no_history_changes_a_bit(backend):
     def run(history, chunk, spare, share_right):
         size = WINDOWS.kv_cache("float32", longest=MAX_LEN).most_blocks(MAX_LEN, 16, chunk + SEQS)
         limits = {"max_num_batched_tokens": chunk + SEQS, "num_kv_blocks": size + spare}
-        check("windows", kind, history, share_right, seen, **limits)
+        check(model, kind, history, share_right, seen, **limits)
 
     run()
     full = [("add", kind, length) for kind, length in ((0, 60), (1, 60), (0, 63), (1, 63))]
-    check("windows", kind, full, None, seen, max_num_batched_tokens=64 + SEQS, num_kv_blocks=60)
+    check(model, kind, full, None, seen, max_num_batched_tokens=64 + SEQS, num_kv_blocks=60)
     assert all(seen[what] > 0 for what in ("hits", "preemptions", "accepted", "rejected")), seen
 
 

@@ -121,9 +121,13 @@ def steps(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    steps(), st.sampled_from([1, 512, 1 << 15]), st.sampled_from([0, 0, 1, 20, 70, 400]), st.sampled_from([0.0, 1.5])
+    steps(),
+    st.sampled_from([1, 512, 1 << 15]),
+    st.sampled_from([0, 0, 1, 20, 70, 400]),
+    st.sampled_from([0.0, 1.5]),
+    st.booleans(),
 )
-def test_attention_equals_softmax_over_each_tokens_past(step, most, window, soft_cap):
+def test_attention_equals_softmax_over_each_tokens_past(step, most, window, soft_cap, has_sinks):
     group, kv_heads, dim, block_size, rows, shuffled, seed = step
     torch.manual_seed(seed)
     starts, counts = (np.array(x, np.int32) for x in zip(*rows, strict=True))
@@ -136,6 +140,7 @@ def test_attention_equals_softmax_over_each_tokens_past(step, most, window, soft
         tables[row, : len(own)] = own
     kv = torch.randn(2, kv_heads, len(blocks) + 1, block_size, dim)
     q = torch.randn(int(counts.sum()), kv_heads * group, dim)
+    sinks = torch.randn(kv_heads * group) if has_sinks else None
 
     want = []
     for row, (start, count) in enumerate(rows):
@@ -145,6 +150,9 @@ def test_attention_equals_softmax_over_each_tokens_past(step, most, window, soft
             k, v = own[:, :, first : position + 1].repeat_interleave(group, 1)
             scores = k @ q[len(want)].double()[:, :, None] * 0.3
             scores = soft_cap * (scores / soft_cap).tanh() if soft_cap else scores
+            if sinks is not None:
+                scores = torch.cat((sinks.double()[:, None, None], scores), 1)
+                v = torch.cat((torch.zeros_like(v[:, :1]), v), 1)
             want.append((scores.softmax(1) * v).sum(1).reshape(-1))
     want = torch.stack(want).float()
     for exact, attention in ((False, attention_torch), (True, attention_exact)):
@@ -153,8 +161,8 @@ def test_attention_equals_softmax_over_each_tokens_past(step, most, window, soft
             plan = plan_attention(tables, starts, counts, shape)
         assert plan.num_tokens == len(q)
         for _ in range(2):  # as another layer, which reuses the masks of the first
-            got = attention(q.clone(), kv, plan, scale=0.3, window=window, soft_cap=soft_cap)
+            got = attention(q.clone(), kv, plan, scale=0.3, window=window, soft_cap=soft_cap, sinks=sinks)
             torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
         if window:
-            full = attention(q.clone(), kv, plan, scale=0.3, soft_cap=soft_cap)
+            full = attention(q.clone(), kv, plan, scale=0.3, soft_cap=soft_cap, sinks=sinks)
             assert (int((starts + counts).max()) > window) == (not torch.allclose(full, want, atol=2e-5, rtol=1e-4))

@@ -9,7 +9,7 @@ from runtime.kernels.attention.decode_attention import decode_attention
 from runtime.kernels.attention.paged_attention import PagedRows, paged_attention_torch
 from runtime.kernels.attention.prefill_attention import _find_segment, prefill_attention
 from runtime.kernels.triton_language import jit, tl
-from tests.support.kernels.attention_cases import check, paged_case, rows_of
+from tests.support.kernels.attention_cases import check, paged_case, rows_of, sinks_of
 
 
 def test_the_twin_is_softmax_over_each_tokens_past():
@@ -61,7 +61,9 @@ def test_verify_rows(count):
 
 @pytest.mark.parametrize("block_size", [3, 16, 256])
 @pytest.mark.parametrize("options", [{}, {"window": 19}, {"window": 64, "soft_cap": 2.0}, {"soft_cap": 5.0}])
-def test_blocks_window_and_soft_cap(block_size, options):
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_blocks_window_and_soft_cap(block_size, options, has_sinks):
+    options = options | ({"sinks": sinks_of(4)} if has_sinks else {})
     case = paged_case([(170, 2), (0, 1), (20, 1)], (4, 2, 64), block_size)
     check(decode_attention, case, scale=0.3, **options)
     case = paged_case([(130, 50), (0, 3), (20, 1)], (4, 2, 64), block_size)
@@ -75,11 +77,13 @@ def test_stored_values(kind, heads):
     check(decode_attention, (q, kv, rows), kind, window=100)
     rows.prefix_ready = True
     check(decode_attention, (q, kv, rows), kind, soft_cap=3.0)
+    check(decode_attention, (q, kv, rows), kind, sinks=sinks_of(heads[0]))
     check(prefill_attention, paged_case([(0, 3), (65, 33)], heads, dtype=torch.float32), kind, window=19)
+    check(prefill_attention, paged_case([(65, 33)], heads), kind, window=19, sinks=sinks_of(heads[0]))
 
 
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("options", [{}, {"window": 19, "soft_cap": 2.0}])
+@pytest.mark.parametrize("options", [{}, {"window": 19, "soft_cap": 2.0}, {"window": 100, "sinks": sinks_of(3)}])
 def test_settled_rows_within_a_window(count, options):
     q, kv, rows = paged_case([(70, count), (9, count), (140, count)], (3, 1, 64))
     rows.prefix_ready = True  # as in a graph: the cache is read before the previous kernel has ended
@@ -98,6 +102,7 @@ def test_prefill(heads, dtype):
         ([(500, 9), (0, 5)], {}),
         ([(0, 0), (420, 20), (0, 1), (0, 0)], {}),
         ([(620, 9)], {"window": 300, "soft_cap": 3.0}),
+        ([(620, 9), (3, 1)], {"sinks": sinks_of(4)}),
     ],
 )
 def test_few_new_tokens_behind_many(spans, options):
@@ -165,7 +170,8 @@ def test_the_length_bound_may_be_large_and_launches_repeat():
 
 
 @pytest.mark.parametrize("window", [0, 100])
-def test_deterministic_bits_depend_only_on_the_token(window):
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_deterministic_bits_depend_only_on_the_token(window, has_sinks):
     total, heads = 560, (3, 1, 64)  # more than one segment of 512
     q, kv, rows = paged_case([(0, total)], heads)
     # The interpreter's products come from a BLAS, where a row's index in its tile may show. Here they are exact: scores
@@ -175,7 +181,7 @@ def test_deterministic_bits_depend_only_on_the_token(window):
     places = torch.arange(total)
     index = rows.tables[rows.slots[0], places // 16].long(), places % 16
     kv[1][:, *index] *= torch.eye(64)[places % 64]
-    options = {"scale": 0.125, "window": window, "deterministic": True}
+    options = {"scale": 0.125, "window": window, "sinks": sinks_of(3) if has_sinks else None, "deterministic": True}
 
     def attend(kernel, spans: list[tuple[int, int]], settled: bool = False) -> torch.Tensor:
         tokens, part = rows_of(rows, spans)

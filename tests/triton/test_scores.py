@@ -34,6 +34,7 @@ def runner_of(case: str, changes: dict, **config) -> ModelRunner:
         ("llama", SHORT),
         ("mistral, window", SHORT | {"sliding_window": 5}),
         ("gemma3", {"sliding_window": 5}),
+        ("sinks", {"sliding_window": 5}),
         ("qwen3.5", {}),
         ("qwen3-next", {}),
         ("lfm2", {}),

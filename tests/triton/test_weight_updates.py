@@ -10,10 +10,10 @@ from runtime.updates.in_place import tensors_of
 from runtime.updates.parts import ArraysPart
 from runtime.worker.runner import ModelRunner
 from tests.support.models import quantized_models
-from tests.support.models.family_cases import save_model
+from tests.support.models.family_cases import save_model, spec_of
 from tests.support.models.quantized import FORMATS
-from tests.support.models.runner_driver import open_runner
-from tests.support.models.weight_updates import changed, logits, tensors_in, update, write_changed
+from tests.support.models.runner_driver import open_runner, tiny_runner
+from tests.support.models.weight_updates import changed, logits, random_tensors, tensors_in, update, write_changed
 
 pytestmark = pytest.mark.usefixtures("wide_products", "_cold")
 SETTINGS = {
@@ -42,6 +42,19 @@ def test_new_weights_have_the_old_addresses(case, tmp_path):
     update(runner, [ArraysPart(second)])
     assert addresses(runner) == before
     assert torch.equal(logits(runner), logits(open_runner(folder, **SETTINGS)))
+
+
+def test_new_sinks_have_the_old_addresses():
+    runners = [
+        tiny_runner(spec_of("sinks"), weight_updates=True, **SETTINGS | {"kernel_backend": backend})
+        for backend in ("triton", "torch")
+    ]
+    before, tensors = addresses(runners[0]), random_tensors(runners[0])
+    for runner in runners:
+        update(runner, [ArraysPart(tensors)])
+    assert addresses(runners[0]) == before
+    got, want = map(logits, runners)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int4", "nf4"])

@@ -4,9 +4,17 @@ import pytest
 import torch
 
 from runtime.updates.parts import ArraysPart
-from tests.support.models.family_cases import CASES, save_model
-from tests.support.models.runner_driver import open_runner
-from tests.support.models.weight_updates import changed, logits, random_parts, tensors_in, update, write_changed
+from tests.support.models.family_cases import CASES, save_model, spec_of
+from tests.support.models.runner_driver import open_runner, tiny_runner
+from tests.support.models.weight_updates import (
+    changed,
+    logits,
+    random_parts,
+    random_tensors,
+    tensors_in,
+    update,
+    write_changed,
+)
 
 LIMITS = {"deterministic": True, "max_model_len": 64}
 
@@ -27,6 +35,19 @@ def test_an_updated_family_equals_a_loaded_one(case, tmp_path):
         assert runner.updates.check()
         update(runner, [])
         assert torch.equal(logits(runner), want)
+
+
+@pytest.mark.parametrize("backend", ["torch", "llvm"])
+def test_sinks_follow_an_update(backend):
+    runner = tiny_runner(spec_of("sinks"), kernel_backend=backend, weight_updates=True, **LIMITS)
+    tensors = random_tensors(runner)
+    sinks = {name: tensor for name, tensor in tensors.items() if name.endswith("sinks")}
+    update(runner, [ArraysPart(tensors)], "1")
+    want = logits(runner)
+    update(runner, [ArraysPart({name: tensor + 1 for name, tensor in sinks.items()})], "2")
+    assert not torch.equal(logits(runner), want)
+    update(runner, [ArraysPart(sinks)], "3")
+    assert torch.equal(logits(runner), want)
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3.5 moe", "gemma3, stretched", "lfm2 moe", "gpt2", "phi4-mini"])

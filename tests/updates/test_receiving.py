@@ -21,6 +21,7 @@ from tests.support.models.weight_updates import (
     infos,
     logits,
     pull_part,
+    random_tensors,
     tensors_in,
     update,
     write_changed,
@@ -211,11 +212,6 @@ def test_random_weights_take_whole_updates(folder):
     fresh.updates.receive(ArraysPart({NORM: random_tensors(fresh)[NORM]}))
     with pytest.raises(CallboardError, match="random"):
         fresh.updates.check()
-
-
-def random_tensors(runner: ModelRunner):
-    spec, names = runner.spec, runner._source.weight_map.names_of(runner.spec)
-    return {name: torch.randn(spec.shapes()[parameter]) for parameter, name in names.items()}
 
 
 def test_a_runner_without_updates_says_so(folder):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from runtime.core.plan import Int32s
 from runtime.kernels.attention.stored_kv import dequantize_kv
 
 MAX_GATHERED = 1 << 15  # positions that decode rows gather in one call, unless one row has more
-_MAX_SCORES = 1 << 22  # scores held at a time by attention with a soft cap
+_MAX_SCORES = 1 << 22  # scores held at a time by attention with a soft cap or sinks
 _CHUNK = 64  # positions in one fixed-shape piece of `attention_exact`
 _LOWEST = -1e30  # below all scores, yet finite: a window may hide a whole chunk
 _ALIGNED = 16  # floats; MKL's products depend on how their operands are aligned, so `attention_exact` pads head_dim
@@ -192,15 +193,16 @@ def attention_torch(
     scale: float,
     window: int = 0,  # positions that a token sees, itself included; 0 for all
     soft_cap: float = 0.0,  # scores become soft_cap * tanh(score / soft_cap); 0 for no cap
+    sinks: torch.Tensor | None = None,  # [num_heads] float32, a score of each head without a key and a value
 ) -> torch.Tensor:
     """[num_tokens, num_heads * head_dim]: softmax(q k^T * scale) v over each token's past and itself."""
     outs = []
     for span in plan.spans:
         own, (k, v) = q[span.start : span.stop], span.view.read(kv, scales).to(q.dtype).unbind(0)
-        if soft_cap:
+        if soft_cap or sinks is not None:
             step = len(own) if len(k) > 1 else max(1, _MAX_SCORES // (own.shape[1] * k.shape[2]))
             for part, hidden in zip(own.split(step), span.hidden(window).split(step), strict=True):
-                outs.append(_attend_capped(part, hidden, k, v, scale, soft_cap))
+                outs.append(_attend_plainly(part, hidden, k, v, scale, soft_cap, sinks))
         else:
             outs.append(_attend(own, *span.mask_within(window, q.dtype), k, v, scale))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
@@ -226,15 +228,27 @@ def _attend(
     return out.permute(2, 0, 1, 3).reshape(num_tokens, -1)
 
 
-def _attend_capped(
-    q: torch.Tensor, hidden: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, soft_cap: float
+def _attend_plainly(
+    q: torch.Tensor,
+    hidden: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    soft_cap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`_attend` with a soft cap, which library calls lack: many rows of one token, or one row of many."""
+    """`_attend` with a soft cap or sinks, which library calls lack: many rows of one token, or one row of many."""
     num_tokens, num_kv_heads, head_dim = len(q), k.shape[1], k.shape[3]
     q = q.view(num_tokens, num_kv_heads, -1, head_dim)
     to_k, to_v = ("tngd,tnsd->tngs", "tngs,tnsd->tngd") if len(k) > 1 else ("tngd,rnsd->tngs", "tngs,rnsd->tngd")
-    scores = torch.einsum(to_k, q, k).mul_(scale / soft_cap).tanh_().mul_(soft_cap)
-    weights = scores.masked_fill_(hidden[:, None, None], -math.inf).softmax(-1)
+    scores = torch.einsum(to_k, q, k)
+    scores = scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap) if soft_cap else scores.mul_(scale)
+    scores.masked_fill_(hidden[:, None, None], -math.inf)
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        own = sinks.view(num_kv_heads, -1, 1).expand(num_tokens, -1, -1, -1)
+        weights = torch.cat((scores, own), -1).softmax(-1)[..., :-1].to(v.dtype)
     return torch.einsum(to_v, weights, v).reshape(num_tokens, -1)
 
 
@@ -247,6 +261,7 @@ def attention_exact(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     by_head: bool = False,  # a head's bits do not depend on which heads share its keys and values here, either
 ) -> torch.Tensor:
     """`attention_torch` for `EngineConfig.deterministic`: a token's bits depend only on its own q, k and v.
@@ -256,24 +271,28 @@ def attention_exact(
     depends neither on the length of other rows nor on the chunks of the prompt."""
     head_dim = q.shape[-1]
     pad = (0, -head_dim % _ALIGNED)
+    softmax = _Softmax(window, soft_cap, by_head, None if sinks is None else sinks.view(kv.shape[1], -1))
     outs = []
     for span in plan.spans:
         rows = F.pad(q[span.start : span.stop].float() * scale, pad)
         k, v = F.pad(span.view.read(kv, scales).float(), pad).unbind(0)
         attend = _exact_decode if len(k) == len(rows) else _exact_prefill
-        outs.append(attend(rows, k, v, span.lengths, window, soft_cap, by_head)[..., :head_dim].flatten(1))
+        outs.append(attend(rows, k, v, span.lengths, softmax)[..., :head_dim].flatten(1))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out.to(q.dtype)
 
 
+class _Softmax(NamedTuple):
+    """The kind of softmax of a layer."""
+
+    window: int
+    soft_cap: float
+    by_head: bool
+    sinks: torch.Tensor | None  # [num_kv_heads, group]; one row for each element of a batch in `_attend_chunks`
+
+
 def _exact_decode(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: torch.Tensor,
-    window: int,
-    soft_cap: float,
-    by_head: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, softmax: _Softmax
 ) -> torch.Tensor:
     """One token a row: rows and kv heads are one batch."""
     num_rows, num_heads, head_dim = q.shape
@@ -281,28 +300,22 @@ def _exact_decode(
     q = q.reshape(num_rows * num_kv_heads, -1, head_dim)
     k, v = k.reshape(-1, length, head_dim), v.reshape(-1, length, head_dim)
     lengths = lengths.repeat_interleave(num_kv_heads)
-    return _attend_chunks(q, k, v, lengths, window, soft_cap, by_head).view(num_rows, num_heads, head_dim)
+    if softmax.sinks is not None:
+        softmax = softmax._replace(sinks=softmax.sinks.repeat(num_rows, 1))
+    return _attend_chunks(q, k, v, lengths, softmax).view(num_rows, num_heads, head_dim)
 
 
 def _exact_prefill(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: torch.Tensor,
-    window: int,
-    soft_cap: float,
-    by_head: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, softmax: _Softmax
 ) -> torch.Tensor:
     """One row of many tokens: they share each kv head's keys without a copy."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     q, each = q.view(num_tokens, num_kv_heads, -1, head_dim), (num_tokens, -1, -1)
-    heads = [
-        _attend_chunks(
-            q[:, h].contiguous(), k[:, h].expand(*each), v[:, h].expand(*each), lengths, window, soft_cap, by_head
-        )
-        for h in range(num_kv_heads)
-    ]
+    heads = []
+    for h in range(num_kv_heads):
+        own = softmax if softmax.sinks is None else softmax._replace(sinks=softmax.sinks[h].expand(num_tokens, -1))
+        heads.append(_attend_chunks(q[:, h].contiguous(), k[:, h].expand(*each), v[:, h].expand(*each), lengths, own))
     return torch.stack(heads, 1).view(num_tokens, num_heads, head_dim)
 
 
@@ -311,18 +324,20 @@ def _attend_chunks(
     k: torch.Tensor,  # [n, chunks * 64, head_dim], perhaps expanded over n
     v: torch.Tensor,  # like k
     lengths: torch.Tensor,  # [n] at least 1
-    window: int,
-    soft_cap: float,
-    by_head: bool = False,
+    softmax: _Softmax,
 ) -> torch.Tensor:
     """[n, group, head_dim]."""
-    n, group, _ = q.shape
+    (n, group, _), (window, soft_cap, by_head, sinks) = q.shape, softmax
     if by_head and group > 1:
-        heads = [_attend_chunks(head.contiguous(), k, v, lengths, window, soft_cap) for head in q.split(1, 1)]
+        heads = []
+        for i in range(group):
+            own = softmax._replace(sinks=None if sinks is None else sinks[:, i : i + 1])
+            heads.append(_attend_chunks(q[:, i : i + 1].contiguous(), k, v, lengths, own))
         return torch.cat(heads, 1)
     if n == 1:  # a batch of one may be split over threads in another way
         q, k, v, lengths = (x.expand(2, *x.shape[1:]).contiguous() for x in (q, k, v, lengths))
-        return _attend_chunks(q, k, v, lengths, window, soft_cap)[:1]
+        own = softmax if sinks is None else softmax._replace(sinks=sinks.expand(2, -1))
+        return _attend_chunks(q, k, v, lengths, own)[:1]
     best = q.new_full((n, group, 1), _LOWEST)
     total = q.new_zeros((n, group, 1))
     out = torch.zeros_like(q)
@@ -341,4 +356,6 @@ def _attend_chunks(
         total.mul_(fade).add_(weights.sum(-1, keepdim=True))
         out.mul_(fade).add_(torch.bmm(weights, v[:, at : at + _CHUNK]))
         best = top
+    if sinks is not None:  # an infinite weight makes the result zero, as it should
+        total.add_(sinks[:, :, None].sub(best).exp_())
     return out.div_(total)

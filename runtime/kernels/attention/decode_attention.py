@@ -19,12 +19,14 @@ import torch
 from runtime.kernels.attention.paged_attention import (
     LOG2_E,
     PagedRows,
+    add_sinks,
     attend_range,
     attend_tile,
     find_places,
     find_row,
     is_inside,
     load_scales,
+    load_sinks,
     load_tile,
     rows_searched,
     tile_pointers,
@@ -44,6 +46,7 @@ def _decode_attention_kernel(
     q_ptr,  # [num_tokens, num_heads, HEAD_DIM], tokens q_stride apart
     kv_ptr,  # [2, num_kv_heads, num_blocks, BLOCK_SIZE, HEAD_DIM] contiguous
     scales_ptr,  # of a quantized cache (stored_kv.py), contiguous; not used without SCALES
+    sinks_ptr,  # [num_heads] fp32, or None
     out_ptr,  # [num_tokens, num_heads, HEAD_DIM] contiguous
     slots_ptr,
     starts_ptr,
@@ -113,6 +116,7 @@ def _decode_attention_kernel(
         k_scales, v_scales = None, None
         if SCALES == "token":
             k_scales, v_scales = load_scales(token_scales_ptr + places, old)
+    sinks = load_sinks(sinks_ptr, kv_head, count, GROUP, BLOCK_M)
     # The previous launch (RoPE and the store of k and v) waited before it let this one start. Rows, tables and, with
     # prefix_ready, all keys before the rows were complete by then.
     if PDL:
@@ -188,6 +192,7 @@ def _decode_attention_kernel(
 
     out_dtype: tl.constexpr = out_ptr.dtype.element_ty
     if alone:
+        total = add_sinks(m, total, sinks, SCALES)
         total = finish_total(total, scales_ptr, kv_head, num_kv_heads, SCALES)
         out_at = out_ptr + (q_tokens * num_heads + heads)[:, None] * HEAD_DIM + dims[None, :]
         tl.store(out_at, (acc / total[:, None]).to(out_dtype), mask=whole)
@@ -195,11 +200,12 @@ def _decode_attention_kernel(
     counter = counters_ptr + tile * num_kv_heads + kv_head
     if not arrives_last(counter, tl.minimum(segments, num_splits)):
         return
-    total, acc = merge_segments(
+    m, total, acc = merge_segments(
         acc_ptr, sums_ptr, place, segments, count * GROUP, ROWS, HEAD_DIM, BLOCK_D, MERGE, LOWEST
     )
     rows = tl.arange(0, ROWS)
     whole = (rows < count * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    total = add_sinks(m, total, load_sinks(sinks_ptr, kv_head, count, GROUP, ROWS), SCALES)
     total = finish_total(total, scales_ptr, kv_head, num_kv_heads, SCALES)
     q_tokens = (q_start + rows // GROUP).to(tl.int64)
     heads = kv_head * GROUP + rows % GROUP
@@ -233,7 +239,8 @@ def merge_segments(
     acc_ptr, sums_ptr, place, segments, num_used, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     MERGE: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
-    """(sum of weights, weighted sum of values) of all segments from `place` on, in order, MERGE at a time."""
+    """(highest score, sum of weights, weighted sum of values) of all segments from `place` on, in order, MERGE at a
+    time."""
     rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     m = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -250,7 +257,7 @@ def merge_segments(
             m, total, acc = merge(m, total, acc, other_m, other_total, other_acc)
         sums_at += MERGE * 2 * ROWS
         acc_at += MERGE * ROWS * HEAD_DIM
-    return total, acc
+    return m, total, acc
 
 
 @jit
@@ -272,6 +279,7 @@ def decode_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,  # [num_heads] fp32
     scales: torch.Tensor | None = None,  # of a quantized cache (stored_kv.py)
     deterministic: bool = False,
     out: torch.Tensor | None = None,  # [num_tokens, num_heads * head_dim] contiguous
@@ -307,7 +315,7 @@ def decode_attention(
     partial = programs * segments * tile_rows if splits > 1 else 0
     pdl = use_pdl(q)
     _decode_attention_kernel[(num_tiles, num_kv_heads, splits)](
-        q, kv, kv if scales is None else scales, out, rows.slots, rows.starts, rows.q_starts, rows.tables,
+        q, kv, kv if scales is None else scales, sinks, out, rows.slots, rows.starts, rows.q_starts, rows.tables,
         torch.empty(partial * head_dim, dtype=torch.float32, device=q.device),
         torch.empty(partial * 2, dtype=torch.float32, device=q.device),
         arrival_counters(q.device), q.stride(0), kv.stride(0), kv.stride(1), rows.tables.stride(0), rows.num_rows,

@@ -49,6 +49,7 @@ def paged_attention_torch(
     scale: float,
     window: int = 0,  # positions that a token sees, itself included; 0 for all
     soft_cap: float = 0.0,  # scores become soft_cap * tanh(score / soft_cap); 0 for no cap
+    sinks: torch.Tensor | None = None,  # [num_heads] a score of each head without a key and a value
     scales: torch.Tensor | None = None,  # of a quantized cache (stored_kv.py)
     out: torch.Tensor | None = None,  # [num_tokens, num_heads * head_dim]
 ) -> torch.Tensor:
@@ -74,7 +75,10 @@ def paged_attention_torch(
             scores = soft_cap * torch.tanh(scores / soft_cap)
         behind = torch.arange(start, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
         hidden = (behind < 0) | (behind >= window) if window else behind < 0
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.to(wide).view(num_kv_heads, -1, 1, 1).expand(-1, -1, end - first, 1)), -1)
+        weights = scores.softmax(-1)[..., :length]
         result[first:end] = torch.einsum("ngts,nsd->tngd", weights, v).flatten(1).to(q.dtype)
     return result
 
@@ -208,6 +212,27 @@ def softmax_step(
     if SCALES == "token":
         weights *= v_scales.to(tl.float32)[None, :]
     return top, total, weights, fade
+
+
+@jit
+def load_sinks(sinks_ptr, kv_head, count, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """The sinks of a tile of `count` tokens with GROUP heads each [ROWS]; None if the model lacks them."""
+    sinks = None
+    if sinks_ptr is not None:
+        rows = tl.arange(0, ROWS)
+        sinks = tl.load(sinks_ptr + kv_head * GROUP + rows % GROUP, mask=rows < count * GROUP, other=0.0)
+    return sinks
+
+
+@jit
+def add_sinks(m, total, sinks, SCALES: tl.constexpr):
+    """The sum of a row's weights with that of its sink: once, after all positions, so that no split of them shows.
+
+    Explicit fma, so that it rounds alike wherever it is inlined. An infinite weight makes the result zero."""
+    if sinks is not None:
+        weight_of_one = m - WEIGHT_LOG2 if SCALES == "token" else m
+        total += tl.exp2(tl.fma(sinks, tl.full(sinks.shape, 1.4426950408889634, tl.float32), -weight_of_one))
+    return total
 
 
 @jit

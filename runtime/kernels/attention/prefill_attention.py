@@ -24,8 +24,10 @@ from runtime.kernels.attention.decode_attention import (
 from runtime.kernels.attention.paged_attention import (
     LOG2_E,
     PagedRows,
+    add_sinks,
     attend_range,
     find_row,
+    load_sinks,
     rows_searched,
     token_scales,
 )
@@ -42,6 +44,7 @@ def _prefill_attention_kernel(
     q_ptr,  # [num_tokens, num_heads, HEAD_DIM], tokens q_stride apart
     kv_ptr,  # [2, num_kv_heads, num_blocks, BLOCK_SIZE, HEAD_DIM] contiguous
     scales_ptr,  # of a quantized cache (stored_kv.py), contiguous; not used without SCALES
+    sinks_ptr,  # [num_heads] fp32, or None
     out_ptr,  # [num_tokens, num_heads, HEAD_DIM] contiguous
     slots_ptr,
     starts_ptr,
@@ -137,9 +140,10 @@ def _prefill_attention_kernel(
             place -= segment  # of the tile's first one
             if not arrives_last(counters_ptr + place, segments):
                 return
-            total, acc = merge_segments(
+            m, total, acc = merge_segments(
                 acc_ptr, sums_ptr, place, segments, count * GROUP, BLOCK_M, HEAD_DIM, BLOCK_D, MERGE, -1e30
             )
+    total = add_sinks(m, total, load_sinks(sinks_ptr, kv_head, count, GROUP, BLOCK_M), SCALES)
     total = finish_total(total, scales_ptr, kv_head, NUM_KV_HEADS, SCALES)
     out_at = out_ptr + (q_tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=whole)
@@ -201,6 +205,7 @@ def prefill_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,  # [num_heads] fp32
     scales: torch.Tensor | None = None,  # of a quantized cache (stored_kv.py)
     deterministic: bool = False,
     out: torch.Tensor | None = None,  # [num_tokens, num_heads * head_dim] contiguous
@@ -208,8 +213,9 @@ def prefill_attention(
     """`paged_attention_torch` for rows of any number of tokens."""
     if deterministic:
         return decode_attention(
-            q, kv, rows, scale=scale, window=window, soft_cap=soft_cap, scales=scales, deterministic=True, out=out
-        )
+            q, kv, rows, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, scales=scales, deterministic=True,
+            out=out,
+        )  # fmt: skip
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
     if out is None:
@@ -232,7 +238,7 @@ def prefill_attention(
     pdl = use_pdl(q)
     # One dimension of the grid: the others hold no more than 65,535 places each.
     _prefill_attention_kernel[(num_kv_heads * max(places, shared // num_kv_heads),)](
-        q, kv, kv if scales is None else scales, out, rows.slots, rows.starts, rows.q_starts, rows.tables,
+        q, kv, kv if scales is None else scales, sinks, out, rows.slots, rows.starts, rows.q_starts, rows.tables,
         torch.empty(shared * block_m * head_dim, dtype=torch.float32, device=q.device),
         torch.empty(shared * block_m * 2, dtype=torch.float32, device=q.device),
         arrival_counters(q.device), q.stride(0), kv.stride(0), kv.stride(1), rows.tables.stride(0), rows.num_rows,

@@ -20,6 +20,7 @@ WEIGHT_MAP = WeightMap({
     "k": "model.layers.{}.self_attn.k_proj",
     "v": "model.layers.{}.self_attn.v_proj",
     "out": "model.layers.{}.self_attn.o_proj",
+    "sinks": "model.layers.{}.self_attn.sinks",
     "gate": "model.layers.{}.mlp.gate_proj",
     "up": "model.layers.{}.mlp.up_proj",
     "down": "model.layers.{}.mlp.down_proj",

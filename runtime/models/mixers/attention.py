@@ -33,7 +33,8 @@ class AttentionMixer:
     heads: Heads  # of `qkv`
     v_norm: bool  # of each head, without a weight
     rope: int  # index of its rotary table
-    # (q, the layer's cache, the step's metadata, the cache's scales), with the layer's scale, window and soft cap
+    # (q, the layer's cache, the step's metadata, the cache's scales), with the layer's scale, window, soft cap
+    # and sinks
     attention: Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor | None], torch.Tensor]
 
     def mix(self, h: torch.Tensor, norm: torch.Tensor | None, step: ForwardStep, cache: LayerCache) -> torch.Tensor:

@@ -50,6 +50,11 @@ def paged_case(
     return q, kv, rows
 
 
+def sinks_of(num_heads: int, device: str = "cpu") -> torch.Tensor:
+    """Sinks from far below the scores to far above them."""
+    return torch.linspace(-20.0, 9.0, num_heads, device=device)
+
+
 def rows_of(rows: PagedRows, spans: list[tuple[int, int]]) -> tuple[list[int], PagedRows]:
     """Spans (start, count) of the one sequence that `rows` holds, each as a row, and the positions of their tokens."""
     starts, counts = np.array(spans, np.int32).T

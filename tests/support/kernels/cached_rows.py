@@ -28,6 +28,7 @@ class Layer:
     group: int = 2
     window: int = 0
     soft_cap: float = 0.0
+    has_sinks: bool = False
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Rows:
     kv: torch.Tensor
     scales: torch.Tensor | None
     tables: torch.Tensor
+    sinks: torch.Tensor | None
 
     def own(self, row: int, first: int = 0, count: int | None = None) -> Rows:
         """Some tokens of one row, alone."""
@@ -59,10 +61,11 @@ class Rows:
         out = torch.full((len(self.q), num_heads * layer.head_dim), torch.nan)
         positions, per_task = self.kv.shape[2] * self.kv.shape[3], 1 if by_head else layer.group
         sizes = self.q.stride(0), positions, self.tables.stride(0), len(tiles), num_heads, per_task
+        tensors = self.q, self.kv, self.scales, self.sinks, self.tables, tiles, out
         call(
-            attention, (self.q, self.kv, self.scales, self.tables, tiles, out, *sizes, layer.head_dim**-0.5),
+            attention, (*tensors, *sizes, layer.head_dim**-0.5),
             target, parts, form=KVForm(layer.dtype, layer.head_dim, layer.block_size), group=layer.group,
-            window=layer.window, soft_cap=layer.soft_cap, max_heads=layer.group,
+            window=layer.window, soft_cap=layer.soft_cap, has_sinks=layer.has_sinks, max_heads=layer.group,
         )  # fmt: skip
         return out
 
@@ -80,7 +83,7 @@ class Rows:
             outs.append(
                 attention_torch(
                     own.q.double(), kv, plan, self.scales,
-                    scale=layer.head_dim**-0.5, window=layer.window, soft_cap=layer.soft_cap,
+                    scale=layer.head_dim**-0.5, window=layer.window, soft_cap=layer.soft_cap, sinks=self.sinks,
                 )
             )  # fmt: skip
         return torch.cat(outs)
@@ -95,6 +98,7 @@ def rows_of(layer: Layer, starts: list[int], counts: list[int], seed: int = 0, s
     numbers = torch.randn(int(lengths.sum()), 2 * layer.num_kv_heads, layer.head_dim, generator=generator)
     q = 3 * torch.randn(sum(counts), layer.num_kv_heads * layer.group, layer.head_dim, generator=generator)
     head_scales = torch.rand(2, layer.num_kv_heads, generator=generator) / 50 + 0.005
+    sinks = 3 * torch.randn(q.shape[1], generator=generator) if layer.has_sinks else None
     needed = -(-lengths // layer.block_size)
     num_blocks = 1 + int(needed.sum()) * (3 if spread else 1)
     blocks = (torch.randperm(num_blocks - 1, generator=generator) + 1).int()
@@ -111,4 +115,4 @@ def rows_of(layer: Layer, starts: list[int], counts: list[int], seed: int = 0, s
     elif layer.dtype == torch.float8_e4m3fn:
         scales = head_scales
     store_kv_torch(numbers if scales is not None else numbers.to(layer.dtype), kv, scales, torch.cat(index))
-    return Rows(layer, np.array(starts, np.int32), np.array(counts, np.int32), q, kv, scales, tables)
+    return Rows(layer, np.array(starts, np.int32), np.array(counts, np.int32), q, kv, scales, tables, sinks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -249,9 +250,21 @@ LIKE_OTHERS = {  # cases that differ from another in their files, not in their c
     "qwen3.5 moe, with a vision tower",
 }  # fmt: skip
 
+# Models without a checkpoint: name -> (case, fields of its config that differ, fields of its spec that differ)
+SPECS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "sinks": (
+        "mistral, some windows",
+        {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        {"sinks": True},
+    ),
+}
+
 
 def spec_of(case: str, **changes: Any) -> DecoderSpec:
     """The spec, without the checkpoint: from a config as transformers would write it but for its defaults."""
+    if case in SPECS:
+        case, of_config, of_spec = SPECS[case]
+        return replace(spec_of(case, **of_config | changes), **of_spec)
     kind, own = CASES[case]
     ending = "ForConditionalGeneration" if kind in _WITH_IMAGES else "ForCausalLM"
     architecture = _MODELS.get(kind) or kind.replace("Config", ending)

@@ -32,7 +32,8 @@ WINDOWS = DecoderSpec(
     num_layers=4, hidden_size=48, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=80, vocab_size=131,
     max_positions=512, norm_eps=1e-6, window=40, sliding=(True, True, False, True), tied_head=True,
 )  # fmt: skip
-SPECS = {"delta": DELTA, "conv": CONV, "wide": WIDE, "windows": WINDOWS}
+SINKS = replace(WINDOWS, sinks=True)
+SPECS = {"delta": DELTA, "conv": CONV, "wide": WIDE, "windows": WINDOWS, "sinks": SINKS}
 SEQS, MAX_LEN, MAX_TOKENS = 4, 400, 24
 Answer = list[tuple[int, float]]  # tokens and their log-probabilities
 Kind = tuple[tuple[str, object], ...]  # the settings that decide about bits

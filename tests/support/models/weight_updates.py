@@ -59,6 +59,12 @@ def infos(tensors: Mapping[str, torch.Tensor]) -> list[TensorInfo]:
     return [TensorInfo(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()]
 
 
+def random_tensors(runner: ModelRunner) -> Tensors:
+    """All tensors of a model with random weights, drawn anew."""
+    spec, names = runner.spec, runner._source.weight_map.names_of(runner.spec)
+    return {name: torch.randn(spec.shapes()[parameter]) for parameter, name in names.items()}
+
+
 def random_parts(tensors: Mapping[str, torch.Tensor], folder: Path, seed: int = 0) -> list[WeightPart]:
     """The tensors in parts of every kind that a CPU receives, in random order."""
     rng, names, parts = random.Random(seed), list(tensors), list[WeightPart]()

@@ -4,7 +4,7 @@ A tile is up to LANES neighbouring tokens of one row. Its queries read each chun
 L1 cache. The same operations compute a query in any tile: an online softmax (arXiv 1805.02867) over chunks of CHUNK
 absolute positions. It begins at the first chunk with a visible position. Hidden positions are skipped, or their weight
 is 0 and their products are dropped. A token's bits therefore depend only on its own q and the keys and values that it
-sees."""
+sees. A sink is the first score of all, with a value of zeros."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def attention(
     q: F32s,  # [num_tokens, num_heads, head_dim], rows q_stride apart
     kv: U8s,  # [2, num_kv_heads, num_positions, head_dim] of form.type
     scales: F32s,  # of the cache, if it is quantized
+    sinks: F32s,  # [num_heads], read if has_sinks
     tables: I32s,  # [rows, table_stride] blocks of each row
     tiles: I32s,  # [num_tiles, 4]: first token, number of tokens, row of the tables, position of the first token
     out: F32s,  # [num_tokens, num_heads * head_dim]
@@ -39,6 +40,7 @@ def attention(
     group: int,  # query heads of a kv head
     window: int,  # positions that a token sees, itself included; 0 for all
     soft_cap: float,  # 0 for none
+    has_sinks: bool,
     max_heads: int,  # at least heads_per_task
 ) -> None:
     """Part i of n: a share of the pairs of a group of heads and a tile."""
@@ -60,7 +62,8 @@ def attention(
             ((count > _FEW) & (head % together).equals(0), lanes, maximum(heads_per_task, together)),
         ):
             with when(is_fit):
-                queries.open(Tile(first_q, q_stride, first_out, out_stride, position, count, heads), head_scale)
+                tile = Tile(first_q, q_stride, first_out, out_stride, position, count, heads)
+                queries.open(tile, head_scale, sinks + head if has_sinks else None)
                 for index in loop(first, (position + count - 1) // CHUNK + 1):
                     base = index * CHUNK
                     chunk.read(base, *seen_positions(base, position, count, window))

@@ -56,13 +56,16 @@ class Lanes:
         self._parts = array(f32, LANES // _QUAD * self._keys * together * self.width)
         self._rows = array(f32, LANES * (self.size + LANES))  # results of a head, token after token
 
-    def open(self, tile: Tile, scale: Value) -> None:
+    def open(self, tile: Tile, scale: Value, sinks: Pointer | None) -> None:
         self.tile, self.scale = tile, scale
         for i in loop(0, tile.heads * LANES, LANES):
             self._tops.store(i, number(LOWEST, f32(LANES)))
         for i in loop(0, tile.heads * ((self.size + LANES) * LANES), LANES):
             self._results.store(i, zeros(f32(LANES)))
         for head in loop(0, tile.heads):
+            if sinks is not None:
+                self._tops.store(head * LANES, sinks.load(head).repeat(LANES))
+                self._totals(head).store(0, number(1.0, f32(LANES)))
             for first, count in vectors(self.form.head_dim):
                 own = tile.q + head * self.form.head_dim + first
                 rows = [own + minimum(tile.count - 1, row) * tile.q_stride for row in range(LANES)]
@@ -163,7 +166,7 @@ class Lanes:
     def _weigh(self, head: Value, chunk: Chunk, begin: Value, end: Value) -> None:
         """Weights from scores."""
         weights, at = self._weights + head * (CHUNK * LANES), head * LANES
-        totals = self._results + (head * (self.size + LANES) + self.size) * LANES
+        totals = self._totals(head)
         old = self._tops.load(at, LANES)
         top = maximum(self._highest.load(at, LANES), old)
         factor = exp(old - top)
@@ -178,6 +181,10 @@ class Lanes:
                     weight = weight * chunk.value_scales.load(key).repeat(LANES)
                 weights.store(key * LANES, weight)
             totals.store(lane * LANES, fused(totals.load(lane * LANES, LANES), factor, total.now))
+
+    def _totals(self, head: Value) -> Pointer:
+        """The sums of weights of a head, by position modulo LANES."""
+        return self._results + (head * (self.size + LANES) + self.size) * LANES
 
     def _add_values(self, head: Value, lane: Value, base: Value, chunk: Chunk, begin: Value, end: Value) -> None:
         """Add values times their weights."""

@@ -62,12 +62,17 @@ class Rows:
         self._sums, self._weights = array(f32, count * self.size), array(f32, count * CHUNK)
         self._tops, self._totals, self._factors = (array(f32, count * LANES) for _ in range(3))
 
-    def open(self, tile: Tile, scale: Value) -> None:
+    def open(self, tile: Tile, scale: Value, sinks: Pointer | None) -> None:
         self.tile, self.scale = tile, scale
         count = tile.heads * tile.count
         for i in loop(0, count * LANES, LANES):
             self._tops.store(i, number(LOWEST, f32(LANES)))
             self._totals.store(i, zeros(f32(LANES)))
+        if sinks is not None:
+            for head in loop(0, tile.heads):
+                for query in loop(head * tile.count, (head + 1) * tile.count):
+                    self._tops.store(query * LANES, sinks.load(head).repeat(LANES))
+                    self._totals.store(query * LANES, number(1.0, f32))
         for i in loop(0, count * self.size, LANES):
             self._sums.store(i, zeros(f32(LANES)))
 

@@ -58,6 +58,7 @@ class CompiledAttention:
         scale: float,
         window: int,
         soft_cap: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`attention_torch` as one kernel; its result is valid until the next call."""
         num_tokens, num_heads, head_dim = q.shape
@@ -66,9 +67,12 @@ class CompiledAttention:
         out = self.launcher.buffer("attention", num_tokens, num_heads * head_dim)
         # Heads that share keys are one task, unless that gives too few tasks for the threads.
         per_task = group if num_tiles * num_kv_heads >= 4 * self.launcher.pool.num_threads else 1
-        function = kernel(attention, form=_form(kv), group=group, window=window, soft_cap=soft_cap, max_heads=group)
+        function = kernel(
+            attention, form=_form(kv), group=group, window=window, soft_cap=soft_cap, has_sinks=sinks is not None,
+            max_heads=group,
+        )  # fmt: skip
         sizes = q.stride(0), _head_stride(kv), plan.tables.stride(0), num_tiles, num_heads, per_task
-        arguments = (q, kv, scales, plan.tables, plan.tiles, out, *sizes, scale)
+        arguments = (q, kv, scales, sinks, plan.tables, plan.tiles, out, *sizes, scale)
         parts = self.launcher.parts(num_tiles * num_heads // per_task, 1 << 20)  # positions are not known here
         self.launcher.launch(function, arguments, parts)
         return out
