@@ -24,10 +24,18 @@ from tests.support.models.runner_driver import Driver
 
 pytestmark = pytest.mark.usefixtures("wide_products")
 
+GEMMA4 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 7,
+}
 KERNEL_CASES = {  # families with kernels of their own -> settings that make them shorter
     "mixtral": {"num_hidden_layers": 1},
     "gemma2": {"num_hidden_layers": 1, "sliding_window": 7},
     "gemma3": {"num_hidden_layers": 2, "sliding_window": 7},
+    "gemma4": {**GEMMA4, "num_kv_shared_layers": 2},
+    "gemma4, keys as values": GEMMA4,
+    "gemma4 moe": {**GEMMA4, "num_hidden_layers": 2},
     "phi4-mini": {"num_hidden_layers": 1},
     "gpt2": {"n_layer": 1},
     "ministral3": {"num_hidden_layers": 1, **yarn(9, llama_4_scaling_beta=0.3)},
