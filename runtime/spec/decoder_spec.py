@@ -17,40 +17,12 @@ from runtime.spec.kv_cache_spec import (
     window_groups,
 )
 from runtime.spec.mixer_spec import DeltaRuleSpec, Linears, MixerSpec
+from runtime.spec.rope_spec import RopeSpec as RopeSpec  # also for importers of this module
 from runtime.spec.sharding import ALONE, Shard
 from runtime.spec.types import CallboardError
 
 ACTIVATION_LIMIT = 7.0  # of swiglu_clamped
-RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
-
-
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary position embedding (arXiv 2104.09864), half-split layout, with its stretching to longer contexts.
-
-    models/rope.py reads it from a config; `rope_table` of kernels/attention/rope.py computes each type."""
-
-    theta: float = 10000.0
-    type: RopeType = "default"
-    factor: float = 1.0  # context is stretched by this much; linear, dynamic, llama3 and yarn
-    low_freq_factor: float = 1.0  # llama3: wavelengths above original_positions / this are stretched fully
-    high_freq_factor: float = 4.0  # llama3: wavelengths below original_positions / this are kept
-    original_positions: int = 8192  # the context before stretching; all but default and linear, and for query_beta
-    # Share of head_dim that rotates: its first dimensions, with proportional those of each half; 0 for none.
-    partial: float = 1.0
-    interleaved: bool = False  # the checkpoint pairs dimension 2 i with 2 i + 1, not i with i + half of them
-    attention_factor: float = 1.0  # of cos and sin; yarn and longrope
-    beta_fast: float = 32.0  # yarn: dimensions with more turns than this in the original context are kept
-    beta_slow: float = 1.0  # yarn: dimensions with fewer turns than this are stretched fully
-    query_beta: float = 0.0  # q is multiplied by 1 + this * ln(1 + position // original_positions)
-    truncate: bool = True  # yarn: the edges between are whole dimensions
-    short_factor: tuple[float, ...] = ()  # longrope: divisors of the frequencies, up to the original context
-    long_factor: tuple[float, ...] = ()  # longrope: divisors of the frequencies above the original context
-
-    @property
-    def reorders_heads(self) -> bool:
-        """True if loading permutes the rows of q and k (runtime.models.decoder.rope_permutation)."""
-        return self.type != "proportional" and self.partial > 0.0 and (self.partial < 1.0 or self.interleaved)
+_ROPE = RopeSpec()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +42,8 @@ class ExpertsSpec:
     choice_bias: bool = False  # a bias is added to the scores for the choice of the top_k, not for their weights
     sum_eps: float = 0.0  # with normalized: added to the sum that divides the weights
     scale: float = 1.0  # factor of the weights of the top_k
-    expert_scales: bool = False  # the weight of an expert is multiplied by a factor of the expert
-    # The router has a norm of its own, times hidden_size ** -0.5, in place of that of the experts.
-    own_norm: bool = False
+    expert_scales: bool = False  # weights are multiplied by a factor of their expert
+    own_norm: bool = False  # the router has a norm in place of that of the experts, times hidden_size ** -0.5
     router_bias: bool = False  # the router's logits have a bias
     # The experts form groups of neighbours, and the top_k are of the best top_groups.
     groups: int = 1
@@ -133,7 +104,7 @@ class DecoderSpec:
     vocab_size: int
     max_positions: int
     norm_eps: float
-    rope: RopeSpec = RopeSpec()
+    rope: RopeSpec = _ROPE
     activation: Literal["silu", "gelu_tanh", "swiglu_clamped"] = "silu"  # of the gate
     activation_limit: float = 0.0  # swiglu_clamped: the largest gate, and the largest magnitude of up
     tied_head: bool = False
@@ -164,9 +135,9 @@ class DecoderSpec:
     sliding: tuple[bool, ...] = ()  # True for each sliding layer; empty for none
     local_rope: RopeSpec | None = None  # of sliding layers; None if it equals `rope`
     no_rope: tuple[bool, ...] = ()  # True for each layer without rotary positions; empty for none
-    full_head_dim: int = 0  # of layers that do not slide; 0 for head_dim
+    full_head_dim: int = 0  # of layers without a window; 0 for head_dim
     full_kv_heads: int = 0  # likewise; 0 for num_kv_heads
-    keys_as_values: bool = False  # layers that do not slide have no map of v: v is k before its norm
+    keys_as_values: bool = False  # layers without a window use k before its norm as v
     v_norm: bool = False  # with qk_norm: RMSNorm without a weight over head_dim of each v head
     shared_kv_layers: int = 0  # the last layers, which read k and v of the last layer of their kind before them
     shared_kv_ffn_size: int = 0  # of these; 0 for ffn_size
@@ -245,12 +216,12 @@ class DecoderSpec:
 
     @property
     def full_heads(self) -> HeadShape:
-        """The shape of the keys and values of layers that do not slide."""
+        """The shape of the keys and values of layers without a window."""
         return HeadShape(self.full_kv_heads or self.num_kv_heads, self.full_head_dim or self.head_dim)
 
     @property
     def has_two_shapes(self) -> bool:
-        """True if layers that slide, and those that do not, differ in the shape of their keys and values."""
+        """True if sliding layers and full layers differ in the shape of their keys and values."""
         kinds = {self.heads(i) for i in range(self.num_layers) if not self.is_stateful(i)}
         return len(kinds) > 1
 

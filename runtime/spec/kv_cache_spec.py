@@ -100,7 +100,7 @@ class KVCacheSpec:
 
     @property
     def num_layers(self) -> int:
-        """Layers of all groups, those with states, and those that read the keys and values of another layer."""
+        """All layers: of the groups, with states, and with the keys and values of another layer."""
         if self.sources:
             return len(self.sources)
         num_states = 0 if self.states is None else len(self.states.layers)
@@ -194,7 +194,7 @@ def window_groups(group: KVGroupSpec, sliding: frozenset[int], window: int, long
 
 
 def groups_of_two_shapes(full: KVGroupSpec, limited: KVGroupSpec, longest: int) -> tuple[KVGroupSpec, ...]:
-    """Divide layers of two shapes into groups of similar bytes; those of `limited` have its window.
+    """Divide the layers of two groups, which differ in shape, into groups of similar bytes.
 
     As in `window_groups`, the longest request then needs the least memory."""
     sizes = [group.bytes_per_token // len(group.layers) for group in (full, limited)]

@@ -12,6 +12,7 @@ from tests.support.examples import examples
 from tests.support.models.hybrid_engine import (
     MAX_LEN,
     SEQS,
+    SPECS,
     WINDOWS,
     Engine,
     check,
@@ -23,7 +24,7 @@ from tests.support.models.runner_driver import tiny_runner
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("model", ["windows", "sinks"])
+@pytest.mark.parametrize("model", ["windows", "sinks", "shapes"])
 def test_no_history_changes_a_bit(model, backend):
     """Hits, misses, chunks, mates, preemptions, lost runners and draft tokens."""
     seen, kind = Counter(), (("kernel_backend", backend), ("dtype", "float32"))
@@ -31,7 +32,7 @@ def test_no_history_changes_a_bit(model, backend):
     @settings(max_examples=examples(80), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(histories, st.sampled_from([64, 130, 400]), st.sampled_from([1, 400]), st.sampled_from([None, 0.3, 1.0]))
     def run(history, chunk, spare, share_right):
-        size = WINDOWS.kv_cache("float32", longest=MAX_LEN).most_blocks(MAX_LEN, 16, chunk + SEQS)
+        size = SPECS[model].kv_cache("float32", longest=MAX_LEN).most_blocks(MAX_LEN, 16, chunk + SEQS)
         limits = {"max_num_batched_tokens": chunk + SEQS, "num_kv_blocks": size + spare}
         check(model, kind, history, share_right, seen, **limits)
 
@@ -48,6 +49,18 @@ def test_second_turn_is_a_hit():
     engine.add("second", [*prompt_of(0, 150), *[t for t, _ in engine.answers["first"]], 5, 6], 8)
     engine.finish()
     assert engine.cached == 144
+
+
+def test_groups_of_two_shapes_have_similar_bytes():
+    cache = SPECS["shapes"].kv_cache("float32", longest=MAX_LEN)
+    assert [(group.layers, group.window) for group in cache.groups] == [((2,), None), ((0,), 40), ((1,), 40), ((3,), 40)]
+    assert cache.sources == (0, 1, 2, 3, 2, 3)
+    assert cache.rows_per_token == (2, 4, 4, 4)
+    assert cache.bytes_per_block(16) == 16 * 2 * 32 * 4
+    full, limited = KVGroupSpec(tuple(range(5, 30, 6)), 2, 512, "bfloat16"), KVGroupSpec((), 8, 256, "bfloat16")
+    layers = tuple(i for i in range(30) if i % 6 != 5)
+    groups = groups_of_two_shapes(full, replace(limited, layers=layers, window=1024), 131072)
+    assert [len(group.layers) for group in groups] == [5, 3, 3, 3, 3, 3, 3, 3, 3, 1]
 
 
 def test_windows_make_room():

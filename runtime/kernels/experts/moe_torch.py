@@ -61,7 +61,7 @@ class Router:
     record: list[torch.Tensor] | None = None
 
     def logits_of(self, residual: torch.Tensor, x: torch.Tensor, eps: float) -> torch.Tensor:
-        """The logits of a layer's hidden states, of which the experts read the norm x."""
+        """The logits of hidden states `residual`. The experts read their norm, x."""
         return self.logits.product(x) if self.norm is None else self.logits.normed(residual, self.norm, eps)
 
     def normed_logits(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -43,7 +43,7 @@ _NAMES |= {  # of mixtures
 WEIGHT_MAP = WeightMap(
     _NAMES,
     "model.language_model.",  # of models with images
-    # Images, sound, and keys and values of layers that read those of another.
+    # Images, sound, and maps of k and v in layers with shared keys and values.
     ignored=r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..*|layers\.\d+\.self_attn\.[kv]_(proj|norm)\..*",
 )
 _DEFAULTS: dict[str, Any] = {  # that configs leave out

@@ -24,7 +24,7 @@ class AttentionMixer:
     eps: float  # of the norms
     qkv: Linear
     out: Linear
-    num_heads: int  # of q, k and v together, as far as `heads` has them
+    num_heads: int  # of q, k and v together, without the kinds that `heads` lacks
     head_dim: int
     gate_width: int  # the gate's columns in `qkv`; 0 without a gate
     q_norm: torch.Tensor | None  # [head_dim], with spec.qk_norm of each head
