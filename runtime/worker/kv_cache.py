@@ -96,8 +96,8 @@ class _MixedBlocks:
     """Blocks of groups that differ in shape. All layers of a block lie side by side.
 
     A group sees the memory as runs of `block_size` rows of its width. The keys of a head are a run of a block, and so
-    are its values. Tables hold numbers of runs: a block's id times the runs of a block. Layers, k and v, and heads are other offsets,
-    so kernels read this layout like the other one."""
+    are its values. Tables hold numbers of runs: a block's id times the runs of a block. Layers, k and v, and heads are
+    other offsets, so kernels read this layout like the other one."""
 
     def __init__(
         self,

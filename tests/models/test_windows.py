@@ -1,12 +1,14 @@
 """Models that free blocks below windows, in deterministic mode: the same bits for every history of a request."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runtime.core.kv_cache_manager import KVCacheManager
+from runtime.spec.kv_cache_spec import KVGroupSpec, groups_of_two_shapes
 from tests.models.test_hybrid_models import BACKENDS
 from tests.support.examples import examples
 from tests.support.models.hybrid_engine import (
@@ -53,14 +55,19 @@ def test_second_turn_is_a_hit():
 
 def test_groups_of_two_shapes_have_similar_bytes():
     cache = SPECS["shapes"].kv_cache("float32", longest=MAX_LEN)
-    assert [(group.layers, group.window) for group in cache.groups] == [((2,), None), ((0,), 40), ((1,), 40), ((3,), 40)]
+    assert [(group.layers, group.window) for group in cache.groups] == [
+        ((2,), None),
+        ((0,), 40),
+        ((1,), 40),
+        ((3,), 40),
+    ]
     assert cache.sources == (0, 1, 2, 3, 2, 3)
-    assert cache.rows_per_token == (2, 4, 4, 4)
-    assert cache.bytes_per_block(16) == 16 * 2 * 32 * 4
+    assert cache.rows_per_token == (2, 6, 6, 6)
+    assert cache.bytes_per_block(16) == 16 * 2 * 48 * 4
     full, limited = KVGroupSpec(tuple(range(5, 30, 6)), 2, 512, "bfloat16"), KVGroupSpec((), 8, 256, "bfloat16")
     layers = tuple(i for i in range(30) if i % 6 != 5)
     groups = groups_of_two_shapes(full, replace(limited, layers=layers, window=1024), 131072)
-    assert [len(group.layers) for group in groups] == [5, 3, 3, 3, 3, 3, 3, 3, 3, 1]
+    assert [len(group.layers) for group in groups] == [5, *[2] * 12, 1]
 
 
 def test_windows_make_room():

@@ -44,10 +44,10 @@ KERNEL_CASES = {  # families with kernels of their own -> settings that make the
 }
 
 
-def logits(spec: DecoderSpec, backend: str, deterministic: bool, graphs: bool) -> torch.Tensor:
+def logits(spec: DecoderSpec, backend: str, deterministic: bool, graphs: bool, **config: str) -> torch.Tensor:
     config = EngineConfig(
         device="cpu", kernel_backend=backend, dtype="float32", num_kv_blocks=40, block_size=8, max_num_seqs=2,
-        max_model_len=40, num_threads=1, deterministic=deterministic,
+        max_model_len=40, num_threads=1, deterministic=deterministic, **config,
     )  # fmt: skip
     with mock.patch.object(ModelRunner, "_warm_up"):
         runner = build_runner(config, DummySource(spec))
@@ -107,3 +107,13 @@ def test_steps(case: str):
     want = logits(spec, "torch", False, graphs=False)
     got = logits(spec, "triton", deterministic, graphs=not deterministic)
     assert ((got - want).abs().max() / want.abs().max()).item() < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_quantized_keys_of_two_shapes(kind: str):
+    spec = spec_of("gemma4", **KERNEL_CASES["gemma4"])
+    plain, want = (logits(spec, "torch", False, False, kv_cache_dtype=each) for each in ("none", kind))
+    usual = (want - plain).norm()
+    for backend, deterministic in (("triton", False), ("triton", True), ("llvm", False)):
+        got = logits(spec, backend, deterministic, False, kv_cache_dtype=kind)
+        assert (got - want).norm() < 0.05 * usual, backend

@@ -36,7 +36,7 @@ SINKS = replace(WINDOWS, sinks=True)
 # Groups of two shapes; the last two layers read the keys and values of layers 2 and 3.
 SHAPES = replace(
     WINDOWS, num_layers=6, sliding=(True, True, False, True, False, True), qk_norm=True, v_norm=True, full_kv_heads=1,
-    full_head_dim=32, keys_as_values=True, shared_kv_layers=2, layer_embed_size=8, layer_factors=True,
+    full_head_dim=48, keys_as_values=True, shared_kv_layers=2, layer_embed_size=8, layer_factors=True,
 )  # fmt: skip
 SPECS = {"delta": DELTA, "conv": CONV, "wide": WIDE, "windows": WINDOWS, "sinks": SINKS, "shapes": SHAPES}
 SEQS, MAX_LEN, MAX_TOKENS = 4, 400, 24
