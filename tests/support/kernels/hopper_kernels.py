@@ -93,7 +93,6 @@ SERVED: list[tuple[str, dict[str, Any], torch.dtype, bool, tuple[int, ...]]] = [
     ("gemma-4-e2b", GEMMA_4, torch.bfloat16, False, (1, 64)),
     ("gemma-4-31b", GEMMA_4, torch.bfloat16, True, (64,)),
     ("gemma-4-31b", GEMMA_4 | {"kv_cache_dtype": "int8"}, torch.bfloat16, False, (64,)),
-    ("gemma-4-31b", GEMMA_4 | {"kv_cache_dtype": "fp8"}, torch.bfloat16, False, (64,)),
     ("gpt2", {}, torch.bfloat16, False, (1,)),
     ("qwen3-30b-a3b", {}, torch.bfloat16, False, (1,)),
     ("mixtral-8x7b", {}, torch.bfloat16, True, (64,)),
