@@ -48,13 +48,13 @@ def parts_of(
         infos = [TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in listed]
         yield ActorPart(source, method, infos)
     elif isinstance(source, Mapping) and transport == "ipc":
-        from runtime.updates.sending import ipc_update_info  # imports torch
+        from runtime.updates.sending import ipc_update_infos  # imports torch
 
-        update = ipc_update_info(source.items())
-        try:
-            yield part_of_json(dict(update))
-        finally:
-            update.close()
+        for update in ipc_update_infos(source.items()):  # a mapping for each tensor takes longer than the copy
+            try:
+                yield part_of_json(dict(update))
+            finally:
+                update.close()
     elif isinstance(source, Mapping):
         for piece in pieces(source, _OBJECT_BYTES):
             yield ObjectsPart([ray.put(piece)])

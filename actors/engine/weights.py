@@ -198,6 +198,8 @@ class EngineWeights:
         self._finish()
         if aborts:
             self._requests.end_all()
+        if self._core.scheduler.requests:
+            self._refuse_waiting("The engine was paused before its requests ended; resume it first.")
         self._waiting.append(answer)
         self._set_paused()
 
@@ -208,11 +210,14 @@ class EngineWeights:
 
     def _resume(self, body: Body, answer: Answer) -> None:
         self.is_paused = self._requests.holds_new = False
-        for waiting in self._waiting:
-            waiting.set_exception(WeightsRefused("The engine was resumed before its requests ended.", "busy"))
-        self._waiting.clear()
+        self._refuse_waiting("The engine was resumed before its requests ended.")
         self._requests.queue_held()
         answer.set_result({})
+
+    def _refuse_waiting(self, reason: str) -> None:
+        for waiting in self._waiting:
+            waiting.set_exception(WeightsRefused(reason, "busy"))
+        self._waiting.clear()
 
     # ---- updates ----------------------------------------------------------------------------------------------------
 

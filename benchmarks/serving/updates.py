@@ -11,9 +11,11 @@ The trainer is this process, with RolloutClient. While STREAMS requests decode, 
     nccl              broadcasts of 1 GiB, from the next GPU
 
 One row an update. `total_s` is from `pause` to the end of `resume` (mode keep); without a pause, of the update alone.
-`start_s`, `send_s` and `finish_s` are its calls. `longest_gap_s` is the longest time between two tokens of a stream,
-around the update, `usual_gap_s` the longest one before it, and `gap_after_s` the longest one of SETTLE_S after it,
-while the weights are stored.
+`start_s`, `send_s` and `finish_s` are its calls. Three fields have the longest time between two tokens of a stream:
+
+    longest_gap_s   around the update
+    usual_gap_s     before it
+    gap_after_s     in SETTLE_S after it, while the weights are stored
 """
 
 from __future__ import annotations

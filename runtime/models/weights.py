@@ -133,8 +133,9 @@ def draw(spec: DecoderSpec, numerics: Numerics, seed: int) -> ReadWeight:
 
 
 def random_parameter(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """A parameter of `spec.shapes()` in float32, drawn on the generator's device: norms are near 1, states decay by
-    about 3 % a token, and sinks weigh about as much as a position."""
+    """A parameter of `spec.shapes()` in float32, drawn on the generator's device.
+
+    Norms are near 1, states decay by about 3 % a token, and a sink weighs about as much as a position."""
     noise = torch.randn(shape, generator=generator, device=generator.device)
     if name.endswith("decay_log"):
         return noise.sub_(3.0)

@@ -113,6 +113,21 @@ async def test_a_paused_engine_refuses_to_wait_for_requests():
         await is_right(reading, [asked])
 
 
+async def test_a_pause_that_keeps_requests_ends_a_wait_for_them():
+    (engine,) = engines()
+    async with Group(engine) as group:
+        reading = asyncio.gather(read(group, asked := request(0, max_tokens=12)))
+        await started(engine)
+        waiting = asyncio.create_task(group.weights("pause", {"mode": "wait"}))
+        await eventually(lambda: engine.loop.requests.holds_new)
+        await group.weights("pause", {"mode": "keep"})
+        with pytest.raises(WeightsRefused, match="paused before") as refusal:
+            await waiting
+        assert refusal.value.code == "busy"
+        await group.weights("resume", {})
+        await is_right(reading, [asked])
+
+
 async def test_a_pause_that_aborts_ends_live_requests():
     (engine,) = engines()
     async with Group(engine) as group:

@@ -6,7 +6,7 @@ import torch
 from runtime.kernels.attention.decode_attention import decode_attention
 from runtime.kernels.attention.paged_attention import paged_attention_torch
 from runtime.kernels.attention.prefill_attention import prefill_attention
-from tests.support.kernels.attention_cases import check, paged_case, rows_of
+from tests.support.kernels.attention_cases import check, paged_case, rows_of, sinks_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
@@ -57,6 +57,18 @@ def test_blocks_window_and_soft_cap(block_size, options):
         check(decode_attention, case, scale=0.3 * heads[2] ** -0.5, **options)
         case = paged_case([(130, 450), (0, 3), (20, 1), (0, 600)], heads, block_size, torch.bfloat16, "cuda")
         check(prefill_attention, case, scale=0.3 * heads[2] ** -0.5, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 128}, {"window": 100, "soft_cap": 2.0}])
+def test_sinks(options):
+    """In the shape of gpt-oss: one row, splits of few rows, draft tokens, and rows without splits."""
+    heads, options = (64, 8, 64), options | {"sinks": sinks_of(64, "cuda")}
+    for spans in ([(3000, 1)], [(700, 1), (0, 1), (5000, 1)], [(70, 4), (0, 4), (2048, 3)], [(130, 1)] * 200):
+        q, kv, rows = paged_case(spans, heads, 16, torch.bfloat16, "cuda")
+        for rows.prefix_ready in (False, True):
+            check(decode_attention, (q, kv, rows), **options)
+    for spans in ([(0, 71), (65, 333), (1500, 260)], [(9000, 100)], [(0, 3000)]):
+        check(prefill_attention, paged_case(spans, heads, 16, torch.bfloat16, "cuda"), **options)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 40])
@@ -121,9 +133,19 @@ def test_a_captured_launch_splits_work_by_current_rows(heads, window):
 @pytest.mark.parametrize("heads", [(9, 3, 64), (32, 8, 64), (24, 8, 128), (4, 1, 256)])
 @pytest.mark.parametrize("window", [0, 700])
 def test_deterministic_bits_depend_only_on_the_token(heads, dtype, window):
+    check_bits(heads, dtype, {"window": window})
+
+
+@pytest.mark.parametrize("window", [0, 128])
+def test_deterministic_bits_of_a_model_with_sinks(window):
+    check_bits((64, 8, 64), torch.bfloat16, {"window": window, "sinks": sinks_of(64, "cuda")})
+
+
+def check_bits(heads: tuple[int, int, int], dtype: torch.dtype, of_layer: dict) -> None:
+    """A token has the same bits in any chunk, beside any rows and in any blocks."""
     total = 1700
     q, kv, rows = paged_case([(0, total)], heads, 16, dtype, "cuda")
-    options = {"scale": heads[2] ** -0.5, "window": window, "deterministic": True}
+    options = {"scale": heads[2] ** -0.5, "deterministic": True} | of_layer
 
     def attend(kernel, spans: list[tuple[int, int]], settled: bool = False) -> torch.Tensor:
         tokens, part = rows_of(rows, spans)

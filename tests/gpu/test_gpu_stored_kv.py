@@ -15,7 +15,7 @@ from runtime.kernels.attention.rope import (
 )
 from runtime.kernels.attention.stored_kv import dequantize_kv
 from runtime.spec.decoder_spec import RopeSpec
-from tests.support.kernels.attention_cases import check, encoded, every_fp8, paged_case, rows_of
+from tests.support.kernels.attention_cases import check, encoded, every_fp8, paged_case, rows_of, sinks_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
@@ -35,6 +35,16 @@ def test_attention(heads, dtype, kind):
         spans = [(0, 71), (65, 333), (129, 1), (1500, 260)]
         check(prefill_attention, paged_case(spans, heads, 16, dtype, "cuda"), kind, **options)
     check(prefill_attention, paged_case([(0, 1500)], heads, 64, dtype, "cuda"), kind)
+
+
+@KINDS
+def test_sinks(kind):
+    heads, options = (64, 8, 64), {"window": 128, "sinks": sinks_of(64, "cuda")}
+    for spans in ([(3000, 1)], [(70, 4), (1021, 3)], [(700, 1)] * 200):
+        q, kv, rows = paged_case(spans, heads, 16, torch.bfloat16, "cuda")
+        rows.prefix_ready = True
+        check(decode_attention, (q, kv, rows), kind, **options)
+    check(prefill_attention, paged_case([(0, 71), (1500, 260)], heads, 16, torch.bfloat16, "cuda"), kind, **options)
 
 
 @pytest.mark.parametrize("code", [torch.float8_e4m3fn, torch.int8])

@@ -175,7 +175,8 @@ def test_ranks_together_have_the_logits_of_one(family, size):
 
 
 @pytest.mark.parametrize(
-    ("family", "size"), [("llama", 2), ("gemma", 4), ("gpt", 2), ("phi", 8), *((family, 2) for family in WEIGHT_MAPS)]
+    ("family", "size"),
+    [("llama", 2), ("gemma", 4), ("gpt", 2), ("phi", 8), ("sinks", 4), *((family, 2) for family in WEIGHT_MAPS)],
 )
 def test_ranks_with_an_adapter_have_the_logits_of_one(family, size, tmp_path):
     spec = SPECS[family]

@@ -33,6 +33,23 @@ def test_no_history_changes_a_bit(model, backend):
     assert all(seen[what] > 0 for what in ("hits", "preemptions", "accepted", "rejected")), seen
 
 
+@pytest.mark.parametrize("stored", ["fp8", "int8"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_history_changes_a_bit_of_quantized_kv(stored, backend):
+    """As above, with fewer histories: the layers with attention store quantized keys and values."""
+    seen, kind = Counter(), (("kernel_backend", backend), ("dtype", "float32"), ("kv_cache_dtype", stored))
+
+    @settings(max_examples=examples(25), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @given(histories, st.sampled_from([64, 400]), st.sampled_from([30, 400]))
+    def run(history, chunk, num_kv_blocks):
+        limits = {"max_num_batched_tokens": chunk + SEQS, "num_kv_blocks": num_kv_blocks}
+        check("delta", kind, history, True, seen, **limits)
+
+    run()
+    assert seen["hits"] > 0, seen
+    assert seen["accepted"] > 0, seen
+
+
 @pytest.mark.parametrize("model", ["delta", "conv"])
 def test_second_turn_is_a_hit(model):
     engine = Engine(model)

@@ -14,6 +14,7 @@ from tests.support.examples import examples
 from tests.support.models.hybrid_engine import (
     MAX_LEN,
     SEQS,
+    SINKS,
     SPECS,
     WINDOWS,
     Engine,
@@ -25,22 +26,28 @@ from tests.support.models.hybrid_engine import (
 from tests.support.models.runner_driver import tiny_runner
 
 
+def least_blocks(model: str, chunk: int) -> int:
+    """Blocks of the longest request."""
+    return SPECS[model].kv_cache("float32", longest=MAX_LEN).most_blocks(MAX_LEN, 16, chunk + SEQS)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("model", ["windows", "sinks", "shapes"])
-def test_no_history_changes_a_bit(model, backend):
+@pytest.mark.parametrize(
+    ("model", "few_blocks", "length"), [("windows", 60, 60), ("sinks", 41, 110), ("shapes", 60, 60)]
+)
+def test_no_history_changes_a_bit(model, few_blocks, length, backend):
     """Hits, misses, chunks, mates, preemptions, lost runners and draft tokens."""
     seen, kind = Counter(), (("kernel_backend", backend), ("dtype", "float32"))
 
     @settings(max_examples=examples(80), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(histories, st.sampled_from([64, 130, 400]), st.sampled_from([1, 400]), st.sampled_from([None, 0.3, 1.0]))
     def run(history, chunk, spare, share_right):
-        size = SPECS[model].kv_cache("float32", longest=MAX_LEN).most_blocks(MAX_LEN, 16, chunk + SEQS)
-        limits = {"max_num_batched_tokens": chunk + SEQS, "num_kv_blocks": size + spare}
+        limits = {"max_num_batched_tokens": chunk + SEQS, "num_kv_blocks": least_blocks(model, chunk) + spare}
         check(model, kind, history, share_right, seen, **limits)
 
     run()
-    full = [("add", kind, length) for kind, length in ((0, 60), (1, 60), (0, 63), (1, 63))]
-    check(model, kind, full, None, seen, max_num_batched_tokens=64 + SEQS, num_kv_blocks=60)
+    full = [("add", text, length + more) for more in (0, 3) for text in (0, 1)]
+    check(model, kind, full, None, seen, max_num_batched_tokens=64 + SEQS, num_kv_blocks=few_blocks)
     assert all(seen[what] > 0 for what in ("hits", "preemptions", "accepted", "rejected")), seen
 
 
@@ -68,6 +75,14 @@ def test_groups_of_two_shapes_have_similar_bytes():
     layers = tuple(i for i in range(30) if i % 6 != 5)
     groups = groups_of_two_shapes(full, replace(limited, layers=layers, window=1024), 131072)
     assert [len(group.layers) for group in groups] == [5, *[2] * 12, 1]
+
+
+def test_alternating_layers_are_two_groups():
+    assert [group.layers for group in hybrid_runner("sinks").info.kv_cache.groups] == [(1, 3), (0, 2)]
+    published = replace(SINKS, num_layers=24, num_kv_heads=8, sliding=(True, False) * 12)  # gpt-oss-20b
+    full, sliding = published.kv_cache("bfloat16", longest=131_072).groups
+    assert (len(full.layers), full.window, len(sliding.layers), sliding.window) == (12, None, 12, 128)
+    assert full.bytes_per_token == sliding.bytes_per_token == 12 * 2 * 8 * 64 * 2
 
 
 def test_windows_make_room():

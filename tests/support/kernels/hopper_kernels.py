@@ -75,6 +75,8 @@ VOCAB_SIZE = 128_256  # of all models: kernels of logits differ in this constant
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 H200 = SimpleNamespace(multi_processor_count=132, name="NVIDIA H200", total_memory=139 << 30)
 
+# Attention of gpt-oss, as fields of a spec.
+_SINKS: dict[str, Any] = {"num_heads": 64, "head_dim": 64, "sinks": True, "window": 128, "sliding": (True,)}
 # (model, changes of its spec, dtype, deterministic, rows of decode steps): a model for each kind of kernel. Models of
 # other sizes differ in constants only. SmolLM2's texts are compared in float32. No benchmarked model has the last two
 # head sizes; 80 covers all sizes that are padded to 128.
@@ -88,6 +90,8 @@ SERVED: list[tuple[str, dict[str, Any], torch.dtype, bool, tuple[int, ...]]] = [
     ("llama-3.1-8b", {"kv_cache_dtype": "fp8"}, torch.bfloat16, False, (64,)),
     ("llama-3.1-8b", {"kv_cache_dtype": "int8"}, torch.bfloat16, False, (64,)),
     ("llama-3.2-1b", {"kv_cache_dtype": "fp8"}, torch.bfloat16, True, (1,)),
+    ("llama-3.2-1b", _SINKS, torch.bfloat16, False, (1, 64)),
+    ("llama-3.2-1b", _SINKS | {"kv_cache_dtype": "fp8"}, torch.bfloat16, False, (64,)),
     ("smollm2-135m", {}, torch.float32, False, (8,)),
     ("gemma-2-2b", {}, torch.bfloat16, False, (64,)),
     ("gemma-4-e2b", GEMMA_4, torch.bfloat16, False, (1, 64)),

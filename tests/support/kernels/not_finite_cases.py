@@ -34,7 +34,7 @@ from runtime.spec.decoder_spec import ExpertsSpec, RopeSpec
 from runtime.spec.types import SamplingParams
 from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.transfers import Transfers
-from tests.support.kernels.attention_cases import encoded, paged_case
+from tests.support.kernels.attention_cases import encoded, paged_case, sinks_of
 
 VALUES = (torch.nan, torch.inf, -torch.inf)
 OTHERS = [0, 2]
@@ -192,7 +192,8 @@ def check_attention(x: torch.Tensor, value: float, kind: str) -> None:
             outs = []
             for kv in (clean, spoilt):
                 kv, scales = encoded("int8", kv) if kind.endswith("int8") else (kv, None)
-                options = {"scale": 0.125, "scales": scales}
+                sinks = sinks_of(4, str(x.device)) if kind.endswith("sinks") else None
+                options = {"scale": 0.125, "scales": scales, "sinks": sinks}
                 outs.append(attend(q, kv, rows, **options, deterministic=deterministic))
                 want = paged_attention_torch(q, kv, rows, **options)
             others = [i for i in range(len(q)) if not edges[1] <= i < edges[2]]
@@ -250,6 +251,7 @@ CASES: dict[str, Callable[[torch.Tensor, float], None]] = {
     "int8 keys": lambda x, value: check_stored_keys(x, value, "int8"),
     "decode": lambda x, value: check_attention(x, value, "decode"),
     "decode of int8": lambda x, value: check_attention(x, value, "decode int8"),
+    "decode with sinks": lambda x, value: check_attention(x, value, "decode sinks"),
     "prefill": lambda x, value: check_attention(x, value, "prefill"),
     "samples": check_samples,
 }

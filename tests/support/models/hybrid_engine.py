@@ -32,7 +32,8 @@ WINDOWS = DecoderSpec(
     num_layers=4, hidden_size=48, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=80, vocab_size=131,
     max_positions=512, norm_eps=1e-6, window=40, sliding=(True, True, False, True), tied_head=True,
 )  # fmt: skip
-SINKS = replace(WINDOWS, sinks=True)
+# As gpt-oss: windows of 128 in every other layer, and eight heads of 64 that share keys.
+SINKS = replace(WINDOWS, num_heads=16, head_dim=64, window=128, sliding=(True, False, True, False), sinks=True)
 # Groups of two shapes; the last two layers read the keys and values of layers 2 and 3.
 SHAPES = replace(
     WINDOWS, num_layers=6, sliding=(True, True, False, True, False, True), qk_norm=True, v_norm=True, full_kv_heads=1,
