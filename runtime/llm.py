@@ -152,7 +152,9 @@ class LLM:
         on_phase("finding the model")
         path = resolve(model, self.config.revision)
         on_phase("reading the tokenizer")
-        self.tokenizer = load_tokenizer(path, self.config.chat_template, self.config.tool_call_parser)
+        self.tokenizer = load_tokenizer(
+            path, self.config.chat_template, self.config.tool_call_parser, self.config.channel_grammar
+        )
         self.defaults = SamplingDefaults.load(path, self.config.generation_config, model)
         on_phase("reading the weights")
         # It takes less memory than is free.

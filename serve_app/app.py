@@ -214,7 +214,9 @@ class Front:
         if config.weight_updates:
             self._settings.check_weight_updates(await asyncio.to_thread(http_host))
         path = await asyncio.to_thread(resolve, config.model, config.revision)
-        tokenizer = await asyncio.to_thread(load_tokenizer, path, config.chat_template, config.tool_call_parser)
+        tokenizer = await asyncio.to_thread(
+            load_tokenizer, path, config.chat_template, config.tool_call_parser, config.channel_grammar
+        )
         defaults = await asyncio.to_thread(SamplingDefaults.load, path, config.generation_config, config.model)
         await self._engines.start()
         await asyncio.to_thread(self._service.start, tokenizer, defaults)  # the chat template is compiled

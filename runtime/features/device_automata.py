@@ -44,14 +44,20 @@ class DeviceAutomata:
     def _add(self, automaton: Automaton) -> list[int]:
         """Upload an automaton; return its place, or an empty list without room.
 
-        On the device, EOS has a class of its own. It leads to one more state, the end, which allows only EOS."""
+        On the device, EOS has a class of its own, and each EOS token that the grammar names has one, too. Where the
+        output may end, they lead to one more state, the end, which allows only EOS."""
         num_states, num_classes = automaton.next_state.shape
         eos_ids = list(automaton.eos_ids)
+        named = [i for i in eos_ids if automaton.token_class[i]]
         token_class = automaton.token_class.copy()
         token_class[eos_ids] = num_classes
-        next_state = np.full((num_states + 1, num_classes + 1), -1, np.int32)
+        next_state = np.full((num_states + 1, num_classes + 1 + len(named)), -1, np.int32)
         next_state[:num_states, :num_classes] = automaton.next_state
-        next_state[:, num_classes] = np.where(np.append(automaton.accepting, True), num_states, -1)
+        for at, token in enumerate(named, start=num_classes + 1):
+            next_state[:num_states, at] = automaton.next_state[:, automaton.token_class[token]]
+            token_class[token] = at
+        may_end = np.append(automaton.accepting, True)
+        next_state[may_end, num_classes:] = num_states
         only_eos = np.zeros(automaton.masks.shape[1] * 32, np.bool_)
         only_eos[eos_ids] = True
         end = np.packbits(only_eos, bitorder="little").view(np.int32)
@@ -66,7 +72,7 @@ class DeviceAutomata:
             return []
         self._write(self.pool[self._used : self._used + len(values)], values)
         classes = self._used + automaton.masks.size + len(end)
-        place = [self._used, classes, classes + len(token_class), num_classes + 1]
+        place = [self._used, classes, classes + len(token_class), next_state.shape[1]]
         self._used += len(values)
         self._places[automaton] = place
         return place

@@ -8,7 +8,7 @@ after a mark    calls follow a mark, at any place of the text
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -20,9 +20,10 @@ from runtime.spec.types import GrammarSpec
 from runtime.structured.calls import Calls
 from runtime.structured.pattern import literal_text
 from runtime.text import reasoning
-from runtime.text.tool_calls import ForcedCall, ToolFormat
+from runtime.text.tool_calls import ForcedCall, ToolCallParser, ToolFormat
 
 _NO_ARGUMENTS = {"type": "object", "additionalProperties": False}
+_JSON = ToolFormat(ToolCallParser, mark="", marks=(), again=" ")
 
 
 def with_calls(
@@ -31,7 +32,7 @@ def with_calls(
     form: ToolFormat | None,
     forced: ForcedCall | None,
     most_calls: int | None,
-    special_marks: Collection[str],
+    special_marks: Mapping[str, int],
     thinks: bool,
 ) -> RequestedGrammar | None:
     """Return the grammar of an output that may hold calls; None if the output is free.
@@ -45,7 +46,7 @@ def with_calls(
         form: the model's format of calls.
         forced: the call that the prompt begins; None if the model may choose.
         most_calls: the highest number of calls; None if unlimited.
-        special_marks: special tokens, which a grammar cannot write. Text that has to follow one is left out.
+        special_marks: the marks that are special tokens, and their ids.
         thinks: the output may begin with reasoning.
 
     Raises FieldError if the calls cannot be bound as required."""
@@ -73,6 +74,12 @@ def with_calls(
     return grammar.at_start(no_text) if no_text else grammar.after_mark()
 
 
+def calls_in_json(tools: Sequence[AnyTool], may_repeat: bool) -> Calls:
+    """Return calls with JSON objects as arguments. The caller writes the text around them."""
+    grammar = _CallGrammar(tools, _JSON, {}, may_repeat)
+    return grammar.calls(None)
+
+
 def _is_strict(tool: AnyTool) -> bool:
     return bool(tool.function.strict or (isinstance(tool, CustomTool) and tool.grammar))
 
@@ -91,41 +98,44 @@ class _CallGrammar:
 
     tools: Sequence[AnyTool]
     form: ToolFormat
-    special_marks: Collection[str]
+    special_marks: Mapping[str, int]
     may_repeat: bool  # several calls are allowed
 
     # ---- one method for each place of calls -------------------------------------------------------------------------
 
     def forced(self, forced: ForcedCall) -> RequestedGrammar:
-        return _requested(self._calls(forced.name, is_forced=True))
+        return _requested(self.calls(forced.name, is_forced=True))
 
     def beside_json(self, answer: RequestedGrammar) -> RequestedGrammar:
-        calls = self._calls(None)
+        calls = self.calls(None)
         calls.begin, calls.answer = self.form.opening(None), answer.spec.text
-        return _requested(calls, answer.spec.after, strict=answer.spec.strict, field=answer.field)
+        return _requested(calls, answer.spec.after, answer.spec.special, strict=answer.spec.strict, field=answer.field)
 
     def at_start(self, no_text: list[str]) -> RequestedGrammar:
-        calls = self._calls(None)
+        calls = self.calls(None)
         calls.begin, calls.no_text = self.form.begin, no_text
         return _requested(calls)
 
     def after_mark(self) -> RequestedGrammar:
-        calls, mark = self._calls(None), self.form.last_mark
+        calls, mark = self.calls(None), self.form.last_mark
         calls.begin = self.form.begin.partition(mark)[2].strip()
-        return _requested(calls, mark, may_stay_free=True)
+        around = {reasoning.OPEN, reasoning.CLOSE, self.form.mark, *self.form.parser.other_marks}
+        special = tuple((each, i) for each, i in self.special_marks.items() if each in around)
+        return _requested(calls, mark, special if mark in self.special_marks else (), may_stay_free=True)
 
     # ---- conditions -------------------------------------------------------------------------------------------------
 
     def can_follow_mark(self, thinks: bool) -> bool:
         """True if calls follow a mark that a grammar can find."""
-        marks = (reasoning.OPEN, reasoning.CLOSE)
-        return self._can_bind(thinks) and not self.form.bare and bool(self.form.mark) and self._is_text(*marks)
+        if (form := self.form).bare or not form.mark:
+            return False
+        return form.last_mark in self.special_marks or self._is_text(reasoning.OPEN, reasoning.CLOSE, form.begin)
 
     def bare_calls(self, thinks: bool) -> list[str]:
         """Return the regular expressions of texts that are read as calls without a mark; none if there are none.
 
         A free text must match none of them."""
-        if not (self._can_bind(thinks) and self.form.bare):
+        if thinks or not self.form.bare:
             return []
         names = "|".join(tool.function.name for tool in self.tools)
         marked = [f"(?s:.*){literal_text(self.form.mark)}(?s:.*)"] if self._is_text(self.form.mark) else []
@@ -135,25 +145,18 @@ class _CallGrammar:
         """True if the format cannot bind the tool's arguments: any text is valid for them."""
         return self.form.arguments is not None and tool.needs_json(self.form.arguments)
 
-    def _can_bind(self, thinks: bool) -> bool:
-        form, arguments = self.form, self.form.arguments
-        around = () if arguments is None else (arguments.begin, arguments.to_value, arguments.end)
-        is_text = self._is_text(form.begin, form.to_arguments, form.end, form.close, *around)
-        return is_text and not (form.bare and thinks)
-
     def _is_text(self, *texts: str) -> bool:
         return not any(mark in text for mark in self.special_marks for text in texts)
 
     # ---- the calls --------------------------------------------------------------------------------------------------
 
-    def _calls(self, name: str | None, is_forced: bool = False) -> Calls:
+    def calls(self, name: str | None, is_forced: bool = False) -> Calls:
         """Return the grammar from within the first call on: of the function `name`, or of any (None)."""
         form = self.form
         tools = [tool for tool in self.tools if name in (None, tool.function.name)]
         grammars = {tool.function.name: tool.grammar for tool in tools if isinstance(tool, CustomTool)}
         schemas = {tool.function.name: tool.function.parameters for tool in tools}
         again = form.again if name is None else f"{form.again}{name}{form.to_arguments}"
-        can_repeat = self.may_repeat and form.again and self._is_text(form.end, again)
         return Calls(
             functions={key: _NO_ARGUMENTS if schema is None else schema for key, schema in schemas.items()},
             inputs={key: (of.syntax, of.definition) for key, of in grammars.items() if of is not None},
@@ -161,15 +164,22 @@ class _CallGrammar:
             unbound=[] if is_forced else [tool.function.name for tool in tools if self.is_unbound(tool)],
             named=name is not None,
             to_arguments=form.to_arguments,
-            end=form.end if self._is_text(form.end) else form.end.partition("\n")[0],
-            again=again if can_repeat else "",
+            end=form.end,
+            again=again if self.may_repeat and form.again else "",
             arguments=form.arguments,
-            close=form.close if self._is_text(form.end, form.close) else "",
+            close=form.close,
+            special=dict(self.special_marks),
         )
 
 
 def _requested(
-    calls: Calls, after: str = "", *, may_stay_free: bool = False, strict: bool | None = None, field: str = "tools"
+    calls: Calls,
+    after: str = "",
+    special: tuple[tuple[str, int], ...] = (),
+    *,
+    may_stay_free: bool = False,
+    strict: bool | None = None,
+    field: str = "tools",
 ) -> RequestedGrammar:
-    spec = GrammarSpec("calls", msgspec.json.encode(calls).decode(), after, may_stay_free, strict)
+    spec = GrammarSpec("calls", msgspec.json.encode(calls).decode(), after, special, may_stay_free, strict)
     return RequestedGrammar(spec, field)

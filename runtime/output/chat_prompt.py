@@ -8,19 +8,29 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from runtime.output.call_grammar import with_calls
+from runtime.output.channel_grammar import channel_grammar, channel_marks, place_of
 from runtime.output.fields import FieldError, invalid
 from runtime.output.message_parser import MessageFormat
-from runtime.output.options import ChatOptions
+from runtime.output.options import ChatOptions, Effort
 from runtime.output.response_format import RequestedGrammar
 from runtime.output.tools import CustomTool
 from runtime.spec.types import CallboardError, ThinkingBudget
+from runtime.structured.channels import Place
 from runtime.text import reasoning
 from runtime.text.chat import ChatTemplate
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import ToolFormat, name_of
-from runtime.text.tool_calls.harmony import FINAL, HARMONY, START
+from runtime.text.tool_calls.harmony import FINAL, HARMONY, HARMONY_TOKENS, START, with_special
+from runtime.text.tool_calls.parser import SPECIAL
 
 _SWITCH = re.compile(r"\benable_thinking\b|\bthinking is\b")  # of reasoning, in a template
+
+# gpt-oss has three efforts. For none, the grammar leaves out the analysis, too.
+_EFFORTS_OF_CHANNELS: dict[Effort, str] = {
+    **dict.fromkeys(("none", "minimal", "low"), "low"),
+    "medium": "medium",
+    **dict.fromkeys(("high", "xhigh", "max"), "high"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +47,7 @@ class ChatPrompter:
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Raises CallboardError if the model lacks a usable chat template."""
         self._template, self._tokenizer = ChatTemplate.of(tokenizer), tokenizer
-        self._close_is_special = tokenizer.token_to_id(reasoning.CLOSE) in tokenizer.special_ids
+        self._marks = channel_marks(tokenizer) if self._template.has_channels else None
 
     @property
     def roles(self) -> frozenset[str]:
@@ -71,6 +81,8 @@ class ChatPrompter:
                 "--chat-template",
             )
         kwargs = self._effort(options) | (options.chat_template_kwargs or {})
+        if template.has_channels and kwargs.get("builtin_tools"):
+            raise invalid("chat_template_kwargs.builtin_tools", "names tools that no server here runs; send tools")
         try:
             text = template.render(
                 messages,
@@ -88,32 +100,46 @@ class ChatPrompter:
         in_reasoning = template.thinks and _in_reasoning(messages, options, text)
         functions = {tool.function.name: tool.function.parameters or {} for tool in tools}
         special_marks, begun = self._special_marks(form), ""
+        is_held = self._place(options, text) is not None
+        if is_held:
+            forced = None  # the grammar requires the call
         if form is not None and forced is not None:
             called = [tool for tool in tools if forced.name in (None, tool.function.name)]
             needs_json = any(tool.needs_json(form.arguments) for tool in called)
-            form = form.for_call_of(forced.name, special_marks, needs_json)
+            form = form.for_call_of(needs_json)
             if in_reasoning:
                 text = f"{text.rstrip()}\n\n{reasoning.CLOSE}\n\n"
             text += form.opening(forced.name)
         elif template.has_channels:
-            if options.requested_grammar() is not None and not options.continue_final_message:
+            if options.requested_grammar() is not None and not options.continue_final_message and not is_held:
                 text += FINAL  # the grammar binds this message, without a header
             begun = text.rpartition(START)[2]
+        tells_special = form is HARMONY and self._marks is not None
+        if tells_special:
+            form, begun = HARMONY_TOKENS, with_special(begun)
         thinks = template.thinks and forced is None
         message_format = MessageFormat(
             thinks=thinks,
             in_reasoning=in_reasoning,
             shows_reasoning=options.include_reasoning,
             tools=form,
+            is_held=is_held,
             functions=functions,
             custom_tools=frozenset(tool.function.name for tool in tools if isinstance(tool, CustomTool)),
             most_calls=_most_calls(options, form),
             forced=forced,
             kept_special_ids=frozenset(special_marks.values()),
+            before_special=SPECIAL if tells_special else "",
             begun=begun,
             budget=self._budget(options, in_reasoning) if thinks and not template.has_channels else None,
         )
         return ChatPrompt(text, message_format)
+
+    def _place(self, options: ChatOptions, prompt: str) -> Place | None:
+        """Return the place in a turn where a prompt ends and a grammar goes on; None if no grammar holds the turn."""
+        asked = options.channel_grammar
+        is_on = self._tokenizer.channel_grammar if asked is None else asked
+        return place_of(prompt.rpartition(START)[2]) if is_on and self._marks is not None else None
 
     def _special_marks(self, form: ToolFormat | None) -> dict[str, int]:
         """The marks of reasoning and calls that are special tokens, and their ids."""
@@ -126,6 +152,8 @@ class ChatPrompter:
         source, effort = self._template.source, options.reasoning_effort
         if effort is None:
             return {}
+        if self._template.has_channels and "reasoning_effort" in source:
+            return {"reasoning_effort": _EFFORTS_OF_CHANNELS[effort]}
         if "reasoning_effort" in source:
             return {"reasoning_effort": effort}
         if _SWITCH.search(source):
@@ -145,23 +173,32 @@ class ChatPrompter:
 
     def grammar(self, options: ChatOptions, form: MessageFormat | None) -> RequestedGrammar | None:
         """Return the grammar of the output after its prompt; None if it is free."""
+        if form is not None and form.is_held:
+            return self._channel_grammar(options, form)
         grammar = options.requested_grammar()
         if form is None:
             return grammar
-        if grammar is not None and form.in_reasoning:
-            if self._close_is_special:
-                raise invalid(grammar.field, "cannot follow reasoning of this model; turn its reasoning off")
-            grammar = replace(grammar, spec=replace(grammar.spec, after=reasoning.CLOSE))
         special_marks = self._special_marks(form.tools)
+        if grammar is not None and form.in_reasoning:
+            special = tuple((mark, i) for mark, i in special_marks.items() if mark == reasoning.CLOSE)
+            grammar = replace(grammar, spec=replace(grammar.spec, after=reasoning.CLOSE, special=special))
         return with_calls(
             grammar,
             options.offered_tools(),
             form.tools,
             form.forced,
             form.most_calls,
-            special_marks.keys(),
+            special_marks,
             form.thinks,
         )
+
+    def _channel_grammar(self, options: ChatOptions, form: MessageFormat) -> RequestedGrammar:
+        place = place_of(form.begun.replace(SPECIAL, ""))
+        assert place is not None, "the turn is held"
+        assert self._marks is not None
+        switches = options.chat_template_kwargs or {}
+        reasons = options.reasoning_effort != "none" and switches.get("enable_thinking") is not False
+        return channel_grammar(options, self._marks, place, reasons, form.most_calls)
 
 
 def _most_calls(options: ChatOptions, form: ToolFormat | None) -> int | None:

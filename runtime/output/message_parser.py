@@ -25,8 +25,10 @@ class MessageFormat:
     most_calls: int | None
     forced: ForcedCall | None  # the prompt ends with its opening
     kept_special_ids: frozenset[int]  # tokens that mark reasoning and calls
+    before_special: str = ""  # precedes each of these tokens in the text
     begun: str = ""  # the part of a turn in channels that the prompt ends with
     budget: ThinkingBudget | None = None  # of reasoning
+    is_held: bool = False  # a grammar holds the channels
     custom_tools: frozenset[str] = frozenset()  # functions with one argument, a text
 
 
@@ -49,6 +51,8 @@ class MessageParser:
             self._calls = form.tools.parser(form.tools, form.functions, form.most_calls, form.forced)
         self._channels = self._calls if isinstance(self._calls, HarmonyParser) else None
         self._num_begun = len(form.begun)  # characters of the prompt
+        if self._channels is not None:
+            self._channels.needs_header = form.is_held
         if self._channels is not None and form.begun:
             self._channels.push(form.begun)
             self._channels.new_reasoning()

@@ -55,6 +55,7 @@ class ChatOptions(OutputOptions):
     include_reasoning: bool = True
     thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None  # vLLM's; -1 if unlimited
     reasoning_effort: Effort | None = None
+    channel_grammar: bool | None = None  # hold a model with channels to their format; None is the server's setting
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None

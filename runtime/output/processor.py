@@ -92,6 +92,7 @@ class OutputProcessor:
                 params.skip_special_tokens,
                 request.token_ids[-_TAIL:],
                 frozenset() if form is None else form.kept_special_ids,
+                "" if form is None else form.before_special,
             )
         self._shows_stop = params.include_stop_str_in_output
         self._parser = None if form is None or not params.detokenize else MessageParser(form)

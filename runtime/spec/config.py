@@ -94,6 +94,11 @@ class EngineConfig:
         "describes the tools in the system message, and works with any template",
         choices=("auto", *FORMATS),
     )
+    channel_grammar: bool = setting(
+        True,
+        "hold chats of gpt-oss to the format of its channels, calls and arguments by a grammar; a request may turn it "
+        "off with channel_grammar",
+    )
     lora: tuple[str, ...] = setting(
         (),
         "NAME=FOLDER: an adapter (LoRA, as PEFT writes it) that clients use as the model NAME; the folder is at this "

@@ -38,11 +38,13 @@ class FinishReason(IntEnum):
 class GrammarSpec:
     """A form that a client wants the output to match."""
 
-    kind: Literal["json", "regex", "choice", "calls", "grammar", "tags", "without"]
+    kind: Literal["json", "regex", "choice", "calls", "grammar", "tags", "without", "channels"]
     # In the order of the kinds: a JSON Schema; a regular expression of the whole output; a JSON list of texts.
     # See grammar.Calls. A grammar in EBNF or Lark's form. See tags.Tags. A JSON list of forbidden texts.
+    # See channels.Channels.
     text: str
     after: str = ""  # the output begins with free text up to this mark
+    special: tuple[tuple[str, int], ...] = ()  # marks of the free text, and `after`, that are special tokens; their ids
     may_stay_free: bool = False  # the whole output may be free text, without the mark
     # True refuses keywords of a schema that cannot be enforced. False ignores them. None refuses all but uniqueItems.
     strict: bool | None = None

@@ -20,6 +20,7 @@ from runtime.structured.rules import (
     Shortest,
     Terminal,
     choice,
+    marked,
     sequence,
     terminal,
     text,
@@ -48,26 +49,32 @@ class Calls(msgspec.Struct):
     begin: str = ""  # the rest of the opening
     arguments: ArgumentForm | None = None  # how arguments are written; None for one JSON object
     answer: str = ""  # a JSON Schema: the output may be a value of it instead; "" for none
+    special: dict[str, int] = {}  # marks that are special tokens, and their ids
     no_text: list[str] = []  # the output may be a text that matches none of these expressions; empty if it may not
+
+    def text(self, of: str) -> Rule:
+        """Return the rule of a text of the format, with its marks."""
+        return marked(of, self.special)
 
 
 def rules_of(calls: Calls, checks: TerminalChecks, strict: bool | None, ignored: list[str]) -> dict[str, Rule]:
     """Return the rules of calls; `strict` is the strictness of the answer's schema. Raises GrammarError."""
     written: dict[str, Rule] = {}
-    bodies: list[tuple[str, Rule]] = []  # of each call: the expression of its opening, and the rest
+    bodies: list[tuple[Rule, Rule]] = []  # of each call: its opening, and the rest
     for i, (name, parameters) in enumerate(calls.functions.items()):
-        opening = literal_text("" if calls.named else name + calls.to_arguments) + "\\x{20}?"
+        opening = sequence(calls.text("" if calls.named else name + calls.to_arguments), terminal("\\x{20}?"))
         if name in calls.unbound:
             bodies.append((opening, _unbound_arguments(calls)))
             continue
-        written |= _arguments(calls, name, parameters, f"f{i}", checks, ignored)
-        bodies.append((opening, sequence(Name(f"f{i}start"), text(calls.end))))
+        written |= arguments_of(calls, name, parameters, f"f{i}", checks, ignored)
+        bodies.append((opening, sequence(Name(f"f{i}start"), calls.text(calls.end))))
     written["call"] = _one_of(bodies)
-    more = Repeat(sequence(text(calls.again), Name("call")), 0, None) if calls.again else NOTHING
+    more = Repeat(sequence(calls.text(calls.again), Name("call")), 0, None) if calls.again else NOTHING
     # llguidance takes the longest terminal and does not go back. Beside free text, the first terminal of a call has to
     # reach to where the text cannot be free: behind the function's name.
-    first = _one_of(bodies, _SPACES + literal_text(calls.begin)) if calls.no_text else None
-    start = sequence(first or sequence(text(calls.begin), Name("call")), more, text(calls.close))
+    begin = calls.text(calls.begin)
+    first = _one_of(bodies, sequence(terminal(_SPACES), begin)) if calls.no_text else None
+    start = sequence(first or sequence(begin, Name("call")), more, calls.text(calls.close))
     if calls.answer:
         written |= schema.rules_of(schema.read(calls.answer), checks, None, "a", strict, ignored)
         start = choice([start, Name("astart")])
@@ -76,19 +83,21 @@ def rules_of(calls: Calls, checks: TerminalChecks, strict: bool | None, ignored:
     return {"start": start, **written}
 
 
-def _one_of(bodies: list[tuple[str, Rule]], before: str = "") -> Rule:
-    return choice(sequence(terminal(before + opening), rest) for opening, rest in bodies)
+def _one_of(bodies: list[tuple[Rule, Rule]], before: Rule = NOTHING) -> Rule:
+    return choice(sequence(before, opening, rest) for opening, rest in bodies)
 
 
 def _unbound_arguments(calls: Calls) -> Rule:
     """Return the rule of any arguments, and of the end of the call."""
     if calls.arguments is not None and not calls.arguments.stops:
-        return terminal(_PYTHON_ARGUMENTS + literal_text(calls.end))
+        return sequence(terminal(_PYTHON_ARGUMENTS), calls.text(calls.end))
     *_, last_line = calls.end.splitlines()
+    if last_line in calls.special:
+        return sequence(terminal("(?s:.*)"), calls.text(last_line))
     return Shortest(f"(?s:.*){literal_text(last_line)}")
 
 
-def _arguments(
+def arguments_of(
     calls: Calls, name: str, parameters: Any, prefix: str, checks: TerminalChecks, ignored: list[str]
 ) -> dict[str, Rule]:
     """Return the rules of one function's arguments; the first one is `prefix` + "start"."""
@@ -101,7 +110,7 @@ def _arguments(
         if calls.arguments is None:
             found = schema.rules_of(root, checks, is_object, prefix, strict, not_enforced)
         else:
-            found = _one_by_one(calls.arguments, root, checks, prefix, strict, not_enforced)
+            found = _one_by_one(calls, calls.arguments, root, checks, prefix, strict, not_enforced)
         ignored += (f".{name}{path}" for path in not_enforced)
     except GrammarError as e:
         if name in calls.inputs:
@@ -110,7 +119,7 @@ def _arguments(
             raise GrammarError(f"has a function {name} whose parameters cannot be enforced: the schema {e}") from e
         if calls.arguments is None:
             return schema.rules_of({}, checks, is_object, prefix)
-        return _one_by_one(calls.arguments, _types_alone(parameters), checks, prefix, False, [])
+        return _one_by_one(calls, calls.arguments, _types_alone(parameters), checks, prefix, False, [])
     return found
 
 
@@ -127,7 +136,7 @@ def _input(syntax: str, definition: str) -> Rule:
 
 
 def _one_by_one(
-    form: ArgumentForm, root: Any, checks: TerminalChecks, prefix: str, strict: bool, ignored: list[str]
+    calls: Calls, form: ArgumentForm, root: Any, checks: TerminalChecks, prefix: str, strict: bool, ignored: list[str]
 ) -> dict[str, Rule]:
     """Return the rules of arguments between tags or in Python, in the order of their schema."""
     written: dict[str, Rule] = {}
@@ -135,14 +144,14 @@ def _one_by_one(
     properties, required = root.get("properties", {}), root.get("required", [])
     for i, name in reversed(list(enumerate(properties))):
         if form.stops and types_of(root, name) == {"string"}:
-            value = _tagged_text(form, properties[name])
+            value = _tagged_text(calls, form, properties[name])
         else:
             of = {"$ref": f"#/properties/{name}"}
             written |= schema.rules_of(root, checks, of, f"{prefix}v{i}", strict, ignored)
-            value = sequence(Name(f"{prefix}v{i}start"), text(form.end))
+            value = sequence(Name(f"{prefix}v{i}start"), calls.text(form.end))
         for has_one in (False, True):
             begin = (form.separator if has_one else "") + form.begin + name + form.to_value
-            given = sequence(terminal(literal_text(begin)), value, rest[True])
+            given = sequence(calls.text(begin), value, rest[True])
             written[f"{prefix}{'ab'[has_one]}{i}"] = given if name in required else choice([given, rest[has_one]])
         rest = {False: Name(f"{prefix}a{i}"), True: Name(f"{prefix}b{i}")}
     return written | {f"{prefix}start": rest[False]}
@@ -155,10 +164,13 @@ def _types_alone(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {"properties": properties, "required": parameters.get("required", [])}
 
 
-def _tagged_text(form: ArgumentForm, schema_of_text: Mapping[str, Any]) -> Rule:
-    """Return the rule of a text and of the tag that ends it."""
+def _tagged_text(calls: Calls, form: ArgumentForm, schema_of_text: Mapping[str, Any]) -> Rule:
+    """Return the rule of a text and of the tag that ends it. A special token ends it where a tag begins with one."""
     if values := schema_of_text.get("enum", [schema_of_text["const"]] if "const" in schema_of_text else []):
-        return choice(terminal(literal_text(value + form.end)) for value in values)
+        return choice(sequence(text(value), calls.text(form.end)) for value in values)
+    if form.end.startswith(tuple(calls.special)):
+        unwanted = [f"(?s:.*){literal_text(stop)}(?s:.*)" for stop in form.stops]
+        return sequence(Terminal(("(?s:.*)",), tuple(unwanted)), calls.text(form.end))
     unwanted = []
     for stop in form.stops:
         num_after = len(form.end.partition(stop)[2]) + 1 if stop in form.end else 0

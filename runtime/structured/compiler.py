@@ -17,7 +17,7 @@ _MEMORY = 2 << 30  # bytes of address space of a child, which takes a tenth at r
 # A small specification takes some milliseconds. It is short and has none of these words, which can be costly:
 # intersections, merged schemas, grammars, and escapes that may spell a word.
 _SMALL_BYTES = 4096
-_COSTLY_WORDS = ("pattern", "allOf", '"lark"', "\\u")
+_COSTLY_WORDS = ("pattern", "allOf", '"lark"', "\\u", '"kind":"grammar"', '"kind":"tags"')
 
 
 class CompilerBusy(CallboardError):

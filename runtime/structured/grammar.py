@@ -14,13 +14,13 @@ import msgspec
 import numpy as np
 
 from runtime.spec.types import CallboardError, Grammar, GrammarSpec
-from runtime.structured import calls, rules, tags
+from runtime.structured import calls, channels, rules, tags
 from runtime.structured.matching.lazy import LazyEngine
 from runtime.structured.matching.matcher import Matcher
-from runtime.structured.matching.vocabulary import BYTES
+from runtime.structured.matching.vocabulary import BYTES, MOST_SPECIAL, SPECIAL_BYTES
 from runtime.structured.pattern import MAX_STATES, Alternation, GrammarError, literal, literal_text, plain, size
 from runtime.structured.readers.regex import whole
-from runtime.structured.rules import Choice, Name, Rule, Sequence, Shortest, Terminal, terminal
+from runtime.structured.rules import Choice, Name, Repeat, Rule, Sequence, Shortest, Special, Terminal, terminal
 from runtime.structured.schema import keywords
 from runtime.structured.schema import writer as schema
 from runtime.structured.schema.merge import TerminalChecks
@@ -32,9 +32,9 @@ _SPACES = "[\\x{a}\\x{20}]{0,2}"  # between reasoning and the structure
 
 @cache
 def _bytes_engine() -> LazyEngine:
-    """The engine that checks grammars, with one token a byte. It has threads, which a fork would lose, so the import of
-    this module must not make it."""
-    return LazyEngine(BYTES)
+    """The engine that checks grammars, with one token a byte and some special tokens. It has threads, which a fork
+    would lose, so the import of this module must not make it."""
+    return LazyEngine(SPECIAL_BYTES)
 
 
 def grammar_of(json_schema: object) -> Grammar:
@@ -54,17 +54,24 @@ def compiled(spec: GrammarSpec) -> Grammar:
         if spec.after:
             written = _after_free_text(written, spec)
         lark, expression = rules.lark(written), rules.expression(written)
+        checked = rules.lark(_with_few_ids(written)) if rules.special_ids(written) else lark
     except RecursionError:
         raise GrammarError(f"nests deeper through its references than the limit of {keywords.MAX_DEPTH}") from None
-    if reason := _fault(lark):
+    if reason := _fault(checked):
         raise GrammarError(reason)
     return Grammar(blake2b(lark.encode(), digest_size=16).hexdigest(), lark, expression, tuple(sorted(ignored)))
 
 
 def _after_free_text(written: dict[str, Rule], spec: GrammarSpec) -> dict[str, Rule]:
-    free = f"(?s:.*){literal_text(spec.after)}"
-    marked = Sequence((Shortest(free), terminal(_SPACES), Name("rest")))
-    unmarked = Terminal(("(?s:.*)",), (f"{free}(?s:.*)",))
+    mark_id = dict(spec.special).get(spec.after)
+    if mark_id is None:
+        free = f"(?s:.*){literal_text(spec.after)}"
+        marked: Rule = Sequence((Shortest(free), terminal(_SPACES), Name("rest")))
+        unmarked: Rule = Terminal(("(?s:.*)",), (f"{free}(?s:.*)",))
+    else:
+        others = [Special(i) for _, i in spec.special if i != mark_id]
+        unmarked = Repeat(Choice((terminal("(?s:.+)"), *others)), 0, None)
+        marked = Sequence((unmarked, Special(mark_id), terminal(_SPACES), Name("rest")))
     structure = {
         "rest" if name == "start" else name: rules.mapped_rule(
             rule, lambda r: Name("rest") if r == Name("start") else r
@@ -74,9 +81,24 @@ def _after_free_text(written: dict[str, Rule], spec: GrammarSpec) -> dict[str, R
     return {"start": Choice((unmarked, marked)) if spec.may_stay_free else marked, **structure}
 
 
-def _rules(spec: GrammarSpec, ignored: list[str]) -> dict[str, Rule]:
-    checks = _TerminalChecks()
+def _with_few_ids(written: dict[str, Rule]) -> dict[str, Rule]:
+    """Return rules with the special tokens of the vocabulary that checks grammars. Raises GrammarError."""
+    ids = rules.special_ids(written)
+    if len(ids) >= MOST_SPECIAL:  # the engine needs a spare one
+        raise GrammarError(f"has {len(ids)} special tokens; the limit is {MOST_SPECIAL - 1}")
+    new = {i: Special(len(BYTES.tokens) + at) for at, i in enumerate(ids)}
+    return {
+        name: rules.mapped_rule(rule, lambda r: new[r.id] if isinstance(r, Special) else r)
+        for name, rule in written.items()
+    }
+
+
+def _rules(spec: GrammarSpec, ignored: list[str], checks: TerminalChecks | None = None) -> dict[str, Rule]:
+    checks = checks or _TerminalChecks()
     match spec.kind:
+        case "channels":
+            turn = msgspec.json.decode(spec.text, type=channels.Channels)
+            return channels.rules_of(turn, checks, ignored, lambda answer: _rules(answer, ignored, checks))
         case "json":
             return schema.rules_of(schema.read(spec.text), checks, strict=spec.strict, ignored=ignored)
         case "regex":
@@ -113,7 +135,7 @@ class _TerminalChecks(TerminalChecks):
             if (matcher := self._matchers.get(expression)) is None:
                 matcher = _bytes_engine().matcher(rules.lark({"start": terminal(expression)}))
                 self._matchers[expression] = matcher
-            output = [*encode_basestring(text).encode(), BYTES.eos_ids[0]]
+            output = [*encode_basestring(text).encode(), SPECIAL_BYTES.eos_ids[0]]
             return matcher.allowed(output) == len(output)
         except CallboardError as e:
             raise GrammarError(f"cannot be used: {e}") from None
@@ -121,7 +143,7 @@ class _TerminalChecks(TerminalChecks):
 
 def _fault(lark: str) -> str:
     """Return the reason why no output can begin; "" if one can. Raises GrammarError at a limit."""
-    mask = np.zeros(BYTES.num_words, np.int32)
+    mask = np.zeros(SPECIAL_BYTES.num_words, np.int32)
     try:
         _bytes_engine().matcher(lark).fill(mask)
     except CallboardError as e:

@@ -60,7 +60,16 @@ def ranges_of(chars: str) -> Ranges:
 
 
 NO_CHARACTER = 0x10FFFF  # no text contains it: it marks the end of a text for outlines-core
-ALL: Ranges = ((0, 0xD7FF), (0xE000, NO_CHARACTER - 1))  # without surrogates
+# No text contains the last 64 characters either. Their encodings share three bytes. Special tokens are written in them.
+FIRST_OF_SPECIAL = 0x10FFC0
+_DIGITS, _NUM_DIGITS = 62, 4  # of the number of a special token; each digit is one of the characters
+ALL: Ranges = ((0, 0xD7FF), (0xE000, FIRST_OF_SPECIAL - 1))  # without surrogates
+
+
+def special_text(token_id: int) -> str:
+    """Return the text that stands for a special token in an expression for outlines-core."""
+    digits = (token_id // _DIGITS**i % _DIGITS for i in range(_NUM_DIGITS))
+    return "".join(chr(FIRST_OF_SPECIAL + digit) for digit in digits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,16 @@ as one regular expression for outlines-core, where there is one.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from runtime.structured.pattern import GrammarError, literal_text
+from runtime.structured.pattern import FIRST_OF_SPECIAL, GrammarError, literal_text, special_text
 
 MAX_RULES = 10_000  # of one grammar
 MAX_LARK_BYTES = 256 << 10  # of a compiled grammar: its matcher is ready after some 30 ms
 _MAX_EXPRESSION_CHARS = 32_768
+_RESERVED = re.compile(r"[\U0010ffc0-\U0010ffff]|\\x\{10ff[c-f]")  # characters that stand for special tokens
 _OPTIONS = '%llguidance {"no_forcing": true}'  # a mask has every token that fits, not only the tokenizer's own choice
 
 
@@ -71,7 +73,23 @@ class Shortest:
     expression: str
 
 
-Rule = Terminal | Sequence | Choice | Repeat | Name | JsonSchema | LarkGrammar | Shortest
+@dataclass(frozen=True, slots=True)
+class Special:
+    """The special token with this id, which no text spells out."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wide:
+    """Texts that match a regular expression of many states, each with most tokens.
+
+    With a large vocabulary, its automaton would take seconds to build. So only llguidance serves it."""
+
+    expression: str
+
+
+Rule = Terminal | Wide | Sequence | Choice | Repeat | Name | JsonSchema | LarkGrammar | Shortest | Special
 NOTHING = Sequence(())  # matches the empty text
 NEVER = Choice(())  # matches no text
 
@@ -83,6 +101,14 @@ def terminal(expression: str) -> Terminal:
 def text(of: str) -> Rule:
     """Return the rule of one text."""
     return terminal(literal_text(of)) if of else NOTHING
+
+
+def marked(of: str, special: Mapping[str, int]) -> Rule:
+    """Return the rule of one text, with the marks in it that are special tokens; `special` has their ids."""
+    if not special:
+        return text(of)
+    pieces = re.split("(" + "|".join(map(re.escape, sorted(special, key=len, reverse=True))) + ")", of)
+    return sequence(*(Special(special[piece]) if piece in special else text(piece) for piece in pieces if piece))
 
 
 def sequence(*parts: Rule) -> Rule:
@@ -175,6 +201,20 @@ def _names(rule: Rule) -> Iterable[str]:
                 yield from _names(part)
 
 
+def special_ids(rules: Mapping[str, Rule]) -> list[int]:
+    """Return the ids of the special tokens that rules have, in order."""
+    found: set[int] = set()
+
+    def note(rule: Rule) -> Rule:
+        if isinstance(rule, Special):
+            found.add(rule.id)
+        return rule
+
+    for rule in rules.values():
+        mapped_rule(rule, note)
+    return sorted(found)
+
+
 def lark(rules: Mapping[str, Rule]) -> str:
     """Return llguidance's form of rules: Lark, or JSON if a rule holds a grammar of its own. Raises GrammarError if it
     is too long."""
@@ -184,7 +224,7 @@ def lark(rules: Mapping[str, Rule]) -> str:
 
     def write(rule: Rule) -> str:
         match rule:
-            case Terminal((expression,), ()):
+            case Terminal((expression,), ()) | Wide(expression):
                 return f"/{expression}/"
             case Terminal():
                 return terminals.setdefault(rule, f"T{len(terminals)}")
@@ -203,6 +243,8 @@ def lark(rules: Mapping[str, Rule]) -> str:
                 return "@" + inner.setdefault(text, f"lark{len(inner)}")
             case Shortest():
                 return lazy.setdefault(rule, f"shortest{len(lazy)}")
+            case Special(token_id):
+                return f"<[{token_id}]>"
 
     match rules:
         case {"start": LarkGrammar(text)}:
@@ -226,13 +268,19 @@ class _NoExpression(Exception):
 
 
 def expression(rules: Mapping[str, Rule]) -> str:
-    """Return one regular expression for rules; "" if they recurse or intersect, or if it is long."""
+    """Return one regular expression for rules; "" if they recurse or intersect, or if it is long.
+
+    No text has the characters that stand for special tokens."""
     written: dict[str, str | None] = {}  # None while the rule is being written
 
     def write(rule: Rule) -> str:
         match rule:
             case Terminal((text,), ()):
-                result = text
+                if _RESERVED.search(text):
+                    raise _NoExpression
+                result = _without_special(text)
+            case Special(token_id):
+                result = literal_text(special_text(token_id))
             case Sequence(parts):
                 result = "".join(map(write, parts))
             case Choice(parts):
@@ -256,3 +304,9 @@ def expression(rules: Mapping[str, Rule]) -> str:
         return write(Name("start"))
     except (_NoExpression, RecursionError):
         return ""
+
+
+def _without_special(expression: str) -> str:
+    """Return an expression with open character classes that leave out the characters of special tokens."""
+    reserved = f"\\x{{{FIRST_OF_SPECIAL:x}}}-\\x{{10ffff}}"
+    return expression.replace("[^", f"[^{reserved}").replace("(?s:.", f"(?:[^{reserved}]")

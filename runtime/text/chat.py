@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from runtime.child import ChildPool, Overrun
 from runtime.spec.types import CallboardError
 from runtime.text import reasoning, sandbox
+from runtime.text.channel_messages import channel_messages
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import FORMATS, GENERIC, CallDelta, ToolFormat
 from runtime.text.tool_calls.generic import with_tools_as_text
@@ -144,7 +145,7 @@ class ChatTemplate:
         if any(message.get("tool_calls") for message in messages) and self._probed[1]:
             messages = [_with_arguments_as_text(message) for message in messages]
         if self.has_channels:
-            messages = [_with_thinking(message) for message in messages]
+            messages = channel_messages(messages)
         own = {"tools": tools, "add_generation_prompt": add_generation_prompt}
         text = self._rendered(messages, {**kwargs, **own})
         return _cut_at_mark(text) if continue_final_message else text
@@ -155,16 +156,19 @@ class ChatTemplate:
         return _run(sandbox.render, source, self._special_tokens, values, MAX_SECONDS, MAX_PROMPT_CHARS)
 
 
-def load_tokenizer(path: Path, template_file: str | None = None, tool_call_parser: str = "auto") -> Tokenizer:
+def load_tokenizer(
+    path: Path, template_file: str | None = None, tool_call_parser: str = "auto", channel_grammar: bool = True
+) -> Tokenizer:
     """Load the tokenizer of a model folder or a .gguf file.
 
     Args:
     template_file: holds the chat template; None for the model's own.
     tool_call_parser: the name of the format of calls; auto for the format of the template.
+    channel_grammar: chats of a model with channels keep to their format by a grammar.
 
     Raises CallboardError if the tokenizer is missing or unknown, or if the template is not usable."""
     tokenizer = Tokenizer.load(path)
-    tokenizer.tool_call_parser = tool_call_parser
+    tokenizer.tool_call_parser, tokenizer.channel_grammar = tool_call_parser, channel_grammar
     if template_file is not None:
         try:
             tokenizer.chat_template, tokenizer.tool_template = Path(template_file).read_text("utf-8"), None
@@ -185,13 +189,6 @@ def _with_arguments_as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
     calls = message.get("tool_calls")
     return {**message, "tool_calls": [as_text(call) for call in calls]} if calls else message
-
-
-def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Rename the reasoning before calls for templates with channels. They refuse it beside content."""
-    if message.get("tool_calls") and message.get("reasoning_content") and not message.get("content"):
-        return {**message, "thinking": message["reasoning_content"]}
-    return message
 
 
 def _with_end_marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -25,7 +25,8 @@ class TextStream:
 
     `prompt_tail_ids`, the last few ids of the prompt, make the output a continuation: a leading space stays, and a
     character that the prompt began is completed. Without them the output is a text of its own. `kept_special_ids` are
-    the special tokens that are shown to the reader."""
+    the special tokens that are shown to the reader. `before_special` is a character that precedes each of them, and
+    that no other text has then."""
 
     def __init__(
         self,
@@ -35,11 +36,13 @@ class TextStream:
         skip_special_tokens: bool = True,
         prompt_tail_ids: Iterable[int] = (),
         kept_special_ids: frozenset[int] = frozenset(),
+        before_special: str = "",
     ) -> None:
         self.stopped: str | None = None  # the stop string that ended the text
         self.num_chars = 0  # decoded so far, including text that a stop string cut off
         self._pieces = tokenizer.pieces
         self._skipped = tokenizer.special_ids - kept_special_ids if skip_special_tokens else frozenset()
+        self._kept, self._before_special = kept_special_ids, before_special
         self._at_start = True  # no token has been decoded yet
         self._leading_spaces = self._pieces.leading_spaces  # still to be dropped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -83,7 +86,11 @@ class TextStream:
             stripped = strip_spaces(piece, self._leading_spaces)
             self._leading_spaces = 0 if stripped else self._leading_spaces - len(piece)
             piece = stripped
-        return self._utf8.decode(piece)
+        if not self._before_special:
+            return self._utf8.decode(piece)
+        if token_id in self._kept:
+            return self._utf8.decode(b"", final=True) + self._before_special + piece.decode()
+        return self._utf8.decode(piece).replace(self._before_special, "\ufffd")
 
     def _append(self, text: str, new: str) -> str:
         """Return `text` + `new`, cut at a stop string."""

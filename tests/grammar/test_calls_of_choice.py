@@ -48,7 +48,7 @@ _ONE = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": 
 @cache
 def grammar_where_it_may_choose(name: str) -> Grammar:
     tool = Tool.model_validate({"type": "function", "function": {"name": "add", "parameters": _ONE, "strict": True}})
-    asked = with_calls(None, [tool], FORMATS[name], None, None, [], thinks=False)
+    asked = with_calls(None, [tool], FORMATS[name], None, None, {}, thinks=False)
     assert asked is not None
     return compiled(asked.spec)
 

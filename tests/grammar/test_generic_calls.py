@@ -54,7 +54,7 @@ def test_allowed_calls_are_read_back(
     forced = ForcedCall(next(iter(functions)) if is_named or len(functions) == 1 else None)
     made = [{"name": name, "parameters": schema, "strict": strict} for name, schema in functions.items()]
     tools: list[Any] = [Tool.model_validate({"type": "function", "function": function}) for function in made]
-    asked = with_calls(None, tools, GENERIC, forced, None, [], thinks=False)
+    asked = with_calls(None, tools, GENERIC, forced, None, {}, thinks=False)
     assert asked is not None
     try:
         text = walk(matchers_of(compiled(asked.spec)), seed)

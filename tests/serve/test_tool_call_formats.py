@@ -38,7 +38,7 @@ def tokenizer_of(name: str, special: list[str]) -> Tokenizer:
     ("name", "special", "choice", "opening", "may_be_many"),
     [
         ("mistral", MISTRAL_MARKS[:1], "required", '[TOOL_CALLS] [{"name": "', True),
-        ("mistral_v11", MISTRAL_MARKS, "required", '[TOOL_CALLS] [{"name": "', True),  # [ARGS] alone writes nothing
+        ("mistral_v11", MISTRAL_MARKS, "required", "[TOOL_CALLS]", True),
         ("mistral_v11", MISTRAL_MARKS, NAMED, "[TOOL_CALLS]add[ARGS]", False),
         ("deepseek_v3", [], "required", f"{DEEPSEEK}function<｜tool▁sep｜>", True),
         ("deepseek_v31", [], NAMED, f"{DEEPSEEK}add<｜tool▁sep｜>", False),
@@ -49,11 +49,12 @@ def tokenizer_of(name: str, special: list[str]) -> Tokenizer:
             *("harmony", HARMONY_MARKS, NAMED),
             *("<|channel|>commentary to=functions.add <|constrain|>json<|message|>", False),
         ),
-        ("harmony", HARMONY_MARKS, "required", '<|channel|>commentary<|message|>{"name": "', False),
+        ("harmony", HARMONY_MARKS, "required", "<|channel|>commentary to=functions.", False),
     ],
 )
 async def test_forced_calls_arrive(name: str, special: list[str], choice: Any, opening: str, may_be_many: bool):
     tokenizer, most = tokenizer_of(name, special), 0
+    tokenizer.channel_grammar = False  # of the other form, test_harmony.py has tests
     for seed in range(4):
         engine = GrammarEngine(seed)
         async with client_of(engine, tokenizer) as http:
@@ -248,8 +249,8 @@ async def test_channels_are_read_without_tools():
         assert (message["content"], message["reasoning_content"]) == ("I see.", 'Hm.{"city": "Zürich"}')
         assert "tool_calls" not in message
         engine.script = [*b'{"a":1}', 256]  # a grammar binds a final message, which the prompt has begun
-        form = {"type": "json_object"}
-        answer = (await client.post("/v1/chat/completions", json=body | {"response_format": form})).json()
+        fields = {"response_format": {"type": "json_object"}, "channel_grammar": False}
+        answer = (await client.post("/v1/chat/completions", json=body | fields)).json()
     assert answer["choices"][0]["message"]["content"] == '{"a":1}'
     prompt = tokenizer.decode(engine.requests[-1].token_ids, skip_special_tokens=False)
     assert prompt.endswith("<|start|>assistant<|channel|>final<|message|>")

@@ -341,3 +341,41 @@ def test_a_setting_determines_the_format():
     assert ChatTemplate.of(tokenizer).tool_format is FORMATS["mistral"]
     tokenizer.tool_call_parser = "pythonic"
     assert ChatTemplate.of(tokenizer).tool_format is FORMATS["pythonic"]
+
+
+# Outputs that failed in other servers, with the content, the reasoning and the names of the calls here.
+REPORTED = {
+    # vllm 46464: <|return|> where a message should begin.
+    "vllm 46464": (["<|channel|>analysis<|message|>Hm.<|end|><|return|><|return|>"], "", "Hm.", []),
+    # vllm 23567: an unknown type or text in a header.
+    "vllm 23567": (
+        ["<|channel|>commentary to=functions.now––commentary <|constrain|>json<|message|>{}<|call|>"],
+        *("", "", ["now"]),
+    ),
+    "vllm 51977": (["<|channel|>analysis to=functions.get-area_2 code<|message|>{}<|call|>"], "", "", ["get-area_2"]),
+    # vllm 22403: more messages than one of reasoning and one of the answer.
+    "vllm 22403": (
+        [
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I see. <|end|>"
+            "<|start|>assistant<|channel|>analysis<|message|> So.<|end|><|start|>assistant<|channel|>final<|message|>Hi"
+        ],
+        *("I see. Hi", "Hm. So.", []),
+    ),
+    # ollama 12187: a recipient without its namespace, and arguments that are not JSON.
+    "ollama 12187": (
+        [
+            "<|channel|>commentary to=now <|constrain|>json<|message|>{}<|call|><|start|>assistant"
+            "<|channel|>commentary to=functions.get_weather code<|message|>print('a')<|call|>"
+        ],
+        *("", "", ["now", "get_weather"]),
+    ),
+    "ollama 11704": (["<|channel|>commentary to=python code<|message|>1 + 1<|call|>"], "", "1 + 1", []),
+}
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_outputs_that_other_servers_refuse(name: str):
+    parts, content, thoughts, called = REPORTED[name]
+    for cut in (parts, list(parts[0])):
+        found = read("harmony", cut)
+        assert (found[0], found[1], [call for call, _ in found[2]]) == (content, thoughts, called)

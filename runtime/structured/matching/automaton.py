@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from runtime.structured.matching.matcher import Matcher
 from runtime.structured.matching.vocabulary import Vocabulary
-from runtime.structured.pattern import NO_CHARACTER, GrammarError
+from runtime.structured.pattern import NO_CHARACTER, GrammarError, special_text
 
 MAX_STATES = 4096
 MAX_BYTES = 64 << 20
@@ -27,7 +27,7 @@ class Automaton:
     """States 0, the first, to S - 1. Tokens with the same transitions share a class, which keeps the table small.
     `next_state[state, token_class[token]]` is the state after a token, or -1 if the token is not allowed.
 
-    EOS is in the masks of the accepting states; no transition has it."""
+    EOS is in the masks of the accepting states. A transition has an EOS token only if the grammar names it."""
 
     eos_ids: tuple[int, ...]
     token_class: NDArray[np.int32]  # [vocab_size], of C classes; class 0 is allowed nowhere
@@ -49,7 +49,9 @@ def build(expression: str, vocabulary: Vocabulary) -> Automaton:
         raise GrammarError(f"is refused by outlines-core ({e})") from None
     transitions: dict[int, dict[int, int]] = index.get_transitions()
     start = transitions.pop(index.get_initial_state())[len(vocabulary.tokens)]
-    coreachable, accepting_states = _coreachable(transitions, len(vocabulary.tokens))
+    edge_id = len(vocabulary.tokens)
+    _drop_within_special(transitions, edge_id + 1)
+    coreachable, accepting_states = _coreachable(transitions, edge_id)
     states = {start: 0} | {state: at for at, state in enumerate(coreachable - {start}, start=1)}
     size, num_words = len(vocabulary.tokens), vocabulary.num_words
     if len(states) > MAX_STATES or len(states) * num_words * 4 > MAX_BYTES:
@@ -67,12 +69,23 @@ def build(expression: str, vocabulary: Vocabulary) -> Automaton:
         allowed = np.zeros(num_words * 32, np.bool_)
         next_state[at, token_class[tokens]] = reached
         allowed[tokens] = True
-        allowed[list(vocabulary.eos_ids)] = accepting[at]
+        allowed[list(vocabulary.eos_ids)] |= accepting[at]
         masks[at] = np.packbits(allowed, bitorder="little").view(np.int32)
     automaton = Automaton(vocabulary.eos_ids, token_class, next_state, masks, accepting)
     if automaton.nbytes > MAX_BYTES:
         raise GrammarError(f"has an automaton of {automaton.nbytes} bytes; the limit is {MAX_BYTES} bytes")
     return automaton
+
+
+def _drop_within_special(transitions: dict[int, dict[int, int]], part_id: int) -> None:
+    """Remove the states within the text of a special token, which tokens of single bytes reach. They are reached by
+    the token `part_id`, the bytes that the reserved characters share."""
+    within = {targets[part_id] for targets in transitions.values() if part_id in targets}
+    for state in within:
+        transitions.pop(state, None)
+    for targets in transitions.values():
+        for token in [token for token, to in targets.items() if to in within]:
+            del targets[token]
 
 
 def _coreachable(transitions: dict[int, dict[int, int]], edge: int) -> tuple[set[int], set[int]]:
@@ -104,7 +117,8 @@ def _classes(columns: list[list[NDArray[Any]]], size: int) -> tuple[NDArray[np.i
 
 @cache
 def _vocabulary(vocabulary: Vocabulary) -> outlines_core.Vocabulary:
-    """Return the package's vocabulary with one more token, NO_CHARACTER, for both edges of a text.
+    """Return the package's vocabulary with two more tokens: NO_CHARACTER, for both edges of a text, and the bytes that
+    the reserved characters share. Special tokens have their reserved texts.
 
     The package stops at the first alternative that matches, so a text ends in a character that no text has. An
     expression that begins with digits takes exponential time, so a text begins with one, too. Tokens of single bytes
@@ -112,9 +126,10 @@ def _vocabulary(vocabulary: Vocabulary) -> outlines_core.Vocabulary:
     edge = chr(NO_CHARACTER).encode()
     ids: dict[bytes, list[int]] = {edge: [len(vocabulary.tokens)]}
     for i, token in enumerate(vocabulary.tokens):
-        if token and edge not in token:
-            ids.setdefault(token, []).append(i)
-    return outlines_core.Vocabulary(len(vocabulary.tokens) + 1, ids)
+        if edge not in token:
+            ids.setdefault(token or special_text(i).encode(), []).append(i)
+    ids.setdefault(edge[:-1], []).append(len(vocabulary.tokens) + 1)
+    return outlines_core.Vocabulary(len(vocabulary.tokens) + 2, ids)
 
 
 class EagerMatcher(Matcher):

@@ -7,6 +7,7 @@ bounds the cost of a mask, so every machine has the same limit: some 15 ms in ho
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,12 +28,20 @@ LIMITS = llguidance.LLParserLimits(
     max_grammar_size=500_000,
     verbose_errors=False,
 )
+_SPECIAL = re.compile(r"<\[\d+\]>")  # a special token in a grammar
 _MAX_COPIES = 1000  # of a matcher: each copy adds to the lexer states that all share
 
 # Slices of the vocabulary; most tokens are texts within strings. A mask takes a slice at once where all of it is
-# allowed. These are llguidance's default slices without NO_CHARACTER and the characters that "." does not match.
-_IN_STRING = r"[^\"\\\x00-\x1F\x7F\x{2028}\x{2029}\x{10FFFF}]"
-_SLICES = [r"[\x20\x0A\x0D\x09]+", _IN_STRING + "{1,10}", _IN_STRING + "{1,30}", _IN_STRING + "+"]
+# allowed. These are llguidance's default slices without reserved characters and ends of lines.
+_NOT_IN_STRING = r"\"\\\x00-\x1F\x7F\x{2028}\x{2029}\x{10FFC0}-\x{10FFFF}"
+_SPACES, _IN_STRING = r"[\x20\x0A\x0D\x09]+", f"[^{_NOT_IN_STRING}]"
+_SLICES = [_SPACES, _IN_STRING + "{1,10}", _IN_STRING + "{1,30}", _IN_STRING + "+"]
+# Free text without the marks of a format has all tokens without "<".
+_SLICES_OF_MARKED = [
+    _SPACES,
+    *(f"[^<{_NOT_IN_STRING}]{times}" for times in ("{1,10}", "{1,30}", "+")),
+    _IN_STRING + "+",
+]
 
 
 class SharedLimit(CallboardError):
@@ -47,9 +56,9 @@ class LazyEngine:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self._executor = llguidance.LLExecutor(num_threads=min(8, os.cpu_count() or 1))
-        self._tokenizer = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(_Tokens(vocabulary)), eos_token=list(vocabulary.eos_ids), slices=_SLICES
-        )
+        self._end = _End.of(vocabulary)
+        self._tokenizer = self._new_tokenizer(_SLICES)
+        self._tokenizer_of_marked: llguidance.LLTokenizer | None = None  # of grammars with special tokens
 
     def fill(
         self, matchers: Sequence[LazyMatcher], masks: NDArray[np.int32], numbers: Sequence[int]
@@ -65,14 +74,48 @@ class LazyEngine:
                 open_.append((matcher.inner, number))
         if open_:
             self._executor.unsafe_compute_mask_ptr(open_, masks.ctypes.data, masks.shape[1] * 4, len(masks))
+            for _, number in open_:
+                self._end.show(masks[number])
         for matcher, number in ended:
             matcher.fill(masks[number])
         return [matcher.error() for matcher in matchers]
 
     def matcher(self, lark: str) -> LazyMatcher:
         """Return a matcher at the beginning of an output. Raises CallboardError if the grammar reaches a limit."""
-        inner = llguidance.LLMatcher(self._tokenizer, lark, log_level=0, limits=LIMITS)
-        return LazyMatcher(self.vocabulary.eos_ids, inner, _Lexer())
+        tokenizer = self._tokenizer
+        if _SPECIAL.search(lark):
+            tokenizer = self._tokenizer_of_marked = self._tokenizer_of_marked or self._new_tokenizer(_SLICES_OF_MARKED)
+        inner = llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=LIMITS)
+        return LazyMatcher(self.vocabulary.eos_ids, inner, _Lexer(), self._end)
+
+    def _new_tokenizer(self, slices: list[str]) -> llguidance.LLTokenizer:
+        wrapper = llguidance.TokenizerWrapper(_Tokens(self.vocabulary))
+        return llguidance.LLTokenizer(wrapper, eos_token=list(self._end.engine_ids), slices=slices)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The tokens that end an output for llguidance.
+
+    llguidance never takes its own EOS tokens as a part of a grammar. So another special token stands for the end, if
+    the vocabulary has one to spare. Masks show the EOS tokens in its place."""
+
+    eos_ids: tuple[int, ...]
+    engine_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, vocabulary: Vocabulary) -> _End:
+        ids = range(len(vocabulary.tokens) - 1, -1, -1)
+        spare = next((i for i in ids if not vocabulary.tokens[i] and i not in vocabulary.eos_ids), None)
+        return cls(vocabulary.eos_ids, vocabulary.eos_ids if spare is None else (spare,))
+
+    def show(self, mask: NDArray[np.int32]) -> None:
+        """Replace the end of llguidance in a mask by the EOS tokens."""
+        words, (end, *_) = mask.view(np.uint32), self.engine_ids
+        if end not in self.eos_ids and int(words[end // 32]) >> end % 32 & 1:
+            words[end // 32] &= ~np.uint32(1 << end % 32)
+            for i in self.eos_ids:
+                words[i // 32] |= np.uint32(1 << i % 32)
 
 
 @dataclass(slots=True)
@@ -93,9 +136,9 @@ class LazyMatcher(Matcher):
 
     engine = "lazy"
 
-    def __init__(self, eos_ids: tuple[int, ...], inner: llguidance.LLMatcher, lexer: _Lexer) -> None:
+    def __init__(self, eos_ids: tuple[int, ...], inner: llguidance.LLMatcher, lexer: _Lexer, end: _End) -> None:
         super().__init__(eos_ids)
-        self.inner, self._lexer = inner, lexer
+        self.inner, self._lexer, self._end = inner, lexer, end
         self._has_gone_back = False  # True from a rollback to the next mask
         self._check()
 
@@ -107,7 +150,7 @@ class LazyMatcher(Matcher):
     def copy(self) -> LazyMatcher:
         """Return a matcher at the same position for another output; the two share their lexer."""
         self._lexer.num_copies += 1
-        copy = LazyMatcher(self._eos_ids, self.inner.deep_copy(), self._lexer)
+        copy = LazyMatcher(self._eos_ids, self.inner.deep_copy(), self._lexer, self._end)
         copy._has_gone_back = self._has_gone_back
         return copy
 
@@ -122,6 +165,7 @@ class LazyMatcher(Matcher):
         self._has_gone_back = False
         self.inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self._check()
+        self._end.show(mask)
 
     def _step(self, token: int) -> bool:
         if self._has_gone_back:
@@ -158,7 +202,8 @@ class _Tokens:
     """A vocabulary in the form that llguidance reads."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self.tokens = vocabulary.tokens
+        # llguidance distinguishes special tokens by their bytes, although no output has them.
+        self.tokens = [token or b"<special %d>" % i for i, token in enumerate(vocabulary.tokens)]
         self.eos_token_id = vocabulary.eos_ids[0]
         self.bos_token_id = None
         self.special_token_ids = [i for i, token in enumerate(vocabulary.tokens) if not token]

@@ -15,7 +15,8 @@ from runtime.spec.types import CallboardError
 class Matcher(ABC):
     """The position of one output in its grammar. One thread at a time uses it, and none after a CallboardError.
 
-    EOS is a token like any other: it is allowed where the output may end, and only EOS may follow it."""
+    EOS is a token like any other: it is allowed where the output may end, and only EOS may follow it. A grammar may
+    also have one of the EOS tokens as its own last token."""
 
     engine: ClassVar[str]
 
@@ -88,9 +89,7 @@ class Matcher(ABC):
     def _walk(self, tokens: Sequence[int]) -> int:
         """Take tokens up to the first that is not allowed, and return their number."""
         for i, token in enumerate(tokens):
-            if token in self._eos_ids:
-                if not self._num_ended and not self.is_accepting:
-                    return i
+            if token in self._eos_ids and (self._num_ended or self.is_accepting):
                 self._num_ended += 1
             elif self._num_ended or not self._step(token):
                 return i

@@ -31,3 +31,5 @@ class Vocabulary:
 
 
 BYTES = Vocabulary((*(bytes((i,)) for i in range(256)), b""), (256,))  # a token for each byte, and EOS
+MOST_SPECIAL = 32
+SPECIAL_BYTES = Vocabulary((*BYTES.tokens, *[b""] * MOST_SPECIAL), (256,))  # and special tokens, from 257 on

@@ -8,6 +8,7 @@ from functools import cache, lru_cache
 from runtime.structured.pattern import (
     ALL,
     ANY_TEXT,
+    FIRST_OF_SPECIAL,
     MAX_NESTING,
     MAX_REPEAT,
     MAX_STATES,
@@ -39,7 +40,7 @@ def _wide(letter: str) -> Ranges:
         case "d":
             return ranges((c, c) for c in range(NO_CHARACTER) if chr(c).isdecimal())
         case "w":
-            return ranges([*_WORD, (0x80, NO_CHARACTER)])
+            return ranges([*_WORD, (0x80, FIRST_OF_SPECIAL - 1)])
     return ranges((c, c) for c in range(0xFFFF) if chr(c).isspace() or c == 0xFEFF)
 
 
@@ -271,7 +272,7 @@ class _Parser:
             if found := _CODES[char].match(self._source, self._at):
                 self._at = found.end()
                 code = int(found[1] or found[2], 16)
-                if code < NO_CHARACTER and not 0xD800 <= code <= 0xDFFF:
+                if code < FIRST_OF_SPECIAL and not 0xD800 <= code <= 0xDFFF:
                     return ((code, code),)
         elif not char.isalnum():
             return ranges_of(char)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from runtime.text.tool_calls.json_objects import HERMES
 from runtime.text.tool_calls.name_first import NameFirstParser
 from runtime.text.tool_calls.parser import ToolFormat
 
@@ -40,7 +39,6 @@ DEEPSEEK_V31 = ToolFormat(
     end=_CALL_END,
     again=_CALL,
     close=_CALLS_END,
-    json_form=HERMES,
 )
 DEEPSEEK_V3 = ToolFormat(
     DeepSeekV3Parser,

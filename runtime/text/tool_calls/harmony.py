@@ -11,31 +11,35 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import ClassVar
 
-from runtime.text.tool_calls.json_objects import HERMES
-from runtime.text.tool_calls.parser import MAX_HEAD_CHARS, ToolCallParser, ToolFormat
+from runtime.text.tool_calls.parser import MAX_HEAD_CHARS, SPECIAL, ToolCallParser, ToolFormat
 
 START, FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
+END_MARKS = "<|end|>", "<|return|>", "<|call|>"  # of a message
+CHANNEL_MARKS = (*END_MARKS, "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>")
 _MESSAGE, _COMMENTARY = "<|message|>", "<|channel|>commentary"
-_CALL = _COMMENTARY + _MESSAGE  # for calls as JSON
-_MAX_HEADER = MAX_HEAD_CHARS + len(_MESSAGE)
-_ENDS = (
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-    "<|start|>",
-    "<|channel|>",
-)  # the end of a message, or the beginning of the next one
-_END = re.compile("|".join(map(re.escape, _ENDS)))
-_RECIPIENT = re.compile(r"to=(?:functions\.([\w-]+))?")
-_MARKS = (*_ENDS, _MESSAGE, "<|constrain|>")
+_RECIPIENT = re.compile(r"to=(?:(?:functions\.)?([\w-]+)(?![\w.-]))?")  # models leave "functions." out at times
+
+
+class _Marks:
+    """The marks that the parser looks for, each with the same text before it."""
+
+    def __init__(self, before: str) -> None:
+        self.message = before + _MESSAGE
+        # The end of a message, or the beginning of the next one.
+        self.ends = tuple(before + mark for mark in (*END_MARKS, "<|start|>", "<|channel|>"))
+        self.end = re.compile("|".join(map(re.escape, self.ends)))
+        self.max_header = MAX_HEAD_CHARS + len(self.message)
 
 
 class HarmonyParser(ToolCallParser):
     """Reads the messages of one turn. The state outside of calls is inside a header."""
 
+    marks: ClassVar = _Marks("")
     is_open = True  # while more of the text may be reasoning
     num_reasoning_chars = 0  # of the text so far, headers included
+    needs_header = False  # a text without a header is the beginning of one, not content
     _has_message = False
     _is_content = True  # the message is for the user
     _reasoning = ""
@@ -46,12 +50,13 @@ class HarmonyParser(ToolCallParser):
         return new
 
     def _outside(self, final: bool) -> bool:
-        at, may_be_header = self._held.find(_MESSAGE, 0, _MAX_HEADER), len(self._held) < _MAX_HEADER
-        if at < 0 and may_be_header and (self._has_message or not final):
+        mark, most = self.marks.message, self.marks.max_header
+        at, may_be_header = self._held.find(mark, 0, most), len(self._held) < most
+        if at < 0 and may_be_header and (self._has_message or self.needs_header or not final):
             return False
         self._has_message, self._state = True, self._message
         if at >= 0:
-            header, self._held = self._held[:at], self._held[at + len(_MESSAGE) :]
+            header, self._held = self._held[:at], self._held[at + len(mark) :]
             recipient = _RECIPIENT.search(header)
             self._is_content = recipient is None and "analysis" not in header
             if recipient and self._may_call(recipient[1]):
@@ -61,7 +66,7 @@ class HarmonyParser(ToolCallParser):
         return True
 
     def _message(self, final: bool) -> bool:
-        text, ended = self._up_to(_END, _ENDS, final)
+        text, ended = self._up_to(self.marks.end, self.marks.ends, final)
         if self._is_content:
             self._content.append(text)
         else:
@@ -75,11 +80,23 @@ class HarmonyParser(ToolCallParser):
         return self._end(self._outside)
 
 
+class HarmonyTokenParser(HarmonyParser):
+    """Reads a text in which `SPECIAL` precedes each special token. A mark that is spelled out is ordinary text."""
+
+    marks = _Marks(SPECIAL)
+
+
+def with_special(text: str) -> str:
+    """Return a text of the prompt as `HarmonyTokenParser` reads it."""
+    return _ANY_MARK.sub(lambda mark: SPECIAL + mark[0], text)
+
+
+_ANY_MARK = re.compile("|".join(map(re.escape, CHANNEL_MARKS)))
 HARMONY = ToolFormat(
     HarmonyParser,
     mark="",
-    marks=_MARKS,
+    marks=CHANNEL_MARKS,
     begin=_COMMENTARY + " to=functions.",
     to_arguments=" <|constrain|>json<|message|>",
-    json_form=replace(HERMES, mark=_CALL, marks=_MARKS, begin=_CALL + '{"name": "', end="}", again=""),
 )
+HARMONY_TOKENS = replace(HARMONY, parser=HarmonyTokenParser)

@@ -40,6 +40,5 @@ MISTRAL_V11 = ToolFormat(
     begin=_MARK,
     to_arguments="[ARGS]",
     again=_MARK,
-    json_form=MISTRAL,
     has_short_ids=True,
 )

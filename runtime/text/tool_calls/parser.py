@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from runtime.text.tool_calls.argument_form import ArgumentForm
 
 MAX_HEAD_CHARS = 1024  # from a call's mark to its arguments: bounds the text that is matched again with each piece
+SPECIAL = "\U0010ffff"  # precedes the text of a special token in some streams; no other text has it
 MAX_SPACES = 1024  # of white space before a mark: bounds the text that is searched again with each piece
 
 
@@ -38,7 +39,7 @@ class ToolFormat:
     close: str = ""  # after the last call
     arguments: ArgumentForm | None = None  # the form of arguments; None for one JSON object
     separator: str = ""  # between several objects after one mark
-    json_form: ToolFormat | None = None  # for required calls that this format cannot express
+    json_form: ToolFormat | None = None  # for required calls with arguments that this format cannot express
     has_short_ids: bool = False  # its template accepts only ids of nine letters or digits
     is_text: bool = False  # tools, calls and results are plain text in messages
 
@@ -53,16 +54,9 @@ class ToolFormat:
         It ends at a token boundary: in front of a space that tokens join to the next word."""
         return self.begin if name is None else self.begin + name + self.to_arguments
 
-    def for_call_of(self, name: str | None, special_marks: Collection[str], needs_json: bool) -> ToolFormat:
-        """Return the format for a required call of a function, or of any (None).
-
-        It is this one or `json_form`: a grammar cannot write special tokens, which may stand between a name and its
-        arguments or around each argument, and some arguments need JSON."""
-        written = "" if name is not None else self.to_arguments
-        if (own := self.arguments) is not None:
-            written += own.begin + own.to_value + own.end + self.end
-        names_are_bound = not any(mark in written for mark in special_marks)
-        if names_are_bound and not (needs_json and own is not None):
+    def for_call_of(self, needs_json: bool) -> ToolFormat:
+        """Return the format for a required call: this one, or `json_form` for arguments that need JSON."""
+        if not (needs_json and self.arguments is not None):
             return self
         assert self.json_form is not None, "every format with this need has a JSON form"
         return self.json_form
@@ -160,7 +154,7 @@ class ToolCallParser:
         self._held = self._held.lstrip()
         if not self._held:
             return False
-        if self._held[0] == "<":  # without arguments
+        if self._held[0] in ("<", SPECIAL):  # without arguments
             self._give("{}")
         self._value = JsonValue()
         self._state = self._arguments
@@ -229,14 +223,15 @@ class ToolCallParser:
         return text.startswith(mark)
 
 
-_OUTSIDE_STRING = re.compile(r'["{}\[\]<]')
-_IN_STRING = re.compile(r'"|\\.', re.DOTALL)
+_OUTSIDE_STRING = re.compile(r'["{}\[\]<\U0010ffff]')
+_IN_STRING = re.compile(r'["\U0010ffff]|\\[^\U0010ffff]', re.DOTALL)
 
 
 class JsonValue:
     """Finds the end of one JSON value by brackets and strings, as its text arrives.
 
-    A "<" outside a string is not JSON, but begins a mark: it ends a value that was never closed."""
+    A "<" outside a string is not JSON, but begins a mark: it ends a value that was never closed. So does a special
+    token anywhere."""
 
     def __init__(self, depth: int = 0) -> None:
         self.depth = depth  # brackets open
@@ -246,7 +241,7 @@ class JsonValue:
         """Read from `at`. Returns the position reached, and whether the value ends there."""
         while match := (_IN_STRING if self._in_string else _OUTSIDE_STRING).search(text, at):
             char = match[0]
-            if char == "<" or (char in "}]" and not self.depth):
+            if char in ("<", SPECIAL) or (char in "}]" and not self.depth):
                 return match.start(), True
             at = match.end()
             if char == '"':

@@ -5,9 +5,9 @@ import random
 import numpy as np
 
 from runtime.spec.types import Request
-from runtime.structured.matching.vocabulary import BYTES
+from runtime.structured.matching.lazy import LazyEngine
+from runtime.structured.matching.vocabulary import SPECIAL_BYTES
 from tests.support.http.fake_engine import EOS, FakeEngine
-from tests.support.structured.cases import BYTE_ENGINE
 
 TOOLS = [
     {
@@ -20,6 +20,7 @@ TOOLS = [
     }
     for name in ("add", "add_all", "sub")
 ]
+_ENGINE = LazyEngine(SPECIAL_BYTES)
 NAMED = {"type": "function", "function": {"name": "add"}}
 
 
@@ -33,14 +34,14 @@ class GrammarEngine(FakeEngine):
 
     def _outputs(self, request: Request):
         assert request.params.grammar is not None
-        matcher, script = BYTE_ENGINE.matcher(request.params.grammar.lark), []
+        matcher, script = _ENGINE.matcher(request.params.grammar.lark), []
         while EOS not in script:
-            mask = np.zeros(BYTES.num_words, np.int32)
+            mask = np.zeros(SPECIAL_BYTES.num_words, np.int32)
             matcher.fill(mask)
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
             may_end = EOS in allowed and (len(script) > self._most or self._random.random() < 0.5)
             others = [i for i in allowed if i != EOS]
             script.append(EOS if may_end or not others else self._random.choice(others))
             matcher.advance(script[-1:])
-        self.script, self.text = script, bytes(script[:-1]).decode()
+        self.script, self.text = script, bytes(i for i in script if i < EOS).decode()
         return super()._outputs(request)
