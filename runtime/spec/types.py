@@ -80,6 +80,7 @@ class ThinkingBudget:
     close_ids: tuple[int, ...]  # the tokens, in order, that end reasoning
     open_id: int | None  # begins reasoning; None if its mark is text
     is_open: bool  # the prompt ends within reasoning
+    marks: tuple[str, str] = ("<think>", "</think>")  # as text
 
 
 @dataclass(frozen=True, slots=True)
