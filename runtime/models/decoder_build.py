@@ -152,9 +152,11 @@ class LayerBuilder:
 
     def _dense_beside(self, prefix: str, experts: ExpertLayer, post_norm: torch.Tensor) -> DenseBeside:
         gate_up, down = (self.maps.linear(prefix, name) for name in ("dense_gate_up", "dense_down"))
-        names = ("experts_norm", "post_dense_norm", "post_experts_norm")
-        norms = [self._norm(prefix + name) for name in names]
-        return DenseBeside(gate_up, down, experts, *norms, post_norm, self.maps.kernels.norm)
+        before, of_dense, of_experts = (
+            self._norm(prefix + name) for name in ("experts_norm", "post_dense_norm", "post_experts_norm")
+        )
+        norm = self.maps.kernels.norm
+        return DenseBeside(gate_up, down, experts, before, of_dense, of_experts, post_norm, norm)
 
     def _layer_input(self, index: int, prefix: str) -> LayerInput:
         gate, out = (self.maps.whole(prefix, name) for name in ("layer_gate", "layer_out"))

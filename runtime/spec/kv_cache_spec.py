@@ -17,7 +17,7 @@ from math import lcm
 QUANTIZED_DTYPES = {"fp8": ("float8_e4m3fn", None), "int8": ("int8", "float16")}
 CHUNK = 64  # tokens of a prompt that a layer with a state computes at once, from a multiple of CHUNK on
 MOST_GROUPS = 8  # each has a table for every request
-_MOST_OF_SHAPES = 16  # likewise, of layers of two shapes: those of Gemma 4 31B need 11
+_MOST_OF_SHAPES = 16  # likewise, with layers of two shapes; Gemma 4 31B needs 11
 _MOST_PADDING = 1.1  # layers with places in the pool, of layers that there are
 _LEAST_GAIN = 0.9  # memory of the longest request with windows freed, of the memory without
 RING = 16  # last tokens with inputs in a layer with a state, by position modulo RING; a power of two

@@ -20,8 +20,7 @@ class RopeSpec:
     low_freq_factor: float = 1.0  # llama3: wavelengths above original_positions / this are stretched fully
     high_freq_factor: float = 4.0  # llama3: wavelengths below original_positions / this are kept
     original_positions: int = 8192  # the context before stretching; all but default and linear, and for query_beta
-    # Share of head_dim that rotates: its first dimensions, with proportional those of each half; 0 for none.
-    partial: float = 1.0
+    partial: float = 1.0  # share of head_dim that rotates: its first dimensions; with `proportional`, of each half
     interleaved: bool = False  # the checkpoint pairs dimension 2 i with 2 i + 1, not i with i + half of them
     attention_factor: float = 1.0  # of cos and sin; yarn and longrope
     beta_fast: float = 32.0  # yarn: dimensions with more turns than this in the original context are kept

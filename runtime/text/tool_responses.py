@@ -8,7 +8,7 @@ from typing import Any
 
 
 def with_tool_responses(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the messages without those of role tool. Their contents become responses of the message before."""
+    """Return the messages with the results of tools in the message before them."""
     written: list[dict[str, Any]] = []
     for message in messages:
         if message.get("role") != "tool" or not written or written[-1].get("role") != "assistant":

@@ -107,7 +107,7 @@ class _ValueEnd:
 
 
 def _json_of(tokens: list[tuple[str, str]], at: int, depth: int = 0) -> tuple[str, int]:
-    """The JSON of the value whose tokens begin at `at`, and the index after it. Nothing at all is null."""
+    """The JSON of the value at `at`, and the index after the value. Nothing at all is null."""
     if at >= len(tokens) or depth > _MAX_DEPTH:
         return "null", len(tokens)
     kind, token = tokens[at]
