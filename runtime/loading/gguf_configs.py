@@ -14,7 +14,7 @@ from runtime.spec.types import CallboardError
 
 _CONTROL = 3  # the type of a special token in a GGUF vocabulary (llama.h: llama_token_type).
 # Special tokens that end a text or a turn, even without metadata (as in llama-vocab.cpp).
-_END_TOKENS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"}
+_END_TOKENS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<turn|>"}
 # Architectures in which RoPE turns a part of each head
 _PARTLY_TURNED = {"phi3", "glm4", "qwen35", "qwen35moe", "qwen3next"}
 
@@ -242,6 +242,56 @@ def gemma2_config(file: GgufFile) -> dict[str, Any]:
     return _gemma_config(file, full_every=2, layers_of_27b=46) | {
         "attn_logit_softcapping": _real(file, "gemma2.attn_logit_softcapping", 50.0),
         "final_logit_softcapping": _real(file, "gemma2.final_logit_softcapping", 30.0),
+    }
+
+
+def gemma4_config(file: GgufFile) -> dict[str, Any]:
+    num_layers, num_heads = (count(file, f"gemma4.{key}") for key in ("block_count", "attention.head_count"))
+    kinds = file.value("gemma4.attention.sliding_window_pattern", list)
+    shared = file.value("gemma4.attention.shared_kv_layers", int, 0)
+    kv_heads, ffn = (file.metadata.get(f"gemma4.{key}") for key in ("attention.head_count_kv", "feed_forward_length"))
+    if not (isinstance(kv_heads, list) and len(kv_heads) >= num_layers == len(kinds)):
+        kv_heads = [count(file, "gemma4.attention.head_count_kv", num_heads)] * num_layers
+    sliding = kinds.index(True) if True in kinds else 0
+    widths = ffn if isinstance(ffn, list) and ffn else [count(file, "gemma4.feed_forward_length")]
+    partial = 1.0  # of each half of a head; the table divides the other frequencies by a huge number
+    if "rope_freqs.weight" in file.tensors:
+        partial = float((_table(file, "rope_freqs.weight") < 1e20).mean())
+    ropes = {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": partial,
+                           "rope_theta": _real(file, "gemma4.rope.freq_base", 1e6)},
+        "sliding_attention": {"rope_type": "default", "rope_theta": _real(file, "gemma4.rope.freq_base_swa", 1e4)},
+    }  # fmt: skip
+    config = {
+        "hidden_size": count(file, "gemma4.embedding_length"),
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] != widths[0],
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": kv_heads[sliding],
+        "num_global_key_value_heads": kv_heads[-1],
+        "head_dim": count(file, "gemma4.attention.key_length_swa"),
+        "global_head_dim": count(file, "gemma4.attention.key_length"),
+        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in kinds],
+        "sliding_window": count(file, "gemma4.attention.sliding_window"),
+        "num_kv_shared_layers": shared,
+        "attention_k_eq_v": f"blk.{num_layers - shared - 1}.attn_v.weight" not in file.tensors,
+        "hidden_size_per_layer_input": file.value("gemma4.embedding_length_per_layer_input", int, 0),
+        "rms_norm_eps": _real(file, "gemma4.attention.layer_norm_rms_epsilon"),
+        "rope_parameters": ropes,
+        "max_position_embeddings": count(file, "gemma4.context_length"),
+        **_tokens_config(file),
+    }
+    config["vocab_size_per_layer_input"] = config["vocab_size"]
+    if "gemma4.final_logit_softcapping" in file.metadata:
+        config["final_logit_softcapping"] = _real(file, "gemma4.final_logit_softcapping")
+    if not file.value("gemma4.expert_count", int, 0):
+        return config
+    return config | {
+        "enable_moe_block": True,
+        "num_experts": count(file, "gemma4.expert_count"),
+        "top_k_experts": count(file, "gemma4.expert_used_count"),
+        "moe_intermediate_size": count(file, "gemma4.expert_feed_forward_length"),
     }
 
 
