@@ -55,9 +55,9 @@ def tokenizer_of(file: GgufFile) -> tokenizers.Tokenizer:
         case "gpt2":
             backend = _byte_level_bpe(file, vocabulary, pre)
         case "llama":
-            backend = _sentencepiece_bpe(file, vocabulary, _merges(file, vocabulary))
+            backend = _sentencepiece_bpe(file, vocabulary)
         case "gemma4":
-            backend = _sentencepiece_bpe(file, vocabulary, _stored_merges(file))
+            backend = _sentencepiece_bpe(file, vocabulary, are_stored=True)
         case "t5":
             backend = _unigram(file, vocabulary)
         case _:
@@ -208,8 +208,13 @@ _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "lfm2", "tekken")
 # ---- sentencepiece --------------------------------------------------------------------------------------------------
 
 
-def _sentencepiece_bpe(file: GgufFile, vocabulary: _Vocabulary, merges: list[tuple[str, str]]) -> tokenizers.Tokenizer:
+def _sentencepiece_bpe(
+    file: GgufFile,
+    vocabulary: _Vocabulary,
+    are_stored: bool = False,  # the file has the merges
+) -> tokenizers.Tokenizer:
     unknown = vocabulary.tokens[_unknown_id(file, vocabulary)]
+    merges = _stored_merges(file) if are_stored else _merges(file, vocabulary)
     backend = tokenizers.Tokenizer(
         _made(
             file,
