@@ -26,6 +26,7 @@ from benchmarks.library.models import CONFIGS
 from runtime.loading.folder import INDEX_NAME
 from runtime.models import load_spec
 from runtime.models.weights import random_parameter
+from runtime.spec.sharding import place_in_tensor
 from runtime.text.pieces import BYTE_OF_CHAR
 
 _SHARD_BYTES = 4 << 30
@@ -55,15 +56,16 @@ def write_folder(folder: Path, config: dict[str, Any], read: Callable[[str], tor
 def _write_weights(folder: Path, config: dict[str, Any], read: Callable[[str], torch.Tensor]) -> None:
     """All tensors of the model in shards of at most 4 GiB, and their index; two shards are written at a time."""
     spec, weight_map = load_spec(config)
-    sources, dtype = weight_map.names_of(spec), getattr(torch, config["torch_dtype"])
-    shards: list[dict[str, str]] = [{}]  # parameter -> tensor
+    sources, dtype = weight_map.tensors_of(spec), getattr(torch, config["torch_dtype"])
+    shapes = spec.shapes()
+    shards: list[dict[str, list[str]]] = [{}]  # tensor -> parameters
     size = 0
-    for parameter, shape in spec.shapes().items():
-        nbytes = math.prod(shape) * dtype.itemsize
+    for name, parameters in sources.items():
+        nbytes = sum(math.prod(shapes[parameter]) for parameter in parameters) * dtype.itemsize
         if size and size + nbytes > _SHARD_BYTES:
             shards.append({})
             size = 0
-        shards[-1][parameter] = sources[parameter]
+        shards[-1][name] = parameters
         size += nbytes
     weight_map, saved = {}, []
     with tqdm(total=len(sources), unit="tensor") as bar, ThreadPoolExecutor(2) as pool:
@@ -71,8 +73,10 @@ def _write_weights(folder: Path, config: dict[str, Any], read: Callable[[str], t
             if i > 2:
                 saved[i - 3].result()  # otherwise more shards would be in memory
             tensors = {}
-            for parameter, name in shard.items():
-                tensors[name] = read(parameter).to("cpu", dtype)
+            for name, parameters in shard.items():
+                place = place_in_tensor(spec, parameters[0])
+                parts = [read(parameter).to("cpu", dtype) for parameter in parameters]
+                tensors[name] = parts[0] if place is None else torch.cat(parts, place.dim)
                 bar.update()
             file_name = f"model-{i:05}-of-{len(shards):05}.safetensors"
             saved.append(pool.submit(save_file, tensors, folder / file_name, metadata={"format": "pt"}))

@@ -16,7 +16,7 @@ _CONTROL = 3  # the type of a special token in a GGUF vocabulary (llama.h: llama
 # Special tokens that end a text or a turn, even without metadata (as in llama-vocab.cpp).
 _END_TOKENS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<turn|>"}
 # Architectures in which RoPE turns a part of each head
-_PARTLY_TURNED = {"phi3", "glm4", "qwen35", "qwen35moe", "qwen3next"}
+_PARTLY_TURNED = {"phi3", "glm4", "glm4moe", "qwen35", "qwen35moe", "qwen3next"}
 
 
 def gguf_eos_token_ids(file: GgufFile) -> tuple[int, ...]:
@@ -175,12 +175,19 @@ def mixtral_config(file: GgufFile) -> dict[str, Any]:
 
 
 def granite_config(file: GgufFile) -> dict[str, Any]:
-    config = llama_config(file)
+    config, arch = llama_config(file), file.value("general.architecture", str)
     return config | {
-        "attention_multiplier": _real(file, "granite.attention.scale", config["head_dim"] ** -0.5),
-        "embedding_multiplier": _real(file, "granite.embedding_scale", 1.0),
-        "residual_multiplier": _real(file, "granite.residual_scale", 1.0),
-        "logits_scaling": _real(file, "granite.logit_scale", 1.0),
+        "attention_multiplier": _real(file, f"{arch}.attention.scale", config["head_dim"] ** -0.5),
+        "embedding_multiplier": _real(file, f"{arch}.embedding_scale", 1.0),
+        "residual_multiplier": _real(file, f"{arch}.residual_scale", 1.0),
+        "logits_scaling": _real(file, f"{arch}.logit_scale", 1.0),
+    }
+
+
+def granitemoe_config(file: GgufFile) -> dict[str, Any]:
+    return granite_config(file) | {
+        "num_local_experts": count(file, "granitemoe.expert_count"),
+        "num_experts_per_tok": count(file, "granitemoe.expert_used_count"),
     }
 
 
@@ -221,6 +228,53 @@ def qwen3moe_config(file: GgufFile) -> dict[str, Any]:
         "num_experts_per_tok": count(file, "qwen3moe.expert_used_count"),
         "moe_intermediate_size": count(file, "qwen3moe.expert_feed_forward_length"),
         "norm_topk_prob": True,  # of all released models
+    }
+
+
+def qwen2moe_config(file: GgufFile) -> dict[str, Any]:
+    if (name := "blk.0.ffn_gate_shexp.weight") not in file.tensors:
+        raise CallboardError(f"{file.path} has no tensor {name!r}; the file is incomplete.")
+    return decoder_config(file) | {
+        "num_experts": count(file, "qwen2moe.expert_count"),
+        "num_experts_per_tok": count(file, "qwen2moe.expert_used_count"),
+        "moe_intermediate_size": count(file, "qwen2moe.expert_feed_forward_length"),
+        "shared_expert_intermediate_size": file.tensors[name].shape[0],  # older files do not state it
+        "norm_topk_prob": False,  # of all released models
+    }
+
+
+def olmoe_config(file: GgufFile) -> dict[str, Any]:
+    return decoder_config(file) | {
+        "num_experts": count(file, "olmoe.expert_count"),
+        "num_experts_per_tok": count(file, "olmoe.expert_used_count"),
+        "norm_topk_prob": False,  # of all released models
+    }
+
+
+def glm4moe_config(file: GgufFile) -> dict[str, Any]:
+    config = decoder_config(file)
+    num_drafting = file.value("glm4moe.nextn_predict_layers", int, 0)
+    return config | {
+        "num_hidden_layers": config["num_hidden_layers"] - num_drafting,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+        **_grouped_experts_config(file),
+    }
+
+
+def _grouped_experts_config(file: GgufFile) -> dict[str, Any]:
+    """The fields of mixtures with groups of experts, a choice bias and dense first layers."""
+    arch = file.value("general.architecture", str)
+    return {
+        "n_routed_experts": count(file, f"{arch}.expert_count"),
+        "num_experts_per_tok": count(file, f"{arch}.expert_used_count"),
+        "moe_intermediate_size": count(file, f"{arch}.expert_feed_forward_length"),
+        "n_shared_experts": file.value(f"{arch}.expert_shared_count", int, 0),
+        "first_k_dense_replace": file.value(f"{arch}.leading_dense_block_count", int, 0),
+        "norm_topk_prob": file.value(f"{arch}.expert_weights_norm", bool, True),
+        "routed_scaling_factor": _real(file, f"{arch}.expert_weights_scale", 1.0),
+        "n_group": count(file, f"{arch}.expert_group_count", 1),
+        "topk_group": count(file, f"{arch}.expert_group_used_count", 1),
     }
 
 

@@ -3,13 +3,16 @@
 - `X.experts.gate_up_proj` [num_experts, 2 * ffn, hidden]: `X.experts.E.gate_proj.weight`, `X.experts.E.up_proj.weight`.
 - `X.experts.down_proj` [num_experts, hidden, ffn]: `X.experts.E.down_proj.weight`.
 
-Scales of blocks have the same names with a suffix, such as `X.experts.down_proj_scale_inv`."""
+Scales of blocks have the same names with a suffix, such as `X.experts.down_proj_scale_inv`.
+
+Granite has `X.block_sparse_moe.input_linear.weight` and `output_linear.weight` in their place."""
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple
 
+_GRANITE = re.compile(r"(.*\bblock_sparse_moe)\.(input|output)_linear\.weight")
 _STACKED = re.compile(r"(.*\bexperts)\.(gate_up|down)_proj(_scale_inv)?")
 
 
@@ -23,6 +26,8 @@ class Place(NamedTuple):
 
 def single_weights(name: str, shape: tuple[int, ...]) -> dict[str, Place]:
     """Return the weights in a tensor of all experts, by their own names; {} for another tensor."""
+    if granite := _GRANITE.fullmatch(name):
+        name = f"{granite[1]}.experts.{'gate_up' if granite[2] == 'input' else 'down'}_proj"
     match = _STACKED.fullmatch(name)
     if match is None or len(shape) != 3 or (match[2] == "gate_up" and shape[1] % 2):
         return {}

@@ -91,9 +91,18 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
     "Glm4ForCausalLM": Family(
         "GLM-4-0414 9B, 32B; GLM-Z1", "zai-org/GLM-4-9B-0414", glm.post_norms_decoder_spec, glm.POST_NORMS_WEIGHT_MAP
     ),
+    "Glm4MoeForCausalLM": Family(
+        "GLM-4.5, 4.5-Air, 4.6, 4.7", "zai-org/GLM-4.5-Air", glm.moe_decoder_spec, glm.MOE_WEIGHT_MAP
+    ),
     "GlmForCausalLM": Family("GLM-4-9B", "zai-org/glm-4-9b-chat-hf", glm.decoder_spec, glm.WEIGHT_MAP),
     "GraniteForCausalLM": Family(
         "Granite 3.0-3.3", "ibm-granite/granite-3.3-2b-instruct", granite.decoder_spec, granite.WEIGHT_MAP
+    ),
+    "GraniteMoeForCausalLM": Family(
+        "Granite 3.0, 3.1 with experts",
+        "ibm-granite/granite-3.1-1b-a400m-instruct",
+        granite.moe_decoder_spec,
+        granite.MOE_WEIGHT_MAP,
     ),
     "GraniteMoeHybridForCausalLM": Family(
         "Granite 4.0 Micro, without state-space layers",
@@ -146,6 +155,9 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
     ),
     "Olmo2ForCausalLM": Family("OLMo 2", "allenai/OLMo-2-1124-7B-Instruct", olmo.olmo2_spec, olmo.WEIGHT_MAP),
     "Olmo3ForCausalLM": Family("OLMo 3, 3.1", "allenai/Olmo-3-7B-Instruct", olmo.olmo3_spec, olmo.WEIGHT_MAP),
+    "OlmoeForCausalLM": Family(
+        "OLMoE", "allenai/OLMoE-1B-7B-0924-Instruct", olmo.moe_decoder_spec, olmo.MOE_WEIGHT_MAP
+    ),
     "Phi3ForCausalLM": Family(
         "Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
         "microsoft/Phi-4-mini-instruct",
@@ -159,6 +171,12 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         qwen.decoder_spec,
         qwen.WEIGHT_MAP,
         chats=(ChatForm("qwen2.5", "hermes"),),
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        "Qwen2-MoE, Qwen1.5-MoE",
+        "Qwen/Qwen2-57B-A14B-Instruct",
+        qwen.qwen2_moe_decoder_spec,
+        qwen.QWEN2_MOE_WEIGHT_MAP,
     ),
     "Qwen3ForCausalLM": Family(
         "Qwen3",
@@ -215,6 +233,9 @@ def load_spec(config: Mapping[str, Any], tensors: Collection[str] = ()) -> tuple
     except KeyError as e:
         raise CallboardError(f"The model's config.json lacks {e.args[0]}, which {name} needs.") from e
     weight_map = family.weight_map
+    if num_drafting := config.get("num_nextn_predict_layers") or 0:  # layers behind the others, which draft tokens
+        behind = "|".join(str(spec.num_layers + i) for i in range(num_drafting))
+        weight_map = replace(weight_map, ignored=rf"{weight_map.ignored}|(model\.)?layers\.({behind})\..*")
     if not weight_map.base and tensors and not any(tensor.startswith(_MODEL) for tensor in tensors):
         weight_map = replace(weight_map, names={p: n.removeprefix(_MODEL) for p, n in weight_map.names.items()})
         weight_map, stored = replace(weight_map, base=_MODEL), ""

@@ -195,7 +195,7 @@ class LinearMaps:
         choice_bias = self.read(f"{prefix}choice_bias")[0].float() if spec.choice_bias else None
         norm = self.read(f"{prefix}router_norm")[0].float() * weight.shape[1] ** -0.5 if spec.own_norm else None
         scales = self.read(f"{prefix}expert_scales")[0].float() if spec.expert_scales else None
-        return Router(self.kernels.linear(weight, bias), choice_bias, norm, scales)
+        return Router(self.kernels.linear(weight, bias), choice_bias, spec.float32_logits, norm, scales)
 
     def _expert(self, prefix: str, biases: list[tuple[torch.Tensor | None, ...]]) -> tuple[Weight, Weight]:
         """The gate_up and down of an expert. Their biases are appended to the list."""

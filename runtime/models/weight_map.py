@@ -16,9 +16,9 @@ class WeightMap:
     """Our parameter -> the checkpoint's tensor, and how to read it.
 
     In a name the first {} is the layer, the second the expert; .weight or .bias follows a linear map's name. Keys of
-    shared experts are such as shared.up, and their second {} counts from 0. Keys of the first layers of a mixture, with
-    an ordinary feed-forward layer, are such as dense.up. A family of models with experts and models without them has
-    keys of experts such as routed.up."""
+    shared experts, which have one tensor together (sharding.place_in_tensor), are such as shared.up. Keys of the first
+    layers of a mixture, with an ordinary feed-forward layer, are such as dense.up. A family of models
+    with experts and models without them has keys of experts such as routed.up."""
 
     names: Mapping[str, str]
     base: str = ""  # prefix that some exports have before all names
@@ -30,6 +30,13 @@ class WeightMap:
         """Every parameter of the spec -> its tensor, without `base`."""
         return {parameter: self.name_of(spec, parameter) for parameter in spec.shapes()}
 
+    def tensors_of(self, spec: DecoderSpec) -> dict[str, list[str]]:
+        """Every tensor, without `base` -> its parameters of the spec, in the order of their parts."""
+        found: dict[str, list[str]] = {}
+        for parameter, name in self.names_of(spec).items():
+            found.setdefault(name, []).append(parameter)
+        return found
+
     def adds_one(self, parameter: str) -> bool:
         """Return True for a norm that multiplies by one more than is stored."""
         return self.norms_plus_one and parameter.endswith("norm") and not parameter.endswith("mix_norm")
@@ -40,7 +47,7 @@ class WeightMap:
         assert match, parameter
         layer, expert, part, suffix = match.groups("")
         if spec.experts and expert and int(expert) >= spec.experts.num_experts:
-            part, expert = f"shared.{part}", str(int(expert) - spec.experts.num_experts)
+            part = f"shared.{part}"
         elif spec.experts and not expert and f"dense.{part}" in self.names:
             part = f"dense.{part}"
         elif expert and f"routed.{part}" in self.names:

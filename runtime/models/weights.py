@@ -16,7 +16,7 @@ from runtime.models.weight_map import WeightMap
 from runtime.quant.model_formats import weight_formats
 from runtime.quant.weight_format import DENSE, Location, TensorSource, Weight, WeightFormat
 from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.sharding import Part, parts_of
+from runtime.spec.sharding import Part, parts_of, place_in_tensor, stored_shape
 from runtime.spec.types import CallboardError
 
 
@@ -41,7 +41,9 @@ def locate_parameters(spec: DecoderSpec, weight_map: WeightMap, source: TensorSo
     shapes = spec.whole.shapes()
     for parameter, short_name in weight_map.names_of(spec).items():
         transposed = weight_map.transposed and parameter.endswith(".weight")
-        location = Location(short_name, shapes[parameter], transposed, parts_of(spec, parameter))
+        whole = stored_shape(spec, parameter, shapes[parameter])
+        location = Location(short_name, whole, transposed, place=place_in_tensor(spec, parameter))
+        location = location.within(parts_of(spec, parameter))
         weight_format = format_of(parameter)
         tensors = weight_format.stored(location)
         if weight_map.base and not names.intersection(tensors):
@@ -100,7 +102,7 @@ def reader(
     def read(parameter: str, part: Part | None = None) -> Weight:
         location = locations[parameter]
         if part is not None:
-            location = location._replace(parts=(part,))
+            location = location.within((part,))
         weight_format = DENSE if source.is_dense(location.name) else format_of(parameter)
         if weight_map.adds_one(parameter):  # in fp32: 1 + w has more digits than w
             return (weight_format.read(source, location, replace(numerics, dtype=torch.float32))[0] + 1.0,)

@@ -30,7 +30,7 @@ from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import DENSE, DenseFormat, Shape, WeightFormat
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.sharding import UNGROUPED, Shard, leaves_of
+from runtime.spec.sharding import UNGROUPED, Shard, leaves_of, stored_shape
 from runtime.spec.types import CallboardError
 
 LAYOUTS: dict[str, Callable[[QuantizationScheme], CheckpointLayout]] = {  # by `QuantizationScheme.layout`
@@ -61,7 +61,9 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
 
     The parts of a fused layer get formats that join, or an `InterleavedFormat` each. Without numerics, formats only
     describe the checkpoint."""
-    schemes, shapes, whole_shapes = spec.quantization, _shapes(spec), _shapes(spec.whole)
+    schemes, shapes = spec.quantization, _shapes(spec)
+    # of the tensors in a checkpoint
+    whole_shapes = {name: stored_shape(spec, name, shape) for name, shape in _shapes(spec.whole).items()}
     products = products_of(numerics) if numerics else None
     if not schemes:
         return lambda parameter: DENSE

@@ -51,9 +51,11 @@ class DequantizedFormat(DenseFormat):
         return self._layout.stored(location)
 
     def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
-        if self.encoding.reordered and location.parts[:1] and location.parts[0].dim == 1:
-            ((_, start, stop),) = location.parts  # the columns of a rank belong to all groups
-            return (self.read(source, location._replace(parts=()), numerics)[0][:, start:stop].contiguous(),)
+        parts = location.parts
+        # The columns of a rank belong to all groups, and the part of a shared expert may begin within a block.
+        if parts and (location.place is not None or (self.encoding.reordered and parts[0].dim == 1)):
+            (whole,) = self.read(source, location._replace(parts=(), place=None), numerics)
+            return (self.encode(whole, parts)[0].contiguous(),)
         with threads_for(math.prod(location.shape)):
             return (self.encoding.dequantize(self._layout.read(source, location, numerics.device), numerics.dtype),)
 

@@ -42,9 +42,17 @@ class Location(NamedTuple):
     """Where a checkpoint has a parameter, and which parts of it to read."""
 
     name: str  # in the checkpoint; a format derives the names of its tensors from it
-    shape: Shape  # of the whole parameter; (out, in) for a linear weight
+    shape: Shape  # of the whole tensor; (out, in) for a linear weight
     transposed: bool = False  # the checkpoint has it as (in, out)
     parts: tuple[Part, ...] = ()  # the ranges of one dimension to read; () for the whole
+    place: Part | None = None  # of the parameter, in a tensor of several; None if it is the whole tensor
+
+    def within(self, parts: tuple[Part, ...]) -> Location:
+        """The location of these parts of the parameter; () for all of it."""
+        if (place := self.place) is None:
+            return self._replace(parts=parts)
+        moved = (Part(place.dim, place.start + part.start, place.start + part.stop) for part in parts)
+        return self._replace(parts=tuple(moved) or (place,))
 
 
 class StoredTensor(NamedTuple):

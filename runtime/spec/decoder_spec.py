@@ -45,9 +45,9 @@ class ExpertsSpec:
     expert_scales: bool = False  # weights are multiplied by a factor of their expert
     own_norm: bool = False  # the router has a norm in place of that of the experts, times hidden_size ** -0.5
     router_bias: bool = False  # the router's logits have a bias
-    # The experts form groups of neighbours, and the top_k are of the best top_groups.
-    groups: int = 1
-    top_groups: int = 1
+    float32_logits: bool = False  # the router's logits are not rounded to the compute dtype
+    groups: int = 1  # of neighbouring experts
+    top_groups: int = 1  # the best of them, to which the choice is limited
     group_score: Literal["max", "top2"] = "max"  # a group's best score with the choice bias, or its two best added
 
     def __post_init__(self) -> None:
@@ -158,6 +158,8 @@ class DecoderSpec:
             raise CallboardError(
                 f"The model's activation is clamped to {self.activation_limit}; only {ACTIVATION_LIMIT} is supported."
             )
+        if self.ffn_bias and self.experts is not None and self.experts.shared > 1:
+            raise CallboardError("The model's shared experts have biases; only one shared expert may have them.")
 
     @property
     def whole(self) -> DecoderSpec:

@@ -92,6 +92,25 @@ def parts_of(spec: DecoderSpec, parameter: str) -> tuple[Part, ...]:
     return tuple(Part(dim, before + own.start, before + own.stop) for before, own, _ in divided)
 
 
+def place_in_tensor(spec: DecoderSpec, parameter: str) -> Part | None:
+    """Return the range of a shared expert's map in the tensor that checkpoints have of all shared experts.
+
+    None for a parameter with a tensor of its own."""
+    experts = spec.experts
+    if experts is None or experts.shared < 2 or ".experts." not in parameter:
+        return None
+    index, size = int(parameter.split(".")[3]) - experts.num_experts, spec.whole.ffn_size
+    return None if index < 0 else Part(_DIVIDED_DIM[_part_of(parameter)], index * size, (index + 1) * size)
+
+
+def stored_shape(spec: DecoderSpec, parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the tensor that checkpoints have for a parameter of this shape."""
+    if (place := place_in_tensor(spec, parameter)) is None:
+        return shape
+    assert spec.experts is not None
+    return tuple(size * (spec.experts.shared if dim == place.dim else 1) for dim, size in enumerate(shape))
+
+
 def leaves_of(spec: DecoderSpec, parameter: str) -> list[Part]:
     """Return the leaves of a parameter that the rank of a spec holds, rising. Each fused map has its own.
 

@@ -110,6 +110,8 @@ class ChatTemplate:
             try:
                 before = self._rendered(messages[:1], {"tools": tools, "add_generation_prompt": True})
                 after = self._rendered(messages, {"tools": tools, "add_generation_prompt": False})
+                if not after.startswith(before):  # a new turn begins with reasoning, and this answer has none
+                    before = self._rendered(messages[:1], {"tools": tools, "add_generation_prompt": False})
             except CallboardError:
                 continue
             written = after.removeprefix(before)

@@ -21,6 +21,7 @@ from runtime.quant.model_formats import weight_formats
 from runtime.quant.quantized_formats import DequantizedFormat
 from runtime.quant.weight_format import DENSE, Location, Shape, TensorSource
 from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.sharding import Part
 from runtime.spec.types import CallboardError
 from runtime.updates.slices import Parts, SliceSet, merged, narrowed, parts_by_name
 
@@ -98,7 +99,11 @@ class ModelTensors:
             dense_name = location.name
             ((_, wanted),) = DENSE.stored(location).items()
             assert wanted.shape is not None
-            wanted_parts = [part._replace(dim=part.dim ^ location.transposed) for part in location.parts]
+            wanted_parts: list[Part | None] = [
+                part._replace(dim=part.dim ^ location.transposed) for part in location.parts
+            ]
+            if location.place is not None and dense_name in self._dense:  # parts of other parameters
+                wanted_parts += self._dense[dense_name].parts
             parts = merged(wanted_parts, wanted.shape) if wanted_parts else (None,)
             dtypes = FLOATS if isinstance(weight_format, DequantizedFormat) else ()
             self._dense[dense_name] = Target(dense_name, wanted.shape, dtypes, parts, section, is_dense=True)

@@ -9,7 +9,7 @@ import torch
 from runtime.models.weight_map import WeightMap
 from runtime.quant.weight_format import Shape
 from runtime.spec.decoder_spec import DecoderSpec
-from runtime.spec.sharding import Part
+from runtime.spec.sharding import Part, stored_shape
 from runtime.spec.types import CallboardError
 
 
@@ -17,7 +17,8 @@ class UndrawnTensors:
     """A TensorSource without numbers."""
 
     def __init__(self, spec: DecoderSpec, weight_map: WeightMap) -> None:
-        names, shapes = weight_map.names_of(spec), spec.shapes()
+        names = weight_map.names_of(spec)
+        shapes = {name: stored_shape(spec, name, shape) for name, shape in spec.shapes().items()}
         self._shapes = {
             name: shapes[parameter][::-1]
             if weight_map.transposed and parameter.endswith(".weight")

@@ -42,6 +42,7 @@ def with_peft(model, matrices, scales):
         "qwen3-next",
         "lfm2",
         "lfm2 moe",
+        "glm4 moe",
     ],
 )
 @torch.no_grad()

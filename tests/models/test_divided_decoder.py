@@ -210,6 +210,16 @@ def test_rank_invariant_logits_of_quantized_weights():
         assert torch.equal(all_logits(spec, 4, kernel_backend=backend, **settings), want)
 
 
+def test_quantized_experts_keep_their_biases():
+    spec = SPECS["mixture with biases"]
+    want = all_logits(spec, 1)
+    found = all_logits(spec, 1, quantization="int8", kernel_backend="llvm")
+    assert 0 < (found - want).norm() < 0.05 * want.norm()
+    torch.testing.assert_close(
+        all_logits(spec, 2, quantization="int8", kernel_backend="llvm"), found, rtol=1e-3, atol=1e-3
+    )
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_ranks_have_parts_of_weights_that_differ_in_form(tied):
     kinds = {"q": "Q5_0", "k": "Q5_0", "v": "Q8_0", "out": "Q4_0", "gate": "Q4_1", "up": "Q4_1", "down": "Q5_1"}

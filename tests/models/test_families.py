@@ -113,6 +113,7 @@ def test_logits_and_greedy_tokens_equal_transformers(case, tmp_path, record_prop
         "qwen3.5",
         "qwen3-next",
         "lfm2",
+        "granite moe",
     ],
 )
 def test_bfloat16_is_as_close_to_fp32_as_transformers_is(case, tmp_path):
@@ -127,7 +128,7 @@ def test_bfloat16_is_as_close_to_fp32_as_transformers_is(case, tmp_path):
     assert (driver.prefill(0, tokens.tolist()).float() - want).norm() < 1.5 * their_error
     # Values that are rounded to bf16 before a multiplication: the scale of Gemma's embeddings, sqrt(60) = 7.7460, and
     # of Granite's, 12 / 0.22 = 54.545.
-    scale = 7.75 if "gemma" in case else 54.5 if case == "granite" else 1.0
+    scale = 7.75 if "gemma" in case else 54.5 if "granite" in case else 1.0
     assert driver.runner.decoder.embed_scale == scale
 
 
@@ -202,6 +203,18 @@ def test_variants_that_are_not_supported_are_refused():
             "Qwen3_5MoeForCausalLM",
             base | {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 12},
             "shared_expert_intermediate_size is 12 and its moe_intermediate_size 8",
+        ),
+        (
+            "Qwen2MoeForCausalLM",
+            base | {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 12},
+            "shared_expert_intermediate_size is 12, which must be a multiple of its moe_intermediate_size, 8",
+        ),
+        ("Qwen2MoeForCausalLM", base | {"use_sliding_window": True}, "only full attention"),
+        ("OlmoeForCausalLM", base | {"clip_qkv": 8.0}, "clip_qkv is 8.0; only models without it"),
+        (
+            "Glm4MoeForCausalLM",
+            base | {"n_routed_experts": 9, "num_experts_per_tok": 2, "n_group": 2, "moe_intermediate_size": 8},
+            "2 groups of its 9 experts",
         ),
         ("Qwen3_5ForCausalLM", base | {"attn_output_gate": False}, "only attention with a gate is supported"),
         ("Qwen3_5ForCausalLM", base | {"linear_num_value_heads": 20}, "20, which is not a multiple of .* 16"),
@@ -329,6 +342,42 @@ def test_variants_that_are_not_supported_are_refused():
             {"rope": RopeSpec(1e7, partial=0.25), "stateful": (True, True, True, False) * 10, "qk_norm": True,
              "mixer": DeltaRuleSpec(16, 32, 128, 128, 4), "tied_head": False,
              "experts": ExpertsSpec(256, 8, True, shared=1, shared_gate=True)},
+        ),
+        (
+            {"architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "first_k_dense_replace": 3,
+             "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 12288,
+             "max_position_embeddings": 202752, "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 160,
+             "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8,
+             "num_hidden_layers": 92, "num_key_value_heads": 8, "num_nextn_predict_layers": 1,
+             "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
+             "routed_scaling_factor": 2.5, "tie_word_embeddings": False, "topk_group": 1, "use_qk_norm": True,
+             "vocab_size": 151552},
+            352.8,
+            {"dense_layers": 3, "dense_ffn_size": 12288, "ffn_size": 1536, "qk_norm": True, "qkv_bias": True,
+             "out_bias": False, "rope": RopeSpec(1e6, partial=0.5),
+             "experts": ExpertsSpec(160, 8, True, shared=1, scores="sigmoid", choice_bias=True, sum_eps=1e-20,
+                                    scale=2.5, group_score="top2", float32_logits=True)},
+        ),
+        (
+            {"architectures": ["Qwen2MoeForCausalLM"], "decoder_sparse_step": 1, "hidden_act": "silu",
+             "hidden_size": 2048, "intermediate_size": 5632, "max_position_embeddings": 8192,
+             "max_window_layers": 21, "moe_intermediate_size": 1408, "norm_topk_prob": False,
+             "num_attention_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+             "num_key_value_heads": 16, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+             "shared_expert_intermediate_size": 5632, "sliding_window": 32768, "tie_word_embeddings": False,
+             "use_sliding_window": False, "vocab_size": 151936},
+            14.316,
+            {"experts": ExpertsSpec(60, 4, False, shared=4, shared_gate=True), "ffn_size": 1408, "sliding": ()},
+        ),
+        (
+            {"architectures": ["GraniteMoeForCausalLM"], "attention_bias": False, "attention_multiplier": 0.015625,
+             "embedding_multiplier": 12.0, "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 512,
+             "logits_scaling": 6.0, "max_position_embeddings": 131072, "num_attention_heads": 16,
+             "num_experts_per_tok": 8, "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32,
+             "residual_multiplier": 0.22, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1500000,
+             "tie_word_embeddings": True, "vocab_size": 49155},
+            1.3349,
+            {"experts": ExpertsSpec(32, 8, False, scores="softmax_of_chosen"), "tied_head": True},
         ),
         (
             {"architectures": ["Lfm2ForCausalLM"], "block_auto_adjust_ff_dim": True, "block_dim": 2048,

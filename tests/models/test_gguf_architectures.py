@@ -143,6 +143,28 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"phi3.rope.dimension_count": 6, "phi3.rope.scaling.original_context_length": 16,
          "phi3.rope.freq_base": 10000.0},
     ),
+    "qwen2moe": (
+        "qwen2moe",
+        "qwen2_moe",
+        SMALL | EXPERTS | {"num_experts": 4, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 120},
+        {"qwen2moe.expert_count": 4, "qwen2moe.expert_used_count": 2, "qwen2moe.expert_feed_forward_length": 40},
+    ),
+    "olmoe": (
+        "olmoe", "olmoe", SMALL | EXPERTS | {"num_experts": 4},
+        {"olmoe.expert_count": 4, "olmoe.expert_used_count": 2},
+    ),
+    "glm4moe": (
+        "glm4moe",
+        "glm4_moe",
+        SMALL | {"head_dim": 12, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+                 "n_shared_experts": 2, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5,
+                 "use_qk_norm": True, "attention_bias": True},
+        {"glm4moe.rope.dimension_count": 6, "glm4moe.expert_count": 6, "glm4moe.expert_used_count": 2,
+         "glm4moe.expert_feed_forward_length": 40, "glm4moe.expert_shared_count": 2,
+         "glm4moe.expert_group_count": 3, "glm4moe.expert_group_used_count": 2, "glm4moe.expert_weights_scale": 1.5,
+         "glm4moe.expert_weights_norm": True, "glm4moe.leading_dense_block_count": 1, "glm4moe.block_count": 4,
+         "glm4moe.nextn_predict_layers": 1},
+    ),
     "glm4": ("glm4", "glm4", SMALL | {"head_dim": 12}, {"glm4.rope.dimension_count": 6}),
     "granite": (
         "granite",
@@ -202,6 +224,9 @@ def _model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), dtype=torch.float32)
     for parameter in model.parameters():  # norms and biases are initialised as ones and zeros, which hide mistakes
         torch.nn.init.normal_(parameter, std=0.1)
+    for name, buffer in model.named_buffers():
+        if name.endswith("bias"):  # of the choice of experts
+            torch.nn.init.normal_(buffer, std=0.1)
     return model.eval()
 
 
@@ -209,6 +234,8 @@ def _export(name: str, folder: Path, **options: Any) -> tuple[PreTrainedModel, P
     arch, kind, config, metadata = MODELS[name]
     model = _model(kind, config)
     tables = {}
+    if name == "glm4moe":  # a layer that drafts tokens
+        tables = {"blk.3.nextn.enorm.weight": [1.0] * 48, "blk.3.attn_norm.weight": [1.0] * 48}
     if name == "phi3":
         tables = {f"rope_factors_{n}.weight": LONGROPE[f"{n}_factor"] for n in ("long", "short")}
     if arch == "gemma4":  # a quarter of each half of a head is turned
@@ -293,6 +320,34 @@ def test_layers_with_the_delta_rule_survive_the_export(tmp_path, arch, kind):
     quantized = export(model, arch, tmp_path / "quantized.gguf", block_type="Q8_0", **metadata)
     want = _logits(quantized, tokens, quantization="none")
     assert (_logits(quantized, tokens) - want).norm() <= 1e-3 * want.norm()
+
+
+def test_experts_of_granite_survive_the_export(tmp_path):
+    """The file's names of experts are not transformers', so the logits are compared."""
+    multipliers = {"attention_multiplier": 0.2, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+    config = SMALL | multipliers | {"logits_scaling": 8.0, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = _model("granitemoe", config)
+    values = {"attention.scale": 0.2, "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0}
+    values |= {"expert_count": 4, "expert_used_count": 2}
+    metadata = {f"granitemoe.{name}": value for name, value in values.items()}
+    path = export(model, "granitemoe", tmp_path / "model.gguf", **metadata)
+    tokens = [i * 7 % 61 for i in range(40)]
+    with torch.no_grad():
+        want = model(torch.tensor([tokens])).logits[0, -1]
+    torch.testing.assert_close(_logits(path, tokens), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("block_type", ["Q8_0", "Q4_0", "MXFP4"])
+def test_shared_experts_are_parts_of_their_tensor(tmp_path, block_type):
+    """One case has parts that are whole blocks, and the other has parts that begin within a block."""
+    for size in (32, 48):
+        arch, kind, config, metadata = MODELS["qwen2moe"]
+        sizes = {"hidden_size": 64, "moe_intermediate_size": size, "shared_expert_intermediate_size": 2 * size}
+        metadata = metadata | {"qwen2moe.expert_feed_forward_length": size}
+        path = export(_model(kind, config | sizes), arch, tmp_path / "m.gguf", block_type=block_type, **metadata)
+        tokens = [i * 7 % 61 for i in range(40)]
+        want = _logits(path, tokens, quantization="none", kernel_backend="torch")
+        assert (_logits(path, tokens) - want).norm() <= 1e-3 * want.norm()
 
 
 def _logits(path: Path, tokens: list[int], **settings: Any) -> torch.Tensor:

@@ -13,7 +13,19 @@ from runtime.spec.types import SamplingParams
 from runtime.text.tokenizer import Tokenizer
 from tests.support.models.plain_products import PLAIN
 from tests.support.models.quantized import FORMATS
-from tests.support.models.quantized_models import LFM, LLAMA, MIXTRAL, PHI, QWEN, QWEN_NEXT, logits, write
+from tests.support.models.quantized_models import (
+    GLM,
+    LFM,
+    LLAMA,
+    MIXTRAL,
+    OLMOE,
+    PHI,
+    QWEN,
+    QWEN_MOE,
+    QWEN_NEXT,
+    logits,
+    write,
+)
 from tests.support.models.runner_driver import open_runner
 
 
@@ -33,6 +45,19 @@ def test_experts_and_fused_maps_are_read(tmp_path, name, config):
     quantized, dense = write(tmp_path, FORMATS[name], config)
     got, want = (logits(open_runner(folder, dtype="bfloat16")) for folder in (quantized, dense))
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("config", [GLM, QWEN_MOE, OLMOE], ids=lambda config: config["architectures"][0])
+@pytest.mark.parametrize("name", ["ct-w4a16", "ct-fp8-channel", "fp8-block", "awq", "gptq-desc-act", "ct-nvfp4"])
+def test_shared_experts_are_read_in_parts(tmp_path, name, config, monkeypatch):
+    """A tensor of several shared experts is read by the ranges of each, quantized or dequantized."""
+    folders = write(tmp_path, FORMATS[name], config)
+    got, want = (logits(open_runner(folder, dtype="bfloat16", quantization="none")) for folder in folders)
+    assert torch.equal(got, want)
+    got, want = (logits(open_runner(folders[0], quantization=form)) for form in ("auto", "none"))
+    assert (got - want).norm() <= 1e-3 * want.norm()
+    monkeypatch.setattr("runtime.quant.model_formats.products_of", lambda numerics: PLAIN)
+    assert (logits(open_runner(folders[0], kernel_backend="torch")) - want).norm() <= 1e-5 * want.norm()
 
 
 @pytest.mark.parametrize("config", [QWEN, QWEN_NEXT, LFM], ids=lambda config: config["architectures"][0])

@@ -38,7 +38,10 @@ from tests.support.ranks.rank_threads import on_ranks
 
 COMPILED = pytest.mark.skipif(bool(obstacle()), reason=f"needs compiled kernels: {obstacle()}")
 BACKENDS = ["torch", pytest.param("llvm", marks=COMPILED)]
-MIXTURES = ["mixtral", "qwen3 moe", "qwen3.5 moe", "qwen3-next", "lfm2 moe"]
+MIXTURES = [
+    "mixtral", "qwen3 moe", "qwen3.5 moe", "qwen3-next", "lfm2 moe", "glm4 moe", "qwen2 moe", "olmoe", "granite moe",
+    "expert biases",
+]  # fmt: skip
 PROMPTS = prompts_of(101)
 MANY = prompts_of(101, (67, 70, 66, 68, 1))  # an engine with 41 blocks of 4 tokens preempts some
 
@@ -57,7 +60,7 @@ def test_they_are_the_best_of_the_router(case: str, backend: str):
     assert all(layer.feed_forward.router.record is None for layer in runner.decoder.layers[spec.dense_layers :])
 
 
-@pytest.mark.parametrize("case", ["qwen3 moe", "qwen3.5 moe"])
+@pytest.mark.parametrize("case", ["qwen3 moe", "qwen3.5 moe", "glm4 moe", "granite moe"])
 def test_scoring_the_same_tokens_reports_the_same_experts(case: str):
     core = engine_of(runner_of(case))
     outputs = answers(core, sampled(PROMPTS, REPORTED))
@@ -79,7 +82,7 @@ def alone(case: str) -> list[Answer]:
     return [answers(core, [request])[0] for request in sampled(MANY, REPORTED)]
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen3.5 moe"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen3.5 moe", "glm4 moe", "expert biases"])
 def test_mates_preemption_and_cache_change_no_experts(case: str):
     requests, want = sampled(MANY, REPORTED), alone(case)
     core = engine_of(runner_of(case, block_size=4, max_num_batched_tokens=70, num_kv_blocks=41))
@@ -91,7 +94,7 @@ def test_mates_preemption_and_cache_change_no_experts(case: str):
     assert core.scheduler.stats.preemptions > 0
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen3.5 moe"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen3.5 moe", "glm4 moe", "expert biases"])
 def test_losses_and_guesses_change_no_experts(case: str):
     want = alone(case)
     drafter = Recorded({f"sampled {i}": answer.tokens for i, answer in enumerate(want)}, 0.7, 101)
@@ -161,7 +164,7 @@ def test_an_end_within_accepted_guesses_reports_one_less():
 
 
 @pytest.mark.parametrize("rank_invariant", [False, True])
-@pytest.mark.parametrize("family", ["mixture", "mixture with shared experts"])
+@pytest.mark.parametrize("family", [family for family in SPECS if "mixture" in family])
 def test_every_rank_records_the_choices_of_one(family: str, rank_invariant: bool):
     spec = SPECS[family]
     x = torch.randn(9, spec.hidden_size, generator=torch.Generator().manual_seed(1))

@@ -83,7 +83,7 @@ def test_scores_of_a_family_outlive_an_engine(case: str, backend: str):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("case", ["qwen3", "qwen3.5 moe"])
+@pytest.mark.parametrize("case", ["qwen3", "qwen3.5 moe", "glm4 moe"])
 def test_no_setting_changes_scores(case: str, config: dict, backend: str):
     if config.get("quantization") and backend == "torch":
         pytest.skip("a CPU multiplies quantized weights by compiled kernels")
@@ -105,7 +105,7 @@ def test_lost_runners_leave_no_trace(case: str):
     check_scores(engine_of(runner()), PROMPTS, losses(runner))
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3 moe", "qwen3.5", "sinks"])
+@pytest.mark.parametrize("case", ["llama", "qwen3 moe", "qwen3.5", "sinks", "glm4 moe", "expert biases"])
 def test_speculation_leaves_no_trace(case: str):
     plain = answers(engine_of(family_runner(case)), sampled(PROMPTS))
     core = engine_of(family_runner(case), guesses(plain))

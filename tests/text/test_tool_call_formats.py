@@ -367,6 +367,20 @@ def test_a_template_determines_its_format(name: str):
         assert json.dumps(DALLAS) in text
 
 
+def test_a_turn_that_begins_with_reasoning_hides_no_format():
+    """GLM-4.7: a turn begins with <think>, and an answer without reasoning with </think>. The tools' text has a call
+    without arguments."""
+    call = "</think><tool_call>{{ f.name }}{% for k, v in f.arguments.items() %}"
+    call += "<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value>{% endfor %}</tool_call>"
+    template = TEMPLATE.replace("CALL", call).replace(
+        "<|start|>assistant{% endif %}", "<|start|>assistant<think>{% endif %}"
+    )
+    template = "{% if tools %}<tool_call>{name}<arg_key>{key}</arg_key></tool_call>{% endif %}" + template
+    found = ChatTemplate(template.replace("<|start|>", "<|assistant|>"), {})
+    assert found.tool_format is FORMATS["glm45"]
+    assert found.thinks
+
+
 def test_a_setting_determines_the_format():
     with pytest.raises(CallboardError, match="tool_call_parser is 'x'; it must be one of auto, hermes, "):
         EngineConfig(tool_call_parser="x")

@@ -1,11 +1,13 @@
 """The choice of experts on a GPU equals its torch twin."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.kernels.experts.moe_routing import RoutedExperts
 from runtime.kernels.experts.moe_torch import Router, route_torch
+from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.rms_norm import rms_norm_triton
 from runtime.spec.decoder_spec import ExpertsSpec
@@ -51,3 +53,15 @@ def test_kernel_equals_twin(spec: ExpertsSpec, num_tokens: int, padding: int, se
     want_ids, want = route_torch(logits, spec, bias)
     assert torch.equal(ids.view(num_tokens, -1).long(), want_ids)
     torch.testing.assert_close(weights.view(num_tokens, -1), want, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("rows", [3, 20])
+def test_logits_can_stay_in_float32(rows: int, deterministic: bool):
+    x, weight = torch.randn(rows, 64).half(), torch.randn(24, 64).half()
+    linear = FusedLinear(weight, None, "silu", deterministic)
+    want = x.double() @ weight.double().T
+    found = [Router(linear, is_wide=is_wide).logits_of(x, x, 1e-5) for is_wide in (False, True)]
+    assert [logits.dtype for logits in found] == [torch.float16, torch.float32]
+    exact = deterministic or rows == 3  # otherwise only cuBLAS keeps the sums
+    assert not exact or (found[1] - want).norm() < 1e-6 * want.norm() < 1e-2 * (found[0] - want).norm()

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 
 from runtime.worker.runner import ModelRunner
+from tests.support.models.family_cases import spec_of
 from tests.support.models.scored_engine import (
     REPORTED,
     SAMPLED,
@@ -38,13 +39,14 @@ def runner_of(case: str, changes: dict, **config) -> ModelRunner:
         ("qwen3.5", {}),
         ("qwen3-next", {}),
         ("lfm2", {}),
+        ("glm4 moe", {"num_hidden_layers": 2}),
     ],
 )
 def test_scores_equal_what_was_sampled(case: str, changes: dict):
     check_scores(engine_of(runner_of(case, changes)), prompts_of(101, (1, 9)), params=replace(SAMPLED, **FEW))
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen3 moe"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen3 moe", "glm4 moe", "qwen2 moe", "granite moe"])
 def test_experts_are_the_best_of_the_router(case: str):
-    runner = runner_of(case, SHORT, routed_experts=True)
+    runner = runner_of(case, {"num_hidden_layers": 1 + spec_of(case).dense_layers}, routed_experts=True)
     check_experts(runner, prompts_of(101, (9,))[0], replace(REPORTED, **FEW))

@@ -54,6 +54,7 @@ class Router:
     # The norm before the mixture, and the logits of the experts; then that of the shared experts with `shared_gate`.
     logits: Linear
     bias: torch.Tensor | None = None  # float32 [num_experts] with `choice_bias`
+    is_wide: bool = False  # with `float32_logits`
     norm: torch.Tensor | None = None  # float32 [hidden] with `own_norm`
     scales: torch.Tensor | None = None  # float32 [num_experts] with `expert_scales`
     # Experts of each token, int32 or int64, [num_tokens * choices] or [num_tokens, choices], one entry a forward pass.
@@ -62,11 +63,14 @@ class Router:
 
     def logits_of(self, residual: torch.Tensor, x: torch.Tensor, eps: float) -> torch.Tensor:
         """The logits of hidden states `residual`. The experts read their norm, x."""
-        return self.logits.product(x) if self.norm is None else self.logits.normed(residual, self.norm, eps)
+        if self.norm is not None:
+            return self.normed_logits(residual, self.norm, eps)
+        return self.logits.in_float32(x) if self.is_wide else self.logits.product(x)
 
     def normed_logits(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
         """`logits_of`, with the norm computed here."""
-        return self.logits.normed(residual, norm_weight if self.norm is None else self.norm, eps)
+        linear, weight = self.logits, norm_weight if self.norm is None else self.norm
+        return (linear.logits if self.is_wide else linear.normed)(residual, weight, eps)
 
     def chose(self, ids: torch.Tensor) -> None:
         """The tokens of a forward pass have these experts."""
@@ -188,4 +192,5 @@ def _of_best_groups(preferences: torch.Tensor, spec: ExpertsSpec) -> torch.Tenso
     by_group = preferences.unflatten(-1, (spec.groups, -1))
     best = by_group.amax(-1) if spec.group_score == "max" else by_group.topk(2, -1).values.sum(-1)
     others = torch.ones_like(best, dtype=torch.bool).scatter_(-1, best.topk(spec.top_groups, -1).indices, False)
-    return by_group.masked_fill(others[..., None], float("-inf")).flatten(-2)
+    kept: torch.Tensor = by_group.masked_fill(others[..., None], float("-inf"))
+    return kept.flatten(-2)

@@ -87,18 +87,23 @@ class FusedLinear(Linear):
         self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Logits in float32: rounded to bfloat16, the best two of 128,000 are often equal."""
-        weight, bias, wide = self.weight, self.bias, torch.float32
         if self._is_skinny(x):
-            return self._skinny_normed(x, norm_weight, eps, out_dtype=wide, out=out)
-        h = self.norm(x, norm_weight, eps)
+            return self._skinny_normed(x, norm_weight, eps, out_dtype=torch.float32, out=out)
+        return self._float32_product(self.norm(x, norm_weight, eps), out)
+
+    def in_float32(self, x: torch.Tensor) -> torch.Tensor:
+        return self.skinny_gemm(x, out_dtype=torch.float32) if self._is_skinny(x) else self._float32_product(x)
+
+    def _float32_product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        weight, bias, wide = self.weight, self.bias, torch.float32
         if self.deterministic:
-            return batch_invariant_linear_triton(h, weight, bias, wide, out)
-        if h.dtype == wide or bias is not None or not h.is_cuda:
-            logits = F.linear(h, weight, bias).float()
-            return logits if out is None else out.copy_(logits)
+            return batch_invariant_linear_triton(x, weight, bias, wide, out)
+        if x.dtype == wide or bias is not None or not x.is_cuda:
+            result = F.linear(x, weight, bias).float()
+            return result if out is None else out.copy_(result)
         if out is None:
-            return torch.mm(h, weight.t(), out_dtype=wide)
-        return torch.mm(h, weight.t(), out_dtype=wide, out=out)
+            return torch.mm(x, weight.t(), out_dtype=wide)
+        return torch.mm(x, weight.t(), out_dtype=wide, out=out)
 
 
 class FusedAdaptedLinear(FusedLinear):

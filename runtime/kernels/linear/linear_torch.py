@@ -86,6 +86,10 @@ class Linear:
         """`normed` for the output head. The fused form returns float32, and writes to `out` if it is given."""
         return self.normed(x, norm_weight, eps)
 
+    def in_float32(self, x: torch.Tensor) -> torch.Tensor:
+        """linear(x) in float32. The fused form does not round sums to x's dtype before."""
+        return self.product(x).float()
+
     def with_adapters(self, adapters: RowAdapters) -> Linear:
         """This layer for a step in which rows have adapters."""
         return AdaptedLinear(self, adapters)

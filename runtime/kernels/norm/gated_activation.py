@@ -2,7 +2,9 @@
 
 silu            z = x
 gelu_tanh       z = 2 sqrt(2 / pi) (x + 0.044715 x^3), as (1 + tanh(y)) / 2 is sigmoid(2 y)
-swiglu_clamped  z = 1.702 x for x = min(gate, 7), times 1 + up, with up within a magnitude of 7 (gpt-oss)
+swiglu_clamped  z = 1.702 x
+
+The last one, of gpt-oss, is act(min(gate, 7)) * (1 + up), with up within a magnitude of 7.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
-"""The dense GLM-4 family: rotary pairs of neighbours in half of a head, biases on q, k and v, gate and up as one.
-Glm4ForCausalLM (GLM-4-0414) also has norms after attention and after the feed-forward layer."""
+"""The GLM-4 family. Rotary positions turn half of a head.
+
+- Dense models: rotary pairs of neighbours, biases on q, k and v, gate and up as one. Glm4ForCausalLM (GLM-4-0414) also
+  has norms after attention and after the feed-forward layer.
+- GLM-4.5 to 4.7: mixtures after the first layers."""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 from runtime.models.families import llama
 from runtime.models.weight_map import WeightMap
-from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 
 WEIGHT_MAP = WeightMap({**llama.WEIGHT_MAP.names, "gate_up": "model.layers.{}.mlp.gate_up_proj"})
 POST_NORMS_WEIGHT_MAP = WeightMap({
@@ -17,11 +20,26 @@ POST_NORMS_WEIGHT_MAP = WeightMap({
     "post_attn_norm": "model.layers.{}.post_self_attn_layernorm.weight",
     "post_ffn_norm": "model.layers.{}.post_mlp_layernorm.weight",
 })  # fmt: skip
+_PROJECTIONS = {part: f"{part}_proj" for part in ("gate", "up", "down")}
+EXPERT_NAMES = {  # of a mixture with shared experts and a choice bias
+    "router": "model.layers.{}.mlp.gate",
+    "choice_bias": "model.layers.{}.mlp.gate.e_score_correction_bias",
+    **{part: "model.layers.{}.mlp.experts.{}." + name for part, name in _PROJECTIONS.items()},
+    **{f"shared.{part}": "model.layers.{}.mlp.shared_experts." + name for part, name in _PROJECTIONS.items()},
+    **{f"dense.{part}": "model.layers.{}.mlp." + name for part, name in _PROJECTIONS.items()},
+}
+MOE_WEIGHT_MAP = WeightMap({
+    **llama.WEIGHT_MAP.names,
+    **EXPERT_NAMES,
+    "q_norm": "model.layers.{}.self_attn.q_norm.weight",
+    "k_norm": "model.layers.{}.self_attn.k_norm.weight",
+})  # fmt: skip
 # Defaults that configs leave out.
 _DEFAULTS: dict[str, Any] = {
     "attention_bias": True, "head_dim": 128, "num_key_value_heads": 2, "max_position_embeddings": 131072,
     "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07,
 }  # fmt: skip
+_SUM_EPS = 1e-20  # of the weights of a token's experts
 
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
@@ -33,3 +51,34 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
 def post_norms_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a Glm4ForCausalLM."""
     return replace(decoder_spec(config), post_norms=True)
+
+
+def moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """The spec of a Glm4MoeForCausalLM; raises CallboardError for what llama refuses."""
+    spec = llama.decoder_spec({"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, **config})
+    return with_experts(replace(spec, out_bias=False, qk_norm=config.get("use_qk_norm", False)), config)
+
+
+def with_experts(spec: DecoderSpec, config: Mapping[str, Any]) -> DecoderSpec:
+    """The spec with a mixture after the first layers: sigmoid scores, a choice bias, and groups of experts."""
+    experts = ExpertsSpec(
+        config["n_routed_experts"],
+        config["num_experts_per_tok"],
+        normalized=config.get("norm_topk_prob", True),
+        shared=config.get("n_shared_experts") or 0,
+        scores="sigmoid",
+        choice_bias=True,
+        sum_eps=_SUM_EPS,
+        scale=config.get("routed_scaling_factor", 1.0),
+        groups=config.get("n_group") or 1,
+        top_groups=config.get("topk_group") or 1,
+        group_score="top2",
+        float32_logits=True,
+    )
+    return replace(
+        spec,
+        ffn_size=config["moe_intermediate_size"],
+        experts=experts,
+        dense_layers=config.get("first_k_dense_replace", 1),
+        dense_ffn_size=config["intermediate_size"],
+    )

@@ -1,4 +1,4 @@
-"""Granite 3 and the dense models of Granite 4: a Llama with four multipliers."""
+"""Granite 3 and the dense models of Granite 4: a Llama with four multipliers, and in some models with experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from runtime.models.families import llama
 from runtime.models.weight_map import WeightMap
-from runtime.spec.decoder_spec import DecoderSpec, RopeSpec
+from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
 from runtime.spec.types import CallboardError
 
 WEIGHT_MAP = llama.WEIGHT_MAP
@@ -16,6 +16,13 @@ HYBRID_WEIGHT_MAP = WeightMap({
     **llama.WEIGHT_MAP.names,
     "gate_up": "model.layers.{}.shared_mlp.input_linear",
     "down": "model.layers.{}.shared_mlp.output_linear",
+})  # fmt: skip
+MOE_WEIGHT_MAP = WeightMap({
+    **llama.WEIGHT_MAP.names,
+    "router": "model.layers.{}.block_sparse_moe.router.layer",
+    "gate": "model.layers.{}.block_sparse_moe.experts.{}.gate_proj",
+    "up": "model.layers.{}.block_sparse_moe.experts.{}.up_proj",
+    "down": "model.layers.{}.block_sparse_moe.experts.{}.down_proj",
 })  # fmt: skip
 
 
@@ -33,6 +40,14 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         attn_scale=float(config.get("attention_multiplier", 1.0)),
         logit_scale=1.0 / config.get("logits_scaling", 1.0),
     )
+
+
+def moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """The spec of a model with experts."""
+    experts = ExpertsSpec(
+        config["num_local_experts"], config["num_experts_per_tok"], normalized=False, scores="softmax_of_chosen"
+    )
+    return replace(decoder_spec(config), experts=experts)
 
 
 def hybrid_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:

@@ -1,4 +1,7 @@
-"""The Qwen family: Qwen3 (an RMSNorm on each head's q and k), Qwen2 and Qwen2.5 (biases on q, k and v), Qwen3-MoE."""
+"""The Qwen family.
+
+- Qwen3 has an RMSNorm on each head's q and k; Qwen2 and Qwen2.5 have biases on q, k and v.
+- Qwen3-MoE and Qwen2-MoE have experts. The latter has a shared one, of several times their size."""
 
 from __future__ import annotations
 
@@ -15,14 +18,21 @@ _QK_NORMS = {
     "q_norm": "model.layers.{}.self_attn.q_norm.weight",
     "k_norm": "model.layers.{}.self_attn.k_norm.weight",
 }
-_EXPERTS = {
+EXPERT_NAMES = {
     "router": "model.layers.{}.mlp.gate",
     "gate": "model.layers.{}.mlp.experts.{}.gate_proj",
     "up": "model.layers.{}.mlp.experts.{}.up_proj",
     "down": "model.layers.{}.mlp.experts.{}.down_proj",
 }
 WEIGHT_MAP = WeightMap({**llama.WEIGHT_MAP.names, **_QK_NORMS})
-MOE_WEIGHT_MAP = WeightMap({**WEIGHT_MAP.names, **_EXPERTS})
+SHARED_NAMES = {
+    "shared_gate": "model.layers.{}.mlp.shared_expert_gate",
+    "shared.gate": "model.layers.{}.mlp.shared_expert.gate_proj",
+    "shared.up": "model.layers.{}.mlp.shared_expert.up_proj",
+    "shared.down": "model.layers.{}.mlp.shared_expert.down_proj",
+}
+MOE_WEIGHT_MAP = WeightMap({**WEIGHT_MAP.names, **EXPERT_NAMES})
+QWEN2_MOE_WEIGHT_MAP = WeightMap({**llama.WEIGHT_MAP.names, **EXPERT_NAMES, **SHARED_NAMES})
 
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
@@ -43,9 +53,30 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 def moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a Qwen3-MoE's config.json; raises CallboardError for one with dense layers among the others."""
+    spec = decoder_spec(dict(config, max_window_layers=0))
+    return _with_experts(config, spec)
+
+
+def qwen2_moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """The spec of a Qwen2-MoE's config.json; raises CallboardError as for Qwen3-MoE, and for windows.
+
+    The shared expert counts as several of the others' size. Raises CallboardError if it is not a multiple of it."""
+    if config.get("use_sliding_window"):
+        raise CallboardError("The model's use_sliding_window is true; of Qwen2-MoE, only full attention is supported.")
+    spec = replace(llama.decoder_spec(config), qkv_bias=config.get("qkv_bias", True), out_bias=False)
+    size, shared = config["moe_intermediate_size"], config["shared_expert_intermediate_size"]
+    if shared % size:
+        raise CallboardError(
+            f"The model's shared_expert_intermediate_size is {shared}, which must be a multiple of its "
+            f"moe_intermediate_size, {size}."
+        )
+    return _with_experts(config, spec, shared=shared // size, shared_gate=True)
+
+
+def _with_experts(config: Mapping[str, Any], spec: DecoderSpec, **shared: Any) -> DecoderSpec:
+    """The spec with experts in all layers."""
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise CallboardError("The model has dense layers between those of experts; only experts in all are supported.")
-    spec = decoder_spec(dict(config, max_window_layers=0))
     num_experts = config.get("num_local_experts") or config["num_experts"]  # the name of transformers 5, and 4
-    experts = ExpertsSpec(num_experts, config["num_experts_per_tok"], config.get("norm_topk_prob", False))
+    experts = ExpertsSpec(num_experts, config["num_experts_per_tok"], config.get("norm_topk_prob", False), **shared)
     return replace(spec, ffn_size=config["moe_intermediate_size"], experts=experts)

@@ -39,7 +39,7 @@ from runtime.kernels.collectives.all_gather import all_gather_triton  # noqa: E4
 from runtime.kernels.collectives.all_reduce import all_reduce_triton  # noqa: E402
 from runtime.kernels.collectives.inboxes import NUM_PROGRAMS, STATE_WORDS, Inboxes  # noqa: E402
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts, has_fp8_moe  # noqa: E402
-from runtime.kernels.experts.moe_torch import Router  # noqa: E402
+from runtime.kernels.experts.moe_torch import ExpertBiases, Router  # noqa: E402
 from runtime.kernels.experts.moe_wna16 import QuantizedExperts  # noqa: E402
 from runtime.kernels.linear import tiles  # noqa: E402
 from runtime.kernels.linear.fused_linear import FusedLinear  # noqa: E402
@@ -200,6 +200,22 @@ def mixtures() -> Iterator[tuple[str, Callable[[], Any]]]:
         for rows in numbers:
             name = f"{form} mixture{' deterministic' * deterministic} torch.bfloat16, {rows} rows"
             yield name, partial(mixture.add_to, inputs(rows, hidden), inputs(1, hidden)[0], 1e-5)
+    # As gpt-oss, and with the groups of DeepSeek-V3.
+    routed = (
+        ExpertsSpec(32, 4, False, scores="softmax_of_chosen"),
+        ExpertsSpec(256, 8, True, scores="sigmoid", choice_bias=True, groups=8, top_groups=4, group_score="top2"),
+    )
+    for (form, rows), own in itertools.product((("mxfp4", 1), ("mxfp4", 16), ("mxfp4", 256), ("fp8", 16)), routed):
+        pair = weight_of(form, 2 * ffn, hidden), weight_of(form, hidden, ffn)
+        linear = FusedLinear(
+            inputs(own.num_experts, hidden), inputs(1, own.num_experts)[0], "silu", deterministic=False
+        )
+        bias = torch.empty(own.num_experts, device=META) if own.choice_bias else None
+        kind = Fp8Experts if has_fp8_moe(pair) else QuantizedExperts
+        mixture = kind(own, Router(linear, bias), [pair] * own.num_experts, "swiglu_clamped", False)
+        mixture.biases = ExpertBiases(inputs(own.num_experts, 2 * ffn), inputs(own.num_experts, hidden))
+        name = f"{form} mixture with biases, {own.num_experts} experts, torch.bfloat16, {rows} rows"
+        yield name, partial(mixture.add_to, inputs(rows, hidden), inputs(1, hidden)[0], 1e-5)
 
 
 def adapters() -> Iterator[tuple[str, Callable[[], Any]]]:

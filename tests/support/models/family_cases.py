@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runtime.models import load_spec
-from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -126,6 +126,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Config",
         {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1, "tie_word_embeddings": True},
     ),
+    "qwen2 moe": ("Qwen2MoeConfig", _SHARED | {"shared_expert_intermediate_size": 84}),
     "qwen3": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3 moe": ("Qwen3MoeConfig", {"moe_intermediate_size": 28, "num_experts": 9, "num_experts_per_tok": 3}),
     "qwen3 moe, normalized": (
@@ -191,6 +192,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         _longrope(CONTEXT, head_dim=12, hidden_size=72, partial_rotary_factor=0.84, tie_word_embeddings=True),
     ),
     "olmo2": ("Olmo2Config", {}),
+    "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 2}),
     "olmo3": (
         "Olmo3Config",
         {
@@ -205,6 +207,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 13, "tie_word_embeddings": False},
     ),
     "granite": ("GraniteConfig", _MULTIPLIERS),
+    "granite moe": ("GraniteMoeConfig", _MULTIPLIERS | {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "granite 4": (
         "GraniteMoeHybridConfig",
         _MULTIPLIERS
@@ -213,6 +216,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "seed": ("SeedOssConfig", {"num_key_value_heads": 3}),
     "glm": ("GlmConfig", {"head_dim": 20, "hidden_size": 60}),
+    "glm4 moe": (
+        "Glm4MoeConfig",
+        {
+            "moe_intermediate_size": 28,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "n_group": 3,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.8,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "head_dim": 12,
+        },
+    ),
+    "glm4 moe, one group": (
+        "Glm4MoeConfig",
+        {
+            "moe_intermediate_size": 28,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 2,
+            "norm_topk_prob": False,
+            "head_dim": 12,
+        },
+    ),
     "glm4": ("Glm4Config", {"head_dim": 12, "num_key_value_heads": 3}),
     "qwen3.5": ("Qwen3_5TextConfig", _DELTA),
     "qwen3.5, with a vision tower": ("Qwen3_5Config", _DELTA | {"tie_word_embeddings": True, "attention_bias": True}),
@@ -252,6 +281,16 @@ LIKE_OTHERS = {  # cases that differ from another in their files, not in their c
 
 # Models without a checkpoint: name -> (case, fields of its config that differ, fields of its spec that differ)
 SPECS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "expert biases": (
+        "qwen3 moe",
+        {},
+        {
+            "ffn_bias": True,
+            "activation": "swiglu_clamped",
+            "activation_limit": 7.0,
+            "experts": ExpertsSpec(9, 3, False, scores="softmax_of_chosen", router_bias=True),
+        },
+    ),
     "sinks": (
         "mistral, some windows",
         {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
@@ -294,7 +333,7 @@ def save_model(folder: Path, case: str) -> PreTrainedModel:
         if parameter.ndim == 1:
             parameter.data.add_(torch.randn_like(parameter) * 0.3)
     for name, buffer in model.named_buffers():
-        if name.endswith("layer_scalar"):
+        if name.endswith(("layer_scalar", "bias")):  # "bias": of the choice of experts
             buffer.add_(torch.randn_like(buffer) * 0.3)
     model.save_pretrained(folder)
     return model

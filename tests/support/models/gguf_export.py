@@ -13,7 +13,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-INTERLEAVED = {"llama", "granite", "mistral3", "smollm3"}  # converted as a LlamaModel, which permutes q and k
+INTERLEAVED = {
+    "llama",
+    "granite",
+    "granitemoe",
+    "mistral3",
+    "smollm3",
+}  # converted as a LlamaModel, which permutes q and k
 _RENAMED = {  # ends of names, before the table of the package
     ".dt_bias": ".dt_proj.bias", "expert_bias": "expert_bias.bias", "layer_scalar": "layer_scalar.weight",
     "router.scale": "router.proj.scale", "router.per_expert_scale": "experts.down_proj.scale",
@@ -75,9 +81,16 @@ def _stacked(state: dict[str, torch.Tensor], arch: str) -> Iterable[tuple[str, t
             yield f"{name}.weight", weight
         elif name.endswith("experts.gate_up_proj"):
             for part, half in zip(("gate", "up"), weight.chunk(2, dim=1), strict=True):
-                yield name.replace("gate_up_proj", f"{part}_proj.weight"), half
+                yield _granite(name.replace("gate_up_proj", f"{part}_proj.weight")), half
         else:
-            yield name + ".weight" * name.endswith("experts.down_proj"), weight
+            yield _granite(name + ".weight" * name.endswith("experts.down_proj")), weight
+
+
+def _granite(name: str) -> str:
+    """A name in the gguf package's table, which lacks transformers 5's names for Granite's experts."""
+    return re.sub(r"(block_sparse_moe\.experts\.\w+)_proj", r"\1", name).replace(
+        "block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight"
+    )
 
 
 def _ungrouped(state: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
@@ -92,6 +105,7 @@ def _ungrouped(state: dict[str, torch.Tensor], config: Any) -> dict[str, torch.T
             renamed[name.replace("qkvz", "qkv")] = torch.cat((q, k, v))
             renamed[name.replace("qkvz", "z")] = z
         else:
+            name = name.replace("e_score_correction_bias", "e_score_correction.bias")
             for own, other in _RENAMED.items():
                 name = name.replace(own, other) if name.endswith(own) else name
             renamed[name] = weight

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from runtime.models import load_spec
 from runtime.models.weights import random_parameter
 from runtime.spec.decoder_spec import chooses_experts
+from runtime.spec.sharding import stored_shape
 from tests.support.models.quantized import Format
 from tests.support.models.runner_driver import Driver
 
@@ -30,6 +31,15 @@ QWEN_NEXT = QWEN | {
 LFM = LLAMA | {
     "architectures": ["Lfm2ForCausalLM"], "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False
 }  # fmt: skip
+GLM = LLAMA | {
+    "architectures": ["Glm4MoeForCausalLM"], "moe_intermediate_size": 32, "n_routed_experts": 4, "n_shared_experts": 2,
+    "num_experts_per_tok": 2, "use_qk_norm": True, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+QWEN_MOE = LLAMA | {
+    "architectures": ["Qwen2MoeForCausalLM"], "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96,
+    "num_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+OLMOE = LLAMA | {"architectures": ["OlmoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
 PHI = LLAMA | {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.5}
 
 
@@ -39,8 +49,8 @@ def write(folder: Path, form: Format, config: dict = LLAMA, unquantized: str = "
     spec, weight_map = load_spec(config)
     generator = torch.Generator().manual_seed(3)
     quantized, dense, ignored = {}, {}, list[str]()
-    for parameter, name in weight_map.names_of(spec).items():
-        weight = random_parameter(parameter, spec.shapes()[parameter], generator)
+    for name, (parameter, *_) in weight_map.tensors_of(spec).items():
+        weight = random_parameter(parameter, stored_shape(spec, parameter, spec.shapes()[parameter]), generator)
         module = name.removesuffix(".weight")
         if unquantized and re.fullmatch(unquantized, module):
             ignored.append(module)

@@ -158,5 +158,6 @@ def _routed(runner: ModelRunner) -> list[torch.Tensor]:
     for layer in runner.decoder.layers:
         if hasattr(layer.feed_forward, "router"):
             own = layer.feed_forward
-            own.router.logits.product = noted(own.router.logits.product, own)
+            name = "in_float32" if own.spec.float32_logits else "product"
+            setattr(own.router.logits, name, noted(getattr(own.router.logits, name), own))
     return found

@@ -79,6 +79,9 @@ class CompiledLinear(Linear):
         """The product alone, in memory of its own. As an attribute it would keep a layer alive that is replaced."""
         return self.multiply(self._normed_rows(x, None, 0.0), "product").to(x.dtype, copy=True)
 
+    def in_float32(self, x: torch.Tensor) -> torch.Tensor:
+        return self.multiply(self._normed_rows(x, None, 0.0), "product").clone()
+
     def _normed_rows(self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float) -> Any:
         """Rows of x, perhaps after the norm."""
         if norm_weight is not None and (self.norm is not rms_norm_torch or norm_weight.dtype != torch.float32):
