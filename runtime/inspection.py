@@ -87,10 +87,13 @@ def _spec_of(path: Path) -> DecoderSpec:
 
 
 def _architecture(config: dict[str, Any], spec: DecoderSpec) -> str:
+    of_keys = f"{spec.num_kv_heads} of keys and values"
+    if spec.latent is not None:
+        of_keys = f"latents of {spec.latent.rank} and rotary keys of {spec.latent.rope_dim} numbers"
     parts = [
         f"{spec.num_layers} layers",
         f"width {spec.hidden_size}",
-        f"{spec.num_heads} heads of {spec.head_dim}, {spec.num_kv_heads} of keys and values",
+        f"{spec.num_heads} heads of {spec.head_dim}, {of_keys}",
         f"{'gated ' if spec.gated else ''}feed-forward {spec.ffn_size}",
         f"vocabulary {spec.vocab_size}{', tied' if spec.tied_head else ''}",
     ]

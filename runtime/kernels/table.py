@@ -14,6 +14,15 @@ import torch
 
 from runtime.kernels.attention.attention_torch import attention_exact, attention_torch
 from runtime.kernels.attention.decode_attention import decode_attention
+from runtime.kernels.attention.latent_attention import latent_attention_triton
+from runtime.kernels.attention.latent_store import latent_store_triton
+from runtime.kernels.attention.latent_torch import (
+    LatentUp,
+    latent_attention_exact,
+    latent_attention_torch,
+    latent_store_torch,
+    latent_up,
+)
 from runtime.kernels.attention.output_gate import gate_output_torch, gate_output_triton
 from runtime.kernels.attention.paged_attention import PagedBatch
 from runtime.kernels.attention.prefill_attention import prefill_attention
@@ -96,6 +105,37 @@ class Attention(Protocol):
     ) -> torch.Tensor: ...
 
 
+class LatentStore(Protocol):
+    """`latent_store_torch`."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        latents: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        norm: torch.Tensor,
+        eps: float,
+        kv: torch.Tensor,
+        kv_index: torch.Tensor,
+        interleaved: bool,
+    ) -> None: ...
+
+
+class LatentAttention(Protocol):
+    """`latent_attention_torch`; the plan's type belongs to the backend."""
+
+    def __call__(self, q: torch.Tensor, kv: torch.Tensor, plan: Any, up: LatentUp, *, scale: float) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LatentKernels:
+    """The operations of latent attention."""
+
+    store: LatentStore
+    attention: LatentAttention
+    up: Callable[[torch.Tensor, int], LatentUp]  # of a weight and the numbers of a head's k in it
+
+
 class DeltaRule(Protocol):
     """`delta_rule_torch`."""
 
@@ -148,6 +188,7 @@ class Kernels:
     short_conv: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, StateRows, ConvState], torch.Tensor]
     delta_rule: DeltaRule
     gate_output: Callable[[torch.Tensor, torch.Tensor], object]  # attention's output and its gate
+    latent: LatentKernels
     lookup: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = lookup_torch  # of a table, ids and a factor
     quantized_linear: Callable[[QuantizedWeight, torch.Tensor | None], Linear] | None = None  # on a GPU
     quantized_experts: QuantizedMixture | None = None
@@ -189,6 +230,13 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
         short_conv_torch,
         delta_rule_torch,
         gate_output_torch,
+        LatentKernels(
+            latent_store_torch,
+            partial(latent_attention_exact, by_head=numerics.rank_invariant)
+            if deterministic
+            else latent_attention_torch,
+            partial(latent_up, product=product if deterministic else None),
+        ),
     )
     if numerics.backend != "llvm":
         return references
@@ -232,6 +280,7 @@ def _triton(numerics: Numerics, spec: DecoderSpec) -> Kernels:
         short_conv_triton,
         delta_rule_triton,
         gate_output_triton,
+        LatentKernels(latent_store_triton, partial(latent_attention_triton, deterministic=deterministic), latent_up),
         quantized_linear=partial(_quantized_linear, deterministic=deterministic, dtype=numerics.dtype, **around),
         quantized_experts=partial(
             _quantized_experts, activation=activation, deterministic=deterministic, dtype=numerics.dtype

@@ -33,6 +33,8 @@ _PARAMETERS = {
     "attn_gate": "mix_z", "ssm_alpha": "mix_a", "ssm_beta": "mix_b", "ssm_out": "mix_out", "ssm_norm": "mix_norm",
     "ssm_a": "decay_log", "ssm_dt": "decay_bias", "ssm_conv1d": "conv",
     "shortconv.in_proj": "mix_in", "shortconv.out_proj": "mix_out", "shortconv.conv": "conv",
+    "attn_q_a": "q_a", "attn_q_a_norm": "q_a_norm", "attn_q_b": "q_b", "attn_kv_a_mqa": "kv_a",
+    "attn_kv_a_norm": "kv_a_norm", "attn_kv_b": "kv_b", "attn_k_b": "k_b", "attn_v_b": "v_b",
     "token_embd_norm": "final_norm", "exp_probs_b": "choice_bias", "ffn_gate_inp_shexp": "shared_gate",
     "per_layer_token_embd": "layer_embed", "per_layer_model_proj": "layer_embed_map",
     "per_layer_proj_norm": "layer_embed_norm", "inp_gate": "layer_gate", "proj": "layer_out",
@@ -138,6 +140,8 @@ def read_gguf_model(file: GgufFile) -> GgufModel:
         arch = _MIXTRAL
     if arch_name == "olmo2" and "olmo2.attention.sliding_window" in file.metadata:
         arch = _OLMO_3
+    if arch_name == "deepseek2" and configs.scores_by_sigmoid(file):
+        arch = _DEEPSEEK_3
     if "token_embd.weight" not in file.tensors:
         raise CallboardError(f"{file.path} has no tensor 'token_embd.weight'; the file is incomplete.")
     sources: dict[str, Source] = {}
@@ -191,7 +195,8 @@ def _sources(file: GgufFile, arch_name: str, arch: Architecture, tensor: GgufTen
         is_decay=parameter == "decay_log",
         viewed=_viewed(parameter, tensor.shape),
     )
-    if name.count("{}") != (block is not None) + is_of_experts or is_of_experts != (len(tensor.shape) == 3):
+    has_three = len(tensor.shape) == 3 and not source.viewed
+    if name.count("{}") != (block is not None) + is_of_experts or is_of_experts != has_three:
         raise KeyError(tensor.name)
     if not is_of_experts:
         return {name.format(layer): source}
@@ -220,7 +225,9 @@ def _kind_of(parameter: str, kind: str, weight_map: WeightMap) -> str:
 
 
 def _viewed(parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return HF's shape of a tensor from which the converter removes a dimension of 1; () for others."""
+    """Return HF's shape of a tensor in which the converter changes the number of dimensions; () for others."""
+    if parameter in ("k_b", "v_b") and len(shape) == 3:
+        return shape[0] * shape[1], shape[2]
     if parameter == "conv" and len(shape) == 2:
         return shape[0], 1, shape[1]
     return (1, *shape) if parameter == "shared_gate" and len(shape) == 1 else ()
@@ -243,6 +250,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm4": Architecture("Glm4ForCausalLM", "glm4", configs.llama_config),
     "glm4moe": Architecture("Glm4MoeForCausalLM", "glm4_moe", configs.glm4moe_config),
     "granite": Architecture("GraniteForCausalLM", "granite", configs.granite_config, interleaved=True),
+    "deepseek2": Architecture("DeepseekV2ForCausalLM", "deepseek_v2", configs.deepseek2_config),
     "granitemoe": Architecture("GraniteMoeForCausalLM", "granitemoe", configs.granitemoe_config, interleaved=True),
     "lfm2": Architecture("Lfm2ForCausalLM", "lfm2", configs.lfm2_config),
     "lfm2moe": Architecture("Lfm2MoeForCausalLM", "lfm2_moe", configs.lfm2moe_config),
@@ -253,5 +261,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", configs.llama_config, interleaved=True),
 }
 _OLMO_3 = Architecture("Olmo3ForCausalLM", "olmo3", configs.olmo3_config)  # an olmo2 file with windows
+# A deepseek2 file with the router of DeepSeek-V3, such as one of GLM-4.7-Flash
+_DEEPSEEK_3 = Architecture("DeepseekV3ForCausalLM", "deepseek_v3", configs.deepseek2_config)
 # A llama file with experts
 _MIXTRAL = Architecture("MixtralForCausalLM", "mixtral", configs.mixtral_config, interleaved=True)

@@ -16,7 +16,7 @@ _CONTROL = 3  # the type of a special token in a GGUF vocabulary (llama.h: llama
 # Special tokens that end a text or a turn, even without metadata (as in llama-vocab.cpp).
 _END_TOKENS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<turn|>"}
 # Architectures in which RoPE turns a part of each head
-_PARTLY_TURNED = {"phi3", "glm4", "glm4moe", "qwen35", "qwen35moe", "qwen3next"}
+_PARTLY_TURNED = {"phi3", "deepseek2", "glm4", "glm4moe", "qwen35", "qwen35moe", "qwen3next"}
 
 
 def gguf_eos_token_ids(file: GgufFile) -> tuple[int, ...]:
@@ -259,6 +259,43 @@ def glm4moe_config(file: GgufFile) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
         **_grouped_experts_config(file),
+    }
+
+
+def scores_by_sigmoid(file: GgufFile) -> bool:
+    """Return True for a deepseek2 file with a router of DeepSeek-V3."""
+    return file.value("deepseek2.expert_gating_func", int, 1) == 2
+
+
+def deepseek2_config(file: GgufFile) -> dict[str, Any]:
+    config, attention = decoder_config(file), "deepseek2.attention"
+    del config["partial_rotary_factor"], config["head_dim"], config["num_key_value_heads"]
+    rope_dim = count(file, "deepseek2.rope.dimension_count")
+    # Newer files state the sizes of a head by keys of their own, as key_length is that of the cache.
+    is_new = f"{attention}.key_length_mla" in file.metadata
+    head_dim, value_dim = (count(file, f"{attention}.{n}_length{'_mla' if is_new else ''}") for n in ("key", "value"))
+    if head_dim <= rope_dim:
+        raise CallboardError(
+            f"{file.path}: deepseek2.rope.dimension_count is {rope_dim}; it must be less than a head's {head_dim}."
+        )
+    if scaling := config.get("rope_scaling"):
+        # The converter of this architecture multiplies by 0.1.
+        factor = file.value("deepseek2.rope.scaling.yarn_log_multiplier", float, 0.0)
+        scaling["mscale"] = scaling["mscale_all_dim"] = _decimal(np.float32(factor * 10))
+    num_drafting = file.value("deepseek2.nextn_predict_layers", int, 0)
+    experts = _grouped_experts_config(file) if "deepseek2.expert_count" in file.metadata else {}
+    if experts and not scores_by_sigmoid(file):
+        experts["norm_topk_prob"] = file.value("deepseek2.expert_weights_norm", bool, False)
+        experts["topk_method"] = "group_limited_greedy" if experts["n_group"] > 1 else "greedy"
+    return config | {
+        "num_hidden_layers": config["num_hidden_layers"] - num_drafting,
+        "kv_lora_rank": count(file, f"{attention}.kv_lora_rank"),
+        "q_lora_rank": file.value(f"{attention}.q_lora_rank", int, 0) or None,
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": head_dim - rope_dim,
+        "v_head_dim": value_dim,
+        "kv_b_is_split": "blk.0.attn_k_b.weight" in file.tensors,
+        **experts,
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from runtime.models.config_checks import check_config
 from runtime.models.families import (
+    deepseek,
     gemma,
     gemma4,
     glm,
@@ -56,6 +57,12 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures`
+    "DeepseekV2ForCausalLM": Family(
+        "DeepSeek V2, V2-Lite", "deepseek-ai/DeepSeek-V2-Lite-Chat", deepseek.v2_decoder_spec, deepseek.WEIGHT_MAP
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        "DeepSeek V3, V3.1, R1", "deepseek-ai/DeepSeek-V3", deepseek.v3_decoder_spec, deepseek.WEIGHT_MAP
+    ),
     "GPT2LMHeadModel": Family("GPT-2, DistilGPT2", "openai-community/gpt2", gpt2.decoder_spec, gpt2.WEIGHT_MAP),
     "Gemma2ForCausalLM": Family(
         "Gemma 2",
@@ -93,6 +100,9 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
     ),
     "Glm4MoeForCausalLM": Family(
         "GLM-4.5, 4.5-Air, 4.6, 4.7", "zai-org/GLM-4.5-Air", glm.moe_decoder_spec, glm.MOE_WEIGHT_MAP
+    ),
+    "Glm4MoeLiteForCausalLM": Family(
+        "GLM-4.7-Flash", "zai-org/GLM-4.7-Flash", deepseek.flash_decoder_spec, deepseek.WEIGHT_MAP
     ),
     "GlmForCausalLM": Family("GLM-4-9B", "zai-org/glm-4-9b-chat-hf", glm.decoder_spec, glm.WEIGHT_MAP),
     "GraniteForCausalLM": Family(

@@ -35,6 +35,9 @@ _NUMBERS: dict[str, tuple[Bounds, bool]] = {  # the bounds of each, and whether 
     **dict.fromkeys(("n_routed_experts",), (_EXPERTS, True)),
     **dict.fromkeys(("n_group", "topk_group"), (Bounds(1, 1 << 12), True)),
     **dict.fromkeys(("num_nextn_predict_layers",), (Bounds(0, 1000), True)),
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), (_WIDTH, True)),
+    **dict.fromkeys(("q_lora_rank",), (Bounds(0, 1 << 20), True)),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), (Bounds(0), False)),
     **dict.fromkeys(("block_ffn_dim_multiplier", "routed_scaling_factor"), (_POSITIVE, False)),
     **dict.fromkeys(("vocab_size",), (Bounds(1, 1 << 24), True)),
     **dict.fromkeys(("n_positions", "max_position_embeddings", "n_inner"), (_POSITIONS, True)),
@@ -52,15 +55,15 @@ _NUMBERS: dict[str, tuple[Bounds, bool]] = {  # the bounds of each, and whether 
 _MAY_BE_NULL = {
     "num_key_value_heads", "head_dim", "n_inner", "sliding_window", "attn_logit_softcapping", "factor",
     "final_logit_softcapping", "partial_rotary_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
-    "full_attention_interval", "block_ffn_dim_multiplier", "moe_intermediate_size", "num_experts", "top_k_experts",
-    "num_global_key_value_heads", "hidden_size_per_layer_input", "num_kv_shared_layers",
-    "n_shared_experts", "n_group", "topk_group", "num_nextn_predict_layers",
+    "full_attention_interval", "block_ffn_dim_multiplier", "n_routed_experts", "n_shared_experts", "n_group",
+    "topk_group", "num_nextn_predict_layers", "q_lora_rank", "first_k_dense_replace", "mscale", "mscale_all_dim",
+    "moe_intermediate_size", "num_experts", "top_k_experts", "num_global_key_value_heads",
+    "hidden_size_per_layer_input", "num_kv_shared_layers",
 }  # fmt: skip
 _FLAGS = (
     "tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob",
     "attn_output_gate", "conv_bias", "use_expert_bias", "block_auto_adjust_ff_dim", "tie_embedding",
-    "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp",
-    "use_qk_norm", "qkv_bias",
+    "use_qk_norm", "qkv_bias", "rope_interleave", "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp",
 )  # fmt: skip
 _OBJECTS = ("text_config", "rope_scaling", "rope_parameters", "full_attention", "sliding_attention")
 

@@ -19,6 +19,7 @@ from runtime.models.layer_inputs import LayerEmbedding, LayerInput
 from runtime.models.linear_maps import FormatOf, LinearMaps, MapPart
 from runtime.models.mixers.attention import AttentionMixer
 from runtime.models.mixers.delta_rule import DeltaRuleMixer
+from runtime.models.mixers.latent import LatentMixer
 from runtime.models.mixers.mixer import Mixer
 from runtime.models.mixers.short_conv import ShortConvMixer
 from runtime.models.rank_maps import sharded
@@ -27,6 +28,7 @@ from runtime.models.weights import ReadWeight, draw, read_from
 from runtime.quant.model_formats import weight_bytes, weight_formats
 from runtime.quant.weight_format import TensorSource
 from runtime.spec.decoder_spec import DecoderSpec, RopeSpec
+from runtime.spec.latent_spec import LatentSpec
 from runtime.spec.mixer_spec import DeltaRuleSpec
 
 logger = logging.getLogger(__name__)
@@ -137,7 +139,7 @@ class LayerBuilder:
         post_attn_norm, post_ffn_norm = (
             self._norm(prefix + n) if spec.post_norms else None for n in ("post_attn_norm", "post_ffn_norm")
         )
-        mixer = self._mixer(index, prefix) if spec.is_stateful(index) else self._attention(index, prefix)
+        mixer = self._mixer_of(index, prefix)
         feed_forward: Mlp | ExpertLayer
         if spec.experts is None or not spec.has_experts(index):
             feed_forward = Mlp(maps.linear(prefix, "gate_up"), maps.linear(prefix, "down"))
@@ -161,6 +163,46 @@ class LayerBuilder:
     def _layer_input(self, index: int, prefix: str) -> LayerInput:
         gate, out = (self.maps.whole(prefix, name) for name in ("layer_gate", "layer_out"))
         return LayerInput(index, gate, out, self._norm(f"{prefix}post_layer_norm"), self.maps.kernels.activate)
+
+    def _mixer_of(self, index: int, prefix: str) -> Mixer:
+        if self.spec.is_stateful(index):
+            return self._mixer(index, prefix)
+        if self.spec.latent is not None:
+            return self._latent(index, prefix, self.spec.latent)
+        return self._attention(index, prefix)
+
+    def _latent(self, index: int, prefix: str, latent: LatentSpec) -> LatentMixer:
+        spec, maps, has = self.spec, self.maps, self.spec.linears(index)
+        kernels = maps.kernels.latent
+        norms = {name: self.read(prefix + name)[0] for name in latent.parameters()}
+        into, out = (maps.linear(prefix, name) for name in ("latent_in", "out"))
+        into_kv, q_up = (maps.linear(prefix, n) if n in has else None for n in ("latent_kv", "latent_q"))
+        return LatentMixer(
+            kernels,
+            spec.norm_eps,
+            into,
+            into_kv,
+            q_up,
+            out,
+            kernels.up(self._from_latents(prefix, latent), latent.nope_dim),
+            q_norm=norms.get("q_a_norm"),
+            kv_norm=norms["kv_a_norm"],
+            latent_eps=latent.norm_eps,
+            stored=latent.stored,
+            head_dim=spec.head_dim,
+            scale=spec.head_dim**-0.5 if spec.attn_scale is None else spec.attn_scale,
+            interleaved=spec.rope.interleaved,
+        )
+
+    def _from_latents(self, prefix: str, latent: LatentSpec) -> torch.Tensor:
+        """[num_heads, nope_dim + value_dim, rank]: the map from latents to keys and values."""
+        heads = self.spec.num_heads
+        if not latent.split_up:
+            return self.read(f"{prefix}kv_b.weight")[0].view(heads, latent.expanded, latent.rank)
+        keys, values = (self.read(f"{prefix}{name}.weight")[0].view(heads, -1, size) for name, size in (
+            ("k_b", latent.nope_dim), ("v_b", latent.rank)
+        ))  # fmt: skip
+        return torch.cat((keys.transpose(1, 2), values), 1)
 
     def _attention(self, index: int, prefix: str) -> AttentionMixer:
         spec, maps = self.spec, self.maps
@@ -219,7 +261,8 @@ class LayerBuilder:
 
     def _rope(self, index: int) -> tuple[RopeSpec, int]:
         """A layer's rotary positions and the head_dim."""
-        return self.spec.rope_of(index), self.spec.heads(index).head_dim
+        spec = self.spec
+        return spec.rope_of(index), spec.heads(index).head_dim if spec.latent is None else spec.rope_head_dim
 
     def _norm(self, name: str) -> torch.Tensor:
         (weight,) = self.read(name)

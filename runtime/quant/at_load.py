@@ -19,7 +19,7 @@ PLAIN = "plain"  # the layout of dense weights that are quantized as they are re
 GROUPS = {"fp8": 0, "int8": 0, "int4": 128, "nf4": 64}  # encoding -> columns that share a scale; 0 for all
 _OF_HEAD = ("fp8", "int8")  # encodings that a head can have
 _WITH_HEAD = ("int8", "int4")  # encodings with which a dense head would take much of a CPU's step
-_DENSE = ("mix_b", "mix_a", "mix_ba")  # parts that are never quantized at load: small maps to logits of gates
+_DENSE = ("mix_b", "mix_a", "mix_ba", "kv_b")  # parts that are never quantized at load: of gates, and of latents
 _WHOLE, _SMALL = 128, 32  # a number of columns that all group sizes divide, and the group size otherwise
 _GROUP_ON_CPU = 32  # of int4, more exact than 128, at the same speed
 

@@ -115,7 +115,12 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         is_table = parameter in ("embed", "layer_embed")
         experts = of_experts[_layer_of_expert(spec, parameter)] if ".experts." in parameter else ()
         names, reordered = (experts, False) if experts else _fused_weights(spec, parameter)
-        stay = agree(names, reordered) and (isinstance(products, LlvmProducts) or not is_table)
+        # Latent attention takes kv_b apart into its keys and values, as dense matrices of each head.
+        stay = (
+            not parameter.endswith((".kv_b.weight", ".k_b.weight", ".v_b.weight"))
+            and agree(names, reordered)
+            and (isinstance(products, LlvmProducts) or not is_table)
+        )
         if not stay and (is_table or scheme.layout == PLAIN):
             return DENSE
         return of_kind(scheme, whole_shapes[parameter], stay, reordered)
@@ -241,6 +246,11 @@ def check_products(spec: DecoderSpec, numerics: Numerics, config: EngineConfig, 
     if numerics.rank_invariant and numerics.backend == "triton" and spec.experts is not None:
         raise CallboardError(
             "rank_invariant is on, for which mixtures of experts have no kernels on a GPU; leave it off, or use "
+            "kernel_backend=torch."
+        )
+    if numerics.rank_invariant and numerics.backend == "triton" and spec.latent is not None:
+        raise CallboardError(
+            "rank_invariant is on, for which latent attention has no kernels on a GPU; leave it off, or use "
             "kernel_backend=torch."
         )
     encoded = {scheme.encoding for scheme in (spec.quantization or {}).values() if scheme.layout == PLAIN}

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from runtime.spec.config import EngineConfig
+from runtime.spec.experts_spec import ExpertsSpec as ExpertsSpec  # also for importers of this module, as below
+from runtime.spec.experts_spec import chooses_experts as chooses_experts
+from runtime.spec.experts_spec import of_router
 from runtime.spec.kv_cache_spec import (
     CHUNK,
     QUANTIZED_DTYPES,
@@ -16,72 +19,14 @@ from runtime.spec.kv_cache_spec import (
     groups_of_two_shapes,
     window_groups,
 )
+from runtime.spec.latent_spec import LatentSpec
 from runtime.spec.mixer_spec import DeltaRuleSpec, Linears, MixerSpec
-from runtime.spec.rope_spec import RopeSpec as RopeSpec  # also for importers of this module
+from runtime.spec.rope_spec import RopeSpec as RopeSpec
 from runtime.spec.sharding import ALONE, Shard
 from runtime.spec.types import CallboardError
 
 ACTIVATION_LIMIT = 7.0  # of swiglu_clamped
 _ROPE = RopeSpec()
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsSpec:
-    """A mixture of feed-forward layers in place of one; `ffn_size` is the size of one expert.
-
-    Every token takes the shared experts, too. They are the last ones, with ids from `num_experts`."""
-
-    num_experts: int  # without the shared ones
-    top_k: int  # of them per token
-    normalized: bool  # the weights of a token's top_k are scaled to sum to one
-    shared: int = 0
-    # The weight of the shared experts is the sigmoid of one more row of the router; otherwise it is 1.
-    shared_gate: bool = False
-    # Of the router's logits. softmax_of_chosen: the top_k are the largest logits, and the softmax is over these alone.
-    scores: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
-    choice_bias: bool = False  # a bias is added to the scores for the choice of the top_k, not for their weights
-    sum_eps: float = 0.0  # with normalized: added to the sum that divides the weights
-    scale: float = 1.0  # factor of the weights of the top_k
-    expert_scales: bool = False  # weights are multiplied by a factor of their expert
-    own_norm: bool = False  # the router has a norm in place of that of the experts, times hidden_size ** -0.5
-    router_bias: bool = False  # the router's logits have a bias
-    float32_logits: bool = False  # the router's logits are not rounded to the compute dtype
-    groups: int = 1  # of neighbouring experts
-    top_groups: int = 1  # the best of them, to which the choice is limited
-    group_score: Literal["max", "top2"] = "max"  # a group's best score with the choice bias, or its two best added
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.top_k <= self.num_experts:
-            raise CallboardError(
-                f"The model has {self.num_experts} experts, of which a token takes {self.top_k}; it must take one at "
-                "least and all at most."
-            )
-        if self.groups < 1 or self.num_experts % self.groups or not 1 <= self.top_groups <= self.groups:
-            raise CallboardError(
-                f"The model has {self.groups} groups of its {self.num_experts} experts, of which a token takes "
-                f"{self.top_groups}; groups must be of equal size, and a token takes one at least and all at most."
-            )
-        size = self.num_experts // self.groups
-        if self.has_groups and (self.top_k > self.top_groups * size or (self.group_score == "top2" and size < 2)):
-            raise CallboardError(
-                f"The model has groups of {size} experts, and a token takes {self.top_k} experts of {self.top_groups} "
-                "groups; these groups must have enough experts, and at least two each."
-            )
-
-    @property
-    def has_groups(self) -> bool:
-        """True if the choice is limited to some groups of experts."""
-        return self.top_groups < self.groups
-
-    @property
-    def all_experts(self) -> int:
-        """The number of experts with the shared ones."""
-        return self.num_experts + self.shared
-
-    @property
-    def choices(self) -> int:
-        """The number of experts that a token takes with the shared ones."""
-        return self.top_k + self.shared
 
 
 class HeadShape(NamedTuple):
@@ -146,6 +91,7 @@ class DecoderSpec:
     output_gate: bool = False  # q's map also makes a gate; attention's output is multiplied by sigmoid(gate)
     mixer: MixerSpec | None = None  # of the layers in `stateful`, in place of attention
     stateful: tuple[bool, ...] = ()  # True for each layer with the mixer; empty for none
+    latent: LatentSpec | None = None  # attention over latents in all layers; num_kv_heads is then 1
 
     # Schemes (runtime.quant.scheme) of the checkpoint's quantized parameters; None if all are dense.
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
@@ -211,6 +157,11 @@ class DecoderSpec:
         divides_ffn = all(ffn % size == 0 for ffn in (self.ffn_size, self.dense_ffn_size, self.shared_kv_ffn_size))
         divides_states = self.mixer is None or self.mixer.is_divided_by(size)
         return self.num_heads % size == 0 and divides_kv and divides_ffn and divides_states and has_tokens
+
+    @property
+    def rope_head_dim(self) -> int:
+        """The numbers of a head that the rotary table is for."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
 
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer has a mixture of experts."""
@@ -285,6 +236,10 @@ class DecoderSpec:
         hidden, schemes = self.hidden_size, self.quantization or {}
         if self.mixer is not None and self.is_stateful(layer):
             return self.mixer.linears(hidden, lambda part: schemes.get(f"layers.{layer}.{part}.weight"))
+        if self.latent is not None:
+            return self.latent.linears(
+                self.num_heads, hidden, lambda part: schemes.get(f"layers.{layer}.{part}.weight")
+            )
         num_kv_heads, head_dim = self.heads(layer)
         q, kv = self.num_heads * head_dim, num_kv_heads * head_dim
         qkv: dict[str, tuple[int, ...]] = {"gated_q": (2 * q, hidden)} if self.output_gate else {"q": (q, hidden)}
@@ -319,6 +274,8 @@ class DecoderSpec:
                 "kv_layout is contiguous, but this model's layers differ in the shape of their keys and values; use "
                 "paged."
             )
+        if self.latent is not None:
+            self._check_latent(config)
         if self.mixer is not None and config.max_num_batched_tokens is not None and config.max_num_seqs is not None:
             least = CHUNK + config.max_num_seqs
             if config.chunked_prefill and config.max_num_batched_tokens < least:
@@ -331,10 +288,21 @@ class DecoderSpec:
                 f"max_model_len is {config.max_model_len}; the model's context is {self.max_positions} tokens at most."
             )
 
+    def _check_latent(self, config: EngineConfig) -> None:
+        if (form := self.kv_cache_form(config.kv_cache_dtype)) != "none":
+            raise CallboardError(
+                f"kv_cache_dtype is {form}; this model's cache has latents, which are stored in its dtype: use none."
+            )
+        if config.max_loras:
+            raise CallboardError(
+                f"max_loras is {config.max_loras}; it must be 0, since adapters are not supported for models with "
+                "latent attention."
+            )
+
     def kv_cache_form(self, kv_cache_dtype: str) -> str:
         """Return none, fp8 or int8: the meaning of the setting for this model."""
         if kv_cache_dtype == "auto":
-            return "fp8" if self.fp8_kv_cache else "none"
+            return "fp8" if self.fp8_kv_cache and self.latent is None else "none"
         return kv_cache_dtype
 
     def kv_cache(self, dtype: str, kv_cache_dtype: str = "auto", longest: int = 0) -> KVCacheSpec:
@@ -345,6 +313,8 @@ class DecoderSpec:
         layers = range(self.num_layers)
         attending = tuple(i for i in layers if not self.is_stateful(i) and not self.shares_kv(i))
         group = KVGroupSpec(attending, self.num_kv_heads, self.head_dim, stored, scale_dtype)
+        if self.latent is not None:
+            group = KVGroupSpec(attending, 1, self.latent.stored, stored, vectors=1)
         sliding = frozenset(i for i in attending if self.is_sliding(i))
         sources = tuple(map(self.kv_layer, layers)) if self.shared_kv_layers else ()
         if self.has_two_shapes:
@@ -385,7 +355,7 @@ class DecoderSpec:
                 shapes |= self._norm(f"layers.{i}.{norm}")
             shapes |= {f"layers.{i}.{name}": shape for name, shape in self._mixer_parameters(i).items()}
             if self.experts and self.has_experts(i):
-                shapes |= _of_router(f"layers.{i}.", self.experts, hidden)
+                shapes |= of_router(f"layers.{i}.", self.experts, hidden)
             if self.layer_factors:
                 shapes[f"layers.{i}.factor"] = (1,)
             for name, (parts, has_bias) in self.linears(i).items():
@@ -403,6 +373,8 @@ class DecoderSpec:
         """Return the shapes of what attention, or the mixer in its place, has beside its maps."""
         if self.mixer is not None and self.is_stateful(layer):
             return self.mixer.parameters()
+        if self.latent is not None:
+            return self.latent.parameters()
         sinks: dict[str, tuple[int, ...]] = {"sinks": (self.num_heads,)} if self.sinks else {}
         if self.qk_norm_all_heads:
             heads = {"q_heads_norm": self.num_heads, "k_heads_norm": self.num_kv_heads}
@@ -412,24 +384,3 @@ class DecoderSpec:
 
     def _norm(self, name: str) -> dict[str, tuple[int, ...]]:
         return dict.fromkeys([name, f"{name}_bias"] if self.norm == "layer" else [name], (self.hidden_size,))
-
-
-def chooses_experts(parameter: str) -> bool:
-    """Return True for the weights of a router, which stay dense."""
-    return ".router." in parameter or ".shared_gate." in parameter
-
-
-def _of_router(prefix: str, experts: ExpertsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters that choose the experts of a layer."""
-    shapes: dict[str, tuple[int, ...]] = {f"{prefix}router.weight": (experts.num_experts, hidden)}
-    if experts.router_bias:
-        shapes[f"{prefix}router.bias"] = (experts.num_experts,)
-    if experts.shared_gate:
-        shapes[f"{prefix}shared_gate.weight"] = (1, hidden)
-    if experts.choice_bias:
-        shapes[f"{prefix}choice_bias"] = (experts.num_experts,)
-    if experts.own_norm:
-        shapes[f"{prefix}router_norm"] = (hidden,)
-    if experts.expert_scales:
-        shapes[f"{prefix}expert_scales"] = (experts.num_experts,)
-    return shapes

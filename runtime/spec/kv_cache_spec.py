@@ -35,6 +35,7 @@ class KVGroupSpec:
     scale_dtype: str | None = None  # of a scale per token and head of K and of V; None without scales
     # Positions that a token attends to, itself included; None for all. Older positions are not kept.
     window: int | None = None
+    vectors: int = 2  # stored for a token and head: k and v; 1 for a latent, which is both
 
     @property
     def row_bytes(self) -> int:
@@ -45,7 +46,7 @@ class KVGroupSpec:
     def bytes_per_token(self) -> int:
         """Keys, values and their scales, in all layers of the group."""
         scale = 0 if self.scale_dtype is None else DTYPE_BYTES[self.scale_dtype]
-        return 2 * len(self.layers) * self.num_kv_heads * (self.head_dim * DTYPE_BYTES[self.dtype] + scale)
+        return self.vectors * len(self.layers) * self.num_kv_heads * (self.head_dim * DTYPE_BYTES[self.dtype] + scale)
 
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of `block_size` tokens."""

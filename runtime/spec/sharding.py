@@ -12,6 +12,7 @@ from runtime.spec.mixer_spec import ShortConvSpec
 
 if TYPE_CHECKING:
     from runtime.spec.decoder_spec import DecoderSpec
+    from runtime.spec.latent_spec import LatentSpec
 
 # Pieces of a parameter with the same bounds in groups of 1, 2, 4 and 8 ranks. Each rank has whole pieces.
 NUM_LEAVES = 8
@@ -58,7 +59,7 @@ _DIVIDED_DIM = {
     "q": 0, "k": 0, "v": 0, "qkv": 0, "gate": 0, "up": 0, "gate_up": 0, "out": 1, "down": 1, "q_heads_norm": 0,
     "k_heads_norm": 0, "gated_q": 0, "q_gate": 0, "sinks": 0, "dense_gate": 0, "dense_up": 0, "dense_down": 1,
     "mix_qkv": 0, "mix_z": 0, "mix_b": 0, "mix_a": 0, "mix_qkvz": 0, "mix_ba": 0, "mix_in": 0, "mix_out": 1,
-    "conv": 0, "conv_bias": 0, "decay_log": 0, "decay_bias": 0,
+    "q_b": 0, "kv_b": 0, "k_b": 0, "v_b": 0, "conv": 0, "conv_bias": 0, "decay_log": 0, "decay_bias": 0,
 }  # fmt: skip
 
 # A map with rows that the checkpoint groups by head -> the maps that loading makes of it (models/linear_maps.py)
@@ -114,8 +115,11 @@ def stored_shape(spec: DecoderSpec, parameter: str, shape: tuple[int, ...]) -> t
 def leaves_of(spec: DecoderSpec, parameter: str) -> list[Part]:
     """Return the leaves of a parameter that the rank of a spec holds, rising. Each fused map has its own.
 
-    Maps that the checkpoint groups by head have leaves by their names in UNGROUPED."""
+    Maps that the checkpoint groups by head have leaves by their names in UNGROUPED. A map that each rank has whole is
+    one leaf."""
     dim, divided = _divided(spec, parameter)
+    if sharding_of(parameter) is Sharding.REPLICATED:
+        return [Part(dim, before, before + length) for before, _, length in divided]
     leaves = []
     for before, own, length in divided:
         for i in range(NUM_LEAVES):
@@ -144,6 +148,8 @@ def _divided(spec: DecoderSpec, parameter: str) -> tuple[int, list[tuple[int, ra
     dense = own(rank, 1, spec.dense_ffn_size), whole.dense_ffn_size
     tokens = spec.token_ids, whole.vocab_size
     part = _part_of(parameter)
+    if spec.latent is not None and (of_latent := _of_latent(spec, spec.latent, part)) is not None:
+        return _DIVIDED_DIM.get(part, 0), [(0, *of_latent)]
     maps = {
         "q": [heads], "k": [kv_heads], "v": [kv_heads], "qkv": [heads, kv_heads, kv_heads], "out": [heads],
         "gate": [inner], "up": [inner], "gate_up": [inner, inner], "down": [inner],
@@ -155,6 +161,19 @@ def _divided(spec: DecoderSpec, parameter: str) -> tuple[int, list[tuple[int, ra
     }.get(part) or _of_mixer(spec, part)  # fmt: skip
     before = [sum(length for _, length in maps[:i]) for i in range(len(maps))]
     return _DIVIDED_DIM.get(part, 0), [(at, *one) for at, one in zip(before, maps, strict=True)]
+
+
+def _of_latent(spec: DecoderSpec, latent: LatentSpec, part: str) -> tuple[range, int] | None:
+    """Return the rank's range and the length of a map of latent attention; None for other maps."""
+    of_head = {
+        "q": spec.head_dim, "q_b": spec.head_dim, "kv_b": latent.expanded, "k_b": latent.rank, "v_b": latent.value_dim,
+        "out": latent.value_dim,
+    }  # fmt: skip
+    if part in of_head:
+        own = spec.num_heads * of_head[part]
+        return range(spec.shard.rank * own, (spec.shard.rank + 1) * own), own * spec.shard.size
+    whole = {"q_a": latent.q_rank, "kv_a": latent.stored}
+    return (range(whole[part]), whole[part]) if part in whole else None
 
 
 def _of_mixer(spec: DecoderSpec, part: str) -> list[tuple[range, int]]:

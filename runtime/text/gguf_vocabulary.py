@@ -187,6 +187,15 @@ _TEKKEN, _GPT4O = (
     )
     for ending, digits in (("", r"\p{N}"), (f"{_ENDINGS}?", r"\p{N}{1,3}"))
 )
+# Digits, and runs of Chinese characters and kana, are split first.
+_DEEPSEEK_V3 = pre_tokenizers.Sequence([
+    pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), behavior="isolated"),
+    pre_tokenizers.Split(Regex("[一-龥\u3040-\u309f\u30a0-\u30ff]+"), behavior="isolated"),
+    _split(
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_REST}"
+    ),
+])  # fmt: skip
 
 # The rules that cut text into words before merging, by `tokenizer.ggml.pre`. The patterns are from the models'
 # tokenizer.json files.
@@ -196,6 +205,7 @@ _PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2", "dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
     "qwen35": _QWEN35,
+    "deepseek-v3": _DEEPSEEK_V3,
     "tekken": _TEKKEN,
     "gpt-4o": _GPT4O,
     **dict.fromkeys(("refact", "starcoder"), _SMOLLM),

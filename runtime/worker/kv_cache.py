@@ -75,7 +75,7 @@ class _EqualBlocks:
         device: torch.device,
     ) -> None:
         group, num_layers = spec.groups[0], max(len(g.layers) for g in spec.groups)
-        shape = (num_layers, 2, group.num_kv_heads, num_blocks, block_size, group.head_dim)
+        shape = (num_layers, group.vectors, group.num_kv_heads, num_blocks, block_size, group.head_dim)
         self.factors = [1] * len(spec.groups)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
         self._scales: torch.Tensor | None = None  # scales of tokens, in blocks like the values

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 from runtime.kernels.attention.attention_torch import MAX_GATHERED
+from runtime.kernels.attention.latent_expanded import MOST_EXPANDED
+from runtime.kernels.attention.latent_torch import MAX_EXPANDED
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.sampling.penalties import NUM_TABLES
 from runtime.models.lora import adapter_bytes
@@ -201,12 +203,18 @@ def _working_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int, max_num_s
     vocab_size = spec.whole.vocab_size  # ranks have parts of them until a row needs all
     logits = min(max(max_num_seqs, MIN_LOGIT_ROWS), tokens) * (spec.vocab_size + 3 * vocab_size) * 4
     if numerics.backend == "triton":
-        return activations + logits + NUM_TABLES * vocab_size * 4
+        expanded = 0 if spec.latent is None else 3 * MOST_EXPANDED * size
+        return activations + logits + expanded + NUM_TABLES * vocab_size * 4
     mask = (
         min(tokens, max_model_len) * max_model_len * size * (2 if spec.window else 1)
     )  # layers with a window have a second mask
     row = max(heads * dim for heads, dim in map(spec.heads, range(spec.num_layers)))
-    gathered = 2 * max(max_model_len, MAX_GATHERED) * row * 4  # exact attention: in fp32
+    gathered = (
+        max(max_model_len, MAX_GATHERED) * 2 * (row if spec.latent is None else spec.latent.stored) * 4
+    )  # in fp32
+    if spec.latent is not None:  # k and v of some heads, which are computed from latents
+        of_head = spec.latent.expanded + spec.head_dim
+        gathered += max(MAX_EXPANDED, max_model_len * of_head) * 4
     return activations + logits + mask + 2 * gathered
 
 
@@ -234,12 +242,15 @@ def _update_bytes(config: EngineConfig, spec: DecoderSpec, numerics: Numerics) -
 
 def _activation_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int) -> int:
     layers = range(spec.num_layers)
-    qkv = max((spec.num_heads + 2 * heads) * dim for heads, dim in map(spec.heads, layers))
+    attending = 2 * max((spec.num_heads + 2 * heads) * dim for heads, dim in map(spec.heads, layers))
+    if (latent := spec.latent) is not None:  # q, queries over latents, their results, and values
+        of_head = spec.head_dim + 2 * latent.rank + latent.value_dim
+        attending = 2 * (latent.q_rank + latent.stored) + spec.num_heads * of_head
     ffn = 3 * max(map(spec.ffn_size_of, layers))
     if spec.experts is not None:  # each choice of a token has its own intermediate values and result
         ffn = max(3 * spec.dense_ffn_size, spec.experts.choices * (ffn + 2 * spec.hidden_size))
-    of_layers = 2 * spec.num_layers * spec.layer_embed_size
-    rows = tokens * (4 * spec.hidden_size + 2 * qkv + ffn + of_layers) * numerics.dtype.itemsize
+    inputs = 2 * spec.num_layers * spec.layer_embed_size
+    rows = tokens * (4 * spec.hidden_size + attending + ffn + inputs) * numerics.dtype.itemsize
     if numerics.rank_invariant:  # results of all leaves
         choices = 1 if spec.experts is None else 1 + spec.experts.choices
         rows += tokens * choices * NUM_LEAVES // spec.shard.size * spec.hidden_size * 4

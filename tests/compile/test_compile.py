@@ -23,12 +23,13 @@ SHARED_BYTES = 232_448  # of one block on sm_90
 STACK_BUDGET = {
     "_decode_attention_kernel": 128, "_prefill_attention_kernel": 120, "_tile_kernel": 136,
     "_wna16_skinny_gemm_kernel": 8, "_moe_wna16_many_kernel": 64, "_quantize_fp8_weight_kernel": 120,
-    "_prepare_chunks_kernel": 240,
+    "_prepare_chunks_kernel": 240, "_latent_attention_kernel": 136,
 }  # fmt: skip
 # Kernels in which `max.f32` may drop a NaN because another operation keeps it: the weights of attention, the check of
 # logits that samples -1, and the weights of experts. These are all NaN by then.
 DROPS_NAN = {
     "_decode_attention_kernel", "_prefill_attention_kernel", "_best_of_tile_kernel", "choose_kernel", "_route_kernel",
+    "_latent_attention_kernel", "_merge_latents_kernel",
 }  # fmt: skip
 
 
@@ -68,6 +69,8 @@ def test_maxima_and_bounds_keep_nan(compiled):
         ("_product_kernel", ["wgmma"]),
         ("_fp8_w8a8_gemm_kernel", ["wgmma"]),
         ("_moe_fp8_w8a8_kernel", ["wgmma"]),
+        ("_latent_attention_kernel", ["mma", "wgmma"]),  # wgmma where a tile has 64 rows
+        ("_head_product_kernel", ["mma", "wgmma"]),
         ("_decode_attention_kernel", ["mma", "wgmma"]),  # eight rows of eight heads a KV head fill a whole group
         ("_tile_kernel", ["mma", "wgmma"]),  # wgmma where a program has 64 rows of the weight
         ("_wna16_skinny_gemm_kernel", ["mma"]),

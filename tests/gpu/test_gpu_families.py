@@ -53,7 +53,20 @@ def test_bf16_logits_are_as_near_to_fp32_as_in_torch(case):
 
 
 @pytest.mark.parametrize(
-    "case", ["mixtral", "qwen3 moe", "gemma2", "gemma3", "olmo3", "gpt2", "qwen3.5", "lfm2 moe", "sinks"]
+    "case",
+    [
+        "mixtral",
+        "qwen3 moe",
+        "gemma2",
+        "gemma3",
+        "olmo3",
+        "gpt2",
+        "qwen3.5",
+        "lfm2 moe",
+        "sinks",
+        "deepseek v3",
+        "glm 4.7 flash",
+    ],
 )
 def test_bits_do_not_depend_on_batch_mates(case):
     """Deterministic: a row that is decoded beside three others, in a graph or not, has the same bits as alone."""

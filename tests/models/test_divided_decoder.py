@@ -22,6 +22,7 @@ from runtime.quant.at_load import quantized_at_load
 from runtime.quant.parsers import parse_gguf
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
+from runtime.spec.latent_spec import LatentSpec
 from runtime.spec.mixer_spec import DeltaRuleSpec, ShortConvSpec
 from runtime.spec.sharding import Shard
 from runtime.worker.kv_cache import KVCache
@@ -88,6 +89,16 @@ SPECS = {
         mixer=DeltaRuleSpec(key_heads=4, value_heads=12, key_dim=8, value_dim=16, width=4, tiled=True),
     ),
     "short convolution": replace(BASE, stateful=(True, False), mixer=ShortConvSpec(64, 3, bias=True)),
+    "latents": replace(
+        BASE, num_kv_heads=1, head_dim=20, latent=LatentSpec(24, 8, 12, 10, split_up=True),
+        rope=RopeSpec(interleaved=True),
+    ),
+    "latents of q, mixture": replace(
+        BASE, num_kv_heads=1, head_dim=20, latent=LatentSpec(24, 8, 12, 10, q_rank=16), ffn_size=64, dense_layers=1,
+        dense_ffn_size=128, experts=ExpertsSpec(
+            8, 2, True, shared=1, scores="sigmoid", choice_bias=True, groups=4, top_groups=2, group_score="top2",
+        ),
+    ),
     "phi": replace(BASE, fused_qkv=True, fused_gate_up=True, rope=RopeSpec(partial=0.5), num_kv_heads=1),
 }  # fmt: skip
 
@@ -140,7 +151,7 @@ def rank_logits(spec: DecoderSpec, config: EngineConfig, communicator: Communica
             if device.type == "cuda":
                 part = PagedRows(*numbers, torch.from_numpy(tables).to(device), len(rows), total, most, 22)
                 plan = PagedBatch(total, [part])
-            elif decoder.kernels.compiled is not None:
+            elif decoder.kernels.compiled is not None and decoder.kernels.compiled.attention is not None:
                 in_tiles = attention_tiles(*(np.array(n, np.int32) for n in (starts, counts, rows)))
                 plan = TiledRows(sum(counts), torch.from_numpy(in_tiles), torch.from_numpy(tables))
             else:

@@ -8,12 +8,14 @@ from runtime.llm import LLM
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.quant.model_formats import weight_bytes, weight_formats
+from runtime.quant.quantized_formats import DequantizedFormat
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import SamplingParams
 from runtime.text.tokenizer import Tokenizer
 from tests.support.models.plain_products import PLAIN
 from tests.support.models.quantized import FORMATS
 from tests.support.models.quantized_models import (
+    DEEPSEEK,
     GLM,
     LFM,
     LLAMA,
@@ -45,6 +47,23 @@ def test_experts_and_fused_maps_are_read(tmp_path, name, config):
     quantized, dense = write(tmp_path, FORMATS[name], config)
     got, want = (logits(open_runner(folder, dtype="bfloat16")) for folder in (quantized, dense))
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["ct-fp8-channel", "fp8-block", "gptq"])
+@pytest.mark.parametrize("backend", ["llvm", "torch"])
+def test_maps_of_latents_are_read(tmp_path, name, backend):
+    """kv_b is dequantized. The first maps are one, unless kv_a ends within a block of scales."""
+    folders = write(tmp_path, FORMATS[name], DEEPSEEK)
+    got, want = (
+        logits(open_runner(folder, dtype="bfloat16", quantization="none", kernel_backend=backend)) for folder in folders
+    )
+    assert torch.equal(got, want)
+    runner = open_runner(folders[0], kernel_backend=backend)
+    dense = open_runner(folders[0], kernel_backend=backend, quantization="none")
+    assert (logits(runner) - logits(dense)).norm() <= 1e-3 * logits(dense).norm()
+    assert ("latent_kv" in runner.decoder.spec.linears(0)) == (name == "fp8-block")
+    format_of = weight_formats(runner.decoder.spec, runner.numerics)
+    assert isinstance(format_of("layers.0.kv_b.weight"), DequantizedFormat)
 
 
 @pytest.mark.parametrize("config", [GLM, QWEN_MOE, OLMOE], ids=lambda config: config["architectures"][0])

@@ -83,21 +83,23 @@ def test_scores_of_a_family_outlive_an_engine(case: str, backend: str):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("case", ["qwen3", "qwen3.5 moe", "glm4 moe"])
+@pytest.mark.parametrize("case", ["qwen3", "qwen3.5 moe", "glm4 moe", "deepseek v3"])
 def test_no_setting_changes_scores(case: str, config: dict, backend: str):
     if config.get("quantization") and backend == "torch":
         pytest.skip("a CPU multiplies quantized weights by compiled kernels")
+    if config.get("kv_cache_dtype") and case == "deepseek v3":
+        pytest.skip("latents are stored in the model's dtype")
     check_scores(engine_of(family_runner(case, kernel_backend=backend, **config)), PROMPTS)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3 moe", "qwen3.5", "lfm2"])
+@pytest.mark.parametrize("case", ["llama", "qwen3 moe", "qwen3.5", "lfm2", "deepseek v3"])
 def test_preemption_leaves_no_trace(case: str):
     core = engine_of(family_runner(case, num_kv_blocks=58, **TIGHT))
     check_scores(core, PROMPTS)
     assert core.scheduler.stats.preemptions > 0
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3 moe", "qwen3.5"])
+@pytest.mark.parametrize("case", ["llama", "qwen3 moe", "qwen3.5", "deepseek v2 lite"])
 def test_lost_runners_leave_no_trace(case: str):
     def runner():
         return family_runner(case, max_num_batched_tokens=70)
@@ -105,7 +107,9 @@ def test_lost_runners_leave_no_trace(case: str):
     check_scores(engine_of(runner()), PROMPTS, losses(runner))
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3 moe", "qwen3.5", "sinks", "glm4 moe", "expert biases"])
+@pytest.mark.parametrize(
+    "case", ["llama", "qwen3 moe", "qwen3.5", "sinks", "glm4 moe", "expert biases", "glm 4.7 flash"]
+)
 def test_speculation_leaves_no_trace(case: str):
     plain = answers(engine_of(family_runner(case)), sampled(PROMPTS))
     core = engine_of(family_runner(case), guesses(plain))

@@ -40,6 +40,8 @@ KERNEL_CASES = {  # families with kernels of their own -> settings that make the
     "gpt2": {"n_layer": 1},
     "ministral3": {"num_hidden_layers": 1, **yarn(9, llama_4_scaling_beta=0.3)},
     "olmo3": {"num_hidden_layers": 1},
+    "deepseek v3": {"num_hidden_layers": 2},
+    "glm 4.7 flash": {"num_hidden_layers": 2},
     "glm4 moe": {"num_hidden_layers": 2},
     "granite moe": {"num_hidden_layers": 1},
     "sinks": {"sliding_window": 7},

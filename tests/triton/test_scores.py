@@ -32,6 +32,7 @@ def runner_of(case: str, changes: dict, **config) -> ModelRunner:
 @pytest.mark.parametrize(
     ("case", "changes"),
     [
+        ("deepseek v3", {"num_hidden_layers": 2}),
         ("llama", SHORT),
         ("mistral, window", SHORT | {"sliding_window": 5}),
         ("gemma3", {"sliding_window": 5}),

@@ -32,7 +32,9 @@ def addresses(runner: ModelRunner) -> list[int]:
     return [x.data_ptr() for x in tensors_of([decoder.layers, decoder.embed, decoder.head, decoder.final_norm])]
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma3", "qwen3", "mixtral", "qwen3.5", "lfm2", "gpt2", "glm4 moe"])
+@pytest.mark.parametrize(
+    "case", ["llama", "gemma3", "qwen3", "mixtral", "qwen3.5", "lfm2", "gpt2", "glm4 moe", "deepseek v3"]
+)
 def test_new_weights_have_the_old_addresses(case, tmp_path):
     save_model(tmp_path / "first", case)
     second = changed(tensors_in(tmp_path / "first"))

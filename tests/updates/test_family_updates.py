@@ -51,8 +51,12 @@ def test_sinks_follow_an_update(backend):
 
 
 @pytest.mark.parametrize(
-    "case", ["llama", "qwen3.5 moe", "gemma3, stretched", "lfm2 moe", "gpt2", "phi4-mini", "glm4 moe", "granite moe"]
-)
+    "case",
+    [
+        "llama", "qwen3.5 moe", "gemma3, stretched", "lfm2 moe", "gpt2", "phi4-mini", "glm4 moe", "granite moe",
+        "deepseek v2 lite",
+    ],
+)  # fmt: skip
 def test_a_partial_update_changes_its_tensors_alone(case, tmp_path):
     save_model(tmp_path / "first", case)
     tensors = tensors_in(tmp_path / "first")

@@ -47,6 +47,10 @@ class KVView:
             return stored
         return dequantize_kv(stored, scales if scales.dim() == 2 else self._read(scales[None], 1)[0])
 
+    def read_vectors(self, kv: torch.Tensor) -> torch.Tensor:
+        """[1, num_rows, num_kv_heads, length, size] of a cache with one vector for each token and head."""
+        return self._read(kv, 1)
+
     def _read(self, blocks: torch.Tensor, count: int) -> torch.Tensor:
         """Read blocks [count, num_kv_heads, num_blocks, block_size, size]; count is 1 or 2."""
         num_kv_heads, size, start = blocks.shape[1], blocks.shape[4], blocks.storage_offset()
@@ -271,7 +275,7 @@ def attention_exact(
     depends neither on the length of other rows nor on the chunks of the prompt."""
     head_dim = q.shape[-1]
     pad = (0, -head_dim % _ALIGNED)
-    softmax = _Softmax(window, soft_cap, by_head, None if sinks is None else sinks.view(kv.shape[1], -1))
+    softmax = Softmax(window, soft_cap, by_head, None if sinks is None else sinks.view(kv.shape[1], -1))
     outs = []
     for span in plan.spans:
         rows = F.pad(q[span.start : span.stop].float() * scale, pad)
@@ -282,17 +286,17 @@ def attention_exact(
     return out.to(q.dtype)
 
 
-class _Softmax(NamedTuple):
+class Softmax(NamedTuple):
     """The kind of softmax of a layer."""
 
     window: int
     soft_cap: float
     by_head: bool
-    sinks: torch.Tensor | None  # [num_kv_heads, group]; one row for each element of a batch in `_attend_chunks`
+    sinks: torch.Tensor | None  # [num_kv_heads, group]; one row for each element of a batch in `attend_chunks`
 
 
 def _exact_decode(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, softmax: _Softmax
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, softmax: Softmax
 ) -> torch.Tensor:
     """One token a row: rows and kv heads are one batch."""
     num_rows, num_heads, head_dim = q.shape
@@ -302,11 +306,11 @@ def _exact_decode(
     lengths = lengths.repeat_interleave(num_kv_heads)
     if softmax.sinks is not None:
         softmax = softmax._replace(sinks=softmax.sinks.repeat(num_rows, 1))
-    return _attend_chunks(q, k, v, lengths, softmax).view(num_rows, num_heads, head_dim)
+    return attend_chunks(q, k, v, lengths, softmax).view(num_rows, num_heads, head_dim)
 
 
 def _exact_prefill(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, softmax: _Softmax
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, softmax: Softmax
 ) -> torch.Tensor:
     """One row of many tokens: they share each kv head's keys without a copy."""
     num_tokens, num_heads, head_dim = q.shape
@@ -315,32 +319,32 @@ def _exact_prefill(
     heads = []
     for h in range(num_kv_heads):
         own = softmax if softmax.sinks is None else softmax._replace(sinks=softmax.sinks[h].expand(num_tokens, -1))
-        heads.append(_attend_chunks(q[:, h].contiguous(), k[:, h].expand(*each), v[:, h].expand(*each), lengths, own))
+        heads.append(attend_chunks(q[:, h].contiguous(), k[:, h].expand(*each), v[:, h].expand(*each), lengths, own))
     return torch.stack(heads, 1).view(num_tokens, num_heads, head_dim)
 
 
-def _attend_chunks(
+def attend_chunks(
     q: torch.Tensor,  # [n, group, head_dim], scaled
     k: torch.Tensor,  # [n, chunks * 64, head_dim], perhaps expanded over n
-    v: torch.Tensor,  # like k
+    v: torch.Tensor,  # like k; the size of a value may differ
     lengths: torch.Tensor,  # [n] at least 1
-    softmax: _Softmax,
+    softmax: Softmax,
 ) -> torch.Tensor:
-    """[n, group, head_dim]."""
+    """[n, group, size of a value]."""
     (n, group, _), (window, soft_cap, by_head, sinks) = q.shape, softmax
     if by_head and group > 1:
         heads = []
         for i in range(group):
             own = softmax._replace(sinks=None if sinks is None else sinks[:, i : i + 1])
-            heads.append(_attend_chunks(q[:, i : i + 1].contiguous(), k, v, lengths, own))
+            heads.append(attend_chunks(q[:, i : i + 1].contiguous(), k, v, lengths, own))
         return torch.cat(heads, 1)
     if n == 1:  # a batch of one may be split over threads in another way
         q, k, v, lengths = (x.expand(2, *x.shape[1:]).contiguous() for x in (q, k, v, lengths))
         own = softmax if sinks is None else softmax._replace(sinks=sinks.expand(2, -1))
-        return _attend_chunks(q, k, v, lengths, own)[:1]
+        return attend_chunks(q, k, v, lengths, own)[:1]
     best = q.new_full((n, group, 1), _LOWEST)
     total = q.new_zeros((n, group, 1))
-    out = torch.zeros_like(q)
+    out = q.new_zeros((n, group, v.shape[-1]))
     positions = torch.arange(_CHUNK, dtype=torch.int32, device=q.device)
     for at in range(0, k.shape[1], _CHUNK):
         scores = torch.bmm(q, k[:, at : at + _CHUNK].transpose(1, 2))

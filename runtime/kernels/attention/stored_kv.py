@@ -45,7 +45,8 @@ MAX_VALUE = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 class KVLayer(NamedTuple):
     """One layer's cache."""
 
-    values: torch.Tensor  # [2 (k, v), num_kv_heads, num_blocks, block_size, head_dim]
+    # [2 (k, v), num_kv_heads, num_blocks, block_size, head_dim]; of latents [1, 1, num_blocks, block_size, size]
+    values: torch.Tensor
     # e4m3: float32 [2, num_kv_heads]. int8: float16 [num_kv_heads, num_blocks, block_size, 2].
     scales: torch.Tensor | None = None
     group: int = 0  # the number of the layer's group (KVCacheSpec.groups)

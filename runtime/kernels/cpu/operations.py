@@ -29,8 +29,8 @@ class CompiledOperations:
         self.launcher = Launcher()
         self._numerics = numerics
         self._around = self.launcher, norm, activate, spec.activation, spec.gated
-        # These take float32 rows; steps then make `TiledRows`.
-        is_float32 = numerics.dtype == torch.float32
+        # These take float32 rows; steps then make `TiledRows`. Attention over latents runs as torch operations.
+        is_float32 = numerics.dtype == torch.float32 and spec.latent is None
         self.attention = CompiledAttention(self.launcher) if is_float32 else None
         self.states = CompiledStates(self.launcher) if is_float32 else None
 

@@ -100,6 +100,10 @@ SERVED: list[tuple[str, dict[str, Any], torch.dtype, bool, tuple[int, ...]]] = [
     ("gpt2", {}, torch.bfloat16, False, (1,)),
     ("qwen3-30b-a3b", {}, torch.bfloat16, False, (1,)),
     ("mixtral-8x7b", {}, torch.bfloat16, True, (64,)),
+    ("glm-4.7-flash", {}, torch.bfloat16, False, (1, 64)),
+    ("deepseek-v2-lite", {}, torch.bfloat16, False, (1,)),
+    ("deepseek-v2-lite", {}, torch.bfloat16, True, (64,)),
+    ("deepseek-v3", {}, torch.bfloat16, False, (1,)),
     *(("qwen3-0.6b", {"head_dim": size}, torch.bfloat16, False, (64,)) for size in (80, 256)),
 ]
 # Tokens of one row, and its sampling: without filters, and with them and a second pass. Models with one size of decode

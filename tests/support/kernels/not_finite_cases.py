@@ -11,6 +11,7 @@ import torch
 
 from runtime.core.plan import NewSlot
 from runtime.kernels.attention.decode_attention import decode_attention
+from runtime.kernels.attention.latent_attention import attend_rows
 from runtime.kernels.attention.paged_attention import paged_attention_torch
 from runtime.kernels.attention.prefill_attention import prefill_attention
 from runtime.kernels.attention.rope import rope_rows_triton, rope_store_kv_triton, rope_table
@@ -35,6 +36,7 @@ from runtime.spec.types import SamplingParams
 from runtime.worker.gpu.device_sampler import DeviceSampler
 from runtime.worker.gpu.transfers import Transfers
 from tests.support.kernels.attention_cases import encoded, paged_case, sinks_of
+from tests.support.kernels.latent_cases import LatentSizes, latent_case
 
 VALUES = (torch.nan, torch.inf, -torch.inf)
 OTHERS = [0, 2]
@@ -204,6 +206,23 @@ def check_attention(x: torch.Tensor, value: float, kind: str) -> None:
                 assert not own.isfinite().all(1).any()
 
 
+def check_latents(x: torch.Tensor, value: float) -> None:
+    """A latent that is not finite spoils the rows that see it, and no others."""
+    sizes = LatentSizes(3, 32, 16)
+    for spans in ([(20, 1), (37, 1), (5, 1)], [(20, 3), (30, 8), (0, 4)]):
+        over_latents, q, clean, rows = latent_case(spans, sizes, dtype=x.dtype, device=str(x.device))
+        edges, spoilt = rows.q_starts.tolist(), clean.clone()
+        spoilt[0, 0, int(rows.tables[rows.slots[1], 0]), 3, 0] = value
+        for deterministic in (False, True):
+            before, after = (
+                attend_rows(over_latents, q[..., 12:], kv, rows, scale=0.1, deterministic=deterministic)
+                for kv in (clean, spoilt)
+            )
+            others = [i for i in range(len(q)) if not edges[1] <= i < edges[2]]
+            assert torch.equal(after[others], before[others])
+            assert not after[edges[1] : edges[2]].isfinite().all(-1).any()
+
+
 def check_samples(x: torch.Tensor, value: float) -> None:
     """A row of logits fails with the token -1, with any parameters."""
     device, vocab = x.device, 300
@@ -253,6 +272,7 @@ CASES: dict[str, Callable[[torch.Tensor, float], None]] = {
     "decode of int8": lambda x, value: check_attention(x, value, "decode int8"),
     "decode with sinks": lambda x, value: check_attention(x, value, "decode sinks"),
     "prefill": lambda x, value: check_attention(x, value, "prefill"),
+    "latents": check_latents,
     "samples": check_samples,
 }
 

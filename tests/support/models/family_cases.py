@@ -77,6 +77,11 @@ _CONVS = {
     "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16, "norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }  # fmt: skip
+_LATENT = {
+    "head_dim": 8, "kv_lora_rank": 20, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12,
+    "v_head_dim": 10, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 28, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "num_key_value_heads": 6,
+}  # fmt: skip
 
 
 def _rope(kind: str, theta: float = 1000.0, **parameters: Any) -> dict[str, Any]:
@@ -268,6 +273,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_dense_layers": 1,
             "routed_scaling_factor": 1.5,
         },
+    ),
+    "deepseek v2 lite": (
+        "DeepseekV2Config",
+        _LATENT
+        | {"q_lora_rank": None, "n_shared_experts": 2}
+        | yarn(mscale=0.707, mscale_all_dim=0.707, beta_fast=32.0),
+    ),
+    "deepseek v2": (
+        "DeepseekV2Config",
+        _LATENT | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0},
+    ),
+    "deepseek v3": (
+        "DeepseekV3Config",
+        _LATENT | {"n_group": 4, "topk_group": 2} | yarn(mscale=1.0, mscale_all_dim=1.0),
+    ),
+    "glm 4.7 flash": (
+        "Glm4MoeLiteConfig",
+        _LATENT | {"qk_nope_head_dim": 14, "v_head_dim": 22, "n_group": 1, "topk_group": 1, "rope_interleave": False},
     ),
     "gpt2": ("GPT2Config", {}),
     "gpt2, narrow": ("GPT2Config", {"n_inner": 50, "n_head": 3, "layer_norm_epsilon": 1e-3}),

@@ -34,6 +34,7 @@ def export(
     tables: dict[str, list[float]] | None = None,  # RoPE's tables, which the converter puts among the weights
     parts: int = 1,
     block_type: str = "F32",  # of tensors with several dimensions
+    split_up: bool = False,  # kv_b of latent attention is two tensors, as newer converters write it
     **metadata: Any,  # that not every architecture has
 ) -> Path:
     """Returns the path of the file, or of the first part."""
@@ -59,7 +60,7 @@ def export(
     metadata = {"general.architecture": arch} | known | metadata
     names = gguf.get_tensor_name_map(_ARCH[arch], config.num_hidden_layers)
     tensors = {name: np.array(table, np.float32) for name, table in (tables or {}).items()}
-    for name, weight in _stacked(_ungrouped(_without_copies(model), config), arch):
+    for name, weight in _stacked(_ungrouped(_without_copies(model), config, split_up), arch):
         renamed = names.get_name(name, try_suffixes=(".weight", ".bias", ".scale"))
         assert renamed is not None, name
         tensors[renamed] = _converted(renamed, weight.float().numpy(), arch, config)
@@ -93,8 +94,8 @@ def _granite(name: str) -> str:
     )
 
 
-def _ungrouped(state: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
-    """Weights under names of the converter: Qwen3-Next's q, k, v and z apart, and biases as such."""
+def _ungrouped(state: dict[str, torch.Tensor], config: Any, split_up: bool) -> dict[str, torch.Tensor]:
+    """Weights under names of the converter: Qwen3-Next's q, k, v and z apart, perhaps kv_b in two, biases as such."""
     renamed = {}
     for name, weight in state.items():
         if name.endswith("in_proj_qkvz.weight"):
@@ -104,6 +105,12 @@ def _ungrouped(state: dict[str, torch.Tensor], config: Any) -> dict[str, torch.T
             q, k, v, z = (part.flatten(0, 1) for part in rows.split([key, key, group, group], 1))
             renamed[name.replace("qkvz", "qkv")] = torch.cat((q, k, v))
             renamed[name.replace("qkvz", "z")] = z
+        elif name.endswith("kv_b_proj.weight") and split_up:
+            k, v = weight.unflatten(0, (config.num_attention_heads, -1)).split(
+                [config.qk_nope_head_dim, config.v_head_dim], 1
+            )
+            renamed[name.replace("kv_b", "k_b")] = k.transpose(1, 2).contiguous()
+            renamed[name.replace("kv_b", "v_b")] = v.contiguous()
         else:
             name = name.replace("e_score_correction_bias", "e_score_correction.bias")
             for own, other in _RENAMED.items():

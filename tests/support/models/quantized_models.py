@@ -41,6 +41,12 @@ QWEN_MOE = LLAMA | {
 }  # fmt: skip
 OLMOE = LLAMA | {"architectures": ["OlmoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
 PHI = LLAMA | {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.5}
+DEEPSEEK = LLAMA | {
+    "architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 32, "kv_lora_rank": 48, "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
+    "num_nextn_predict_layers": 1,
+}  # fmt: skip
 
 
 def write(folder: Path, form: Format, config: dict = LLAMA, unquantized: str = "") -> tuple[Path, Path]:

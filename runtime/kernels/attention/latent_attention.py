@@ -1,0 +1,321 @@
+"""Attention over latents in the absorbed form (latent_torch.py), for rows of any number of tokens.
+
+All heads read the same vectors: a tile has the heads of one token, or of several tokens of a row, as its rows. Each
+vector is read once, as a key and, without its rotary part, as a value.
+
+Few tiles would leave most of a GPU idle. Different programs then attend to segments of a row's positions, and a second
+kernel merges their results, one head of a token in a program. In deterministic mode, segments lie at fixed positions,
+and tiles have one shape. A token's bits then depend only on its own q and on the vectors that it sees.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from runtime.kernels.attention.decode_attention import merge, num_sms, store_segment
+from runtime.kernels.attention.latent_expanded import attend_expanded, can_expand
+from runtime.kernels.attention.latent_heads import head_product_triton
+from runtime.kernels.attention.latent_torch import LatentUp
+from runtime.kernels.attention.paged_attention import (
+    LOG2_E,
+    PagedBatch,
+    PagedRows,
+    find_places,
+    find_row,
+    rows_searched,
+    softmax_step,
+)
+from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
+
+_TILE_ROWS = 16  # rows of the smallest matrix instruction; also of every tile in deterministic mode
+_MOST_ROWS = 64  # of a tile: with more, its sums do not fit into registers
+_FIXED_SEGMENT = 512  # positions, deterministic mode
+_MAX_SPLITS = 64
+_MAX_PARTIAL = 1 << 25  # numbers of segments' results in deterministic mode; with more, segments are not split
+_LOWEST = -1e30  # below all scores, yet finite
+
+
+@jit(do_not_specialize=["num_rows", "num_segments"], do_not_specialize_on_alignment=ROW_ARRAYS)
+def _latent_attention_kernel(
+    q_ptr,  # [num_tokens, NUM_HEADS, RANK] contiguous: queries over latents
+    rope_ptr,  # [num_tokens, NUM_HEADS, ROPE], tokens rope_stride and heads HEAD_DIM apart
+    kv_ptr,  # [num_blocks, BLOCK_SIZE, RANK + ROPE] contiguous
+    out_ptr,  # [num_tokens, NUM_HEADS, RANK] contiguous; not written with splits
+    slots_ptr,
+    starts_ptr,
+    q_starts_ptr,
+    tables_ptr,
+    acc_ptr,  # [tiles, head tiles, num_segments, BLOCK_M, RANK] fp32, each segment's result
+    sums_ptr,  # [tiles, head tiles, num_segments, 2, BLOCK_M] fp32, its highest score and its sum of weights
+    rope_stride,
+    table_stride,
+    num_rows,
+    num_segments,  # at most, of a row
+    scale_log2,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    HEADS: tl.constexpr,  # of a tile
+    TILE_TOKENS: tl.constexpr,  # at most, of a row in one tile
+    NUM_ROWS: tl.constexpr,  # power of two, at least num_rows; 0 if a row is one tile
+    SEGMENT: tl.constexpr,  # positions of a segment with FIXED, else at least that many
+    FIXED: tl.constexpr,  # segments lie at multiples of SEGMENT
+    SPLIT: tl.constexpr,  # segments are merged by another kernel
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    LOWEST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tile, head_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_head_tiles, num_splits = tl.num_programs(1), tl.num_programs(2)
+    if NUM_ROWS:
+        row, row_tile = find_row(q_starts_ptr, tile, num_rows, TILE_TOKENS, NUM_ROWS)
+    else:
+        row, row_tile = tile, 0
+    q_start = tl.load(q_starts_ptr + row) + row_tile * TILE_TOKENS
+    count = tl.minimum(tl.load(q_starts_ptr + row + 1) - q_start, TILE_TOKENS)
+    start = tl.load(starts_ptr + row) + row_tile * TILE_TOKENS  # position of the tile's first token
+    table_ptr = tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
+    length = start + count
+    segment_len, segments = segments_of(length, num_splits, SEGMENT, FIXED, BLOCK_N)
+    if PDL:  # rows and tables are older than the launch before this one
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if (count <= 0) | (split >= segments):
+        return
+
+    lanes, dims, rope_dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_RANK), tl.arange(0, BLOCK_ROPE)
+    q_positions = start + lanes // HEADS
+    heads = head_tile * HEADS + lanes % HEADS
+    used = (lanes < count * HEADS) & (heads < NUM_HEADS)
+    q_tokens = (q_start + lanes // HEADS).to(tl.int64)
+    q_at = ((q_tokens * NUM_HEADS + heads) * RANK)[:, None] + dims[None, :]
+    whole = used[:, None] & (dims < RANK)[None, :]
+    q = tl.load(q_ptr + q_at, mask=whole, other=0.0)
+    rope_at = (q_tokens * rope_stride + heads * HEAD_DIM)[:, None] + rope_dims[None, :]
+    q_rope = tl.load(rope_ptr + rope_at, mask=used[:, None] & (rope_dims < ROPE)[None, :], other=0.0)
+    place = (tile * num_head_tiles + head_tile).to(tl.int64) * num_segments
+
+    m = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_RANK], tl.float32)
+    if FIXED:
+        for segment in range(split, segments, num_splits):
+            segment_m, segment_total, segment_acc = attend_latents(
+                q, q_rope, q_positions, kv_ptr, table_ptr, segment * SEGMENT,
+                tl.minimum((segment + 1) * SEGMENT, length), tl.full([BLOCK_M], LOWEST, tl.float32),
+                tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_RANK], tl.float32), scale_log2,
+                BLOCK_SIZE, RANK, ROPE, BLOCK_N, BLOCK_RANK, BLOCK_ROPE,
+            )  # fmt: skip
+            if SPLIT:
+                store_segment(
+                    acc_ptr, sums_ptr, place + segment, segment_m, segment_total, segment_acc, lanes, dims, used, whole,
+                    BLOCK_M, RANK,
+                )  # fmt: skip
+            else:
+                m, total, acc = merge(m, total, acc, segment_m, segment_total, segment_acc)
+    else:  # one segment a program
+        begin = split * segment_len
+        m, total, acc = attend_latents(
+            q, q_rope, q_positions, kv_ptr, table_ptr, begin, tl.minimum(begin + segment_len, length), m, total, acc,
+            scale_log2, BLOCK_SIZE, RANK, ROPE, BLOCK_N, BLOCK_RANK, BLOCK_ROPE,
+        )  # fmt: skip
+        if SPLIT:
+            store_segment(acc_ptr, sums_ptr, place + split, m, total, acc, lanes, dims, used, whole, BLOCK_M, RANK)
+    if not SPLIT:
+        tl.store(out_ptr + q_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=whole)
+
+
+@jit
+def segments_of(length, num_splits, SEGMENT: tl.constexpr, FIXED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(positions of a segment, number of segments) of a tile that sees `length` positions."""
+    segment_len = SEGMENT
+    if not FIXED:
+        segment_len = tl.maximum(tl.cdiv(tl.cdiv(length, num_splits), BLOCK_N) * BLOCK_N, SEGMENT)
+    return segment_len, tl.cdiv(length, segment_len)
+
+
+@jit
+def attend_latents(
+    q,  # [M, BLOCK_RANK]
+    q_rope,  # [M, BLOCK_ROPE]
+    q_positions,  # [M]
+    kv_ptr, table_ptr, begin, stop, m, total, acc, scale_log2,
+    BLOCK_SIZE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr,
+):  # fmt: skip
+    """Absorbs positions begin..stop, begin at a multiple of BLOCK_N, into a running softmax."""
+    dims, rope_dims = tl.arange(0, BLOCK_RANK)[None, :], tl.arange(0, BLOCK_ROPE)[None, :]
+    for at in range(begin, stop, BLOCK_N):
+        positions = at + tl.arange(0, BLOCK_N)
+        inside = positions < stop
+        vectors = kv_ptr + (find_places(table_ptr, positions, inside, BLOCK_SIZE) * (RANK + ROPE))[:, None]
+        # Zeros where not inside: what lies beyond a row may be anything, and zero times NaN is NaN.
+        latents = tl.load(vectors + dims, mask=inside[:, None] & (dims < RANK), other=0.0)
+        keys = tl.load(vectors + RANK + rope_dims, mask=inside[:, None] & (rope_dims < ROPE), other=0.0)
+        scores = tl.dot(q_rope, tl.trans(keys), input_precision="ieee")
+        scores = tl.dot(q, tl.trans(latents), scores, input_precision="ieee")
+        m, total, weights, fade = softmax_step(
+            scores, None, None, positions, q_positions, m, total, scale_log2, True, 0, 0.0, "none"
+        )
+        acc = tl.dot(weights.to(latents.dtype), latents, acc * fade[:, None], input_precision="ieee")
+    return m, total, acc
+
+
+@jit(do_not_specialize=["num_rows", "num_splits", "num_segments"], do_not_specialize_on_alignment=ROW_ARRAYS)
+def _merge_latents_kernel(
+    out_ptr,  # [num_tokens, NUM_HEADS, RANK] contiguous
+    starts_ptr,
+    q_starts_ptr,
+    acc_ptr,  # of `_latent_attention_kernel`
+    sums_ptr,
+    num_rows,
+    num_splits,
+    num_segments,
+    NUM_HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    HEADS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    FIXED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    MERGE: tl.constexpr,  # segments loaded at a time
+    LOWEST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One head of the tokens of a tile, one after another."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    if NUM_ROWS:
+        row, row_tile = find_row(q_starts_ptr, tile, num_rows, TILE_TOKENS, NUM_ROWS)
+    else:
+        row, row_tile = tile, 0
+    q_start = tl.load(q_starts_ptr + row) + row_tile * TILE_TOKENS
+    count = tl.minimum(tl.load(q_starts_ptr + row + 1) - q_start, TILE_TOKENS)
+    length = tl.load(starts_ptr + row) + row_tile * TILE_TOKENS + count
+    _, segments = segments_of(length, num_splits, SEGMENT, FIXED, BLOCK_N)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    dims = tl.arange(0, BLOCK_RANK)[None, :]
+    tile_of_head = tile * tl.cdiv(NUM_HEADS, HEADS) + head // HEADS
+    for token in range(count):
+        lane = token * HEADS + head % HEADS
+        m = tl.full([1], LOWEST, tl.float32)
+        total = tl.zeros([1], tl.float32)
+        acc = tl.zeros([1, BLOCK_RANK], tl.float32)
+        for first in range(0, segments, MERGE):
+            for i in tl.static_range(MERGE):  # their loads are in flight together
+                here = tl.full([1], first + i, tl.int32) < segments
+                place = tile_of_head.to(tl.int64) * num_segments + first + i
+                sums_at = sums_ptr + place * (2 * BLOCK_M) + lane + tl.zeros([1], tl.int32)
+                other_m = tl.load(sums_at, mask=here, other=LOWEST)
+                other_total = tl.load(sums_at + BLOCK_M, mask=here, other=0.0)
+                acc_at = acc_ptr + place * (BLOCK_M * RANK) + lane * RANK + dims
+                other_acc = tl.load(acc_at, mask=here[:, None] & (dims < RANK), other=0.0)
+                m, total, acc = merge(m, total, acc, other_m, other_total, other_acc)
+        at = out_ptr + ((q_start + token).to(tl.int64) * NUM_HEADS + head) * RANK + dims
+        tl.store(at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=dims < RANK)
+
+
+def attend_rows(
+    q: torch.Tensor,  # [num_tokens, num_heads, rank] contiguous, queries over latents
+    rope: torch.Tensor,  # [num_tokens, num_heads, rope_dim], a part of q's heads, rotated
+    kv: torch.Tensor,  # [1, 1, num_blocks, block_size, rank + rope_dim] contiguous
+    rows: PagedRows,
+    *,
+    scale: float,
+    deterministic: bool = False,
+    out: torch.Tensor | None = None,  # [num_tokens, num_heads, rank] contiguous
+) -> torch.Tensor:
+    """The weighted sums of latents of each head, [num_tokens, num_heads, rank]; lengths do not shape the grid."""
+    (num_tokens, num_heads, rank), rope_dim, block_size = q.shape, rope.shape[2], kv.shape[3]
+    out = torch.empty_like(q) if out is None else out
+    if not num_tokens:
+        return out
+    block_m = _TILE_ROWS
+    if not deterministic:
+        block_m = max(block_m, min(_MOST_ROWS, next_power_of_2(min(rows.max_count, _MOST_ROWS) * num_heads)))
+    heads = min(num_heads, block_m)
+    tile_tokens = block_m // heads
+    num_tiles = rows.num_rows if rows.max_count <= tile_tokens else rows.num_tokens // tile_tokens + rows.num_rows
+    programs = num_tiles * -(-num_heads // heads)
+    block_n, warps, stages = _tile(block_m, q.dtype, deterministic)
+    splits = max(1, min(num_sms(q.device) // programs, _MAX_SPLITS))
+    segment = _FIXED_SEGMENT if deterministic else block_n
+    segments = -(-rows.max_len // segment)
+    splits = min(splits, segments)
+    if not deterministic:
+        segments = splits
+    elif programs * segments * block_m * rank > _MAX_PARTIAL:
+        splits = 1
+    partial_rows = programs * segments * block_m if splits > 1 else 0
+    acc, sums = (torch.empty(partial_rows * size, dtype=torch.float32, device=q.device) for size in (rank, 2))
+    pdl = use_pdl(q)
+    shared = {
+        "NUM_HEADS": num_heads, "RANK": rank, "HEADS": heads, "TILE_TOKENS": tile_tokens,
+        "NUM_ROWS": 0 if num_tiles == rows.num_rows else rows_searched(rows.num_rows), "SEGMENT": segment,
+        "FIXED": deterministic, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_RANK": next_power_of_2(rank),
+        "LOWEST": _LOWEST, "PDL": pdl, **({"launch_pdl": True} if pdl else {}),
+    }  # fmt: skip
+    _latent_attention_kernel[(num_tiles, -(-num_heads // heads), splits)](
+        q, rope, kv, out, rows.slots, rows.starts, rows.q_starts, rows.tables, acc, sums, rope.stride(0),
+        rows.tables.stride(0), rows.num_rows, segments, scale * LOG2_E, BLOCK_SIZE=block_size, HEAD_DIM=rope.stride(1),
+        ROPE=rope_dim, SPLIT=splits > 1, BLOCK_ROPE=max(_TILE_ROWS, next_power_of_2(rope_dim)), **shared,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    if splits > 1:
+        _merge_latents_kernel[(num_tiles, num_heads)](
+            out, rows.starts, rows.q_starts, acc, sums, rows.num_rows, splits, segments, MERGE=4, **shared, num_warps=4
+        )
+    return out
+
+
+def _tile(block_m: int, dtype: torch.dtype, deterministic: bool) -> tuple[int, int, int]:
+    """(positions a tile, warps, pipeline stages). Two or three tiles are in flight, as their places in the cache take
+    two stages."""
+    if dtype == torch.float32:
+        return 16, 4, 1
+    return 32, 4 if block_m == _TILE_ROWS and not deterministic else 8, 5
+
+
+def latent_attention_triton(
+    q: torch.Tensor,  # heads contiguous, any stride between tokens
+    kv: torch.Tensor,
+    plan: PagedBatch,
+    up: LatentUp,
+    *,
+    scale: float,
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """`latent_attention_torch`. Rows of many tokens use the expanded form, unless the launch is captured."""
+    absorbed = partial(_absorbed, kv=kv, up=up, scale=scale, deterministic=deterministic)
+    *others, last = plan.parts
+    first = sum(rows.num_tokens for rows in others)  # rows of one token
+    if deterministic or not can_expand(q, kv, last, len(q) - first, up):
+        return absorbed(q, plan.parts).flatten(1)
+    out = q.new_empty((len(q), q.shape[1], up.weight.shape[1] - up.nope_dim))
+    if others:
+        out[:first] = absorbed(q[:first], others)
+    attend_expanded(q, kv, last, up, first, scale=scale, out=out)
+    return out.flatten(1)
+
+
+def _absorbed(
+    q: torch.Tensor, parts: list[PagedRows], kv: torch.Tensor, up: LatentUp, scale: float, deterministic: bool
+) -> torch.Tensor:
+    """[num_tokens, num_heads, value_dim], as three or four kernels."""
+    product = partial(head_product_triton, deterministic=deterministic)
+    over_latents = product(q[..., : up.nope_dim], up.keys_weight)
+    mixed = torch.empty_like(over_latents)
+    for rows in parts:
+        attend_rows(over_latents, q[..., up.nope_dim :], kv, rows, scale=scale, deterministic=deterministic, out=mixed)
+    return product(mixed, up.values_weight.transpose(1, 2))

@@ -1,0 +1,94 @@
+"""The store of a step's latents as one kernel: their norm, the rotation of their keys and of q, and the write."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
+
+_TILE = 1024  # pairs of a program that rotates heads of q
+
+
+@jit(do_not_specialize_on_alignment=ROW_ARRAYS)
+def _latent_store_kernel(
+    q_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM], tokens q_stride apart; the last ROPE numbers of a head are rotated
+    latents_ptr,  # [num_tokens, RANK + ROPE], tokens latents_stride apart
+    table_ptr,  # [2, num_positions, ROPE], rows contiguous, cos and sin sin_offset apart
+    positions_ptr,  # [num_tokens] int32 or int64
+    norm_ptr,  # [RANK]
+    kv_ptr,  # [cache_positions, RANK + ROPE] contiguous
+    kv_index_ptr,  # [num_tokens] int32 or int64
+    q_stride,
+    latents_stride,
+    sin_offset,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,  # heads of a program
+    BLOCK_RANK: tl.constexpr,  # power of two, at least RANK
+    BLOCK_HALF: tl.constexpr,  # power of two, at least ROPE / 2
+    PDL: tl.constexpr,
+):
+    HALF: tl.constexpr = ROPE // 2
+    STEP: tl.constexpr = 2 if INTERLEAVED else 1  # between pairs
+    OTHER: tl.constexpr = 1 if INTERLEAVED else HALF  # between the numbers of a pair
+    token = tl.program_id(0).to(tl.int64)
+    pairs = tl.arange(0, BLOCK_HALF)
+    is_pair = pairs < HALF
+    # Before the wait: q and latents come from the kernels right before this one, positions and kv_index do not.
+    row = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * ROPE + HALF + pairs  # here sin is not negated
+    cos = tl.load(row, mask=is_pair, other=0.0).to(tl.float32)
+    sin = tl.load(row + sin_offset, mask=is_pair, other=0.0).to(tl.float32)
+    place = kv_ptr + tl.load(kv_index_ptr + token).to(tl.int64) * (RANK + ROPE)
+    cols = tl.arange(0, BLOCK_RANK)
+    weight = tl.load(norm_ptr + cols, mask=cols < RANK, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if tl.program_id(1) == 0:
+        latent = latents_ptr + token * latents_stride
+        x = tl.load(latent + cols, mask=cols < RANK, other=0.0).to(tl.float32)
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / RANK + eps)
+        tl.store(place + cols, (x * scale * weight).to(kv_ptr.dtype.element_ty), mask=cols < RANK)
+        key = latent + RANK + pairs * STEP
+        first = tl.load(key, mask=is_pair, other=0.0).to(tl.float32)
+        second = tl.load(key + OTHER, mask=is_pair, other=0.0).to(tl.float32)
+        stored = place + RANK + pairs * STEP
+        tl.store(stored, (first * cos - second * sin).to(kv_ptr.dtype.element_ty), mask=is_pair)
+        tl.store(stored + OTHER, (second * cos + first * sin).to(kv_ptr.dtype.element_ty), mask=is_pair)
+    else:
+        heads = (tl.program_id(1) - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+        inside = (heads < NUM_HEADS) & is_pair[None, :]
+        at = q_ptr + token * q_stride + heads * HEAD_DIM + (HEAD_DIM - ROPE) + pairs[None, :] * STEP
+        q_first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        q_second = tl.load(at + OTHER, mask=inside, other=0.0).to(tl.float32)
+        tl.store(at, (q_first * cos[None, :] - q_second * sin[None, :]).to(q_ptr.dtype.element_ty), mask=inside)
+        tl.store(at + OTHER, (q_second * cos[None, :] + q_first * sin[None, :]).to(q_ptr.dtype.element_ty), mask=inside)
+
+
+def latent_store_triton(
+    q: torch.Tensor,  # heads contiguous, any stride between tokens
+    latents: torch.Tensor,  # any stride between tokens
+    rope: tuple[torch.Tensor, torch.Tensor],  # of `rope_rows_triton`
+    norm: torch.Tensor,
+    eps: float,
+    kv: torch.Tensor,
+    kv_index: torch.Tensor,  # int32; like the positions, not written by the kernel right before this one
+    interleaved: bool,
+) -> None:
+    """`latent_store_torch` as one kernel. Its tiles have one shape for any number of tokens."""
+    (num_tokens, num_heads, head_dim), (table, positions), rank = q.shape, rope, len(norm)
+    if not num_tokens:
+        return
+    rope_dim, pdl = table.shape[2], use_pdl(q)
+    block_half = next_power_of_2(max(rope_dim // 2, 1))
+    block_heads = min(next_power_of_2(num_heads), max(_TILE // block_half, 1))
+    _latent_store_kernel[(num_tokens, 1 + -(-num_heads // block_heads))](
+        q, latents, table, positions, norm, kv, kv_index, q.stride(0), latents.stride(0), table.stride(0), eps,
+        NUM_HEADS=num_heads, HEAD_DIM=head_dim, RANK=rank, ROPE=rope_dim, INTERLEAVED=interleaved,
+        BLOCK_HEADS=block_heads, BLOCK_RANK=next_power_of_2(rank), BLOCK_HALF=block_half, PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip

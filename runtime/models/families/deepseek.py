@@ -1,0 +1,123 @@
+"""The DeepSeek family, V2 and V3, and GLM-4.7-Flash: attention over latents, and a mixture with shared experts
+after the first layers.
+
+Rotary positions turn pairs of neighbours. With yarn, attention scores grow by the square of a factor that follows from
+`mscale_all_dim`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from runtime.models.families import glm, llama
+from runtime.models.weight_map import WeightMap
+from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.latent_spec import LatentSpec
+from runtime.spec.types import CallboardError
+
+_ATTENTION = {
+    "q_a": "model.layers.{}.self_attn.q_a_proj",
+    "q_a_norm": "model.layers.{}.self_attn.q_a_layernorm.weight",
+    "q_b": "model.layers.{}.self_attn.q_b_proj",
+    "kv_a": "model.layers.{}.self_attn.kv_a_proj_with_mqa",
+    "kv_a_norm": "model.layers.{}.self_attn.kv_a_layernorm.weight",
+    "kv_b": "model.layers.{}.self_attn.kv_b_proj",
+    "k_b": "model.layers.{}.self_attn.k_b_proj",  # both in GGUF files
+    "v_b": "model.layers.{}.self_attn.v_b_proj",
+}
+WEIGHT_MAP = WeightMap({**llama.WEIGHT_MAP.names, **_ATTENTION, **glm.EXPERT_NAMES})
+
+
+def v2_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """The spec of a DeepSeek-V2's config.json. Raises CallboardError for a router that is not supported."""
+    method, n_group = config.get("topk_method") or "greedy", config.get("n_group") or 1
+    if config.get("norm_topk_prob") or config.get("scoring_func", "softmax") != "softmax":
+        raise CallboardError(
+            "The model's router has norm_topk_prob or a scoring_func other than softmax; for DeepSeek-V2, only weights "
+            "of a softmax that are not normalized are supported."
+        )
+    if method not in ("greedy", "group_limited_greedy"):
+        raise CallboardError(f"The model's topk_method is {method!r}; supported are greedy and group_limited_greedy.")
+    spec, has_groups = _spec(config), method != "greedy"
+    if not _has_experts(spec, config):
+        return spec
+    spec = glm.with_experts(spec, {"first_k_dense_replace": 0, "n_shared_experts": 2, **config})
+    assert spec.experts is not None
+    experts = replace(
+        spec.experts,
+        normalized=False,
+        scores="softmax",
+        choice_bias=False,
+        groups=n_group if has_groups else 1,
+        top_groups=(config.get("topk_group") or 1) if has_groups else 1,
+        group_score="max",
+    )
+    return replace(spec, experts=experts)
+
+
+def v3_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """The spec of the config.json of a DeepSeek-V3 or -R1, or of a GLM-4.7-Flash. Raises CallboardError for a router
+    that is not supported."""
+    method, scores = config.get("topk_method", "noaux_tc"), config.get("scoring_func", "sigmoid")
+    if method != "noaux_tc" or scores != "sigmoid":
+        raise CallboardError(
+            f"The model's router has the topk_method {method!r} and the scoring_func {scores!r}; supported are "
+            "noaux_tc and sigmoid."
+        )
+    spec = _spec(config)
+    if not _has_experts(spec, config):
+        return spec
+    return glm.with_experts(spec, {"first_k_dense_replace": 3, **config})
+
+
+def flash_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """The spec of a GLM-4.7-Flash's config.json."""
+    kinds = config.get("mlp_layer_types") or ["dense"]
+    dense = kinds[: config["num_hidden_layers"]].count("dense")
+    if "dense" in kinds[dense : config["num_hidden_layers"]]:
+        raise CallboardError("The model has dense layers between those of experts; only the first layers may be dense.")
+    return v3_decoder_spec({"first_k_dense_replace": dense, "rms_norm_eps": 1e-5, **config})
+
+
+def _spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """The spec without experts."""
+    if config.get("attention_bias") or config.get("mlp_bias"):
+        raise CallboardError("The model's config.json has attention_bias or mlp_bias; latent attention has no biases.")
+    latent = LatentSpec(
+        rank=config["kv_lora_rank"],
+        rope_dim=config["qk_rope_head_dim"],
+        nope_dim=config["qk_nope_head_dim"],
+        value_dim=config["v_head_dim"],
+        q_rank=config.get("q_lora_rank") or 0,
+        split_up=config.get("kv_b_is_split", False),
+    )
+    if latent.rope_dim % 2:
+        raise CallboardError(f"The model's qk_rope_head_dim is {latent.rope_dim}; it must be even.")
+    head_dim = latent.nope_dim + latent.rope_dim
+    spec = llama.decoder_spec({**config, "head_dim": head_dim, "num_key_value_heads": 1})
+    rope = spec.rope
+    if rope.partial != 1.0:
+        raise CallboardError(
+            f"The model's partial_rotary_factor is {rope.partial}; with latent attention, qk_rope_head_dim states the "
+            "numbers that rotate."
+        )
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    factor = 0.1 * (scaling.get("mscale_all_dim") or 0.0) * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+    return replace(
+        spec,
+        latent=latent,
+        rope=replace(rope, interleaved=config.get("rope_interleave", True)),
+        attn_scale=head_dim**-0.5 * (factor if rope.type != "default" else 1.0) ** 2,
+    )
+
+
+def _has_experts(spec: DecoderSpec, config: Mapping[str, Any]) -> bool:
+    """Return True if the model has experts; raises CallboardError for dense layers among theirs."""
+    if config.get("moe_layer_freq", 1) != 1:
+        raise CallboardError(
+            f"The model's moe_layer_freq is {config['moe_layer_freq']}; only 1, experts in all layers after the first "
+            "ones, is supported."
+        )
+    return bool(config.get("n_routed_experts")) and (config.get("first_k_dense_replace") or 0) < spec.num_layers

@@ -1,0 +1,56 @@
+"""Attention over latents (DeepSeek V2 and V3, GLM-4.7-Flash)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from runtime.kernels.attention.latent_torch import LatentUp
+from runtime.kernels.attention.stored_kv import KVLayer
+from runtime.kernels.linear.linear_torch import Linear
+from runtime.kernels.table import LatentKernels
+from runtime.models.mixers.mixer import ForwardStep, LayerCache
+
+
+@dataclass(frozen=True, slots=True)
+class LatentMixer:
+    """The weights of a layer."""
+
+    kernels: LatentKernels
+    eps: float  # of the norm before the layer
+    into: Linear  # to q, or to its latent | with `into_kv` None: the latent of keys and values, and the rotary key
+    into_kv: Linear | None
+    q_up: Linear | None  # from the latent of q; None if `into` makes q
+    out: Linear
+    up: LatentUp
+    q_norm: torch.Tensor | None  # [q_rank], with q_up
+    kv_norm: torch.Tensor  # [rank]
+    latent_eps: float  # of both norms
+    stored: int  # numbers of a token in the cache
+    head_dim: int  # of q
+    scale: float
+    interleaved: bool  # the pairs of rotary positions (RopeSpec)
+
+    def mix(self, h: torch.Tensor, norm: torch.Tensor | None, step: ForwardStep, cache: LayerCache) -> torch.Tensor:
+        assert isinstance(cache, KVLayer)
+        kv, _, group = cache
+        kv_index, rows = step.batch.groups[group]
+        q = self.into.normed(h, norm, self.eps)
+        if self.into_kv is None:
+            q, latents = q[:, : -self.stored], q[:, -self.stored :]
+        else:
+            latents = self.into_kv.normed(h, norm, self.eps)
+        if self.q_up is not None:
+            q = self.q_up.normed(q, self.q_norm, self.latent_eps)
+        heads = q.unflatten(1, (-1, self.head_dim))
+        self.kernels.store(heads, latents, step.ropes[0], self.kv_norm, self.latent_eps, kv, kv_index, self.interleaved)
+        return self.kernels.attention(heads, kv, rows, self.up, scale=self.scale)
+
+    def with_linears(self, change: Callable[[Linear, str], Linear]) -> LatentMixer:
+        into_kv = None if self.into_kv is None else change(self.into_kv, "latent_kv")
+        q_up = None if self.q_up is None else change(self.q_up, "latent_q")
+        return replace(
+            self, into=change(self.into, "latent_in"), into_kv=into_kv, q_up=q_up, out=change(self.out, "out")
+        )

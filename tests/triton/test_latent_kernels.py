@@ -1,0 +1,142 @@
+"""Kernels of latent attention against their torch twins. (bf16 and graphs: tests/gpu/test_gpu_latent.py.)"""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from runtime.kernels.attention import latent_expanded
+from runtime.kernels.attention.latent_attention import attend_rows, latent_attention_triton
+from runtime.kernels.attention.latent_heads import head_product_torch, head_product_triton
+from runtime.kernels.attention.latent_store import latent_store_triton
+from runtime.kernels.attention.latent_torch import LatentUp, latent_store_torch
+from runtime.kernels.attention.paged_attention import PagedBatch
+from runtime.kernels.attention.rope import rope_rows_torch, rope_rows_triton, rope_table
+from runtime.spec.decoder_spec import RopeSpec
+from tests.support.kernels.attention_cases import rows_of
+from tests.support.kernels.latent_cases import LatentSizes, check_latents, latent_case
+
+SIZES = [LatentSizes(1, 32, 16), LatentSizes(3, 20, 6), LatentSizes(20, 48, 8), LatentSizes(70, 16, 4)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_rows_of_one_token(sizes, dtype):
+    check_latents(latent_case([(0, 1), (62, 1), (133, 1)], sizes, dtype=dtype, padding_rows=1), sizes)
+    check_latents(latent_case([(100, 1)], sizes, dtype=dtype), sizes)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_rows_of_many_tokens(sizes):
+    check_latents(latent_case([(0, 71), (65, 33), (129, 1), (0, 0)], sizes), sizes)
+    check_latents(latent_case([(70, 3), (0, 3), (63, 1)], sizes, block_size=3), sizes)
+
+
+def test_positions_in_several_segments():
+    sizes = LatentSizes(3, 16, 4)
+    check_latents(latent_case([(1300, 1), (20, 1)], sizes, block_size=64), sizes)
+    over_latents, q, kv, rows = latent_case([(600, 2)], sizes)
+    rows.max_len = 1 << 17
+    check_latents((over_latents, q, kv, rows), sizes)
+
+
+def test_rows_behind_other_tokens_keep_the_others():
+    sizes = LatentSizes(3, 16, 4)
+    over_latents, q, kv, rows = latent_case([(0, 1), (40, 1), (20, 9)], sizes)
+    want = attend_rows(over_latents, q[..., 12:], kv, rows, scale=0.1)
+    over_latents, q = (torch.cat((torch.full((5, *x.shape[1:]), torch.nan), x)) for x in (over_latents, q))
+    rows.q_starts, rows.num_tokens = rows.q_starts + 5, rows.num_tokens + 5
+    for deterministic in (False, True):
+        out = torch.full_like(over_latents, 7.0)
+        attend_rows(over_latents, q[..., 12:], kv, rows, scale=0.1, deterministic=deterministic, out=out)
+        assert (out[:5] == 7.0).all()
+        torch.testing.assert_close(out[5:], want, rtol=0, atol=1e-5)
+
+
+def test_deterministic_bits_depend_only_on_the_token():
+    total, sizes = 560, LatentSizes(3, 16, 4)  # more than one segment of 512
+    over_latents, q, kv, rows = latent_case([(0, total)], sizes)
+    # The interpreter's products come from a BLAS, where a row's index in its tile may show. Here they are exact: scores
+    # are integers, and in each tile at most one position has a latent.
+    over_latents, q, kv = over_latents.round(), q.round(), kv.nan_to_num(7.0)
+    positions = torch.arange(total)
+    blocks = rows.tables[rows.slots[0], positions // 16].long()
+    values = torch.zeros(total, sizes.rank + sizes.rope_dim)
+    values[::32] = torch.randint(-3, 4, values[::32].shape).float()
+    kv[0, 0, blocks, positions % 16] = values
+
+    def attend(spans: list[tuple[int, int]]) -> torch.Tensor:
+        tokens, part = rows_of(rows, spans)
+        rope = q[tokens][..., 12:]
+        out = torch.empty(total, 3, sizes.rank)
+        got = attend_rows(over_latents[tokens], rope, kv, part, scale=0.5, deterministic=True)
+        out[tokens] = got
+        return out
+
+    want = attend([(0, total)])
+    for spans in ([(0, 7), (7, 513), (520, 40)], [(i, 1) for i in range(total)], [(i, 2) for i in range(0, total, 2)]):
+        assert torch.equal(attend(spans), want)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_store_norms_and_rotates(sizes, interleaved):
+    torch.manual_seed(0)
+    n, stored = 5, sizes.rank + sizes.rope_dim
+    table = rope_table(RopeSpec(), sizes.rope_dim, 64, torch.float32)
+    positions, places = torch.tensor([0, 3, 60, 7, 9]), torch.tensor([17, 3, 40, 41, 2])
+    q = torch.randn(n, sizes.num_heads * (sizes.nope_dim + sizes.rope_dim) + 8)[:, :-8]
+    latents, norm = torch.randn(n, stored + 3)[:, 3:], torch.rand(sizes.rank)
+    results = []
+    for store, rope in (
+        (latent_store_torch, rope_rows_torch(table, positions)),
+        (latent_store_triton, rope_rows_triton(table, positions.int())),
+    ):
+        kv, own = torch.zeros(1, 1, 4, 16, stored), q.clone().view(n, sizes.num_heads, -1)
+        store(own, latents, rope, norm, 1e-6, kv, places.int(), interleaved)
+        results.append((own, kv))
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 17, 70, 130])
+def test_products_of_heads(num_tokens):
+    torch.manual_seed(0)
+    x, weight = torch.randn(num_tokens, 3, 50)[..., :36], torch.randn(3, 20, 36).transpose(1, 2)
+    for deterministic in (False, True):
+        torch.testing.assert_close(head_product_triton(x, weight, deterministic), head_product_torch(x, weight))
+        half = head_product_triton(x.half(), weight.half(), deterministic).float()
+        torch.testing.assert_close(half, head_product_torch(x, weight), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("value_dim", [9, 18])
+@pytest.mark.parametrize("spans", [[(0, 70)], [(40, 1), (7, 1), (33, 65), (0, 40)]])
+def test_both_forms_of_prompts_are_equal(spans, value_dim, monkeypatch):
+    """Two heads are expanded at a time. The table's entries behind the rows name no block."""
+    sizes = LatentSizes(5, 32, 6)
+    _, q, kv, rows = latent_case(spans, sizes)
+    q[..., :12] = torch.randn_like(q[..., :12])
+    up = LatentUp(torch.randn(5, 12 + value_dim, 32) / 6, 12)
+    num_short = sum(count == 1 for _, count in spans)
+    parts = [rows]
+    if num_short:
+        parts = [
+            replace(rows, slots=rows.slots[own], starts=rows.starts[own], q_starts=edges, num_rows=size,
+                    num_tokens=tokens, max_count=most)
+            for own, edges, size, tokens, most in (
+                (slice(0, num_short), rows.q_starts[: num_short + 1], num_short, num_short, 1),
+                (slice(num_short, None), rows.q_starts[num_short:], len(spans) - num_short, len(q), 65),
+            )
+        ]  # fmt: skip
+    plan = PagedBatch(len(q), parts)
+    want = latent_attention_triton(q, kv, plan, up, scale=0.2)
+    monkeypatch.setattr(latent_expanded, "_LEAST_TOKENS", 40)
+    monkeypatch.setattr(
+        latent_expanded, "MOST_EXPANDED", max(2 * 18, 38) * parts[-1].num_rows * -(-rows.max_len // 16) * 16
+    )
+    used = mock.Mock(wraps=latent_expanded.prefill_attention)
+    monkeypatch.setattr(latent_expanded, "prefill_attention", used)
+    got = latent_attention_triton(q, kv, plan, up, scale=0.2)
+    assert used.call_count == 3
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
