@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.loading import gguf_configs as configs
+from runtime.loading import gguf_gemma
 from runtime.loading.gguf import GgufFile, GgufTensor
 from runtime.models import FAMILIES
 from runtime.models.weight_map import WeightMap
@@ -242,9 +243,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen35": Architecture("Qwen3_5ForCausalLM", "qwen3_5_text", configs.qwen35_config),
     "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", configs.qwen35moe_config),
     "qwen3next": Architecture("Qwen3NextForCausalLM", "qwen3_next", configs.qwen3next_config),
-    "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", configs.gemma2_config),
-    "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", configs.gemma3_config),
-    "gemma4": Architecture("Gemma4ForCausalLM", "gemma4_text", configs.gemma4_config),
+    "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", gguf_gemma.gemma2_config),
+    "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", gguf_gemma.gemma3_config),
+    "gemma4": Architecture("Gemma4ForCausalLM", "gemma4_text", gguf_gemma.gemma4_config),
     "phi3": Architecture("Phi3ForCausalLM", "phi3", configs.phi3_config),
     "gpt2": Architecture("GPT2LMHeadModel", "gpt2", configs.gpt2_config),
     "glm4": Architecture("Glm4ForCausalLM", "glm4", configs.llama_config),
