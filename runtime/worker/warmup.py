@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _MANY_ROWS = 64  # of a decode step long enough to show whether masks are hidden behind it
 _LONG = 1100  # tokens; prompts of 1,024 tokens and more attend by another kernel
-_PROMPT_LENS = (1, 8, 32, _LONG)
+_PROMPT_LENS = (1, 8, 32, 300, _LONG)  # mixtures have other tiles for each of them
 _CPU_PROMPT_LENS = (1, 32)
 # A grammar that cannot be served. Its output fails after its masks have passed through all kernels of masks.
 _FAILING = Grammar("", "", "")

@@ -22,7 +22,7 @@ SHARED_BYTES = 232_448  # of one block on sm_90
 # values are quantized whole while a model is loaded.
 STACK_BUDGET = {
     "_decode_attention_kernel": 128, "_prefill_attention_kernel": 120, "_tile_kernel": 136,
-    "_wna16_skinny_gemm_kernel": 8, "_moe_wna16_many_kernel": 64, "_quantize_fp8_weight_kernel": 120,
+    "_wna16_skinny_gemm_kernel": 8, "_moe_wna16_kernel": 64, "_quantize_fp8_weight_kernel": 120,
     "_prepare_chunks_kernel": 240, "_latent_attention_kernel": 136,
 }  # fmt: skip
 # Kernels in which `max.f32` may drop a NaN because another operation keeps it: the weights of attention, the check of
@@ -58,6 +58,10 @@ def test_nothing_spills_beyond_its_budget(compiled):
     assert not [k for k in compiled if k["stack"] > STACK_BUDGET.get(k["kernel"], 0)]
 
 
+def test_experts_upcast_whole_words(compiled):
+    assert not [k for k in compiled if k.get("splits_words")]
+
+
 def test_maxima_and_bounds_keep_nan(compiled):
     assert {k["kernel"] for k in compiled if k["drops_nan"]} <= DROPS_NAN
 
@@ -75,10 +79,9 @@ def test_maxima_and_bounds_keep_nan(compiled):
         ("_tile_kernel", ["mma", "wgmma"]),  # wgmma where a program has 64 rows of the weight
         ("_wna16_skinny_gemm_kernel", ["mma"]),
         ("_wna16_gemm_kernel", ["wgmma"]),
-        ("_moe_wna16_few_kernel", ["mma"]),
+        ("_moe_wna16_kernel", ["mma", "wgmma"]),  # wgmma where experts have many rows
         ("_shrink_tile_kernel", ["mma"]),
         ("_expand_tile_kernel", ["mma"]),
-        ("_moe_wna16_many_kernel", ["wgmma"]),
         ("_prepare_chunks_kernel", ["wgmma"]),
         ("_carry_state_kernel", ["wgmma"]),
     ],

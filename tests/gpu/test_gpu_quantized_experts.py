@@ -5,8 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from runtime.kernels.experts.moe_routing import Tile
 from runtime.kernels.experts.moe_torch import Experts, Router
 from runtime.kernels.experts.moe_wna16 import QuantizedExperts, moe_wna16_tile
+from runtime.kernels.experts.moe_wna16_product import moe_wna16_product
+from runtime.kernels.experts.moe_wna16_words import STEP, rounded_scales
 from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
@@ -67,11 +70,14 @@ def test_every_expert_value_is_dequantized_exactly(form):
     torch.manual_seed(0)
     spec, size_out, size_in = ExpertsSpec(2, 1, True), 256, 128
     with torch.device("cuda"):
-        weight = some_weight(form, size_out, size_in)
+        weight = rounded_scales(some_weight(form, size_out, size_in))
         router = Router(FusedLinear(torch.zeros(2, size_in).bfloat16(), None, "silu", deterministic=True))
         mixture = QuantizedExperts(spec, router, [(weight, weight)] * 2, "silu", deterministic=True)
         x, out = torch.eye(size_in).bfloat16(), torch.empty(size_in, size_out)
         starts, order = torch.tensor([0, size_in, size_in]).int(), torch.arange(size_in).int()
-    tile = moe_wna16_tile(size_in, 2, deterministic=True)
-    mixture._quantized_product(x, mixture.weights[1], out, starts, order, out, out, False, tile, None)
-    assert torch.equal(out, dequantize_torch(weight).bfloat16().float().t())
+    want = dequantize_torch(weight).bfloat16().float().t()
+    for tile in (Tile(8, 64, STEP, 2, 4), moe_wna16_tile(size_in, 2, True), moe_wna16_tile(size_in, 2, False)):
+        moe_wna16_product(
+            x, mixture.weights[1], None, out.zero_(), starts, order, out, out, 1, False, tile, None
+        )  # fmt: skip
+        assert torch.equal(out, want), tile

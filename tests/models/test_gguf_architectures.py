@@ -21,7 +21,7 @@ from runtime.spec.mixer_spec import DeltaRuleSpec
 from runtime.spec.sharding import Part
 from runtime.spec.types import CallboardError
 from runtime.worker.sources import CheckpointSource
-from tests.support.models.gguf_export import export
+from tests.support.models.gguf_export import export, with_stacked_experts
 from tests.support.models.runner_driver import Driver
 
 SMALL = {
@@ -37,13 +37,9 @@ SMALL = {
 }
 EXPERTS = {"num_experts_per_tok": 2, "router_jitter_noise": 0.0}
 LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}
+}  # fmt: skip
 GEMMA = SMALL | {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "tie_word_embeddings": True}
 GEMMA4 = SMALL | {
     "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8,
@@ -54,7 +50,6 @@ GEMMA4_METADATA = {
     "gemma4.attention.key_length": 32, "gemma4.attention.key_length_swa": 16, "gemma4.rope.dimension_count": 32,
     "gemma4.rope.freq_base": 1e6, "gemma4.rope.freq_base_swa": 1e4,
 }  # fmt: skip
-PARTS = ("gate", "up", "down")
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 LONGROPE = {
     "rope_type": "longrope",
@@ -243,16 +238,6 @@ def _export(name: str, folder: Path, **options: Any) -> tuple[PreTrainedModel, P
     return model, export(model, arch, folder / "model.gguf", tables=tables, **options, **metadata)
 
 
-def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All experts' gate and up as one tensor, and their down."""
-    stacked = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    for prefix in sorted({name.partition(".experts.")[0] for name in tensors if ".experts." in name}):
-        own = {part: [tensors[f"{prefix}.experts.{e}.{part}_proj.weight"] for e in range(4)] for part in PARTS}
-        gate, up, down = (torch.stack(own[part]) for part in PARTS)
-        stacked |= {f"{prefix}.experts.gate_up_proj": torch.cat((gate, up), 1), f"{prefix}.experts.down_proj": down}
-    return stacked
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_survives_the_export(tmp_path: Path, name: str):
     model, path = _export(name, tmp_path)
@@ -278,7 +263,7 @@ def test_a_model_survives_the_export(tmp_path: Path, name: str):
                 found = source.tensor(tensor_name, torch.float32, part=part)
                 assert torch.equal(found, tensor.narrow(dim, part.start, part.stop - part.start)), (tensor_name, dim)
     if name == "gemma4moe":  # transformers reads experts of this family as one tensor
-        save_file(_stacked(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(with_stacked_experts(tensors), folder / "model.safetensors", metadata={"format": "pt"})
     back, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]

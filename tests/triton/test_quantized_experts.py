@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from runtime.kernels.experts.moe_torch import ExpertBiases, Experts, Router
 from runtime.kernels.experts.moe_wna16 import QuantizedExperts
+from runtime.kernels.experts.moe_wna16_words import rounded_scales
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch, rms_norm_triton
@@ -15,7 +16,8 @@ from runtime.spec.decoder_spec import ExpertsSpec
 from tests.support.kernels.quantized_weights import some_weight
 
 SPEC = ExpertsSpec(3, 1, True, shared=1, shared_gate=True)
-ROWS = {"single": 2, "few": 17, "many": 35}  # 4, 34 and 70 choices of four experts
+BY_SIZE = ExpertsSpec(6, 1, True)
+ROWS = {"single": 1, "few": 17, "many": 110}  # 2, 34 and 220 choices of four experts
 
 
 @pytest.mark.parametrize(
@@ -42,6 +44,7 @@ def test_mixtures(form, hidden, ffn, rows):
     pairs = [(some_weight(form, 2 * ffn, hidden), some_weight(form, hidden, ffn)) for _ in range(SPEC.all_experts)]
     for weight in (weight for pair in pairs for weight in pair):
         weight.scales.add_(0.01 * (weight.scales.numel() < 128))  # one common block would be zero
+    pairs = [tuple(map(rounded_scales, pair)) for pair in pairs]
     router, norm = torch.randn(SPEC.all_experts, hidden), torch.rand(hidden)
     rows, has_biases, _ = rows.partition(", biases")
     activation, biases = "silu", ExpertBiases()
@@ -67,3 +70,36 @@ def test_mixtures(form, hidden, ffn, rows):
     if deterministic:
         mixture.add_to(alone, norm, 1e-5)
         assert torch.equal(alone[0], got[0])
+
+
+@pytest.mark.parametrize(
+    ("form", "hidden", "ffn"),
+    [
+        (("e2m1", 32, 1), 320, 192),  # half a step
+        (("e2m1", 16, 1), 192, 64),
+        (("int4", 32, 1), 128, 192),
+        (("int4", 64, 1), 256, 128),
+        (("int4", 128, 1), 128, 128),
+        (("uint4 minimums", 64, 1), 128, 128),
+        (("int8", 0, 1), 80, 48),
+        (("fp8", 0, 1), 144, 40),
+    ],
+    ids=str,
+)
+def test_experts_with_no_and_with_many_choices(form, hidden, ffn):
+    """Experts have 0, 1, 15, 16, 17 and 100 choices."""
+    torch.manual_seed(0)
+    pairs = [(some_weight(form, 2 * ffn, hidden), some_weight(form, hidden, ffn)) for _ in range(6)]
+    pairs = [tuple(map(rounded_scales, pair)) for pair in pairs]
+    chosen = torch.tensor([0, 1, 15, 16, 17, 100])
+    experts = torch.repeat_interleave(torch.arange(6), chosen)[torch.randperm(149)]
+    x, norm = torch.randn(149, hidden) * 1e-3, torch.ones(hidden)
+    by_row = Linear(lambda x: F.one_hot(experts, 6) * 9.0, rms_norm_torch, torch.abs)
+    twin = Experts(
+        BY_SIZE, Router(by_row), [tuple(dequantize_torch(w) for w in pair) for pair in pairs],
+        lambda w: lambda x: F.linear(x, w), lambda y: gated_activation_torch(y, "silu"),
+    )  # fmt: skip
+    want, got = x.clone(), x.clone()
+    twin.add_to(want, norm, 1e-5)
+    QuantizedExperts(BY_SIZE, Router(by_row), pairs, "silu", False).add_to(got, norm, 1e-5)
+    assert (got - want).norm() < 3e-5 * (want - x).norm()

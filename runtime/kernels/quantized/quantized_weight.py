@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels.quantized.upcast import upcast_instructions
+from runtime.kernels.quantized.word_order import word_instructions
 from runtime.kernels.triton_language import INTERPRETED
 
 MAX_GROUP = 128  # largest group size of kernels; scales of larger groups are repeated
@@ -48,6 +49,7 @@ class QuantizedWeight:
     group_size: int = 0  # columns that share a scale: 16, 32, 64 or 128; 0 for all
     scale_rows: int = 1  # rows that share a scale
     table: tuple[float, ...] = ()
+    word_order: bool = False  # bits of values are in the order of `in_word_order`
 
     @property
     def plane(self) -> int:
@@ -66,6 +68,8 @@ class QuantizedWeight:
     def layout(self) -> WeightLayout:
         table = _bfloat16_table(self.table) if INTERPRETED else ()
         asm = None if INTERPRETED else upcast_instructions(self.encoding, self.table)
+        if self.word_order:
+            asm = word_instructions(self.encoding)
         return WeightLayout(
             self.encoding, table, asm, self.plane, self.group_size, self.scale_rows, self.scales.shape[-1],
             self.zero_points is not None,

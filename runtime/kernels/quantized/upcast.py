@@ -115,6 +115,7 @@ def upcast_instructions(encoding: str, table: tuple[float, ...]) -> str:
 
 _ONE_OUTPUT = constexpr("=r,=r,r")
 _TWO_OUTPUTS = constexpr("=r,=r,=r,=r,r")
+_SMALLEST_NORMAL = constexpr(2.0**-126)
 _OFFSETS = constexpr(("mov.b32 $0, 0xC308C308;", "mov.b32 $0, 0xC300C300;"))  # -136 and -128, twice each
 _OFFSET_OUTPUT = constexpr("=r,r")
 
@@ -139,6 +140,22 @@ def upcast_nibbles(packed, LAYOUT: tl.constexpr, DTYPE: tl.constexpr):
     else:
         low = _interpret_nibbles(packed & 15, LAYOUT).to(DTYPE)
         high = _interpret_nibbles(packed >> 4, LAYOUT).to(DTYPE)
+    return low, high
+
+
+@jit
+def upcast_raw_nibbles(packed, LAYOUT: tl.constexpr, RAW: tl.constexpr):
+    """The low and the high nibbles as `raw_instructions` return them, or as numbers of a table."""
+    if RAW is not None:
+        low, high = tl.inline_asm_elementwise(
+            RAW, _TWO_OUTPUTS, [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        low, high = upcast_nibbles(packed, LAYOUT, tl.float32)
+        if LAYOUT.encoding == "int4" or LAYOUT.encoding == "uint4":
+            low, high = (low - 128) / 128 * _SMALLEST_NORMAL, (high - 128) / 128 * _SMALLEST_NORMAL
+        elif LAYOUT.encoding == "e2m1":
+            low, high = low * _SMALLEST_NORMAL, high * _SMALLEST_NORMAL
     return low, high
 
 

@@ -1,5 +1,5 @@
-"""One step of a product with quantized weights and 16-bit activations: the kernels for few rows, many rows and experts
-share these device functions.
+"""One step of a product with quantized weights and 16-bit activations: the kernels for few and for many rows share
+these device functions.
 
 A step loads quantized values, columns of x, scales and zero points, upcasts the values in registers and multiplies them
 on the matrix units. Weight rows are the rows of the matrix instruction. With groups, the sum of a group starts at zero

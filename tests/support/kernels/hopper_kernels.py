@@ -135,6 +135,19 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {"registers": int(words["REG"]), "stack": int(words["STACK"])}
 
 
+def splits_words(ttgir: str) -> bool:
+    """True if instructions over words receive bytes that are not four neighbours of a row."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.M))
+    found = re.findall(
+        r"elementwise_inline_asm .*} %\S+ : tensor<[\dx]+x(?:i8|f8\w+), (#\w+(?:\.dot_op<.*?>)?)>", ttgir
+    )
+    for layout in found:
+        per_thread = re.search(r"kWidth = (\d+)|sizePerThread = \[.*?(\d+)\]", layouts.get(layout, layout))
+        if per_thread is None or max(int(n) for n in per_thread.groups() if n) % 4:
+            return True
+    return not found
+
+
 def weight_of(name: str, size_out: int, size_in: int) -> QuantizedWeight:
     """A weight without data in a form of FORMS."""
     form = FORMS[name]
@@ -195,8 +208,9 @@ def mixtures() -> Iterator[tuple[str, Callable[[], Any]]]:
     spec, hidden, ffn = ExpertsSpec(16, 8, True, shared=1, shared_gate=True), 2048, 768
     router = Router(FusedLinear(inputs(24, hidden), None, "silu", deterministic=False))
     for form, deterministic, numbers in (
-        ("fp8", False, (1, 16, 256)), ("fp8-block", False, (1, 16, 256)), ("int4-minimums", False, (1, 16, 256)),
-        ("mxfp4", False, (1,)), ("nvfp4", False, (16,)), ("nf4", False, (256,)), ("int4", True, (1,)),
+        ("fp8", False, (1, 16, 256)), ("fp8-block", False, (1, 16, 256)), ("int4-minimums", False, (1, 4, 16, 60, 256)),
+        ("mxfp4", False, (1, 4, 60, 256)), ("nvfp4", False, (1, 16, 256)), ("nf4", False, (256,)),
+        ("int8", False, (1, 60, 256)), ("int8-g128", False, (4, 256)), ("int4", True, (1, 4, 16, 60)),
     ):  # fmt: skip
         pair = weight_of(form, 2 * ffn, hidden), weight_of(form, hidden, ffn)
         kind = Fp8Experts if has_fp8_moe(pair) else QuantizedExperts
@@ -315,6 +329,8 @@ def main() -> None:
         drops_nan = [more for more in re.findall(r"\b(?:max|min)((?:\.\w+)*)\.f32\b", ptx) if ".NaN" not in more]
         counts = {"wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync"), "drops_nan": len(drops_nan)}
         shared = {"shared": kernel.metadata.shared, "num_warps": kernel.metadata.num_warps}
+        if kernel.name == "_moe_wna16_kernel":
+            counts["splits_words"] = splits_words(kernel.asm["ttgir"])
         line = {"kernel": kernel.name, "case": case} | shared | resources(kernel.asm["cubin"]) | counts
         print(json.dumps(line), flush=True)
 

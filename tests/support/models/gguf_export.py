@@ -87,6 +87,17 @@ def _stacked(state: dict[str, torch.Tensor], arch: str) -> Iterable[tuple[str, t
             yield _granite(name + ".weight" * name.endswith("experts.down_proj")), weight
 
 
+def with_stacked_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gate and up of all four experts as one tensor, and their down, as transformers has them."""
+    parts = ("gate", "up", "down")
+    stacked = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for prefix in sorted({name.partition(".experts.")[0] for name in tensors if ".experts." in name}):
+        own = {part: [tensors[f"{prefix}.experts.{e}.{part}_proj.weight"] for e in range(4)] for part in parts}
+        gate, up, down = (torch.stack(own[part]) for part in parts)
+        stacked |= {f"{prefix}.experts.gate_up_proj": torch.cat((gate, up), 1), f"{prefix}.experts.down_proj": down}
+    return stacked
+
+
 def _granite(name: str) -> str:
     """A name in the gguf package's table, which lacks transformers 5's names for Granite's experts."""
     return re.sub(r"(block_sparse_moe\.experts\.\w+)_proj", r"\1", name).replace(

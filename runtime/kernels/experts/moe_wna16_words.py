@@ -1,0 +1,77 @@
+"""Quantized weights of experts as `moe_wna16_product` reads them: the bits of values, and scales in words.
+
+A step of the product has 64 bytes of a row of 4-bit values, or 128 bytes of 8-bit values. A word is two bfloat16: the
+scales of the low and of the high plane, or the scale of 8-bit values twice. Word i of a step is for bytes from
+i * bytes / words on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from runtime.kernels.quantized.quantized_weight import MAX_GROUP, QuantizedWeight
+from runtime.kernels.quantized.word_order import has_word_order, in_word_order
+from runtime.kernels.triton_language import INTERPRETED
+
+STEP = 128  # columns
+_PLANES = {16: ([0, 1, 4, 5], [2, 3, 6, 7]), 32: ([0, 2], [1, 3]), 64: ([0], [1]), 128: ([0], [0])}  # groups of words
+_SHIFT = 16  # of the exponent of scaled numbers, so that scales up to 2 ** 17 stay within bfloat16
+
+
+def in_tile_order(weight: QuantizedWeight) -> QuantizedWeight:
+    """The weight of one expert, with values in the order that the kernel upcasts fastest, and with groups if packed."""
+    if weight.plane and not weight.group_size:
+        groups = -(-weight.shape[1] // MAX_GROUP)
+        weight = replace(weight, scales=weight.scales.expand(groups, -1), group_size=MAX_GROUP)
+    if INTERPRETED or not has_word_order(weight.encoding):
+        return weight
+    return replace(weight, values=in_word_order(weight.values, weight.encoding), word_order=True)
+
+
+def with_word_scales(weight: QuantizedWeight) -> QuantizedWeight:
+    """Stacked weights (a leading dimension of experts) whose scales and zero points are words, int32.
+
+    Zero points are negative. Weights with a scale for a whole row stay as they are."""
+    if not weight.group_size:
+        return weight
+    factor = 2.0 ** (126 - _SHIFT) if has_word_order(weight.encoding) else 1.0
+    zero_points = None
+    if weight.zero_points is not None:
+        zero_points = _words(-weight.zero_points / sum_factor(weight.encoding), weight)
+    return replace(weight, scales=_words(weight.scales * factor, weight), zero_points=zero_points, scale_rows=1)
+
+
+def sum_factor(encoding: str) -> float:
+    """The factor of sums: raw numbers are smaller by 2 ** 126 or 2 ** 133, and their scales are larger by 2 ** 110."""
+    match encoding:
+        case "e2m1":
+            return 2.0**_SHIFT
+        case "int4" | "uint4":
+            return 2.0 ** (_SHIFT + 7)
+        case _:
+            return 1.0
+
+
+def _words(scales: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    """float32 [num_experts, groups, rows of scales] -> int32 [num_experts, words, rows]."""
+    num_steps, per_step = -(-weight.shape[1] // STEP), STEP // weight.group_size
+    if weight.scale_rows > 1:
+        rows = -(-weight.shape[0] // 4) * 4
+        scales = scales.repeat_interleave(weight.scale_rows, 2)[:, :, :rows]
+    padded = F.pad(scales, (0, 0, 0, num_steps * per_step - scales.shape[1])).bfloat16().view(torch.int16)
+    steps = padded.unflatten(1, (num_steps, per_step))
+    every = list(range(per_step))
+    low, high = _PLANES[weight.group_size] if weight.plane else (every, every)
+    pairs = torch.stack((steps[:, :, low], steps[:, :, high]), -1)
+    return pairs.view(torch.int32).squeeze(-1).flatten(1, 2).contiguous()
+
+
+def rounded_scales(weight: QuantizedWeight) -> QuantizedWeight:
+    """The weight with the scales that the kernel applies, for its torch twin."""
+    if not weight.group_size and not weight.plane:
+        return weight
+    zero_points = None if weight.zero_points is None else weight.zero_points.bfloat16().float()
+    return replace(weight, scales=weight.scales.bfloat16().float(), zero_points=zero_points)
