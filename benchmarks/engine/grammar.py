@@ -21,6 +21,9 @@ from pydantic import BaseModel
 
 from benchmarks.library.measure import Results, new_parser, percentiles
 from runtime.child import Child, Overrun
+from runtime.output.channel_grammar import channel_grammar, channel_marks
+from runtime.output.fields import read_options
+from runtime.output.options import ChatOptions
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import Grammar, GrammarSpec
 from runtime.structured.compiler import GrammarCompiler
@@ -58,6 +61,8 @@ def main() -> None:
             for case in cases
         ]
         name = {"tokenizer": path.name, "vocabulary": tokenizer.vocab_size}
+        if (marks := channel_marks(tokenizer)) is not None:
+            results.add(what="turns in channels", **name, **lazy(vocabulary, *turns_in_channels(tokenizer, marks)))
         results.add(what="lazy engine", **name, **lazy(vocabulary, grammars, texts))
         if args.eager:
             results.add(what="eager engine", **name, **eager(vocabulary, grammars[: args.eager]))
@@ -75,6 +80,20 @@ async def compile_all(schemas: list[object]) -> tuple[list[Grammar], list[float]
         seconds.append(time.perf_counter() - start)
     compiler.close()
     return grammars, seconds
+
+
+def turns_in_channels(tokenizer: Tokenizer, marks: dict[str, int]) -> tuple[list[Grammar], list[list[list[int]]]]:
+    """The grammars of chats with and without tools, and the README as reasoning and as the answer."""
+    source = (CORPUS.parents[2] / "README.md").read_text()
+    text = (
+        f"<|channel|>analysis<|message|>{source}<|end|><|start|>assistant"
+        f"<|channel|>final<|message|># a < b\n<p>{source}</p><|return|>"
+    )
+    tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("search", "open_file")]
+    options = [read_options(ChatOptions, {"tools": offered}) for offered in (None, tools)]
+    asked = [channel_grammar(each, marks, "header", True, None) for each in options]
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    return [compiled(each.spec) for each in asked], [[tokens], [tokens]]
 
 
 def lazy(vocabulary: Vocabulary, grammars: list[Grammar], texts: list[list[list[int]]]) -> dict[str, object]:

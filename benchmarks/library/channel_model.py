@@ -30,7 +30,10 @@ TEMPLATE = """
 {%- set first = messages[0].content if messages[0].role in ("system", "developer") else "" -%}
 {%- set rest = messages[1:] if first else messages -%}
 {%- if first or tools -%}
-<|start|>developer<|message|>{{ first }}{% for tool in tools or [] %}{{ tool.function | tojson }}{% endfor %}<|end|>
+<|start|>developer<|message|>{{ first }}{% for tool in tools or [] %}
+{{- "// " + tool.function.description }}
+{{- tool.function | tojson }}
+{%- endfor %}<|end|>
 {%- endif -%}
 {%- set called = namespace(name="") -%}
 {%- for message in rest -%}

@@ -66,9 +66,9 @@ class ChatPrompter:
         return self._template.thinks or self._template.has_channels
 
     @property
-    def has_channels(self) -> bool:
-        """True if the model reasons in channels, where `thinking_token_budget` is not enforced."""
-        return self._template.has_channels
+    def limits_reasoning(self) -> bool:
+        """True if `thinking_token_budget` is enforced: in channels, if their marks are special tokens."""
+        return not self._template.has_channels or self._marks is not None
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
         """Return the prompt of a chat. Raises FieldError for invalid options, or if the template refuses the
@@ -133,7 +133,7 @@ class ChatPrompter:
             kept_special_ids=frozenset(special_marks.values()),
             before_special=SPECIAL if tells_special else "",
             begun=begun,
-            budget=self._budget(options, in_reasoning) if thinks and not template.has_channels else None,
+            budget=None if forced is not None else self._budget(options, in_reasoning, begun),
         )
         return ChatPrompt(text, message_format)
 
@@ -165,15 +165,21 @@ class ChatPrompter:
         problem = f"is {effort!r}, but this model's template reads neither reasoning_effort nor enable_thinking"
         raise invalid("reasoning_effort", f"{problem}; leave it out, or send what it reads as chat_template_kwargs")
 
-    def _budget(self, options: ChatOptions, in_reasoning: bool) -> ThinkingBudget | None:
+    def _budget(self, options: ChatOptions, in_reasoning: bool, begun: str) -> ThinkingBudget | None:
         """Return the budget of the output's reasoning; None if it is unlimited."""
         num_tokens = options.thinking_token_budget
-        if num_tokens is None or num_tokens < 0:
+        if num_tokens is None or num_tokens < 0 or not (self._template.thinks or self._template.has_channels):
             return None
+        if self._template.has_channels:
+            if self._marks is None:
+                return None
+            end, is_open = self._marks["<|end|>"], place_of(begun.replace(SPECIAL, "")) == "analysis"
+            ids = self._marks["<|channel|>"], self._marks["<|message|>"], end
+            return ThinkingBudget(num_tokens, (end,), None, is_open, ids)
         open_text, close, open_token = self._reasoning
         close_ids = tuple(self._tokenizer.encode(close, add_special_tokens=False))
         open_id = self._tokenizer.token_to_id(open_token)
-        return ThinkingBudget(num_tokens, close_ids, open_id, in_reasoning, (open_text, close))
+        return ThinkingBudget(num_tokens, close_ids, open_id, in_reasoning, marks=(open_text, close))
 
     def grammar(self, options: ChatOptions, form: MessageFormat | None) -> RequestedGrammar | None:
         """Return the grammar of the output after its prompt; None if it is free."""

@@ -80,6 +80,8 @@ class ThinkingBudget:
     close_ids: tuple[int, ...]  # the tokens, in order, that end reasoning
     open_id: int | None  # begins reasoning; None if its mark is text
     is_open: bool  # the prompt ends within reasoning
+    # Of a model with channels, <|channel|>, <|message|> and <|end|>; None for marks around reasoning.
+    channel_ids: tuple[int, int, int] | None = None
     marks: tuple[str, str] = ("<think>", "</think>")  # as text
 
 

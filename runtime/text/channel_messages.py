@@ -38,6 +38,15 @@ def channel_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
     return written
 
 
+def described(tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]] | None:
+    """Return tools that all have a description, which gpt-oss's template requires."""
+    if tools is None:
+        return None
+    return [
+        {**tool, "function": {"description": "", **tool["function"]}} if "function" in tool else tool for tool in tools
+    ]
+
+
 def _thinking(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields with the reasoning of a message. Beside calls, the template takes either it or content."""
     thoughts, content = message.get("reasoning_content"), message.get("content")

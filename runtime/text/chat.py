@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from runtime.child import ChildPool, Overrun
 from runtime.spec.types import CallboardError
 from runtime.text import reasoning, sandbox
-from runtime.text.channel_messages import channel_messages
+from runtime.text.channel_messages import channel_messages, described
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import FORMATS, GENERIC, CallDelta, ToolFormat
 from runtime.text.tool_calls.generic import with_tools_as_text
@@ -149,7 +149,7 @@ class ChatTemplate:
         if any(message.get("tool_calls") for message in messages) and self._probed[1]:
             messages = [_with_arguments_as_text(message) for message in messages]
         if self.has_channels:
-            messages = channel_messages(messages)
+            messages, tools = channel_messages(messages), described(tools)
         if "tool_responses" in self._tool_source and "tool" not in self.roles:
             messages = with_tool_responses(messages)
         own = {"tools": tools, "add_generation_prompt": add_generation_prompt}

@@ -106,7 +106,7 @@ _IGNORED = {
     "this server does not call tools itself": "max_tool_calls",
     "completions do not call tools": "parallel_tool_calls",
     "completions are not parsed for reasoning": "include_reasoning",
-    "completions do not use a template": "add_generation_prompt",
+    "completions do not use a template": "add_generation_prompt channel_grammar",
     "an option of a refused feature": """
         custom_params mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
         xtc_threshold dynatemp_exponent routed_experts_start_len routed_experts_prompt_start ngram_corpus_id""",

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.library.channel_model import harmony_tokenizer, read_turn, write_harmony_model
+from benchmarks.library.channel_model import Turn, harmony_tokenizer, read_turn, write_harmony_model
 from benchmarks.serving.channel_answers import KINDS, check
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
@@ -53,6 +53,32 @@ def test_answers_that_ignore_eos_parse_without_an_error(llm: LLM):
         ends = [at for at, token in enumerate(answer.token_ids) if token in TOKENIZER.eos_token_ids]
         turn = read_turn(answer.token_ids[: ends[0] + 1] if ends else answer.token_ids, TOKENIZER)
         assert (answer.text, answer.reasoning) == (turn.texts("final"), turn.texts("analysis"))
+
+
+@pytest.mark.parametrize("kind", ["free", "tools", "JSON"])
+@pytest.mark.parametrize("budget", [0, 4])
+def test_a_budget_ends_reasoning_in_channels(llm: LLM, kind: str, budget: int):
+    likely = tuple((TOKENIZER.token_to_id(text), 6.0) for text in ("<|channel|>", "analysis"))
+    params = [SamplingParams(max_tokens=150, temperature=1.5, seed=i, logit_bias=likely) for i in range(8)]
+    longest = 0
+    for answer in llm.chat([HI] * 8, params, progress=False, thinking_token_budget=budget, **KINDS[kind]):
+        turn = read_turn(answer.token_ids, TOKENIZER)
+        found = [len(tokens) for tokens in texts_of(answer.token_ids, turn, "analysis")]
+        assert sum(found) <= (budget + 3 if budget else 0)  # the rest of a character comes before the mark
+        assert found or budget or not any(message.channel == "analysis" for message in turn.messages)
+        longest = max(longest, sum(found))
+    assert longest >= budget
+
+
+def texts_of(token_ids: list[int], turn: Turn, channel: str) -> list[list[int]]:
+    """The tokens of each message of a channel."""
+    begins = [at + 1 for at, token in enumerate(token_ids) if token == TOKENIZER.token_to_id("<|message|>")]
+    texts = []
+    for begin, message in zip(begins, turn.messages, strict=True):
+        ends = [at for at, token in enumerate(token_ids) if at >= begin and token in TOKENIZER.special_ids]
+        if message.channel == channel:
+            texts.append(token_ids[begin : min(ends, default=len(token_ids))])
+    return texts
 
 
 # ---- the state of a grammar ------------------------------------------------------------------------------------------

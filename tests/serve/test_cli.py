@@ -58,8 +58,8 @@ def test_every_flag_reaches_its_field():
         "draft_kv_cache_memory": 0.5, "draft_shared": True, "max_queued_tokens": 70, "queue_timeout_s": 2.5,
         "max_queued_bytes": 90, "cpu_activations": "int8",
         "quantization": "fp8", "head_quantization": "int8", "draft_quantization": "int4", "rank_invariant": True,
-        "lora": ("a=/x", "b=/y=z"), "pooling": "mean", "tool_call_parser": "hermes", "sleep_mode": True,
-        "weight_updates": True, "weight_store": "/weights", "routed_experts": True,
+        "lora": ("a=/x", "b=/y=z"), "pooling": "mean", "tool_call_parser": "hermes", "channel_grammar": False,
+        "sleep_mode": True, "weight_updates": True, "weight_store": "/weights", "routed_experts": True,
     }  # fmt: skip
     assert set(values) | {"model"} >= {f.name for f in fields(EngineConfig)}, "a new field needs a value here"
     argv = ["serve", "some/model"]

@@ -1,4 +1,4 @@
-"""Formats of calls whose marks are special tokens: grammars write them, and find calls and answers after them."""
+"""Formats of calls with special tokens as marks: grammars write them, and find calls and answers after them."""
 
 import json
 from typing import Any

@@ -17,6 +17,7 @@ from runtime.child import ChildPool, Overrun
 from runtime.spec.types import CallboardError, Grammar, ThinkingBudget
 from runtime.structured.matching.automaton import Automaton, EagerMatcher, build
 from runtime.structured.matching.automaton_policy import AutomatonPolicy
+from runtime.structured.matching.channel_thinking import ChannelThinkingMatcher
 from runtime.structured.matching.lazy import LazyEngine, LazyMatcher
 from runtime.structured.matching.matcher import Matcher
 from runtime.structured.matching.thinking import ThinkingMatcher
@@ -82,7 +83,8 @@ class MatcherFactory:
         CallboardError if the grammar is too complex."""
         inner = None if grammar is None else self._matcher(grammar, alone)
         if thinking is not None:
-            return ThinkingMatcher(thinking, self.vocabulary, inner)
+            kind = ThinkingMatcher if thinking.channel_ids is None else ChannelThinkingMatcher
+            return kind(thinking, self.vocabulary, inner)
         assert inner is not None
         return inner
 

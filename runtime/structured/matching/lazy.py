@@ -7,7 +7,6 @@ bounds the cost of a mask, so every machine has the same limit: some 15 ms in ho
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,7 +27,6 @@ LIMITS = llguidance.LLParserLimits(
     max_grammar_size=500_000,
     verbose_errors=False,
 )
-_SPECIAL = re.compile(r"<\[\d+\]>")  # a special token in a grammar
 _MAX_COPIES = 1000  # of a matcher: each copy adds to the lexer states that all share
 
 # Slices of the vocabulary; most tokens are texts within strings. A mask takes a slice at once where all of it is
@@ -36,8 +34,8 @@ _MAX_COPIES = 1000  # of a matcher: each copy adds to the lexer states that all 
 _NOT_IN_STRING = r"\"\\\x00-\x1F\x7F\x{2028}\x{2029}\x{10FFC0}-\x{10FFFF}"
 _SPACES, _IN_STRING = r"[\x20\x0A\x0D\x09]+", f"[^{_NOT_IN_STRING}]"
 _SLICES = [_SPACES, _IN_STRING + "{1,10}", _IN_STRING + "{1,30}", _IN_STRING + "+"]
-# Free text without the marks of a format has all tokens without "<".
-_SLICES_OF_MARKED = [
+# Free text without the marks of channels has all tokens without "<".
+_SLICES_OF_CHANNELS = [
     _SPACES,
     *(f"[^<{_NOT_IN_STRING}]{times}" for times in ("{1,10}", "{1,30}", "+")),
     _IN_STRING + "+",
@@ -57,8 +55,10 @@ class LazyEngine:
         self.vocabulary = vocabulary
         self._executor = llguidance.LLExecutor(num_threads=min(8, os.cpu_count() or 1))
         self._end = _End.of(vocabulary)
-        self._tokenizer = self._new_tokenizer(_SLICES)
-        self._tokenizer_of_marked: llguidance.LLTokenizer | None = None  # of grammars with special tokens
+        slices = _SLICES_OF_CHANNELS if vocabulary.has_channels else _SLICES
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Tokens(vocabulary)), eos_token=list(self._end.engine_ids), slices=slices
+        )
 
     def fill(
         self, matchers: Sequence[LazyMatcher], masks: NDArray[np.int32], numbers: Sequence[int]
@@ -82,15 +82,8 @@ class LazyEngine:
 
     def matcher(self, lark: str) -> LazyMatcher:
         """Return a matcher at the beginning of an output. Raises CallboardError if the grammar reaches a limit."""
-        tokenizer = self._tokenizer
-        if _SPECIAL.search(lark):
-            tokenizer = self._tokenizer_of_marked = self._tokenizer_of_marked or self._new_tokenizer(_SLICES_OF_MARKED)
-        inner = llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=LIMITS)
+        inner = llguidance.LLMatcher(self._tokenizer, lark, log_level=0, limits=LIMITS)
         return LazyMatcher(self.vocabulary.eos_ids, inner, _Lexer(), self._end)
-
-    def _new_tokenizer(self, slices: list[str]) -> llguidance.LLTokenizer:
-        wrapper = llguidance.TokenizerWrapper(_Tokens(self.vocabulary))
-        return llguidance.LLTokenizer(wrapper, eos_token=list(self._end.engine_ids), slices=slices)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,14 @@ class Vocabulary:
 
     tokens: tuple[bytes, ...]  # [vocab_size]
     eos_ids: tuple[int, ...]
+    has_channels: bool = False  # the model answers in channels (structured/channels.py)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, info: ModelInfo) -> Vocabulary:
         none = {*tokenizer.special_ids, *info.eos_token_ids}
         sizes = range(info.vocab_size)
-        return cls(tuple(b"" if i in none else tokenizer.token_bytes(i) for i in sizes), info.eos_token_ids)
+        tokens = tuple(b"" if i in none else tokenizer.token_bytes(i) for i in sizes)
+        return cls(tokens, info.eos_token_ids, tokenizer.token_to_id("<|channel|>") in tokenizer.special_ids)
 
     @property
     def num_words(self) -> int:

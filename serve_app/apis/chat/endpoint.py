@@ -36,7 +36,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         prompt, grammar = self.truncated(request, ids, model), model.chats.grammar(request, form)
         predicted = _predicted(request, model)
         ignored: tuple[str, ...] = ("prediction",) if request.prediction is not None and not predicted else ()
-        if request.thinking_token_budget is not None and model.chats.has_channels:
+        if request.thinking_token_budget is not None and not model.chats.limits_reasoning:
             ignored += ("thinking_token_budget",)
         return Prompts([prompt], where, grammar, form, predicted, ignored)
 

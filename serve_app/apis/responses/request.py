@@ -217,6 +217,7 @@ class ResponsesRequest(SamplingFields):
 
     include_reasoning: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    channel_grammar: bool | None = None
 
     # Shared fields that a response does not support.
     n: Annotated[int | None, only(None, 1, remedy="a response has one answer; send several requests")] = None
@@ -308,7 +309,7 @@ class ResponsesRequest(SamplingFields):
 _BLANK_CHAT = ChatRequest.model_construct()
 
 # Fields with the same name and meaning in a chat.
-_SHARED = {"parallel_tool_calls", "include_reasoning"} | (
+_SHARED = {"parallel_tool_calls", "include_reasoning", "channel_grammar"} | (
     SamplingFields.model_fields.keys()
     - {
         "stream",
