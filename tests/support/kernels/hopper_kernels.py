@@ -316,9 +316,7 @@ def empty_weight(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, name: s
 
 
 def main() -> None:
-    seen: set[str] = set()
-    case = ""
-    launch = JITFunction.run
+    seen, case, launch = set[str](), "", JITFunction.run
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
