@@ -24,6 +24,7 @@ from runtime.spec.types import CallboardError
 _GIB = 1 << 30
 _CONTEXT = 8192  # tokens in the KV cache, for the report of memory
 _FORMS = ("bfloat16", "int8", "int4")  # of the weights, for the same report
+_QUANTIZED_FORMS = ("its files", "bfloat16")  # of a family with models that are published in quantized files
 _SIZE = r"(?:\d+x)?\d+(?:\.\d+)?[MB](?:-A\d+B)?"
 _LIMITS = re.compile(r", (?:without .*|text alone)")  # behind the models' names
 _LABEL_WIDTH = 14
@@ -150,11 +151,12 @@ def _memory(architecture: str, family: Family) -> Iterator[str]:
     if not configs:
         yield _line("GPU memory", f"see `callboard inspect {family.example} --max-model-len {_CONTEXT}`")
         return
-    rows: list[tuple[str, ...]] = [("GiB, with one context", "parameters", "context", *_FORMS)]
-    for name, config in configs.items():
-        spec = load_spec(config)[0]
+    specs = {name: load_spec(config)[0] for name, config in configs.items()}
+    forms = _QUANTIZED_FORMS if any(spec.quantization for spec in specs.values()) else _FORMS
+    rows: list[tuple[str, ...]] = [("GiB, with one context", "parameters", "context", *forms)]
+    for name, spec in specs.items():
         context = min(_CONTEXT, spec.max_positions)
-        sizes = (f"{_gpu_bytes(spec, form, context) / _GIB:.1f}" for form in _FORMS)
+        sizes = (f"{_gpu_bytes(spec, form, context) / _GIB:.1f}" for form in forms)
         rows.append((name, f"{_num_parameters(spec):,}", str(context), *sizes))
     for i, line in enumerate(_columns(rows)):
         yield _line("" if i else "GPU memory", line)
@@ -176,10 +178,8 @@ def _gpu_bytes(spec: DecoderSpec, form: str, context: int) -> int:
     from runtime.quant.at_load import quantized_at_load
     from runtime.worker.memory import plan_memory, planned_cache
 
-    config = EngineConfig(
-        quantization="auto" if form == "bfloat16" else form,  # type: ignore[arg-type]
-        max_model_len=context,
-    ).sized_for("cuda")
+    setting = {"its files": "auto", "bfloat16": "none"}.get(form, form)
+    config = EngineConfig(quantization=setting, max_model_len=context).sized_for("cuda")  # type: ignore[arg-type]
     assert config.max_num_batched_tokens is not None
     numerics = Numerics(torch.bfloat16, torch.device("cuda"), "triton", packed=False, deterministic=False)
     cache = planned_cache(config, spec, numerics)

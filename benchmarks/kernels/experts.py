@@ -5,8 +5,9 @@
     TRITON_INTERPRET=1 python -m benchmarks.kernels.experts --shapes tiny  # on a CPU, without times
 
 A layer is norm, router, routing and both products. A CUDA graph has several layers with routers of their own, so that
-the cache holds no weights. The floor is the time to read the chosen experts once at the measured memory speed. Results
-are compared with those of dense weights. Kernels are compiled in processes side by side. One JSON line a measurement.
+the cache holds no weights. The floor is the time to read the chosen experts once at the measured memory speed.
+`--check` compares results with dense weights. Kernels are compiled in processes side by side. One JSON line a
+measurement.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ SHAPES = {
 
 
 def weight_of(form: str, size_out: int, size_in: int, device: str) -> QuantizedWeight:
-    """A random weight whose products have about the size of their inputs."""
+    """A random weight. Products have about the size of their inputs."""
     code, group, scale_rows, _ = FORMS[form]
     is_packed = code not in ("fp8", "int8")
     shape = size_out, size_in // 2 if is_packed else size_in

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -23,10 +22,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
 from benchmarks.library.models import CONFIGS
+from benchmarks.library.published_files import FileTensor, file_tensors
 from runtime.loading.folder import INDEX_NAME
 from runtime.models import load_spec
 from runtime.models.weights import random_parameter
-from runtime.spec.sharding import place_in_tensor
 from runtime.text.pieces import BYTE_OF_CHAR
 
 _SHARD_BYTES = 4 << 30
@@ -37,7 +36,12 @@ _CHAT_TEMPLATE = (
 )
 
 
-def write_folder(folder: Path, config: dict[str, Any], read: Callable[[str], torch.Tensor]) -> None:
+def write_folder(
+    folder: Path,
+    config: dict[str, Any],
+    read: Callable[[str], torch.Tensor],
+    generator: torch.Generator | None = None,  # of quantized weights
+) -> None:
     """A model folder with an invented tokenizer; `read` gives a parameter by its name in the config's DecoderSpec."""
     folder.mkdir(parents=True, exist_ok=True)
     ends = {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}
@@ -50,33 +54,27 @@ def write_folder(folder: Path, config: dict[str, Any], read: Callable[[str], tor
     ):
         (folder / name).write_text(json.dumps(content, indent=1))
     make_tokenizer(config).save(str(folder / "tokenizer.json"))
-    _write_weights(folder, config, read)
+    _write_weights(folder, list(file_tensors(config, read, generator)))
 
 
-def _write_weights(folder: Path, config: dict[str, Any], read: Callable[[str], torch.Tensor]) -> None:
+def _write_weights(folder: Path, files: list[FileTensor]) -> None:
     """All tensors of the model in shards of at most 4 GiB, and their index; two shards are written at a time."""
-    spec, weight_map = load_spec(config)
-    sources, dtype = weight_map.tensors_of(spec), getattr(torch, config["torch_dtype"])
-    shapes = spec.shapes()
-    shards: list[dict[str, list[str]]] = [{}]  # tensor -> parameters
+    shards: list[list[FileTensor]] = [[]]
     size = 0
-    for name, parameters in sources.items():
-        nbytes = sum(math.prod(shapes[parameter]) for parameter in parameters) * dtype.itemsize
-        if size and size + nbytes > _SHARD_BYTES:
-            shards.append({})
+    for tensor in files:
+        if size and size + tensor.nbytes > _SHARD_BYTES:
+            shards.append([])
             size = 0
-        shards[-1][name] = parameters
-        size += nbytes
+        shards[-1].append(tensor)
+        size += tensor.nbytes
     weight_map, saved = {}, []
-    with tqdm(total=len(sources), unit="tensor") as bar, ThreadPoolExecutor(2) as pool:
+    with tqdm(total=len(files), unit="tensor") as bar, ThreadPoolExecutor(2) as pool:
         for i, shard in enumerate(shards, 1):
             if i > 2:
                 saved[i - 3].result()  # otherwise more shards would be in memory
             tensors = {}
-            for name, parameters in shard.items():
-                place = place_in_tensor(spec, parameters[0])
-                parts = [read(parameter).to("cpu", dtype) for parameter in parameters]
-                tensors[name] = parts[0] if place is None else torch.cat(parts, place.dim)
+            for tensor in shard:
+                tensors[tensor.name] = tensor.make()
                 bar.update()
             file_name = f"model-{i:05}-of-{len(shards):05}.safetensors"
             saved.append(pool.submit(save_file, tensors, folder / file_name, metadata={"format": "pt"}))
@@ -114,7 +112,7 @@ def main() -> None:
     shapes = load_spec(config)[0].shapes()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(args.seed)
-    write_folder(args.folder, config, lambda name: random_parameter(name, shapes[name], generator))
+    write_folder(args.folder, config, lambda name: random_parameter(name, shapes[name], generator), generator)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,16 @@ from runtime.models import load_spec
 from runtime.models.published import PUBLISHED
 from runtime.spec.decoder_spec import DecoderSpec
 
+
+def _dense(config: dict[str, Any]) -> dict[str, Any]:
+    """A published shape without the quantization of its files."""
+    return {name: value for name, value in config.items() if name != "quantization_config"}
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     **PUBLISHED,
+    # With dense experts, for other forms of quantization
+    **{f"{name}-bf16": _dense(PUBLISHED[name]) for name in ("gpt-oss-20b", "gpt-oss-120b")},
     "tiny": {  # made up, for trying a benchmark on a CPU
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 32768,
         "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -23,6 +31,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
         "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "eos_token_id": 1,
         "tie_word_embeddings": True,
+    },
+    "tiny-gpt-oss": {  # likewise
+        **PUBLISHED["gpt-oss-20b"], "vocab_size": 32768, "num_hidden_layers": 2, "hidden_size": 128,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 128,
+        "num_local_experts": 8, "bos_token_id": 0, "eos_token_id": 1,
     },
 }  # fmt: skip
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +24,10 @@ from runtime.loading.folder import INDEX_NAME, folder_eos_token_ids, model_confi
 from runtime.loading.gguf import GgufFile, dequantize
 from runtime.loading.gguf_architectures import Source, read_gguf_model
 from runtime.loading.gguf_configs import gguf_eos_token_ids
+from runtime.loading.read_ahead import ByteRange, ReadAhead
 from runtime.loading.stacked_experts import Place, single_weights
 from runtime.loading.upload import Uploader
+from runtime.models import has_experts_in_turn
 from runtime.spec.sharding import Part
 from runtime.spec.types import CallboardError
 
@@ -75,6 +80,10 @@ class Checkpoint(ABC):
     @abstractmethod
     def _stored(self, name: str) -> memoryview:
         """Return the bytes of a tensor in its file, read on access."""
+
+    def reading_ahead(self, ignored: str) -> AbstractContextManager[object]:
+        """Read files ahead of `tensor`, layer by layer, without the tensors with names that match `ignored`."""
+        return nullcontext()
 
     def blocks(
         self, name: str, num_bytes: int, device: torch.device | str = "cpu", part: Part | None = None
@@ -204,11 +213,14 @@ class SafetensorsCheckpoint(Checkpoint):
         self.config = model_config(folder)
         self.eos_token_ids = folder_eos_token_ids(folder, self.config)
         self._tensors: dict[str, _Stored] = {}
+        in_turn = has_experts_in_turn(self.config)
         for path in weight_files(folder):
-            tensors = _header(path)
+            tensors = _header(path, in_turn)
             for name in tensors.keys() & self._tensors.keys():
                 raise CallboardError(f"{path}: tensor {name!r} is in another file of {folder} too.")
             self._tensors |= tensors
+        self._ahead: ReadAhead | None = None
+        self._starts: dict[str, tuple[Path, int]] = {}  # the first byte of each tensor of the files
         self._path, self._file, self._num_mapped = path, open_safetensors(path), 0  # the file that was read last
         if (folder / INDEX_NAME).exists():
             found = {stored.name for stored in self._tensors.values()}
@@ -235,6 +247,8 @@ class SafetensorsCheckpoint(Checkpoint):
         self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu", part: Part | None = None
     ) -> torch.Tensor:
         mapped, device = self._mapped(name), torch.device(device)
+        if self._ahead is not None:
+            self._ahead.reached(*self._starts[self._announced(name).name])
         if part is not None:
             mapped = mapped.narrow(part.dim, part.start, part.stop - part.start)
         self._num_mapped += mapped.nbytes
@@ -244,13 +258,27 @@ class SafetensorsCheckpoint(Checkpoint):
         self._uploader.upload(_bytes_of(mapped), source.view(-1).view(torch.uint8))
         return source.to(dtype)
 
+    @contextmanager
+    def reading_ahead(self, ignored: str) -> Iterator[None]:
+        ranges = {name: own for path in weight_files(self._folder) for name, own in byte_ranges(path).items()}
+        self._starts = {name: (path, start) for name, (path, start, _) in ranges.items()}
+        names = sorted((name for name in ranges if not re.fullmatch(ignored, name)), key=_layer_of)
+        with ReadAhead(ranges[name] for name in names) as self._ahead:
+            try:
+                yield
+            finally:
+                self._ahead = None
+
     def _announced(self, name: str) -> _Stored:
         if name not in self._tensors:
             raise CallboardError(f"{self._folder} has no tensor {name!r}; the checkpoint is incomplete.")
         return self._tensors[name]
 
     def _stored(self, name: str) -> memoryview:
-        return _bytes_of(self._mapped(name))
+        mapped, place = self._mapped(name), self._announced(name).place
+        if place is not None and not mapped.is_contiguous():  # all rows of the expert are a view without a copy
+            mapped = self._file.get_tensor(self._announced(name).name)[place.expert]
+        return _bytes_of(mapped)
 
     def _mapped(self, name: str) -> torch.Tensor:
         """Return a tensor in its file's pages. They count as memory of this process until the file is reopened."""
@@ -259,7 +287,7 @@ class SafetensorsCheckpoint(Checkpoint):
         if path != self._path or self._num_mapped > _MOST_MAPPED:
             self._path, self._file, self._num_mapped = path, open_safetensors(path), 0
         tensor: torch.Tensor = self._file.get_tensor(stored.name)
-        return tensor if stored.place is None else tensor[stored.place.expert, stored.place.start : stored.place.stop]
+        return tensor if stored.place is None else stored.place.of(tensor)
 
 
 def open_safetensors(path: Path) -> Any:
@@ -272,7 +300,25 @@ def open_safetensors(path: Path) -> Any:
         raise CallboardError(f"{path}: the file is damaged or cut off ({e}); fetch it again.") from e
 
 
-def _header(path: Path) -> dict[str, _Stored]:
+def byte_ranges(path: Path) -> dict[str, ByteRange]:
+    """The bytes of each tensor in a safetensors file, which is in order.
+
+    Layout: the length of the header in eight bytes | the header in JSON | the data, from which offsets count."""
+    with path.open("rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(start - 8))
+    header.pop("__metadata__", None)
+    offsets = {name: entry["data_offsets"] for name, entry in header.items()}
+    return {name: ByteRange(path, start + first, start + last) for name, (first, last) in offsets.items()}
+
+
+def _layer_of(name: str) -> int:
+    """The first number in a tensor's name: its layer, or -1."""
+    found = re.search(r"\d+", name)
+    return int(found[0]) if found else -1
+
+
+def _header(path: Path, in_turn: bool) -> dict[str, _Stored]:
     """The tensors of a safetensors file; raises CallboardError if one has a type that torch does not know."""
     file, tensors = open_safetensors(path), {}
     for name in file.keys():  # noqa: SIM118
@@ -282,9 +328,9 @@ def _header(path: Path) -> dict[str, _Stored]:
         except SafetensorError as e:
             raise CallboardError(f"{path}: tensor {name!r} has the type {type_name}, which is not supported.") from e
         stored = _Stored(path, name, type_name, tensor.dtype, tuple(tensor.shape))
-        singles = single_weights(name, stored.shape)
+        singles = single_weights(name, stored.shape, in_turn)
         for single, place in singles.items():
-            tensors[single] = stored._replace(shape=(place.stop - place.start, stored.shape[2]), place=place)
+            tensors[single] = stored._replace(shape=place.shape(stored.shape), place=place)
         if not singles:
             tensors[name] = stored
     return tensors

@@ -29,6 +29,7 @@ _PARAMETERS = {
     "token_embd": "embed", "position_embd": "positions", "output_norm": "final_norm", "output": "head",
     "attn_norm": "attn_norm", "attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_qkv": "qkv", "attn_output": "out",
     "attn_q_norm": "q_norm", "attn_k_norm": "k_norm", "post_attention_norm": "post_attn_norm",
+    "attn_sinks": "sinks",
     "ffn_norm": "ffn_norm", "ffn_gate_inp": "router", "ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down",
     "post_ffw_norm": "post_ffn_norm",
     "attn_gate": "mix_z", "ssm_alpha": "mix_a", "ssm_beta": "mix_b", "ssm_out": "mix_out", "ssm_norm": "mix_norm",
@@ -50,14 +51,8 @@ _OTHERWISE = {
 }  # fmt: skip
 # Tensors with the rows of two parameters, which alternate by key head or are the halves of each expert
 _PAIRS = {"ssm_ba": ("mix_b", "mix_a"), "ffn_gate_up_exps": ("gate", "up")}
-_WHOLE_NAMES = {
-    "decay_log",
-    "decay_bias",
-    "choice_bias",
-    "factor",
-    "router_norm",
-    "expert_scales",
-}  # parameters with names that no .weight or .bias follows
+# Parameters with names that no .weight or .bias follows
+_WHOLE_NAMES = {"decay_log", "decay_bias", "choice_bias", "sinks", "factor", "router_norm", "expert_scales"}
 _PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}  # of tensors that are not quantized
 _EXPERTS = "_exps"  # ends the name of a tensor of all experts' weights
 _ROPE_TABLES = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
@@ -196,8 +191,9 @@ def _sources(file: GgufFile, arch_name: str, arch: Architecture, tensor: GgufTen
         is_decay=parameter == "decay_log",
         viewed=_viewed(parameter, tensor.shape),
     )
-    has_three = len(tensor.shape) == 3 and not source.viewed
-    if name.count("{}") != (block is not None) + is_of_experts or is_of_experts != has_three:
+    num_dims = 2 if kind == "bias" else 3  # of all experts
+    is_stacked = len(tensor.shape) == num_dims and not source.viewed
+    if name.count("{}") != (block is not None) + is_of_experts or is_of_experts != is_stacked:
         raise KeyError(tensor.name)
     if not is_of_experts:
         return {name.format(layer): source}
@@ -248,6 +244,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma4": Architecture("Gemma4ForCausalLM", "gemma4_text", gguf_gemma.gemma4_config),
     "phi3": Architecture("Phi3ForCausalLM", "phi3", configs.phi3_config),
     "gpt2": Architecture("GPT2LMHeadModel", "gpt2", configs.gpt2_config),
+    "gpt-oss": Architecture("GptOssForCausalLM", "gpt_oss", configs.gpt_oss_config),
     "glm4": Architecture("Glm4ForCausalLM", "glm4", configs.llama_config),
     "glm4moe": Architecture("Glm4MoeForCausalLM", "glm4_moe", configs.glm4moe_config),
     "granite": Architecture("GraniteForCausalLM", "granite", configs.granite_config, interleaved=True),

@@ -15,6 +15,7 @@ from runtime.spec.types import CallboardError
 _CONTROL = 3  # the type of a special token in a GGUF vocabulary (llama.h: llama_token_type).
 # Special tokens that end a text or a turn, even without metadata (as in llama-vocab.cpp).
 _END_TOKENS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<turn|>"}
+_HARMONY_END_TOKENS = {"<|return|>", "<|call|>", "<|endoftext|>"}  # in this format <|end|> ends a message of several
 # Architectures in which RoPE turns a part of each head
 _PARTLY_TURNED = {"phi3", "deepseek2", "glm4", "glm4moe", "qwen35", "qwen35moe", "qwen3next"}
 
@@ -24,7 +25,9 @@ def gguf_eos_token_ids(file: GgufFile) -> tuple[int, ...]:
     keys = ("eos", "eot", "eom")
     ids = [file.value(f"tokenizer.ggml.{k}_token_id", int, -1) for k in keys]
     tokens, types = (file.value(f"tokenizer.ggml.{k}", list, []) for k in ("tokens", "token_type"))
-    ids += [i for i, kind in enumerate(types[: len(tokens)]) if kind == _CONTROL and tokens[i] in _END_TOKENS]
+    controls = {tokens[i]: i for i, kind in enumerate(types[: len(tokens)]) if kind == _CONTROL}
+    ends = _HARMONY_END_TOKENS if controls.keys() >= _HARMONY_END_TOKENS else _END_TOKENS
+    ids += [i for token, i in controls.items() if token in ends]
     return tuple(dict.fromkeys(i for i in ids if i >= 0))
 
 
@@ -171,6 +174,19 @@ def mixtral_config(file: GgufFile) -> dict[str, Any]:
     return llama_config(file) | {
         "num_local_experts": count(file, "llama.expert_count"),
         "num_experts_per_tok": count(file, "llama.expert_used_count"),
+    }
+
+
+def gpt_oss_config(file: GgufFile) -> dict[str, Any]:
+    config = decoder_config(file)
+    if "rope_scaling" in config:
+        config["rope_scaling"]["truncate"] = False  # of all released models
+    return config | {
+        "num_local_experts": count(file, "gpt-oss.expert_count"),
+        "num_experts_per_tok": count(file, "gpt-oss.expert_used_count"),
+        "intermediate_size": count(file, "gpt-oss.expert_feed_forward_length", config["intermediate_size"]),
+        "sliding_window": count(file, "gpt-oss.attention.sliding_window"),
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
     }
 
 

@@ -1,19 +1,27 @@
-"""Tensors of all experts of a layer, as transformers 5 stores them, are read as a weight of each expert E.
+"""Tensors of all experts of a layer are read as a weight of each expert E.
 
-- `X.experts.gate_up_proj` [num_experts, 2 * ffn, hidden]: `X.experts.E.gate_proj.weight`, `X.experts.E.up_proj.weight`.
-- `X.experts.down_proj` [num_experts, hidden, ffn]: `X.experts.E.down_proj.weight`.
+Transformers 5 stores, for most families:
 
-Scales of blocks have the same names with a suffix, such as `X.experts.down_proj_scale_inv`.
+- `X.experts.gate_up_proj` [experts, 2 * ffn, hidden]: `X.experts.E.gate_proj.weight`, `X.experts.E.up_proj.weight`.
+- `X.experts.down_proj` [experts, hidden, ffn]: `X.experts.E.down_proj.weight`.
 
-Granite has `X.block_sparse_moe.input_linear.weight` and `output_linear.weight` in their place."""
+Scales of blocks have the same names with a suffix, such as `X.experts.down_proj_scale_inv`. Granite has
+`X.block_sparse_moe.input_linear.weight` and `output_linear.weight` in their place.
+
+gpt-oss has rows of gate and up in turn (`in_turn`), gate first. Its dense tensors are [experts, in, out]. Its others
+have suffixes: `_bias` [experts, out], `_blocks` [experts, out, in / 32, 16] and `_scales` of mxfp4."""
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple
 
+import torch
+
 _GRANITE = re.compile(r"(.*\bblock_sparse_moe)\.(input|output)_linear\.weight")
-_STACKED = re.compile(r"(.*\bexperts)\.(gate_up|down)_proj(_scale_inv)?")
+_STACKED = re.compile(r"(.*\bexperts)\.(gate_up|down)_proj(_scale_inv|_blocks|_scales|_bias)?")
+_IN_TURN = {"_bias": ".bias", "_blocks": ".weight_blocks", "_scales": ".weight_scales"}  # suffixes of gpt-oss
+_NUM_DIMS = {"_bias": 2, "_blocks": 4}
 
 
 class Place(NamedTuple):
@@ -22,21 +30,41 @@ class Place(NamedTuple):
     expert: int
     start: int
     stop: int
+    step: int = 1
+    transposed: bool = False  # the tensor has [in, out] of each expert
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a view of the rows."""
+        own = tensor[self.expert]
+        return (own.t() if self.transposed else own)[self.start : self.stop : self.step]
+
+    def shape(self, stacked: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the rows in a tensor of this shape."""
+        shape = stacked[:0:-1] if self.transposed else stacked[1:]
+        return (len(range(self.start, self.stop, self.step)), *shape[1:])
 
 
-def single_weights(name: str, shape: tuple[int, ...]) -> dict[str, Place]:
+def single_weights(name: str, shape: tuple[int, ...], in_turn: bool = False) -> dict[str, Place]:
     """Return the weights in a tensor of all experts, by their own names; {} for another tensor."""
     if granite := _GRANITE.fullmatch(name):
         name = f"{granite[1]}.experts.{'gate_up' if granite[2] == 'input' else 'down'}_proj"
     match = _STACKED.fullmatch(name)
-    if match is None or len(shape) != 3 or (match[2] == "gate_up" and shape[1] % 2):
+    if match is None:
         return {}
     prefix, part, suffix = match.groups("")
-    parts = {"down_proj": (0, shape[1])}
+    if len(shape) != _NUM_DIMS.get(suffix, 3) or (suffix in _IN_TURN and not in_turn):
+        return {}
+    transposed = in_turn and not suffix
+    rows = shape[2] if transposed else shape[1]
+    if part == "gate_up" and rows % 2:
+        return {}
+    parts = {"down_proj": (0, rows, 1)}
     if part == "gate_up":
-        parts = {"gate_proj": (0, shape[1] // 2), "up_proj": (shape[1] // 2, shape[1])}
+        halves = ((0, rows, 2), (1, rows, 2)) if in_turn else ((0, rows // 2, 1), (rows // 2, rows, 1))
+        parts = dict(zip(("gate_proj", "up_proj"), halves, strict=True))
+    ending = _IN_TURN.get(suffix, f".weight{suffix}")
     return {
-        f"{prefix}.{expert}.{own}.weight{suffix}": Place(expert, *rows)
+        f"{prefix}.{expert}.{own}{ending}": Place(expert, *at, transposed)
         for expert in range(shape[0])
-        for own, rows in parts.items()
+        for own, at in parts.items()
     }

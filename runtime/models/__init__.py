@@ -14,6 +14,7 @@ from runtime.models.families import (
     gemma4,
     glm,
     gpt2,
+    gpt_oss,
     granite,
     lfm,
     llama,
@@ -105,6 +106,7 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         "GLM-4.7-Flash", "zai-org/GLM-4.7-Flash", deepseek.flash_decoder_spec, deepseek.WEIGHT_MAP
     ),
     "GlmForCausalLM": Family("GLM-4-9B", "zai-org/glm-4-9b-chat-hf", glm.decoder_spec, glm.WEIGHT_MAP),
+    "GptOssForCausalLM": Family("gpt-oss 20b, 120b", "openai/gpt-oss-20b", gpt_oss.decoder_spec, gpt_oss.WEIGHT_MAP),
     "GraniteForCausalLM": Family(
         "Granite 3.0-3.3", "ibm-granite/granite-3.3-2b-instruct", granite.decoder_spec, granite.WEIGHT_MAP
     ),
@@ -225,6 +227,13 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
     ),
     "SmolLM3ForCausalLM": Family("SmolLM3", "HuggingFaceTB/SmolLM3-3B", smollm.decoder_spec, smollm.WEIGHT_MAP),
 }
+
+
+def has_experts_in_turn(config: Mapping[str, Any]) -> bool:
+    """Return `WeightMap.experts_in_turn` of the family in a config.json."""
+    named = config.get("architectures")
+    family = FAMILIES.get(str(named[0])) if isinstance(named, list) and named else None
+    return family is not None and family.weight_map.experts_in_turn
 
 
 def load_spec(config: Mapping[str, Any], tensors: Collection[str] = ()) -> tuple[DecoderSpec, WeightMap]:

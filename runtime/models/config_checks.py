@@ -55,8 +55,8 @@ _NUMBERS: dict[str, tuple[Bounds, bool]] = {  # the bounds of each, and whether 
 _MAY_BE_NULL = {
     "num_key_value_heads", "head_dim", "n_inner", "sliding_window", "attn_logit_softcapping", "factor",
     "final_logit_softcapping", "partial_rotary_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
-    "full_attention_interval", "block_ffn_dim_multiplier", "n_routed_experts", "n_shared_experts", "n_group",
-    "topk_group", "num_nextn_predict_layers", "q_lora_rank", "first_k_dense_replace", "mscale", "mscale_all_dim",
+    "full_attention_interval", "block_ffn_dim_multiplier", "n_shared_experts", "n_group", "topk_group",
+    "num_nextn_predict_layers", "q_lora_rank", "first_k_dense_replace", "mscale", "mscale_all_dim",
     "moe_intermediate_size", "num_experts", "top_k_experts", "num_global_key_value_heads",
     "hidden_size_per_layer_input", "num_kv_shared_layers",
 }  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from functools import partial
 
 import torch
@@ -24,14 +22,12 @@ from runtime.models.mixers.mixer import Mixer
 from runtime.models.mixers.short_conv import ShortConvMixer
 from runtime.models.rank_maps import sharded
 from runtime.models.weight_map import WeightMap
-from runtime.models.weights import ReadWeight, draw, read_from
-from runtime.quant.model_formats import weight_bytes, weight_formats
+from runtime.models.weights import LoadProgress, ReadWeight, draw, read_from
+from runtime.quant.model_formats import weight_formats
 from runtime.quant.weight_format import TensorSource
 from runtime.spec.decoder_spec import DecoderSpec, RopeSpec
 from runtime.spec.latent_spec import LatentSpec
 from runtime.spec.mixer_spec import DeltaRuleSpec
-
-logger = logging.getLogger(__name__)
 
 
 def load_decoder(
@@ -43,13 +39,11 @@ def load_decoder(
     communicator: Communicator | None = None,
 ) -> Decoder:
     """A decoder with the weights of a checkpoint. All tensors are checked before any is read."""
-    read = read_from(source, spec, weight_map, numerics)
-    start = time.perf_counter()
-    decoder = build_decoder(spec, numerics, num_positions, read, communicator)
+    read, progress = read_from(source, spec, weight_map, numerics), LoadProgress(spec, numerics)
+    decoder = build_decoder(spec, numerics, num_positions, progress.watched(read), communicator)
     if numerics.device.type == "cuda":
         torch.cuda.synchronize()
-    size = weight_bytes(spec, numerics)
-    logger.info("weights: %.2f GiB read in %.1f s", size / (1 << 30), time.perf_counter() - start)
+    progress.finish()
     return decoder
 
 

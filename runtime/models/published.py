@@ -46,6 +46,20 @@ def _gemma4(**shape: Any) -> dict[str, Any]:
     } | shape  # fmt: skip
 
 
+def _gpt_oss(**shape: Any) -> dict[str, Any]:
+    rope = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    dense = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    return {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_act": "silu", "vocab_size": 201088,
+        "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "head_dim": 64, "num_experts_per_tok": 4, "sliding_window": 128, "swiglu_limit": 7.0, "attention_bias": True,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
+        "rope_scaling": rope | {"original_max_position_embeddings": 4096}, "tie_word_embeddings": False,
+        "bos_token_id": 199998, "eos_token_id": [200002, 199999, 200012],
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": dense},
+    } | shape  # fmt: skip
+
+
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _llama3(
         32.0, num_hidden_layers=16, hidden_size=2048, num_attention_heads=32, head_dim=64, intermediate_size=8192
@@ -112,6 +126,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5,
         "max_position_embeddings": 32768, "rope_theta": 1000000.0, "bos_token_id": 1, "eos_token_id": 2,
     },
+    "gpt-oss-20b": _gpt_oss(num_hidden_layers=24, num_local_experts=32),
+    "gpt-oss-120b": _gpt_oss(num_hidden_layers=36, num_local_experts=128),
     "glm-4.5-air": {
         "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_act": "silu", "vocab_size": 151552,
         "num_hidden_layers": 46, "hidden_size": 4096, "num_attention_heads": 96, "num_key_value_heads": 8,

@@ -24,6 +24,9 @@ class WeightMap:
     base: str = ""  # prefix that some exports have before all names
     transposed: bool = False  # linear maps are stored as [in, out]
     norms_plus_one: bool = False  # a norm, but for a mixer's own, multiplies by one more than is stored
+    experts_in_turn: bool = (
+        False  # tensors of all experts have rows of gate and up in turn (loading/stacked_experts.py)
+    )
     ignored: str = r".*rotary_emb\.inv_freq"  # tensors that are not read; old exports have rotary frequencies
 
     def names_of(self, spec: DecoderSpec) -> dict[str, str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import math
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
@@ -27,6 +30,9 @@ class ReadWeight(Protocol):
     def __call__(self, parameter: str, part: Part | None = None, /) -> Weight: ...
 
 
+logger = logging.getLogger(__name__)
+_REPORT_S = 10.0  # between two reports of a load
+_TRIMMED_AFTER = 1 << 28  # bytes of weights
 _MOST_DRAWN_ON_CPU = 1 << 28  # random weights
 _IN_FLOAT32 = ("choice_bias", "expert_scales", "decay_log", "decay_bias", ".sinks")  # read in float32
 
@@ -90,6 +96,49 @@ def read_from(source: TensorSource, spec: DecoderSpec, weight_map: WeightMap, nu
     return reader(source, locations, weight_formats(spec, numerics), weight_map, numerics)
 
 
+class LoadProgress:
+    """Reports the progress of a load, with the seconds that are left.
+
+    On a CPU it also returns freed memory to the system: glibc keeps holes between tensors that may add half of the
+    model's size."""
+
+    def __init__(self, spec: DecoderSpec, numerics: Numerics) -> None:
+        format_of, shapes = weight_formats(spec, numerics), spec.shapes()
+        self._sizes = {name: format_of(name).device_bytes(shape, numerics) for name, shape in shapes.items()}
+        self._total, self._done, self._untrimmed = sum(self._sizes.values()), 0, 0
+        self._start = self._reported = time.perf_counter()
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if numerics.device.type == "cpu" else None
+
+    def watched(self, read: ReadWeight) -> ReadWeight:
+        """The same reader, with reports."""
+
+        def reported(parameter: str, part: Part | None = None) -> Weight:
+            size = self._sizes.pop(parameter, 0)  # of its first part
+            self._done += size
+            self._untrimmed += size
+            if self._trim is not None and self._untrimmed > _TRIMMED_AFTER:
+                self._trim(0)
+                self._untrimmed = 0
+            if (now := time.perf_counter()) - self._reported > _REPORT_S:
+                self._reported = now
+                logger.info("%s", self._line(now - self._start))
+            return read(parameter, part)
+
+        return reported
+
+    def finish(self) -> None:
+        """Report the whole load."""
+        if self._trim is not None:
+            self._trim(0)
+        seconds = time.perf_counter() - self._start
+        logger.info("weights: %.2f GiB read in %.1f s", self._total / (1 << 30), seconds)
+
+    def _line(self, seconds: float) -> str:
+        left = seconds * (self._total - self._done) / max(self._done, 1)
+        done, total = (size / (1 << 30) for size in (self._done, self._total))
+        return f"weights: {done:.1f} of {total:.1f} GiB read in {seconds:.0f} s, about {left:.0f} s are left"
+
+
 def reader(
     source: TensorSource,
     locations: Mapping[str, Location],
@@ -122,14 +171,22 @@ def draw(spec: DecoderSpec, numerics: Numerics, seed: int) -> ReadWeight:
     large = sum(math.prod(shape) for shape in shapes.values()) > _MOST_DRAWN_ON_CPU
     generator = torch.Generator(numerics.device if large else torch.device("cpu")).manual_seed(seed)
 
-    last = dict[str, torch.Tensor]()  # parts of a parameter are read one after another
+    dense = dict[str, torch.Tensor]()  # parts of a parameter are read one after another
+    quantized = dict[str, Weight]()
 
     def read(parameter: str, part: Part | None = None) -> Weight:
-        if parameter not in last:
-            last.clear()
-            drawn = random_parameter(parameter, shapes[parameter], generator)
-            last[parameter] = drawn.to(numerics.device, numerics.dtype)
-        return format_of(parameter).encode(last[parameter], parts_of(spec, parameter) if part is None else (part,))
+        weight_format, parts = format_of(parameter), parts_of(spec, parameter) if part is None else (part,)
+        if parameter not in dense and parameter not in quantized:
+            dense.clear()
+            quantized.clear()
+            if (drawn := weight_format.random(shapes[parameter], generator)) is not None:
+                quantized[parameter] = tuple(tensor.to(numerics.device) for tensor in drawn)
+            else:
+                numbers = random_parameter(parameter, shapes[parameter], generator)
+                dense[parameter] = numbers.to(numerics.device, numerics.dtype)
+        if parameter in quantized:
+            return weight_format.parts_of_random(quantized[parameter], parts, numerics)
+        return weight_format.encode(dense[parameter], parts)
 
     return read
 

@@ -77,7 +77,7 @@ def _scheme(group: Mapping[str, Any], stored_as: str | None) -> QuantizationSche
         case "nvfp4-pack-quantized", ("float", 4):
             return QuantizationScheme("compressed-tensors nvfp4", "fp4", *shared)
         case "mxfp4-pack-quantized", ("float", 4):
-            return QuantizationScheme("compressed-tensors mxfp4", "fp4", *shared)
+            return QuantizationScheme("compressed-tensors mxfp4", "fp4", *shared, scale_dtype="float8_e8m0fnu")
         case _, ("int", 8) if stored_as in _ONE_BY_ONE:
             return QuantizationScheme("compressed-tensors", "int8", *shared, symmetric, reordered)
         case _, ("float", 8) if stored_as in _ONE_BY_ONE:

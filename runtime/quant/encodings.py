@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -94,6 +94,10 @@ class Encoding(ABC):
                 numbers = numbers + self._spread(zero_points[0][shared], numbers.shape)
             quantized[rows] = self._nearest(numbers / self._spread(scale[shared], numbers.shape))
         return quantized, scale, *zero_points
+
+    def random(self, shape: Shape, generator: torch.Generator) -> Weight | None:
+        """Random numbers of about unit length in each row, drawn without a dense copy; None if not implemented."""
+        return None
 
     def _extremes(self, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The smallest and the largest number of each block, in float32."""
@@ -268,6 +272,13 @@ class Table(Encoding):
         between, order = _nearest_in(self.table, numbers.device)
         places = torch.bucketize(numbers, between, out_int32=True)
         return order.index_select(0, places.flatten()).view(places.shape)
+
+    def random(self, shape: Shape, generator: torch.Generator) -> Weight:
+        on_device: dict[str, Any] = {"generator": generator, "device": generator.device}
+        values = torch.randint(16, shape, dtype=torch.uint8, **on_device)
+        spread = math.sqrt(sum(number * number for number in self.table) / len(self.table) * shape[1])
+        exponents = torch.randint(-1, 1, self.scale_shape(shape), dtype=torch.float32, **on_device)
+        return values, (exponents - round(math.log2(spread))).exp2()
 
 
 @cache  # a copy to a GPU would wait for its running work

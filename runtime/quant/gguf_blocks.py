@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.quant.checkpoint_layouts import BlockTensor, CheckpointLayout
+from runtime.quant.checkpoint_layouts import BlockTensor, CheckpointLayout, exponents
 from runtime.quant.scheme import QuantizationScheme
 from runtime.quant.weight_format import DENSE, Location, Shape, StoredTensor, TensorSource, Weight
 
@@ -96,6 +96,12 @@ def _q5_1(blocks: torch.Tensor) -> Fields:
     return (low | _fifth_bits(blocks, 4))[..., None, :], _half(blocks, 0), -_half(blocks, 2)
 
 
+def _mxfp4(blocks: torch.Tensor) -> Fields:
+    quantized = _shifted(blocks[..., None, 1:], 2, 4).flatten(-2)
+    quantized = quantized * (quantized != 8)  # -0, which is 0 here
+    return quantized[..., None, :], exponents(blocks[..., :1])
+
+
 def _of_groups(blocks: torch.Tensor) -> Fields:
     """The scales and zero points of eight groups: 6 bits each in 12 bytes, after a float16 factor for each kind."""
     low, middle, high = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
@@ -130,4 +136,5 @@ TYPES = {
     "Q4_K": BlockType(256, 144, _q4_k),
     "Q5_K": BlockType(256, 176, _q5_k),
     "Q6_K": BlockType(256, 210, _q6_k),
+    "MXFP4": BlockType(32, 17, _mxfp4),
 }

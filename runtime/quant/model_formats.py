@@ -96,15 +96,16 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         return all(map(fits, encodings, names))
 
     @cache
-    def of_kind(scheme: QuantizationScheme, shape: Shape, stay: bool, reordered: bool) -> WeightFormat:
+    def of_kind(scheme: QuantizationScheme, shape: Shape, stay: bool, reordered: bool, of_expert: bool) -> WeightFormat:
         layout = layout_of(scheme)
         encoding = layout.encoding(shape)
         if stay and isinstance(products, LlvmProducts):
             return InterleavedFormat(layout, encoding, products)
         if not (stay and products):
             return DequantizedFormat(layout, encoding)
-        kind = RowScalesFormat if reordered and encoding.scale_rows > 1 else QuantizedFormat
-        return kind(layout, encoding, products)
+        if reordered and encoding.scale_rows > 1:
+            return RowScalesFormat(layout, encoding, products)
+        return QuantizedFormat(layout, encoding, products, of_expert)
 
     @cache
     def format_of(parameter: str) -> WeightFormat:
@@ -123,7 +124,7 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         )
         if not stay and (is_table or scheme.layout == PLAIN):
             return DENSE
-        return of_kind(scheme, whole_shapes[parameter], stay, reordered)
+        return of_kind(scheme, whole_shapes[parameter], stay, reordered, bool(experts))
 
     return format_of
 

@@ -24,6 +24,7 @@ _BITSANDBYTES_GROUP = 64  # consecutive weights that share a scale
 _GPTQ_LAYOUTS = ("gptq", "gptq_v2")  # values of checkpoint_format; "gptq" stores each zero point less one
 _FACTORS: dict[str, Any] = {"group_size": 32, "symmetric": False, "super_size": 256}  # in the types Q4_K and Q5_K
 _HALF: dict[str, Any] = {"group_size": 32, "scale_dtype": "float16"}  # in types with blocks of 32 columns
+_POWERS: dict[str, Any] = {"group_size": 32, "scale_dtype": "float8_e8m0fnu"}  # in mxfp4
 _GGUF_TYPES = {
     "Q8_0": QuantizationScheme("gguf Q8_0", "int8", **_HALF),
     "Q4_0": QuantizationScheme("gguf Q4_0", "int4", **_HALF),
@@ -33,6 +34,7 @@ _GGUF_TYPES = {
     "Q4_K": QuantizationScheme("gguf Q4_K", "int4", **_FACTORS),
     "Q5_K": QuantizationScheme("gguf Q5_K", "int8", value_bits=5, **_FACTORS),
     "Q6_K": QuantizationScheme("gguf Q6_K", "int8", group_size=16, value_bits=6, super_size=256),
+    "MXFP4": QuantizationScheme("gguf MXFP4", "fp4", **_POWERS),
 }
 
 
@@ -164,7 +166,7 @@ def parse_mxfp4(config: Mapping[str, Any]) -> Rule:
     """mxfp4 as gpt-oss stores it: blocks of 32 numbers of 4 bits, and one exponent for each block.
 
     https://github.com/openai/gpt-oss, gpt_oss/torch/weights.py"""
-    scheme = QuantizationScheme("mxfp4", "fp4", group_size=32)
+    scheme = QuantizationScheme("mxfp4", "fp4", **_POWERS)
     return _unless(scheme, strings(config, "modules_to_not_convert"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -9,6 +10,7 @@ import torch
 
 from runtime.kernels.cpu.linear.interleaved_weight import (
     COLUMNS,
+    E2M1_OFFSET,
     InterleavedWeight,
     RowMajorWeight,
     WeightForm,
@@ -16,6 +18,7 @@ from runtime.kernels.cpu.linear.interleaved_weight import (
     interleaved_bytes,
 )
 from runtime.kernels.experts.moe_torch import Experts, Mixture, Router
+from runtime.kernels.experts.moe_wna16_words import scale_bytes
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.quantized.fp8_w8a8_gemm import fits_fp8_gemm
@@ -52,6 +55,10 @@ class QuantizedProducts(Protocol):
     def device_bytes(self, encoding: Encoding, shape: Shape) -> int:
         """The bytes of a weight on the device."""
 
+    def expert_bytes(self, encoding: Encoding, shape: Shape) -> int:
+        """The bytes of a weight of one expert on the device."""
+        return self.device_bytes(encoding, shape)
+
     def dequantizes(self, encoding: Encoding, shape: Shape) -> bool:
         """True if a product of many rows dequantizes a weight of this shape to a dense copy on a GPU."""
         return False
@@ -76,21 +83,25 @@ class QuantizedProducts(Protocol):
 class LlvmProducts(QuantizedProducts):
     """Integer products on a CPU, of weights with 4 to 8 bits and a scale for each group of columns, or for each row.
 
+    The numbers of e2m1 are integers, times a half.
     A packed weight has the tensors of a `RowMajorWeight`."""
 
     def takes(self, encoding: Encoding) -> bool:
         has_groups = encoding.group_size in (0, 16) or encoding.group_size % COLUMNS == 0
-        return isinstance(encoding, Integer8) and encoding.scale_rows == 1 and has_groups
+        is_known = isinstance(encoding, Integer8) or _is_e2m1(encoding)
+        return is_known and encoding.scale_rows == 1 and has_groups
 
     def fits(self, encoding: Encoding, shape: Shape) -> bool:
         return all(shape[1] % (size or 1) == 0 for size in (COLUMNS, encoding.group_size, encoding.super_size))
 
     def packed(self, encoding: Encoding, weight: Weight) -> Weight:
         values, *shared = weight
-        if not encoding.has_zero_points:
+        if _is_e2m1(encoding):
+            shared = [shared[0] * 0.5]
+        elif not encoding.has_zero_points:
             values = values.view(torch.uint8) + _form(encoding).offset
         if shared[0].dtype == torch.float32:
-            known = encoding.scale_dtype
+            known = _form(encoding).scale_dtype
             narrow = known if known != torch.float32 else _narrowest(shared)
             shared = [tensor.to(narrow) for tensor in shared]
         return values, *shared
@@ -111,6 +122,9 @@ class LlvmProducts(QuantizedProducts):
 def _form(encoding: Encoding) -> WeightForm:
     """The form of weights, with the widest scales that they may have. Symmetric values are stored unsigned."""
     bits = encoding.value_bits or encoding.bits
+    if _is_e2m1(encoding):  # half a power of two is exact in bfloat16
+        dtype = torch.bfloat16 if encoding.scale_dtype == torch.float8_e8m0fnu else encoding.scale_dtype
+        return WeightForm(bits, encoding.group_size, dtype, E2M1_OFFSET, is_e2m1=True)
     of_factors = torch.uint8 if encoding.has_zero_points else torch.int8
     return WeightForm(
         bits,
@@ -120,6 +134,10 @@ def _form(encoding: Encoding) -> WeightForm:
         encoding.has_zero_points,
         encoding.super_size,
     )
+
+
+def _is_e2m1(encoding: Encoding) -> bool:
+    return isinstance(encoding, Table) and encoding.table == E2M1
 
 
 def _row_major(encoding: Encoding, weight: Weight) -> RowMajorWeight:
@@ -166,6 +184,11 @@ class TritonProducts(QuantizedProducts):
 
     def device_bytes(self, encoding: Encoding, shape: Shape) -> int:
         return encoding.flat.device_bytes(shape)
+
+    def expert_bytes(self, encoding: Encoding, shape: Shape) -> int:
+        if encoding.bits != 4 or not encoding.group_size:
+            return self.device_bytes(encoding, shape)
+        return math.prod(shape) // 2 + scale_bytes(encoding.group_size, shape) * (1 + encoding.has_zero_points)
 
     def dequantizes(self, encoding: Encoding, shape: Shape) -> bool:
         name = "fp8" if isinstance(encoding, Float8) else ""

@@ -13,7 +13,7 @@ from runtime.kernels.experts.moe_torch import Mixture, Router
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import Kernels
-from runtime.quant.checkpoint_layouts import CheckpointLayout
+from runtime.quant.checkpoint_layouts import CheckpointLayout, Plain
 from runtime.quant.encodings import Encoding
 from runtime.quant.products import LlvmProducts, QuantizedProducts
 from runtime.quant.weight_format import DenseFormat, Location, Shape, StoredTensor, TensorSource, Weight, WeightFormat
@@ -59,19 +59,28 @@ class DequantizedFormat(DenseFormat):
         with threads_for(math.prod(location.shape)):
             return (self.encoding.dequantize(self._layout.read(source, location, numerics.device), numerics.dtype),)
 
+    def random(self, shape: Shape, generator: torch.Generator) -> Weight | None:
+        return self.encoding.random(shape, generator)
+
+    def parts_of_random(self, weight: Weight, parts: tuple[Part, ...], numerics: Numerics) -> Weight:
+        return self.encode(self.encoding.dequantize(weight, numerics.dtype), parts)
+
 
 class QuantizedFormat(WeightFormat):
     """Quantized in the checkpoint and on the device."""
 
-    def __init__(self, layout: CheckpointLayout, encoding: Encoding, products: QuantizedProducts) -> None:
+    def __init__(
+        self, layout: CheckpointLayout, encoding: Encoding, products: QuantizedProducts, of_expert: bool = False
+    ) -> None:
         self._layout, self.encoding, self._products = layout, encoding, products
-        self.name = encoding.name
+        self._of_expert, self.name = of_expert, encoding.name
 
     def stored(self, location: Location) -> dict[str, StoredTensor]:
         return self._layout.stored(location)
 
     def device_bytes(self, shape: Shape, numerics: Numerics) -> int:
-        return self._products.device_bytes(self.encoding, shape)
+        of_weight = self._products.expert_bytes if self._of_expert else self._products.device_bytes
+        return of_weight(self.encoding, shape)
 
     def dequantizes(self, shape: Shape) -> bool:
         """True if a product of many rows dequantizes a weight of this shape to a dense copy."""
@@ -83,7 +92,16 @@ class QuantizedFormat(WeightFormat):
     def encode(self, dense: torch.Tensor, parts: tuple[Part, ...] = ()) -> Weight:
         if parts and parts[0].dim == 0 and self.encoding.scale_rows == 1:  # only these rows
             dense, parts = torch.cat([dense[part.start : part.stop] for part in parts]), ()
-        whole = self.encoding.encode(dense)
+        return self._parts(self.encoding.encode(dense), parts)
+
+    def random(self, shape: Shape, generator: torch.Generator) -> Weight | None:
+        return None if isinstance(self._layout, Plain) else self.encoding.random(shape, generator)
+
+    def parts_of_random(self, weight: Weight, parts: tuple[Part, ...], numerics: Numerics) -> Weight:
+        return self._parts(weight, parts)
+
+    def _parts(self, whole: Weight, parts: tuple[Part, ...]) -> Weight:
+        """The parts of an encoded weight, packed."""
         pieces = [self.encoding.part(whole, part) for part in parts]
         return self._products.packed(self.encoding, self.encoding.join(pieces) if pieces else whole)
 

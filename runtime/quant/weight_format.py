@@ -85,6 +85,16 @@ class WeightFormat(ABC):
     def encode(self, dense: torch.Tensor, parts: tuple[Part, ...] = ()) -> Weight:
         """The weight with these numbers, rounded to the format, or the parts of it that a rank holds."""
 
+    def random(self, shape: Shape, generator: torch.Generator) -> Weight | None:
+        """A random weight for `parts_of_random`, drawn without a dense copy; None if only `encode` makes one.
+
+        It is the same for every form in which devices hold a weight that is quantized in its files."""
+        return None
+
+    def parts_of_random(self, weight: Weight, parts: tuple[Part, ...], numerics: Numerics) -> Weight:
+        """The parts of a weight that `random` drew."""
+        raise NotImplementedError
+
     def join(self, weights: Sequence[Weight], row_order: torch.Tensor | None = None) -> Weight:
         """Stack the rows of several weights; then reorder the first rows.
 

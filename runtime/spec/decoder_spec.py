@@ -28,6 +28,8 @@ from runtime.spec.types import CallboardError
 ACTIVATION_LIMIT = 7.0  # of swiglu_clamped
 _ROPE = RopeSpec()
 
+_MXFP4_UNIT = 64  # columns
+
 
 class HeadShape(NamedTuple):
     """The shape of a layer's keys and values."""
@@ -141,7 +143,7 @@ class DecoderSpec:
             num_heads=self.num_heads // shard.size,
             num_kv_heads=max(1, self.num_kv_heads // shard.size),
             full_kv_heads=self.full_kv_heads and max(1, self.full_kv_heads // shard.size),
-            ffn_size=self.ffn_size // shard.size,
+            ffn_size=len(shard.inner(self.ffn_size, self.ffn_unit)),
             dense_ffn_size=self.dense_ffn_size // shard.size,
             shared_kv_ffn_size=self.shared_kv_ffn_size // shard.size,
             vocab_size=len(shard.vocabulary(self.vocab_size)),
@@ -154,7 +156,9 @@ class DecoderSpec:
         kv_heads = {self.num_kv_heads, self.full_kv_heads or self.num_kv_heads}
         has_tokens = len(Shard(size - 1, size).vocabulary(self.vocab_size)) > 0
         divides_kv = all(heads % size == 0 or size % heads == 0 for heads in kv_heads)
-        divides_ffn = all(ffn % size == 0 for ffn in (self.ffn_size, self.dense_ffn_size, self.shared_kv_ffn_size))
+        has_units = self.ffn_unit > 1 and self.ffn_size // self.ffn_unit >= size
+        others = self.dense_ffn_size, self.shared_kv_ffn_size
+        divides_ffn = (has_units or self.ffn_size % size == 0) and all(ffn % size == 0 for ffn in others)
         divides_states = self.mixer is None or self.mixer.is_divided_by(size)
         return self.num_heads % size == 0 and divides_kv and divides_ffn and divides_states and has_tokens
 
@@ -162,6 +166,15 @@ class DecoderSpec:
     def rope_head_dim(self) -> int:
         """The numbers of a head that the rotary table is for."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def ffn_unit(self) -> int:
+        """The intermediate values of experts in mxfp4 that ranks do not divide; 1 for other experts.
+
+        The 2,880 of gpt-oss divided by two would cut the 64 columns that kernels read together."""
+        scheme = (self.quantization or {}).get(f"layers.{self.dense_layers}.experts.0.down.weight")
+        is_mxfp4 = scheme is not None and (scheme.encoding, scheme.group_size) == ("fp4", 32) and not scheme.dequantized
+        return _MXFP4_UNIT if is_mxfp4 and self.ffn_size % _MXFP4_UNIT == 0 else 1
 
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer has a mixture of experts."""
@@ -263,6 +276,13 @@ class DecoderSpec:
         if config.rank_invariant and config.max_loras:
             raise CallboardError(
                 f"max_loras is {config.max_loras}; with rank_invariant it must be 0: adapters' sums have no leaves."
+            )
+        first = Shard(0, config.tensor_parallel_size).inner(self.whole.ffn_size, self.whole.ffn_unit)
+        is_even = len(first) * config.tensor_parallel_size == self.whole.ffn_size
+        if config.rank_invariant and config.quantization != "none" and not is_even:
+            raise CallboardError(
+                f"rank_invariant is on, for which {config.tensor_parallel_size} ranks need equal parts of experts in "
+                f"mxfp4 with a size of {self.whole.ffn_size}; leave it off, or use quantization=none."
             )
         if config.rank_invariant and isinstance(self.mixer, DeltaRuleSpec) and self.mixer.tiled:
             raise CallboardError(

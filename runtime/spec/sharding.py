@@ -33,6 +33,17 @@ class Shard(NamedTuple):
             share = -(-vocab_size // NUM_LEAVES) * (NUM_LEAVES // self.size)
         return range(min(self.rank * share, vocab_size), min((self.rank + 1) * share, vocab_size))
 
+    def inner(self, size: int, unit: int) -> range:
+        """Return a rank's part of the intermediate values of experts.
+
+        Parts consist of whole units if there is one for each rank. If the units do not divide evenly, the first ranks
+        have one more."""
+        if size % (self.size * unit) == 0 or size // unit < self.size or unit == 1:
+            return range(self.rank * size // self.size, (self.rank + 1) * size // self.size)
+        least, more = divmod(size // unit, self.size)
+        first = self.rank * least + min(self.rank, more)
+        return range(first * unit, (first + least + (self.rank < more)) * unit)
+
 
 ALONE = Shard()  # a whole model
 
@@ -146,6 +157,8 @@ def _divided(spec: DecoderSpec, parameter: str) -> tuple[int, list[tuple[int, ra
     kv_heads = own(spec.first_kv_head(layer), num_kv_heads, head_dim), whole.heads(layer).num_kv_heads * head_dim
     inner = own(rank, 1, spec.ffn_size_of(layer)), whole.ffn_size_of(layer)
     dense = own(rank, 1, spec.dense_ffn_size), whole.dense_ffn_size
+    if ".experts." in parameter:
+        inner = spec.shard.inner(whole.ffn_size, whole.ffn_unit), whole.ffn_size
     tokens = spec.token_ids, whole.vocab_size
     part = _part_of(parameter)
     if spec.latent is not None and (of_latent := _of_latent(spec, spec.latent, part)) is not None:

@@ -115,11 +115,11 @@ class ModelTensors:
         Raises CallboardError if the model lacks the tensor, or has it with another type or shape."""
         if (target := self._find(name, dtype)) is not None:
             return [Incoming(_checked(target, name, dtype, shape), None)]
-        singles = single_weights(name, shape)
+        singles = single_weights(name, shape, self._weight_map.experts_in_turn)
         found = [Incoming(target, place) for one, place in singles.items() if (target := self._find(one, dtype))]
         if singles and len(found) == len(singles):
             for target, place in found:
-                _checked(target, name, dtype, (place.stop - place.start, shape[2]) if place else shape)
+                _checked(target, name, dtype, place.shape(shape) if place else shape)
             return found
         if self._is_ignored(name):
             return []
@@ -169,7 +169,7 @@ class ModelTensors:
 def pieces_of(found: Iterable[Incoming], tensor: torch.Tensor) -> Iterable[tuple[Target, int, torch.Tensor]]:
     """Each slice of a whole tensor that the rank needs: its target, the index of the part, and a view."""
     for target, place in found:
-        own = tensor if place is None else tensor[place.expert, place.start : place.stop]
+        own = tensor if place is None else place.of(tensor)
         for i, part in enumerate(target.parts):
             yield target, i, narrowed(own, part)
 

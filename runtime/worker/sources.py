@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,7 +84,10 @@ class CheckpointSource:
         return self.checkpoint.fingerprint
 
     def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int, communicator: Communicator) -> Decoder:
-        return load_decoder(self._tensors, spec, self.weight_map, numerics, max_model_len, communicator)
+        # A rank reads only its part of each tensor.
+        is_whole = spec.shard.size == 1 and self._tensors is self.checkpoint
+        with self.checkpoint.reading_ahead(self.weight_map.ignored) if is_whole else nullcontext():
+            return load_decoder(self._tensors, spec, self.weight_map, numerics, max_model_len, communicator)
 
     def with_tensors(self, tensors: TensorSource) -> CheckpointSource:
         """This model with the tensors of updates."""

@@ -34,6 +34,8 @@ FORMS = {
     "Q6_K": WeightForm(6, 16, torch.int8, 32, False, 256),
     "AWQ": WeightForm(4, 128, HALF, 0, True),
     "int4 g64": WeightForm(4, 64, BFLOAT, 8),
+    "mxfp4": WeightForm(4, 32, BFLOAT, 12, is_e2m1=True),
+    "nvfp4": WeightForm(4, 16, FLOAT, 12, is_e2m1=True),
     "int8 rows": WeightForm(8, 0, FLOAT, 128),
     "int8 g128 with zero points": WeightForm(8, 128, FLOAT, 0, True),
 }

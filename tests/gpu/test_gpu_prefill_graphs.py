@@ -180,7 +180,7 @@ def test_logits_without_deterministic_mode(shape, num_decoding):
         assert error.max() < 3e-2, (length, error.max())
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen3 moe", "gemma2", "gemma3", "gpt2"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen3 moe", "gemma2", "gemma3", "gpt2", "gpt-oss"])
 def test_families(case):
     """Windows, soft caps and experts: deterministic bits of prompts in graphs and launched."""
     runner = tiny_runner(

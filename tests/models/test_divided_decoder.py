@@ -14,17 +14,21 @@ from runtime.kernels.attention.paged_attention import PagedBatch, PagedRows
 from runtime.kernels.collectives.communicator import Communicator, OneRank
 from runtime.kernels.cpu.attention.tiled_rows import TiledRows, attention_tiles
 from runtime.kernels.states.state_rows import StateRows
+from runtime.models import load_spec
 from runtime.models.decoder_build import draw_decoder
 from runtime.models.families import gemma4, lfm, phi, qwen_hybrid
 from runtime.models.forward_batch import ForwardBatch, GroupRows
+from runtime.models.published import PUBLISHED
 from runtime.models.weight_map import WeightMap
 from runtime.quant.at_load import quantized_at_load
 from runtime.quant.parsers import parse_gguf
+from runtime.quant.scheme import QuantizationScheme
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
 from runtime.spec.latent_spec import LatentSpec
 from runtime.spec.mixer_spec import DeltaRuleSpec, ShortConvSpec
-from runtime.spec.sharding import Shard
+from runtime.spec.sharding import Shard, parts_of
+from runtime.spec.types import CallboardError
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.runner import choose_numerics
 from runtime.worker.state_cache import StateCache
@@ -229,6 +233,29 @@ def test_quantized_experts_keep_their_biases():
     torch.testing.assert_close(
         all_logits(spec, 2, quantization="int8", kernel_backend="llvm"), found, rtol=1e-3, atol=1e-3
     )
+
+
+@pytest.mark.parametrize("backend", ["torch", "llvm"])
+def test_ranks_have_whole_blocks_of_experts_in_mxfp4(backend):
+    """Two ranks have 128 and 64 of the 192 intermediate values."""
+    spec = replace(SPECS["mixture with biases"], ffn_size=192)
+    scheme = QuantizationScheme("mxfp4", "fp4", group_size=32, scale_dtype="float8_e8m0fnu")
+    names = [name for name in spec.shapes() if ".experts." in name and name.endswith(".weight")]
+    spec = replace(spec, quantization=dict.fromkeys(names, scheme))
+    assert [spec.of_rank(Shard(rank, 2)).ffn_size for rank in (0, 1)] == [128, 64]
+    want = all_logits(spec, 1, kernel_backend=backend)
+    torch.testing.assert_close(all_logits(spec, 2, kernel_backend=backend), want, rtol=2e-3, atol=2e-3)
+    with pytest.raises(CallboardError, match="2 ranks need equal parts of experts in mxfp4"):
+        spec.check(EngineConfig(tensor_parallel_size=2, rank_invariant=True))
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_gpt_oss_has_whole_blocks_on_every_rank(size):
+    spec, _ = load_spec(PUBLISHED["gpt-oss-120b"] | {"num_hidden_layers": 1})
+    parts = [parts_of(spec.of_rank(Shard(rank, size)), "layers.0.experts.7.down.weight")[0] for rank in range(size)]
+    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+    assert parts[-1].stop == 2880
+    assert all(part.start % 64 == part.stop % 64 == 0 for part in parts)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -15,7 +15,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.library.make_random_model import write_folder
+from runtime.kernels.llvm.support import obstacle
+from runtime.kernels.numerics import Numerics
 from runtime.models import load_spec
+from runtime.models.published import PUBLISHED
+from runtime.models.weights import random_parameter
+from runtime.quant.model_formats import weight_bytes
 
 ROWS, COLUMNS, NUM_TENSORS, NUM_SHARDS = 4096, 4096, 8, 4  # 32 MiB a tensor in bfloat16, 256 MiB in all
 MIB = 1 << 20
@@ -95,7 +101,13 @@ import sys
 from pathlib import Path
 import torch
 from runtime.loading.checkpoint import open_checkpoint
+from benchmarks.library.make_random_model import write_folder
+from runtime.kernels.llvm.support import obstacle
+from runtime.kernels.numerics import Numerics
 from runtime.models import load_spec
+from runtime.models.published import PUBLISHED
+from runtime.models.weights import random_parameter
+from runtime.quant.model_formats import weight_bytes
 from runtime.kernels.numerics import Numerics
 from runtime.models.decoder_build import load_decoder
 from runtime.spec.sharding import Shard
@@ -109,17 +121,17 @@ spec, weight_map = load_spec(checkpoint.config)
 spec = spec.of_rank(Shard(int(sys.argv[2]) - 1, int(sys.argv[2])))
 Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
 before = status("VmRSS")
-numerics = Numerics(torch.float32, torch.device("cpu"), "torch", packed=False, deterministic=False)
+numerics = Numerics(torch.float32, torch.device("cpu"), sys.argv[3], packed=False, deterministic=False)
 decoder = load_decoder(checkpoint, spec, weight_map, numerics, 64)
 print(status("VmHWM") - before)
 """
 
 
-def _peak_of_loading(folder: Path, num_ranks: int = 1) -> int:
+def _peak_of_loading(folder: Path, num_ranks: int = 1, backend: str = "torch") -> int:
     """Bytes that loading a model, or the last rank's part of it, takes at most.
 
     Freed memory is returned at once. Otherwise holes that glibc keeps count too: up to 90 MiB, and never the same."""
-    command = [sys.executable, "-c", LOAD, str(folder), str(num_ranks)]
+    command = [sys.executable, "-c", LOAD, str(folder), str(num_ranks), backend]
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(MIB)}
     return int(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
 
@@ -159,3 +171,21 @@ def test_dequantizing_needs_no_more_memory(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     fused = 4 * 2 * ffn * hidden
     assert _peak_of_loading(tmp_path) < size + fused + 64 * MIB
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(obstacle()), reason=f"needs compiled kernels: {obstacle()}")
+def test_experts_of_four_bits_have_no_dense_copy(tmp_path):
+    """Beside the model there is one expert with a value a byte, and a slab of memory for weights."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 1000}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    ends = {"bos_token_id": 0, "eos_token_id": 1, "torch_dtype": "bfloat16"}
+    config = PUBLISHED["gpt-oss-20b"] | sizes | heads | ends
+    spec = load_spec(config)[0]
+    shapes, generator = spec.shapes(), torch.Generator().manual_seed(0)
+    write_folder(tmp_path, config, lambda name: random_parameter(name, shapes[name], generator), generator)
+    numerics = Numerics(torch.float32, torch.device("cpu"), "llvm", packed=False, deterministic=False)
+    size = weight_bytes(spec, numerics)
+    dense = 4 * sum(math.prod(shape) for shape in shapes.values())
+    peak = _peak_of_loading(tmp_path, backend="llvm")
+    assert peak < size + 64 * MIB + 64 * MIB < dense / 3

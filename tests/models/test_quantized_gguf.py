@@ -29,6 +29,7 @@ from tests.support.models.runner_driver import open_runner
 FORMS = {
     "Q8_0": "int8 g32", "Q4_0": "int4 g32", "Q4_1": "int4 g32 with zero points", "Q4_K": "int4 g32 with zero points",
     "Q5_0": "int8 g32", "Q5_1": "int8 g32 with zero points", "Q5_K": "int8 g32 with zero points", "Q6_K": "int8 g16",
+    "MXFP4": "fp4 g32",
 }  # fmt: skip
 
 
@@ -48,7 +49,9 @@ def random_blocks(name: str, rows: int, blocks: int, seed: int) -> np.ndarray:
     _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
     generator = np.random.default_rng(seed)
     raw = generator.integers(0, 256, (rows, blocks, size), np.uint8)
-    halves = {"Q8_0": [0], "Q4_0": [0], "Q5_0": [0], "Q6_K": [208]}.get(name, [0, 2])
+    halves = {"Q8_0": [0], "Q4_0": [0], "Q5_0": [0], "Q6_K": [208], "MXFP4": []}.get(name, [0, 2])
+    if name == "MXFP4":
+        raw[..., 0] = generator.integers(0, 250, (rows, blocks))  # 255 is NaN, which the package reads as a number
     for start in halves:
         values = generator.normal(0, 0.1, (rows, blocks)).astype(np.float16)
         values[0, 0] = 0.0  # a block of zeros, or of minimums

@@ -108,7 +108,7 @@ def test_lost_runners_leave_no_trace(case: str):
 
 
 @pytest.mark.parametrize(
-    "case", ["llama", "qwen3 moe", "qwen3.5", "sinks", "glm4 moe", "expert biases", "glm 4.7 flash"]
+    "case", ["llama", "qwen3 moe", "qwen3.5", "sinks", "glm4 moe", "glm 4.7 flash", "expert biases"]
 )
 def test_speculation_leaves_no_trace(case: str):
     plain = answers(engine_of(family_runner(case)), sampled(PROMPTS))

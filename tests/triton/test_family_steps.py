@@ -42,6 +42,8 @@ KERNEL_CASES = {  # families with kernels of their own -> settings that make the
     "olmo3": {"num_hidden_layers": 1},
     "deepseek v3": {"num_hidden_layers": 2},
     "glm 4.7 flash": {"num_hidden_layers": 2},
+    "gpt-oss": {"num_hidden_layers": 2, "sliding_window": 7},
+    "gpt-oss, mxfp4": {"num_hidden_layers": 1},
     "glm4 moe": {"num_hidden_layers": 2},
     "granite moe": {"num_hidden_layers": 1},
     "sinks": {"sliding_window": 7},

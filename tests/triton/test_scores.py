@@ -37,6 +37,7 @@ def runner_of(case: str, changes: dict, **config) -> ModelRunner:
         ("mistral, window", SHORT | {"sliding_window": 5}),
         ("gemma3", {"sliding_window": 5}),
         ("sinks", {"sliding_window": 5}),
+        ("gpt-oss, mxfp4", {"num_hidden_layers": 2, "sliding_window": 5}),
         ("qwen3.5", {}),
         ("qwen3-next", {}),
         ("lfm2", {}),
@@ -47,7 +48,7 @@ def test_scores_equal_what_was_sampled(case: str, changes: dict):
     check_scores(engine_of(runner_of(case, changes)), prompts_of(101, (1, 9)), params=replace(SAMPLED, **FEW))
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen3 moe", "glm4 moe", "qwen2 moe", "granite moe"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen3 moe", "glm4 moe", "qwen2 moe", "granite moe", "gpt-oss"])
 def test_experts_are_the_best_of_the_router(case: str):
     runner = runner_of(case, {"num_hidden_layers": 1 + spec_of(case).dense_layers}, routed_experts=True)
     check_experts(runner, prompts_of(101, (9,))[0], replace(REPORTED, **FEW))

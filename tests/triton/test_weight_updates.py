@@ -33,7 +33,7 @@ def addresses(runner: ModelRunner) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "case", ["llama", "gemma3", "qwen3", "mixtral", "qwen3.5", "lfm2", "gpt2", "glm4 moe", "deepseek v3"]
+    "case", ["llama", "gemma3", "qwen3", "mixtral", "qwen3.5", "lfm2", "gpt2", "glm4 moe", "gpt-oss", "deepseek v3"]
 )
 def test_new_weights_have_the_old_addresses(case, tmp_path):
     save_model(tmp_path / "first", case)

@@ -32,7 +32,7 @@ def in_tile_order(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def with_word_scales(weight: QuantizedWeight) -> QuantizedWeight:
-    """Stacked weights (a leading dimension of experts) whose scales and zero points are words, int32.
+    """Stacked weights (a leading dimension of experts), with scales and zero points as words, int32.
 
     Zero points are negative. Weights with a scale for a whole row stay as they are."""
     if not weight.group_size:
@@ -42,6 +42,12 @@ def with_word_scales(weight: QuantizedWeight) -> QuantizedWeight:
     if weight.zero_points is not None:
         zero_points = _words(-weight.zero_points / sum_factor(weight.encoding), weight)
     return replace(weight, scales=_words(weight.scales * factor, weight), zero_points=zero_points, scale_rows=1)
+
+
+def scale_bytes(group_size: int, shape: tuple[int, ...]) -> int:
+    """The bytes of the words of a 4-bit weight [rows, columns] with groups of this size."""
+    words = len(_PLANES[min(group_size, MAX_GROUP)][0])
+    return -(-shape[1] // STEP) * words * shape[0] * 4
 
 
 def sum_factor(encoding: str) -> float:

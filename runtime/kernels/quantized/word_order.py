@@ -11,7 +11,8 @@ from functools import cache
 import torch
 
 _PAIR_BITS = {"e2m1": (6, 7, 8, 15), "int": (0, 1, 2, 3)}  # places of a value's bits in bfloat16, from the lowest on
-# The rotation to the left of a word that moves each of these bits there, for each pair of values.
+
+# For each pair of values, the rotation of a word to the left for each of these bits.
 _ROTATIONS = {
     "e2m1": ((0, 0, 0, 0), (12, 12, 12, 12), (6, 6, 6, 6), (2, 10, 10, 10)),
     "int": ((0,) * 4, (28,) * 4, (24,) * 4, (20,) * 4),

@@ -135,8 +135,11 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {"registers": int(words["REG"]), "stack": int(words["STACK"])}
 
 
-def splits_words(ttgir: str) -> bool:
-    """True if instructions over words receive bytes that are not four neighbours of a row."""
+def splits_words(kernel: Any) -> bool:
+    """True if instructions over words of experts receive bytes that are not four neighbours of a row."""
+    if kernel.name != "_moe_wna16_kernel":
+        return False
+    ttgir = kernel.asm["ttgir"]
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.M))
     found = re.findall(
         r"elementwise_inline_asm .*} %\S+ : tensor<[\dx]+x(?:i8|f8\w+), (#\w+(?:\.dot_op<.*?>)?)>", ttgir
@@ -327,10 +330,8 @@ def main() -> None:
         drops_nan = [more for more in re.findall(r"\b(?:max|min)((?:\.\w+)*)\.f32\b", ptx) if ".NaN" not in more]
         counts = {"wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync"), "drops_nan": len(drops_nan)}
         shared = {"shared": kernel.metadata.shared, "num_warps": kernel.metadata.num_warps}
-        if kernel.name == "_moe_wna16_kernel":
-            counts["splits_words"] = splits_words(kernel.asm["ttgir"])
-        line = {"kernel": kernel.name, "case": case} | shared | resources(kernel.asm["cubin"]) | counts
-        print(json.dumps(line), flush=True)
+        line = {"kernel": kernel.name, "case": case, "splits_words": splits_words(kernel)} | shared
+        print(json.dumps(line | resources(kernel.asm["cubin"]) | counts), flush=True)
 
     JITFunction.run = compile_only
     driver.set_active(Hopper())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from runtime.models import load_spec
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
@@ -82,6 +84,16 @@ _LATENT = {
     "v_head_dim": 10, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3,
     "moe_intermediate_size": 28, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "num_key_value_heads": 6,
 }  # fmt: skip
+_GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 13}
+_MXFP4 = {  # as the published config has it
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
 
 
 def _rope(kind: str, theta: float = 1000.0, **parameters: Any) -> dict[str, Any]:
@@ -292,6 +304,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4MoeLiteConfig",
         _LATENT | {"qk_nope_head_dim": 14, "v_head_dim": 22, "n_group": 1, "topk_group": 1, "rope_interleave": False},
     ),
+    "gpt-oss": ("GptOssConfig", _GPT_OSS | yarn(truncate=False)),
+    "gpt-oss, mxfp4": (
+        "GptOssConfig",
+        _GPT_OSS
+        | yarn(truncate=False)
+        | {"hidden_size": 64, "intermediate_size": 128, "sliding_window": 100, "quantization_config": _MXFP4},
+    ),
     "gpt2": ("GPT2Config", {}),
     "gpt2, narrow": ("GPT2Config", {"n_inner": 50, "n_head": 3, "layer_norm_epsilon": 1e-3}),
 }
@@ -339,6 +358,8 @@ def save_model(folder: Path, case: str) -> PreTrainedModel:
     import transformers  # a machine with a GPU may not have it
 
     kind, changes = CASES[case]
+    changes = dict(changes)
+    quantization = changes.pop("quantization_config", None)
     config_class = getattr(transformers, kind)
     if kind in _WITH_IMAGES:
         (text, vision), tied = _WITH_IMAGES[kind], changes.get("tie_word_embeddings", False)
@@ -359,4 +380,24 @@ def save_model(folder: Path, case: str) -> PreTrainedModel:
         if name.endswith(("layer_scalar", "bias")):  # "bias": of the choice of experts
             buffer.add_(torch.randn_like(buffer) * 0.3)
     model.save_pretrained(folder)
+    if quantization is not None:
+        _to_mxfp4(folder, model, quantization)
     return model
+
+
+def _to_mxfp4(folder: Path, model: PreTrainedModel, quantization: dict[str, Any]) -> None:
+    """Replace the experts of a saved gpt-oss, and of the model, by random numbers in the published layout."""
+    from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
+
+    tensors = load_file(folder / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            num_experts, columns, rows = parameter.shape
+            blocks = torch.randint(0, 256, (num_experts, rows, columns // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(120, 124, blocks.shape[:3], dtype=torch.uint8)
+            parameter.data = _convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            del tensors[name]
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))

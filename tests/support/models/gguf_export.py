@@ -60,9 +60,12 @@ def export(
     metadata = {"general.architecture": arch} | known | metadata
     names = gguf.get_tensor_name_map(_ARCH[arch], config.num_hidden_layers)
     tensors = {name: np.array(table, np.float32) for name, table in (tables or {}).items()}
-    for name, weight in _stacked(_ungrouped(_without_copies(model), config, split_up), arch):
+    state = _without_copies(model)
+    state = _in_turn(state) if arch == "gpt-oss" else _ungrouped(state, config, split_up)
+    for name, weight in _stacked(state, arch):
         renamed = names.get_name(name, try_suffixes=(".weight", ".bias", ".scale"))
         assert renamed is not None, name
+        renamed += ".weight" * renamed.endswith("sinks")
         tensors[renamed] = _converted(renamed, weight.float().numpy(), arch, config)
     return _write(path, arch, metadata, tensors, parts, gguf.GGMLQuantizationType[block_type])[0]
 
@@ -103,6 +106,20 @@ def _granite(name: str) -> str:
     return re.sub(r"(block_sparse_moe\.experts\.\w+)_proj", r"\1", name).replace(
         "block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight"
     )
+
+
+def _in_turn(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """GptOssModel: gate and up apart, as [experts, out, in]."""
+    renamed = {}
+    for name, weight in state.items():
+        stem, kind = name.removesuffix("_bias"), "bias" if name.endswith("_proj_bias") else "weight"
+        own = weight.transpose(1, 2) if weight.ndim == 3 else weight
+        if stem.endswith("experts.gate_up_proj"):
+            for i, part in enumerate(("gate", "up")):
+                renamed[f"{stem.replace('gate_up', part)}.{kind}"] = own[:, i::2]
+        else:
+            renamed[f"{stem}.{kind}" if ".experts." in name else name] = own
+    return renamed
 
 
 def _ungrouped(state: dict[str, torch.Tensor], config: Any, split_up: bool) -> dict[str, torch.Tensor]:
@@ -195,7 +212,7 @@ def _write(
                     writer.add_array(key, value)
         for i, (tensor_name, data) in enumerate(tensors.items()):
             if i % parts == part:
-                has_blocks = data.ndim > 1 and data.shape[-1] % 32 == 0
+                has_blocks = data.ndim > 1 and data.shape[-1] % 32 == 0 and not tensor_name.endswith(".bias")
                 kind = quant_type if has_blocks else gguf.GGMLQuantizationType.F32
                 writer.add_tensor(tensor_name, gguf.quants.quantize(data, kind), raw_dtype=kind)
         writer.write_header_to_file()

@@ -10,8 +10,11 @@ Activations are split into two int8 limbs, 256 * high + low. Sums are exact in i
 
 from __future__ import annotations
 
+from llvmlite import ir
+
+from runtime.kernels.cpu.linear.interleaved_weight import E2M1_OFFSET, E2M1_VALUES
 from runtime.kernels.llvm.compiler import Target
-from runtime.kernels.llvm.language import Trace, Type, Value, i8, i16, i32, joined, number, u8, zeros
+from runtime.kernels.llvm.language import Trace, Type, Value, i8, i16, i32, joined, number, u8, where, zeros
 
 _LARGEST_INT16 = 32767
 
@@ -100,6 +103,23 @@ def _multiply_add(target: Target, total: Value, values: Value, x: Value, moved: 
     for quad in range(4):
         total = total + products.lanes(range(quad, 4 * lanes, 4))
     return total
+
+
+def e2m1_values(indices: Value, target: Target | None = None) -> Value:
+    """E2M1_VALUES of u8 [lanes], by the shuffle of bytes that the target has."""
+    lanes, vector = indices.type.lanes, target.vector_bytes if target is not None else 0
+    if target is not None and lanes == vector:
+        table = ir.Constant(indices.type.ir, [E2M1_VALUES[i % 16] for i in range(lanes)])
+        if target.triple.startswith("x86_64"):
+            name = "llvm.x86.avx512.pshuf.b.512" if vector == 64 else "llvm.x86.avx2.pshuf.b"
+            return Value(Trace.intrinsic(name, indices.type.ir, [table, indices.ir]), indices.type)
+        if target.triple.startswith(("aarch64", "arm64")):
+            found = Trace.intrinsic("llvm.aarch64.neon.tbl1.v16i8", indices.type.ir, [table, indices.ir])
+            return Value(found, indices.type)
+    low = indices & 7
+    for above, more in ((4, 1), (5, 1), (6, 3)):  # twice the numbers are 0 to 4, 6, 8 and 12
+        low = low + where((indices & 7) > above, more, zeros(indices.type))
+    return where(indices > 7, E2M1_OFFSET - low, low + E2M1_OFFSET)
 
 
 def repeated_quad(word: Value, lanes: int) -> Value:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from runtime.kernels.cpu.linear.dot import Dot, repeated_quad
+from runtime.kernels.cpu.linear.dot import Dot, e2m1_values, repeated_quad
 from runtime.kernels.cpu.linear.interleaved_weight import COLUMNS, QUAD, ROWS, WeightForm
 from runtime.kernels.llvm.compiler import Target
 from runtime.kernels.llvm.language import (
@@ -152,7 +152,8 @@ class _Block:
                 shift = 4 - j % per * each
                 plane = planes[j // per]
                 low[j] = low[j] | ((plane << shift if shift > 0 else plane >> -shift) & mask)
-        return [v.bitcast(u8(4 * self.lanes)) for v in low]
+        values = [v.bitcast(u8(4 * self.lanes)) for v in low]
+        return [e2m1_values(each, self.target) for each in values] if self.form.is_e2m1 else values
 
     def _vector(self, at: Pointer, index: int) -> Value:
         return at.load(index * ROWS * QUAD, 4 * self.lanes).bitcast(u32(self.lanes))
@@ -257,7 +258,7 @@ def _of_row(
     block: _Block, rows: _Rows, m: int, chunk: Value, quads: list[Value], own: slice, half: int | None
 ) -> tuple[Value, Callable[[], Value]]:
     """The product of a chunk, or of a half of it, with row m: its part of scale and of minimum, f32 [lanes]."""
-    dot = Dot(block.target, block.lanes, block.form.bits, rows.limbs)
+    dot = Dot(block.target, block.lanes, block.form.value_bits, rows.limbs)
     for quad in range(_QUADS)[own]:
         dot.add(quads[quad], rows.quad(m, chunk, quad))
     whole, scale = dot.total(), rows.scale(m, chunk)

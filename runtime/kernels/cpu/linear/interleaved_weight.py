@@ -24,6 +24,9 @@ import torch.nn.functional as F
 
 from runtime.kernels.cpu.linear import weight_memory
 
+# The numbers of e2m1 times 2, plus 12, by their indices (WeightForm.is_e2m1)
+E2M1_VALUES = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
+E2M1_OFFSET = 12
 ROWS = 16  # of a block
 COLUMNS = 32  # of a chunk
 QUAD = 4  # columns that one lane multiplies at once
@@ -32,7 +35,8 @@ QUAD = 4  # columns that one lane multiplies at once
 class WeightForm(NamedTuple):
     """What a kernel is compiled for: number = (value - offset) * scale - minimum, for unsigned values.
 
-    With super groups, scale = super scale * scale as stored, and the same for the minimum."""
+    With super groups, scale = super scale * scale as stored, and the same for the minimum. With `is_e2m1`, 4 bits are
+    stored of each value, its index in E2M1_VALUES."""
 
     bits: int  # of a value: 4, 5, 6 or 8
     group_size: int  # columns that share a scale: 16, or a multiple of 32; 0 for all columns
@@ -40,6 +44,17 @@ class WeightForm(NamedTuple):
     offset: int = 0
     has_minimum: bool = False
     super_size: int = 0  # columns of a super group: a multiple of the group size; 0 without super scales
+    is_e2m1: bool = False
+
+    @property
+    def value_bits(self) -> int:
+        """The bits of a value as it is multiplied."""
+        return 5 if self.is_e2m1 else self.bits
+
+    @property
+    def stored_zero(self) -> int:
+        """The stored number of the value `offset`."""
+        return 0 if self.is_e2m1 else self.offset
 
     @property
     def chunk_bytes(self) -> int:
@@ -50,7 +65,7 @@ class RowMajorWeight(NamedTuple):
     """A weight [N, K] before it is interleaved. Its rows can be joined with others of the same form."""
 
     form: WeightForm
-    values: torch.Tensor  # uint8 [N, K], one value a byte
+    values: torch.Tensor  # uint8 [N, K], one value a byte; indices with form.is_e2m1
     scales: torch.Tensor  # form.scale_dtype [N, groups]
     minimums: torch.Tensor | None = None  # like scales
     super_scales: torch.Tensor | None = None  # float16 [N, super groups]
@@ -103,7 +118,7 @@ def interleave_pieces(pieces: Iterable[RowMajorWeight], num_rows: int) -> Interl
             values = weight_memory.empty(shape, torch.uint8)
         whole, missing = piece.values.contiguous(), -len(piece.values) % ROWS
         if missing:
-            whole = F.pad(whole, (0, 0, 0, missing), value=form.offset)
+            whole = F.pad(whole, (0, 0, 0, missing), value=form.stored_zero)
         num_blocks = len(whole) // ROWS
         pack_values(whole, values[block : block + num_blocks], form.bits)
         block += num_blocks
@@ -169,11 +184,17 @@ def row_major(weight: InterleavedWeight) -> RowMajorWeight:
     shared = (weight.scales, weight.minimums, weight.super_scales, weight.super_minimums)
     by_row = [None if t is None else t.transpose(1, 2).flatten(0, 1)[: weight.shape[0]] for t in shared]
     assert by_row[0] is not None
-    return RowMajorWeight(weight.form, values_of(weight)[: weight.shape[0]], by_row[0], *by_row[1:])
+    return RowMajorWeight(weight.form, _stored_values(weight)[: weight.shape[0]], by_row[0], *by_row[1:])
 
 
 def values_of(weight: InterleavedWeight) -> torch.Tensor:
     """The values, uint8 [padded N, K]."""
+    stored = _stored_values(weight)
+    return torch.tensor(E2M1_VALUES, dtype=torch.uint8)[stored.int()] if weight.form.is_e2m1 else stored
+
+
+def _stored_values(weight: InterleavedWeight) -> torch.Tensor:
+    """The values or their indices, uint8 [padded N, K]."""
     quads = _unpack(weight.values, weight.form.bits).unflatten(3, (ROWS, QUAD))
     values: torch.Tensor = quads.permute(0, 3, 1, 2, 4).reshape(-1, weight.shape[1])
     return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from runtime.kernels.cpu.linear.dot import e2m1_values
 from runtime.kernels.cpu.linear.int_product import TYPES
 from runtime.kernels.cpu.linear.interleaved_weight import COLUMNS, QUAD, ROWS, WeightForm
 from runtime.kernels.llvm.language import (
@@ -82,7 +83,7 @@ def _quad(form: WeightForm, at: Pointer, quad: int) -> Value:
     low = at.load(quad // 2 * vector, QUAD)
     low = low >> 4 if quad % 2 else low & 15
     if form.bits == 4:
-        return low
+        return e2m1_values(low) if form.is_e2m1 else low
     each = form.bits - 4
     per = 8 // each
     plane = at.load((4 + quad // per) * vector, QUAD) >> (quad % per * each)

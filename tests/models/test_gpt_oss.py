@@ -1,0 +1,157 @@
+"""gpt-oss: its files against transformers, tensor by tensor."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from runtime.kernels.cpu.linear.interleaved_weight import dequantize_interleaved
+from runtime.kernels.llvm.support import obstacle
+from runtime.loading.checkpoint import open_checkpoint
+from runtime.loading.stacked_experts import single_weights
+from runtime.models import load_spec
+from runtime.models.published import PUBLISHED
+from runtime.models.weights import draw, locate_parameters, read_from
+from runtime.quant.model_formats import weight_bytes, weight_formats
+from runtime.quant.quantized_formats import InterleavedFormat
+from runtime.spec.config import EngineConfig
+from runtime.spec.decoder_spec import RopeSpec
+from runtime.spec.sharding import Part, Shard
+from runtime.spec.types import CallboardError
+from runtime.worker.memory import plan_memory
+from tests.support.models.family_cases import save_model, spec_of
+from tests.support.models.quantized_tensors import numerics
+from tests.support.models.runner_driver import Driver, open_runner
+
+COMPILED = pytest.mark.skipif(bool(obstacle()), reason=f"needs compiled kernels: {obstacle()}")
+EXPERT = "model.layers.1.mlp.experts.4."
+
+
+@pytest.mark.parametrize("case", ["gpt-oss", "gpt-oss, mxfp4"])
+def test_experts_are_those_of_transformers(case, tmp_path):
+    """Rows of gate and up alternate, and dense experts are [in, out]."""
+    experts = save_model(tmp_path, case).model.layers[1].mlp.experts
+    checkpoint = open_checkpoint(tmp_path)
+    spec, weight_map = load_spec(checkpoint.config, checkpoint.names())
+    assert bool(spec.quantization) == ("mxfp4" in case)
+    assert set(spec.quantization or {}) <= {name for name in spec.shapes() if "experts" in name}
+    read = read_from(checkpoint, spec, weight_map, numerics(torch.float32))
+    gate_up, bias = experts.gate_up_proj[4].T, experts.gate_up_proj_bias[4]
+    for part, weight, own in (
+        ("gate", gate_up[::2], bias[::2]),
+        ("up", gate_up[1::2], bias[1::2]),
+        ("down", experts.down_proj[4].T, experts.down_proj_bias[4]),
+    ):
+        assert torch.equal(read(f"layers.1.experts.4.{part}.weight")[0], weight)
+        assert torch.equal(read(f"layers.1.experts.4.{part}.bias")[0], own)
+
+
+@COMPILED
+def test_a_cpu_multiplies_experts_from_their_four_bits(tmp_path):
+    """The error is that of activations in 16 bits."""
+    save_model(tmp_path, "gpt-oss, mxfp4")
+    tokens, logits = list(range(3, 90)), []
+    for backend in ("torch", "llvm"):
+        driver = Driver(open_runner(tmp_path, kernel_backend=backend))
+        driver.open(0, tokens)
+        logits.append(driver.prefill(0, tokens))
+    experts = driver.runner.decoder.layers[0].feed_forward.experts
+    weights = experts[0][0].__self__.parts
+    assert [(part.form.bits, part.form.is_e2m1) for part in weights] == [(4, True)]
+    assert 0 < (logits[0] - logits[1]).norm() < 2e-4 * logits[0].norm()
+
+
+@pytest.mark.parametrize("case", ["gpt-oss", "gpt-oss, mxfp4"])
+def test_a_rank_reads_its_rows_and_columns(case, tmp_path):
+    save_model(tmp_path, case)
+    checkpoint = open_checkpoint(tmp_path)
+    spec, weight_map = load_spec(checkpoint.config, checkpoint.names())
+    whole = read_from(checkpoint, spec, weight_map, numerics(torch.float32))
+    for part in (Part(0, 1, 33), Part(1, 0, 32)):
+        for name in ("gate", "up", "down"):
+            parameter = f"layers.0.experts.5.{name}.weight"
+            got = whole(parameter, part)[0]
+            assert torch.equal(got, whole(parameter)[0].narrow(part.dim, part.start, part.stop - part.start))
+    rank = spec.of_rank(Shard(1, 2))
+    read = read_from(checkpoint, rank, weight_map, numerics(torch.float32))
+    for name in ("sinks", "router.bias", "experts.1.gate.bias", "experts.1.down.bias", "experts.1.up.weight"):
+        parameter = f"layers.2.{name}"
+        assert torch.equal(read(parameter)[0], whole(parameter)[0][-rank.shapes()[parameter][0] :])
+
+
+def test_ranks_that_would_cut_blocks_are_refused(tmp_path):
+    save_model(tmp_path, "gpt-oss, mxfp4")
+    checkpoint = open_checkpoint(tmp_path)
+    spec, weight_map = load_spec(checkpoint.config, checkpoint.names())
+    read = read_from(checkpoint, spec, weight_map, numerics(torch.float32))
+    with pytest.raises(CallboardError, match="16 to 64 begin or end within 32 that are stored together"):
+        read("layers.0.experts.0.down.weight", Part(1, 16, 64))
+
+
+def test_experts_in_other_shards_are_found(tmp_path):
+    """The biases need not be in the file of their weights."""
+    save_model(tmp_path, "gpt-oss")
+    tensors = load_file(tmp_path / "model.safetensors")
+    halves = {n: t for n, t in tensors.items() if "bias" in n}, {n: t for n, t in tensors.items() if "bias" not in n}
+    (tmp_path / "model.safetensors").unlink()
+    weight_map = {}
+    for i, half in enumerate(halves):
+        save_file(half, tmp_path / f"{i}.safetensors")
+        weight_map |= dict.fromkeys(half, f"{i}.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    checkpoint = open_checkpoint(tmp_path)
+    locate_parameters(*load_spec(checkpoint.config), checkpoint)
+    want = tensors["model.layers.1.mlp.experts.gate_up_proj"][4].T[1::2]
+    assert torch.equal(checkpoint.tensor(f"{EXPERT}up_proj.weight", torch.float32), want)
+
+
+def test_stacks_of_other_families_stay_halves():
+    halves = single_weights("m.experts.gate_up_proj", (2, 8, 5))
+    assert halves["m.experts.1.up_proj.weight"].shape((2, 8, 5)) == (4, 5)
+    assert not single_weights("m.experts.gate_up_proj_bias", (2, 8))
+    assert single_weights("m.experts.gate_up_proj_bias", (2, 8), in_turn=True)["m.experts.1.up_proj.bias"].step == 2
+    assert not single_weights("m.experts.gate_up_proj_blocks", (2, 8, 3), in_turn=True)
+
+
+def test_the_published_config_is_read():
+    spec, _ = load_spec(PUBLISHED["gpt-oss-120b"])
+    assert spec.rope == RopeSpec(
+        150_000.0, "yarn", 32.0, original_positions=4096, attention_factor=1.3465735902799727, truncate=False
+    )
+    assert (spec.window, spec.sliding[:3], spec.max_positions) == (128, (True, False, True), 131072)
+    assert all((spec.sinks, spec.ffn_bias, spec.qkv_bias, spec.out_bias, not spec.tied_head))
+    assert len(spec.quantization or {}) == 36 * 128 * 3
+    with pytest.raises(CallboardError, match=r"swiglu_alpha is 1\.5; supported is 1\.702"):
+        load_spec(PUBLISHED["gpt-oss-20b"] | {"swiglu_alpha": 1.5})
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_numbers():
+    """Before a weight is read: the sizes follow from the config."""
+    spec, _ = load_spec(PUBLISHED["gpt-oss-120b"])
+    on_gpu = replace(numerics(torch.bfloat16), device=torch.device("cuda"), backend="triton")
+    config = EngineConfig(max_model_len=8192).sized_for("cuda")
+    with pytest.raises(CallboardError, match=r"weights \d+\.\d\d GiB .* of 48\.00 GiB available.*GiB are missing"):
+        plan_memory(config, spec, on_gpu, 48 << 30)
+    experts = 36 * 128 * 3 * 2880 * 2880
+    dense = 2 * sum(math.prod(shape) for name, shape in spec.shapes().items() if name not in (spec.quantization or {}))
+    for form, bits in ((on_gpu, 5.0), (replace(on_gpu, device=torch.device("cpu"), backend="llvm"), 4.5)):
+        assert weight_bytes(spec, form) <= experts * bits / 8 + 2 * dense < 90 << 30
+    assert plan_memory(config, spec, on_gpu, 130 << 30).weights == weight_bytes(spec, on_gpu)
+
+
+def test_random_experts_are_the_same_in_every_form():
+    """Values and scales are drawn, so a device without their product has the same numbers."""
+    spec = spec_of("gpt-oss, mxfp4", num_hidden_layers=1)
+    found = []
+    for backend in ("torch", "llvm"):
+        form = replace(numerics(torch.float32), backend=backend)
+        read, weight_format = draw(spec, form, 3), weight_formats(spec, form)("layers.0.experts.2.down.weight")
+        weight = read("layers.0.experts.2.down.weight")
+        if isinstance(weight_format, InterleavedFormat):
+            weight = (dequantize_interleaved(weight_format.interleaved([weight], len(weight[0]))),)
+        found.append(weight[0])
+    assert torch.equal(*found)
+    assert 0.7 < found[0].std() * 128**0.5 < 1.4
