@@ -92,7 +92,8 @@ def test_logits_and_greedy_tokens_equal_transformers(case, tmp_path, record_prop
             worst = max(worst, float((logits - want).abs().max() / want.abs().max()))
             assert want.argmax(-1).tolist() == sequence[len(prompt) :]
     record_property("error", worst)
-    assert worst <= (2e-5 if spec_of(case).mixer is None else 5e-5)  # states add rounding errors of all tokens
+    spec = spec_of(case)  # states add rounding errors of all tokens; in float64, "gemma4" has as many in either
+    assert worst <= (2e-5 if spec.mixer is None and not spec.shared_kv_layers else 5e-5)
     if mode:
         again = Driver(driver.runner, seed=1)
         again.open(0, sequences[1][:-1], prompt_len=len(prompts[1]))
@@ -104,7 +105,7 @@ def test_logits_and_greedy_tokens_equal_transformers(case, tmp_path, record_prop
     "case",
     [
         "mistral, window", "mixtral", "gemma2", "gemma3", "phi4-mini", "granite", "olmo3", "gpt2", "qwen3.5",
-        "qwen3-next", "lfm2", "granite moe", "gpt-oss",
+        "qwen3-next", "lfm2", "granite moe", "gpt-oss", "deepseek v3",
     ],
 )  # fmt: skip
 def test_bfloat16_is_as_close_to_fp32_as_transformers_is(case, tmp_path):
