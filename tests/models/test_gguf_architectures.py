@@ -22,7 +22,7 @@ from runtime.spec.sharding import Part
 from runtime.spec.types import CallboardError
 from runtime.worker.sources import CheckpointSource
 from tests.support.models.gguf_export import export, with_stacked_experts
-from tests.support.models.gguf_models import DELTA, LONGROPE, MODELS, SMALL, YARN
+from tests.support.models.gguf_models import DELTA, LONGROPE, MODELS, SMALL
 from tests.support.models.runner_driver import Driver
 
 
