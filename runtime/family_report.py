@@ -17,7 +17,8 @@ from runtime.models import FAMILIES, Family, load_spec
 from runtime.models.published import PUBLISHED
 from runtime.quant import METHODS
 from runtime.spec.config import EngineConfig
-from runtime.spec.decoder_spec import DecoderSpec, RopeType
+from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.rope_spec import RopeType
 from runtime.spec.types import CallboardError
 
 _GIB = 1 << 30

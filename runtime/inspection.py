@@ -90,6 +90,10 @@ def _architecture(config: dict[str, Any], spec: DecoderSpec) -> str:
     of_keys = f"{spec.num_kv_heads} of keys and values"
     if spec.latent is not None:
         of_keys = f"latents of {spec.latent.rank} and rotary keys of {spec.latent.rope_dim} numbers"
+    if spec.has_two_shapes:
+        of_keys += f" (without a window {spec.full_heads.head_dim}, {spec.full_heads.num_kv_heads})"
+    if spec.shared_kv_layers:
+        of_keys += f", which {spec.shared_kv_layers} layers share"
     parts = [
         f"{spec.num_layers} layers",
         f"width {spec.hidden_size}",
@@ -97,7 +101,11 @@ def _architecture(config: dict[str, Any], spec: DecoderSpec) -> str:
         f"{'gated ' if spec.gated else ''}feed-forward {spec.ffn_size}",
         f"vocabulary {spec.vocab_size}{', tied' if spec.tied_head else ''}",
     ]
+    if spec.layer_embed_size:
+        parts.append(f"embeddings of layers of {spec.layer_embed_size}")
     if spec.experts:
+        if spec.dense_beside:
+            parts[3] += f", beside one of {spec.dense_ffn_size}"
         if spec.dense_layers:
             parts[3] += f", of the first {spec.dense_layers} layers {spec.dense_ffn_size}"
         shared = f", and {spec.experts.shared} for all tokens" if spec.experts.shared else ""

@@ -26,7 +26,13 @@ from runtime.kernels.attention.latent_torch import (
 from runtime.kernels.attention.output_gate import gate_output_torch, gate_output_triton
 from runtime.kernels.attention.paged_attention import PagedBatch
 from runtime.kernels.attention.prefill_attention import prefill_attention
-from runtime.kernels.attention.rope import rope_rows_torch, rope_rows_triton, rope_store_kv_torch, rope_store_kv_triton
+from runtime.kernels.attention.rope import (
+    Heads,
+    rope_rows_torch,
+    rope_rows_triton,
+    rope_store_kv_torch,
+    rope_store_kv_triton,
+)
 from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts, has_fp8_moe
 from runtime.kernels.experts.moe_torch import Experts, Mixture, Router
@@ -77,6 +83,8 @@ class RopeStoreKV(Protocol):
         k_norm: torch.Tensor | None = None,
         eps: float = 0.0,
         scales: torch.Tensor | None = None,
+        heads: Heads = "qkv",
+        v_norm: bool = False,
     ) -> torch.Tensor: ...
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.loading import gguf_configs as configs
+from runtime.loading import gguf_gemma
 from runtime.loading.gguf import GgufFile, GgufTensor
 from runtime.models import FAMILIES
 from runtime.models.weight_map import WeightMap
@@ -37,6 +38,11 @@ _PARAMETERS = {
     "attn_q_a": "q_a", "attn_q_a_norm": "q_a_norm", "attn_q_b": "q_b", "attn_kv_a_mqa": "kv_a",
     "attn_kv_a_norm": "kv_a_norm", "attn_kv_b": "kv_b", "attn_k_b": "k_b", "attn_v_b": "v_b",
     "token_embd_norm": "final_norm", "exp_probs_b": "choice_bias", "ffn_gate_inp_shexp": "shared_gate",
+    "per_layer_token_embd": "layer_embed", "per_layer_model_proj": "layer_embed_map",
+    "per_layer_proj_norm": "layer_embed_norm", "inp_gate": "layer_gate", "proj": "layer_out",
+    "post_norm": "post_layer_norm", "layer_output_scale": "factor", "pre_ffw_norm_2": "experts_norm",
+    "post_ffw_norm_1": "post_dense_norm", "post_ffw_norm_2": "post_experts_norm",
+    "ffn_gate_inp.scale": "router_norm", "ffn_down_exps.scale": "expert_scales",
     "ffn_gate_shexp": "shared.gate", "ffn_up_shexp": "shared.up", "ffn_down_shexp": "shared.down",
 }  # fmt: skip
 # Alternatives for families with a WeightMap that lacks the parameters above.
@@ -46,7 +52,7 @@ _OTHERWISE = {
 # Tensors with the rows of two parameters, which alternate by key head or are the halves of each expert
 _PAIRS = {"ssm_ba": ("mix_b", "mix_a"), "ffn_gate_up_exps": ("gate", "up")}
 # Parameters with names that no .weight or .bias follows
-_WHOLE_NAMES = {"decay_log", "decay_bias", "choice_bias", "sinks"}
+_WHOLE_NAMES = {"decay_log", "decay_bias", "choice_bias", "sinks", "factor", "router_norm", "expert_scales"}
 _PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}  # of tensors that are not quantized
 _EXPERTS = "_exps"  # ends the name of a tensor of all experts' weights
 _ROPE_TABLES = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
@@ -161,14 +167,15 @@ def _sources(file: GgufFile, arch_name: str, arch: Architecture, tensor: GgufTen
     part = stem[block.end() :] if block else stem
     layer = int(block[1]) if block else 0
     if part in _PAIRS:
-        return _halves(file, arch_name, tensor, [weight_map.names[name] for name in _PAIRS[part]], layer)
+        names = [weight_map.names.get(f"routed.{name}") or weight_map.names[name] for name in _PAIRS[part]]
+        return _halves(file, arch_name, tensor, names, layer)
     is_of_experts = part.endswith(_EXPERTS)
     parameter = _PARAMETERS[part.removesuffix(_EXPERTS)]
     if f"gate_{parameter}" in weight_map.names:
         parameter = f"gate_{parameter}"
     if parameter not in weight_map.names:
         parameter = _OTHERWISE[parameter]
-    name = weight_map.names[parameter if is_of_experts else _dense_or_own(parameter, weight_map)]
+    name = weight_map.names[_kind_of(parameter, "routed" if is_of_experts else "dense", weight_map)]
     if parameter in _WHOLE_NAMES:
         pass
     elif not name.endswith(".weight"):
@@ -208,10 +215,10 @@ def _halves(
     return sources
 
 
-def _dense_or_own(parameter: str, weight_map: WeightMap) -> str:
-    """Return the key of a map outside a mixture, in `WeightMap.names`."""
-    dense = f"dense.{parameter}"
-    return dense if dense in weight_map.names else parameter
+def _kind_of(parameter: str, kind: str, weight_map: WeightMap) -> str:
+    """Return the key of a map within a mixture or outside, in `WeightMap.names`."""
+    key = f"{kind}.{parameter}"
+    return key if key in weight_map.names else parameter
 
 
 def _viewed(parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -232,8 +239,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen35": Architecture("Qwen3_5ForCausalLM", "qwen3_5_text", configs.qwen35_config),
     "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", configs.qwen35moe_config),
     "qwen3next": Architecture("Qwen3NextForCausalLM", "qwen3_next", configs.qwen3next_config),
-    "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", configs.gemma2_config),
-    "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", configs.gemma3_config),
+    "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", gguf_gemma.gemma2_config),
+    "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", gguf_gemma.gemma3_config),
+    "gemma4": Architecture("Gemma4ForCausalLM", "gemma4_text", gguf_gemma.gemma4_config),
     "phi3": Architecture("Phi3ForCausalLM", "phi3", configs.phi3_config),
     "gpt2": Architecture("GPT2LMHeadModel", "gpt2", configs.gpt2_config),
     "gpt-oss": Architecture("GptOssForCausalLM", "gpt_oss", configs.gpt_oss_config),

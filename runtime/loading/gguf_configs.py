@@ -14,7 +14,7 @@ from runtime.spec.types import CallboardError
 
 _CONTROL = 3  # the type of a special token in a GGUF vocabulary (llama.h: llama_token_type).
 # Special tokens that end a text or a turn, even without metadata (as in llama-vocab.cpp).
-_END_TOKENS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"}
+_END_TOKENS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<turn|>"}
 _HARMONY_END_TOKENS = {"<|return|>", "<|call|>", "<|endoftext|>"}  # in this format <|end|> ends a message of several
 # Architectures in which RoPE turns a part of each head
 _PARTLY_TURNED = {"phi3", "deepseek2", "glm4", "glm4moe", "qwen35", "qwen35moe", "qwen3next"}
@@ -44,7 +44,7 @@ def _decimal(value: np.float32) -> float:
     return float(str(value))
 
 
-def _real(file: GgufFile, key: str, default: float | None = None) -> float:
+def real(file: GgufFile, key: str, default: float | None = None) -> float:
     """A float of the file, which has it as a float32."""
     value = _decimal(np.float32(file.value(key, float, default)))
     if not (math.isfinite(value) and value > 0):
@@ -52,11 +52,11 @@ def _real(file: GgufFile, key: str, default: float | None = None) -> float:
     return value
 
 
-def _table(file: GgufFile, name: str) -> NDArray[np.float32]:
+def table(file: GgufFile, name: str) -> NDArray[np.float32]:
     return dequantize(file.raw(name), file.tensors[name].type_name).reshape(-1)
 
 
-def _tokens_config(file: GgufFile) -> dict[str, Any]:
+def tokens_config(file: GgufFile) -> dict[str, Any]:
     return {
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -87,11 +87,11 @@ def decoder_config(file: GgufFile) -> dict[str, Any]:
         "num_key_value_heads": _kv_heads(file, num_heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": _real(file, f"{arch}.attention.layer_norm_rms_epsilon"),
-        "rope_theta": _real(file, f"{arch}.rope.freq_base", 10000.0),
+        "rms_norm_eps": real(file, f"{arch}.attention.layer_norm_rms_epsilon"),
+        "rope_theta": real(file, f"{arch}.rope.freq_base", 10000.0),
         "max_position_embeddings": count(file, f"{arch}.context_length"),
         **({"partial_rotary_factor": rope_dim / head_dim} if arch in _PARTLY_TURNED else {}),
-        **_tokens_config(file),
+        **tokens_config(file),
         **_rope_scaling(file),
     }
 
@@ -115,16 +115,16 @@ def _rope_scaling(file: GgufFile) -> dict[str, Any]:
         case "none":
             return {}
         case "linear":
-            scaling: dict[str, Any] = {"rope_type": "linear", "factor": _real(file, f"{arch}.rope.scaling.factor")}
+            scaling: dict[str, Any] = {"rope_type": "linear", "factor": real(file, f"{arch}.rope.scaling.factor")}
         case "yarn":
             scaling = {
                 "rope_type": "yarn",
-                "factor": _real(file, f"{arch}.rope.scaling.factor"),
+                "factor": real(file, f"{arch}.rope.scaling.factor"),
                 "original_max_position_embeddings": count(file, f"{arch}.rope.scaling.original_context_length"),
             }
             for name in ("beta_fast", "beta_slow"):
                 if (key := f"{arch}.rope.scaling.yarn_{name}") in file.metadata:
-                    scaling[name] = _real(file, key)
+                    scaling[name] = real(file, key)
         case _:
             raise CallboardError(
                 f"{file.path}: RoPE scaling {kind!r} is not supported from GGUF; linear, yarn and llama3 are."
@@ -148,7 +148,7 @@ def _llama3_rope_scaling(file: GgufFile, rope_theta: float, rope_dim: int) -> di
     from it must equal the table in the file."""
     if "rope_freqs.weight" not in file.tensors:
         return {}
-    divisors = _table(file, "rope_freqs.weight")
+    divisors = table(file, "rope_freqs.weight")
     factor, original, low, high = float(divisors.max()), 8192, 1.0, 4.0
     if factor == 1.0:
         return {}
@@ -193,10 +193,10 @@ def gpt_oss_config(file: GgufFile) -> dict[str, Any]:
 def granite_config(file: GgufFile) -> dict[str, Any]:
     config, arch = llama_config(file), file.value("general.architecture", str)
     return config | {
-        "attention_multiplier": _real(file, f"{arch}.attention.scale", config["head_dim"] ** -0.5),
-        "embedding_multiplier": _real(file, f"{arch}.embedding_scale", 1.0),
-        "residual_multiplier": _real(file, f"{arch}.residual_scale", 1.0),
-        "logits_scaling": _real(file, f"{arch}.logit_scale", 1.0),
+        "attention_multiplier": real(file, f"{arch}.attention.scale", config["head_dim"] ** -0.5),
+        "embedding_multiplier": real(file, f"{arch}.embedding_scale", 1.0),
+        "residual_multiplier": real(file, f"{arch}.residual_scale", 1.0),
+        "logits_scaling": real(file, f"{arch}.logit_scale", 1.0),
     }
 
 
@@ -219,14 +219,14 @@ def mistral3_config(file: GgufFile) -> dict[str, Any]:
         )
         if "mistral3.rope.scaling.yarn_log_multiplier" in file.metadata:
             scaling["mscale"] = 1.0
-            scaling["mscale_all_dim"] = _real(file, "mistral3.rope.scaling.yarn_log_multiplier")
+            scaling["mscale_all_dim"] = real(file, "mistral3.rope.scaling.yarn_log_multiplier")
     return config
 
 
 def olmo2_config(file: GgufFile) -> dict[str, Any]:
     config = llama_config(file)
     if "rope_scaling" in config and "olmo2.rope.scaling.attn_factor" in file.metadata:
-        config["rope_scaling"]["attention_factor"] = _real(file, "olmo2.rope.scaling.attn_factor")
+        config["rope_scaling"]["attention_factor"] = real(file, "olmo2.rope.scaling.attn_factor")
     return config
 
 
@@ -316,39 +316,9 @@ def _grouped_experts_config(file: GgufFile) -> dict[str, Any]:
         "n_shared_experts": file.value(f"{arch}.expert_shared_count", int, 0),
         "first_k_dense_replace": file.value(f"{arch}.leading_dense_block_count", int, 0),
         "norm_topk_prob": file.value(f"{arch}.expert_weights_norm", bool, True),
-        "routed_scaling_factor": _real(file, f"{arch}.expert_weights_scale", 1.0),
+        "routed_scaling_factor": real(file, f"{arch}.expert_weights_scale", 1.0),
         "n_group": count(file, f"{arch}.expert_group_count", 1),
         "topk_group": count(file, f"{arch}.expert_group_used_count", 1),
-    }
-
-
-def _gemma_config(file: GgufFile, full_every: int, layers_of_27b: int) -> dict[str, Any]:
-    config = decoder_config(file)
-    del config["hidden_act"]
-    num_layers = config["num_hidden_layers"]
-    # Queries are scaled by a head width that differs from the actual one in the 27B models.
-    by_width = config["hidden_size"] // config["num_attention_heads"]
-    layer_types = ["full_attention" if i % full_every == 0 else "sliding_attention" for i in range(1, num_layers + 1)]
-    return config | {
-        "query_pre_attn_scalar": by_width if num_layers == layers_of_27b else config["head_dim"],
-        "sliding_window": count(file, f"{file.value('general.architecture', str)}.attention.sliding_window"),
-        "layer_types": layer_types,
-    }
-
-
-def gemma2_config(file: GgufFile) -> dict[str, Any]:
-    return _gemma_config(file, full_every=2, layers_of_27b=46) | {
-        "attn_logit_softcapping": _real(file, "gemma2.attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": _real(file, "gemma2.final_logit_softcapping", 30.0),
-    }
-
-
-def gemma3_config(file: GgufFile) -> dict[str, Any]:
-    # RoPE's scaling applies to the layers with full attention.
-    every = count(file, "gemma3.attention.sliding_window_pattern", 6)
-    return _gemma_config(file, full_every=every, layers_of_27b=62) | {
-        "rope_theta": _real(file, "gemma3.rope.freq_base", 1e6),
-        "rope_local_base_freq": _real(file, "gemma3.rope.freq_base_swa", 10000.0),
     }
 
 
@@ -358,7 +328,7 @@ def phi3_config(file: GgufFile) -> dict[str, Any]:
     if "rope_factors_long.weight" in file.tensors and "rope_factors_short.weight" in file.tensors:
         original = count(file, "phi3.rope.scaling.original_context_length")
         factors = {
-            f"{n}_factor": [_decimal(x) for x in _table(file, f"rope_factors_{n}.weight")] for n in ("long", "short")
+            f"{n}_factor": [_decimal(x) for x in table(file, f"rope_factors_{n}.weight")] for n in ("long", "short")
         }
         config["original_max_position_embeddings"] = original
         config["rope_scaling"] = {"rope_type": "longrope", **factors, "original_max_position_embeddings": original}
@@ -373,8 +343,8 @@ def gpt2_config(file: GgufFile) -> dict[str, Any]:
         "n_head": count(file, "gpt2.attention.head_count"),
         "n_positions": count(file, "gpt2.context_length"),
         "activation_function": "gelu_new",
-        "layer_norm_epsilon": _real(file, "gpt2.attention.layer_norm_epsilon"),
-        **_tokens_config(file),
+        "layer_norm_epsilon": real(file, "gpt2.attention.layer_norm_epsilon"),
+        **tokens_config(file),
     }
 
 

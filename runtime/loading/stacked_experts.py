@@ -35,7 +35,10 @@ class Place(NamedTuple):
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a view of the rows."""
-        own = tensor[self.expert]
+        return self.rows(tensor[self.expert])
+
+    def rows(self, own: torch.Tensor) -> torch.Tensor:
+        """Return a view of the rows in the expert's part of the tensor."""
         return (own.t() if self.transposed else own)[self.start : self.stop : self.step]
 
     def shape(self, stacked: tuple[int, ...]) -> tuple[int, ...]:

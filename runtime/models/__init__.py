@@ -11,6 +11,7 @@ from runtime.models.config_checks import check_config
 from runtime.models.families import (
     deepseek,
     gemma,
+    gemma4,
     glm,
     gpt2,
     gpt_oss,
@@ -85,6 +86,15 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         gemma.gemma3_spec,
         gemma.WEIGHT_MAP,
         chats=(ChatForm("gemma3", "generic"),),
+    ),
+    "Gemma4ForCausalLM": Family(
+        "Gemma 4 as text models", "google/gemma-4-E2B-it", gemma4.decoder_spec, gemma4.WEIGHT_MAP
+    ),
+    "Gemma4ForConditionalGeneration": Family(
+        "Gemma 4 E2B, E4B, 31B, 26B-A4B, without images and sound",
+        "google/gemma-4-E2B-it",
+        gemma4.decoder_spec,
+        gemma4.WEIGHT_MAP,
     ),
     "Glm4ForCausalLM": Family(
         "GLM-4-0414 9B, 32B; GLM-Z1", "zai-org/GLM-4-9B-0414", glm.post_norms_decoder_spec, glm.POST_NORMS_WEIGHT_MAP

@@ -27,6 +27,10 @@ _NUMBERS: dict[str, tuple[Bounds, bool]] = {  # the bounds of each, and whether 
     **dict.fromkeys(("linear_conv_kernel_dim", "conv_L_cache"), (Bounds(2, RING), True)),
     **dict.fromkeys(("shared_expert_intermediate_size", "block_ff_dim", "block_multiple_of"), (_WIDTH, True)),
     **dict.fromkeys(("full_attention_interval",), (Bounds(1), True)),
+    **dict.fromkeys(("num_kv_shared_layers",), (Bounds(0), True)),
+    **dict.fromkeys(("global_head_dim", "num_global_key_value_heads"), (_HEADS, True)),
+    **dict.fromkeys(("hidden_size_per_layer_input", "top_k_experts"), (Bounds(0, 1 << 16), True)),
+    **dict.fromkeys(("vocab_size_per_layer_input",), (Bounds(1, 1 << 24), True)),
     **dict.fromkeys(("num_dense_layers", "first_k_dense_replace", "n_shared_experts"), (Bounds(0, 1000), True)),
     **dict.fromkeys(("n_routed_experts",), (_EXPERTS, True)),
     **dict.fromkeys(("n_group", "topk_group"), (Bounds(1, 1 << 12), True)),
@@ -53,11 +57,13 @@ _MAY_BE_NULL = {
     "final_logit_softcapping", "partial_rotary_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
     "full_attention_interval", "block_ffn_dim_multiplier", "n_shared_experts", "n_group", "topk_group",
     "num_nextn_predict_layers", "q_lora_rank", "first_k_dense_replace", "mscale", "mscale_all_dim",
+    "moe_intermediate_size", "num_experts", "top_k_experts", "num_global_key_value_heads",
+    "hidden_size_per_layer_input", "num_kv_shared_layers",
 }  # fmt: skip
 _FLAGS = (
     "tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob",
     "attn_output_gate", "conv_bias", "use_expert_bias", "block_auto_adjust_ff_dim", "tie_embedding",
-    "use_qk_norm", "qkv_bias", "rope_interleave",
+    "use_qk_norm", "qkv_bias", "rope_interleave", "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp",
 )  # fmt: skip
 _OBJECTS = ("text_config", "rope_scaling", "rope_parameters", "full_attention", "sliding_attention")
 

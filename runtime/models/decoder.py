@@ -16,6 +16,7 @@ from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import Kernels
 from runtime.models.forward_batch import ForwardBatch
+from runtime.models.layer_inputs import LayerEmbedding, LayerInput
 from runtime.models.mixers.mixer import ForwardStep, LayerCache, Mixer
 from runtime.spec.decoder_spec import DecoderSpec
 
@@ -36,6 +37,7 @@ class Decoder:
     ) -> None:
         self.spec, self.numerics, self.kernels, self.communicator = spec, numerics, kernels, communicator
         self.embed, self.embed_tokens, self.position_embed = weights.embed, weights.embed_tokens, weights.positions
+        self.layer_embed = weights.layer_embed
         self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=numerics.dtype))
         self.ropes, self.query_scales = weights.ropes, weights.query_scales
         self.layers = weights.layers
@@ -47,7 +49,9 @@ class Decoder:
         eps = self.spec.norm_eps
         ropes = [self.kernels.rope_rows(table, batch.positions) for table in self.ropes]
         query_scales = None if self.query_scales is None else self.query_scales.index_select(0, batch.positions)
-        h, step = self._embedded(batch), ForwardStep(batch, ropes, query_scales)
+        h = self._embedded(batch)
+        layer_inputs = None if self.layer_embed is None else self.layer_embed.inputs(batch.token_ids, h)
+        step = ForwardStep(batch, ropes, query_scales, layer_inputs)
         layers = self.layers
         if batch.adapters is not None:
             assert self.adapters is not None
@@ -60,6 +64,11 @@ class Decoder:
             else:
                 assert layer.ffn_norm is not None  # all families with experts have it
                 layer.feed_forward.add_to(h, layer.ffn_norm, eps)
+            if layer.input is not None:
+                assert step.layer_inputs is not None
+                layer.input.add_to(h, step.layer_inputs, eps)
+            if layer.factor is not None:
+                h.mul_(layer.factor)
         return h
 
     def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
@@ -97,6 +106,8 @@ class Layer:
     ffn_norm: torch.Tensor | None
     post_ffn_norm: torch.Tensor | None
     feed_forward: Mlp | ExpertLayer
+    input: LayerInput | None = None  # with spec.layer_embed_size
+    factor: torch.Tensor | None = None  # [1] of the hidden states after the layer, with spec.layer_factors
 
 
 class DecoderWeights(NamedTuple):
@@ -105,6 +116,7 @@ class DecoderWeights(NamedTuple):
     embed: torch.Tensor | InterleavedWeight  # [own tokens, hidden]
     embed_tokens: Callable[[torch.Tensor, float], torch.Tensor]  # token ids, a factor -> [num_tokens, hidden]
     positions: torch.Tensor | None  # [num_positions, hidden], with spec.learned_positions
+    layer_embed: LayerEmbedding | None  # with spec.layer_embed_size
     ropes: list[torch.Tensor]  # rotary tables
     query_scales: torch.Tensor | None  # [num_positions, ...] of q by position
     layers: list[Layer]

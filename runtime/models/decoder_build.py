@@ -6,13 +6,15 @@ from functools import partial
 
 import torch
 
-from runtime.kernels.attention.rope import query_scale_table, rope_table
+from runtime.kernels.attention.rope import Heads, query_scale_table, rope_table
 from runtime.kernels.collectives.communicator import Communicator, OneRank
+from runtime.kernels.experts.dense_beside import DenseBeside
 from runtime.kernels.experts.moe_torch import ExpertLayer
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.table import select
 from runtime.models.decoder import Decoder, DecoderWeights, Layer, Mlp
-from runtime.models.linear_maps import FormatOf, LinearMaps
+from runtime.models.layer_inputs import LayerEmbedding, LayerInput
+from runtime.models.linear_maps import FormatOf, LinearMaps, MapPart
 from runtime.models.mixers.attention import AttentionMixer
 from runtime.models.mixers.delta_rule import DeltaRuleMixer
 from runtime.models.mixers.latent import LatentMixer
@@ -78,21 +80,22 @@ class LayerBuilder:
 
     def __init__(self, maps: LinearMaps, num_positions: int) -> None:
         self.maps, self.spec, self.read, self.num_positions = maps, maps.spec, maps.read, num_positions
-        self.rope_specs = list(dict.fromkeys(self._rope(i) for i in range(self.spec.num_layers)))
+        self.rope_specs = list(dict.fromkeys(self._rope(i) for i in range(self.spec.num_layers)))  # with the head_dim
 
     def weights(self, numerics: Numerics) -> DecoderWeights:
         spec, maps, device = self.spec, self.maps, numerics.device
-        table = partial(rope_table, head_dim=spec.rope_head_dim, num_positions=self.num_positions, dtype=numerics.dtype)
+        table = partial(rope_table, num_positions=self.num_positions, dtype=numerics.dtype)
         scales = query_scale_table(spec.rope, self.num_positions)
         embed = maps.embedding()
-        positions = self.positions()
+        positions, layer_embed = self.positions(), self.layer_embed()
         layers = [self.layer(i) for i in range(spec.num_layers)]
         final_norm, head_norm = self.final_norms()
         return DecoderWeights(
             embed.table,
             embed.lookup,
             positions,
-            ropes=[table(rope).to(device) for rope in self.rope_specs],
+            layer_embed,
+            ropes=[table(rope, head_dim).to(device) for rope, head_dim in self.rope_specs],
             query_scales=None if scales is None else scales.to(device),
             layers=layers,
             final_norm=final_norm,
@@ -103,6 +106,18 @@ class LayerBuilder:
     def positions(self) -> torch.Tensor | None:
         """The learned positions, if there are any."""
         return self.read("positions")[0] if self.spec.learned_positions else None
+
+    def layer_embed(self) -> LayerEmbedding | None:
+        """The embeddings of tokens that layers have, if there are any."""
+        spec, maps, name = self.spec, self.maps, "layer_embed_map.weight"
+        if not spec.layer_embed_size:
+            return None
+        lookup = maps.embedding("layer_embed").lookup
+        of_hidden = LinearMaps.columns(maps, [MapPart([name], maps.format_of(name), self.read(name))], None)
+        weight = self.read("layer_embed_norm")[0].float() * 0.5**0.5
+        # The map has a factor of hidden_size ** -0.5. Without it, the norm differs only by its epsilon.
+        eps = spec.norm_eps * spec.hidden_size
+        return LayerEmbedding(lookup, of_hidden, weight, spec.layer_embed_size, maps.kernels.norm, eps)
 
     def final_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The final norm, and that with the logit scale."""
@@ -124,7 +139,24 @@ class LayerBuilder:
             feed_forward = Mlp(maps.linear(prefix, "gate_up"), maps.linear(prefix, "down"))
         else:
             feed_forward = maps.experts(prefix, spec.experts)
-        return Layer(attn_norm, post_attn_norm, mixer, ffn_norm, post_ffn_norm, feed_forward)
+            if spec.dense_beside:
+                assert post_ffn_norm is not None
+                feed_forward = self._dense_beside(prefix, feed_forward, post_ffn_norm)
+        own_input = self._layer_input(index, prefix) if spec.layer_embed_size else None
+        factor = self.read(f"{prefix}factor")[0] if spec.layer_factors else None
+        return Layer(attn_norm, post_attn_norm, mixer, ffn_norm, post_ffn_norm, feed_forward, own_input, factor)
+
+    def _dense_beside(self, prefix: str, experts: ExpertLayer, post_norm: torch.Tensor) -> DenseBeside:
+        gate_up, down = (self.maps.linear(prefix, name) for name in ("dense_gate_up", "dense_down"))
+        before, of_dense, of_experts = (
+            self._norm(prefix + name) for name in ("experts_norm", "post_dense_norm", "post_experts_norm")
+        )
+        norm = self.maps.kernels.norm
+        return DenseBeside(gate_up, down, experts, before, of_dense, of_experts, post_norm, norm)
+
+    def _layer_input(self, index: int, prefix: str) -> LayerInput:
+        gate, out = (self.maps.whole(prefix, name) for name in ("layer_gate", "layer_out"))
+        return LayerInput(index, gate, out, self._norm(f"{prefix}post_layer_norm"), self.maps.kernels.activate)
 
     def _mixer_of(self, index: int, prefix: str) -> Mixer:
         if self.spec.is_stateful(index):
@@ -168,14 +200,18 @@ class LayerBuilder:
 
     def _attention(self, index: int, prefix: str) -> AttentionMixer:
         spec, maps = self.spec, self.maps
-        sliding = bool(spec.sliding) and spec.sliding[index]
-        of_each_head = spec.qk_norm and not spec.qk_norm_all_heads
-        q_norm, k_norm = (maps.turned(prefix + n) if of_each_head else None for n in ("q_norm", "k_norm"))
+        num_kv_heads, head_dim = spec.heads(index)
+        parts: list[Heads] = ["q", "qk", "qkv"]
+        heads = parts[len(spec.linears(index)["qkv"][0]) - 1] if not spec.fused_qkv else "qkv"
+        q_norm = k_norm = None
+        if spec.qk_norm and not spec.qk_norm_all_heads:
+            q_norm = maps.turned(f"{prefix}q_norm")
+            k_norm = q_norm if heads == "q" else maps.turned(f"{prefix}k_norm")
         qkv, out = (maps.linear(prefix, name) for name in ("qkv", "out"))
         attention = partial(
             maps.kernels.attention,
-            scale=spec.head_dim**-0.5 if spec.attn_scale is None else spec.attn_scale,
-            window=spec.window if sliding and spec.window < self.num_positions else 0,
+            scale=head_dim**-0.5 if spec.attn_scale is None else spec.attn_scale,
+            window=spec.window if spec.is_sliding(index) and spec.window < self.num_positions else 0,
             soft_cap=spec.attn_soft_cap,
             sinks=self.read(f"{prefix}sinks")[0].float() if spec.sinks else None,
         )
@@ -184,12 +220,14 @@ class LayerBuilder:
             spec.norm_eps,
             qkv,
             out,
-            num_heads=spec.num_heads + 2 * spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            gate_width=spec.num_heads * spec.head_dim if spec.output_gate else 0,
+            num_heads=spec.num_heads + (len(heads) - 1) * num_kv_heads,
+            head_dim=head_dim,
+            gate_width=spec.num_heads * head_dim if spec.output_gate else 0,
             q_norm=q_norm,
             k_norm=k_norm,
             heads_norm=maps.heads_norm(prefix) if spec.qk_norm_all_heads else None,
+            heads=heads,
+            v_norm=spec.v_norm,
             rope=self.rope_specs.index(self._rope(index)),
             attention=attention,
         )
@@ -215,12 +253,10 @@ class LayerBuilder:
             tiled=spec.mixer.tiled,
         )
 
-    def _rope(self, index: int) -> RopeSpec:
-        """A layer's rotary positions."""
+    def _rope(self, index: int) -> tuple[RopeSpec, int]:
+        """A layer's rotary positions and the head_dim."""
         spec = self.spec
-        if spec.no_rope and spec.no_rope[index]:
-            return RopeSpec(partial=0.0)
-        return spec.local_rope if spec.local_rope is not None and spec.sliding[index] else spec.rope
+        return spec.rope_of(index), spec.heads(index).head_dim if spec.latent is None else spec.rope_head_dim
 
     def _norm(self, name: str) -> torch.Tensor:
         (weight,) = self.read(name)

@@ -26,19 +26,28 @@ def _found(source: TensorSource) -> list[re.Match[str]]:
 
 
 def read_kv_scales(source: TensorSource, spec: DecoderSpec) -> torch.Tensor | None:
-    """float32 [num_layers, 2, num_kv_heads] on the CPU, 1 for scales that are absent or 0; None if all are absent.
+    """float32 [num_layers, 2, most num_kv_heads] on the CPU, 1 for scales that are absent or 0; None if all are absent.
 
     Raises CallboardError for a tensor with another number of scales than one, or one a head."""
     found = _found(source)
     if not found:
         return None
-    scales = torch.ones(spec.num_layers, 2, spec.num_kv_heads)
+    scales = torch.ones(spec.num_layers, 2, max(spec.heads(i).num_kv_heads for i in range(spec.num_layers)))
     for match in sorted(found, key=lambda match: match[2] != "kv"):  # one for both gives way to one of each
         own = source.tensor(match[0], torch.float32, scales.device).flatten()
-        if len(own) not in (1, spec.num_kv_heads):
+        layer = int(match[1])
+        num_heads = spec.heads(layer).num_kv_heads
+        if len(own) not in (1, num_heads):
             raise CallboardError(
-                f"Tensor {match[0]} has {len(own)} scales, neither one nor one of each of {spec.num_kv_heads} heads of "
+                f"Tensor {match[0]} has {len(own)} scales, neither one nor one of each of {num_heads} heads of "
                 "keys and values; use kv_cache_dtype=none or int8, which do not read it."
             )
-        scales[int(match[1]), _PLACES[match[2]]] = own
+        scales[layer, _PLACES[match[2]], :num_heads] = own
     return torch.where((scales > 0) & scales.isfinite(), scales, 1.0)
+
+
+def scales_of_rank(scales: torch.Tensor, spec: DecoderSpec) -> torch.Tensor:
+    """The scales of a rank's heads: the first ones of each layer."""
+    firsts = torch.tensor([spec.first_kv_head(i) for i in range(spec.num_layers)])
+    heads = firsts[:, None] + torch.arange(max(spec.heads(i).num_kv_heads for i in range(spec.num_layers)))
+    return scales.gather(2, heads.clamp(max=scales.shape[2] - 1)[:, None].expand(-1, 2, -1))

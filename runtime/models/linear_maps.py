@@ -24,7 +24,7 @@ from runtime.spec.sharding import UNGROUPED, Part
 
 FormatOf = Callable[[str], WeightFormat]  # of a parameter by its name
 # Each rank of a group has some inputs of these maps, so results are summed over ranks.
-SUMS = ("out", "mix_out", "down")
+SUMS = ("out", "mix_out", "down", "dense_down")
 _ROUTER_ROWS = 8  # a router with the row of the shared experts has a multiple, so that its logits are aligned
 _AT_ONCE = 1 << 22  # numbers of an embedding that are read at once
 
@@ -58,6 +58,10 @@ class LinearMaps:
             return self._sum(prefix, name)
         return self.columns(self._parts(prefix, name), self._bias(prefix, name))
 
+    def whole(self, prefix: str, name: str) -> Linear:
+        """A map without a bias that every rank has as a whole."""
+        return LinearMaps.columns(self, self._parts(prefix, name), None)
+
     def columns(self, parts: list[MapPart], bias: torch.Tensor | None) -> Linear:
         """The map with these rows. Each rank of a group has some of its outputs."""
         return fused_linear([(part.weight_format, part.weight) for part in parts], bias, self.kernels)
@@ -89,13 +93,13 @@ class LinearMaps:
         parts = [HeadsWeight(weight, [len(weight)]) for weight in weights]
         return HeadsNorm(parts, self.spec.norm_eps, self.kernels.norm_in_place, OneRank())
 
-    def embedding(self) -> Embedding:
-        """The embedding, quantized if its format is interleaved."""
-        weight_format = self.format_of("embed")
+    def embedding(self, name: str = "embed") -> Embedding:
+        """The embedding of this name, quantized if its format is interleaved."""
+        weight_format = self.format_of(name)
         if not isinstance(weight_format, InterleavedFormat):
-            (table,) = self.read("embed")
+            (table,) = self.read(name)
             return Embedding(table, partial(self.kernels.lookup, table))
-        interleaved = self._interleaved("embed", weight_format)
+        interleaved = self._interleaved(name, weight_format)
         assert self.kernels.interleaved_lookup is not None
         return Embedding(interleaved, partial(self.kernels.interleaved_lookup, interleaved))
 
@@ -116,7 +120,7 @@ class LinearMaps:
         if not self.spec.tied_head:
             table = self._interleaved("head", weight_format)
         elif isinstance(table, torch.Tensor):
-            pieces = (weight_format.encode(rows) for rows in table.split(self._rows_at_once()))
+            pieces = (weight_format.encode(rows) for rows in table.split(self._rows_at_once("head")))
             table = weight_format.interleaved(pieces, len(table))
         assert isinstance(table, InterleavedWeight)
         assert self.kernels.interleaved_linear is not None
@@ -124,17 +128,23 @@ class LinearMaps:
 
     def _interleaved(self, name: str, weight_format: InterleavedFormat) -> InterleavedWeight:
         """The rank's rows of the embedding or the head, which are read in pieces."""
-        rows, step = self.spec.token_ids, self._rows_at_once()
+        rows, step = self.spec.token_ids, self._rows_at_once(name)
         starts = range(rows.start, rows.stop, step)
         pieces = (self.read(name, Part(0, start, min(start + step, rows.stop))) for start in starts)
         return weight_format.interleaved(pieces, len(rows))
 
-    def _rows_at_once(self) -> int:
-        return max(1, _AT_ONCE // (self.spec.hidden_size * ROWS)) * ROWS
+    def _rows_at_once(self, name: str) -> int:
+        columns = self.spec.hidden_size
+        if name == "layer_embed":
+            columns = self.spec.num_layers * self.spec.layer_embed_size
+        return max(1, _AT_ONCE // (columns * ROWS)) * ROWS
 
     def turned(self, name: str) -> torch.Tensor:
         """The weight of a norm of q or k, in the order that `rope_table` needs."""
-        return self.read(name)[0].view(-1, self.spec.head_dim)[:, rope_permutation(self.spec)].flatten()
+        (weight,) = self.read(name)
+        if not self.spec.rope.reorders_heads:
+            return weight
+        return weight.view(-1, self.spec.head_dim)[:, rope_permutation(self.spec)].flatten()
 
     def _sum(self, prefix: str, name: str) -> Linear:
         return LinearMaps.columns(self, self._parts(prefix, name), self._bias(prefix, name))
@@ -183,7 +193,9 @@ class LinearMaps:
             weight = torch.cat((weight, gate, gate.new_zeros(missing, gate.shape[1])))
             bias = None if bias is None else torch.cat((bias, bias.new_zeros(len(weight) - len(bias))))
         choice_bias = self.read(f"{prefix}choice_bias")[0].float() if spec.choice_bias else None
-        return Router(self.kernels.linear(weight, bias), choice_bias, spec.float32_logits)
+        norm = self.read(f"{prefix}router_norm")[0].float() * weight.shape[1] ** -0.5 if spec.own_norm else None
+        scales = self.read(f"{prefix}expert_scales")[0].float() if spec.expert_scales else None
+        return Router(self.kernels.linear(weight, bias), choice_bias, spec.float32_logits, norm, scales)
 
     def _expert(self, prefix: str, biases: list[tuple[torch.Tensor | None, ...]]) -> tuple[Weight, Weight]:
         """The gate_up and down of an expert. Their biases are appended to the list."""

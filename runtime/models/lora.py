@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from runtime.kernels.experts.dense_beside import DenseBeside
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.linear.lora import Adapters, AddAdapters, RowAdapters, make_adapters, padded_rank
 from runtime.kernels.linear.small_results import EMPTY_WORD
@@ -44,7 +45,10 @@ class DecoderAdapters(NamedTuple):
         ffn = layer.feed_forward
         if isinstance(ffn, Mlp):
             ffn = Mlp(adapted(ffn.gate_up, "gate_up"), adapted(ffn.down, "down"))
-        return replace(layer, mixer=layer.mixer.with_linears(adapted), feed_forward=ffn)
+        elif isinstance(ffn, DenseBeside):
+            ffn = ffn.with_linears(adapted)
+        own_input = None if layer.input is None else layer.input.with_linears(adapted)
+        return replace(layer, mixer=layer.mixer.with_linears(adapted), feed_forward=ffn, input=own_input)
 
 
 Matrices = tuple[torch.Tensor, torch.Tensor]  # A [rank, in] and B [out, rank], scaled

@@ -37,6 +37,15 @@ def _qwen3_5(**shape: Any) -> dict[str, Any]:
     } | shape  # fmt: skip
 
 
+def _gemma4(**shape: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "hidden_activation": "gelu_pytorch_tanh",
+        "vocab_size": 262144, "head_dim": 256, "global_head_dim": 512, "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6, "sliding_window": 512, "final_logit_softcapping": 30.0, "bos_token_id": 2,
+        "eos_token_id": [1, 106], "tie_word_embeddings": True,
+    } | shape  # fmt: skip
+
+
 def _gpt_oss(**shape: Any) -> dict[str, Any]:
     rope = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
     dense = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
@@ -143,6 +152,26 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
         "bos_token_id": 2, "eos_token_id": [1, 107],
     },
+    "gemma-4-e2b": _gemma4(
+        num_hidden_layers=35, hidden_size=1536, intermediate_size=6144, num_attention_heads=8, num_key_value_heads=1,
+        layer_types=[*["sliding_attention"] * 4, "full_attention"] * 7, num_kv_shared_layers=20,
+        use_double_wide_mlp=True,
+    ),
+    "gemma-4-e4b": _gemma4(
+        num_hidden_layers=42, hidden_size=2560, intermediate_size=10240, num_attention_heads=8, num_key_value_heads=2,
+        num_kv_shared_layers=18,
+    ),
+    "gemma-4-31b": _gemma4(
+        num_hidden_layers=60, hidden_size=5376, intermediate_size=21504, num_attention_heads=32,
+        num_key_value_heads=16, num_global_key_value_heads=4, attention_k_eq_v=True, hidden_size_per_layer_input=0,
+        sliding_window=1024, max_position_embeddings=262144,
+    ),
+    "gemma-4-26b-a4b": _gemma4(
+        num_hidden_layers=30, hidden_size=2816, intermediate_size=2112, num_attention_heads=16, num_key_value_heads=8,
+        num_global_key_value_heads=2, attention_k_eq_v=True, hidden_size_per_layer_input=0, enable_moe_block=True,
+        num_experts=128, top_k_experts=8, moe_intermediate_size=704, sliding_window=1024,
+        max_position_embeddings=262144,
+    ),
     "deepseek-v2-lite": {
         "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_act": "silu",
         "vocab_size": 102400, "num_hidden_layers": 27, "hidden_size": 2048, "num_attention_heads": 16,

@@ -61,8 +61,8 @@ class RankMaps(LinearMaps):
         """The lengths of the pieces of a norm's sum."""
         return [len(weight)]
 
-    def embedding(self) -> Embedding:
-        own, communicator = super().embedding(), self.communicator
+    def embedding(self, name: str = "embed") -> Embedding:
+        own, communicator = super().embedding(name), self.communicator
         if communicator.size == 1:
             return own
         first, num_rows = self.spec.token_ids.start, own.table.shape[0]

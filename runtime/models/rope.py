@@ -27,6 +27,8 @@ def rope_spec(config: Mapping[str, Any], theta: float = 10000.0) -> RopeSpec:
     match kind:
         case "default":
             return RopeSpec(theta, partial=partial)
+        case "proportional":
+            return RopeSpec(theta, "proportional", float(rope.get("factor") or 1.0), partial=partial)
         case "linear":
             return RopeSpec(theta, "linear", float(rope["factor"]), partial=partial)
         case "dynamic":
@@ -60,7 +62,8 @@ def rope_spec(config: Mapping[str, Any], theta: float = 10000.0) -> RopeSpec:
                 long_factor=tuple(map(float, rope["long_factor"])),
             )
     raise CallboardError(
-        f"The model's rope type is {kind!r}; supported are default, linear, dynamic, llama3, yarn and longrope."
+        f"The model's rope type is {kind!r}; supported are default, linear, dynamic, llama3, yarn, "
+        "longrope and proportional."
     )
 
 

@@ -17,7 +17,8 @@ class WeightMap:
 
     In a name the first {} is the layer, the second the expert; .weight or .bias follows a linear map's name. Keys of
     shared experts, which have one tensor together (sharding.place_in_tensor), are such as shared.up. Keys of the first
-    layers of a mixture, with an ordinary feed-forward layer, are such as dense.up."""
+    layers of a mixture, with an ordinary feed-forward layer, are such as dense.up. A family of models
+    with experts and models without them has keys of experts such as routed.up."""
 
     names: Mapping[str, str]
     base: str = ""  # prefix that some exports have before all names
@@ -52,4 +53,6 @@ class WeightMap:
             part = f"shared.{part}"
         elif spec.experts and not expert and f"dense.{part}" in self.names:
             part = f"dense.{part}"
+        elif expert and f"routed.{part}" in self.names:
+            part = f"routed.{part}"
         return self.names[part].format(layer, expert) + suffix

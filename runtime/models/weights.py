@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _REPORT_S = 10.0  # between two reports of a load
 _TRIMMED_AFTER = 1 << 28  # bytes of weights
 _MOST_DRAWN_ON_CPU = 1 << 28  # random weights
-_IN_FLOAT32 = ("choice_bias", "decay_log", "decay_bias", ".sinks")  # parameters that are read in float32
+_IN_FLOAT32 = ("choice_bias", "expert_scales", "decay_log", "decay_bias", ".sinks")  # read in float32
 
 
 def locate_parameters(spec: DecoderSpec, weight_map: WeightMap, source: TensorSource) -> dict[str, Location]:
@@ -200,4 +200,5 @@ def random_parameter(name: str, shape: tuple[int, ...], generator: torch.Generat
         return noise.sub_(3.0)
     if name.endswith(".sinks"):
         return noise
-    return noise.mul_(0.1).add_(1.0) if name.endswith("norm") else noise.mul_(shape[-1] ** -0.5)
+    is_factor = name.endswith(("norm", "factor", "expert_scales"))
+    return noise.mul_(0.1).add_(1.0) if is_factor else noise.mul_(shape[-1] ** -0.5)

@@ -119,7 +119,7 @@ class _CallGrammar:
     def after_mark(self) -> RequestedGrammar:
         calls, mark = self.calls(None), self.form.last_mark
         calls.begin = self.form.begin.partition(mark)[2].strip()
-        around = {reasoning.OPEN, reasoning.CLOSE, self.form.mark, *self.form.parser.other_marks}
+        around = {*reasoning.TOKENS, self.form.mark, *self.form.parser.other_marks}
         special = tuple((each, i) for each, i in self.special_marks.items() if each in around)
         return _requested(calls, mark, special if mark in self.special_marks else (), may_stay_free=True)
 
@@ -129,7 +129,7 @@ class _CallGrammar:
         """True if calls follow a mark that a grammar can find."""
         if (form := self.form).bare or not form.mark:
             return False
-        return form.last_mark in self.special_marks or self._is_text(reasoning.OPEN, reasoning.CLOSE, form.begin)
+        return form.last_mark in self.special_marks or self._is_text(*reasoning.TOKENS, form.begin)
 
     def bare_calls(self, thinks: bool) -> list[str]:
         """Return the regular expressions of texts that are read as calls without a mark; none if there are none.

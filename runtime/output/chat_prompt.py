@@ -16,8 +16,8 @@ from runtime.output.response_format import RequestedGrammar
 from runtime.output.tools import CustomTool
 from runtime.spec.types import CallboardError, ThinkingBudget
 from runtime.structured.channels import Place
-from runtime.text import reasoning
 from runtime.text.chat import ChatTemplate
+from runtime.text.reasoning import Marks
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import ToolFormat, name_of
 from runtime.text.tool_calls.harmony import FINAL, HARMONY, HARMONY_TOKENS, START, with_special
@@ -47,6 +47,7 @@ class ChatPrompter:
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Raises CallboardError if the model lacks a usable chat template."""
         self._template, self._tokenizer = ChatTemplate.of(tokenizer), tokenizer
+        self._reasoning = self._template.reasoning_marks
         self._marks = channel_marks(tokenizer) if self._template.has_channels else None
 
     @property
@@ -97,7 +98,7 @@ class ChatPrompter:
             form = HARMONY
         if form is None and not template.thinks:
             return ChatPrompt(text, None)
-        in_reasoning = template.thinks and _in_reasoning(messages, options, text)
+        in_reasoning = template.thinks and _in_reasoning(messages, options, text, self._reasoning)
         functions = {tool.function.name: tool.function.parameters or {} for tool in tools}
         special_marks, begun = self._special_marks(form), ""
         is_held = self._place(options, text) is not None
@@ -108,7 +109,7 @@ class ChatPrompter:
             needs_json = any(tool.needs_json(form.arguments) for tool in called)
             form = form.for_call_of(needs_json)
             if in_reasoning:
-                text = f"{text.rstrip()}\n\n{reasoning.CLOSE}\n\n"
+                text = f"{text.rstrip()}\n\n{self._reasoning.close}\n\n"
             text += form.opening(forced.name)
         elif template.has_channels:
             if options.requested_grammar() is not None and not options.continue_final_message and not is_held:
@@ -121,6 +122,7 @@ class ChatPrompter:
         message_format = MessageFormat(
             thinks=thinks,
             in_reasoning=in_reasoning,
+            reasoning_marks=self._reasoning,
             shows_reasoning=options.include_reasoning,
             tools=form,
             is_held=is_held,
@@ -143,7 +145,7 @@ class ChatPrompter:
 
     def _special_marks(self, form: ToolFormat | None) -> dict[str, int]:
         """The marks of reasoning and calls that are special tokens, and their ids."""
-        marks = (reasoning.OPEN, reasoning.CLOSE, *(() if form is None else form.marks))
+        marks = (self._reasoning.open_token, self._reasoning.close, *(() if form is None else form.marks))
         ids = {mark: self._tokenizer.token_to_id(mark) for mark in marks}
         return {mark: i for mark, i in ids.items() if i is not None and i in self._tokenizer.special_ids}
 
@@ -158,7 +160,7 @@ class ChatPrompter:
             return {"reasoning_effort": effort}
         if _SWITCH.search(source):
             return {"enable_thinking": effort != "none", "thinking": effort != "none"}
-        if effort == "none" and reasoning.CLOSE not in source:
+        if effort == "none" and self._reasoning.close not in source:
             return {}
         problem = f"is {effort!r}, but this model's template reads neither reasoning_effort nor enable_thinking"
         raise invalid("reasoning_effort", f"{problem}; leave it out, or send what it reads as chat_template_kwargs")
@@ -174,8 +176,10 @@ class ChatPrompter:
             end, is_open = self._marks["<|end|>"], place_of(begun.replace(SPECIAL, "")) == "analysis"
             ids = self._marks["<|channel|>"], self._marks["<|message|>"], end
             return ThinkingBudget(num_tokens, (end,), None, is_open, ids)
-        close_ids = tuple(self._tokenizer.encode(reasoning.CLOSE, add_special_tokens=False))
-        return ThinkingBudget(num_tokens, close_ids, self._tokenizer.token_to_id(reasoning.OPEN), in_reasoning)
+        open_text, close, open_token = self._reasoning
+        close_ids = tuple(self._tokenizer.encode(close, add_special_tokens=False))
+        open_id = self._tokenizer.token_to_id(open_token)
+        return ThinkingBudget(num_tokens, close_ids, open_id, in_reasoning, marks=(open_text, close))
 
     def grammar(self, options: ChatOptions, form: MessageFormat | None) -> RequestedGrammar | None:
         """Return the grammar of the output after its prompt; None if it is free."""
@@ -186,8 +190,9 @@ class ChatPrompter:
             return grammar
         special_marks = self._special_marks(form.tools)
         if grammar is not None and form.in_reasoning:
-            special = tuple((mark, i) for mark, i in special_marks.items() if mark == reasoning.CLOSE)
-            grammar = replace(grammar, spec=replace(grammar.spec, after=reasoning.CLOSE, special=special))
+            close = self._reasoning.close
+            special = tuple((mark, i) for mark, i in special_marks.items() if mark == close)
+            grammar = replace(grammar, spec=replace(grammar.spec, after=close, special=special))
         return with_calls(
             grammar,
             options.offered_tools(),
@@ -216,9 +221,9 @@ def _most_calls(options: ChatOptions, form: ToolFormat | None) -> int | None:
     return 1 if is_untrained and options.parallel_tool_calls is None else options.most_calls()
 
 
-def _in_reasoning(messages: Sequence[Mapping[str, Any]], options: ChatOptions, prompt: str) -> bool:
+def _in_reasoning(messages: Sequence[Mapping[str, Any]], options: ChatOptions, prompt: str, marks: Marks) -> bool:
     """True if a prompt ends within reasoning."""
     if options.continue_final_message:
         before = str(messages[-1]["content"])
-        return before.rfind(reasoning.OPEN) > before.rfind(reasoning.CLOSE)
-    return prompt.rstrip().endswith(reasoning.OPEN)
+        return before.rfind(marks.open) > before.rfind(marks.close)
+    return prompt.rstrip().endswith(marks.open)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from runtime.spec.types import ThinkingBudget
-from runtime.text.reasoning import ReasoningSplitter
+from runtime.text.reasoning import THINK, Marks, ReasoningSplitter
 from runtime.text.tool_calls import CallDelta, ForcedCall, ToolFormat
 from runtime.text.tool_calls.custom_input import CustomInputs
 from runtime.text.tool_calls.harmony import HarmonyParser
@@ -26,6 +26,7 @@ class MessageFormat:
     forced: ForcedCall | None  # the prompt ends with its opening
     kept_special_ids: frozenset[int]  # tokens that mark reasoning and calls
     before_special: str = ""  # precedes each of these tokens in the text
+    reasoning_marks: Marks = THINK
     begun: str = ""  # the part of a turn in channels that the prompt ends with
     budget: ThinkingBudget | None = None  # of reasoning
     is_held: bool = False  # a grammar holds the channels
@@ -45,7 +46,7 @@ class MessageParser:
 
     def __init__(self, form: MessageFormat) -> None:
         self._shows_reasoning = form.shows_reasoning
-        self._splitter = ReasoningSplitter(form.in_reasoning) if form.thinks else None
+        self._splitter = ReasoningSplitter(form.in_reasoning, form.reasoning_marks) if form.thinks else None
         self._calls, self._inputs = None, CustomInputs(form.custom_tools)
         if form.tools is not None:
             self._calls = form.tools.parser(form.tools, form.functions, form.most_calls, form.forced)

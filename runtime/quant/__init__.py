@@ -57,7 +57,7 @@ def parse_schemes(
         parameter: name.removesuffix(".weight")
         for parameter, name in names().items()
         if parameter == "head"
-        or (parameter == "embed" and method == "gguf")
+        or (parameter in ("embed", "layer_embed") and method == "gguf")
         or (parameter.endswith(".weight") and not chooses_experts(parameter))
     }
     readings = [

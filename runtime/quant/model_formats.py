@@ -115,7 +115,7 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
             parameter = "embed"
         if (scheme := schemes.get(parameter)) is None:
             return DENSE
-        is_table = parameter == "embed"
+        is_table = parameter in ("embed", "layer_embed")
         experts = of_experts[_layer_of_expert(spec, parameter)] if ".experts." in parameter else ()
         names, reordered = (experts, False) if experts else _fused_weights(spec, parameter)
         stay = agree(names, reordered) and (isinstance(products, LlvmProducts) or not is_table)

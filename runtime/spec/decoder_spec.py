@@ -4,104 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from runtime.spec.config import EngineConfig
-from runtime.spec.kv_cache_spec import CHUNK, QUANTIZED_DTYPES, KVCacheSpec, KVGroupSpec, StateGroupSpec, window_groups
+from runtime.spec.experts_spec import ExpertsSpec as ExpertsSpec  # also for importers of this module, as below
+from runtime.spec.experts_spec import chooses_experts as chooses_experts
+from runtime.spec.experts_spec import of_router
+from runtime.spec.kv_cache_spec import (
+    CHUNK,
+    QUANTIZED_DTYPES,
+    KVCacheSpec,
+    KVGroupSpec,
+    StateGroupSpec,
+    groups_of_two_shapes,
+    window_groups,
+)
 from runtime.spec.latent_spec import LatentSpec
 from runtime.spec.mixer_spec import DeltaRuleSpec, Linears, MixerSpec
+from runtime.spec.rope_spec import RopeSpec as RopeSpec
 from runtime.spec.sharding import ALONE, Shard
 from runtime.spec.types import CallboardError
 
 ACTIVATION_LIMIT = 7.0  # of swiglu_clamped
-RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+_ROPE = RopeSpec()
 
 _MXFP4_UNIT = 64  # columns
 
 
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary position embedding (arXiv 2104.09864), half-split layout, with its stretching to longer contexts.
+class HeadShape(NamedTuple):
+    """The shape of a layer's keys and values."""
 
-    models/rope.py reads it from a config; `rope_table` of kernels/attention/rope.py computes each type."""
-
-    theta: float = 10000.0
-    type: RopeType = "default"
-    factor: float = 1.0  # context is stretched by this much; linear, dynamic, llama3 and yarn
-    low_freq_factor: float = 1.0  # llama3: wavelengths above original_positions / this are stretched fully
-    high_freq_factor: float = 4.0  # llama3: wavelengths below original_positions / this are kept
-    original_positions: int = 8192  # the context before stretching; all but default and linear, and for query_beta
-    partial: float = 1.0  # share of head_dim that rotates, its first dimensions; 0 without rotary positions
-    interleaved: bool = False  # the checkpoint pairs dimension 2 i with 2 i + 1, not i with i + half of them
-    attention_factor: float = 1.0  # of cos and sin; yarn and longrope
-    beta_fast: float = 32.0  # yarn: dimensions with more turns than this in the original context are kept
-    beta_slow: float = 1.0  # yarn: dimensions with fewer turns than this are stretched fully
-    query_beta: float = 0.0  # q is multiplied by 1 + this * ln(1 + position // original_positions)
-    truncate: bool = True  # yarn: the edges between are whole dimensions
-    short_factor: tuple[float, ...] = ()  # longrope: divisors of the frequencies, up to the original context
-    long_factor: tuple[float, ...] = ()  # longrope: divisors of the frequencies above the original context
-
-    @property
-    def reorders_heads(self) -> bool:
-        """True if loading permutes the rows of q and k (runtime.models.decoder.rope_permutation)."""
-        return self.partial > 0.0 and (self.partial < 1.0 or self.interleaved)
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsSpec:
-    """A mixture of feed-forward layers in place of one; `ffn_size` is the size of one expert.
-
-    Every token takes the shared experts, too. They are the last ones, with ids from `num_experts`."""
-
-    num_experts: int  # without the shared ones
-    top_k: int  # of them per token
-    normalized: bool  # the weights of a token's top_k are scaled to sum to one
-    shared: int = 0
-    # The weight of the shared experts is the sigmoid of one more row of the router; otherwise it is 1.
-    shared_gate: bool = False
-    # Of the router's logits. softmax_of_chosen: the top_k are the largest logits, and the softmax is over these alone.
-    scores: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
-    choice_bias: bool = False  # a bias is added to the scores for the choice of the top_k, not for their weights
-    sum_eps: float = 0.0  # with normalized: added to the sum that divides the weights
-    scale: float = 1.0  # factor of the weights of the top_k
-    router_bias: bool = False  # the router's logits have a bias
-    float32_logits: bool = False  # the router's logits are not rounded to the compute dtype
-    groups: int = 1  # of neighbouring experts
-    top_groups: int = 1  # the best of them, to which the choice is limited
-    group_score: Literal["max", "top2"] = "max"  # a group's best score with the choice bias, or its two best added
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.top_k <= self.num_experts:
-            raise CallboardError(
-                f"The model has {self.num_experts} experts, of which a token takes {self.top_k}; it must take one at "
-                "least and all at most."
-            )
-        if self.groups < 1 or self.num_experts % self.groups or not 1 <= self.top_groups <= self.groups:
-            raise CallboardError(
-                f"The model has {self.groups} groups of its {self.num_experts} experts, of which a token takes "
-                f"{self.top_groups}; groups must be of equal size, and a token takes one at least and all at most."
-            )
-        size = self.num_experts // self.groups
-        if self.has_groups and (self.top_k > self.top_groups * size or (self.group_score == "top2" and size < 2)):
-            raise CallboardError(
-                f"The model has groups of {size} experts, and a token takes {self.top_k} experts of {self.top_groups} "
-                "groups; these groups must have enough experts, and at least two each."
-            )
-
-    @property
-    def has_groups(self) -> bool:
-        """True if the choice is limited to some groups of experts."""
-        return self.top_groups < self.groups
-
-    @property
-    def all_experts(self) -> int:
-        """The number of experts with the shared ones."""
-        return self.num_experts + self.shared
-
-    @property
-    def choices(self) -> int:
-        """The number of experts that a token takes with the shared ones."""
-        return self.top_k + self.shared
+    num_kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +51,7 @@ class DecoderSpec:
     vocab_size: int
     max_positions: int
     norm_eps: float
-    rope: RopeSpec = RopeSpec()
+    rope: RopeSpec = _ROPE
     activation: Literal["silu", "gelu_tanh", "swiglu_clamped"] = "silu"  # of the gate
     activation_limit: float = 0.0  # swiglu_clamped: the largest gate, and the largest magnitude of up
     tied_head: bool = False
@@ -132,7 +66,8 @@ class DecoderSpec:
     gated: bool = True  # the feed-forward layer has a gate; without it `up` alone is activated
     experts: ExpertsSpec | None = None
     dense_layers: int = 0  # with experts: the first layers that have a feed-forward layer instead
-    dense_ffn_size: int = 0  # of these
+    dense_ffn_size: int = 0  # of these, or with `dense_beside`
+    dense_beside: bool = False  # with experts: a feed-forward layer runs beside them, each with norms of its own
     norm: Literal["rms", "layer"] = "rms"  # layer: with the mean subtracted, and a bias
     pre_norms: bool = True  # a norm before attention and the feed-forward layer
     post_norms: bool = False  # a norm after each of them, before the residual
@@ -147,6 +82,14 @@ class DecoderSpec:
     sliding: tuple[bool, ...] = ()  # True for each sliding layer; empty for none
     local_rope: RopeSpec | None = None  # of sliding layers; None if it equals `rope`
     no_rope: tuple[bool, ...] = ()  # True for each layer without rotary positions; empty for none
+    full_head_dim: int = 0  # of layers without a window; 0 for head_dim
+    full_kv_heads: int = 0  # likewise; 0 for num_kv_heads
+    keys_as_values: bool = False  # layers without a window use k before its norm as v
+    v_norm: bool = False  # with qk_norm: RMSNorm without a weight over head_dim of each v head
+    shared_kv_layers: int = 0  # the last layers, which read k and v of the last layer of their kind before them
+    shared_kv_ffn_size: int = 0  # of these; 0 for ffn_size
+    layer_embed_size: int = 0  # width of an embedding of tokens that each layer has (Gemma 3n); 0 for none
+    layer_factors: bool = False  # the hidden states after a layer are multiplied by a factor of the layer
     output_gate: bool = False  # q's map also makes a gate; attention's output is multiplied by sigmoid(gate)
     mixer: MixerSpec | None = None  # of the layers in `stateful`, in place of attention
     stateful: tuple[bool, ...] = ()  # True for each layer with the mixer; empty for none
@@ -171,11 +114,10 @@ class DecoderSpec:
         """The spec of the whole model."""
         return self.of_all_ranks or self
 
-    @property
-    def first_kv_head(self) -> int:
-        """The index, in the whole model, of this rank's first K/V head. With fewer heads than ranks, neighbouring ranks
-        share one."""
-        return self.shard.rank * self.whole.num_kv_heads // self.shard.size
+    def first_kv_head(self, layer: int) -> int:
+        """Return the index, in the whole model, of this rank's first K/V head of a layer. With fewer heads than ranks,
+        neighbouring ranks share one."""
+        return self.shard.rank * self.whole.heads(layer).num_kv_heads // self.shard.size
 
     @property
     def token_ids(self) -> range:
@@ -200,8 +142,10 @@ class DecoderSpec:
             self,
             num_heads=self.num_heads // shard.size,
             num_kv_heads=max(1, self.num_kv_heads // shard.size),
+            full_kv_heads=self.full_kv_heads and max(1, self.full_kv_heads // shard.size),
             ffn_size=len(shard.inner(self.ffn_size, self.ffn_unit)),
             dense_ffn_size=self.dense_ffn_size // shard.size,
+            shared_kv_ffn_size=self.shared_kv_ffn_size // shard.size,
             vocab_size=len(shard.vocabulary(self.vocab_size)),
             mixer=None if self.mixer is None else self.mixer.of_rank(shard.size),
             shard=shard,
@@ -209,11 +153,12 @@ class DecoderSpec:
         )
 
     def _is_divided_by(self, size: int) -> bool:
-        kv_heads = self.num_kv_heads
+        kv_heads = {self.num_kv_heads, self.full_kv_heads or self.num_kv_heads}
         has_tokens = len(Shard(size - 1, size).vocabulary(self.vocab_size)) > 0
-        divides_kv = kv_heads % size == 0 or size % kv_heads == 0
+        divides_kv = all(heads % size == 0 or size % heads == 0 for heads in kv_heads)
         has_units = self.ffn_unit > 1 and self.ffn_size // self.ffn_unit >= size
-        divides_ffn = (has_units or self.ffn_size % size == 0) and self.dense_ffn_size % size == 0
+        others = self.dense_ffn_size, self.shared_kv_ffn_size
+        divides_ffn = (has_units or self.ffn_size % size == 0) and all(ffn % size == 0 for ffn in others)
         divides_states = self.mixer is None or self.mixer.is_divided_by(size)
         return self.num_heads % size == 0 and divides_kv and divides_ffn and divides_states and has_tokens
 
@@ -235,19 +180,69 @@ class DecoderSpec:
         """Return True if a layer has a mixture of experts."""
         return self.experts is not None and layer >= self.dense_layers
 
+    @property
+    def full_heads(self) -> HeadShape:
+        """The shape of the keys and values of layers without a window."""
+        return HeadShape(self.full_kv_heads or self.num_kv_heads, self.full_head_dim or self.head_dim)
+
+    @property
+    def has_two_shapes(self) -> bool:
+        """True if sliding layers and full layers differ in the shape of their keys and values."""
+        kinds = {self.heads(i) for i in range(self.num_layers) if not self.is_stateful(i)}
+        return len(kinds) > 1
+
+    def is_sliding(self, layer: int) -> bool:
+        """Return True if a layer has a window."""
+        return bool(self.sliding) and self.sliding[layer]
+
+    def heads(self, layer: int) -> HeadShape:
+        """Return the shape of a layer's keys and values."""
+        return HeadShape(self.num_kv_heads, self.head_dim) if self.is_sliding(layer) else self.full_heads
+
+    def shares_kv(self, layer: int) -> bool:
+        """Return True if a layer reads the keys and values of an earlier layer."""
+        return layer >= self.num_layers - self.shared_kv_layers
+
+    def kv_layer(self, layer: int) -> int:
+        """Return the layer that stores the keys and values of this layer."""
+        if not self.shares_kv(layer):
+            return layer
+        own = range(self.num_layers - self.shared_kv_layers)
+        return max(i for i in own if self.is_sliding(i) == self.is_sliding(layer))
+
+    def rope_of(self, layer: int) -> RopeSpec:
+        """Return a layer's rotary positions."""
+        if self.no_rope and self.no_rope[layer]:
+            return RopeSpec(partial=0.0)
+        return self.local_rope if self.local_rope is not None and self.is_sliding(layer) else self.rope
+
+    def ffn_size_of(self, layer: int) -> int:
+        """Return the size of a layer's feed-forward layer, or of each of its experts."""
+        if layer < self.dense_layers:
+            return self.dense_ffn_size
+        return self.shared_kv_ffn_size if self.shared_kv_ffn_size and self.shares_kv(layer) else self.ffn_size
+
     def linears(self, layer: int) -> Linears:
         """Return a layer's linear maps: fused name -> ({part: (out, in) shape}, has a bias), parts in row order.
 
         In a mixture, gate_up and down are the maps of each expert."""
         hidden = self.hidden_size
-        ffn = self.dense_ffn_size if layer < self.dense_layers else self.ffn_size
+        ffn = self.ffn_size_of(layer)
         gate_up: dict[str, tuple[int, ...]] = {"gate": (ffn, hidden), "up": (ffn, hidden)}
         if self.fused_gate_up:
             gate_up = {"gate_up": (2 * ffn, hidden)}
-        return self._mixer_linears(layer) | {
+        linears: Linears = self._mixer_linears(layer) | {
             "gate_up": (gate_up if self.gated else {"up": (ffn, hidden)}, self.ffn_bias),
             "down": ({"down": (hidden, ffn)}, self.ffn_bias),
         }
+        if self.dense_beside:
+            wide = self.dense_ffn_size
+            linears["dense_gate_up"] = {"dense_gate": (wide, hidden), "dense_up": (wide, hidden)}, False
+            linears["dense_down"] = {"dense_down": (hidden, wide)}, False
+        if width := self.layer_embed_size:
+            linears["layer_gate"] = {"layer_gate": (width, hidden)}, False
+            linears["layer_out"] = {"layer_out": (hidden, width)}, False
+        return linears
 
     def _mixer_linears(self, layer: int) -> Linears:
         """Return the maps around attention, or around the mixer in its place."""
@@ -258,9 +253,13 @@ class DecoderSpec:
             return self.latent.linears(
                 self.num_heads, hidden, lambda part: schemes.get(f"layers.{layer}.{part}.weight")
             )
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        of_q = {"gated_q": (2 * q, hidden)} if self.output_gate else {"q": (q, hidden)}
-        qkv: dict[str, tuple[int, ...]] = {**of_q, "k": (kv, hidden), "v": (kv, hidden)}
+        num_kv_heads, head_dim = self.heads(layer)
+        q, kv = self.num_heads * head_dim, num_kv_heads * head_dim
+        qkv: dict[str, tuple[int, ...]] = {"gated_q": (2 * q, hidden)} if self.output_gate else {"q": (q, hidden)}
+        if not self.shares_kv(layer):
+            qkv["k"] = kv, hidden
+            if not self.keys_as_values or self.is_sliding(layer):
+                qkv["v"] = kv, hidden
         if self.fused_qkv:
             qkv = {"qkv": (q + 2 * kv, hidden)}
         return {"qkv": (qkv, self.qkv_bias), "out": ({"out": (hidden, q)}, self.out_bias)}
@@ -289,6 +288,11 @@ class DecoderSpec:
             raise CallboardError(
                 "rank_invariant is on, for which the heads of states in this GGUF file have the wrong order; use a "
                 "checkpoint of safetensors files."
+            )
+        if self.has_two_shapes and config.kv_layout == "contiguous":
+            raise CallboardError(
+                "kv_layout is contiguous, but this model's layers differ in the shape of their keys and values; use "
+                "paged."
             )
         if self.latent is not None:
             self._check_latent(config)
@@ -326,13 +330,20 @@ class DecoderSpec:
 
         Sliding layers keep only their window if requests of up to `longest` tokens then need much less memory."""
         stored, scale_dtype = QUANTIZED_DTYPES.get(self.kv_cache_form(kv_cache_dtype), (dtype, None))
-        attending = tuple(i for i in range(self.num_layers) if not self.is_stateful(i))
+        layers = range(self.num_layers)
+        attending = tuple(i for i in layers if not self.is_stateful(i) and not self.shares_kv(i))
         group = KVGroupSpec(attending, self.num_kv_heads, self.head_dim, stored, scale_dtype)
         if self.latent is not None:
             group = KVGroupSpec(attending, 1, self.latent.stored, stored, vectors=1)
-        sliding = frozenset(i for i in attending if any(self.sliding) and self.sliding[i])
+        sliding = frozenset(i for i in attending if self.is_sliding(i))
+        sources = tuple(map(self.kv_layer, layers)) if self.shared_kv_layers else ()
+        if self.has_two_shapes:
+            full = KVGroupSpec(tuple(i for i in attending if i not in sliding), *self.full_heads, stored, scale_dtype)
+            window = self.window if self.window < longest else None
+            limited = replace(group, layers=tuple(sorted(sliding)), window=window)
+            return KVCacheSpec(groups_of_two_shapes(full, limited, longest or 1), sources=sources)
         groups = window_groups(group, sliding, self.window, longest) if sliding and longest else (group,)
-        return KVCacheSpec(groups, self._states(dtype))
+        return KVCacheSpec(groups, self._states(dtype), sources)
 
     def is_stateful(self, layer: int) -> bool:
         """Return True if a layer has a state in place of keys and values."""
@@ -353,13 +364,20 @@ class DecoderSpec:
             shapes["positions"] = (self.max_positions, hidden)
         if not self.tied_head:
             shapes["head"] = (self.vocab_size, hidden)
+        if width := self.layer_embed_size:
+            shapes["layer_embed"] = (self.vocab_size, self.num_layers * width)
+            shapes |= {"layer_embed_map.weight": (self.num_layers * width, hidden), "layer_embed_norm": (width,)}
         norms = ["attn_norm", "ffn_norm"] * self.pre_norms + ["post_attn_norm", "post_ffn_norm"] * self.post_norms
+        norms += ["experts_norm", "post_dense_norm", "post_experts_norm"] * self.dense_beside
+        norms += ["post_layer_norm"] * bool(self.layer_embed_size)
         for i in range(self.num_layers):
             for norm in norms:
                 shapes |= self._norm(f"layers.{i}.{norm}")
             shapes |= {f"layers.{i}.{name}": shape for name, shape in self._mixer_parameters(i).items()}
             if self.experts and self.has_experts(i):
-                shapes |= _of_router(f"layers.{i}.", self.experts, hidden)
+                shapes |= of_router(f"layers.{i}.", self.experts, hidden)
+            if self.layer_factors:
+                shapes[f"layers.{i}.factor"] = (1,)
             for name, (parts, has_bias) in self.linears(i).items():
                 prefixes = [""]
                 if self.experts and self.has_experts(i) and name in ("gate_up", "down"):
@@ -381,24 +399,8 @@ class DecoderSpec:
         if self.qk_norm_all_heads:
             heads = {"q_heads_norm": self.num_heads, "k_heads_norm": self.num_kv_heads}
             return sinks | {name: (count * self.head_dim,) for name, count in heads.items()}
-        return sinks | dict.fromkeys(["q_norm", "k_norm"], (self.head_dim,)) if self.qk_norm else sinks
+        norms = ["q_norm"] if self.shares_kv(layer) else ["q_norm", "k_norm"]
+        return sinks | dict.fromkeys(norms, (self.heads(layer).head_dim,)) if self.qk_norm else sinks
 
     def _norm(self, name: str) -> dict[str, tuple[int, ...]]:
         return dict.fromkeys([name, f"{name}_bias"] if self.norm == "layer" else [name], (self.hidden_size,))
-
-
-def chooses_experts(parameter: str) -> bool:
-    """Return True for the weights of a router, which stay dense."""
-    return ".router." in parameter or ".shared_gate." in parameter
-
-
-def _of_router(prefix: str, experts: ExpertsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters that choose the experts of a layer."""
-    shapes: dict[str, tuple[int, ...]] = {f"{prefix}router.weight": (experts.num_experts, hidden)}
-    if experts.router_bias:
-        shapes[f"{prefix}router.bias"] = (experts.num_experts,)
-    if experts.shared_gate:
-        shapes[f"{prefix}shared_gate.weight"] = (1, hidden)
-    if experts.choice_bias:
-        shapes[f"{prefix}choice_bias"] = (experts.num_experts,)
-    return shapes

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
+from math import lcm
 
 # EngineConfig.kv_cache_dtype, but for auto and none -> (dtype, scale_dtype) of a group.
 QUANTIZED_DTYPES = {"fp8": ("float8_e4m3fn", None), "int8": ("int8", "float16")}
 CHUNK = 64  # tokens of a prompt that a layer with a state computes at once, from a multiple of CHUNK on
 MOST_GROUPS = 8  # each has a table for every request
+_MOST_OF_SHAPES = 16  # likewise, with layers of two shapes; Gemma 4 31B needs 11
 _MOST_PADDING = 1.1  # layers with places in the pool, of layers that there are
 _LEAST_GAIN = 0.9  # memory of the longest request with windows freed, of the memory without
 RING = 16  # last tokens with inputs in a layer with a state, by position modulo RING; a power of two
@@ -34,6 +36,11 @@ class KVGroupSpec:
     # Positions that a token attends to, itself included; None for all. Older positions are not kept.
     window: int | None = None
     vectors: int = 2  # stored for a token and head: k and v; 1 for a latent, which is both
+
+    @property
+    def row_bytes(self) -> int:
+        """A key or a value of one head."""
+        return self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def bytes_per_token(self) -> int:
@@ -90,17 +97,36 @@ class KVCacheSpec:
 
     groups: tuple[KVGroupSpec, ...]
     states: StateGroupSpec | None = None  # the layers without attention
+    # The layer that stores the keys and values of each layer; () if each stores its own.
+    sources: tuple[int, ...] = ()
 
     @property
     def num_layers(self) -> int:
-        """Layers of all groups, and those with states."""
+        """All layers: of the groups, with states, and with the keys and values of another layer."""
+        if self.sources:
+            return len(self.sources)
         num_states = 0 if self.states is None else len(self.states.layers)
         return num_states + sum(len(group.layers) for group in self.groups)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token in the cache, with a place in every group."""
-        return len(self.groups) * max(group.bytes_per_token for group in self.groups)
+        return len(self.groups) * self.bytes_per_block(1)
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if groups differ in the shape of their keys and values."""
+        return len({(group.num_kv_heads, group.head_dim) for group in self.groups}) > 1
+
+    @property
+    def rows_per_token(self) -> tuple[int, ...]:
+        """For each group, the keys and values of one head that a token's share of a block holds; mixed groups only.
+
+        The share has whole rows of every group."""
+        unit = lcm(*(group.row_bytes for group in self.groups))
+        largest = max(2 * len(group.layers) * group.num_kv_heads * group.row_bytes for group in self.groups)
+        size = -(-largest // unit) * unit
+        return tuple(size // group.row_bytes for group in self.groups)
 
     @property
     def has_windows(self) -> bool:
@@ -122,14 +148,20 @@ class KVCacheSpec:
 
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of one block of the pool, which any group may hold."""
-        return max(group.bytes_per_block(block_size) for group in self.groups)
+        if not self.is_mixed:
+            return max(group.bytes_per_block(block_size) for group in self.groups)
+        first, rows = self.groups[0], self.rows_per_token
+        # Each row count has scales of its own: two for a key, and the places of a value's are not used.
+        scales = 0 if first.scale_dtype is None else 2 * DTYPE_BYTES[first.scale_dtype] * sum(set(rows))
+        return block_size * (rows[0] * first.row_bytes + scales)
 
     def total_bytes(self, num_blocks: int, block_size: int) -> int:
         """Bytes of a pool of `num_blocks` blocks."""
         return num_blocks * self.bytes_per_block(block_size)
 
     def place_of(self, layer: int) -> tuple[int, int]:
-        """Return the number of a layer's group, and the layer's index in it."""
+        """Return the number of the group that stores a layer's keys and values, and the layer's index in it."""
+        layer = self.sources[layer] if self.sources else layer
         return next((g, group.layers.index(layer)) for g, group in enumerate(self.groups) if layer in group.layers)
 
 
@@ -161,3 +193,30 @@ def window_groups(group: KVGroupSpec, sliding: frozenset[int], window: int, long
     of_full, of_limited = ([part[i : i + best] for i in range(0, len(part), best)] for part in (full, limited))
     without = [replace(group, layers=part) for part in of_full]
     return (*without, *(replace(group, layers=part, window=window) for part in of_limited))
+
+
+def groups_of_two_shapes(full: KVGroupSpec, limited: KVGroupSpec, longest: int) -> tuple[KVGroupSpec, ...]:
+    """Divide the layers of two groups, which differ in shape, into groups of similar bytes.
+
+    As in `window_groups`, the longest request then needs the least memory."""
+    sizes = [group.bytes_per_token // len(group.layers) for group in (full, limited)]
+    kept = longest, min(limited.window or longest, longest)
+
+    def numbers(size: int) -> list[int]:
+        """Groups of each shape with at most `size` bytes a token."""
+        pairs = zip((full, limited), sizes, strict=True)
+        return [-(-len(group.layers) // (size // own)) for group, own in pairs]
+
+    def cost(size: int) -> tuple[int, int]:
+        return size * sum(number * tokens for number, tokens in zip(numbers(size), kept, strict=True)), -size
+
+    totals = {
+        own * i for group, own in zip((full, limited), sizes, strict=True) for i in range(1, len(group.layers) + 1)
+    }
+    candidates = [size for size in totals if size >= max(sizes) and sum(numbers(size)) <= _MOST_OF_SHAPES]
+    best = min(candidates, key=cost)
+    groups = []
+    for group, own in zip((full, limited), sizes, strict=True):
+        step, layers = best // own, group.layers
+        groups += [replace(group, layers=layers[i : i + step]) for i in range(0, len(layers), step)]
+    return tuple(groups)

@@ -68,7 +68,7 @@ class Part(NamedTuple):
 
 _DIVIDED_DIM = {
     "q": 0, "k": 0, "v": 0, "qkv": 0, "gate": 0, "up": 0, "gate_up": 0, "out": 1, "down": 1, "q_heads_norm": 0,
-    "k_heads_norm": 0, "gated_q": 0, "q_gate": 0, "sinks": 0,
+    "k_heads_norm": 0, "gated_q": 0, "q_gate": 0, "sinks": 0, "dense_gate": 0, "dense_up": 0, "dense_down": 1,
     "mix_qkv": 0, "mix_z": 0, "mix_b": 0, "mix_a": 0, "mix_qkvz": 0, "mix_ba": 0, "mix_in": 0, "mix_out": 1,
     "q_b": 0, "kv_b": 0, "k_b": 0, "v_b": 0, "conv": 0, "conv_bias": 0, "decay_log": 0, "decay_bias": 0,
 }  # fmt: skip
@@ -80,7 +80,7 @@ UNGROUPED = {"gated_q": ("q_gate", "q"), "mix_qkvz": ("mix_qkv", "mix_z"), "mix_
 def sharding_of(parameter: str) -> Sharding:
     """Return the rule for a parameter of `DecoderSpec.shapes`."""
     part = _part_of(parameter)
-    if part in ("embed", "head"):
+    if part in ("embed", "head", "layer_embed"):
         return Sharding.VOCABULARY
     if part not in _DIVIDED_DIM or (parameter.endswith(".bias") and _DIVIDED_DIM[part] == 1):
         return Sharding.REPLICATED
@@ -146,16 +146,17 @@ def _divided(spec: DecoderSpec, parameter: str) -> tuple[int, list[tuple[int, ra
     """Return the dimension that ranks divide, and for each map in the parameter its place along that dimension.
 
     A place is the map's offset, the rank's range within the map, and the map's length."""
-    whole, rank, head_dim = spec.whole, spec.shard.rank, spec.head_dim
+    whole, rank = spec.whole, spec.shard.rank
+    layer = int(parameter.split(".")[1]) if parameter.startswith("layers.") else 0
+    num_kv_heads, head_dim = spec.heads(layer)
 
     def own(first: int, count: int, size: int) -> range:
         return range(first * size, (first + count) * size)
 
     heads = own(rank * spec.num_heads, spec.num_heads, head_dim), whole.num_heads * head_dim
-    kv_heads = own(spec.first_kv_head, spec.num_kv_heads, head_dim), whole.num_kv_heads * head_dim
-    inner = own(rank, 1, spec.ffn_size), whole.ffn_size
-    if spec.dense_layers and ".experts." not in parameter:
-        inner = own(rank, 1, spec.dense_ffn_size), whole.dense_ffn_size
+    kv_heads = own(spec.first_kv_head(layer), num_kv_heads, head_dim), whole.heads(layer).num_kv_heads * head_dim
+    inner = own(rank, 1, spec.ffn_size_of(layer)), whole.ffn_size_of(layer)
+    dense = own(rank, 1, spec.dense_ffn_size), whole.dense_ffn_size
     if ".experts." in parameter:
         inner = spec.shard.inner(whole.ffn_size, whole.ffn_unit), whole.ffn_size
     tokens = spec.token_ids, whole.vocab_size
@@ -165,7 +166,9 @@ def _divided(spec: DecoderSpec, parameter: str) -> tuple[int, list[tuple[int, ra
     maps = {
         "q": [heads], "k": [kv_heads], "v": [kv_heads], "qkv": [heads, kv_heads, kv_heads], "out": [heads],
         "gate": [inner], "up": [inner], "gate_up": [inner, inner], "down": [inner],
-        "embed": [tokens], "head": [tokens], "q_heads_norm": [heads], "k_heads_norm": [kv_heads], "q_gate": [heads],
+        "dense_gate": [dense], "dense_up": [dense], "dense_down": [dense],
+        "embed": [tokens], "head": [tokens], "layer_embed": [tokens],
+        "q_heads_norm": [heads], "k_heads_norm": [kv_heads], "q_gate": [heads],
         "sinks": [(own(rank, 1, spec.num_heads), whole.num_heads)],
         "gated_q": [(own(rank * spec.num_heads, spec.num_heads, 2 * head_dim), 2 * whole.num_heads * head_dim)],
     }.get(part) or _of_mixer(spec, part)  # fmt: skip

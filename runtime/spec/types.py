@@ -82,6 +82,7 @@ class ThinkingBudget:
     is_open: bool  # the prompt ends within reasoning
     # Of a model with channels, <|channel|>, <|message|> and <|end|>; None for marks around reasoning.
     channel_ids: tuple[int, int, int] | None = None
+    marks: tuple[str, str] = ("<think>", "</think>")  # as text
 
 
 @dataclass(frozen=True, slots=True)

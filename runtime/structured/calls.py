@@ -166,13 +166,14 @@ def _types_alone(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tagged_text(calls: Calls, form: ArgumentForm, schema_of_text: Mapping[str, Any]) -> Rule:
     """Return the rule of a text and of the tag that ends it. A special token ends it where a tag begins with one."""
+    begin, end = calls.text(form.quote), form.quote + form.end
     if values := schema_of_text.get("enum", [schema_of_text["const"]] if "const" in schema_of_text else []):
-        return choice(sequence(text(value), calls.text(form.end)) for value in values)
-    if form.end.startswith(tuple(calls.special)):
+        return choice(sequence(begin, text(value), calls.text(end)) for value in values)
+    if end.startswith(tuple(calls.special)):
         unwanted = [f"(?s:.*){literal_text(stop)}(?s:.*)" for stop in form.stops]
-        return sequence(Terminal(("(?s:.*)",), tuple(unwanted)), calls.text(form.end))
+        return sequence(begin, Terminal(("(?s:.*)",), tuple(unwanted)), calls.text(end))
     unwanted = []
     for stop in form.stops:
-        num_after = len(form.end.partition(stop)[2]) + 1 if stop in form.end else 0
+        num_after = len(end.partition(stop)[2]) + 1 if stop in end else 0
         unwanted.append(f"(?s:.*){literal_text(stop)}(?s:.{{{num_after},}})")
-    return Terminal((f"(?s:.*){literal_text(form.end)}",), tuple(unwanted))
+    return sequence(begin, Terminal((f"(?s:.*){literal_text(end)}",), tuple(unwanted)))

@@ -21,6 +21,7 @@ from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import FORMATS, GENERIC, CallDelta, ToolFormat
 from runtime.text.tool_calls.generic import with_tools_as_text
 from runtime.text.tool_calls.harmony import HARMONY, START
+from runtime.text.tool_responses import with_tool_responses
 
 MAX_PROMPT_CHARS = 4 << 20
 MAX_SECONDS = 1.0  # of CPU time for one rendering; a long conversation takes milliseconds
@@ -49,7 +50,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         for text in (source, self._tool_source):
             _run(sandbox.check, text, self._special_tokens, MAX_SECONDS)
-        self.thinks = reasoning.CLOSE in source  # the model may write reasoning before its answer
+        self.reasoning_marks = reasoning.marks_of(source)
+        self.thinks = self.reasoning_marks.close in source  # the model may write reasoning before its answer
         self.has_channels = START in source  # the model writes messages in channels (harmony.py)
 
     @classmethod
@@ -58,7 +60,7 @@ class ChatTemplate:
         if tokenizer.chat_template is None:
             raise CallboardError("This model has no chat template; use /v1/completions with a plain prompt instead.")
         template = cls(tokenizer.chat_template, tokenizer.special_tokens, tokenizer.tool_template)
-        template.thinks = template.thinks or tokenizer.token_to_id(reasoning.CLOSE) is not None
+        template.thinks = template.thinks or tokenizer.token_to_id(template.reasoning_marks.close) is not None
         if tokenizer.tool_call_parser != "auto":
             template.tool_format = FORMATS[tokenizer.tool_call_parser]
             template.has_channels = template.tool_format is HARMONY
@@ -148,6 +150,8 @@ class ChatTemplate:
             messages = [_with_arguments_as_text(message) for message in messages]
         if self.has_channels:
             messages, tools = channel_messages(messages), described(tools)
+        if "tool_responses" in self._tool_source and "tool" not in self.roles:
+            messages = with_tool_responses(messages)
         own = {"tools": tools, "add_generation_prompt": add_generation_prompt}
         text = self._rendered(messages, {**kwargs, **own})
         return _cut_at_mark(text) if continue_final_message else text

@@ -3,6 +3,7 @@
     tokenizer.ggml.model   kind                    notes
     "gpt2"                 byte-level BPE          needs the model's rules for cutting text into words
     "llama"                sentencepiece's BPE     Llama 2, Mistral, Gemma, Phi-3; scores of pieces imply the merges
+    "gemma4"               sentencepiece's BPE     with merges in the file
     "t5"                   sentencepiece's unigram
 
 Defaults for missing metadata are llama.cpp's (src/llama-vocab.cpp).
@@ -55,12 +56,14 @@ def tokenizer_of(file: GgufFile) -> tokenizers.Tokenizer:
             backend = _byte_level_bpe(file, vocabulary, pre)
         case "llama":
             backend = _sentencepiece_bpe(file, vocabulary)
+        case "gemma4":
+            backend = _sentencepiece_bpe(file, vocabulary, are_stored=True)
         case "t5":
             backend = _unigram(file, vocabulary)
         case _:
             raise CallboardError(
-                f"{file.path} has a {model!r} tokenizer; of GGUF files gpt2 (byte-level BPE), llama (sentencepiece "
-                "BPE) and t5 (unigram) are read."
+                f"{file.path} has a {model!r} tokenizer; of GGUF files gpt2 (byte-level BPE), llama and gemma4 "
+                "(sentencepiece BPE) and t5 (unigram) are read."
             )
     # Phi-3 was trained with templates that drop white space after special tokens.
     strips = model == "llama" and file.value("general.architecture", str, "") == "phi3"
@@ -70,7 +73,7 @@ def tokenizer_of(file: GgufFile) -> tokenizers.Tokenizer:
     ]
     backend.add_tokens(special)
     backend.add_tokens([AddedToken(t, normalized=False) for t in vocabulary.of_type(_USER_DEFINED)])
-    adds_bos = model == "llama" or (model == "gpt2" and pre in _WHOLE_WORDS)
+    adds_bos = model in ("llama", "gemma4") or (model == "gpt2" and pre in _WHOLE_WORDS)
     _frame(file, backend, vocabulary, adds_bos, adds_eos=model == "t5")
     return backend
 
@@ -140,13 +143,17 @@ def _byte_level_bpe(file: GgufFile, vocabulary: _Vocabulary, pre: str) -> tokeni
             f"{file.path} splits text by the rules of {pre!r}, which are not known here; "
             f"known are {', '.join(_PRE_TOKENIZERS)}."
         )
-    merges = [m.partition(" ")[::2] for m in _strings(file, "tokenizer.ggml.merges")]
+    merges = _stored_merges(file)
     backend = tokenizers.Tokenizer(_made(file, models.BPE, vocabulary.ids, merges, ignore_merges=pre in _WHOLE_WORDS))
     if pre in ("qwen2", "qwen35", "deepseek-r1-qwen"):
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = _PRE_TOKENIZERS[pre]
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _stored_merges(file: GgufFile) -> list[tuple[str, str]]:
+    return [(first, second) for first, _, second in (m.partition(" ") for m in _strings(file, "tokenizer.ggml.merges"))]
 
 
 def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
@@ -211,14 +218,19 @@ _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "lfm2", "tekken")
 # ---- sentencepiece --------------------------------------------------------------------------------------------------
 
 
-def _sentencepiece_bpe(file: GgufFile, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+def _sentencepiece_bpe(
+    file: GgufFile,
+    vocabulary: _Vocabulary,
+    are_stored: bool = False,  # the file has the merges
+) -> tokenizers.Tokenizer:
     unknown = vocabulary.tokens[_unknown_id(file, vocabulary)]
+    merges = _stored_merges(file) if are_stored else _merges(file, vocabulary)
     backend = tokenizers.Tokenizer(
         _made(
             file,
             models.BPE,
             vocabulary.ids,
-            _merges(file, vocabulary),
+            merges,
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=True,

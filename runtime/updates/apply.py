@@ -22,7 +22,7 @@ def apply_sections(decoder: Decoder, builder: LayerBuilder, sections: Collection
 
     Args:
     builder: reads the new weights, with the decoder's kernels and communicator.
-    sections: layers.3, embed, positions, final_norm or head. Other names are ignored."""
+    sections: layers.3, embed, layer_embed, positions, final_norm or head. Other names are ignored."""
     device = decoder.numerics.device
     if decoder.numerics.backend != "triton":
         with weight_memory.recycling():
@@ -40,6 +40,8 @@ def _copy_sections(decoder: Decoder, builder: LayerBuilder, sections: Collection
             InPlace().copy_onto(layer, builder.layer(i), f"layers.{i}")
     if "positions" in sections:
         InPlace().copy_onto(decoder.position_embed, builder.positions(), "positions")
+    if "layer_embed" in sections:
+        InPlace().copy_onto(decoder.layer_embed, builder.layer_embed(), "layer_embed")
     if "final_norm" in sections:
         InPlace().copy_onto((decoder.final_norm, decoder.head_norm), builder.final_norms(), "final_norm")
     is_tied, in_place = decoder.spec.tied_head, InPlace()  # a tied head may be the embedding's own tensor
@@ -60,6 +62,8 @@ def _replace_sections(decoder: Decoder, builder: LayerBuilder, sections: Collect
             decoder.layers.insert(i, builder.layer(i))
     if "positions" in sections:
         decoder.position_embed = builder.positions()
+    if "layer_embed" in sections:
+        decoder.layer_embed = builder.layer_embed()
     if "final_norm" in sections:
         decoder.final_norm, decoder.head_norm = builder.final_norms()
     is_tied = decoder.spec.tied_head

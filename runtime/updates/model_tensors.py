@@ -178,6 +178,8 @@ def _section_of(parameter: str) -> str:
     """The part of a decoder that is built again for a parameter."""
     if parameter.startswith("layers."):
         return ".".join(parameter.split(".")[:2])
+    if parameter.startswith("layer_embed"):
+        return "layer_embed"
     return parameter.removesuffix("_bias")
 
 

@@ -29,35 +29,106 @@ class KVCache:
     ) -> None:
         """Fill the cache with zeros: masked values must be finite. Block 0 is the null block."""
         self.spec, self.num_blocks, self.block_size, self.device = spec, num_blocks, block_size, device
-        group = spec.groups[0]
-        shapes = {(g.vectors, g.num_kv_heads, g.head_dim, g.dtype, g.scale_dtype) for g in spec.groups}
-        assert len(shapes) == 1, f"no layout for {shapes}"
-        self.num_kv_heads, dtype = group.num_kv_heads, getattr(torch, group.dtype)
-        self.states = states
-        num_layers = max(len(g.layers) for g in spec.groups)
-        shape = (num_layers, group.vectors, group.num_kv_heads, num_blocks, block_size, group.head_dim)
-        self._scales: torch.Tensor | None = None  # scales of tokens, in blocks like the values
+        group, self.states = spec.groups[0], states
+        assert len({(g.dtype, g.scale_dtype) for g in spec.groups}) == 1, "groups store alike"
+        dtype = getattr(torch, group.dtype)
+        scale_dtype = None if group.scale_dtype is None else getattr(torch, group.scale_dtype)
+        make = _MixedBlocks if spec.is_mixed else _EqualBlocks
         with memory or nullcontext():
-            self._blocks = torch.zeros(shape, dtype=dtype, device=device)
-            if group.scale_dtype is not None:
-                of_tokens = (num_layers, *shape[2:-1], 2)
-                self._scales = torch.zeros(of_tokens, dtype=getattr(torch, group.scale_dtype), device=device)
-        if self._scales is None and dtype == torch.float8_e4m3fn and head_scales is None:
-            head_scales = torch.ones(spec.num_layers, 2, group.num_kv_heads)
+            self._blocks = make(spec, num_blocks, block_size, dtype, scale_dtype, device)
+        if scale_dtype is None and dtype == torch.float8_e4m3fn and head_scales is None:
+            head_scales = torch.ones(spec.num_layers, 2, max(g.num_kv_heads for g in spec.groups))
         if head_scales is not None:
-            head_scales = head_scales.to(device, torch.float32).contiguous()  # a rank has a slice
+            head_scales = head_scales.to(device, torch.float32)
         self.layers: list[KVLayer | ConvState | DeltaState] = []
         for layer in range(spec.num_layers):
             if states is not None and layer in states.layers:
                 self.layers.append(states.layers[layer])
                 continue
             number, place = spec.place_of(layer)
-            scales = None if head_scales is None else head_scales[layer]
-            scales = scales if self._scales is None else self._scales[place]
-            self.layers.append(KVLayer(self._blocks[place], scales, number))
+            values, scales = self._blocks.layer(number, place)
+            if scales is None and head_scales is not None:
+                source = spec.sources[layer] if spec.sources else layer
+                scales = head_scales[source, :, : spec.groups[number].num_kv_heads].contiguous()  # a rank has a slice
+            self.layers.append(KVLayer(values, scales, number))
+
+    @property
+    def table_factors(self) -> list[int]:
+        """For each group, the factor of block ids in the tables that kernels read."""
+        return self._blocks.factors
 
     def clear(self, blocks: torch.Tensor | slice | int) -> None:
         """Zero these blocks in all layers."""
-        self._blocks[:, :, :, blocks] = 0
+        self._blocks.clear(blocks)
+
+
+class _EqualBlocks:
+    """Blocks of groups of one shape. The blocks of a head lie side by side."""
+
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        scale_dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> None:
+        group, num_layers = spec.groups[0], max(len(g.layers) for g in spec.groups)
+        shape = (num_layers, group.vectors, group.num_kv_heads, num_blocks, block_size, group.head_dim)
+        self.factors = [1] * len(spec.groups)
+        self._values = torch.zeros(shape, dtype=dtype, device=device)
+        self._scales: torch.Tensor | None = None  # scales of tokens, in blocks like the values
+        if scale_dtype is not None:
+            self._scales = torch.zeros((num_layers, *shape[2:-1], 2), dtype=scale_dtype, device=device)
+
+    def layer(self, group: int, place: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The values and the scales of a layer, by its index in its group."""
+        return self._values[place], None if self._scales is None else self._scales[place]
+
+    def clear(self, blocks: torch.Tensor | slice | int) -> None:
+        self._values[:, :, :, blocks] = 0
         if self._scales is not None:
             self._scales[:, :, blocks] = 0
+
+
+class _MixedBlocks:
+    """Blocks of groups that differ in shape. All layers of a block lie side by side.
+
+    A group sees the memory as runs of `block_size` rows of its width. The keys of a head are a run of a block, and so
+    are its values. Tables hold numbers of runs: a block's id times the runs of a block. Layers, k and v, and heads are
+    other offsets, so kernels read this layout like the other one."""
+
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        scale_dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> None:
+        self.factors = list(spec.rows_per_token)
+        self._groups, self._size = spec.groups, block_size
+        elements = block_size * self.factors[0] * spec.groups[0].head_dim
+        self._values = torch.zeros((num_blocks, elements), dtype=dtype, device=device)
+        self._scales = {} if scale_dtype is None else {
+            rows: torch.zeros((num_blocks, rows * block_size * 2), dtype=scale_dtype, device=device)
+            for rows in set(self.factors)
+        }  # fmt: skip
+
+    def layer(self, group: int, place: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The values and the scales of a layer, by its index in its group."""
+        own, factor = self._groups[group], self.factors[group]
+        num_runs, run = (len(self._values) - 1) * factor + 1, self._size * own.head_dim
+        first, heads = place * 2 * own.num_kv_heads, own.num_kv_heads
+        shape, strides = (2, heads, num_runs, self._size, own.head_dim), (heads * run, run, run, own.head_dim, 1)
+        values = self._values.as_strided(shape, strides, first * run)
+        if not self._scales:
+            return values, None
+        run = 2 * self._size  # a key's scale and a value's lie at the place of the key
+        return values, self._scales[factor].as_strided((*shape[1:-1], 2), (run, run, 2, 1), first * run)
+
+    def clear(self, blocks: torch.Tensor | slice | int) -> None:
+        for each in (self._values, *self._scales.values()):
+            each[blocks] = 0

@@ -208,8 +208,10 @@ def _working_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int, max_num_s
     mask = (
         min(tokens, max_model_len) * max_model_len * size * (2 if spec.window else 1)
     )  # layers with a window have a second mask
-    of_position = 2 * spec.num_kv_heads * spec.head_dim if spec.latent is None else 2 * spec.latent.stored
-    gathered = max(max_model_len, MAX_GATHERED) * of_position * 4  # exact attention: in fp32
+    row = max(heads * dim for heads, dim in map(spec.heads, range(spec.num_layers)))
+    gathered = (
+        max(max_model_len, MAX_GATHERED) * 2 * (row if spec.latent is None else spec.latent.stored) * 4
+    )  # in fp32
     if spec.latent is not None:  # k and v of some heads, which are computed from latents
         of_head = spec.latent.expanded + spec.head_dim
         gathered += max(MAX_EXPANDED, max_model_len * of_head) * 4
@@ -239,14 +241,16 @@ def _update_bytes(config: EngineConfig, spec: DecoderSpec, numerics: Numerics) -
 
 
 def _activation_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int) -> int:
-    attending = 2 * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    layers = range(spec.num_layers)
+    attending = 2 * max((spec.num_heads + 2 * heads) * dim for heads, dim in map(spec.heads, layers))
     if (latent := spec.latent) is not None:  # q, queries over latents, their results, and values
         of_head = spec.head_dim + 2 * latent.rank + latent.value_dim
         attending = 2 * (latent.q_rank + latent.stored) + spec.num_heads * of_head
-    ffn = 3 * spec.ffn_size
+    ffn = 3 * max(map(spec.ffn_size_of, layers))
     if spec.experts is not None:  # each choice of a token has its own intermediate values and result
         ffn = max(3 * spec.dense_ffn_size, spec.experts.choices * (ffn + 2 * spec.hidden_size))
-    rows = tokens * (4 * spec.hidden_size + attending + ffn) * numerics.dtype.itemsize
+    inputs = 2 * spec.num_layers * spec.layer_embed_size
+    rows = tokens * (4 * spec.hidden_size + attending + ffn + inputs) * numerics.dtype.itemsize
     if numerics.rank_invariant:  # results of all leaves
         choices = 1 if spec.experts is None else 1 + spec.experts.choices
         rows += tokens * choices * NUM_LEAVES // spec.shard.size * spec.hidden_size * 4

@@ -22,6 +22,7 @@ from runtime.kernels.linear.tiles import multiplies_fp8
 from runtime.kernels.llvm.support import obstacle
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.triton_language import INTERPRETED
+from runtime.models.kv_scales import scales_of_rank
 from runtime.quant.at_load import quantized_at_load
 from runtime.quant.model_formats import check_products, encodings_on_device, format_names
 from runtime.quant.report import weight_report
@@ -121,7 +122,7 @@ class ModelRunner:
         self._make_extras(source)
         self.kv_scales = None
         if spec.kv_cache_form(config.kv_cache_dtype) == "fp8" and (scales := self._source.kv_scales()) is not None:
-            self.kv_scales = scales[:, :, spec.first_kv_head :][:, :, : spec.num_kv_heads]
+            self.kv_scales = scales_of_rank(scales, spec)
         if self.updates is not None:
             sizes, hooks = (self.memory.max_model_len, self.memory.updates), (self._drop_tapes, self._weights_changed)
             self.updates.open(self.decoder, *sizes, *hooks)
@@ -176,7 +177,7 @@ class ModelRunner:
             device=numerics.device.type,
             max_num_seqs=memory.max_num_seqs,
             max_num_batched_tokens=memory.max_num_batched_tokens,
-            kv_cache=memory.kv_cache if memory.kv_cache.states is not None or memory.kv_cache.has_windows else None,
+            kv_cache=memory.kv_cache if memory.kv_cache.states is not None or len(memory.kv_cache.groups) > 1 else None,
             num_states=memory.num_states,
             weight_formats=format_names(spec, numerics),
             makes_text=spec.makes_text,

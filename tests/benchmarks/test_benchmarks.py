@@ -53,6 +53,8 @@ def test_ngram():
         ("gemma-2-2b", 2.614),
         ("qwen3-30b-a3b", 30.53),
         ("mixtral-8x7b", 46.70),
+        ("gpt-oss-20b", 20.91),
+        ("gpt-oss-120b", 116.83),
         ("gpt2", 0.1244),
         ("smollm2-135m", 0.1345),
     ],

@@ -26,6 +26,8 @@ LAYERS = {
     "window": Layer(head_dim=80, group=5, block_size=32, window=20),
     "window of itself": Layer(head_dim=16, window=1),
     "soft cap": Layer(head_dim=256, group=4, num_kv_heads=1, soft_cap=2.0, window=70, block_size=24),
+    "wide": Layer(head_dim=512, group=8, num_kv_heads=1),
+    "wide, int8": Layer(torch.int8, head_dim=512, group=4, num_kv_heads=1),
     "sinks": Layer(head_dim=64, group=8, num_kv_heads=1, window=128, has_sinks=True),
     "sinks, soft cap": Layer(head_dim=24, group=3, soft_cap=3.0, window=20, has_sinks=True),
     "sinks, int8": Layer(torch.int8, group=2, has_sinks=True),

@@ -10,7 +10,17 @@ from tests.support.kernels.attention_cases import check, paged_case, rows_of, si
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
-HEADS = [(8, 8, 64), (9, 3, 64), (32, 8, 64), (6, 2, 80), (8, 2, 96), (24, 8, 128), (8, 1, 128), (4, 1, 256)]
+HEADS = [
+    (8, 8, 64),
+    (9, 3, 64),
+    (32, 8, 64),
+    (6, 2, 80),
+    (8, 2, 96),
+    (24, 8, 128),
+    (8, 1, 128),
+    (4, 1, 256),
+    (8, 1, 512),
+]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 OPTIONS = [{}, {"window": 19}, {"window": 512}, {"window": 100, "soft_cap": 2.0}, {"soft_cap": 5.0}]
 
@@ -25,7 +35,7 @@ def test_decode(heads, dtype):
 
 
 @pytest.mark.parametrize("count", range(2, 9))
-@pytest.mark.parametrize("heads", [(9, 3, 64), (32, 8, 128), (4, 1, 256)])
+@pytest.mark.parametrize("heads", [(9, 3, 64), (32, 8, 128), (4, 1, 256), (8, 1, 512)])
 def test_verify_rows(heads, count):
     spans = [(70, count), (0, count), (63, 1), (1021, count - 1), (2048, count)]
     check(decode_attention, paged_case(spans, heads, 16, torch.bfloat16, "cuda"))
@@ -42,7 +52,7 @@ def test_prefill(heads, dtype):
 @pytest.mark.parametrize("block_size", [3, 16, 32, 64, 1024])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_blocks_window_and_soft_cap(block_size, options):
-    for heads in ((4, 2, 64), (4, 1, 256)):
+    for heads in ((4, 2, 64), (4, 1, 256), (8, 1, 512)):
         case = paged_case([(1700, 2), (0, 1), (20, 1), (900, 2)], heads, block_size, torch.bfloat16, "cuda")
         check(decode_attention, case, scale=0.3 * heads[2] ** -0.5, **options)
         case = paged_case([(130, 450), (0, 3), (20, 1), (0, 600)], heads, block_size, torch.bfloat16, "cuda")
@@ -90,7 +100,7 @@ def test_a_captured_launch_follows_the_lengths(num_rows, deterministic):
             assert (out.double() - want).norm() / want.norm() < 8e-3
 
 
-@pytest.mark.parametrize("heads", [(32, 8, 64), (24, 8, 128), (6, 2, 80), (4, 1, 256)])
+@pytest.mark.parametrize("heads", [(32, 8, 64), (24, 8, 128), (6, 2, 80), (4, 1, 256), (8, 1, 512)])
 @pytest.mark.parametrize("window", [0, 3000])
 def test_a_captured_launch_splits_work_by_current_rows(heads, window):
     """Few new tokens behind many. The device chooses the segments that their positions are cut into."""

@@ -64,6 +64,8 @@ def test_bf16_logits_are_as_near_to_fp32_as_in_torch(case):
         "qwen3.5",
         "lfm2 moe",
         "sinks",
+        "gemma4",
+        "gemma4 moe",
         "deepseek v3",
         "glm 4.7 flash",
         "gpt-oss",

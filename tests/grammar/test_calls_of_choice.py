@@ -37,6 +37,10 @@ A_CALL = {  # in pieces, and other pieces
         ["[", "add(", "a=", "1", ")", "]"],
         ["x", "'x'", "<|python_start|>", "mul(", "add (", "b=", ", ", " ", "\n"],
     ),
+    "gemma4": (
+        ["<|tool_call>", "call:", "add", "{", "a:", "1", "}", "<tool_call|>"],
+        ["x", '<|"|>', "call:mul", "b:", ",", " ", "\n", "{"],
+    ),
     "llama3_json": (
         ["{", '"name": "', "add", '", "parameters":', '{"a": ', "1", "}", "}"],
         ['"x"', '"parameters": {"a": "x"}, ', "mul", "<|python_tag|>", '{"b": ', "; ", "[", " ", "\n"],

@@ -16,7 +16,7 @@ from runtime.kernels.cpu.attention.tiled_rows import TiledRows, attention_tiles
 from runtime.kernels.states.state_rows import StateRows
 from runtime.models import load_spec
 from runtime.models.decoder_build import draw_decoder
-from runtime.models.families import lfm, phi, qwen_hybrid
+from runtime.models.families import gemma4, lfm, phi, qwen_hybrid
 from runtime.models.forward_batch import ForwardBatch, GroupRows
 from runtime.models.published import PUBLISHED
 from runtime.models.weight_map import WeightMap
@@ -37,6 +37,11 @@ from tests.support.ranks.rank_threads import on_ranks
 BASE = DecoderSpec(
     num_layers=2, hidden_size=64, num_heads=8, num_kv_heads=4, head_dim=16, ffn_size=128, vocab_size=201,
     max_positions=64, norm_eps=1e-5,
+)  # fmt: skip
+GEMMA_4 = replace(
+    BASE, num_layers=4, post_norms=True, activation="gelu_tanh", embed_scale=8.0, tied_head=True, logit_soft_cap=20.0,
+    window=8, sliding=(True, False) * 2, rope=RopeSpec(type="proportional", partial=0.25), local_rope=RopeSpec(),
+    attn_scale=1.0, qk_norm=True, v_norm=True, full_head_dim=32, layer_factors=True,
 )  # fmt: skip
 SPECS = {
     "llama": BASE,
@@ -67,6 +72,11 @@ SPECS = {
     "glm, smollm3, granite": replace(
         BASE, rope=RopeSpec(partial=0.5, interleaved=True), no_rope=(False, True), qkv_bias=True, fused_gate_up=True,
         post_norms=True, logit_scale=0.5, num_kv_heads=2,
+    ),
+    "gemma 4": replace(GEMMA_4, shared_kv_layers=2, shared_kv_ffn_size=256, layer_embed_size=12, full_kv_heads=1),
+    "gemma 4 mixture": replace(
+        GEMMA_4, ffn_size=64, dense_ffn_size=128, dense_beside=True, keys_as_values=True, full_kv_heads=2,
+        experts=ExpertsSpec(4, 2, True, expert_scales=True, own_norm=True),
     ),
     "sinks": replace(BASE, sinks=True, window=8, sliding=(True, False)),
     "olmo": replace(BASE, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_all_heads=True),
@@ -99,7 +109,7 @@ SPECS = {
 
 WEIGHT_MAPS = {
     "delta rule": qwen_hybrid.WEIGHT_MAP, "delta rule by key head": qwen_hybrid.NEXT_WEIGHT_MAP,
-    "short convolution": lfm.WEIGHT_MAP,
+    "short convolution": lfm.WEIGHT_MAP, "gemma 4": gemma4.WEIGHT_MAP, "gemma 4 mixture": gemma4.WEIGHT_MAP,
 }  # fmt: skip
 
 
@@ -120,11 +130,16 @@ def rank_logits(spec: DecoderSpec, config: EngineConfig, communicator: Communica
     cache_spec, states = own.kv_cache(numerics.dtype_name, config.kv_cache_dtype), None
     if cache_spec.states is not None:
         states = StateCache(cache_spec.states, 3, 2, numerics.device)
-    cache = KVCache(cache_spec, 9, 16, numerics.device, states=states)
-    shape = AttentionShape(
-        own.num_heads, own.num_kv_heads, 9, 16, numerics.dtype, numerics.device, numerics.deterministic
-    )
-    tables = np.array([[1, 2, 0, 0], [3, 4, 0, 0]], np.int32)
+    num_blocks = 1 + 4 * len(cache_spec.groups)
+    cache = KVCache(cache_spec, num_blocks, 16, numerics.device, states=states)
+    apart = 1 if cache_spec.is_mixed else num_blocks
+    of_numerics = numerics.dtype, numerics.device, numerics.deterministic
+    shapes = [AttentionShape(own.num_heads, g.num_kv_heads, apart, 16, *of_numerics) for g in cache_spec.groups]
+    all_tables = [
+        np.array([[1, 2, 0, 0], [3, 4, 0, 0]], np.int32) + np.array([4 * g, 4 * g, 0, 0], np.int32)
+        for g in range(len(shapes))
+    ]
+    all_tables = [tables * factor for tables, factor in zip(all_tables, cache.table_factors, strict=True)]
     ids = torch.arange(44).mul_(37) % spec.vocab_size
     places = torch.tensor([[1, 19, 0, 0], [2, 18, 0, 0], [0, 0, 0, 0]], dtype=torch.int32)
     device = numerics.device
@@ -132,22 +147,24 @@ def rank_logits(spec: DecoderSpec, config: EngineConfig, communicator: Communica
     def forward(rows: list[int], starts: list[int], counts: list[int]) -> torch.Tensor:
         positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
         row_of = torch.repeat_interleave(torch.tensor(rows), torch.tensor(counts))
-        blocks = torch.from_numpy(tables)[row_of, positions // 16].long()
         most, total = max(counts), sum(counts)
         numbers = [torch.tensor(n, dtype=torch.int32, device=device) for n in (rows, starts, np.cumsum([0, *counts]))]
         state_rows = StateRows(*numbers, places.to(device), len(rows), total, most)
-        if device.type == "cuda":
-            part = PagedRows(*numbers, torch.from_numpy(tables).to(device), len(rows), total, most, 22)
-            plan = PagedBatch(total, [part])
-        elif decoder.kernels.compiled is not None and decoder.kernels.compiled.attention is not None:
-            in_tiles = attention_tiles(*(np.array(n, np.int32) for n in (starts, counts, rows)))
-            plan = TiledRows(sum(counts), torch.from_numpy(in_tiles), torch.from_numpy(tables))
-        else:
-            plan = plan_attention(tables[rows], np.array(starts, np.int32), np.array(counts, np.int32), shape)
-        where = ids[row_of * 22 + positions], positions, blocks * 16 + positions % 16
-        token_ids, positions, kv_index = (one.to(device) for one in where)
+        groups = []
+        for tables, shape in zip(all_tables, shapes, strict=True):
+            if device.type == "cuda":
+                part = PagedRows(*numbers, torch.from_numpy(tables).to(device), len(rows), total, most, 22)
+                plan = PagedBatch(total, [part])
+            elif decoder.kernels.compiled is not None and decoder.kernels.compiled.attention is not None:
+                in_tiles = attention_tiles(*(np.array(n, np.int32) for n in (starts, counts, rows)))
+                plan = TiledRows(sum(counts), torch.from_numpy(in_tiles), torch.from_numpy(tables))
+            else:
+                plan = plan_attention(tables[rows], np.array(starts, np.int32), np.array(counts, np.int32), shape)
+            blocks = torch.from_numpy(tables)[row_of, positions // 16].long()
+            groups.append(GroupRows((blocks * 16 + positions % 16).to(device), plan))
+        token_ids = ids[row_of * 22 + positions].to(device)
         adapters = row_of.to(device) if adapter else None
-        batch = ForwardBatch(token_ids, positions, [GroupRows(kv_index, plan)], adapters, state_rows)
+        batch = ForwardBatch(token_ids, positions.to(device), groups, adapters, state_rows)
         return decoder.logits(decoder.forward(batch, cache.layers)).float().clone()  # from a buffer
 
     with torch.inference_mode():

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,6 +81,29 @@ def test_a_rank_reads_its_rows_and_columns(case, tmp_path):
     for name in ("sinks", "router.bias", "experts.1.gate.bias", "experts.1.down.bias", "experts.1.up.weight"):
         parameter = f"layers.2.{name}"
         assert torch.equal(read(parameter)[0], whole(parameter)[0][-rank.shapes()[parameter][0] :])
+
+
+@pytest.mark.parametrize("case", ["gpt-oss", "gpt-oss, mxfp4"])
+def test_a_gpu_gets_the_rows_of_each_expert(case, tmp_path, monkeypatch):
+    """A GPU that is the CPU: tensors are uploaded as bytes, whole experts or parts."""
+
+    class Uploader:
+        def upload(self, data: memoryview, out: torch.Tensor) -> None:
+            out.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    save_model(tmp_path, case)
+    checkpoint = open_checkpoint(tmp_path)
+    wanted = {name: checkpoint.tensor(name, checkpoint.dtype(name)) for name in checkpoint.names()}
+    checkpoint.__dict__["_uploader"] = Uploader()
+    empty, gpu = torch.empty, SimpleNamespace(type="cuda")
+    monkeypatch.setattr(torch, "empty", lambda *sizes, device=None, **more: empty(*sizes, **more))
+    monkeypatch.setattr(torch, "device", lambda name: gpu if name == "gpu" else torch.get_default_device())
+    for name, want in wanted.items():
+        got = checkpoint.tensor(name, want.dtype, "gpu")
+        assert torch.equal(got, want)
+        assert got.is_contiguous()
+        part = Part(0, 1, want.shape[0] - 1)
+        assert torch.equal(checkpoint.tensor(name, want.dtype, "gpu", part), want[1:-1])
 
 
 def test_ranks_that_would_cut_blocks_are_refused(tmp_path):

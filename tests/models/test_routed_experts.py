@@ -40,7 +40,7 @@ COMPILED = pytest.mark.skipif(bool(obstacle()), reason=f"needs compiled kernels:
 BACKENDS = ["torch", pytest.param("llvm", marks=COMPILED)]
 MIXTURES = [
     "mixtral", "qwen3 moe", "qwen3.5 moe", "qwen3-next", "lfm2 moe", "glm4 moe", "qwen2 moe", "olmoe", "granite moe",
-    "expert biases", "gpt-oss",
+    "expert biases", "gpt-oss", "gemma4 moe",
 ]  # fmt: skip
 PROMPTS = prompts_of(101)
 MANY = prompts_of(101, (67, 70, 66, 68, 1))  # an engine with 41 blocks of 4 tokens preempts some

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runtime.core.kv_cache_manager import KVCacheManager
+from runtime.spec.kv_cache_spec import KVGroupSpec, groups_of_two_shapes
 from tests.models.test_hybrid_models import BACKENDS
 from tests.support.examples import examples
 from tests.support.models.hybrid_engine import (
@@ -31,7 +32,9 @@ def least_blocks(model: str, chunk: int) -> int:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("model", "few_blocks", "length"), [("windows", 60, 60), ("sinks", 41, 110)])
+@pytest.mark.parametrize(
+    ("model", "few_blocks", "length"), [("windows", 60, 60), ("sinks", 41, 110), ("shapes", 60, 60)]
+)
 def test_no_history_changes_a_bit(model, few_blocks, length, backend):
     """Hits, misses, chunks, mates, preemptions, lost runners and draft tokens."""
     seen, kind = Counter(), (("kernel_backend", backend), ("dtype", "float32"))
@@ -55,6 +58,23 @@ def test_second_turn_is_a_hit():
     engine.add("second", [*prompt_of(0, 150), *[t for t, _ in engine.answers["first"]], 5, 6], 8)
     engine.finish()
     assert engine.cached == 144
+
+
+def test_groups_of_two_shapes_have_similar_bytes():
+    cache = SPECS["shapes"].kv_cache("float32", longest=MAX_LEN)
+    assert [(group.layers, group.window) for group in cache.groups] == [
+        ((2,), None),
+        ((0,), 40),
+        ((1,), 40),
+        ((3,), 40),
+    ]
+    assert cache.sources == (0, 1, 2, 3, 2, 3)
+    assert cache.rows_per_token == (2, 6, 6, 6)
+    assert cache.bytes_per_block(16) == 16 * 2 * 48 * 4
+    full, limited = KVGroupSpec(tuple(range(5, 30, 6)), 2, 512, "bfloat16"), KVGroupSpec((), 8, 256, "bfloat16")
+    layers = tuple(i for i in range(30) if i % 6 != 5)
+    groups = groups_of_two_shapes(full, replace(limited, layers=layers, window=1024), 131072)
+    assert [len(group.layers) for group in groups] == [5, *[2] * 12, 1]
 
 
 def test_alternating_layers_are_two_groups():

@@ -36,6 +36,7 @@ CALLS = {
     "deepseek_v31": (
         '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
     ),
+    "gemma4": '<|tool_call>call:add{a:2,b:<|"|><b>}<|"|>}<tool_call|>',
     "glm45": (
         "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n<arg_key>b</arg_key>\n"
         "<arg_value><b>\n</arg_value>\n</tool_call>"

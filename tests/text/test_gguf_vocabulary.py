@@ -1,6 +1,7 @@
 """Vocabularies of GGUF files: the ids equal the ids of the `sentencepiece` package."""
 
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,21 @@ class TestUnigram:
     def test_text_and_end(self, ours, unigram):
         assert ours.encode("the engine é") == [*unigram.encode("the engine é"), unigram.eos_id()]
         assert ours.decode(ours.encode("the engine é")) == "the engine é"
+
+
+def test_merges_of_the_file_equal_those_of_scores(bpe, write_tiny_gguf):
+    """Gemma 4's files have the merges of its tokenizer.json, and begin every text with BOS."""
+    scored = Tokenizer.load(write_tiny_gguf(**_metadata(bpe, "llama"), tokenizer__ggml__add_space_prefix=False))
+    merges = json.loads(scored._backend.to_str())["model"]["merges"]
+    own = _metadata(bpe, "gemma4") | {"tokenizer__ggml__merges": [" ".join(pair) for pair in merges]}
+    stored = Tokenizer.load(
+        write_tiny_gguf(
+            **own, tokenizer__ggml__add_space_prefix=False, tokenizer__ggml__add_bos_token=True, name="g.gguf"
+        )
+    )
+    for text in ("the engine", " Callboard\n\n é 日本", "<turn>aaaa"):
+        assert stored.encode(text) == scored.encode(text)
+        assert stored.decode(stored.encode(text)) == scored.decode(scored.encode(text))
 
 
 def test_phi3_sees_no_space_after_a_special_token(write_tiny_gguf):

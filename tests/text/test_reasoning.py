@@ -7,9 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.output.message_parser import MessageFormat, MessageParser
-from runtime.text.reasoning import CLOSE, OPEN, ReasoningSplitter
+from runtime.text.reasoning import THINK, THOUGHT, ReasoningSplitter, marks_of
 from runtime.text.tool_calls.parser import MAX_SPACES
 from tests.support.cpu_time import reference_s
+
+OPEN, CLOSE, _ = THINK
 
 
 def split(parts: list[str], inside: bool) -> tuple[str, str]:
@@ -116,3 +118,14 @@ def test_white_space_before_the_mark_is_held_back_within_bounds():
         (f"{OPEN}Hm.{blank}</th{blank}", (f"Hm.{blank}</th", "")),
     ]:
         assert split([text], False) == split(list(text), False) == pieces
+
+
+@pytest.mark.parametrize("cut", range(1, 30))
+def test_a_template_determines_the_marks(cut):
+    """Gemma 4's marks are tokens, and the first one is followed by a word."""
+    assert marks_of("{{ '<|channel>thought\\n<channel|>' }}") is THOUGHT
+    assert marks_of("<think></think>") is marks_of("") is THINK
+    text = "<|channel>thought\nHm.\n<channel|>Yes. <channel|>"
+    splitter = ReasoningSplitter(False, THOUGHT)
+    pieces = [splitter.push(text[:cut]), splitter.push(text[cut:]), splitter.push("", is_last=True)]
+    assert ["".join(parts) for parts in zip(*pieces, strict=True)] == ["Hm.", "Yes. <channel|>"]

@@ -196,6 +196,32 @@ OUTPUTS = {
         ("Who needs channels? <|not", "Who needs channels? <|not", []),
     ],
 }
+OUTPUTS["gemma4"] = [
+    ('<|tool_call>call:get_weather{city:<|"|>Dallas<|"|>,state:<|"|>TX<|"|>}<tool_call|>', "", [DALLAS]),
+    (
+        'Two.<|tool_call>call:get_weather{city:<|"|>Dallas<|"|>,state:<|"|>TX<|"|>}<tool_call|>'
+        "<|tool_call>call:now{}<tool_call|>",
+        "Two.",
+        [DALLAS, {}],
+    ),
+    (
+        '<|tool_call>call:get-area_2{dimensions:{h:[1,2.5,<|"|>a, }b<|"|>],<|"|>w<|"|>:{}},is_open:true,'
+        'shape:<|"|>a "b"\n{é<|"|>,ratio:null,size:wide}<tool_call|>',
+        "",
+        [
+            {
+                "dimensions": {"h": [1, 2.5, "a, }b"], "w": {}},
+                "is_open": True,
+                "shape": 'a "b"\n{é',
+                "ratio": None,
+                "size": "wide",
+            }
+        ],
+    ),
+    ('<|tool_call>call:get_weather{"city": "Dal\\"las", "state": "TX"}', "", [DALLAS | {"city": 'Dal"las'}]),
+    ("<|tool_call>call:put{a:1}<tool_call|>", "<|tool_call>call:put{a:1}<tool_call|>", []),
+    ("<|tool_call>get_weather{}", "<|tool_call>get_weather{}", []),
+]
 CASES = [(name, *case) for name, cases in OUTPUTS.items() for case in cases]
 
 
@@ -259,6 +285,9 @@ def test_arguments_arrive_as_they_are_written():
     assert pieces("qwen3_coder", begin.replace("shape", "precision"), "1", "2", "\n</parameter>\n") == [
         *('{"precision": ', "", "", "12"),
     ]
+    assert pieces("gemma4", "<|tool_call>call:now{a:", '<|"|>x', '"<|"', "|>,b:[1", "]}") == [
+        *("", '{"a": "x', '\\"', '", "b": ', "[1]}"),
+    ]
     assert pieces("pythonic", "[now(a='x", "', b=", "1)") == ['{"a": ', '"x", "b": ', "1}"]
     assert pieces("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>", '{"a"', ": 1}") == [
         *("", '{"a"', ": 1}"),
@@ -300,6 +329,10 @@ WRITTEN = {
     "deepseek_v31": (
         "</think><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>{T}"
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ),
+    "gemma4": (
+        "<|tool_call>call:{{ f.name }}{{ '{' }}{% for k, v in f.arguments.items() %}{{ ',' if not loop.first }}{{ k }}:"
+        "{% if v is string %}<|\"|>{{ v }}<|\"|>{% else %}{{ v }}{% endif %}{% endfor %}{{ '}' }}<tool_call|>"
     ),
     "harmony": " to=functions.{{ f.name }}<|channel|>commentary json<|message|>{A}<|call|>",
 }
@@ -393,3 +426,21 @@ def test_outputs_that_other_servers_refuse(name: str):
     for cut in (parts, list(parts[0])):
         found = read("harmony", cut)
         assert (found[0], found[1], [call for call, _ in found[2]]) == (content, thoughts, called)
+
+
+def test_results_join_the_message_of_their_calls():
+    responses = "{% for r in m.tool_responses or [] %}|{{ r.name }}={{ r.response }}{% endfor %}{% endif %}{% endfor %}"
+    template = ChatTemplate(
+        template_of("gemma4").replace("{% endif %}{% endfor %}{% if add", responses + "{% if add"), {}
+    )
+    functions = [{"name": name, "arguments": {}} for name in ("one", "two")]
+    calls = [{"id": each["name"][0], "type": "function", "function": each} for each in functions]
+    messages = [
+        {"role": "user", "content": "Go."},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "t", "content": '{"a": 1}'},
+        {"role": "tool", "tool_call_id": "o", "content": "4"},
+        {"role": "assistant", "content": "Done."},
+    ]
+    text = template.render(messages, add_generation_prompt=False)
+    assert text.endswith("<tool_call|>|two={'a': 1}|one=4<|im_start|>assistantDone.")

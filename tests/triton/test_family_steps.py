@@ -24,10 +24,18 @@ from tests.support.models.runner_driver import Driver
 
 pytestmark = pytest.mark.usefixtures("wide_products")
 
+GEMMA4 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 7,
+}
 KERNEL_CASES = {  # families with kernels of their own -> settings that make them shorter
     "mixtral": {"num_hidden_layers": 1},
     "gemma2": {"num_hidden_layers": 1, "sliding_window": 7},
     "gemma3": {"num_hidden_layers": 2, "sliding_window": 7},
+    "gemma4": {**GEMMA4, "num_kv_shared_layers": 2},
+    "gemma4, keys as values": GEMMA4,
+    "gemma4 moe": {**GEMMA4, "num_hidden_layers": 2},
     "phi4-mini": {"num_hidden_layers": 1},
     "gpt2": {"n_layer": 1},
     "ministral3": {"num_hidden_layers": 1, **yarn(9, llama_4_scaling_beta=0.3)},
@@ -42,10 +50,10 @@ KERNEL_CASES = {  # families with kernels of their own -> settings that make the
 }
 
 
-def logits(spec: DecoderSpec, backend: str, deterministic: bool, graphs: bool) -> torch.Tensor:
+def logits(spec: DecoderSpec, backend: str, deterministic: bool, graphs: bool, **config: str) -> torch.Tensor:
     config = EngineConfig(
         device="cpu", kernel_backend=backend, dtype="float32", num_kv_blocks=40, block_size=8, max_num_seqs=2,
-        max_model_len=40, num_threads=1, deterministic=deterministic,
+        max_model_len=40, num_threads=1, deterministic=deterministic, **config,
     )  # fmt: skip
     with mock.patch.object(ModelRunner, "_warm_up"):
         runner = build_runner(config, DummySource(spec))
@@ -105,3 +113,13 @@ def test_steps(case: str):
     want = logits(spec, "torch", False, graphs=False)
     got = logits(spec, "triton", deterministic, graphs=not deterministic)
     assert ((got - want).abs().max() / want.abs().max()).item() < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_quantized_keys_of_two_shapes(kind: str):
+    spec = spec_of("gemma4", **KERNEL_CASES["gemma4"])
+    plain, want = (logits(spec, "torch", False, False, kv_cache_dtype=each) for each in ("none", kind))
+    usual = (want - plain).norm()
+    for backend, deterministic in (("triton", False), ("triton", True), ("llvm", False)):
+        got = logits(spec, backend, deterministic, False, kv_cache_dtype=kind)
+        assert (got - want).norm() < 0.05 * usual, backend

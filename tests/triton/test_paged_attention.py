@@ -49,7 +49,9 @@ def test_the_grid_of_a_long_prompt_fits_devices(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("heads", [(2, 2, 64), (3, 1, 80), (4, 1, 96), (8, 1, 128), (2, 1, 256), (6, 2, 64)])
+@pytest.mark.parametrize(
+    "heads", [(2, 2, 64), (3, 1, 80), (4, 1, 96), (8, 1, 128), (2, 1, 256), (6, 2, 64), (8, 1, 512)]
+)
 def test_decode(heads, dtype):
     check(decode_attention, paged_case([(0, 1), (62, 1), (133, 1)], heads, dtype=dtype, padding_rows=1))
 
@@ -57,6 +59,12 @@ def test_decode(heads, dtype):
 @pytest.mark.parametrize("count", range(1, 9))
 def test_verify_rows(count):
     check(decode_attention, paged_case([(70, count), (0, count), (63, 1), (126, max(1, count - 1))], (3, 1, 64)))
+
+
+def test_verify_rows_of_wide_heads_are_several_tiles():
+    q, kv, rows = paged_case([(70, 5), (0, 3), (63, 1)], (8, 1, 320), dtype=torch.float16)
+    rows.prefix_ready = True  # as in a graph: the cache is read before the previous kernel has ended
+    check(decode_attention, (q, kv, rows))
 
 
 @pytest.mark.parametrize("block_size", [3, 16, 256])
@@ -91,7 +99,7 @@ def test_settled_rows_within_a_window(count, options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("heads", [(2, 2, 64), (3, 1, 80), (4, 1, 96), (8, 1, 128), (2, 1, 256)])
+@pytest.mark.parametrize("heads", [(2, 2, 64), (3, 1, 80), (4, 1, 96), (8, 1, 128), (2, 1, 256), (4, 2, 512)])
 def test_prefill(heads, dtype):
     check(prefill_attention, paged_case([(0, 71), (65, 33), (129, 1)], heads, dtype=dtype))
 

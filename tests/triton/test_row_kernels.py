@@ -72,6 +72,29 @@ def test_rope_and_the_store_of_keys_and_values(dtype):
         torch.testing.assert_close(kv, twin, **near)
 
 
+@dtypes
+@pytest.mark.parametrize("kinds", ["qkv", "qk", "q"])
+def test_keys_as_values_and_shared_keys(dtype, kinds):
+    heads, kv_heads, dim, index = 5, 2, 48, torch.tensor([7, 0, 3], dtype=torch.int32)
+    qkv = torch.randn(3, heads + (len(kinds) - 1) * kv_heads, dim, dtype=dtype)
+    table, positions = rope_table(RopeSpec(type="proportional", partial=0.25), dim, 64, dtype), index
+    norms = torch.rand(dim, dtype=dtype), torch.rand(dim, dtype=dtype), 1e-6
+    kv = torch.full((2, kv_heads, 3, 4, dim), 7.0, dtype=dtype)
+    twin, options = kv.clone(), {"heads": kinds, "v_norm": True}
+    got = rope_store_kv_triton(qkv, rope_rows_triton(table, positions), kv, index, *norms, **options)
+    want = rope_store_kv_torch(qkv.clone(), rope_rows_torch(table, positions), twin, index, *norms, **options)
+    near = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 6e-3, "rtol": 4e-3}
+    torch.testing.assert_close(got, want, **near)
+    torch.testing.assert_close(kv, twin, **near)
+    assert twin.eq(7.0).all() == (kinds == "q")
+    if kinds == "qk":
+        raw = qkv[:, heads:].float()
+        values = raw / (raw.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        torch.testing.assert_close(
+            twin[1].flatten(1, 2)[:, index].transpose(0, 1).float(), values, atol=5e-3, rtol=5e-3
+        )
+
+
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_quantized_keys_and_values(kind):
     """A stored value may differ by one if the kernel's unrounded value is on the other side."""

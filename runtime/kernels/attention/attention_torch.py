@@ -53,11 +53,14 @@ class KVView:
 
     def _read(self, blocks: torch.Tensor, count: int) -> torch.Tensor:
         """Read blocks [count, num_kv_heads, num_blocks, block_size, size]; count is 1 or 2."""
-        num_kv_heads, size = blocks.shape[1], blocks.shape[4]
+        num_kv_heads, size, start = blocks.shape[1], blocks.shape[4], blocks.storage_offset()
         if self.tiles is None:
-            return blocks.view(count, 1, num_kv_heads, -1, size).narrow(3, self.run, self.length)
-        tiles = self.tiles[: len(self.tiles) * count // 2]
-        gathered = blocks.view(-1, self.tile_size * size).index_select(0, tiles)
+            strides = blocks.stride(0), blocks.stride(0), blocks.stride(1), size, 1
+            shape = count, 1, num_kv_heads, self.length, size
+            return blocks.as_strided(shape, strides, start + self.run * size)
+        tiles, tile = self.tiles[: len(self.tiles) * count // 2], self.tile_size * size
+        end = 1 + sum((n - 1) * stride for n, stride in zip(blocks.shape, blocks.stride(), strict=True))
+        gathered = blocks.as_strided((end // tile, tile), (tile, 1), start).index_select(0, tiles)
         return gathered.view(count, self.num_rows, num_kv_heads, -1, size)[:, :, :, : self.length]
 
 
@@ -108,7 +111,7 @@ class AttentionShape:
 
     num_heads: int
     num_kv_heads: int
-    num_blocks: int
+    blocks_apart: int  # from the first block of a head to that of the next head
     block_size: int
     dtype: torch.dtype
     device: torch.device
@@ -180,7 +183,7 @@ def _kv_view(tables: Int32s, length: int, shape: AttentionShape) -> KVView:
     table = np.zeros((num_rows, int(block_of[-1]) + 1), np.int64)  # a chunk reads the null block beyond the table
     table[:, : blocks.shape[1]] = blocks
     tiles = table[:, block_of] * tiles_per_block + index % tiles_per_block  # [num_rows, num_tiles]
-    heads = np.arange(2 * shape.num_kv_heads).reshape(2, 1, -1, 1) * (shape.num_blocks * tiles_per_block)
+    heads = np.arange(2 * shape.num_kv_heads).reshape(2, 1, -1, 1) * (shape.blocks_apart * tiles_per_block)
     flat = torch.from_numpy((heads + tiles[None, :, None, :]).reshape(-1)).to(shape.device)
     return KVView(num_rows, span if shape.exact or num_rows == 1 else len(index) * tile_size, flat, 0, tile_size)
 

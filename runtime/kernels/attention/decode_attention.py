@@ -297,7 +297,7 @@ def decode_attention(
     capacity = per_sm * num_sms(q.device)
     if block_d <= 64 and rows.max_count == 1 and 2 * rows.num_rows * num_kv_heads > capacity:
         deterministic = True  # enough rows without splits: the fixed form compiles to faster code
-    if deterministic:
+    if deterministic or block_d > 256:
         tile_tokens = max(1, _TILE_ROWS // next_power_of_2(group))
         num_tiles = rows.num_rows if rows.max_count == 1 else rows.num_tokens // tile_tokens + rows.num_rows
     else:
@@ -305,7 +305,7 @@ def decode_attention(
     tile_rows = next_power_of_2(tile_tokens * group)
     programs = num_tiles * num_kv_heads
     splits = max(1, min(capacity // programs, _MAX_SPLITS))
-    eager = splits > 1 and not deterministic and rows.prefix_ready
+    eager = splits > 1 and not deterministic and rows.prefix_ready and num_tiles == rows.num_rows
     block_n, warps, stages = _tile(block_d, q.dtype, eager, deterministic, scaling(scales))
     segment = _FIXED_SEGMENT if deterministic else block_n
     segments = -(-rows.max_len // segment)
@@ -332,7 +332,9 @@ def decode_attention(
 
 
 def _tile(block_d: int, dtype: torch.dtype, eager: bool, deterministic: bool, scales: str) -> tuple[int, int, int]:
-    """(positions a tile, warps, pipeline stages), as measured on an H200."""
+    """(positions a tile, warps, pipeline stages), as measured on an H200. Those of heads of 512 fit its registers."""
+    if block_d > 256 and dtype != torch.float32:
+        return 32, 8, 3
     if dtype == torch.float32 or block_d > 128:
         return 32, 4, 3
     if block_d == 128 and scales != "none" and not eager and not deterministic:

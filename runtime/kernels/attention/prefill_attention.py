@@ -259,6 +259,10 @@ def _tile(block_d: int, dtype: torch.dtype, short: bool, scales: str) -> tuple[i
     of the loops."""
     if dtype == torch.float32:  # no matrix instruction multiplies fp32: small tiles, for exactness rather than speed
         return 32, 32, {"num_warps": 4, "num_stages": 1}
+    if block_d > 256:  # as compiled: larger tiles spill
+        if scales == "none":
+            return 64, 16, {"num_warps": 8, "num_stages": 3}
+        return 32, 32, {"num_warps": 8, "num_stages": 2}
     if block_d > 128:
         return (64, 32, {"num_warps": 4, "num_stages": 3}) if short else (128, 64, {"num_warps": 8, "num_stages": 2})
     if block_d == 128 and scales == "token":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,8 @@ from runtime.kernels.norm.rms_norm import rms_norm_torch
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 from runtime.spec.decoder_spec import RopeSpec
 
+Heads = Literal["qkv", "qk", "q"]  # of a product: with qk, v is k before its norm; with q, another layer has k and v
+
 _TILE = 2048  # elements of a program
 
 
@@ -20,10 +24,16 @@ def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, dtype: torch.d
     """[2, num_positions, head_dim]: cos, and sin with its first half negated, so that rotate_half is a plain roll.
 
     Dimension i is rotated with dimension i + head_dim / 2. If only a share of the head is rotated, its dimensions come
-    first in either half, and the others have cos 1 and sin 0. The decoder orders the weights accordingly."""
+    first in either half, and the others have cos 1 and sin 0. The decoder orders the weights accordingly. The type
+    proportional has them there already, with the frequencies of a whole head."""
     rotary_dim = int(head_dim * rope.partial)
     positions = torch.arange(num_positions)
-    angles = positions.float()[:, None] * _frequencies(rope, rotary_dim, positions)
+    if rope.type == "proportional":
+        rotary_dim = rotary_dim // 2 * 2
+        frequencies = _frequencies(replace(rope, type="linear"), head_dim, positions)[: rotary_dim // 2]
+    else:
+        frequencies = _frequencies(rope, rotary_dim, positions)
+    angles = positions.float()[:, None] * frequencies
     pad = (0, (head_dim - rotary_dim) // 2)
     cos = F.pad(angles.cos() * rope.attention_factor, pad, value=1.0)
     sin = F.pad(angles.sin() * rope.attention_factor, pad)
@@ -101,29 +111,36 @@ def rope_store_kv_torch(
     k_norm: torch.Tensor | None = None,  # [head_dim], with q_norm
     eps: float = 0.0,  # of the norms
     scales: torch.Tensor | None = None,  # of a quantized cache (stored_kv.py)
+    heads: Heads = "qkv",  # of `qkv`
+    v_norm: bool = False,  # an RMS norm without a weight of each head's v
 ) -> torch.Tensor:
     """q, normed and rotated: [num_tokens, num_heads, head_dim], here a view of qkv; k, the same, and v go into the
     cache."""
     num_kv_heads, head_dim = kv.shape[1], kv.shape[4]
-    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    num_heads = qkv.shape[1] - (len(heads) - 1) * num_kv_heads
     qk = qkv[:, : num_heads + num_kv_heads]
+    values = qk[:, num_heads:].clone() if heads == "qk" else qkv[:, num_heads + num_kv_heads :]
     if q_norm is not None and k_norm is not None:
         for part, weight in ((qk[:, :num_heads], q_norm), (qk[:, num_heads:], k_norm)):
             part.copy_(rms_norm_torch(part, weight, eps))
+    if v_norm:
+        values.copy_(F.rms_norm(values, (head_dim,), None, eps))
     # Products and sum are separate operations, so that each is rounded exactly whatever the vector width or threads.
     cos, sin = rope
     rotated = qk.roll(head_dim // 2, -1).mul_(sin)
     qk.mul_(cos).add_(rotated)
-    store_kv_torch(qkv[:, num_heads:], kv, scales, kv_index.long())
+    if heads != "q":
+        keys_and_values = torch.cat((qk[:, num_heads:], values), 1) if heads == "qk" else qkv[:, num_heads:]
+        store_kv_torch(keys_and_values, kv, scales, kv_index.long())
     return qkv[:, :num_heads]
 
 
 @jit(do_not_specialize_on_alignment=ROW_ARRAYS)
 def _rope_store_kv_kernel(
-    qkv_ptr,  # [num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM], tokens qkv_stride apart
+    qkv_ptr,  # [num_tokens, all heads of HEADS, HEAD_DIM], tokens qkv_stride apart
     table_ptr,  # [2, num_positions, HEAD_DIM], rows contiguous, cos and sin sin_offset apart
     positions_ptr,  # [num_tokens] int32 or int64
-    kv_ptr,  # [2 * NUM_KV_HEADS, cache_positions, HEAD_DIM] contiguous
+    kv_ptr,  # [2 * NUM_KV_HEADS, positions, HEAD_DIM], heads cache_positions apart
     kv_index_ptr,  # [num_tokens] int32 or int64
     q_norm_ptr,  # [HEAD_DIM]; not read without QK_NORM
     k_norm_ptr,  # [HEAD_DIM]
@@ -131,19 +148,21 @@ def _rope_store_kv_kernel(
     scales_ptr,  # of a quantized cache (stored_kv.py), contiguous; not used without SCALES
     qkv_stride,
     sin_offset,
-    cache_positions,  # of one head's cache
+    cache_positions,  # from one head's cache to the next
     eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     QK_NORM: tl.constexpr,
+    V_NORM: tl.constexpr,
+    HEADS: tl.constexpr,  # qkv | qk | q
     SCALES: tl.constexpr,  # none | head | token
     BLOCK_HEADS: tl.constexpr,  # heads of a program
     BLOCK_HALF: tl.constexpr,  # power of two, at least HEAD_DIM / 2
     PDL: tl.constexpr,
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
-    TOTAL: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
+    TOTAL: tl.constexpr = NUM_HEADS if HEADS == "q" else NUM_HEADS + 2 * NUM_KV_HEADS
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     dims = tl.arange(0, BLOCK_HALF)[None, :]
@@ -162,14 +181,16 @@ def _rope_store_kv_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    at = qkv_ptr + token * qkv_stride + heads * HEAD_DIM + dims
+    sources = tl.where(is_v, heads - NUM_KV_HEADS, heads) if HEADS == "qk" else heads
+    at = qkv_ptr + token * qkv_stride + sources * HEAD_DIM + dims
     low = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
     if QK_NORM:
         squares = tl.sum(low * low + high * high, axis=1)
         scale = (1.0 / tl.sqrt(squares / HEAD_DIM + eps))[:, None]
-        low = tl.where(is_v, low, low * scale * tl.where(is_q, q_norm_low, k_norm_low))
-        high = tl.where(is_v, high, high * scale * tl.where(is_q, q_norm_high, k_norm_high))
+        v_low, v_high = (low * scale, high * scale) if V_NORM else (low, high)
+        low = tl.where(is_v, v_low, low * scale * tl.where(is_q, q_norm_low, k_norm_low))
+        high = tl.where(is_v, v_high, high * scale * tl.where(is_q, q_norm_high, k_norm_high))
     turned_low = tl.where(is_v, low, low * cos - high * sin)
     turned_high = tl.where(is_v, high, high * cos + low * sin)
     at_q = q_ptr + (token * NUM_HEADS + heads) * HEAD_DIM + dims
@@ -202,22 +223,25 @@ def rope_store_kv_triton(
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
     scales: torch.Tensor | None = None,
+    heads: Heads = "qkv",
+    v_norm: bool = False,  # with q_norm
 ) -> torch.Tensor:
     """`rope_store_kv_torch` as one kernel; q is a tensor of its own. Tiles have one shape whatever the number of
     tokens, so that a token's bits do not depend on it."""
     table, positions = rope
-    num_tokens, num_all, head_dim = qkv.shape
+    num_tokens, num_own, head_dim = qkv.shape
     num_kv_heads = kv.shape[1]
-    num_heads = num_all - 2 * num_kv_heads
+    num_heads = num_own - (len(heads) - 1) * num_kv_heads
+    num_all = num_own + num_kv_heads if heads == "qk" else num_own
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if num_tokens:
         block_half, pdl = next_power_of_2(head_dim // 2), use_pdl(qkv)
         block_heads = min(next_power_of_2(num_all), max(_TILE // (2 * block_half), 1))
         _rope_store_kv_kernel[(num_tokens, -(-num_all // block_heads))](
             qkv, table, positions, kv, kv_index, *((qkv, qkv) if q_norm is None else (q_norm, k_norm)), q,
-            kv if scales is None else scales, qkv.stride(0), table.stride(0), kv.shape[2] * kv.shape[3], eps,
+            kv if scales is None else scales, qkv.stride(0), table.stride(0), kv.stride(1) // head_dim, eps,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, QK_NORM=q_norm is not None,
-            SCALES=scaling(scales), BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, PDL=pdl,
+            V_NORM=v_norm, HEADS=heads, SCALES=scaling(scales), BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, PDL=pdl,
             num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
     return q

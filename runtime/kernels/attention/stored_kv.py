@@ -66,15 +66,16 @@ def store_kv_torch(
     kv_index: torch.Tensor,  # [num_tokens] int64, block * block_size + offset
 ) -> None:
     """Write tokens' keys and values into a layer's cache. A number that is not finite stays not finite."""
-    values, heads = numbers.transpose(0, 1), 2 * kv.shape[1]
-    stored = kv.view(heads, -1, kv.shape[-1])
+    values, heads, dim = numbers.transpose(0, 1), 2 * kv.shape[1], kv.shape[-1]
+    stored = kv.as_strided((heads, kv.shape[2] * kv.shape[3], dim), (kv.stride(1), dim, 1))
     if scales is not None:
         largest, wide = MAX_VALUE[kv.dtype], values.float()
         if scales.dim() == 2:
             wide = wide * (1 / scales.view(heads, 1, 1))
         else:
             own = (wide.abs().amax(-1) / largest).to(scales.dtype)
-            scales.view(kv.shape[1], -1, 2)[:, kv_index] = own.view(2, kv.shape[1], -1).permute(1, 2, 0)
+            of_tokens = scales.as_strided((kv.shape[1], kv.shape[2] * kv.shape[3], 2), (scales.stride(0), 2, 1))
+            of_tokens[:, kv_index] = own.view(2, kv.shape[1], -1).permute(1, 2, 0)
             inverse = torch.where(own > 0, 1 / own.float(), 0.0)  # a head of zeros has scale 0
             wide = (wide * inverse.unsqueeze(-1)).round()
         values, stored = wide.clamp(-largest, largest).to(kv.dtype).view(torch.int8), stored.view(torch.int8)

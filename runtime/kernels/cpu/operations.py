@@ -42,17 +42,17 @@ class CompiledOperations:
         return DenseLinear(dense_weight(weight), bias, *self._around)
 
     def dense_lookup(self, table: torch.Tensor, ids: torch.Tensor, factor: float) -> torch.Tensor:
-        """Rows of a float32 table, times a factor; valid until the next lookup."""
+        """Rows of a float32 table, times a factor; valid until the next lookup of as many columns."""
         num_rows, columns = len(ids), table.shape[1]
-        out = self.launcher.buffer("rows", num_rows, columns)
+        out = self.launcher.buffer(f"rows {columns}", num_rows, columns)
         arguments = (table, ids, out, num_rows, columns, factor)
         self.launcher.launch(kernel(dense_lookup), arguments, self.launcher.parts(num_rows, out.numel()))
         return out
 
     def lookup(self, weight: InterleavedWeight, ids: torch.Tensor, factor: float) -> torch.Tensor:
-        """Dequantized rows of a weight, times a factor; valid until the next lookup."""
+        """Dequantized rows of a weight, times a factor; valid until the next lookup of as many columns."""
         num_rows, columns = len(ids), weight.shape[1]
-        out = self.launcher.buffer("rows", num_rows, columns)
+        out = self.launcher.buffer(f"rows {columns}", num_rows, columns)
         shared = weight.scales, weight.minimums, weight.super_scales, weight.super_minimums
         arguments = (weight.values, *shared, ids, out, num_rows, columns, factor)
         self.launcher.launch(

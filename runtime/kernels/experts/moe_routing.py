@@ -50,13 +50,16 @@ class RoutedExperts:
     def _route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each token, int32 [num_tokens * choices], and their weights in float32."""
         spec, bias, (num_tokens, width), pdl = self.spec, self.router.bias, logits.shape, use_pdl(logits)
+        expert_scales = self.router.scales
         ids = torch.empty(num_tokens * spec.choices, dtype=torch.int32, device=logits.device)
         weights = torch.empty(num_tokens * spec.choices, dtype=torch.float32, device=logits.device)
         _route_kernel[(num_tokens,)](
-            logits, logits if bias is None else bias, ids, weights, spec.num_experts, width,
+            logits, logits if bias is None else bias, logits if expert_scales is None else expert_scales, ids, weights,
+            spec.num_experts, width,
             TOP_K=spec.top_k, SHARED=spec.shared, SHARED_GATE=spec.shared_gate, SCORES=spec.scores,
             GROUPS=spec.groups if spec.has_groups else 1, TOP_GROUPS=spec.top_groups, TOP2=spec.group_score == "top2",
-            BIAS=bias is not None, NORMALIZED=spec.normalized, SUM_EPS=spec.sum_eps, SCALE=spec.scale,
+            BIAS=bias is not None, EXPERT_SCALES=expert_scales is not None, NORMALIZED=spec.normalized,
+            SUM_EPS=spec.sum_eps, SCALE=spec.scale,
             EXPERTS=next_power_of_2(spec.num_experts), LANES=next_power_of_2(spec.choices),
             PDL=pdl, num_warps=1, launch_pdl=pdl,
         )  # fmt: skip
@@ -99,6 +102,7 @@ def stacked(experts: Iterable[Sequence[Sequence[torch.Tensor]]], num_experts: in
 def _route_kernel(
     logits_ptr,  # [num_tokens, width]
     bias_ptr,  # float32 [num_experts], with BIAS
+    expert_scales_ptr,  # float32 [num_experts], with EXPERT_SCALES
     ids_ptr,  # [num_tokens, TOP_K + SHARED] int32
     weights_ptr,  # [num_tokens, TOP_K + SHARED] fp32
     num_experts,
@@ -111,6 +115,7 @@ def _route_kernel(
     TOP_GROUPS: tl.constexpr,
     TOP2: tl.constexpr,  # the two best scores of a group are added
     BIAS: tl.constexpr,
+    EXPERT_SCALES: tl.constexpr,
     NORMALIZED: tl.constexpr,
     SUM_EPS: tl.constexpr,
     SCALE: tl.constexpr,
@@ -156,6 +161,8 @@ def _route_kernel(
         chosen = chosen / total
     if SCALE != 1.0:
         chosen *= SCALE
+    if EXPERT_SCALES:
+        chosen *= tl.load(expert_scales_ptr + ids, mask=lanes < TOP_K, other=1.0)
     if SHARED:
         gate = 1.0
         if SHARED_GATE:

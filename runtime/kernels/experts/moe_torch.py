@@ -55,18 +55,22 @@ class Router:
     logits: Linear
     bias: torch.Tensor | None = None  # float32 [num_experts] with `choice_bias`
     is_wide: bool = False  # with `float32_logits`
+    norm: torch.Tensor | None = None  # float32 [hidden] with `own_norm`
+    scales: torch.Tensor | None = None  # float32 [num_experts] with `expert_scales`
     # Experts of each token, int32 or int64, [num_tokens * choices] or [num_tokens, choices], one entry a forward pass.
     # None unless a step reports them (features/routed_experts.py).
     record: list[torch.Tensor] | None = None
 
     def logits_of(self, residual: torch.Tensor, x: torch.Tensor, eps: float) -> torch.Tensor:
         """The logits of hidden states `residual`. The experts read their norm, x."""
+        if self.norm is not None:
+            return self.normed_logits(residual, self.norm, eps)
         return self.logits.in_float32(x) if self.is_wide else self.logits.product(x)
 
     def normed_logits(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
         """`logits_of`, with the norm computed here."""
-        linear = self.logits
-        return (linear.logits if self.is_wide else linear.normed)(residual, norm_weight, eps)
+        linear, weight = self.logits, norm_weight if self.norm is None else self.norm
+        return (linear.logits if self.is_wide else linear.normed)(residual, weight, eps)
 
     def chose(self, ids: torch.Tensor) -> None:
         """The tokens of a forward pass have these experts."""
@@ -101,7 +105,9 @@ class Experts:
     def mixture(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
         """The mixture of norm(residual) in float32, as wide as the product with down."""
         x = self.router.logits.norm(residual, norm_weight, eps)
-        ids, weights = route_torch(self.router.logits_of(residual, x, eps), self.spec, self.router.bias)
+        ids, weights = route_torch(
+            self.router.logits_of(residual, x, eps), self.spec, self.router.bias, self.router.scales
+        )
         self.router.chose(ids)
         order = ids.flatten().argsort(stable=True)
         counts = ids.flatten().bincount(minlength=self.spec.all_experts).tolist()
@@ -149,7 +155,10 @@ class SharedBeside:
 
 
 def route_torch(
-    logits: torch.Tensor, spec: ExpertsSpec, bias: torch.Tensor | None = None
+    logits: torch.Tensor,
+    spec: ExpertsSpec,
+    bias: torch.Tensor | None = None,
+    expert_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Router logits [num_tokens, at least num_experts] -> ids and fp32 weights [num_tokens, choices], best first.
 
@@ -169,6 +178,8 @@ def route_torch(
         weights = weights / (weights.sum(-1, keepdim=True) + spec.sum_eps)
     if spec.scale != 1.0:
         weights = weights * spec.scale
+    if expert_scales is not None:
+        weights = weights * expert_scales[ids]
     if not spec.shared:
         return ids, weights
     shared = torch.arange(spec.num_experts, spec.all_experts, device=ids.device).expand(len(ids), -1)

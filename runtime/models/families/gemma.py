@@ -1,6 +1,6 @@
 """The Gemma family: Gemma 2 (soft caps) and the text part of Gemma 3 (QK norm, two RoPE bases). In both, layers with
 a window alternate with layers that attend to all positions, four norms a block multiply by 1 + w, and embeddings are
-scaled."""
+scaled. `gemma4.py` has Gemma 4."""
 
 from __future__ import annotations
 

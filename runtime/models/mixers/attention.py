@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from runtime.kernels.attention.rope import Heads
 from runtime.kernels.attention.stored_kv import KVLayer
 from runtime.kernels.collectives.heads_norm import HeadsNorm
 from runtime.kernels.linear.linear_torch import Linear
@@ -23,12 +24,14 @@ class AttentionMixer:
     eps: float  # of the norms
     qkv: Linear
     out: Linear
-    num_heads: int  # of q, k and v together
+    num_heads: int  # of q, k and v together, without the kinds that `heads` lacks
     head_dim: int
     gate_width: int  # the gate's columns in `qkv`; 0 without a gate
     q_norm: torch.Tensor | None  # [head_dim], with spec.qk_norm of each head
     k_norm: torch.Tensor | None
     heads_norm: HeadsNorm | None  # with spec.qk_norm over all heads
+    heads: Heads  # of `qkv`
+    v_norm: bool  # of each head, without a weight
     rope: int  # index of its rotary table
     # (q, the layer's cache, the step's metadata, the cache's scales), with the layer's scale, window, soft cap
     # and sinks
@@ -42,8 +45,10 @@ class AttentionMixer:
         qkv = gate_and_qkv[:, self.gate_width :]
         if self.heads_norm is not None:
             self.heads_norm(qkv)
-        heads, norms = qkv.view(len(qkv), self.num_heads, self.head_dim), (self.q_norm, self.k_norm)
-        q = kernels.rope_store_kv(heads, step.ropes[self.rope], kv, kv_index, *norms, self.eps, scales)
+        of_heads, norms = qkv.view(len(qkv), self.num_heads, self.head_dim), (self.q_norm, self.k_norm)
+        q = kernels.rope_store_kv(
+            of_heads, step.ropes[self.rope], kv, kv_index, *norms, self.eps, scales, self.heads, self.v_norm
+        )
         if step.query_scales is not None:
             q.mul_(step.query_scales)
         mixed = self.attention(q, kv, rows, scales)

@@ -21,6 +21,7 @@ class ForwardStep(NamedTuple):
     batch: ForwardBatch
     ropes: Sequence[tuple[torch.Tensor, torch.Tensor]]  # rows of each rotary table, for `rope_store_kv`
     query_scales: torch.Tensor | None  # [num_tokens, 1, 1] factors of q
+    layer_inputs: torch.Tensor | None  # [num_tokens, num_layers, width], with spec.layer_embed_size
 
 
 class Mixer(Protocol):

@@ -14,10 +14,7 @@ from numpy.typing import NDArray
 from runtime.spec.types import ThinkingBudget
 from runtime.structured.matching.matcher import Matcher
 from runtime.structured.matching.vocabulary import Vocabulary
-from runtime.text import reasoning
 from runtime.text.tool_calls.parser import MAX_SPACES
-
-_OPEN, _CLOSE = reasoning.OPEN.encode(), reasoning.CLOSE.encode()
 
 
 class _Phase(Enum):
@@ -45,6 +42,7 @@ class ThinkingMatcher(Matcher):
         super().__init__(vocabulary.eos_ids)
         self.inner = inner
         self._budget, self._tokens = budget, vocabulary.tokens
+        self._open, self._close = (mark.encode() for mark in budget.marks)
         self._states = [_State(_Phase.OPEN if budget.is_open else _Phase.UNDECIDED)]  # before and after each token
 
     @property
@@ -91,15 +89,15 @@ class ThinkingMatcher(Matcher):
         text = before + self._tokens[token]
         if phase is _Phase.UNDECIDED:
             begun = text.lstrip()
-            if token == self._budget.open_id or begun.startswith(_OPEN):
-                return _State(_Phase.OPEN, 0, begun.removeprefix(_OPEN))
-            may_begin = _OPEN.startswith(begun) and len(text) - len(begun) <= MAX_SPACES
+            if token == self._budget.open_id or begun.startswith(self._open):
+                return _State(_Phase.OPEN, 0, begun.removeprefix(self._open))
+            may_begin = self._open.startswith(begun) and len(text) - len(begun) <= MAX_SPACES
             return _State(_Phase.UNDECIDED, 0, text) if may_begin else _State(_Phase.CLOSED)
-        if self._budget.close_ids == (token,) or _CLOSE in text:
+        if self._budget.close_ids == (token,) or self._close in text:
             return _State(_Phase.CLOSED)
         if is_forced:  # a token of the mark, but not its last
             return _State(_Phase.CLOSING, num_tokens + 1 if phase is _Phase.CLOSING else 1, text)
-        return _State(_Phase.OPEN, num_tokens + 1, text[1 - len(_CLOSE) :])
+        return _State(_Phase.OPEN, num_tokens + 1, text[1 - len(self._close) :])
 
     def _back(self, num_tokens: int) -> None:
         del self._states[-num_tokens:]

@@ -1,6 +1,7 @@
 """The formats in which models write tool calls, by the names that `--tool-call-parser` takes."""
 
 from runtime.text.tool_calls.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from runtime.text.tool_calls.gemma4 import GEMMA4
 from runtime.text.tool_calls.generic import GENERIC
 from runtime.text.tool_calls.glm import GLM45
 from runtime.text.tool_calls.harmony import HARMONY
@@ -21,6 +22,7 @@ FORMATS = {
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v31": DEEPSEEK_V31,
     "harmony": HARMONY,
+    "gemma4": GEMMA4,
     "generic": GENERIC,
 }
 

@@ -22,6 +22,7 @@ class ArgumentForm(msgspec.Struct, frozen=True):
     end: str
     separator: str = ""
     stops: tuple[str, ...] = ()  # marks that an unquoted text may not contain; empty if texts are JSON
+    quote: str = ""  # before and after such a text
 
 
 def can_write(form: ArgumentForm, parameters: Any) -> bool:

@@ -41,15 +41,18 @@ class CpuSteps(Steps):
         masks: MaskSource | None = None,
     ) -> None:
         super().__init__(decoder, cache, num_slots, max_model_len, extras, masks)
-        self.attention_shape = AttentionShape(
-            num_heads=decoder.spec.num_heads,
-            num_kv_heads=cache.num_kv_heads,
-            num_blocks=cache.num_blocks,
-            block_size=cache.block_size,
-            dtype=decoder.numerics.dtype,
-            device=cache.device,
-            exact=decoder.numerics.deterministic,
-        )
+        self.attention_shapes = [
+            AttentionShape(
+                num_heads=decoder.spec.num_heads,
+                num_kv_heads=group.num_kv_heads,
+                blocks_apart=1 if cache.spec.is_mixed else cache.num_blocks,
+                block_size=cache.block_size,
+                dtype=decoder.numerics.dtype,
+                device=cache.device,
+                exact=decoder.numerics.deterministic,
+            )
+            for group in cache.spec.groups
+        ]
         split = SplitLogits(decoder.spec.whole.vocab_size, decoder.communicator)
         self.copies, self.compiled = HostCopies(cache.device), decoder.kernels.compiled
         self.is_tiled = self.compiled is not None and self.compiled.attention is not None
@@ -61,8 +64,8 @@ class CpuSteps(Steps):
         super().reset()
         max_blocks = -(-self.max_model_len // self.cache.block_size)
         has_states = self.cache.states is not None
-        groups = self.cache.spec.groups
-        self.slots = Slots(self.num_slots, self.max_model_len, max_blocks, self.cache.device, has_states, len(groups))
+        factors = self.cache.table_factors
+        self.slots = Slots(self.num_slots, self.max_model_len, max_blocks, self.cache.device, has_states, factors)
         self.tapes = None
         if self.is_tiled:
             assert self.compiled is not None
@@ -105,7 +108,7 @@ class CpuSteps(Steps):
         if self.tapes is not None and self._is_decode(plan) and self.tapes.takes(len(plan.slots)):
             return self._replayed(plan, self.tapes)
         self._begin_forward(plan)
-        step = build_input(plan, self.slots, self.attention_shape, self.is_tiled, self.cache.spec.groups)
+        step = build_input(plan, self.slots, self.attention_shapes, self.is_tiled, self.cache.spec.groups)
         hidden = self.decoder.forward(step.batch, self.cache.layers)
         if not hidden.sum(dtype=torch.float32).isfinite():
             self.poisoned = True

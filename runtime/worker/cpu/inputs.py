@@ -32,9 +32,9 @@ class StepInput:
 def build_input(
     plan: StepPlan,
     slots: Slots,
-    shape: AttentionShape,
-    tiled: bool = False,  # for the attention of compiled kernels
-    groups: Sequence[KVGroupSpec] = (),  # of the KV cache; () for one without a window
+    shapes: Sequence[AttentionShape],  # of each group
+    tiled: bool,  # for the attention of compiled kernels
+    groups: Sequence[KVGroupSpec],  # of the KV cache
 ) -> StepInput:
     """`plan` has at least one row, and its table writes are in `slots`."""
     order = np.arange(len(plan.slots)) if tiled else _row_order(plan)
@@ -43,28 +43,27 @@ def build_input(
     row_of = np.repeat(np.arange(len(rows)), counts)
     slot_of = rows[row_of].astype(np.int64)
     positions = np.arange(ends[-1]) + (starts - (ends - counts))[row_of]
-    size = shape.block_size
+    size, device = shapes[0].block_size, shapes[0].device
     kv_index = slots.tables[:, slot_of, positions // size].astype(np.int64) * size + positions % size
-    token_index = torch.from_numpy(slot_of * slots.max_model_len + positions).to(shape.device)
+    token_index = torch.from_numpy(slot_of * slots.max_model_len + positions).to(device)
 
     attention: list[AttentionMetadata]
     if tiled:
         tiles = torch.from_numpy(attention_tiles(starts, counts, rows))
         attention = [TiledRows(int(ends[-1]), tiles, tables) for tables in slots.all_tables]
     else:
-        windows = [group.window for group in groups] or [None]
         attention = [
-            plan_attention(_live_blocks(tables[rows], starts, window, size), starts, counts, shape)
-            for tables, window in zip(slots.tables, windows, strict=True)
+            plan_attention(_live_blocks(tables[rows], starts, group.window, size), starts, counts, shape)
+            for tables, group, shape in zip(slots.tables, groups, shapes, strict=True)
         ]
     first = np.empty(len(rows), np.int64)  # the index that each row's token at position 0 would have
     first[order] = ends - (starts + counts)
     sampling, sampled_after = last_tokens(plan, plan.num_samples)
     batch = ForwardBatch(
         token_ids=slots.flat_tokens.index_select(0, token_index).long(),
-        positions=torch.from_numpy(positions).to(shape.device),
-        groups=list(map(GroupRows, torch.from_numpy(np.ascontiguousarray(kv_index)).to(shape.device), attention)),
-        adapters=torch.from_numpy(slots.adapters[slot_of]).to(shape.device) if slots.adapters[rows].any() else None,
+        positions=torch.from_numpy(positions).to(device),
+        groups=list(map(GroupRows, torch.from_numpy(np.ascontiguousarray(kv_index)).to(device), attention)),
+        adapters=torch.from_numpy(slots.adapters[slot_of]).to(device) if slots.adapters[rows].any() else None,
         states=slots.state_rows(rows, starts, counts),
     )
     return StepInput(

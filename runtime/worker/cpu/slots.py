@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,12 @@ class Slots:
         max_blocks: int,  # of a table
         device: torch.device,
         has_states: bool = False,
-        num_groups: int = 1,  # of layers, with a table each
+        table_factors: Sequence[int] = (1,),  # of block ids in the table of each group of layers
     ) -> None:
-        self.max_model_len = max_model_len
+        self.max_model_len, self.factors = max_model_len, np.array(table_factors, np.int32)
         self.tokens = torch.zeros((num_slots, max_model_len), dtype=torch.int32, device=device)
         self.flat_tokens = self.tokens.view(-1)
-        self.tables = np.zeros((num_groups, num_slots, max_blocks), np.int32)  # on the host, for gather indices
+        self.tables = np.zeros((len(table_factors), num_slots, max_blocks), np.int32)  # on the host, for gather indices
         self.all_tables = torch.from_numpy(self.tables)
         self.adapters = np.zeros(num_slots, np.int64)
         self.has_states = has_states
@@ -57,7 +58,7 @@ class Slots:
     def write_tables(self, writes: Int32s) -> None:
         """writes: [3, n] slot, index in the tables of all groups, block id."""
         groups, indices = np.divmod(writes[1], self.tables.shape[2])
-        self.tables[groups, writes[0], indices] = writes[2]
+        self.tables[groups, writes[0], indices] = writes[2] * self.factors[groups]
 
     def write_draft_tokens(self, plan: StepPlan) -> None:
         """Write the draft tokens of a plan at their positions."""

@@ -9,7 +9,7 @@ rows compute into the null block. Its tokens are tokens of a prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -25,11 +25,16 @@ class DeviceSlots:
     """Token ids, block tables, sampling parameters and adapters. Plans change them by lists of writes."""
 
     def __init__(
-        self, num_slots: int, max_model_len: int, block_size: int, device: torch.device, num_groups: int = 1
+        self,
+        num_slots: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        table_factors: Sequence[int] = (1,),  # of block ids in the table of each group of layers
     ) -> None:
         self.num_slots, self.max_model_len = num_slots, max_model_len
-        max_blocks = -(-max_model_len // block_size)
-        self.table_at, self.params_at = max_model_len, max_model_len + num_groups * max_blocks
+        max_blocks, self._factors = -(-max_model_len // block_size), np.array(table_factors, np.int32)
+        self.table_at, self.params_at = max_model_len, max_model_len + len(table_factors) * max_blocks
         self.places_at = self.params_at + NUM_PARAMS + 1
         self.stride = -(-(self.places_at + 4) // 4) * 4
         self.state = torch.zeros((num_slots + 1, self.stride), dtype=torch.int32, device=device)
@@ -58,6 +63,7 @@ class DeviceSlots:
             return [NO_WRITES]
         taken = {slot: place for slot, *place in plan.snapshots.T.tolist()}
         slots, index, blocks = plan.block_table_writes
+        blocks = blocks * self._factors[index // self.tables_of_groups[0].shape[1]]
         # A plan may write an entry twice. The last write counts; kernels write in any order, so a dict keeps one.
         tables = dict(zip((slots * self.stride + self.table_at + index).tolist(), blocks.tolist(), strict=True))
         at, values = np.fromiter(tables, np.int32, len(tables)), [np.fromiter(tables.values(), np.int32, len(tables))]

@@ -51,8 +51,7 @@ class GpuSteps(Steps):
     ) -> None:
         super().__init__(decoder, cache, num_slots, max_model_len, extras, masks)
         split = SplitLogits(decoder.spec.whole.vocab_size, decoder.communicator)
-        num_groups = len(cache.spec.groups)
-        self.slots = DeviceSlots(num_slots, max_model_len, cache.block_size, cache.device, num_groups)
+        self.slots = DeviceSlots(num_slots, max_model_len, cache.block_size, cache.device, cache.table_factors)
         self.transfers = Transfers(cache.device)
         self.sampler: DeviceSampler = DeviceSampler(num_slots, split.vocab_size, eos_token_ids, self.transfers, split)
         self.graph_runner = GraphRunner(self.slots.flat_state, num_slots, max_model_len, cache.block_size)

@@ -80,6 +80,8 @@ _SINKS: dict[str, Any] = {"num_heads": 64, "head_dim": 64, "sinks": True, "windo
 # (model, changes of its spec, dtype, deterministic, rows of decode steps): a model for each kind of kernel. Models of
 # other sizes differ in constants only. SmolLM2's texts are compared in float32. No benchmarked model has the last two
 # head sizes; 80 covers all sizes that are padded to 128.
+# A layer with heads of 256, and one with heads of 512.
+GEMMA_4 = {"num_layers": 2, "sliding": (True, False), "shared_kv_layers": 0, "shared_kv_ffn_size": 0}
 SERVED: list[tuple[str, dict[str, Any], torch.dtype, bool, tuple[int, ...]]] = [
     ("llama-3.2-1b", {}, torch.bfloat16, False, (256,)),
     ("llama-3.1-8b", {}, torch.bfloat16, False, (1, 16, 256)),
@@ -92,6 +94,9 @@ SERVED: list[tuple[str, dict[str, Any], torch.dtype, bool, tuple[int, ...]]] = [
     ("llama-3.2-1b", _SINKS | {"kv_cache_dtype": "fp8"}, torch.bfloat16, False, (64,)),
     ("smollm2-135m", {}, torch.float32, False, (8,)),
     ("gemma-2-2b", {}, torch.bfloat16, False, (64,)),
+    ("gemma-4-e2b", GEMMA_4, torch.bfloat16, False, (1, 64)),
+    ("gemma-4-31b", GEMMA_4, torch.bfloat16, True, (64,)),
+    ("gemma-4-31b", GEMMA_4 | {"kv_cache_dtype": "int8"}, torch.bfloat16, False, (64,)),
     ("gpt2", {}, torch.bfloat16, False, (1,)),
     ("qwen3-30b-a3b", {}, torch.bfloat16, False, (1,)),
     ("mixtral-8x7b", {}, torch.bfloat16, True, (64,)),
@@ -314,9 +319,7 @@ def empty_weight(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, name: s
 
 
 def main() -> None:
-    seen: set[str] = set()
-    case = ""
-    launch = JITFunction.run
+    seen, case, launch = set[str](), "", JITFunction.run
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
@@ -338,7 +341,7 @@ def main() -> None:
 
     for model, changed, dtype, deterministic, batches in SERVED:
         of_spec = {field: value for field, value in changed.items() if field != "kv_cache_dtype"}
-        spec = replace(spec_of(model), num_layers=1, vocab_size=VOCAB_SIZE, **of_spec)
+        spec = replace(spec_of(model), **{"num_layers": 1, "vocab_size": VOCAB_SIZE} | of_spec)
         kind = "deterministic" if deterministic else "default"
         name = f"{model} {dtype} {kind}" + "".join(f" {field}={value}" for field, value in changed.items())
         numerics = Numerics(dtype, META, "triton", packed=False, deterministic=deterministic)

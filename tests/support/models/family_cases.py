@@ -35,6 +35,10 @@ _GPT2 = {"vocab_size": 101, "n_embd": 60, "n_layer": 3, "n_head": 6, "n_position
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": CONTEXT}
 _LONG = {"short_factor": [1.0, 1.1, 1.3, 1.4, 2.0], "long_factor": [1.0, 1.5, 3.0, 5.5, 7.0]}
 _LOCAL = {"rope_type": "default", "rope_theta": 500.0}
+_GEMMA4 = {
+    "num_hidden_layers": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "sliding_window": 13, "global_head_dim": 20, "vocab_size_per_layer_input": 101, "tie_word_embeddings": True,
+}  # fmt: skip
 _MULTIPLIERS = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
@@ -53,13 +57,15 @@ _QWEN_VISION = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_hea
 # configuration class -> fields of its text part, and of its vision part
 _WITH_IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Gemma3Config": ({}, _VISION),
+    "Gemma4Config": ({}, {**_VISION, "head_dim": 8, "num_key_value_heads": 2}),
     "Mistral3Config": ({"model_type": "mistral"}, _VISION),
     "Qwen3_5Config": ({}, _QWEN_VISION),
     "Qwen3_5MoeConfig": ({}, _QWEN_VISION),
 }
 # name of a configuration class -> another model's name than its own with ForCausalLM
 _MODELS = {
-    "GPT2Config": "GPT2LMHeadModel", "Gemma3TextConfig": "Gemma3ForCausalLM", "Qwen3_5TextConfig": "Qwen3_5ForCausalLM",
+    "GPT2Config": "GPT2LMHeadModel", "Gemma3TextConfig": "Gemma3ForCausalLM", "Gemma4TextConfig": "Gemma4ForCausalLM",
+    "Qwen3_5TextConfig": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeTextConfig": "Qwen3_5MoeForCausalLM",
 }  # fmt: skip
 _DELTA = {
@@ -167,6 +173,34 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3, with a vision tower": ("Gemma3Config", {"sliding_window": 13, "tie_word_embeddings": True}),
+    "gemma4": (
+        "Gemma4TextConfig",
+        _GEMMA4
+        | {
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma4, keys as values": (
+        "Gemma4TextConfig",
+        _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+    ),
+    "gemma4 moe": (
+        "Gemma4TextConfig",
+        _GEMMA4
+        | {
+            "hidden_size_per_layer_input": 0,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "enable_moe_block": True,
+            "num_experts": 9,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 28,
+        },
+    ),
+    "gemma4, with a vision tower": ("Gemma4Config", _GEMMA4 | {"hidden_size_per_layer_input": 8}),
     "phi3": ("Phi3Config", {"sliding_window": 30}),
     "phi3, short context": ("Phi3Config", _longrope(180)),
     "phi3, long context": ("Phi3Config", _longrope(CONTEXT)),
@@ -283,7 +317,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 LIKE_OTHERS = {  # cases that differ from another in their files, not in their computation
     "mistral, some windows", "mistral, with a vision tower", "ministral3, with a vision tower", "olmo2",
-    "smollm3, window", "granite 4", "seed", "glm", "qwen3.5, with a vision tower", "qwen3.5 moe, with a vision tower",
+    "gemma4, with a vision tower", "smollm3, window", "granite 4", "seed", "glm", "qwen3.5, with a vision tower",
+    "qwen3.5 moe, with a vision tower",
 }  # fmt: skip
 
 # Models without a checkpoint: name -> (case, fields of its config that differ, fields of its spec that differ)
@@ -342,7 +377,7 @@ def save_model(folder: Path, case: str) -> PreTrainedModel:
         if parameter.ndim == 1:
             parameter.data.add_(torch.randn_like(parameter) * 0.3)
     for name, buffer in model.named_buffers():
-        if name.endswith("bias"):  # of the choice of experts
+        if name.endswith(("layer_scalar", "bias")):  # "bias": of the choice of experts
             buffer.add_(torch.randn_like(buffer) * 0.3)
     model.save_pretrained(folder)
     if quantization is not None:

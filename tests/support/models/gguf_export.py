@@ -20,6 +20,10 @@ INTERLEAVED = {
     "mistral3",
     "smollm3",
 }  # converted as a LlamaModel, which permutes q and k
+_RENAMED = {  # ends of names, before the table of the package
+    ".dt_bias": ".dt_proj.bias", "expert_bias": "expert_bias.bias", "layer_scalar": "layer_scalar.weight",
+    "router.scale": "router.proj.scale", "router.per_expert_scale": "experts.down_proj.scale",
+}  # fmt: skip
 _ARCH = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
@@ -35,6 +39,7 @@ def export(
 ) -> Path:
     """Returns the path of the file, or of the first part."""
     config = model.config
+    config.allow_global_per_layer_attribute_access = True  # Gemma 4's layers differ
     get = lambda *names: next((v for n in names if (v := getattr(config, n, None)) is not None), None)  # noqa: E731
     values = {
         "block_count": config.num_hidden_layers,
@@ -57,8 +62,8 @@ def export(
     tensors = {name: np.array(table, np.float32) for name, table in (tables or {}).items()}
     state = _without_copies(model)
     state = _in_turn(state) if arch == "gpt-oss" else _ungrouped(state, config, split_up)
-    for name, weight in _stacked(state):
-        renamed = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    for name, weight in _stacked(state, arch):
+        renamed = names.get_name(name, try_suffixes=(".weight", ".bias", ".scale"))
         assert renamed is not None, name
         renamed += ".weight" * renamed.endswith("sinks")
         tensors[renamed] = _converted(renamed, weight.float().numpy(), arch, config)
@@ -73,14 +78,27 @@ def _without_copies(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return state
 
 
-def _stacked(state: dict[str, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:
-    """Experts' gate_up, which `transformers` stores as one tensor, as the two tensors of GGUF."""
+def _stacked(state: dict[str, torch.Tensor], arch: str) -> Iterable[tuple[str, torch.Tensor]]:
+    """Experts' gate_up, which `transformers` stores as one tensor, as the two tensors of GGUF. Gemma 4 has one."""
     for name, weight in state.items():
-        if name.endswith("experts.gate_up_proj"):
+        if arch == "gemma4" and name.endswith("experts.gate_up_proj"):
+            yield f"{name}.weight", weight
+        elif name.endswith("experts.gate_up_proj"):
             for part, half in zip(("gate", "up"), weight.chunk(2, dim=1), strict=True):
                 yield _granite(name.replace("gate_up_proj", f"{part}_proj.weight")), half
         else:
             yield _granite(name + ".weight" * name.endswith("experts.down_proj")), weight
+
+
+def with_stacked_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gate and up of all four experts as one tensor, and their down, as transformers has them."""
+    parts = ("gate", "up", "down")
+    stacked = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for prefix in sorted({name.partition(".experts.")[0] for name in tensors if ".experts." in name}):
+        own = {part: [tensors[f"{prefix}.experts.{e}.{part}_proj.weight"] for e in range(4)] for part in parts}
+        gate, up, down = (torch.stack(own[part]) for part in parts)
+        stacked |= {f"{prefix}.experts.gate_up_proj": torch.cat((gate, up), 1), f"{prefix}.experts.down_proj": down}
+    return stacked
 
 
 def _granite(name: str) -> str:
@@ -123,7 +141,9 @@ def _ungrouped(state: dict[str, torch.Tensor], config: Any, split_up: bool) -> d
             renamed[name.replace("kv_b", "v_b")] = v.contiguous()
         else:
             name = name.replace("e_score_correction_bias", "e_score_correction.bias")
-            renamed[name.replace(".dt_bias", ".dt_proj.bias").replace("expert_bias", "expert_bias.bias")] = weight
+            for own, other in _RENAMED.items():
+                name = name.replace(own, other) if name.endswith(own) else name
+            renamed[name] = weight
     return renamed
 
 
@@ -143,7 +163,11 @@ def _converted(name: str, weight: np.ndarray, arch: str, config: Any) -> np.ndar
         return permuted(weight, config.num_attention_heads)
     if arch in INTERLEAVED and "attn_k." in name:
         return permuted(weight, config.num_key_value_heads)
-    if arch.startswith(("gemma", "qwen35", "qwen3next")) and name.endswith("norm.weight") and "ssm_norm" not in name:
+    if (
+        arch.startswith(("gemma2", "gemma3", "qwen35", "qwen3next"))
+        and name.endswith("norm.weight")
+        and "ssm_norm" not in name
+    ):
         return weight + np.float32(1)
     weight = -np.exp(weight) if name.endswith("ssm_a") else weight
     weight = weight.squeeze() if "conv1d" in name or "shortconv.conv." in name or "gate_inp_shexp" in name else weight

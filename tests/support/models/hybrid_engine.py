@@ -34,7 +34,12 @@ WINDOWS = DecoderSpec(
 )  # fmt: skip
 # As gpt-oss: windows of 128 in every other layer, and eight heads of 64 that share keys.
 SINKS = replace(WINDOWS, num_heads=16, head_dim=64, window=128, sliding=(True, False, True, False), sinks=True)
-SPECS = {"delta": DELTA, "conv": CONV, "wide": WIDE, "windows": WINDOWS, "sinks": SINKS}
+# Groups of two shapes; the last two layers read the keys and values of layers 2 and 3.
+SHAPES = replace(
+    WINDOWS, num_layers=6, sliding=(True, True, False, True, False, True), qk_norm=True, v_norm=True, full_kv_heads=1,
+    full_head_dim=48, keys_as_values=True, shared_kv_layers=2, layer_embed_size=8, layer_factors=True,
+)  # fmt: skip
+SPECS = {"delta": DELTA, "conv": CONV, "wide": WIDE, "windows": WINDOWS, "sinks": SINKS, "shapes": SHAPES}
 SEQS, MAX_LEN, MAX_TOKENS = 4, 400, 24
 Answer = list[tuple[int, float]]  # tokens and their log-probabilities
 Kind = tuple[tuple[str, object], ...]  # the settings that decide about bits

@@ -12,6 +12,7 @@ import torch
 from runtime.assembly.engine import build_engine
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
+from runtime.kernels.experts.dense_beside import DenseBeside
 from runtime.kernels.experts.moe_torch import route_torch
 from runtime.policy.admission import Admission
 from runtime.spec.types import FinishReason, Request, SamplingParams
@@ -148,8 +149,8 @@ def _routed(runner: ModelRunner) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
 
     def noted(product, layer):
-        def compute(x: torch.Tensor) -> torch.Tensor:
-            logits = product(x)
+        def compute(x: torch.Tensor, *norm: Any) -> torch.Tensor:
+            logits = product(x, *norm)
             found.append(route_torch(logits, layer.spec, layer.router.bias)[0][:, : layer.spec.top_k])
             return logits
 
@@ -158,6 +159,7 @@ def _routed(runner: ModelRunner) -> list[torch.Tensor]:
     for layer in runner.decoder.layers:
         if hasattr(layer.feed_forward, "router"):
             own = layer.feed_forward
-            name = "in_float32" if own.spec.float32_logits else "product"
+            own = own.experts if isinstance(own, DenseBeside) else own
+            name = "normed" if own.spec.own_norm else "in_float32" if own.spec.float32_logits else "product"
             setattr(own.router.logits, name, noted(getattr(own.router.logits, name), own))
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from runtime.kernels.attention.rope import Heads
 from runtime.kernels.cpu.attention.attention import attention
 from runtime.kernels.cpu.attention.gate_output import gate_output
 from runtime.kernels.cpu.attention.rope_store import rope_store
@@ -28,14 +29,19 @@ class CompiledAttention:
         k_norm: torch.Tensor | None = None,
         eps: float = 0.0,
         scales: torch.Tensor | None = None,
+        heads: Heads = "qkv",
+        v_norm: bool = False,
     ) -> torch.Tensor:
         """`rope_store_kv_torch` as one kernel."""
+        if heads == "qk":
+            qkv = torch.cat((qkv, qkv[:, -kv.shape[1] :]), 1)
         if qkv.stride(2) != 1 or qkv.stride(1) != qkv.shape[2]:
             qkv = qkv.contiguous()
         num_tokens, all_heads, _ = qkv.shape
-        num_kv_heads, cache_positions = kv.shape[1], kv.shape[2] * kv.shape[3]
-        num_heads, (table, positions) = all_heads - 2 * num_kv_heads, rope
-        function = kernel(rope_store, form=_form(kv), has_norms=q_norm is not None)
+        num_kv_heads, cache_positions = kv.shape[1], _head_stride(kv)
+        num_heads, (table, positions) = all_heads - (0 if heads == "q" else 2) * num_kv_heads, rope
+        constants = {"has_norms": q_norm is not None, "has_v_norm": v_norm, "stores": heads != "q"}
+        function = kernel(rope_store, form=_form(kv), **constants)
         sizes = num_tokens, num_heads, num_kv_heads, qkv.stride(0), table.stride(0), cache_positions
         arguments = (qkv, table, positions, kv, scales, kv_index, q_norm, k_norm, *sizes, eps)
         parts = self.launcher.parts(num_tokens * all_heads, 8 * qkv.numel())
@@ -65,7 +71,7 @@ class CompiledAttention:
             attention, form=_form(kv), group=group, window=window, soft_cap=soft_cap, has_sinks=sinks is not None,
             max_heads=group,
         )  # fmt: skip
-        sizes = q.stride(0), kv.shape[2] * kv.shape[3], plan.tables.stride(0), num_tiles, num_heads, per_task
+        sizes = q.stride(0), _head_stride(kv), plan.tables.stride(0), num_tiles, num_heads, per_task
         arguments = (q, kv, scales, sinks, plan.tables, plan.tiles, out, *sizes, scale)
         parts = self.launcher.parts(num_tiles * num_heads // per_task, 1 << 20)  # positions are not known here
         self.launcher.launch(function, arguments, parts)
@@ -77,6 +83,11 @@ class CompiledAttention:
         parts = self.launcher.parts(num_tokens, 16 * out.numel())
         self.launcher.launch(kernel(gate_output), (out, gate, num_tokens, columns, gate.stride(0)), parts)
         return out
+
+
+def _head_stride(kv: torch.Tensor) -> int:
+    """Positions from one head's cache to the next one's."""
+    return kv.stride(1) // kv.shape[4]
 
 
 def _form(kv: torch.Tensor) -> KVForm:

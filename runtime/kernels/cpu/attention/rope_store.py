@@ -30,10 +30,12 @@ from runtime.kernels.llvm.language import (
 
 
 def rope_store(
-    qkv: F32s,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim], rows qkv_stride apart; q is rotated in place
+    # [num_tokens, num_heads + 2 * num_kv_heads, head_dim], or q alone without `stores`; rows qkv_stride apart; q is
+    # rotated in place.
+    qkv: F32s,
     table: F32s,  # [2, positions, head_dim]: cos, and sin with the first half negated
     positions: I64s,  # [num_tokens]
-    kv: U8s,  # [2, num_kv_heads, cache_positions, head_dim] of form.type
+    kv: U8s,  # [2, num_kv_heads, positions, head_dim] of form.type, heads cache_positions apart
     scales: U8s,  # of a quantized cache
     kv_index: I64s,  # [num_tokens]
     q_norm: F32s,  # [head_dim], read if has_norms
@@ -49,9 +51,11 @@ def rope_store(
     parts: Int,
     form: KVForm,
     has_norms: bool,
+    has_v_norm: bool,
+    stores: bool,
 ) -> None:
     """Part i of n: a share of the pairs of a token and a head."""
-    heads = num_heads + num_kv_heads * 2
+    heads = num_heads + num_kv_heads * 2 if stores else num_heads
     begin, end = share(num_tokens * heads, part, parts)
     for task in loop(begin, end):
         token, head = task // heads, task % heads
@@ -60,7 +64,14 @@ def rope_store(
         with when(head < num_heads + num_kv_heads):
             is_q = head < num_heads
             weight = where_to(is_q, q_norm, k_norm) if has_norms else None
-            _rotate(own, table + position * form.head_dim, sin_offset, weight, eps, form.head_dim)
+            if weight is not None:
+                _norm(own, weight, eps, form.head_dim)
+            _rotate(own, table + position * form.head_dim, sin_offset, form.head_dim)
+        if not stores:
+            continue
+        if has_v_norm:
+            with when(head >= num_heads + num_kv_heads):
+                _norm(own, None, eps, form.head_dim)
         with when(head >= num_heads):
             kv_head = head - num_heads  # heads of k, then heads of v
             at = kv.of(form.type) + (kv_head * cache_positions + kv_index.load(token)) * form.head_dim
@@ -78,18 +89,22 @@ def _parts(head_dim: int) -> list[tuple[int, int]]:
     return [(at, min(LANES, head_dim - at)) for at in range(0, head_dim, LANES)]
 
 
-def _rotate(own: Pointer, cos: Pointer, sin_offset: Value, weight: Pointer | None, eps: Value, head_dim: int) -> None:
-    """Norm and rotate a head in place."""
-    half = head_dim // 2
+def _norm(own: Pointer, weight: Pointer | None, eps: Value, head_dim: int) -> None:
+    """Norm a head in place."""
     numbers = [load_part(own, at, count) for at, count in _parts(head_dim)]
-    if weight is not None:
-        total = numbers[0] * numbers[0]
-        for each in numbers[1:]:
-            total = total + each * each
-        mean = total.reduce(lambda a, b: a + b) / float(head_dim)
-        factor = (1.0 / square_root(mean + eps)).repeat(LANES)
-        for (at, count), each in zip(_parts(head_dim), numbers, strict=True):
-            store_part(own, at, each * factor * load_part(weight, at, count), count)
+    total = numbers[0] * numbers[0]
+    for each in numbers[1:]:
+        total = total + each * each
+    mean = total.reduce(lambda a, b: a + b) / float(head_dim)
+    factor = (1.0 / square_root(mean + eps)).repeat(LANES)
+    for (at, count), each in zip(_parts(head_dim), numbers, strict=True):
+        normed = each * factor if weight is None else each * factor * load_part(weight, at, count)
+        store_part(own, at, normed, count)
+
+
+def _rotate(own: Pointer, cos: Pointer, sin_offset: Value, head_dim: int) -> None:
+    """Rotate a head in place."""
+    half = head_dim // 2
     vectors = [(at, min(LANES, half - at)) for at in range(0, half, LANES)]
     pairs = [(load_part(own, at, count), load_part(own, half + at, count)) for at, count in vectors]
     for (at, count), (low, high) in zip(vectors, pairs, strict=True):

@@ -1,0 +1,145 @@
+"""The text part of Gemma 4. Beyond Gemma 3:
+
+- layers that attend to all positions have another head_dim, and perhaps no map of values;
+- the last layers may read the keys and values of an earlier layer;
+- each layer may have an embedding of tokens of its own;
+- a mixture of experts may run beside each feed-forward layer.
+
+Norms multiply by w."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from runtime.models.families import gemma, llama
+from runtime.models.rope import rope_spec
+from runtime.models.weight_map import WeightMap
+from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.spec.types import CallboardError
+
+_LAYER = "layers.{}."
+_NAMES = {
+    **{part: name.removeprefix("model.") for part, name in gemma.WEIGHT_MAP.names.items()},
+    "layer_embed": "embed_tokens_per_layer.weight",
+    "layer_embed_map": "per_layer_model_projection",
+    "layer_embed_norm": "per_layer_projection_norm.weight",
+    "layer_gate": f"{_LAYER}per_layer_input_gate",
+    "layer_out": f"{_LAYER}per_layer_projection",
+    "post_layer_norm": f"{_LAYER}post_per_layer_input_norm.weight",
+    "factor": f"{_LAYER}layer_scalar",
+}
+_NAMES |= {  # of mixtures
+    "router": f"{_LAYER}router.proj",
+    "router_norm": f"{_LAYER}router.scale",
+    "expert_scales": f"{_LAYER}router.per_expert_scale",
+    "experts_norm": f"{_LAYER}pre_feedforward_layernorm_2.weight",
+    "post_dense_norm": f"{_LAYER}post_feedforward_layernorm_1.weight",
+    "post_experts_norm": f"{_LAYER}post_feedforward_layernorm_2.weight",
+    **{f"dense_{part}": f"{_LAYER}mlp.{part}_proj" for part in ("gate", "up", "down")},
+    **{f"routed.{part}": f"{_LAYER}experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
+}
+WEIGHT_MAP = WeightMap(
+    _NAMES,
+    "model.language_model.",  # of models with images
+    # Images, sound, and maps of k and v in layers with shared keys and values.
+    ignored=r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..*|layers\.\d+\.self_attn\.[kv]_(proj|norm)\..*",
+)
+_DEFAULTS: dict[str, Any] = {  # that configs leave out
+    "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
+    "sliding_window": 512, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+    },
+}  # fmt: skip
+
+
+def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """The spec of the config of a text model, or of one with a `text_config`."""
+    config = (
+        _DEFAULTS
+        | {name: value for name, value in config.items() if name != "text_config"}
+        | dict(config.get("text_config") or {})
+    )
+    _check(config)
+    num_layers, ropes = config["num_hidden_layers"], config["rope_parameters"]
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(num_layers)
+    ]
+    kinds = [*kinds[: num_layers - 1], "full_attention"]
+    dim, kv_heads = _full_heads(config, kinds)
+    shared, width = config.get("num_kv_shared_layers") or 0, config["hidden_size_per_layer_input"] or 0
+    if missing := set(kinds) - set(kinds[: num_layers - shared]):
+        raise CallboardError(
+            f"The model's num_kv_shared_layers is {shared}, so no layer of kind {min(missing)} stores keys and values."
+        )
+    spec = llama.decoder_spec({**config, "hidden_act": "silu", "rope_parameters": ropes["full_attention"]})
+    spec = replace(
+        spec,
+        activation="gelu_tanh",
+        tied_head=config.get("tie_word_embeddings", True),
+        qk_norm=True,
+        v_norm=True,
+        post_norms=True,
+        embed_scale=spec.hidden_size**0.5,
+        attn_scale=1.0,
+        logit_soft_cap=config.get("final_logit_softcapping") or 0.0,
+        window=config["sliding_window"],
+        sliding=tuple(kind == "sliding_attention" for kind in kinds),
+        local_rope=rope_spec({**config, "rope_parameters": ropes["sliding_attention"]}),
+        full_head_dim=dim,
+        full_kv_heads=kv_heads,
+        keys_as_values=config.get("attention_k_eq_v") or False,
+        shared_kv_layers=shared,
+        shared_kv_ffn_size=2 * spec.ffn_size if shared and config.get("use_double_wide_mlp") else 0,
+        layer_embed_size=width,
+        layer_factors=True,
+    )
+    if not config.get("enable_moe_block"):
+        return spec
+    experts = ExpertsSpec(
+        config["num_experts"], config["top_k_experts"], normalized=True, expert_scales=True, own_norm=True
+    )
+    size = config["moe_intermediate_size"]
+    return replace(spec, ffn_size=size, dense_ffn_size=spec.ffn_size, dense_beside=True, experts=experts)
+
+
+def _full_heads(config: Mapping[str, Any], kinds: list[str]) -> tuple[int, int]:
+    """head_dim and the number of heads of k and v of the layers that attend to all positions."""
+    dim, kv_heads = config.get("global_head_dim", 512), None
+    if config.get("attention_k_eq_v"):
+        kv_heads = config.get("num_global_key_value_heads")
+    if "per_layer_config" in config:
+        of_layer = config["per_layer_config"] or {}
+        known = [of_layer.get(str(i), of_layer.get(i, {})) for i, kind in enumerate(kinds) if kind == "full_attention"]
+        if any(own != known[0] for own in known) or len(of_layer) > len(known):
+            raise CallboardError(
+                "The model's per_layer_config differs within one kind of layers, which is not supported."
+            )
+        dim = known[0].get("head_dim", config["head_dim"])
+        kv_heads = known[0].get("num_key_value_heads")
+    return dim, kv_heads or config["num_key_value_heads"]
+
+
+def _check(config: Mapping[str, Any]) -> None:
+    """Raises CallboardError for variants that are not supported."""
+    activation = config.get("hidden_activation") or "gelu_pytorch_tanh"
+    if activation != "gelu_pytorch_tanh":
+        raise CallboardError(f"The model's hidden_activation is {activation!r}; supported is gelu_pytorch_tanh.")
+    if config.get("use_bidirectional_attention") == "all":
+        raise CallboardError("The model's use_bidirectional_attention is 'all'; only causal attention is supported.")
+    sizes = config["vocab_size_per_layer_input"], config["vocab_size"]
+    if config["hidden_size_per_layer_input"] and sizes[0] != sizes[1]:
+        raise CallboardError(
+            f"The model's vocab_size_per_layer_input is {sizes[0]} and its vocab_size {sizes[1]}; they must be equal."
+        )
+    if config.get("enable_moe_block") and config.get("num_kv_shared_layers") and config.get("use_double_wide_mlp"):
+        raise CallboardError("The model has use_double_wide_mlp beside experts, which is not supported.")
+    rope = config["rope_parameters"]["full_attention"]
+    if rope.get("rope_type", "default") == "default" and (rope.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise CallboardError(
+            "The model's full_attention rotates a part of each head; supported is rope_type proportional."
+        )
