@@ -54,6 +54,8 @@ LAYOUTS: dict[str, Callable[[QuantizationScheme], CheckpointLayout]] = {  # by `
     **dict.fromkeys((f"gguf {name}" for name in TYPES), GgufBlocks),
     "mxfp4": partial(Nibbles, quantized="weight_blocks", scale="weight_scales", size=16),
 }
+# Parameters that latent attention takes apart into dense matrices of each head
+_OF_HEADS = (".kv_b.weight", ".k_b.weight", ".v_b.weight")
 
 
 def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[str], WeightFormat]:
@@ -89,7 +91,7 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         encodings = [encoding for name in names if (encoding := own_encoding(name))]
         if reordered:
             encodings = [encoding.by_row for encoding in encodings]
-        if products is None or len(encodings) < len(names):
+        if products is None or len(encodings) < len(names) or names[0].endswith(_OF_HEADS):
             return False
         if not isinstance(products, LlvmProducts) and len({encoding.flat for encoding in encodings}) > 1:
             return False
@@ -116,9 +118,7 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         is_table = parameter in ("embed", "layer_embed")
         experts = of_experts[_layer_of_expert(spec, parameter)] if ".experts." in parameter else ()
         names, reordered = (experts, False) if experts else _fused_weights(spec, parameter)
-        # Latent attention takes kv_b apart into its keys and values, as dense matrices of each head.
-        may_stay = not parameter.endswith((".kv_b.weight", ".k_b.weight", ".v_b.weight"))
-        stay = may_stay and agree(names, reordered) and (isinstance(products, LlvmProducts) or not is_table)
+        stay = agree(names, reordered) and (isinstance(products, LlvmProducts) or not is_table)
         if not stay and (is_table or scheme.layout == PLAIN):
             return DENSE
         return of_kind(scheme, whole_shapes[parameter], stay, reordered, bool(experts))

@@ -1,4 +1,4 @@
-"""GGUF files of latent attention, with kv_b as one tensor and as two: their logits equal those of transformers."""
+"""GGUF files of latent attention, with kv_b as one tensor and as two, against transformers."""
 
 import json
 from dataclasses import replace
