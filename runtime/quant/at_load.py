@@ -34,8 +34,8 @@ def quantized_at_load(spec: DecoderSpec, config: EngineConfig, device: str = "",
     """The spec with the schemes that `config` sets for its linear layers and its head on a type of device.
 
     Embedding, routers, norms and biases stay as they are. So does a tied head, unless head_quantization names an
-    encoding. On a CPU, int8 and int4 imply an int8 head if the checkpoint's is dense, and int8 embeddings of layers,
-    which are most of some models. Raises CallboardError if the checkpoint already has another encoding."""
+    encoding. On a CPU, int8 and int4 imply an int8 head if the checkpoint's is dense. They also imply int8 embeddings
+    of layers. Raises CallboardError if the checkpoint already has another encoding."""
     schemes: dict[str, QuantizationScheme] = dict(spec.quantization or {})
     maps = [name for name in spec.shapes() if name.endswith(".weight") and not chooses_experts(name)]
     fields = requested_encodings(config, is_draft)
