@@ -34,8 +34,8 @@ def quantized_at_load(spec: DecoderSpec, config: EngineConfig, device: str = "",
     """The spec with the schemes that `config` sets for its linear layers and its head on a type of device.
 
     Embedding, routers, norms and biases stay as they are. So does a tied head, unless head_quantization names an
-    encoding. On a CPU, int8 and int4 imply an int8 head if the checkpoint's is dense. Raises CallboardError if the
-    checkpoint already has another encoding."""
+    encoding. On a CPU, int8 and int4 imply an int8 head if the checkpoint's is dense. They also imply int8 embeddings
+    of layers. Raises CallboardError if the checkpoint already has another encoding."""
     schemes: dict[str, QuantizationScheme] = dict(spec.quantization or {})
     maps = [name for name in spec.shapes() if name.endswith(".weight") and not chooses_experts(name)]
     fields = requested_encodings(config, is_draft)
@@ -55,6 +55,9 @@ def quantized_at_load(spec: DecoderSpec, config: EngineConfig, device: str = "",
             of_rank = spec.of_rank(Shard(0, config.tensor_parallel_size))
             names = [name for name in names if name.removesuffix(".weight").rpartition(".")[2] not in _DENSE]
             schemes |= _schemes(of_rank, names, encoding, config.rank_invariant, device == "cpu")
+    if spec.layer_embed_size and device == "cpu" and of_maps in _WITH_HEAD and "layer_embed" not in schemes:
+        of_rank = spec.of_rank(Shard(0, config.tensor_parallel_size))
+        schemes |= _schemes(of_rank, ["layer_embed"], "int8", config.rank_invariant, on_cpu=True)
     if "embed" in schemes and (of_head if spec.tied_head else of_maps) == "none":
         schemes["embed"] = replace(schemes["embed"], dequantized=True)
     return replace(spec, quantization=schemes or None)

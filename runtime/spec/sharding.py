@@ -160,7 +160,10 @@ def _divided(spec: DecoderSpec, parameter: str) -> tuple[int, list[tuple[int, ra
     if ".experts." in parameter:
         inner = spec.shard.inner(whole.ffn_size, whole.ffn_unit), whole.ffn_size
     tokens = spec.token_ids, whole.vocab_size
-    part = _part_of(parameter)
+    width, part = whole.layer_embed_size, _part_of(parameter)
+    of_all = {"layer_gate": width, "layer_out": whole.hidden_size, "layer_embed_map": width * whole.num_layers}
+    if part in of_all:  # every rank has these maps whole
+        return 0, [(0, range(of_all[part]), of_all[part])]
     if spec.latent is not None and (of_latent := _of_latent(spec, spec.latent, part)) is not None:
         return _DIVIDED_DIM.get(part, 0), [(0, *of_latent)]
     maps = {

@@ -104,7 +104,9 @@ def test_logits_and_greedy_tokens_equal_transformers(case, tmp_path, record_prop
 @pytest.mark.parametrize(
     "case",
     [
-        "mistral, window", "mixtral", "gemma2", "gemma3", "phi4-mini", "granite", "olmo3", "gpt2", "qwen3.5",
+        "mistral, window", "mixtral", "gemma2", "gemma3",
+        "gemma4",
+        "gemma4 moe", "phi4-mini", "granite", "olmo3", "gpt2", "qwen3.5",
         "qwen3-next", "lfm2", "granite moe", "gpt-oss", "deepseek v3",
     ],
 )  # fmt: skip

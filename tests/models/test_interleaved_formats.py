@@ -25,6 +25,7 @@ from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
 from tests.models.test_quantized_gguf import Blocks, random_blocks
 from tests.support.models.gguf_export import export
+from tests.support.models.hybrid_engine import SHAPES
 from tests.support.models.quantized import FORMATS
 from tests.support.models.quantized_models import logits
 from tests.support.models.quantized_tensors import CPU, equal, layout_of, random_weight, source_of
@@ -195,3 +196,14 @@ def test_other_dtypes_have_quantized_weights_too(dtype):
         driver.open(0, list(range(40, 70)))
         found.append(driver.prefill(0, list(range(40, 70))).float())
     assert (found[1] - found[0]).norm() / found[0].norm() < 0.03
+
+
+def test_embeddings_of_layers_become_int8():
+    """They are half of the weights of Gemma 4 E2B."""
+    spec = replace(SHAPES, hidden_size=64, ffn_size=96, layer_embed_size=32)
+    runner, plain = (tiny_runner(spec, quantization=kind, kernel_backend="llvm") for kind in ("int8", "none"))
+    saved = plain.memory.weights - runner.memory.weights
+    assert saved > 2.9 * spec.vocab_size * spec.num_layers * 32
+    ids = torch.tensor([5, 0, 130])
+    got, want = (each.decoder.layer_embed.lookup(ids, 2.0).clone() for each in (runner, plain))
+    assert 0 < (got - want).abs().max() < 0.01 * want.abs().max()
