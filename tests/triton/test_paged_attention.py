@@ -1,6 +1,7 @@
 """Paged attention kernels against their torch twin. (The interpreter lacks bf16: tests/gpu/test_gpu_attention.py.)"""
 
 import importlib
+from functools import partial
 
 import pytest
 import torch
@@ -46,6 +47,16 @@ def test_the_grid_of_a_long_prompt_fits_devices(monkeypatch):
     ((places, *others),) = grids
     assert places >= 2 * (1 << 17) // 2
     assert all(size <= 65_535 for size in others)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("window", [1, 5, 64, 65, 128, 513])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_windows_of_long_rows_at_any_offset(count, window, deterministic):
+    """The grid has only the segments that a window can reach, wherever it begins."""
+    rows = [(start, count) for start in (511, 512, 575, 576, 639, 1023, 0)]
+    for spans in (rows, rows[3:4], rows[5:6]):  # a single row has the most splits
+        check(partial(decode_attention, deterministic=deterministic), paged_case(spans, (2, 1, 32)), window=window)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -308,7 +308,8 @@ def decode_attention(
     eager = splits > 1 and not deterministic and rows.prefix_ready and num_tiles == rows.num_rows
     block_n, warps, stages = _tile(block_d, q.dtype, eager, deterministic, scaling(scales))
     segment = _FIXED_SEGMENT if deterministic else block_n
-    segments = -(-rows.max_len // segment)
+    longest = min(rows.max_len, window - 1 + tile_tokens + segment) if window else rows.max_len  # positions of a tile
+    segments = -(-longest // segment)
     splits = min(splits, segments)
     if not deterministic or splits == 1:
         segments = splits
