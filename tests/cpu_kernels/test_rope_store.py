@@ -48,7 +48,8 @@ class Case:
         scales = None if self.scales is None else self.scales.clone()
         sizes = len(qkv), self.num_heads, kv.shape[1], qkv.stride(0), self.table.stride(0), BLOCKS * BLOCK
         arguments = qkv, self.table, positions, kv, scales, index, *self.norms, *sizes, self.eps
-        call(rope_store, arguments, target, parts, form=self.form, has_norms=self.norms[0] is not None)
+        constants = {"has_norms": self.norms[0] is not None, "has_v_norm": False, "stores": True}
+        call(rope_store, arguments, target, parts, form=self.form, **constants)
         return qkv[:, : self.num_heads], kv, scales
 
     def expected(self):
@@ -117,4 +118,6 @@ def test_code_for_arm_compiles():
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     target = target_of("aarch64-unknown-linux-gnu", "neoverse-n1", "+dotprod")
-    assert "fmul" in assembly(rope_store, target, form=KVForm(torch.int8, 64, 16), has_norms=True)
+    assert "fmul" in assembly(
+        rope_store, target, form=KVForm(torch.int8, 64, 16), has_norms=True, has_v_norm=True, stores=True
+    )

@@ -8,8 +8,9 @@ import torch
 
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
-from tests.models.test_gguf_architectures import SMALL, YARN, _logits, _model
+from tests.models.test_gguf_architectures import _logits, _model
 from tests.support.models.gguf_export import export
+from tests.support.models.gguf_models import SMALL, YARN
 
 LATENT = SMALL | {
     "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 32, "v_head_dim": 10,

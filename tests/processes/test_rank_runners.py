@@ -114,7 +114,7 @@ def test_ranks_agree_on_a_size_that_fits(processes):
     assert runner.info.num_kv_blocks == num_blocks
     assert runner.info.vocab_size == EIGHTS.vocab_size
     planned = runner.ask("attribute", "memory")
-    allocated = runner.ask("attribute", "steps", "cache", "_blocks", "nbytes")
+    allocated = runner.ask("attribute", "steps", "cache", "_blocks", "_values", "nbytes")
     assert [plan.kv for plan in planned] == allocated
     whole = weight_bytes(EIGHTS, runner.ask("attribute", "numerics")[0])
     assert whole < sum(plan.weights for plan in planned) < 1.05 * whole, "norms are on both"
