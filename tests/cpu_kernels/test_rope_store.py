@@ -118,6 +118,5 @@ def test_code_for_arm_compiles():
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     target = target_of("aarch64-unknown-linux-gnu", "neoverse-n1", "+dotprod")
-    assert "fmul" in assembly(
-        rope_store, target, form=KVForm(torch.int8, 64, 16), has_norms=True, has_v_norm=True, stores=True
-    )
+    constants = {"form": KVForm(torch.int8, 64, 16), "has_norms": True, "has_v_norm": True, "stores": True}
+    assert "fmul" in assembly(rope_store, target, **constants)
