@@ -39,7 +39,7 @@ def test_no_history_changes_a_bit(model, few_blocks, length, backend):
     """Hits, misses, chunks, mates, preemptions, lost runners and draft tokens."""
     seen, kind = Counter(), (("kernel_backend", backend), ("dtype", "float32"))
 
-    @settings(max_examples=examples(80), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(histories, st.sampled_from([64, 130, 400]), st.sampled_from([1, 400]), st.sampled_from([None, 0.3, 1.0]))
     def run(history, chunk, spare, share_right):
         limits = {"max_num_batched_tokens": chunk + SEQS, "num_kv_blocks": least_blocks(model, chunk) + spare}
