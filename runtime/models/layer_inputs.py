@@ -1,4 +1,4 @@
-"""Per-layer embeddings (Gemma 3n and 4): each layer has an embedding of tokens of its own, and adds a part of it."""
+"""Per-layer embeddings (Gemma 4): each layer has an embedding of tokens of its own, and adds a part of it."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class DecoderSpec:
     v_norm: bool = False  # with qk_norm: RMSNorm without a weight over head_dim of each v head
     shared_kv_layers: int = 0  # the last layers, which read k and v of the last layer of their kind before them
     shared_kv_ffn_size: int = 0  # of these; 0 for ffn_size
-    layer_embed_size: int = 0  # width of an embedding of tokens that each layer has (Gemma 3n); 0 for none
+    layer_embed_size: int = 0  # width of an embedding of tokens that each layer has (Gemma 4); 0 for none
     layer_factors: bool = False  # the hidden states after a layer are multiplied by a factor of the layer
     output_gate: bool = False  # q's map also makes a gate; attention's output is multiplied by sigmoid(gate)
     mixer: MixerSpec | None = None  # of the layers in `stateful`, in place of attention
