@@ -69,7 +69,7 @@ def test_maxima_and_bounds_keep_nan(compiled):
 @pytest.mark.parametrize(
     ("kernel", "instructions"),
     [
-        ("_prefill_attention_kernel", ["mma", "wgmma"]),  # mma for quantized heads of 512
+        ("_prefill_attention_kernel", ["wgmma"]),
         ("_product_kernel", ["wgmma"]),
         ("_fp8_w8a8_gemm_kernel", ["wgmma"]),
         ("_moe_fp8_w8a8_kernel", ["wgmma"]),
@@ -89,4 +89,7 @@ def test_maxima_and_bounds_keep_nan(compiled):
 def test_products_of_16_bit_types_use_tensor_cores(compiled, kernel, instructions):
     forms = [k for k in compiled if k["kernel"] == kernel and "bfloat16" in k["case"]]
     assert forms
-    assert not [k for k in forms if not any(k[i] for i in instructions)]
+    others = [k for k in forms if not any(k[i] for i in instructions)]
+    if kernel == "_prefill_attention_kernel":  # quantized heads of 512 leave no room for the registers of wgmma
+        others = [k for k in others if not (k["mma"] and "gemma-4" in k["case"] and "kv_cache_dtype" in k["case"])]
+    assert not others
