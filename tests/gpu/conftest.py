@@ -9,8 +9,10 @@ import pytest
 import torch
 
 # This runs before any test uses CUDA, which reads it once.
-if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and (gpus := list(Path("/dev").glob("nvidia[0-9]*"))):
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker.removeprefix("gw")) % len(gpus))
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    present = (path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*"))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(sorted(present))).split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)]
 
 
 @pytest.fixture(autouse=True)
