@@ -122,15 +122,16 @@ def mixtures(shape: Shape, form: str, dense: bool, device: str, deterministic: b
     return made
 
 
-RULE = moe_wna16.moe_wna16_tile
+RULE, SINGLE = moe_wna16.moe_wna16_tile, moe_wna16.SINGLE_TILE
 
 
 def choose(tile: str) -> None:
-    """Use a tile as in `--tiles`, or the rule ("")."""
-    moe_wna16.moe_wna16_tile = RULE
+    """Use a tile as in `--tiles`, also for programs of one choice, or the rule ("")."""
+    moe_wna16.moe_wna16_tile, moe_wna16.SINGLE_TILE = RULE, SINGLE
     if tile:
         block_m, block_n, warps, stages = map(int, tile.split(","))
-        moe_wna16.moe_wna16_tile = lambda *_: Tile(block_m, block_n, STEP, warps, stages)
+        moe_wna16.SINGLE_TILE = Tile(block_m, block_n, STEP, warps, stages)
+        moe_wna16.moe_wna16_tile = lambda *_: moe_wna16.SINGLE_TILE
 
 
 def compile_one(job: tuple[str, str, str, list[int], bool]) -> str:

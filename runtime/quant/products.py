@@ -18,7 +18,7 @@ from runtime.kernels.cpu.linear.interleaved_weight import (
     interleaved_bytes,
 )
 from runtime.kernels.experts.moe_torch import Experts, Mixture, Router
-from runtime.kernels.experts.moe_wna16_words import scale_bytes
+from runtime.kernels.experts.moe_wna16_words import scale_bytes, value_bytes
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.quantized.fp8_w8a8_gemm import fits_fp8_gemm
@@ -186,9 +186,10 @@ class TritonProducts(QuantizedProducts):
         return encoding.flat.device_bytes(shape)
 
     def expert_bytes(self, encoding: Encoding, shape: Shape) -> int:
+        values = value_bytes(encoding.bits, shape)
         if encoding.bits != 4 or not encoding.group_size:
-            return self.device_bytes(encoding, shape)
-        return math.prod(shape) // 2 + scale_bytes(encoding.group_size, shape) * (1 + encoding.has_zero_points)
+            return self.device_bytes(encoding, shape) - math.prod(shape) * encoding.bits // 8 + values
+        return values + scale_bytes(encoding.group_size, shape) * (1 + encoding.has_zero_points)
 
     def dequantizes(self, encoding: Encoding, shape: Shape) -> bool:
         name = "fp8" if isinstance(encoding, Float8) else ""

@@ -55,8 +55,8 @@ class QuantizedExperts(RoutedExperts):
         num_experts = self.spec.all_experts
         # Choices that share an expert would read its weights twice.
         is_single = num_choices <= max(num_experts // 2, self.spec.choices)
-        is_single = is_single and self._is_single(num_tokens, hidden, _SINGLE_TILE)
-        tile = _SINGLE_TILE if is_single else moe_wna16_tile(num_choices, num_experts, self.deterministic)
+        is_single = is_single and self._is_single(num_tokens, hidden, SINGLE_TILE)
+        tile = SINGLE_TILE if is_single else moe_wna16_tile(num_choices, num_experts, self.deterministic)
         ids, weights = self._route(self.router.logits_of(residual, x, eps))
         starts, order = (ids, ids) if is_single else self._sort(ids)
         inner = x.new_empty(num_choices, down.shape[1])
@@ -72,7 +72,7 @@ class QuantizedExperts(RoutedExperts):
             self._combine(results, weights, out)
 
 
-_SINGLE_TILE = Tile(8, 32, STEP, 2, 2)  # for programs that multiply one choice
+SINGLE_TILE = Tile(8, 32, STEP, 2, 2)  # for programs that multiply one choice
 
 
 def moe_wna16_tile(num_choices: int, num_experts: int, deterministic: bool) -> Tile:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.experts.moe_routing import Tile, add_results, choices_of_tile, worst_case_tiles
-from runtime.kernels.experts.moe_wna16_words import STEP, sum_factor
+from runtime.kernels.experts.moe_wna16_words import STEP, TILE_ROWS, sum_factor
 from runtime.kernels.linear.skinny_blocks import add_chunks
 from runtime.kernels.linear.split_k import split_counters
 from runtime.kernels.norm.gated_activation import Activation, gated_by
 from runtime.kernels.quantized.launch_configs import wna16_sum_order
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
 from runtime.kernels.quantized.upcast import upcast_bytes, upcast_raw_nibbles
-from runtime.kernels.quantized.wna16_step import load_values
 from runtime.kernels.quantized.word_order import raw_instructions
 from runtime.kernels.triton_language import constexpr, jit, next_power_of_2, tl, use_pdl
 
+_TILE_ROWS = constexpr(TILE_ROWS)
 _TALL_REGISTERS = 128  # of a thread: two programs share a multiprocessor, and one multiplies while the other upcasts
 
 # Operands are pairs of bfloat16; a scale is a pair of equals. Device functions explain `raw_instructions`.
@@ -37,7 +37,7 @@ _OFFSET_INPUTS = constexpr("=r,r")
 @jit
 def _moe_wna16_kernel(
     x_ptr,  # [num_tokens, K], or without ACTIVATION [num_choices, K] sorted by expert
-    values_ptr,  # as in `QuantizedWeight`, stacked by expert
+    values_ptr,  # [num_experts, row tiles, STEPS, TILE_ROWS, WIDTH] of `in_tile_order`
     scales_ptr,  # float32 [num_experts, 1, N] for whole rows, else as `with_word_scales` returns them
     zero_points_ptr,  # like scales, read with LAYOUT.has_zero_points
     bias_ptr,  # [num_experts, N], with BIAS
@@ -71,7 +71,8 @@ def _moe_wna16_kernel(
     """Program (i, j): weight rows from i * BLOCK_N with tile j of the choices sorted by expert.
 
     With an activation, the first half of the rows is of gate and the second half of up."""
-    if PDL:
+    # The routing is as old as the launch before the first product's, which waited for it.
+    if PDL and ACTIVATION is not None:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     expert, tokens, live, choices = choices_of_tile(
@@ -92,38 +93,45 @@ def _moe_wna16_kernel(
         if not EVEN:
             rows = tl.minimum(rows, N - 1)
     WIDTH: tl.constexpr = 64 if LAYOUT.plane else 128
-    PER_BYTE: tl.constexpr = 2 if LAYOUT.plane else 1
     WHOLE: tl.constexpr = K == NUM_CHUNKS * CHUNK
+    STEPS: tl.constexpr = (K + 127) // 128
+    ALL: tl.constexpr = STEPS * 128 == NUM_CHUNKS * CHUNK  # no chunk has steps beyond the last
+    TILE: tl.constexpr = _TILE_ROWS * WIDTH  # bytes
     WORDS: tl.constexpr = max(WIDTH // LAYOUT.group_size, 1) if LAYOUT.group_size else 1
     inner = tl.arange(0, WIDTH)
     cols = inner
     if LAYOUT.plane:
         cols = inner // LAYOUT.plane * (2 * LAYOUT.plane) + inner % LAYOUT.plane
-    byte_of = values_ptr + (expert.to(tl.int64) * N + rows) * (K // PER_BYTE)
+    tile_of = expert.to(tl.int64) * tl.cdiv(N, _TILE_ROWS) + rows // _TILE_ROWS
+    byte_of = values_ptr + tile_of * (STEPS * TILE) + rows % _TILE_ROWS * WIDTH
     scale_of = expert.to(tl.int64) * SCALES + rows
     word_of = scale_of[:, None] + tl.arange(0, WORDS)[None, :] * LAYOUT.scale_stride
     x_of = x_ptr + sources.to(tl.int64) * K
     if NUM_CHUNKS == 1:
-        place, cols = inner[None, :], cols[None, :]
-        values, xs, x_live = byte_of[:, None] + place, x_of[:, None] + cols, live[:, None]
-        first_word = tl.zeros((1, 1), tl.int32)
+        cols = cols[None, :]
+        first_step = tl.zeros((1, 1), tl.int32)
+        values, xs, x_live = byte_of[:, None] + inner[None, :], x_of[:, None] + cols, live[:, None]
         acc = tl.zeros((BLOCK_M, BLOCK_N) if TALL else (BLOCK_N, BLOCK_M), tl.float32)
     else:
         chunks = tl.arange(0, NUM_CHUNKS)[:, None, None]
-        place, cols = chunks * (CHUNK // PER_BYTE) + inner[None, None, :], chunks * CHUNK + cols[None, None, :]
+        first_step, word_of = chunks * (CHUNK // 128), word_of[None, :, :]
+        place, cols = first_step * TILE + inner[None, None, :], chunks * CHUNK + cols[None, None, :]
         values, xs, x_live = byte_of[None, :, None] + place, x_of[None, :, None] + cols, live[None, :, None]
-        first_word, word_of = chunks * (CHUNK // 128 * WORDS), word_of[None, :, :]
         acc = tl.zeros((NUM_CHUNKS, BLOCK_N, BLOCK_M), tl.float32)
-    at_word = first_word * LAYOUT.scale_stride + word_of
+    at_word = first_step * (WORDS * LAYOUT.scale_stride) + word_of
+    if PDL and ACTIVATION is None:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     for start in tl.range(0, CHUNK, 128, num_stages=STAGES):
-        w = load_values(values, place, start // PER_BYTE, K // PER_BYTE, WHOLE)
+        step = start // 128
+        w = _values(values + step * TILE, first_step + step < STEPS, ALL)
         x = _columns(xs, cols, x_live, start, K, WHOLE)
         low_scale, high_scale, low_zero, high_zero = 1.0, 1.0, 0.0, 0.0
         if LAYOUT.group_size:
-            word = start // 128 * WORDS
-            low_scale, high_scale = _pairs(scales_ptr + at_word, first_word, word, K, WIDTH, LAYOUT, WHOLE)
+            at = at_word + step * (WORDS * LAYOUT.scale_stride)
+            low_scale, high_scale = _pairs(scales_ptr + at, first_step + step < STEPS, WIDTH, LAYOUT, ALL)
             if LAYOUT.has_zero_points:
-                low_zero, high_zero = _pairs(zero_points_ptr + at_word, first_word, word, K, WIDTH, LAYOUT, WHOLE)
+                low_zero, high_zero = _pairs(zero_points_ptr + at, first_step + step < STEPS, WIDTH, LAYOUT, ALL)
         if LAYOUT.plane:
             high_x = _columns(xs, cols, x_live, start + LAYOUT.plane, K, WHOLE)
             low, high = upcast_raw_nibbles(w, LAYOUT, RAW)
@@ -170,6 +178,15 @@ def _moe_wna16_kernel(
 
 
 @jit
+def _values(at, inside, ALL: tl.constexpr):
+    if ALL:
+        w = tl.load(at, eviction_policy="evict_first")
+    else:
+        w = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
+    return w
+
+
+@jit
 def _columns(xs, cols, live, start, K: tl.constexpr, WHOLE: tl.constexpr):
     return tl.load(xs + start, mask=live if WHOLE else live & (cols < K - start), other=0.0)
 
@@ -185,18 +202,11 @@ def _add_product(w, x, acc, NUM_CHUNKS: tl.constexpr, TALL: tl.constexpr):
 
 
 @jit
-def _pairs(
-    at, first, word, K: tl.constexpr, WIDTH: tl.constexpr, LAYOUT: tl.constexpr, WHOLE: tl.constexpr
-):  # fmt: skip
+def _pairs(at, inside, WIDTH: tl.constexpr, LAYOUT: tl.constexpr, ALL: tl.constexpr):
     """The scales of a step for the low and for the high plane; on a GPU as pairs of equals.
 
     `at` is [rows, words of a step], or with chunks [chunks, rows, words]. A scale covers WIDTH / words bytes."""
-    if WHOLE:
-        words = tl.load(at + word * LAYOUT.scale_stride)
-    else:
-        WORDS: tl.constexpr = at.shape[len(at.shape) - 1]
-        NUM_WORDS: tl.constexpr = (K + 127) // 128 * WORDS
-        words = tl.load(at + word * LAYOUT.scale_stride, mask=first + word < NUM_WORDS, other=0)
+    words = tl.load(at) if ALL else tl.load(at, mask=inside, other=0)
     low, high = _pair(words, LAYOUT)
     return _over_bytes(low, WIDTH), _over_bytes(high, WIDTH)
 
@@ -281,7 +291,7 @@ def moe_wna16_product(
         PER_TOKEN=choices, BIAS=bias is not None, ACTIVATION=activation, SINGLE=is_single,
         EXPERTS=next_power_of_2(num_experts), SCALES=weight.scales.stride(0), RAW=raw,
         FACTOR=sum_factor(weight.encoding), LAYOUT=weight.layout, EVEN=size_out // columns % width == 0,
-        NUM_CHUNKS=num_chunks, CHUNK=chunk, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, TALL=tile.num_warps > 2,
+        NUM_CHUNKS=num_chunks, CHUNK=chunk, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, TALL=tile.block_m >= 64,
         STAGES=tile.num_stages, PDL=pdl, num_warps=max(num_chunks, tile.num_warps), launch_pdl=pdl,
-        maxnreg=_TALL_REGISTERS if tile.num_warps > 2 else None,
+        maxnreg=_TALL_REGISTERS if tile.block_m >= 64 else None,
     )  # fmt: skip

@@ -1,8 +1,11 @@
-"""Quantized weights of experts as `moe_wna16_product` reads them: the bits of values, and scales in words.
+"""Quantized weights of experts as `moe_wna16_product` reads them: the order of values, and scales in words.
 
-A step of the product has 64 bytes of a row of 4-bit values, or 128 bytes of 8-bit values. A word is two bfloat16: the
-scales of the low and of the high plane, or the scale of 8-bit values twice. Word i of a step is for bytes from
-i * bytes / words on.
+A step of the product has 64 bytes of a row of 4-bit values, or 128 bytes of 8-bit values. The steps of 16 rows lie one
+after another, [row tiles, steps, 16, bytes]: a program reads long runs of memory, not short pieces of many rows.
+Rows and steps are padded with zeros.
+
+A word is two bfloat16: the scales of the low and of the high plane, or the scale of 8-bit values twice. Word i of a
+step is for bytes from i * bytes / words on.
 """
 
 from __future__ import annotations
@@ -17,18 +20,28 @@ from runtime.kernels.quantized.word_order import has_word_order, in_word_order
 from runtime.kernels.triton_language import INTERPRETED
 
 STEP = 128  # columns
+TILE_ROWS = 16
 _PLANES = {16: ([0, 1, 4, 5], [2, 3, 6, 7]), 32: ([0, 2], [1, 3]), 64: ([0], [1]), 128: ([0], [0])}  # groups of words
 _SHIFT = 16  # of the exponent of scaled numbers, so that scales up to 2 ** 17 stay within bfloat16
 
 
 def in_tile_order(weight: QuantizedWeight) -> QuantizedWeight:
-    """The weight of one expert, with values in the order that the kernel upcasts fastest, and with groups if packed."""
+    """The weight of one expert with tiles of values, their bits in the order of the fastest upcast, and with groups if
+    packed."""
     if weight.plane and not weight.group_size:
         groups = -(-weight.shape[1] // MAX_GROUP)
         weight = replace(weight, scales=weight.scales.expand(groups, -1), group_size=MAX_GROUP)
-    if INTERPRETED or not has_word_order(weight.encoding):
-        return weight
-    return replace(weight, values=in_word_order(weight.values, weight.encoding), word_order=True)
+    if not INTERPRETED and has_word_order(weight.encoding):
+        weight = replace(weight, values=in_word_order(weight.values, weight.encoding), word_order=True)
+    return replace(weight, values=_in_tiles(weight.values, STEP // 2 if weight.plane else STEP))
+
+
+def _in_tiles(values: torch.Tensor, width: int) -> torch.Tensor:
+    """[rows, bytes] -> [row tiles, steps, TILE_ROWS, width]."""
+    (rows, size), raw = values.shape, values.view(torch.uint8)
+    padded = F.pad(raw, (0, -size % width, 0, -rows % TILE_ROWS))
+    tiles = padded.unflatten(1, (-1, width)).unflatten(0, (-1, TILE_ROWS)).transpose(1, 2)
+    return tiles.contiguous().view(values.dtype)
 
 
 def with_word_scales(weight: QuantizedWeight) -> QuantizedWeight:
@@ -42,6 +55,11 @@ def with_word_scales(weight: QuantizedWeight) -> QuantizedWeight:
     if weight.zero_points is not None:
         zero_points = _words(-weight.zero_points / sum_factor(weight.encoding), weight)
     return replace(weight, scales=_words(weight.scales * factor, weight), zero_points=zero_points, scale_rows=1)
+
+
+def value_bytes(bits: int, shape: tuple[int, ...]) -> int:
+    """The bytes of the tiles of values of a weight [rows, columns]."""
+    return -(-shape[0] // TILE_ROWS) * TILE_ROWS * -(-shape[1] // STEP) * STEP * bits // 8
 
 
 def scale_bytes(group_size: int, shape: tuple[int, ...]) -> int:
