@@ -2,9 +2,10 @@
 or none.
 
     python -m benchmarks.engine.structured_steps --model llama-3.1-8b --tokenizer FOLDER --batches 64
+    python -m benchmarks.engine.structured_steps --model gpt-oss-20b --tokenizer FOLDER --batches 1 64 --channels
 
-All rows follow one schema of open strings, at temperature 1, served by the lazy engine, by the eager one, or (`none`)
-by neither. Steps count while all rows of the batch decode; `share` is the extra time of the median step over one
+All rows follow one schema of open strings, or the grammar of a turn in channels without tools, at temperature 1. They
+are served by the lazy engine, by the eager one, or (`none`) by neither. Steps count while all rows of the batch decode; `share` is the extra time of the median step over one
 without grammars. First tokens are of single requests of a known grammar, by length of the prompt. FOLDER has the
 tokenizer.json of the model's family.
 """
@@ -12,6 +13,7 @@ tokenizer.json of the model's family.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,8 @@ from benchmarks.library.models import CONFIGS, spec_of
 from runtime.assembly.engine import build_engine
 from runtime.assembly.runner import build_runner
 from runtime.core.executor import InProcess
+from runtime.output.channel_grammar import channel_grammar, channel_marks
+from runtime.output.options import ChatOptions
 from runtime.spec.types import Grammar, GrammarSpec, Request, SamplingParams
 from runtime.structured.grammar import compiled
 from runtime.structured.matching.automaton_policy import AutomatonPolicy
@@ -73,13 +77,21 @@ def main() -> None:
     parser.add_argument("--prompt-lens", nargs="+", type=int, default=[64, 1024], help="where first tokens are timed")
     parser.add_argument("--output", type=int, default=96, help="tokens of each answer, at most")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--channels", action="store_true", help="the grammar of a turn in channels")
     args = parser.parse_args()
     eos = CONFIGS[args.model]["eos_token_id"]
     eos_ids = tuple(eos) if isinstance(eos, list) else (eos,)
     runner = build_runner(engine_config(args.set), DummySource(spec_of(args.model), eos_token_ids=eos_ids))
-    vocabulary = Vocabulary.of(Tokenizer.load(args.tokenizer), runner.info)
+    tokenizer = Tokenizer.load(args.tokenizer)
+    vocabulary = Vocabulary.of(tokenizer, runner.info)
     runner.masks.serve(lambda: vocabulary)
-    grammar = compiled(GrammarSpec("json", json.dumps(SCHEMA)))
+    spec = GrammarSpec("json", json.dumps(SCHEMA))
+    if args.channels:
+        marks = channel_marks(tokenizer)
+        if marks is None:
+            sys.exit(f"The tokenizer in {args.tokenizer} has no marks of channels.")
+        spec = channel_grammar(ChatOptions(), marks, "header", True, None).spec
+    grammar = compiled(spec)
     kinds: dict[str, Grammar | None] = {"none": None, "lazy": replace(grammar, key="lazy", expression="")}
     engines = runner.masks._engines.result() if runner.masks._engines is not None else None
     assert engines is not None
