@@ -1,0 +1,245 @@
+"""Products of few choices with dense weights, in two launches after the router's product.
+
+A program multiplies on the FMA units, as products of one row in `linear/skinny_gemm.py`. The first launch includes the
+norm, the choice of experts and the activation; the second adds the results of a token's experts to the residual. Each
+program of the first launch chooses the experts itself: a launch of its own takes longer. Both launches request the
+weights of shared experts before they wait for the launch before them, because every token takes these.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from runtime.kernels.experts.moe_routing import ROUTED_ARRAYS, Routing, expert_of_choice, route_token, store_choices
+from runtime.kernels.experts.moe_torch import ExpertBiases
+from runtime.kernels.linear.skinny_blocks import (
+    request_weights,
+    sums_of_eights,
+    vector_product,
+    weight_rows,
+    weight_rows_of_block,
+)
+from runtime.kernels.linear.skinny_gemm_configs import SkinnyGemmConfig
+from runtime.kernels.norm.gated_activation import Activation, gated_by
+from runtime.kernels.triton_language import constexpr, jit, next_power_of_2, tl, use_pdl
+
+_PREFETCH = constexpr(
+    "{\n.reg .pred p;\nsetp.ne.s32 p, $2, 0;\n@p cp.async.bulk.prefetch.L2.global [$1], $2;\nmov.b32 $0, 0;\n}"
+)
+
+
+class FewTiles(NamedTuple):
+    """How both products are cut, as products of one row."""
+
+    gate_up: SkinnyGemmConfig
+    down: SkinnyGemmConfig
+
+
+def few_tiles(hidden: int, ffn: int) -> FewTiles:
+    """The rule for experts of a size."""
+    return FewTiles(SkinnyGemmConfig(8, 1024, 4, 2), SkinnyGemmConfig(4, 1024 if ffn > 512 else 512, 4, 2))
+
+
+@jit(do_not_specialize_on_alignment=ROUTED_ARRAYS)
+def _few_gate_up_kernel(
+    x_ptr,  # [num_tokens, K], rows x_stride apart
+    norm_ptr,  # [K], read with NORM
+    logits_ptr,  # [num_tokens, width]; this and the next two as in `route_token`
+    choice_bias_ptr,
+    expert_scales_ptr,
+    weight_ptr,  # [all experts, 2 * N, K]: rows of gate, then of up
+    bias_ptr,  # [all experts, 2 * N], with BIAS
+    out_ptr,  # [num_tokens, choices, N]
+    ids_ptr,  # [num_tokens, choices] int32
+    weights_ptr,  # [num_tokens, choices] fp32
+    x_stride,
+    width,
+    N,
+    eps,
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ROUTING: tl.constexpr,
+    WARPS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PREFETCHES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (t, i, j): columns from i * BLOCK_N // 2 of a choice of token t; the shared experts are the first j."""
+    token, block, place = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    choice = (place + ROUTING.top_k) % ROUTING.choices
+    rows = tl.minimum(weight_rows_of_block(block, 2 * N, ACTIVATION, BLOCK_N), 2 * N - 1)
+    cols = tl.arange(0, BLOCK_K)[None, :]
+    of_rows = weight_ptr + rows.to(tl.int64)[:, None] * K
+    size = 2 * N.to(tl.int64) * K
+    expert = ROUTING.num_experts + place
+    if PREFETCHES and place < ROUTING.shared:
+        _prefetch(weight_ptr + expert * size, block, 2 * N, K, ACTIVATION, WARPS, BLOCK_N)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if place >= ROUTING.shared:
+        ids, mixture = route_token(logits_ptr + token * width, choice_bias_ptr, expert_scales_ptr, ROUTING, WARPS)
+        expert = expert_of_choice(ids, choice)
+        if (place == ROUTING.shared) & (block == 0):
+            at = token * ROUTING.choices
+            store_choices(ids, mixture, ids_ptr + at, weights_ptr + at, ROUTING)
+    weights = of_rows + expert * size + cols
+    w = request_weights(weights, cols, 0, K)
+    next_w = w
+    if AHEAD == 2 and BLOCK_K < K:
+        next_w = request_weights(weights, cols, BLOCK_K, K)
+    xs = x_ptr + token * x_stride + cols
+    y = vector_product(w, next_w, weights, xs, norm_ptr, cols, eps, K, NORM, BLOCK_N, BLOCK_K, AHEAD)
+    if BIAS:
+        y += tl.load(bias_ptr + expert * 2 * N + rows).to(tl.float32)
+    gate, up = tl.split(tl.reshape(y, (BLOCK_N // 2, 2)))
+    outs = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    out = out_ptr + (token * ROUTING.choices + choice) * N + outs
+    tl.store(out, gated_by(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty), mask=outs < N)
+
+
+@jit
+def _few_down_kernel(
+    x_ptr,  # [num_tokens, choices, K]
+    weight_ptr,  # [all experts, N, K]
+    bias_ptr,  # [all experts, N], with BIAS
+    ids_ptr,  # [num_tokens, choices] int32
+    weights_ptr,  # [num_tokens, choices] fp32
+    residual_ptr,  # [num_tokens, N] contiguous, added to
+    N,
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROUTING: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WARPS: tl.constexpr,
+    PREFETCHES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (t, i): columns from i * BLOCK_N of token t, the weighted sum over its choices.
+
+    Steps run over the columns of one expert after another, the shared ones first. Two steps of weights are in
+    flight."""
+    CHOICES: tl.constexpr = ROUTING.choices
+    SHARED: tl.constexpr = ROUTING.shared
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K  # of an expert
+    COUNT: tl.constexpr = CHOICES * STEPS
+    token = tl.program_id(0).to(tl.int64)
+    outs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.minimum(outs, N - 1)
+    cols = tl.arange(0, BLOCK_K)[None, :]
+    of_rows = weight_ptr + rows.to(tl.int64)[:, None] * K
+    size = N.to(tl.int64) * K
+    ids_ptr += token * CHOICES
+    weights_ptr += token * CHOICES
+    xs = x_ptr + token * CHOICES * K + cols
+    if PREFETCHES:
+        for expert in tl.static_range(ROUTING.num_experts, ROUTING.num_experts + SHARED):
+            _prefetch(weight_ptr + expert * size, tl.program_id(1), N, K, None, WARPS, BLOCK_N)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    residual = tl.load(residual_ptr + token * N + outs, mask=outs < N, other=0.0)
+    next_x, next_factor = _inputs(xs, weights_ptr, cols, 0, STEPS, K, ROUTING, BLOCK_K)
+    next_expert = tl.load(ids_ptr)  # the next that is not shared
+    weights = of_rows + cols + (ROUTING.num_experts - 1) * size
+    acc = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
+    w = tl.zeros((BLOCK_N, BLOCK_K), weight_ptr.dtype.element_ty)
+    next_w = w
+    for ahead in tl.static_range(COUNT + 2):  # the step whose weights are requested; step `ahead - 2` is multiplied
+        if ahead >= 2:
+            x = next_x.to(tl.float32) * next_factor
+            if ahead < COUNT + 1:
+                next_x, next_factor = _inputs(xs, weights_ptr, cols, ahead - 1, STEPS, K, ROUTING, BLOCK_K)
+            product = w.to(tl.float32) * x
+        w = next_w
+        if ahead < COUNT:
+            if ahead % STEPS == 0:
+                if ahead < SHARED * STEPS:
+                    weights += size
+                else:
+                    weights = of_rows + cols + next_expert * size
+                    if ahead + STEPS < COUNT:
+                        next_expert = tl.load(ids_ptr + ahead // STEPS + 1 - SHARED)
+            next_w = request_weights(weights, cols, ahead % STEPS * BLOCK_K, K)
+        if ahead >= 2:
+            acc += sums_of_eights(product)
+    y = tl.sum(acc, 1) + residual.to(tl.float32)
+    if BIAS:
+        for choice in tl.static_range(CHOICES):
+            bias = tl.load(bias_ptr + tl.load(ids_ptr + choice) * N + rows).to(tl.float32)
+            y += bias * tl.load(weights_ptr + choice)
+    tl.store(residual_ptr + token * N + outs, y.to(residual_ptr.dtype.element_ty), mask=outs < N)
+
+
+@jit
+def _prefetch(
+    weight_ptr, block, N, K: tl.constexpr, ACTIVATION: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Request the weight rows of a block for the second-level cache; a thread requests one row, or none."""
+    threads = tl.arange(0, 32 * WARPS)
+    rows = tl.minimum(weight_rows(block * BLOCK_N + threads, N, ACTIVATION), N - 1)
+    size = K * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    places = (weight_ptr + rows.to(tl.int64) * K).to(tl.int64)
+    sizes = tl.where(threads < BLOCK_N, size, 0)
+    tl.inline_asm_elementwise(_PREFETCH, "=r,l,r", [places, sizes], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@jit
+def _inputs(
+    xs, weights_ptr, cols, step, STEPS: tl.constexpr, K: tl.constexpr, ROUTING: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """A step's columns of x, and the weight of its expert."""
+    choice = (step // STEPS + ROUTING.top_k) % ROUTING.choices
+    start = step % STEPS * BLOCK_K
+    return tl.load(xs + choice * K + start, mask=cols < K - start, other=0.0), tl.load(weights_ptr + choice)
+
+
+def add_few_choices(
+    x: torch.Tensor,  # [num_tokens, hidden]: the hidden states, or their norm without `norm_weight`
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    logits: torch.Tensor,
+    of_experts: tuple[torch.Tensor, torch.Tensor],  # the bias of the choice and the experts' scales
+    routing: Routing,
+    gate_up: torch.Tensor,  # [all experts, 2 * ffn, hidden]
+    down: torch.Tensor,  # [all experts, hidden, ffn]
+    biases: ExpertBiases,
+    activation: Activation,
+    ids: torch.Tensor,  # int32 [num_tokens * choices], written
+    weights: torch.Tensor,  # float32 [num_tokens * choices], written
+    out: torch.Tensor,  # [num_tokens, hidden] contiguous, added to
+) -> None:
+    """Add the mixture of each token to `out`."""
+    (num_tokens, hidden), ffn, pdl = x.shape, down.shape[2], use_pdl(x)
+    inner = x.new_empty(len(ids), ffn)
+    tiles = few_tiles(hidden, ffn)
+    tile, block_k = tiles.gate_up, _block_k(tiles.gate_up, hidden)
+    _few_gate_up_kernel[(num_tokens, -(-2 * ffn // tile.block_n), routing.choices)](
+        x, x if norm_weight is None else norm_weight, logits, *of_experts, gate_up,
+        x if biases.gate_up is None else biases.gate_up, inner, ids, weights, x.stride(0), logits.shape[1], ffn, eps,
+        K=hidden, NORM=norm_weight is not None, BIAS=biases.gate_up is not None, ACTIVATION=activation,
+        ROUTING=routing, WARPS=tile.num_warps, BLOCK_N=tile.block_n, BLOCK_K=block_k, AHEAD=tile.stages,
+        PREFETCHES=_prefetches(gate_up, routing, pdl), PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
+    )  # fmt: skip
+    tile, block_k = tiles.down, _block_k(tiles.down, ffn)
+    _few_down_kernel[(num_tokens, -(-hidden // tile.block_n))](
+        inner, down, inner if biases.down is None else biases.down, ids, weights, out, hidden,
+        K=ffn, BIAS=biases.down is not None, ROUTING=routing, BLOCK_N=tile.block_n, BLOCK_K=block_k,
+        WARPS=tile.num_warps, PREFETCHES=_prefetches(down, routing, pdl), PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def _block_k(tile: SkinnyGemmConfig, size_in: int) -> int:
+    return max(min(tile.block_k, next_power_of_2(size_in)), 8)
+
+
+def _prefetches(weight: torch.Tensor, routing: Routing, pdl: bool) -> bool:
+    """True if `_prefetch` can request rows. Only sm_90 and later have its instruction, which takes 16 bytes or more."""
+    return pdl and routing.shared > 0 and weight.shape[-1] * weight.element_size() % 16 == 0
