@@ -8,7 +8,7 @@ weights of shared experts before they wait for the launch before them, because e
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,7 @@ from runtime.kernels.linear.skinny_gemm_configs import SkinnyGemmConfig
 from runtime.kernels.norm.gated_activation import Activation, gated_by
 from runtime.kernels.triton_language import constexpr, jit, next_power_of_2, tl, use_pdl
 
+MAXN = None
 _PREFETCH = constexpr(
     "{\n.reg .pred p;\nsetp.ne.s32 p, $2, 0;\n@p cp.async.bulk.prefetch.L2.global [$1], $2;\nmov.b32 $0, 0;\n}"
 )
@@ -38,8 +39,13 @@ class FewTiles(NamedTuple):
 
 
 def few_tiles(hidden: int, ffn: int) -> FewTiles:
-    """The rule for experts of a size."""
-    return FewTiles(SkinnyGemmConfig(8, 1024, 4, 2), SkinnyGemmConfig(4, 1024 if ffn > 512 else 512, 4, 2))
+    """The rule for experts of a size.
+
+    A step has 256 columns for each warp, because 8 columns of a row stay in a thread."""
+    block_k = min((1024, 512, 256), key=lambda size: -(-ffn // size) * size)  # the fewest columns beyond the last
+    return FewTiles(
+        SkinnyGemmConfig(8, 1024, 4, 2), SkinnyGemmConfig(4, block_k, block_k // 256, 2 if block_k == 1024 else 4)
+    )
 
 
 @jit(do_not_specialize_on_alignment=ROUTED_ARRAYS)
@@ -118,14 +124,14 @@ def _few_down_kernel(
     ROUTING: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,  # steps from a load of weights to their use, 2 to 4
     WARPS: tl.constexpr,
     PREFETCHES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (t, i): columns from i * BLOCK_N of token t, the weighted sum over its choices.
 
-    Steps run over the columns of one expert after another, the shared ones first. Two steps of weights are in
-    flight."""
+    Steps run over the columns of one expert after another, the shared ones first."""
     CHOICES: tl.constexpr = ROUTING.choices
     SHARED: tl.constexpr = ROUTING.shared
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K  # of an expert
@@ -151,14 +157,18 @@ def _few_down_kernel(
     weights = of_rows + cols + (ROUTING.num_experts - 1) * size
     acc = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
     w = tl.zeros((BLOCK_N, BLOCK_K), weight_ptr.dtype.element_ty)
-    next_w = w
-    for ahead in tl.static_range(COUNT + 2):  # the step whose weights are requested; step `ahead - 2` is multiplied
-        if ahead >= 2:
+    second_w = w
+    third_w = w
+    fourth_w = w
+    for ahead in tl.static_range(COUNT + AHEAD):  # the step that is requested; step `ahead - AHEAD` is multiplied
+        if ahead >= AHEAD:
             x = next_x.to(tl.float32) * next_factor
-            if ahead < COUNT + 1:
-                next_x, next_factor = _inputs(xs, weights_ptr, cols, ahead - 1, STEPS, K, ROUTING, BLOCK_K)
+            if ahead < COUNT + AHEAD - 1:
+                next_x, next_factor = _inputs(xs, weights_ptr, cols, ahead - AHEAD + 1, STEPS, K, ROUTING, BLOCK_K)
             product = w.to(tl.float32) * x
-        w = next_w
+        w = second_w
+        second_w = third_w
+        third_w = fourth_w
         if ahead < COUNT:
             if ahead % STEPS == 0:
                 if ahead < SHARED * STEPS:
@@ -167,8 +177,14 @@ def _few_down_kernel(
                     weights = of_rows + cols + next_expert * size
                     if ahead + STEPS < COUNT:
                         next_expert = tl.load(ids_ptr + ahead // STEPS + 1 - SHARED)
-            next_w = request_weights(weights, cols, ahead % STEPS * BLOCK_K, K)
-        if ahead >= 2:
+            requested = request_weights(weights, cols, ahead % STEPS * BLOCK_K, K)
+            if AHEAD == 2:
+                second_w = requested
+            elif AHEAD == 3:
+                third_w = requested
+            else:
+                fourth_w = requested
+        if ahead >= AHEAD:
             acc += sums_of_eights(product)
     y = tl.sum(acc, 1) + residual.to(tl.float32)
     if BIAS:
@@ -219,27 +235,27 @@ def add_few_choices(
     """Add the mixture of each token to `out`."""
     (num_tokens, hidden), ffn, pdl = x.shape, down.shape[2], use_pdl(x)
     inner = x.new_empty(len(ids), ffn)
-    tiles = few_tiles(hidden, ffn)
-    tile, block_k = tiles.gate_up, _block_k(tiles.gate_up, hidden)
+    tile, down_tile = few_tiles(hidden, ffn)
     _few_gate_up_kernel[(num_tokens, -(-2 * ffn // tile.block_n), routing.choices)](
         x, x if norm_weight is None else norm_weight, logits, *of_experts, gate_up,
         x if biases.gate_up is None else biases.gate_up, inner, ids, weights, x.stride(0), logits.shape[1], ffn, eps,
-        K=hidden, NORM=norm_weight is not None, BIAS=biases.gate_up is not None, ACTIVATION=activation,
-        ROUTING=routing, WARPS=tile.num_warps, BLOCK_N=tile.block_n, BLOCK_K=block_k, AHEAD=tile.stages,
-        PREFETCHES=_prefetches(gate_up, routing, pdl), PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
+        NORM=norm_weight is not None, BIAS=biases.gate_up is not None, ACTIVATION=activation,
+        **_options(tile, gate_up, routing, pdl),
     )  # fmt: skip
-    tile, block_k = tiles.down, _block_k(tiles.down, ffn)
-    _few_down_kernel[(num_tokens, -(-hidden // tile.block_n))](
+    _few_down_kernel[(num_tokens, -(-hidden // down_tile.block_n))](
         inner, down, inner if biases.down is None else biases.down, ids, weights, out, hidden,
-        K=ffn, BIAS=biases.down is not None, ROUTING=routing, BLOCK_N=tile.block_n, BLOCK_K=block_k,
-        WARPS=tile.num_warps, PREFETCHES=_prefetches(down, routing, pdl), PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
+        BIAS=biases.down is not None, **_options(down_tile, down, routing, pdl),
+        maxnreg=MAXN,
     )  # fmt: skip
 
 
-def _block_k(tile: SkinnyGemmConfig, size_in: int) -> int:
-    return max(min(tile.block_k, next_power_of_2(size_in)), 8)
-
-
-def _prefetches(weight: torch.Tensor, routing: Routing, pdl: bool) -> bool:
-    """True if `_prefetch` can request rows. Only sm_90 and later have its instruction, which takes 16 bytes or more."""
-    return pdl and routing.shared > 0 and weight.shape[-1] * weight.element_size() % 16 == 0
+def _options(tile: SkinnyGemmConfig, weight: torch.Tensor, routing: Routing, pdl: bool) -> dict[str, Any]:
+    """The arguments that both launches share."""
+    size_in = weight.shape[-1]
+    # Only sm_90 and later have the instruction of `_prefetch`, which requests multiples of 16 bytes.
+    prefetches = pdl and routing.shared > 0 and size_in * weight.element_size() % 16 == 0
+    return {
+        "K": size_in, "ROUTING": routing, "WARPS": tile.num_warps, "BLOCK_N": tile.block_n,
+        "BLOCK_K": max(min(tile.block_k, next_power_of_2(size_in)), 8), "AHEAD": tile.stages, "PREFETCHES": prefetches,
+        "PDL": pdl, "num_warps": tile.num_warps, "launch_pdl": pdl,
+    }  # fmt: skip
