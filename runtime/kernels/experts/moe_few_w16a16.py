@@ -25,7 +25,6 @@ from runtime.kernels.linear.skinny_gemm_configs import SkinnyGemmConfig
 from runtime.kernels.norm.gated_activation import Activation, gated_by
 from runtime.kernels.triton_language import constexpr, jit, next_power_of_2, tl, use_pdl
 
-MAXN = None
 _PREFETCH = constexpr(
     "{\n.reg .pred p;\nsetp.ne.s32 p, $2, 0;\n@p cp.async.bulk.prefetch.L2.global [$1], $2;\nmov.b32 $0, 0;\n}"
 )
@@ -43,9 +42,7 @@ def few_tiles(hidden: int, ffn: int) -> FewTiles:
 
     A step has 256 columns for each warp, because 8 columns of a row stay in a thread."""
     block_k = min((1024, 512, 256), key=lambda size: -(-ffn // size) * size)  # the fewest columns beyond the last
-    return FewTiles(
-        SkinnyGemmConfig(8, 1024, 4, 2), SkinnyGemmConfig(4, block_k, block_k // 256, 2 if block_k == 1024 else 4)
-    )
+    return FewTiles(SkinnyGemmConfig(8, 1024, 4, 2), SkinnyGemmConfig(4, block_k, block_k // 256, 6))
 
 
 @jit(do_not_specialize_on_alignment=ROUTED_ARRAYS)
@@ -124,8 +121,8 @@ def _few_down_kernel(
     ROUTING: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr,  # steps from a load of weights to their use, 2 to 4
     WARPS: tl.constexpr,
+    STAGES: tl.constexpr,
     PREFETCHES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -133,59 +130,30 @@ def _few_down_kernel(
 
     Steps run over the columns of one expert after another, the shared ones first."""
     CHOICES: tl.constexpr = ROUTING.choices
-    SHARED: tl.constexpr = ROUTING.shared
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K  # of an expert
-    COUNT: tl.constexpr = CHOICES * STEPS
-    token = tl.program_id(0).to(tl.int64)
-    outs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    outs = block * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(outs, N - 1)
     cols = tl.arange(0, BLOCK_K)[None, :]
-    of_rows = weight_ptr + rows.to(tl.int64)[:, None] * K
+    places = weight_ptr + rows.to(tl.int64)[:, None] * K + cols
     size = N.to(tl.int64) * K
     ids_ptr += token * CHOICES
     weights_ptr += token * CHOICES
     xs = x_ptr + token * CHOICES * K + cols
     if PREFETCHES:
-        for expert in tl.static_range(ROUTING.num_experts, ROUTING.num_experts + SHARED):
-            _prefetch(weight_ptr + expert * size, tl.program_id(1), N, K, None, WARPS, BLOCK_N)
+        for expert in tl.static_range(ROUTING.num_experts, ROUTING.num_experts + ROUTING.shared):
+            _prefetch(weight_ptr + expert * size, block, N, K, None, WARPS, BLOCK_N)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     residual = tl.load(residual_ptr + token * N + outs, mask=outs < N, other=0.0)
-    next_x, next_factor = _inputs(xs, weights_ptr, cols, 0, STEPS, K, ROUTING, BLOCK_K)
-    next_expert = tl.load(ids_ptr)  # the next that is not shared
-    weights = of_rows + cols + (ROUTING.num_experts - 1) * size
     acc = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
-    w = tl.zeros((BLOCK_N, BLOCK_K), weight_ptr.dtype.element_ty)
-    second_w = w
-    third_w = w
-    fourth_w = w
-    for ahead in tl.static_range(COUNT + AHEAD):  # the step that is requested; step `ahead - AHEAD` is multiplied
-        if ahead >= AHEAD:
-            x = next_x.to(tl.float32) * next_factor
-            if ahead < COUNT + AHEAD - 1:
-                next_x, next_factor = _inputs(xs, weights_ptr, cols, ahead - AHEAD + 1, STEPS, K, ROUTING, BLOCK_K)
-            product = w.to(tl.float32) * x
-        w = second_w
-        second_w = third_w
-        third_w = fourth_w
-        if ahead < COUNT:
-            if ahead % STEPS == 0:
-                if ahead < SHARED * STEPS:
-                    weights += size
-                else:
-                    weights = of_rows + cols + next_expert * size
-                    if ahead + STEPS < COUNT:
-                        next_expert = tl.load(ids_ptr + ahead // STEPS + 1 - SHARED)
-            requested = request_weights(weights, cols, ahead % STEPS * BLOCK_K, K)
-            if AHEAD == 2:
-                second_w = requested
-            elif AHEAD == 3:
-                third_w = requested
-            else:
-                fourth_w = requested
-        if ahead >= AHEAD:
-            acc += sums_of_eights(product)
+    for step in tl.range(CHOICES * STEPS, num_stages=STAGES):
+        choice = (step // STEPS + ROUTING.top_k) % CHOICES
+        start = step % STEPS * BLOCK_K
+        x = tl.load(xs + choice * K + start, mask=cols < K - start, other=0.0)
+        w = request_weights(places + tl.load(ids_ptr + choice) * size, cols, start, K)
+        acc += sums_of_eights(w.to(tl.float32) * (x.to(tl.float32) * tl.load(weights_ptr + choice)))
     y = tl.sum(acc, 1) + residual.to(tl.float32)
     if BIAS:
         for choice in tl.static_range(CHOICES):
@@ -205,16 +173,6 @@ def _prefetch(
     places = (weight_ptr + rows.to(tl.int64) * K).to(tl.int64)
     sizes = tl.where(threads < BLOCK_N, size, 0)
     tl.inline_asm_elementwise(_PREFETCH, "=r,l,r", [places, sizes], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@jit
-def _inputs(
-    xs, weights_ptr, cols, step, STEPS: tl.constexpr, K: tl.constexpr, ROUTING: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """A step's columns of x, and the weight of its expert."""
-    choice = (step // STEPS + ROUTING.top_k) % ROUTING.choices
-    start = step % STEPS * BLOCK_K
-    return tl.load(xs + choice * K + start, mask=cols < K - start, other=0.0), tl.load(weights_ptr + choice)
 
 
 def add_few_choices(
@@ -240,12 +198,11 @@ def add_few_choices(
         x, x if norm_weight is None else norm_weight, logits, *of_experts, gate_up,
         x if biases.gate_up is None else biases.gate_up, inner, ids, weights, x.stride(0), logits.shape[1], ffn, eps,
         NORM=norm_weight is not None, BIAS=biases.gate_up is not None, ACTIVATION=activation,
-        **_options(tile, gate_up, routing, pdl),
+        AHEAD=tile.stages, **_options(tile, gate_up, routing, pdl),
     )  # fmt: skip
     _few_down_kernel[(num_tokens, -(-hidden // down_tile.block_n))](
         inner, down, inner if biases.down is None else biases.down, ids, weights, out, hidden,
-        BIAS=biases.down is not None, **_options(down_tile, down, routing, pdl),
-        maxnreg=MAXN,
+        BIAS=biases.down is not None, STAGES=down_tile.stages, **_options(down_tile, down, routing, pdl),
     )  # fmt: skip
 
 
@@ -256,6 +213,6 @@ def _options(tile: SkinnyGemmConfig, weight: torch.Tensor, routing: Routing, pdl
     prefetches = pdl and routing.shared > 0 and size_in * weight.element_size() % 16 == 0
     return {
         "K": size_in, "ROUTING": routing, "WARPS": tile.num_warps, "BLOCK_N": tile.block_n,
-        "BLOCK_K": max(min(tile.block_k, next_power_of_2(size_in)), 8), "AHEAD": tile.stages, "PREFETCHES": prefetches,
+        "BLOCK_K": max(min(tile.block_k, next_power_of_2(size_in)), 8), "PREFETCHES": prefetches,
         "PDL": pdl, "num_warps": tile.num_warps, "launch_pdl": pdl,
     }  # fmt: skip
