@@ -70,7 +70,7 @@ def _few_gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr,
-    PREFETCHES: tl.constexpr,
+    PREFETCHED: tl.constexpr,  # shared experts whose weights are requested before the wait
     PDL: tl.constexpr,
 ):
     """Program (t, i, j): columns from i * BLOCK_N // 2 of a choice of token t; the shared experts are the first j."""
@@ -81,8 +81,9 @@ def _few_gate_up_kernel(
     of_rows = weight_ptr + rows.to(tl.int64)[:, None] * K
     size = 2 * N.to(tl.int64) * K
     expert = ROUTING.num_experts + place
-    if PREFETCHES and place < ROUTING.shared:
-        _prefetch(weight_ptr + expert * size, block, 2 * N, K, ACTIVATION, WARPS, BLOCK_N)
+    for shared in tl.static_range(PREFETCHED):
+        if place == shared:
+            _prefetch(weight_ptr + expert * size, block, 2 * N, K, ACTIVATION, WARPS, BLOCK_N)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -123,7 +124,7 @@ def _few_down_kernel(
     BLOCK_K: tl.constexpr,
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCHES: tl.constexpr,
+    PREFETCHED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (t, i): columns from i * BLOCK_N of token t, the weighted sum over its choices.
@@ -140,9 +141,8 @@ def _few_down_kernel(
     ids_ptr += token * CHOICES
     weights_ptr += token * CHOICES
     xs = x_ptr + token * CHOICES * K + cols
-    if PREFETCHES:
-        for expert in tl.static_range(ROUTING.num_experts, ROUTING.num_experts + ROUTING.shared):
-            _prefetch(weight_ptr + expert * size, block, N, K, None, WARPS, BLOCK_N)
+    for shared in tl.static_range(PREFETCHED):
+        _prefetch(weight_ptr + (ROUTING.num_experts + shared) * size, block, N, K, None, WARPS, BLOCK_N)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -210,9 +210,9 @@ def _options(tile: SkinnyGemmConfig, weight: torch.Tensor, routing: Routing, pdl
     """The arguments that both launches share."""
     size_in = weight.shape[-1]
     # Only sm_90 and later have the instruction of `_prefetch`, which requests multiples of 16 bytes.
-    prefetches = pdl and routing.shared > 0 and size_in * weight.element_size() % 16 == 0
+    prefetched = routing.shared if pdl and size_in * weight.element_size() % 16 == 0 else 0
     return {
         "K": size_in, "ROUTING": routing, "WARPS": tile.num_warps, "BLOCK_N": tile.block_n,
-        "BLOCK_K": max(min(tile.block_k, next_power_of_2(size_in)), 8), "PREFETCHES": prefetches,
+        "BLOCK_K": max(min(tile.block_k, next_power_of_2(size_in)), 8), "PREFETCHED": prefetched,
         "PDL": pdl, "num_warps": tile.num_warps, "launch_pdl": pdl,
     }  # fmt: skip

@@ -259,21 +259,23 @@ def _first_of_largest(keys, indices, last):
 @jit
 def _of_best_groups(keys, experts, lanes, ROUTING: tl.constexpr):
     """The keys of the best groups, and _LEAST for the others; the first of equal groups wins."""
+    NUM_EXPERTS: tl.constexpr = ROUTING.num_experts
     GROUPS: tl.constexpr = ROUTING.groups
-    group_of = experts // (ROUTING.num_experts // GROUPS)
+    TOP_GROUPS: tl.constexpr = ROUTING.top_groups
+    group_of = experts // (NUM_EXPERTS // GROUPS)
     values = tl.full(lanes.shape, _LEAST, tl.int32)  # of groups
     for group in tl.static_range(GROUPS):
         own = tl.where(group_of == group, keys, _LEAST)
         value = tl.max(tl.max(own, 0, keep_dims=True), 2, keep_dims=True)
         if ROUTING.top2:
-            first = _first_of_largest(own, experts, ROUTING.num_experts - 1)
+            first = _first_of_largest(own, experts, NUM_EXPERTS - 1)
             own = tl.where(experts == first, _LEAST, own)
             second = tl.max(tl.max(own, 0, keep_dims=True), 2, keep_dims=True)
             both = _ordered(value).to(tl.float32, bitcast=True) + _ordered(second).to(tl.float32, bitcast=True)
             value = _ordered(both.to(tl.int32, bitcast=True))
         values = tl.where(lanes == group, value, values)
     kept = tl.full(experts.shape, _LEAST, tl.int32)
-    for _ in tl.static_range(ROUTING.top_groups):
+    for _ in tl.static_range(TOP_GROUPS):
         group = _first_of_largest(values, lanes, GROUPS - 1)
         kept = tl.where(group_of == group, keys, kept)
         values = tl.where(lanes == group, _LEAST, values)
