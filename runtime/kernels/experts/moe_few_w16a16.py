@@ -70,7 +70,7 @@ def _few_gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr,
-    PREFETCHED: tl.constexpr,  # shared experts whose weights are requested before the wait
+    PREFETCHED: tl.constexpr,  # shared experts, if their weights are requested before the wait; else 0
     PDL: tl.constexpr,
 ):
     """Program (t, i, j): columns from i * BLOCK_N // 2 of a choice of token t; the shared experts are the first j."""

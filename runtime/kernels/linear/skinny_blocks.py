@@ -37,7 +37,7 @@ def sums_of_eights(product):
 @jit
 def vector_product(
     w,  # [BLOCK_N, BLOCK_K]: the first weights, requested before
-    next_w,  # those of the second step, with AHEAD 2
+    next_w,  # the second step's weights, used with AHEAD 2
     weights,  # where the first weights are
     xs,  # [1, BLOCK_K]: where the first columns of x are
     norm_ptr,  # [K], read with NORM

@@ -237,6 +237,7 @@ def mixtures() -> Iterator[tuple[str, Callable[[], Any]]]:
         mixture.biases = ExpertBiases(inputs(own.num_experts, 2 * ffn), inputs(own.num_experts, hidden))
         name = f"{form} mixture with biases, {own.num_experts} experts, torch.bfloat16, {rows} rows"
         yield name, partial(mixture.add_to, inputs(rows, hidden), inputs(1, hidden)[0], 1e-5)
+    yield from dense_mixtures()
 
 
 def dense_mixtures() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -394,16 +395,7 @@ def main() -> None:
             case = f"{name} torch.bfloat16, {rows} rows"
             layer.normed(inputs(rows, size_in), norm, 1e-5)
 
-    launches = (
-        fp8_products,
-        integer_products,
-        mixtures,
-        dense_mixtures,
-        adapters,
-        split_samplers,
-        ranks,
-        layers_with_states,
-    )
+    launches = fp8_products, integer_products, mixtures, adapters, split_samplers, ranks, layers_with_states
     for case, run in itertools.chain.from_iterable(make() for make in launches):  # noqa: B007
         run()
 

@@ -35,7 +35,7 @@ def specs(draw: st.DrawFn) -> ExpertsSpec:
 
 
 def distinct_logits(spec: ExpertsSpec, num_tokens: int, padding: int, generator: torch.Generator) -> torch.Tensor:
-    """Logits whose values and sums of two are distinct."""
+    """Distinct logits. Sums of two are distinct, too."""
     width = spec.num_experts + spec.shared_gate + padding
     logits = torch.stack([torch.randperm(width, generator=generator) for _ in range(num_tokens)])
     return logits.float() ** 1.1 / 8 - 2
