@@ -37,8 +37,8 @@ class FewTiles(NamedTuple):
     down: SkinnyGemmConfig
 
 
-def few_tiles(hidden: int, ffn: int) -> FewTiles:
-    """The rule for experts of a size.
+def few_tiles(ffn: int) -> FewTiles:
+    """The rule for experts of this size.
 
     A step has 256 columns for each warp, because 8 columns of a row stay in a thread."""
     block_k = min((1024, 512, 256), key=lambda size: -(-ffn // size) * size)  # the fewest columns beyond the last
@@ -193,7 +193,7 @@ def add_few_choices(
     """Add the mixture of each token to `out`."""
     (num_tokens, hidden), ffn, pdl = x.shape, down.shape[2], use_pdl(x)
     inner = x.new_empty(len(ids), ffn)
-    tile, down_tile = few_tiles(hidden, ffn)
+    tile, down_tile = few_tiles(ffn)
     _few_gate_up_kernel[(num_tokens, -(-2 * ffn // tile.block_n), routing.choices)](
         x, x if norm_weight is None else norm_weight, logits, *of_experts, gate_up,
         x if biases.gate_up is None else biases.gate_up, inner, ids, weights, x.stride(0), logits.shape[1], ffn, eps,
