@@ -5,9 +5,9 @@ or none.
     python -m benchmarks.engine.structured_steps --model gpt-oss-20b --tokenizer FOLDER --batches 1 64 --channels
 
 All rows follow one schema of open strings, or the grammar of a turn in channels without tools, at temperature 1. They
-are served by the lazy engine, by the eager one, or (`none`) by neither. Steps count while all rows of the batch decode; `share` is the extra time of the median step over one
-without grammars. First tokens are of single requests of a known grammar, by length of the prompt. FOLDER has the
-tokenizer.json of the model's family.
+are served by the lazy engine, by the eager one, or (`none`) by neither. Steps count while all rows of the batch
+decode; `share` is the extra time of the median step over one without grammars. First tokens are of single requests of a
+known grammar, by length of the prompt. FOLDER has the tokenizer.json of the model's family.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
     python -m benchmarks.kernels.experts --shapes qwen3-30b-a3b --forms bf16 int4 mxfp4 --rows 1 64 256
     python -m benchmarks.kernels.experts --forms mxfp4 --rows 64 --tiles 8,64,2,4 16,64,2,4
+    python -m benchmarks.kernels.experts --shapes glm-4.7-flash --forms bf16 --rows 1 --tiles 8,1024,4,2+4,512,2,6
     TRITON_INTERPRET=1 python -m benchmarks.kernels.experts --shapes tiny  # on a CPU, without times
 
 A layer is norm, router, routing and both products. A CUDA graph has several layers with routers of their own, so that
@@ -19,6 +20,7 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from types import SimpleNamespace
@@ -29,13 +31,14 @@ import torch
 from benchmarks.kernels.tune_linear import graph_us
 from benchmarks.kernels.tune_quantized import FORMS, NF4
 from runtime.kernels import triton_language
-from runtime.kernels.experts import moe_wna16
+from runtime.kernels.experts import moe_few_w16a16, moe_wna16
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts, has_fp8_moe
 from runtime.kernels.experts.moe_routing import Tile
 from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.experts.moe_w16a16 import GroupedExperts
 from runtime.kernels.experts.moe_wna16_words import STEP
 from runtime.kernels.linear.fused_linear import FusedLinear
+from runtime.kernels.linear.skinny_gemm_configs import SkinnyGemmConfig
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize_torch, quantized_weight
 from runtime.kernels.quantized.upcast import E2M1
 from runtime.kernels.triton_language import INTERPRETED
@@ -53,6 +56,7 @@ class Shape(NamedTuple):
     ffn: int
     experts: int
     chosen: int
+    shared: int = 0
 
 
 SHAPES = {
@@ -60,6 +64,7 @@ SHAPES = {
     "gpt-oss-20b": Shape(2880, 2880, 32, 4),
     "gpt-oss-120b": Shape(2880, 2880, 128, 4),
     "glm-4.5-air": Shape(4096, 1408, 128, 8),
+    "glm-4.7-flash": Shape(2048, 1536, 64, 4, 1),
     "tiny": Shape(128, 128, 4, 2),
 }
 
@@ -86,13 +91,17 @@ def weight_of(form: str, size_out: int, size_in: int, device: str) -> QuantizedW
 
 
 def mixtures(shape: Shape, form: str, dense: bool, device: str, deterministic: bool = False) -> list[list[Any]]:
-    """Layers with shared weights and routers of their own; then the same with dense copies of the weights."""
-    spec = ExpertsSpec(shape.experts, shape.chosen, True)
+    """Layers with the same weights and routers of their own; then the same with dense copies of the weights.
+
+    Dense layers have shared experts of their own, as the cache would hold those."""
+    more = LAYERS - 1 if form == "bf16" and shape.shared else 0  # experts
+    spec = ExpertsSpec(shape.experts, shape.chosen, True, shape.shared)
+    stored = replace(spec, num_experts=shape.experts + more)
     sizes = (2 * shape.ffn, shape.hidden), (shape.hidden, shape.ffn)
     copies: list[tuple[torch.Tensor, ...]] = []
 
     def pairs() -> Iterator[tuple[Any, ...]]:
-        for _ in range(shape.experts):
+        for _ in range(stored.all_experts):
             if form == "bf16":
                 yield tuple(torch.randn(s, device=device, dtype=DTYPE) / s[1] ** 0.5 for s in sizes)
                 continue
@@ -101,15 +110,19 @@ def mixtures(shape: Shape, form: str, dense: bool, device: str, deterministic: b
                 copies.append(tuple(dequantize_torch(w, DTYPE) for w in pair))
             yield pair
             if device == "meta":
-                yield from [pair] * (shape.experts - 1)
+                yield from [pair] * (spec.all_experts - 1)
                 return
 
     def of(kind: Any, weights: Iterator[tuple[Any, ...]]) -> list[Any]:
         logits = [torch.randn(shape.experts, shape.hidden, device=device).to(DTYPE) for _ in range(LAYERS)]
-        made = [kind(spec, Router(FusedLinear(logits[0], None, "silu", deterministic)), weights, "silu", deterministic)]
-        for router in logits[1:]:
+        routers = [Router(FusedLinear(weight, None, "silu", deterministic)) for weight in logits]
+        made = [kind(stored, router, weights, "silu", deterministic) for router in routers[:1]]
+        for router in routers[1:]:
             made.append(copy.copy(made[0]))
-            made[-1].router = Router(FusedLinear(router, None, "silu", deterministic))
+            made[-1].router = router
+        for first, layer in enumerate(made if more else ()):
+            layer.spec, end = spec, first + spec.all_experts
+            layer.gate_up, layer.down = layer.gate_up[first:end], layer.down[first:end]
         return made
 
     is_fp8 = form == "fp8" and has_fp8_moe(tuple(weight_of(form, *s, device) for s in sizes))
@@ -122,13 +135,17 @@ def mixtures(shape: Shape, form: str, dense: bool, device: str, deterministic: b
     return made
 
 
-RULE, SINGLE = moe_wna16.moe_wna16_tile, moe_wna16.SINGLE_TILE
+RULES = moe_wna16.moe_wna16_tile, moe_wna16.SINGLE_TILE, moe_few_w16a16.few_tiles
 
 
 def choose(tile: str) -> None:
-    """Use a tile as in `--tiles`, also for programs of one choice, or the rule ("")."""
-    moe_wna16.moe_wna16_tile, moe_wna16.SINGLE_TILE = RULE, SINGLE
-    if tile:
+    """Use a tile as in `--tiles`, also for programs of one choice, or the rules ("")."""
+    moe_wna16.moe_wna16_tile, moe_wna16.SINGLE_TILE, moe_few_w16a16.few_tiles = RULES
+    if "+" in tile:
+        both = (SkinnyGemmConfig(*map(int, part.split(","))) for part in tile.split("+"))
+        few = moe_few_w16a16.FewTiles(*both)
+        moe_few_w16a16.few_tiles = lambda *_: few
+    elif tile:
         block_m, block_n, warps, stages = map(int, tile.split(","))
         moe_wna16.SINGLE_TILE = Tile(block_m, block_n, STEP, warps, stages)
         moe_wna16.moe_wna16_tile = lambda *_: moe_wna16.SINGLE_TILE
@@ -177,6 +194,11 @@ def tiles_of(tiles: list[str], rows: int) -> list[str]:
     return [tile for only, _, tile in split if not only or str(rows) in only.split("/")]
 
 
+def tiles_of_form(tiles: list[str], form: str) -> list[str]:
+    """The tiles for the kernels of a form; fp8 has only its rule."""
+    return [tile for tile in tiles if not tile or (form != "fp8" and ("+" in tile) == (form == "bf16"))] or [""]
+
+
 def result_of(layer: Any, x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
     out = torch.zeros_like(x)
     layer.add_to(x, norm, 1e-5, out)
@@ -218,14 +240,16 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", default=["bf16", "int4", "mxfp4"], choices=BITS)
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 64, 256, 2048])
     parser.add_argument(
-        "--tiles", nargs="+", default=[""], help="[ROWS/ROWS:]BLOCK_M,BLOCK_N,WARPS,STAGES or old; '' for the rule"
-    )
+        "--tiles", nargs="+", default=[""],
+        help="[ROWS/ROWS:]BLOCK_M,BLOCK_N,WARPS,STAGES; for few rows with dense weights GATE_UP+DOWN, each "
+        "BLOCK_N,BLOCK_K,WARPS,STAGES; '' for the rule",
+    )  # fmt: skip
     parser.add_argument("--check", action="store_true", help="compare with dense copies of the weights")
     parser.add_argument("--deterministic", action="store_true", help="and compare a row's bits with those alone")
     parser.add_argument("--out", help="append the lines to this file, too")
     args = parser.parse_args()
     start = time.perf_counter()
-    plans = [(s, f, [""] if f in ("bf16", "fp8") else args.tiles) for s in args.shapes for f in args.forms]
+    plans = [(s, f, tiles_of_form(args.tiles, f)) for s in args.shapes for f in args.forms]
     if not INTERPRETED:
         if args.check:
             plans.extend((s, "bf16", [""]) for s in args.shapes if "bf16" not in args.forms)

@@ -60,10 +60,10 @@ def use_pdl(tensor: torch.Tensor) -> bool:
     wrote. Load tensors that no kernel of a step writes (weights, tables) before the wait. When a kernel passes its
     wait, its predecessor is complete. That kernel waited, too, so everything before it is complete as well.
 
-    Norms, linear layers of few rows, convolutions of decode steps and sums over ranks call gdc_launch_dependents first.
-    A decode step is a chain of them, and a kernel then requests its weights while two kernels before it still run. A
-    kernel after another kind may rely on more before its wait: all kernels but its immediate predecessor are complete
-    when it starts."""
+    Norms, linear layers of few rows, dense experts of few choices, convolutions of decode steps and sums over ranks
+    call gdc_launch_dependents first. A decode step is a chain of them, and a kernel then requests its weights while two
+    kernels before it still run. A kernel after another kind may rely on more before its wait: all kernels but its
+    immediate predecessor are complete when it starts."""
     return not INTERPRETED and _has_pdl(tensor.device)
 
 

@@ -11,46 +11,20 @@ from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.rms_norm import rms_norm_triton
 from runtime.spec.decoder_spec import ExpertsSpec
+from tests.support.kernels.routing_cases import distinct_logits, router_of, specs
 
 LOGITS = Linear(torch.abs, rms_norm_triton, torch.abs)  # never called
-
-
-@st.composite
-def specs(draw: st.DrawFn) -> ExpertsSpec:
-    groups = draw(st.sampled_from((1, 1, 3, 4)))
-    group_score = draw(st.sampled_from(("max", "top2")))
-    size = draw(st.integers(2, 12)) if groups > 1 else draw(st.integers(1, 40))
-    num_experts, top_groups = groups * size, draw(st.integers(1, groups))
-    shared = draw(st.integers(0, 2))
-    return ExpertsSpec(
-        num_experts,
-        draw(st.integers(1, min(top_groups * size, 10))),
-        draw(st.booleans()),
-        shared,
-        shared > 0 and draw(st.booleans()),
-        draw(st.sampled_from(("softmax", "sigmoid", "softmax_of_chosen"))),
-        draw(st.booleans()),
-        draw(st.sampled_from((0.0, 1e-6))),
-        draw(st.sampled_from((1.0, 2.5))),
-        groups=groups,
-        top_groups=top_groups,
-        group_score=group_score,
-    )
 
 
 @settings(max_examples=60, deadline=None)
 @given(specs(), st.integers(1, 5), st.integers(0, 7), st.integers(0, 1 << 30))
 def test_kernel_equals_twin(spec: ExpertsSpec, num_tokens: int, padding: int, seed: int):
     generator = torch.Generator().manual_seed(seed)
-    width = spec.num_experts + spec.shared_gate + padding
-    # Distinct logits and sums of two, so that both forms choose the same experts.
-    logits = torch.stack([torch.randperm(width, generator=generator) for _ in range(num_tokens)])
-    logits = logits.float() ** 1.1 / 8 - 2
-    bias = torch.randperm(spec.num_experts, generator=generator) / 3.7 - 4 if spec.choice_bias else None
+    logits = distinct_logits(spec, num_tokens, padding, generator)
     layer = RoutedExperts()
-    layer.spec, layer.router = spec, Router(LOGITS, bias)
+    layer.spec, layer.router = spec, router_of(spec, LOGITS, generator)
     ids, weights = layer._route(logits)
-    want_ids, want = route_torch(logits, spec, bias)
+    want_ids, want = route_torch(logits, spec, layer.router.bias, layer.router.scales)
     assert torch.equal(ids.view(num_tokens, -1).long(), want_ids)
     torch.testing.assert_close(weights.view(num_tokens, -1), want, rtol=1e-5, atol=1e-7)
 

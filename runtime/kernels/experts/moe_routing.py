@@ -15,10 +15,16 @@ from runtime.kernels.experts.moe_torch import ExpertBiases, Router
 from runtime.kernels.linear.split_k import MAX_SPLIT_TILES
 from runtime.kernels.magnitudes import larger
 from runtime.kernels.norm.gated_activation import Activation
-from runtime.kernels.triton_language import jit, next_power_of_2, tl, use_pdl
+from runtime.kernels.triton_language import constexpr, jit, next_power_of_2, tl, use_pdl
 from runtime.spec.decoder_spec import ExpertsSpec
 
 MOST_SINGLE = 32  # up to as many choices, each has its own programs, also if some share an expert
+_LANES = 32  # of a warp
+_IN_WARP = constexpr(_LANES)
+_LEAST = constexpr(-(1 << 31))  # below the key of any number
+# Arrays that `route_token` reads. If they were aligned for Triton, a lane would load several neighbouring experts, and
+# experts would be spread over warps.
+ROUTED_ARRAYS = ["logits_ptr", "choice_bias_ptr"]
 _ROUND = 1024  # choices that a program sorts at once, or columns that it adds at once
 
 
@@ -30,6 +36,27 @@ class Tile(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int
+
+
+class Routing(NamedTuple):
+    """How a kernel routes a token: one constant argument, `ROUTING: tl.constexpr`."""
+
+    num_experts: int  # without the shared ones
+    top_k: int
+    shared: int
+    choices: int
+    shared_gate: bool
+    scores: str
+    groups: int  # 1 if the choice is not limited to groups
+    top_groups: int
+    top2: bool  # the two best scores of a group are added
+    bias: bool
+    expert_scales: bool
+    normalized: bool
+    sum_eps: float
+    scale: float
+    rounds: int  # experts of a lane of a warp, a power of two
+    lanes: int  # power of two, at least the choices and the groups
 
 
 class RoutedExperts:
@@ -47,24 +74,39 @@ class RoutedExperts:
         few = num_tokens * self.spec.choices <= MOST_SINGLE and num_counters <= MAX_SPLIT_TILES
         return few and not self.deterministic
 
+    @property
+    def routing(self) -> Routing:
+        """The constants of `route_token`."""
+        spec = self.spec
+        return Routing(
+            spec.num_experts, spec.top_k, spec.shared, spec.choices, spec.shared_gate, spec.scores,
+            spec.groups if spec.has_groups else 1, spec.top_groups, spec.group_score == "top2",
+            self.router.bias is not None, self.router.scales is not None, spec.normalized, spec.sum_eps, spec.scale,
+            next_power_of_2(max(spec.num_experts, _LANES)) // _LANES,
+            next_power_of_2(max(spec.choices, spec.groups, _LANES)),
+        )  # fmt: skip
+
     def _route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each token, int32 [num_tokens * choices], and their weights in float32."""
-        spec, bias, (num_tokens, width), pdl = self.spec, self.router.bias, logits.shape, use_pdl(logits)
-        expert_scales = self.router.scales
-        ids = torch.empty(num_tokens * spec.choices, dtype=torch.int32, device=logits.device)
-        weights = torch.empty(num_tokens * spec.choices, dtype=torch.float32, device=logits.device)
+        num_tokens, width = logits.shape
+        pdl = use_pdl(logits)
+        ids, weights = self._empty_choices(logits)
         _route_kernel[(num_tokens,)](
-            logits, logits if bias is None else bias, logits if expert_scales is None else expert_scales, ids, weights,
-            spec.num_experts, width,
-            TOP_K=spec.top_k, SHARED=spec.shared, SHARED_GATE=spec.shared_gate, SCORES=spec.scores,
-            GROUPS=spec.groups if spec.has_groups else 1, TOP_GROUPS=spec.top_groups, TOP2=spec.group_score == "top2",
-            BIAS=bias is not None, EXPERT_SCALES=expert_scales is not None, NORMALIZED=spec.normalized,
-            SUM_EPS=spec.sum_eps, SCALE=spec.scale,
-            EXPERTS=next_power_of_2(spec.num_experts), LANES=next_power_of_2(spec.choices),
-            PDL=pdl, num_warps=1, launch_pdl=pdl,
+            logits, *self._of_experts(logits), ids, weights, width,
+            ROUTING=self.routing, PDL=pdl, num_warps=1, launch_pdl=pdl,
         )  # fmt: skip
         self.router.chose(ids)
         return ids, weights
+
+    def _empty_choices(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Empty tensors for the results of `_route`."""
+        ids = torch.empty(len(logits) * self.spec.choices, dtype=torch.int32, device=logits.device)
+        return ids, torch.empty_like(ids, dtype=torch.float32)
+
+    def _of_experts(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The bias of the choice and the experts' scales. A kernel does not read what the router lacks."""
+        bias, scales = self.router.bias, self.router.scales
+        return logits if bias is None else bias, logits if scales is None else scales
 
     def _sort(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The start of each expert's choices, with the total at the end; and the choices sorted by expert."""
@@ -98,85 +140,102 @@ def stacked(experts: Iterable[Sequence[Sequence[torch.Tensor]]], num_experts: in
     return stacks
 
 
-@jit
+@jit(do_not_specialize_on_alignment=ROUTED_ARRAYS)
 def _route_kernel(
     logits_ptr,  # [num_tokens, width]
-    bias_ptr,  # float32 [num_experts], with BIAS
-    expert_scales_ptr,  # float32 [num_experts], with EXPERT_SCALES
-    ids_ptr,  # [num_tokens, TOP_K + SHARED] int32
-    weights_ptr,  # [num_tokens, TOP_K + SHARED] fp32
-    num_experts,
+    choice_bias_ptr,
+    expert_scales_ptr,
+    ids_ptr,  # [num_tokens, choices] int32
+    weights_ptr,  # [num_tokens, choices] fp32
     width,
-    TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
-    SHARED_GATE: tl.constexpr,
-    SCORES: tl.constexpr,
-    GROUPS: tl.constexpr,  # 1 if the choice is not limited to groups
-    TOP_GROUPS: tl.constexpr,
-    TOP2: tl.constexpr,  # the two best scores of a group are added
-    BIAS: tl.constexpr,
-    EXPERT_SCALES: tl.constexpr,
-    NORMALIZED: tl.constexpr,
-    SUM_EPS: tl.constexpr,
-    SCALE: tl.constexpr,
-    EXPERTS: tl.constexpr,  # power of two, at least num_experts
-    LANES: tl.constexpr,  # power of two, at least TOP_K + SHARED
+    ROUTING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`route_torch`, one program a token; the first of equal experts wins."""
+    """`route_torch`, one program a token."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
-    experts, lanes = tl.arange(0, EXPERTS), tl.arange(0, LANES)
-    logits = tl.load(logits_ptr + token * width + experts, mask=experts < num_experts, other=float("-inf"))
-    logits = logits.to(tl.float32)
-    most = tl.reduce(logits, 0, larger)
-    scores = _scores(logits, most, SCORES)
-    total = tl.sum(scores, axis=0)
-    preferences = logits if SCORES == "softmax_of_chosen" else scores
-    if BIAS:
-        if SCORES == "softmax":
-            scores = scores / total
-        bias = tl.load(bias_ptr + experts, mask=experts < num_experts, other=float("-inf"))
-        preferences = (logits if SCORES == "softmax_of_chosen" else scores) + bias
-    if GROUPS > 1:
-        preferences = _of_best_groups(preferences, experts, num_experts // GROUPS, GROUPS, TOP_GROUPS, TOP2)
-    ids = num_experts + lanes - TOP_K
-    chosen = tl.zeros([LANES], tl.float32)
-    for i in tl.static_range(TOP_K):
-        best = tl.max(preferences, axis=0)
-        # If a NaN makes all comparisons false, use the last expert: the row is lost, but must not fault.
-        expert = tl.min(tl.where(preferences == best, experts, num_experts - 1), axis=0)
-        ids = tl.where(lanes == i, expert, ids)
-        if BIAS or SCORES == "softmax_of_chosen":
-            best = tl.sum(tl.where(experts == expert, scores, 0.0), axis=0)
-        chosen = tl.where(lanes == i, best, chosen)
-        preferences = tl.where(experts == expert, float("-inf"), preferences)
-    if SCORES == "softmax_of_chosen":
-        chosen = chosen / tl.sum(chosen, axis=0)
-    if NORMALIZED:
-        chosen = chosen / (tl.sum(chosen, axis=0) + SUM_EPS)
-    elif SCORES == "softmax" and not BIAS:
-        chosen = chosen / total
-    if SCALE != 1.0:
-        chosen *= SCALE
-    if EXPERT_SCALES:
-        chosen *= tl.load(expert_scales_ptr + ids, mask=lanes < TOP_K, other=1.0)
-    if SHARED:
-        gate = 1.0
-        if SHARED_GATE:
-            gate = 1.0 / (1.0 + tl.exp(-tl.load(logits_ptr + token * width + num_experts).to(tl.float32)))
-        chosen = tl.where(lanes < TOP_K, chosen, gate)
-    at, live = token * (TOP_K + SHARED) + lanes, lanes < TOP_K + SHARED
-    tl.store(ids_ptr + at, ids, mask=live)
-    tl.store(weights_ptr + at, chosen, mask=live)
+    ids, weights = route_token(logits_ptr + token * width, choice_bias_ptr, expert_scales_ptr, ROUTING, 1)
+    store_choices(ids, weights, ids_ptr + token * ROUTING.choices, weights_ptr + token * ROUTING.choices, ROUTING)
 
 
 @jit
-def _scores(logits, most, SCORES: tl.constexpr):
+def route_token(
+    logits_ptr,  # [num_experts] of the token, then the logit of the shared experts' weight with `shared_gate`
+    bias_ptr,  # float32 [num_experts], with `bias`
+    expert_scales_ptr,  # float32 [num_experts], with `expert_scales`
+    ROUTING: tl.constexpr,
+    WARPS: tl.constexpr,  # of the program
+):
+    """The experts of a token and their fp32 weights, both [1, WARPS, lanes]; `route_torch` for one token.
+
+    Choice j is in lane j, and the first of equal experts wins. Each warp chooses for itself, with the experts spread
+    over its lanes, because an exchange between warps takes longer than the choice."""
+    NUM_EXPERTS: tl.constexpr = ROUTING.num_experts
+    TOP_K: tl.constexpr = ROUTING.top_k
+    experts = tl.arange(0, ROUTING.rounds)[:, None, None] * _IN_WARP + tl.arange(0, _IN_WARP)[None, None, :]
+    experts += tl.zeros((1, WARPS, 1), tl.int32)
+    lanes = tl.arange(0, ROUTING.lanes)[None, None, :] + tl.zeros((1, WARPS, 1), tl.int32)
+    real = experts < NUM_EXPERTS
+    logits = tl.load(logits_ptr + experts, mask=real, other=float("-inf")).to(tl.float32)
+    most = tl.reduce(tl.reduce(logits, 0, larger, keep_dims=True), 2, larger, keep_dims=True)
+    scores = _scores(logits, most, ROUTING)
+    total = tl.sum(tl.sum(scores, 0, keep_dims=True), 2, keep_dims=True)
+    preferences = logits if ROUTING.scores == "softmax_of_chosen" else scores
+    if ROUTING.bias:
+        if ROUTING.scores == "softmax":
+            preferences = scores / total
+        preferences += tl.load(bias_ptr + experts, mask=real, other=0.0)
+    keys = tl.where(real, _ordered((preferences + 0.0).to(tl.int32, bitcast=True)), _LEAST)  # without -0.0
+    if ROUTING.groups > 1:
+        keys = _of_best_groups(keys, experts, lanes, ROUTING)
+    ids = NUM_EXPERTS + lanes - TOP_K
+    for i in tl.static_range(TOP_K):
+        expert = _first_of_largest(keys, experts, NUM_EXPERTS - 1)
+        ids = tl.where(lanes == i, expert, ids)
+        keys = tl.where(experts == expert, _LEAST, keys)
+    is_routed = lanes < TOP_K
+    logits = tl.load(logits_ptr + ids, mask=is_routed, other=float("-inf")).to(tl.float32)
+    weights = _scores(logits, most, ROUTING)
+    if ROUTING.scores == "softmax" and (ROUTING.bias or not ROUTING.normalized):
+        weights = weights / total
+    if ROUTING.scores == "softmax_of_chosen":
+        weights = weights / tl.sum(weights, 2, keep_dims=True)
+    if ROUTING.normalized:
+        weights = weights / (tl.sum(weights, 2, keep_dims=True) + ROUTING.sum_eps)
+    if ROUTING.scale != 1.0:
+        weights *= ROUTING.scale
+    if ROUTING.expert_scales:
+        weights *= tl.load(expert_scales_ptr + ids, mask=is_routed, other=1.0)
+    if ROUTING.shared:
+        gate = 1.0
+        if ROUTING.shared_gate:
+            gate = 1.0 / (1.0 + tl.exp(-tl.load(logits_ptr + NUM_EXPERTS).to(tl.float32)))
+        weights = tl.where(is_routed, weights, gate)
+    return ids, weights
+
+
+@jit
+def expert_of_choice(ids, choice):
+    """The expert of one choice, from `route_token`."""
+    lanes = tl.arange(0, ids.shape[2])[None, None, :]
+    return tl.max(tl.max(tl.max(tl.where(lanes == choice, ids, 0), 2), 1), 0)
+
+
+@jit
+def store_choices(ids, weights, ids_ptr, weights_ptr, ROUTING: tl.constexpr):
+    """Store the choices of a token, from `route_token`."""
+    lanes = tl.arange(0, ROUTING.lanes)[None, None, :]
+    mask = (lanes < ROUTING.choices) & (tl.arange(0, ids.shape[1])[None, :, None] == 0)
+    tl.store(ids_ptr + lanes + tl.zeros_like(ids), ids, mask=mask)
+    tl.store(weights_ptr + lanes + tl.zeros_like(ids), weights, mask=mask)
+
+
+@jit
+def _scores(logits, most, ROUTING: tl.constexpr):
     """The scores of logits with this maximum, before a softmax's division. All are NaN if one logit is."""
-    if SCORES == "sigmoid":
+    if ROUTING.scores == "sigmoid":
         scores = tl.where(most == most, 1.0 / (1.0 + tl.exp(-logits)), most)
     else:
         scores = tl.exp(logits - most)
@@ -184,25 +243,42 @@ def _scores(logits, most, SCORES: tl.constexpr):
 
 
 @jit
-def _of_best_groups(
-    preferences, experts, size, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr
-):  # fmt: skip
-    """The preferences of the best groups of `size` experts, and -inf for the others; the first of equal groups wins."""
-    group_of = experts // size
-    values = tl.full(experts.shape, float("-inf"), tl.float32)  # of each expert's group
+def _ordered(bits):
+    """The bits of fp32 numbers as int32 in the same order, which warps compare in one instruction; and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@jit
+def _first_of_largest(keys, indices, last):
+    """The smallest index of the largest keys, at most `last`, for each warp."""
+    largest = tl.max(tl.max(keys, 0, keep_dims=True), 2, keep_dims=True)
+    first = tl.where(keys == largest, indices, last)
+    return tl.min(tl.min(first, 0, keep_dims=True), 2, keep_dims=True)
+
+
+@jit
+def _of_best_groups(keys, experts, lanes, ROUTING: tl.constexpr):
+    """The keys of the best groups, and _LEAST for the others; the first of equal groups wins."""
+    NUM_EXPERTS: tl.constexpr = ROUTING.num_experts
+    GROUPS: tl.constexpr = ROUTING.groups
+    TOP_GROUPS: tl.constexpr = ROUTING.top_groups
+    group_of = experts // (NUM_EXPERTS // GROUPS)
+    values = tl.full(lanes.shape, _LEAST, tl.int32)  # of groups
     for group in tl.static_range(GROUPS):
-        own = tl.where(group_of == group, preferences, float("-inf"))
-        value = tl.max(own, axis=0)
-        if TOP2:
-            first = tl.min(tl.where(own == value, experts, experts.shape[0]), axis=0)
-            value += tl.max(tl.where(experts == first, float("-inf"), own), axis=0)
-        values = tl.where(group_of == group, value, values)
-    kept = tl.full(experts.shape, float("-inf"), tl.float32)
+        own = tl.where(group_of == group, keys, _LEAST)
+        value = tl.max(tl.max(own, 0, keep_dims=True), 2, keep_dims=True)
+        if ROUTING.top2:
+            first = _first_of_largest(own, experts, NUM_EXPERTS - 1)
+            own = tl.where(experts == first, _LEAST, own)
+            second = tl.max(tl.max(own, 0, keep_dims=True), 2, keep_dims=True)
+            both = _ordered(value).to(tl.float32, bitcast=True) + _ordered(second).to(tl.float32, bitcast=True)
+            value = _ordered(both.to(tl.int32, bitcast=True))
+        values = tl.where(lanes == group, value, values)
+    kept = tl.full(experts.shape, _LEAST, tl.int32)
     for _ in tl.static_range(TOP_GROUPS):
-        best = tl.max(values, axis=0)
-        group = tl.min(tl.where(values == best, group_of, GROUPS - 1), axis=0)
-        kept = tl.where(group_of == group, preferences, kept)
-        values = tl.where(group_of == group, float("-inf"), values)
+        group = _first_of_largest(values, lanes, GROUPS - 1)
+        kept = tl.where(group_of == group, keys, kept)
+        values = tl.where(lanes == group, _LEAST, values)
     return kept
 
 

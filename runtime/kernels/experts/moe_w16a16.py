@@ -1,4 +1,4 @@
-"""Mixtures of experts with 16-bit or 32-bit activations and dense weights, in six launches."""
+"""Mixtures of experts with 16-bit or 32-bit activations and dense weights: six launches, or three for few choices."""
 
 from __future__ import annotations
 
@@ -6,15 +6,24 @@ from collections.abc import Iterable
 
 import torch
 
-from runtime.kernels.experts.moe_routing import RoutedExperts, Tile, choices_of_tile, stacked, worst_case_tiles
+from runtime.kernels.experts.moe_few_w16a16 import add_few_choices
+from runtime.kernels.experts.moe_routing import (
+    MOST_SINGLE,
+    RoutedExperts,
+    Tile,
+    choices_of_tile,
+    stacked,
+    worst_case_tiles,
+)
 from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.norm.gated_activation import Activation, gated_by
+from runtime.kernels.norm.rms_norm import rms_norm_triton
 from runtime.kernels.triton_language import jit, next_power_of_2, tl, use_pdl
 from runtime.spec.decoder_spec import ExpertsSpec
 
 
 class GroupedExperts(RoutedExperts):
-    """`Experts` in six launches, for any number of experts and tokens."""
+    """`Experts` for any number of experts and tokens."""
 
     def __init__(
         self,
@@ -31,6 +40,9 @@ class GroupedExperts(RoutedExperts):
         self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
     ) -> None:
         """`ExpertLayer.add_to`."""
+        if self._is_few(len(residual)):
+            self._add_few(residual, norm_weight, eps, residual if out is None else out)
+            return
         x = self.router.logits.norm(residual, norm_weight, eps)
         num_choices, hidden = len(x) * self.spec.choices, x.shape[1]
         ids, weights = self._route(self.router.logits_of(residual, x, eps))
@@ -42,6 +54,28 @@ class GroupedExperts(RoutedExperts):
         self._product(x, self.gate_up, of_gate_up, inner, starts, order, tile, self.activation)
         self._product(inner, self.down, of_down, results, starts, order, tile, None)
         self._combine(results, weights, residual if out is None else out)
+
+    def _is_few(self, num_tokens: int) -> bool:
+        """True if each choice gets its own programs. Choices that share an expert would read its weights twice."""
+        num_choices = num_tokens * self.spec.choices
+        return not self.deterministic and num_choices <= min(
+            MOST_SINGLE, max(self.spec.all_experts // 2, self.spec.choices)
+        )
+
+    def _add_few(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        """`add_to` in three launches for one token, and in four for a few."""
+        router = self.router
+        if router.logits.norm is rms_norm_triton:
+            x, norm, logits = residual, norm_weight, router.normed_logits(residual, norm_weight, eps)
+        else:
+            x, norm = router.logits.norm(residual, norm_weight, eps), None
+            logits = router.logits_of(residual, x, eps)
+        ids, weights = self._empty_choices(logits)
+        add_few_choices(
+            x, norm, eps, logits, self._of_experts(logits), self.routing, self.gate_up, self.down, self.biases,
+            self.activation, ids, weights, out,
+        )  # fmt: skip
+        router.chose(ids)
 
     def _product(
         self,

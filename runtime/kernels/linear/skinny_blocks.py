@@ -8,11 +8,68 @@ from runtime.kernels.triton_language import jit, tl
 
 @jit
 def weight_rows_of_block(block, N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The weight rows [BLOCK_N] of a block; with an activation, rows of gate and of up alternate."""
-    rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    """The weight rows [BLOCK_N] of a block."""
+    return weight_rows(block * BLOCK_N + tl.arange(0, BLOCK_N), N, ACTIVATION)
+
+
+@jit
+def weight_rows(rows, N, ACTIVATION: tl.constexpr):
+    """The rows as a product takes them: with an activation, rows of gate and of up alternate."""
     if ACTIVATION is not None:
         rows = rows // 2 + rows % 2 * (N // 2)
     return rows
+
+
+@jit
+def request_weights(weights, cols, start, K: tl.constexpr):
+    """Weights from column `start`, zero from column K, which are read once."""
+    return tl.load(weights + start, mask=cols < K - start, other=0.0, eviction_policy="evict_first")
+
+
+@jit
+def sums_of_eights(product):
+    """[rows, columns] to [rows, columns // 8]: sums of 8 neighbouring columns.
+
+    A thread holds 8 columns of a 16-bit weight, 16 bytes. It sums them at once and keeps an eighth of the registers."""
+    return tl.sum(tl.reshape(product, (product.shape[0], product.shape[1] // 8, 8)), 2)
+
+
+@jit
+def vector_product(
+    w,  # [BLOCK_N, BLOCK_K]: the first weights, requested before
+    next_w,  # the second step's weights, used with AHEAD 2
+    weights,  # where the first weights are
+    xs,  # [1, BLOCK_K]: where the first columns of x are
+    norm_ptr,  # [K], read with NORM
+    cols,  # [1, BLOCK_K], from 0
+    eps,
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,  # steps from a load of the weight to its use, 1 or 2
+):
+    """Weight rows [BLOCK_N, K] times one row of x on the FMA units, fp32 [BLOCK_N]; with NORM, times its RMS norm."""
+    acc = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
+    squares = tl.zeros((1, BLOCK_K // 8), tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):
+        x = tl.load(xs + start, mask=cols < K - start, other=0.0).to(tl.float32)
+        if NORM:
+            squares += sums_of_eights(x * x)
+            x *= tl.load(norm_ptr + start + cols, mask=cols < K - start, other=0.0).to(tl.float32)
+        product = w.to(tl.float32) * x
+        ahead = start + AHEAD * BLOCK_K
+        if AHEAD == 2:
+            w = next_w
+        if ahead < K:
+            next_w = request_weights(weights, cols, ahead, K)
+        if AHEAD == 1:
+            w = next_w
+        acc += sums_of_eights(product)
+    y = tl.sum(acc, 1)
+    if NORM:
+        y *= tl.rsqrt(tl.sum(squares) / K + eps)
+    return y
 
 
 @jit

@@ -15,7 +15,13 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels.linear.lora import RowAdapters, add_adapters_torch
-from runtime.kernels.linear.skinny_blocks import add_chunks, store_block, weight_rows_of_block
+from runtime.kernels.linear.skinny_blocks import (
+    add_chunks,
+    request_weights,
+    store_block,
+    vector_product,
+    weight_rows_of_block,
+)
 from runtime.kernels.linear.skinny_gemm_configs import SKINNY_GEMM_CONFIGS, SkinnyGemmConfig
 from runtime.kernels.linear.small_results import await_results, make_result
 from runtime.kernels.linear.sum_order import sum_order
@@ -100,10 +106,10 @@ def _vector_kernel(
     rows = weight_rows_of_block(block, N, ACTIVATION, BLOCK_N)
     cols = tl.arange(0, BLOCK_K)[None, :]
     weights = weight_ptr + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K + cols
-    w = tl.load(weights, mask=cols < K, other=0.0, eviction_policy="evict_first")
+    w = request_weights(weights, cols, 0, K)
     next_w = w
     if AHEAD == 2 and BLOCK_K < K:
-        next_w = tl.load(weights + BLOCK_K, mask=cols < K - BLOCK_K, other=0.0, eviction_policy="evict_first")
+        next_w = request_weights(weights, cols, BLOCK_K, K)
     if RANK:  # independent of x
         ranks = tl.arange(0, RANK)[None, :]
         part = (rows >= end_0).to(tl.int32) + (rows >= end_1).to(tl.int32)
@@ -113,26 +119,7 @@ def _vector_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     xs = x_ptr + token * x_stride + cols
-    # A thread holds 8 neighbouring columns, 16 bytes. It sums them at once and keeps an eighth of the registers.
-    acc = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
-    squares = tl.zeros((1, BLOCK_K // 8), tl.float32)
-    for start in tl.static_range(0, K, BLOCK_K):
-        x = tl.load(xs + start, mask=cols < K - start, other=0.0).to(tl.float32)
-        if NORM:
-            squares += tl.sum(tl.reshape(x * x, (1, BLOCK_K // 8, 8)), 2)
-            x *= tl.load(norm_ptr + start + cols, mask=cols < K - start, other=0.0).to(tl.float32)
-        product = w.to(tl.float32) * x
-        ahead = start + AHEAD * BLOCK_K
-        if AHEAD == 2:
-            w = next_w
-        if ahead < K:
-            next_w = tl.load(weights + ahead, mask=cols < K - ahead, other=0.0, eviction_policy="evict_first")
-        if AHEAD == 1:
-            w = next_w
-        acc += tl.sum(tl.reshape(product, (BLOCK_N, BLOCK_K // 8, 8)), 2)
-    y = tl.sum(acc, 1)
-    if NORM:
-        y *= tl.rsqrt(tl.sum(squares) / K + eps)
+    y = vector_product(w, next_w, weights, xs, norm_ptr, cols, eps, K, NORM, BLOCK_N, BLOCK_K, AHEAD)
     if RANK:
         y += tl.sum(b.to(tl.float32) * await_results(results + part[:, None] * RANK + ranks, has), 1)
     store_block(

@@ -40,6 +40,7 @@ from runtime.kernels.collectives.all_reduce import all_reduce_triton  # noqa: E4
 from runtime.kernels.collectives.inboxes import NUM_PROGRAMS, STATE_WORDS, Inboxes  # noqa: E402
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts, has_fp8_moe  # noqa: E402
 from runtime.kernels.experts.moe_torch import ExpertBiases, Router  # noqa: E402
+from runtime.kernels.experts.moe_w16a16 import GroupedExperts  # noqa: E402
 from runtime.kernels.experts.moe_wna16 import QuantizedExperts  # noqa: E402
 from runtime.kernels.linear import tiles  # noqa: E402
 from runtime.kernels.linear.fused_linear import FusedLinear  # noqa: E402
@@ -236,6 +237,18 @@ def mixtures() -> Iterator[tuple[str, Callable[[], Any]]]:
         mixture.biases = ExpertBiases(inputs(own.num_experts, 2 * ffn), inputs(own.num_experts, hidden))
         name = f"{form} mixture with biases, {own.num_experts} experts, torch.bfloat16, {rows} rows"
         yield name, partial(mixture.add_to, inputs(rows, hidden), inputs(1, hidden)[0], 1e-5)
+    yield from dense_mixtures()
+
+
+def dense_mixtures() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Few choices of GLM-4.7-Flash, with biases and without."""
+    spec, hidden, ffn = ExpertsSpec(64, 4, True, shared=1, scores="sigmoid", choice_bias=True), 2048, 1536
+    router = Router(FusedLinear(inputs(64, hidden), None, "silu", False), torch.empty(64, device=META), is_wide=True)
+    mixture = GroupedExperts(spec, router, [(inputs(2 * ffn, hidden), inputs(hidden, ffn))] * 65, "silu", False)
+    for biases in (ExpertBiases(), ExpertBiases(inputs(65, 2 * ffn), inputs(65, hidden))):
+        mixture.biases = biases
+        name = f"dense mixture{' with biases' * (biases.down is not None)} torch.bfloat16, few choices"
+        yield name, partial(mixture.add_to, inputs(1, hidden), inputs(1, hidden)[0], 1e-5)
 
 
 def adapters() -> Iterator[tuple[str, Callable[[], Any]]]:

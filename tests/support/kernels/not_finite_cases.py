@@ -94,20 +94,22 @@ def check_one_row_product(x: torch.Tensor, value: float) -> None:
 
 def check_mixture(x: torch.Tensor, value: float, kind: str) -> None:
     """A row through routing, the rounding between both products, and the sum of the experts' results."""
-    size, router = x.shape[1], torch.randn(4, x.shape[1], device=x.device).to(x.dtype)
-    num_experts = 2 if kind == "fp8" else 4
-    route = Router(Linear(lambda x: (x @ router[:num_experts].T).contiguous(), rms_norm_triton, torch.abs))
-    for normalized in (True,) if kind == "fp8" else (False, True):  # the interpreter takes seconds for codes
-        spec = ExpertsSpec(2, 1, True) if kind == "fp8" else ExpertsSpec(4, 2, normalized)
+    num_experts = 2 if kind == "fp8" else 12
+    size, router = x.shape[1], torch.randn(num_experts, x.shape[1], device=x.device).to(x.dtype)
+    route = Router(Linear(lambda x: (x @ router.T).contiguous(), rms_norm_triton, torch.abs))
+    # The interpreter takes seconds for codes. Without deterministic mode, a choice has its own programs.
+    forms = ((True, True),) if kind == "fp8" else itertools.product((False, True), (False, True))
+    for normalized, deterministic in forms:
+        spec = ExpertsSpec(num_experts, 1 if kind == "fp8" else 2, normalized)
         if kind == "fp8":
             pair = tuple(
                 quantized_weight("fp8", _codes(x, n, size), torch.full((n, 1), 2.0**-9, device=x.device))
                 for n in (2 * size, size)
             )
-            mixture = Fp8Experts(spec, route, [pair] * 2, "silu", True)
+            mixture = Fp8Experts(spec, route, [pair] * num_experts, "silu", True)
         else:
             pair = tuple(torch.randn(n, size, device=x.device).to(x.dtype) / 16 for n in (2 * size, size))
-            mixture = GroupedExperts(spec, route, [pair] * 4, "silu", True)
+            mixture = GroupedExperts(spec, route, [pair] * num_experts, "silu", deterministic)
 
         def layer(x: torch.Tensor, mixture: GroupedExperts = mixture) -> torch.Tensor:
             out = torch.zeros_like(x)
