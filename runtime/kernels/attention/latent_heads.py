@@ -10,8 +10,8 @@ import torch
 
 from runtime.kernels.triton_language import jit, next_power_of_2, tl, use_pdl
 
-_MANY = 64  # tokens from which tiles are large
-_WHOLE_ROWS = 512  # of a matrix that fit into a program's registers
+MANY = 64  # tokens from which tiles are large
+WHOLE_ROWS = 512  # of a matrix that fit into a program's registers
 
 
 @jit(do_not_specialize=["num_tokens"])
@@ -34,9 +34,25 @@ def _head_product_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    head = tl.program_id(2).to(tl.int64)
-    tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    multiply_head(
+        x_ptr, weight_ptr, out_ptr, tl.program_id(0), tl.program_id(1), tl.program_id(2), num_tokens, x_stride,
+        x_head_stride, weight_stride, out_stride, out_head_stride, K, N, K_STRIDE, N_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K,
+        PDL,
+    )  # fmt: skip
+
+
+@jit
+def multiply_head(
+    x_ptr, weight_ptr, out_ptr,  # of `_head_product_kernel`, as all arguments but the next three
+    token_tile, col_tile, head,
+    num_tokens, x_stride, x_head_stride, weight_stride, out_stride, out_head_stride,
+    K: tl.constexpr, N: tl.constexpr, K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program's tile of tokens and columns of one head. It waits for the launch before."""
+    head = head.to(tl.int64)
+    tokens = token_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
     weights = weight_ptr + head * weight_stride + ks[:, None] * K_STRIDE + cols[None, :] * N_STRIDE
     xs = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + head * x_head_stride + ks[None, :]
@@ -73,7 +89,7 @@ def head_product_triton(
         out = torch.empty((num_tokens, num_heads, size_out), dtype=x.dtype, device=x.device)
     if not num_tokens:
         return out
-    block_m, block_n, block_k, warps, stages = _tile(num_tokens, size_in, x.dtype, deterministic)
+    block_m, block_n, block_k, warps, stages = product_tile(num_tokens, size_in, x.dtype, deterministic)
     pdl = use_pdl(x)
     _head_product_kernel[(-(-num_tokens // block_m), -(-size_out // block_n), num_heads)](
         x, weight, out, num_tokens, x.stride(0), x.stride(1), weight.stride(0), out.stride(0), out.stride(1),
@@ -84,10 +100,12 @@ def head_product_triton(
     return out
 
 
-def _tile(num_tokens: int, size_in: int, dtype: torch.dtype, deterministic: bool) -> tuple[int, int, int, int, int]:
+def product_tile(
+    num_tokens: int, size_in: int, dtype: torch.dtype, deterministic: bool
+) -> tuple[int, int, int, int, int]:
     """(tokens, columns and rows of a matrix that a program multiplies at a time, warps, pipeline stages)."""
     if dtype == torch.float32:
         return 16, 32, 32, 4, 2
-    if deterministic or num_tokens < _MANY:
-        return 16, 64 if size_in <= 256 else 32, min(max(16, next_power_of_2(size_in)), _WHOLE_ROWS), 4, 3
-    return 128 if num_tokens >= 2 * _MANY else 64, 128, 64, 8, 3
+    if deterministic or num_tokens < MANY:
+        return 16, 64 if size_in <= 256 else 32, min(max(16, next_power_of_2(size_in)), WHOLE_ROWS), 4, 3
+    return 128 if num_tokens >= 2 * MANY else 64, 128, 64, 8, 3
