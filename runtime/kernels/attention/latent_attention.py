@@ -42,6 +42,7 @@ _FIXED_SEGMENT = 512  # positions, deterministic mode
 MAX_SPLITS = 64  # segments of a row, default mode
 LEAST_SEGMENT = 32  # positions, default mode; of a tile at least
 SHORT_RESULTS = True  # segments' results have the type of q in default mode, else fp32
+PREFETCHED = 64  # positions that a program brings into the L2 cache before the launch before it ends
 _MAX_PARTIAL = 1 << 25  # numbers of segments' results in deterministic mode; with more, segments are not split
 _LOWEST = -1e30  # below all scores, yet finite
 
@@ -74,7 +75,7 @@ def _latent_attention_kernel(
     SEGMENT: tl.constexpr,  # positions of a segment with FIXED, else at least that many
     FIXED: tl.constexpr,  # segments lie at multiples of SEGMENT
     SPLIT: tl.constexpr,  # segments are merged by another kernel
-    EAGER: tl.constexpr,  # the first tile of a segment is requested before the wait: with prefix_ready, without FIXED
+    PREFETCH: tl.constexpr,  # positions of a segment that are brought into the L2 cache before the wait
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
@@ -96,14 +97,9 @@ def _latent_attention_kernel(
     segment_len, segments = segments_of(length, num_splits, SEGMENT, FIXED, BLOCK_N)
     begin = split * segment_len
     stop = tl.minimum(begin + segment_len, length)
-    if EAGER:  # all but what this step's tokens put there
-        positions = begin + tl.arange(0, BLOCK_N)
-        vectors = vectors_at(kv_ptr, table_ptr, positions, positions < stop, BLOCK_SIZE, RANK + ROPE)
-        old = positions < tl.minimum(start, stop)
-        latents, keys = load_vectors(vectors, old, RANK, ROPE, BLOCK_RANK, BLOCK_ROPE)
-    # The launch before this one (the store) waited before it let this one start. Rows, tables and, with prefix_ready,
-    # all vectors before the rows were complete by then.
-    if PDL:
+    if PDL:  # rows and tables are older than the launch before this one
+        if PREFETCH > 0:
+            _prefetch(kv_ptr, table_ptr, begin, stop, BLOCK_SIZE, RANK + ROPE, PREFETCH)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if (count <= 0) | (split >= segments):
@@ -140,14 +136,6 @@ def _latent_attention_kernel(
             else:
                 m, total, acc = merge(m, total, acc, segment_m, segment_total, segment_acc)
     else:  # one segment a program
-        if EAGER:
-            new = (positions >= start) & (positions < stop)
-            new_latents, new_keys = load_vectors(vectors, new, RANK, ROPE, BLOCK_RANK, BLOCK_ROPE)
-            latents, keys = tl.where(new[:, None], new_latents, latents), tl.where(new[:, None], new_keys, keys)
-            m, total, acc = attend_tile_of_latents(
-                q, q_rope, latents, keys, positions, q_positions, m, total, acc, scale_log2
-            )
-            begin += BLOCK_N
         m, total, acc = attend_latents(
             q, q_rope, q_positions, kv_ptr, table_ptr, begin, stop, m, total, acc, scale_log2,
             BLOCK_SIZE, RANK, ROPE, BLOCK_N, BLOCK_RANK, BLOCK_ROPE,
@@ -168,42 +156,35 @@ def attend_latents(
     BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr,
 ):  # fmt: skip
     """Absorbs positions begin..stop, begin at a multiple of BLOCK_N, into a running softmax."""
+    dims, rope_dims = tl.arange(0, BLOCK_RANK)[None, :], tl.arange(0, BLOCK_ROPE)[None, :]
     for at in range(begin, stop, BLOCK_N):
         positions = at + tl.arange(0, BLOCK_N)
-        vectors = vectors_at(kv_ptr, table_ptr, positions, positions < stop, BLOCK_SIZE, RANK + ROPE)
-        latents, keys = load_vectors(vectors, positions < stop, RANK, ROPE, BLOCK_RANK, BLOCK_ROPE)
-        m, total, acc = attend_tile_of_latents(
-            q, q_rope, latents, keys, positions, q_positions, m, total, acc, scale_log2
+        inside = positions < stop
+        vectors = kv_ptr + (find_places(table_ptr, positions, inside, BLOCK_SIZE) * (RANK + ROPE))[:, None]
+        # Zeros where not inside: what lies beyond a row may be anything, and zero times NaN is NaN.
+        latents = tl.load(vectors + dims, mask=inside[:, None] & (dims < RANK), other=0.0)
+        keys = tl.load(vectors + RANK + rope_dims, mask=inside[:, None] & (rope_dims < ROPE), other=0.0)
+        scores = tl.dot(q_rope, tl.trans(keys), input_precision="ieee")
+        scores = tl.dot(q, tl.trans(latents), scores, input_precision="ieee")
+        m, total, weights, fade = softmax_step(
+            scores, None, None, positions, q_positions, m, total, scale_log2, True, 0, 0.0, "none"
         )
+        acc = tl.dot(weights.to(latents.dtype), latents, acc * fade[:, None], input_precision="ieee")
     return m, total, acc
 
 
 @jit
-def vectors_at(kv_ptr, table_ptr, positions, inside, BLOCK_SIZE: tl.constexpr, STORED: tl.constexpr):
-    """Where the vectors of a row's positions are, [N, 1] pointers."""
-    return kv_ptr + (find_places(table_ptr, positions, inside, BLOCK_SIZE) * STORED)[:, None]
-
-
-@jit
-def load_vectors(
-    vectors, inside, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr
-):
-    """Latents and rotary keys. Zeros where not inside: what lies there may be anything, and zero times NaN is NaN."""
-    dims, rope_dims = tl.arange(0, BLOCK_RANK)[None, :], tl.arange(0, BLOCK_ROPE)[None, :]
-    latents = tl.load(vectors + dims, mask=inside[:, None] & (dims < RANK), other=0.0)
-    return latents, tl.load(vectors + RANK + rope_dims, mask=inside[:, None] & (rope_dims < ROPE), other=0.0)
-
-
-@jit
-def attend_tile_of_latents(q, q_rope, latents, keys, positions, q_positions, m, total, acc, scale_log2):
-    """Add one tile of vectors to the running softmax."""
-    scores = tl.dot(q_rope, tl.trans(keys), input_precision="ieee")
-    scores = tl.dot(q, tl.trans(latents), scores, input_precision="ieee")
-    m, total, weights, fade = softmax_step(
-        scores, None, None, positions, q_positions, m, total, scale_log2, True, 0, 0.0, "none"
-    )
-    acc = tl.dot(weights.to(latents.dtype), latents, acc * fade[:, None], input_precision="ieee")
-    return m, total, acc
+def _prefetch(kv_ptr, table_ptr, begin, stop, BLOCK_SIZE: tl.constexpr, STORED: tl.constexpr, POSITIONS: tl.constexpr):
+    """Bring a segment's first vectors into the L2 cache. It is coherent, so vectors of this step may be among them."""
+    positions = begin + tl.arange(0, POSITIONS)
+    places = find_places(table_ptr, positions, positions < stop, BLOCK_SIZE)
+    SIZE: tl.constexpr = STORED * kv_ptr.dtype.element_ty.primitive_bitwidth // 8
+    lines = tl.minimum(tl.arange(0, 16) * 128, SIZE - 1)
+    for first in tl.static_range(0, SIZE, 16 * 128):
+        addresses = kv_ptr.to(tl.int64, bitcast=True) + (places * SIZE)[:, None] + tl.minimum(first + lines, SIZE - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @jit
@@ -280,7 +261,7 @@ def attend_segments(
         q, rope, kv, out, rows.slots, rows.starts, rows.q_starts, rows.tables, acc, sums, rope.stride(0),
         rows.tables.stride(0), rows.num_rows, num_segments, scale * LOG2_E, BLOCK_SIZE=block_size,
         HEAD_DIM=rope.stride(1), ROPE=rope_dim, SPLIT=splits > 1,
-        EAGER=splits > 1 and not deterministic and rows.prefix_ready and num_tiles == rows.num_rows,
+        PREFETCH=PREFETCHED if splits > 1 else 0,
         BLOCK_ROPE=max(_TILE_ROWS, next_power_of_2(rope_dim)), **constants, PDL=pdl,
         num_warps=warps, num_stages=stages, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -119,9 +119,7 @@ def _merge_values_kernel(
 
 
 @jit
-def tiles_of(
-    q_starts_ptr, starts_ptr, tiles, num_rows, num_tiles, TILE_TOKENS: tl.constexpr, NUM_ROWS: tl.constexpr
-):
+def tiles_of(q_starts_ptr, starts_ptr, tiles, num_rows, num_tiles, TILE_TOKENS: tl.constexpr, NUM_ROWS: tl.constexpr):
     """(first tokens in q, numbers of tokens, positions that the last token sees) of tiles, as `find_row` places them;
     no tokens behind the last tile."""
     is_tile = tiles < num_tiles
@@ -169,10 +167,7 @@ def merge_values_triton(segments: Segments, values: torch.Tensor, out: torch.Ten
 def value_tile(values: torch.Tensor, num_programs: int) -> tuple[int, int]:
     """(columns, warps) of a program: with one token, each multiprocessor has one program where tiles suffice."""
     num_heads, _, size = values.shape
-    for block_cols, warps in ((32, 4), (64, 8)):
-        if num_heads * -(-size // block_cols) <= num_programs:
-            break
-    return block_cols, warps
+    return (32, 4) if num_heads * -(-size // 32) <= num_programs else (64, 8)
 
 
 def _launch(segments: Segments, values: torch.Tensor | None, out: torch.Tensor, block_cols: int, warps: int) -> None:
@@ -180,14 +175,13 @@ def _launch(segments: Segments, values: torch.Tensor | None, out: torch.Tensor, 
     num_heads, pdl = out.shape[1], use_pdl(out)
     room = next_power_of_2(min(constants["TILE_TOKENS"], rows.max_count))
     tokens = min(_PRODUCT_ROWS, next_power_of_2(num_tiles * room))
+    head_stride, k_stride, n_stride = (0, 0, 0) if values is None else values.stride()
     if values is None:
-        tokens, strides = 1, (0, 0, 0)
-    else:
-        strides = values.stride()
+        tokens = 1
     _merge_values_kernel[(-(-out.shape[2] // block_cols), -(-num_tiles * room // tokens), num_heads)](
-        out, values, rows.starts, rows.q_starts, segments.acc, segments.sums, strides[0], rows.num_rows, num_tiles,
+        out, values, rows.starts, rows.q_starts, segments.acc, segments.sums, head_stride, rows.num_rows, num_tiles,
         segments.splits, segments.num_segments,
-        N=out.shape[2], K_STRIDE=strides[1], N_STRIDE=strides[2], **constants, TOKENS=tokens, ROOM=room,
+        N=out.shape[2], K_STRIDE=k_stride, N_STRIDE=n_stride, **constants, TOKENS=tokens, ROOM=room,
         PRODUCT_ROWS=_PRODUCT_ROWS, BLOCK_COLS=next_power_of_2(block_cols),
         MERGE=max(1, _MERGED // (tokens * constants["BLOCK_RANK"])), PDL=pdl, num_warps=warps,
         **({"launch_pdl": True} if pdl else {}),
