@@ -160,14 +160,14 @@ def can_fuse(num_tokens: int, values: torch.Tensor, deterministic: bool) -> bool
 
 def merge_values_triton(segments: Segments, values: torch.Tensor, out: torch.Tensor) -> None:
     """Write the merged latents times each head's matrix [rank, N] to `out` [num_tokens, num_heads, N], contiguous."""
-    block_cols, warps = value_tile(values, num_sms(out.device))
-    _launch(segments, values, out, block_cols, warps)
+    _launch(segments, values, out, *value_tile(values, len(out), num_sms(out.device)))
 
 
-def value_tile(values: torch.Tensor, num_programs: int) -> tuple[int, int]:
-    """(columns, warps) of a program: with one token, each multiprocessor has one program where tiles suffice."""
-    num_heads, _, size = values.shape
-    return (32, 4) if num_heads * -(-size // 32) <= num_programs else (64, 8)
+def value_tile(values: torch.Tensor, num_tokens: int, sms: int) -> tuple[int, int]:
+    """(columns, warps) of a program. With one token, each multiprocessor has one program where tiles suffice."""
+    if values.shape[0] * -(-values.shape[2] // 32) > sms:
+        return 64, 8
+    return 32, 4 if num_tokens <= 4 else 8  # registers for the results of more tokens
 
 
 def _launch(segments: Segments, values: torch.Tensor | None, out: torch.Tensor, block_cols: int, warps: int) -> None:
