@@ -115,8 +115,7 @@ SPANS = [
 
 
 @pytest.mark.parametrize("spans", SPANS)
-@pytest.mark.parametrize("sizes", [LatentSizes(2, 40, 16), LatentSizes(20, 48, 8)])
-@pytest.mark.parametrize("value_dim", [9, 70])
+@pytest.mark.parametrize(("sizes", "value_dim"), [(LatentSizes(2, 80, 16), 9), (LatentSizes(20, 48, 8), 70)])
 def test_merged_segments_are_multiplied(spans, sizes, value_dim, monkeypatch):
     """The same numbers with many segments, few of them and one."""
     _, q, kv, rows = latent_case(spans, sizes, dtype=torch.float16)
@@ -141,6 +140,20 @@ def test_merged_segments_are_multiplied(spans, sizes, value_dim, monkeypatch):
             has_segments = rows.max_len > (512 if deterministic else 32)
             if num_sms != 4:
                 assert (fused.call_count > calls) == (num_sms == 64 and has_segments)
+
+
+def test_deterministic_values_do_not_depend_on_the_launches(monkeypatch):
+    """One launch merges segments and multiplies, or two launches do the same."""
+    sizes = LatentSizes(20, 48, 8)
+    _, q, kv, rows = latent_case([(1200, 1)], sizes, dtype=torch.float16)
+    q, generator = q.nan_to_num(0.5), torch.Generator().manual_seed(2)
+    up = LatentUp((torch.randn(20, 12 + 70, 48, generator=generator) / 6).half(), 12)
+    found = []
+    for num_sms in (64, 2, 1):
+        monkeypatch.setattr(latent_attention, "num_sms", lambda _, count=num_sms: count)
+        found.append(latent_attention_triton(q, kv, PagedBatch(1, [rows]), up, scale=0.2, deterministic=True))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 def test_parts_with_and_without_segments(monkeypatch):

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 
 from runtime.kernels.attention.decode_attention import merge, num_sms
-from runtime.kernels.attention.latent_heads import MANY, WHOLE_ROWS
+from runtime.kernels.attention.latent_heads import FEW, LEAST_WHOLE, MANY, WHOLE_ROWS, load_columns, multiply_columns
 from runtime.kernels.attention.paged_attention import PagedRows
-from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
+from runtime.kernels.triton_language import ROW_ARRAYS, constexpr, jit, next_power_of_2, tl, use_pdl
 
-_PRODUCT_ROWS = 16  # of the smallest matrix instruction
-_MERGED = 4096  # numbers of partial results that a program loads at a time
+_FEW = constexpr(FEW)
+_MERGED = 16384  # numbers of partial results that a program loads at a time
 
 
 class Segments(NamedTuple):
@@ -61,7 +61,6 @@ def _merge_values_kernel(
     BLOCK_RANK: tl.constexpr,
     TOKENS: tl.constexpr,  # of a program: a power of two
     ROOM: tl.constexpr,  # for the tokens of a tile: a power of two
-    PRODUCT_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     MERGE: tl.constexpr,  # segments loaded at a time
     LOWEST: tl.constexpr,
@@ -71,11 +70,9 @@ def _merge_values_kernel(
     dims, cols = tl.arange(0, BLOCK_RANK), tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     is_dim, is_col = dims < RANK, cols < N
     if weight_ptr is not None:  # before the wait: no kernel of a step writes weights
-        weights = weight_ptr + head.to(tl.int64) * weight_stride
-        weight = tl.load(
-            weights + dims[:, None] * K_STRIDE + cols[None, :] * N_STRIDE, mask=is_dim[:, None] & is_col[None, :],
-            other=0.0,
-        )  # fmt: skip
+        weight = load_columns(
+            weight_ptr + head.to(tl.int64) * weight_stride, cols, RANK, N, K_STRIDE, N_STRIDE, BLOCK_RANK
+        )
     slots = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     tiles, tokens = slots // ROOM, slots % ROOM
     q_starts, counts, lengths = tiles_of(q_starts_ptr, starts_ptr, tiles, num_rows, num_tiles, TILE_TOKENS, NUM_ROWS)
@@ -108,12 +105,12 @@ def _merge_values_kernel(
         at = out_ptr + ((q_tokens * NUM_HEADS + head) * RANK)[:, None] + dims[None, :]
         tl.store(at, merged, mask=used[:, None] & is_dim[None, :])
     else:
-        REPEATS: tl.constexpr = PRODUCT_ROWS // TOKENS  # rows of the product with one token
+        REPEATS: tl.constexpr = _FEW // TOKENS  # rows of the product with one token
         wide = tl.broadcast_to(merged[:, None, :], [TOKENS, REPEATS, BLOCK_RANK])
-        values = tl.dot(tl.reshape(wide, [PRODUCT_ROWS, BLOCK_RANK]), weight, input_precision="ieee")
+        values = multiply_columns(tl.reshape(wide, [_FEW, BLOCK_RANK]), weight)
         used = (used[:, None]) & (tl.arange(0, REPEATS)[None, :] == 0)
         at = tl.broadcast_to(((q_tokens * NUM_HEADS + head) * N)[:, None], [TOKENS, REPEATS])
-        at, used = tl.reshape(at, [PRODUCT_ROWS]), tl.reshape(used, [PRODUCT_ROWS])
+        at, used = tl.reshape(at, [_FEW]), tl.reshape(used, [_FEW])
         at = out_ptr + at[:, None] + cols[None, :]
         tl.store(at, values.to(out_ptr.dtype.element_ty), mask=used[:, None] & is_col[None, :])
 
@@ -172,17 +169,18 @@ def value_tile(values: torch.Tensor, num_tokens: int, sms: int) -> tuple[int, in
 
 def _launch(segments: Segments, values: torch.Tensor | None, out: torch.Tensor, block_cols: int, warps: int) -> None:
     rows, num_tiles, constants = segments.rows, segments.num_tiles, segments.constants
+    block_rank = max(constants["BLOCK_RANK"], LEAST_WHOLE)
     num_heads, pdl = out.shape[1], use_pdl(out)
     room = next_power_of_2(min(constants["TILE_TOKENS"], rows.max_count))
-    tokens = min(_PRODUCT_ROWS, next_power_of_2(num_tiles * room))
+    tokens = min(FEW, next_power_of_2(num_tiles * room))
     head_stride, k_stride, n_stride = (0, 0, 0) if values is None else values.stride()
     if values is None:
         tokens = 1
     _merge_values_kernel[(-(-out.shape[2] // block_cols), -(-num_tiles * room // tokens), num_heads)](
         out, values, rows.starts, rows.q_starts, segments.acc, segments.sums, head_stride, rows.num_rows, num_tiles,
         segments.splits, segments.num_segments,
-        N=out.shape[2], K_STRIDE=k_stride, N_STRIDE=n_stride, **constants, TOKENS=tokens, ROOM=room,
-        PRODUCT_ROWS=_PRODUCT_ROWS, BLOCK_COLS=next_power_of_2(block_cols),
-        MERGE=max(1, _MERGED // (tokens * constants["BLOCK_RANK"])), PDL=pdl, num_warps=warps,
+        N=out.shape[2], K_STRIDE=k_stride, N_STRIDE=n_stride, **(constants | {"BLOCK_RANK": block_rank}), TOKENS=tokens,
+        ROOM=room, BLOCK_COLS=next_power_of_2(block_cols),
+        MERGE=max(1, min(16, _MERGED // (tokens * block_rank))), PDL=pdl, num_warps=warps,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
