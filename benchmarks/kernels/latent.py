@@ -9,9 +9,12 @@ A cell is ROWSxPOSITIONS, or ROWSxPOSITIONSxTOKENS for rows of several new token
 products of heads and attention. A CUDA graph has several layers, so that the cache holds neither weights nor latents.
 The floor is the time to read W_UK, W_UV and the latents once at the measured memory speed. One JSON line a measurement.
 
-A variant changes constants of the kernels: `splits` (MAX_SPLITS), `segment` (LEAST_SEGMENT), `short` (SHORT_RESULTS),
-`prefetch` (PREFETCHED), `tile=ROWS/POSITIONS/WARPS/STAGES` of attention, `cols=COLUMNS/WARPS` of the product with W_UV,
-`fused=0` for a merge and products in launches of their own.
+A variant changes constants of the kernels, as NAME=VALUE,NAME=VALUE:
+
+    splits, segment, short, prefetch   MAX_SPLITS, LEAST_SEGMENT, SHORT_RESULTS and PREFETCHED
+    tile=ROWS/POSITIONS/WARPS/STAGES   the tile of attention
+    cols=COLUMNS/WARPS                 the tile of merged segments times W_UV
+    fused=0                            merge and product as two launches
 """
 
 from __future__ import annotations

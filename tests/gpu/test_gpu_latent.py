@@ -116,7 +116,7 @@ def test_deterministic_bits_depend_only_on_the_token(sizes):
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_deterministic_values_do_not_depend_on_the_launches(sizes):
-    """Alone, a token's positions are in segments, and one launch merges and multiplies. Many rows have no segments."""
+    """Few rows have segments, which one launch merges and multiplies. Many rows have one segment each."""
     _, q, kv, rows = latent_case([(0, 1300)], sizes, 16, torch.bfloat16, "cuda")
     q, up = q.nan_to_num(0.5), up_of(sizes, 200)
 

@@ -195,7 +195,7 @@ def _store_segment(
     sums_at = sums_ptr + place * (2 * ROWS) + lanes
     tl.store(sums_at, m, mask=used)
     tl.store(sums_at + ROWS, total, mask=used)
-    if acc_ptr.dtype.element_ty != tl.float32:  # tokens before the segment have no weights in it
+    if acc_ptr.dtype.element_ty != tl.float32:  # the sum of a token before the segment is zero
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     at = acc_ptr + place * (ROWS * RANK) + lanes[:, None] * RANK + dims[None, :]
     tl.store(at, acc.to(acc_ptr.dtype.element_ty), mask=whole)

@@ -11,7 +11,7 @@ from runtime.kernels.triton_language import constexpr, jit, next_power_of_2, tl,
 
 MANY = 64  # tokens from which tiles are large
 FEW = 16  # tokens of small tiles: rows of the smallest matrix instruction
-LEAST_WHOLE = 64  # rows of a matrix of which each of four chunks fills an instruction
+LEAST_WHOLE = 64  # rows of a matrix in four chunks: a chunk fills an instruction
 WHOLE_ROWS = 512  # of a matrix that fit into a program's registers
 _FEW, _LEAST_WHOLE = constexpr(FEW), constexpr(LEAST_WHOLE)
 

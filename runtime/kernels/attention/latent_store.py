@@ -70,7 +70,7 @@ def _latent_store_kernel(
 def _store_part(
     q_ptr, latents_ptr, table_ptr, positions_ptr, norm_ptr, kv_ptr, kv_index_ptr,  # of `_latent_store_kernel`
     token,
-    part,  # 0: the vector that is stored; others: heads of q
+    part,  # the first part is the vector to store, others are heads of q
     q_stride, latents_stride, sin_offset, eps,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_HALF: tl.constexpr, PDL: tl.constexpr,
