@@ -23,14 +23,13 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.kernels.compile_ahead import compile_only
 from benchmarks.kernels.tune_linear import graph_us
 from benchmarks.kernels.tune_quantized import FORMS, NF4
-from runtime.kernels import triton_language
 from runtime.kernels.experts import moe_few_w16a16, moe_wna16
 from runtime.kernels.experts.moe_fp8_w8a8 import Fp8Experts, has_fp8_moe
 from runtime.kernels.experts.moe_routing import Tile
@@ -153,33 +152,16 @@ def choose(tile: str) -> None:
 
 def compile_one(job: tuple[str, str, str, list[int], bool]) -> str:
     """Fill the compile cache, without the GPU: tensors are without data."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
     shape, form, tile, rows, deterministic = job
-    hopper = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device=0: 0,
-    )
-    driver.set_active(hopper)
-    triton_language._has_pdl = lambda device: True
-    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)
-    launch = JITFunction.run
-    JITFunction.run = lambda self, *args, grid, warmup, **options: launch(
-        self, *args, grid=grid, warmup=True, **options
-    )
     try:
-        choose(tile)
-        layer = mixtures(SHAPES[shape], form, False, "meta", deterministic)[0][0]
-        for count in rows:
-            x = torch.empty(count, SHAPES[shape].hidden, dtype=DTYPE, device="meta")
-            layer.add_to(x, x[0], 1e-5)
+        with compile_only():
+            choose(tile)
+            layer = mixtures(SHAPES[shape], form, False, "meta", deterministic)[0][0]
+            for count in rows:
+                x = torch.empty(count, SHAPES[shape].hidden, dtype=DTYPE, device="meta")
+                layer.add_to(x, x[0], 1e-5)
     except Exception as error:
         return f"{job}: {error}"
-    finally:
-        JITFunction.run = launch
     return ""
 
 
