@@ -22,9 +22,9 @@ MOST_SINGLE = 32  # up to as many choices, each has its own programs, also if so
 _LANES = 32  # of a warp
 _IN_WARP = constexpr(_LANES)
 _LEAST = constexpr(-(1 << 31))  # below the key of any number
-# Arrays that `route_token` reads. If they were aligned for Triton, a lane would load several neighbouring experts, and
+# Arrays that `_route_token` reads. If they were aligned for Triton, a lane would load several neighbouring experts, and
 # experts would be spread over warps.
-ROUTED_ARRAYS = ["logits_ptr", "choice_bias_ptr"]
+_ROUTED_ARRAYS = ["logits_ptr", "choice_bias_ptr"]
 _ROUND = 1024  # choices that a program sorts at once, or columns that it adds at once
 
 
@@ -75,8 +75,8 @@ class RoutedExperts:
         return few and not self.deterministic
 
     @property
-    def routing(self) -> Routing:
-        """The constants of `route_token`."""
+    def _routing(self) -> Routing:
+        """The constants of `_route_kernel`."""
         spec = self.spec
         return Routing(
             spec.num_experts, spec.top_k, spec.shared, spec.choices, spec.shared_gate, spec.scores,
@@ -88,25 +88,16 @@ class RoutedExperts:
 
     def _route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each token, int32 [num_tokens * choices], and their weights in float32."""
-        num_tokens, width = logits.shape
-        pdl = use_pdl(logits)
-        ids, weights = self._empty_choices(logits)
+        (num_tokens, width), pdl = logits.shape, use_pdl(logits)
+        bias, scales = self.router.bias, self.router.scales
+        ids = torch.empty(num_tokens * self.spec.choices, dtype=torch.int32, device=logits.device)
+        weights = torch.empty_like(ids, dtype=torch.float32)
         _route_kernel[(num_tokens,)](
-            logits, *self._of_experts(logits), ids, weights, width,
-            ROUTING=self.routing, PDL=pdl, num_warps=1, launch_pdl=pdl,
+            logits, logits if bias is None else bias, logits if scales is None else scales, ids, weights, width,
+            ROUTING=self._routing, PDL=pdl, num_warps=1, launch_pdl=pdl,
         )  # fmt: skip
         self.router.chose(ids)
         return ids, weights
-
-    def _empty_choices(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Empty tensors for the results of `_route`."""
-        ids = torch.empty(len(logits) * self.spec.choices, dtype=torch.int32, device=logits.device)
-        return ids, torch.empty_like(ids, dtype=torch.float32)
-
-    def _of_experts(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The bias of the choice and the experts' scales. A kernel does not read what the router lacks."""
-        bias, scales = self.router.bias, self.router.scales
-        return logits if bias is None else bias, logits if scales is None else scales
 
     def _sort(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The start of each expert's choices, with the total at the end; and the choices sorted by expert."""
@@ -140,7 +131,7 @@ def stacked(experts: Iterable[Sequence[Sequence[torch.Tensor]]], num_experts: in
     return stacks
 
 
-@jit(do_not_specialize_on_alignment=ROUTED_ARRAYS)
+@jit(do_not_specialize_on_alignment=_ROUTED_ARRAYS)
 def _route_kernel(
     logits_ptr,  # [num_tokens, width]
     choice_bias_ptr,
@@ -156,32 +147,33 @@ def _route_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
-    ids, weights = route_token(logits_ptr + token * width, choice_bias_ptr, expert_scales_ptr, ROUTING, 1)
-    store_choices(ids, weights, ids_ptr + token * ROUTING.choices, weights_ptr + token * ROUTING.choices, ROUTING)
+    ids, weights = _route_token(logits_ptr + token * width, choice_bias_ptr, expert_scales_ptr, ROUTING)
+    lanes = tl.arange(0, ROUTING.lanes)[None, :]
+    at, live = token * ROUTING.choices + lanes, lanes < ROUTING.choices
+    tl.store(ids_ptr + at, ids, mask=live)
+    tl.store(weights_ptr + at, weights, mask=live)
 
 
 @jit
-def route_token(
+def _route_token(
     logits_ptr,  # [num_experts] of the token, then the logit of the shared experts' weight with `shared_gate`
     bias_ptr,  # float32 [num_experts], with `bias`
     expert_scales_ptr,  # float32 [num_experts], with `expert_scales`
     ROUTING: tl.constexpr,
-    WARPS: tl.constexpr,  # of the program
 ):
-    """The experts of a token and their fp32 weights, both [1, WARPS, lanes]; `route_torch` for one token.
+    """The experts of a token and their fp32 weights, both [1, lanes]; `route_torch` for one token.
 
-    Choice j is in lane j, and the first of equal experts wins. Each warp chooses for itself, with the experts spread
-    over its lanes, because an exchange between warps takes longer than the choice."""
+    The program has one warp, with the experts spread over its lanes. Choice j is in lane j, and the first of equal
+    experts wins."""
     NUM_EXPERTS: tl.constexpr = ROUTING.num_experts
     TOP_K: tl.constexpr = ROUTING.top_k
-    experts = tl.arange(0, ROUTING.rounds)[:, None, None] * _IN_WARP + tl.arange(0, _IN_WARP)[None, None, :]
-    experts += tl.zeros((1, WARPS, 1), tl.int32)
-    lanes = tl.arange(0, ROUTING.lanes)[None, None, :] + tl.zeros((1, WARPS, 1), tl.int32)
+    experts = tl.arange(0, ROUTING.rounds)[:, None] * _IN_WARP + tl.arange(0, _IN_WARP)[None, :]
+    lanes = tl.arange(0, ROUTING.lanes)[None, :]
     real = experts < NUM_EXPERTS
     logits = tl.load(logits_ptr + experts, mask=real, other=float("-inf")).to(tl.float32)
-    most = tl.reduce(tl.reduce(logits, 0, larger, keep_dims=True), 2, larger, keep_dims=True)
+    most = tl.reduce(tl.reduce(logits, 0, larger, keep_dims=True), 1, larger, keep_dims=True)
     scores = _scores(logits, most, ROUTING)
-    total = tl.sum(tl.sum(scores, 0, keep_dims=True), 2, keep_dims=True)
+    total = tl.sum(tl.sum(scores, 0, keep_dims=True), 1, keep_dims=True)
     preferences = logits if ROUTING.scores == "softmax_of_chosen" else scores
     if ROUTING.bias:
         if ROUTING.scores == "softmax":
@@ -201,9 +193,9 @@ def route_token(
     if ROUTING.scores == "softmax" and (ROUTING.bias or not ROUTING.normalized):
         weights = weights / total
     if ROUTING.scores == "softmax_of_chosen":
-        weights = weights / tl.sum(weights, 2, keep_dims=True)
+        weights = weights / tl.sum(weights, 1, keep_dims=True)
     if ROUTING.normalized:
-        weights = weights / (tl.sum(weights, 2, keep_dims=True) + ROUTING.sum_eps)
+        weights = weights / (tl.sum(weights, 1, keep_dims=True) + ROUTING.sum_eps)
     if ROUTING.scale != 1.0:
         weights *= ROUTING.scale
     if ROUTING.expert_scales:
@@ -214,22 +206,6 @@ def route_token(
             gate = 1.0 / (1.0 + tl.exp(-tl.load(logits_ptr + NUM_EXPERTS).to(tl.float32)))
         weights = tl.where(is_routed, weights, gate)
     return ids, weights
-
-
-@jit
-def expert_of_choice(ids, choice):
-    """The expert of one choice, from `route_token`."""
-    lanes = tl.arange(0, ids.shape[2])[None, None, :]
-    return tl.max(tl.max(tl.max(tl.where(lanes == choice, ids, 0), 2), 1), 0)
-
-
-@jit
-def store_choices(ids, weights, ids_ptr, weights_ptr, ROUTING: tl.constexpr):
-    """Store the choices of a token, from `route_token`."""
-    lanes = tl.arange(0, ROUTING.lanes)[None, None, :]
-    mask = (lanes < ROUTING.choices) & (tl.arange(0, ids.shape[1])[None, :, None] == 0)
-    tl.store(ids_ptr + lanes + tl.zeros_like(ids), ids, mask=mask)
-    tl.store(weights_ptr + lanes + tl.zeros_like(ids), weights, mask=mask)
 
 
 @jit
@@ -251,9 +227,9 @@ def _ordered(bits):
 @jit
 def _first_of_largest(keys, indices, last):
     """The smallest index of the largest keys, at most `last`, for each warp."""
-    largest = tl.max(tl.max(keys, 0, keep_dims=True), 2, keep_dims=True)
+    largest = tl.max(tl.max(keys, 0, keep_dims=True), 1, keep_dims=True)
     first = tl.where(keys == largest, indices, last)
-    return tl.min(tl.min(first, 0, keep_dims=True), 2, keep_dims=True)
+    return tl.min(tl.min(first, 0, keep_dims=True), 1, keep_dims=True)
 
 
 @jit
@@ -266,11 +242,11 @@ def _of_best_groups(keys, experts, lanes, ROUTING: tl.constexpr):
     values = tl.full(lanes.shape, _LEAST, tl.int32)  # of groups
     for group in tl.static_range(GROUPS):
         own = tl.where(group_of == group, keys, _LEAST)
-        value = tl.max(tl.max(own, 0, keep_dims=True), 2, keep_dims=True)
+        value = tl.max(tl.max(own, 0, keep_dims=True), 1, keep_dims=True)
         if ROUTING.top2:
             first = _first_of_largest(own, experts, NUM_EXPERTS - 1)
             own = tl.where(experts == first, _LEAST, own)
-            second = tl.max(tl.max(own, 0, keep_dims=True), 2, keep_dims=True)
+            second = tl.max(tl.max(own, 0, keep_dims=True), 1, keep_dims=True)
             both = _ordered(value).to(tl.float32, bitcast=True) + _ordered(second).to(tl.float32, bitcast=True)
             value = _ordered(both.to(tl.int32, bitcast=True))
         values = tl.where(lanes == group, value, values)

@@ -1,4 +1,4 @@
-"""Mixtures of experts with 16-bit or 32-bit activations and dense weights: six launches, or three for few choices."""
+"""Mixtures of experts with 16-bit or 32-bit activations and dense weights: six launches, or four for few choices."""
 
 from __future__ import annotations
 
@@ -63,19 +63,17 @@ class GroupedExperts(RoutedExperts):
         )
 
     def _add_few(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
-        """`add_to` in three launches for one token, and in four for a few."""
+        """`add_to` in four launches for one token, and in five for a few."""
         router = self.router
         if router.logits.norm is rms_norm_triton:
             x, norm, logits = residual, norm_weight, router.normed_logits(residual, norm_weight, eps)
         else:
             x, norm = router.logits.norm(residual, norm_weight, eps), None
             logits = router.logits_of(residual, x, eps)
-        ids, weights = self._empty_choices(logits)
+        ids, weights = self._route(logits)
         add_few_choices(
-            x, norm, eps, logits, self._of_experts(logits), self.routing, self.gate_up, self.down, self.biases,
-            self.activation, ids, weights, out,
-        )  # fmt: skip
-        router.chose(ids)
+            x, norm, eps, self.spec, self.gate_up, self.down, self.biases, self.activation, ids, weights, out
+        )
 
     def _product(
         self,
