@@ -35,27 +35,46 @@ from runtime.kernels.linear.skinny_gemm import MAX_ROWS, skinny_gemm_config, ski
 from runtime.kernels.linear.skinny_gemm_configs import SKINNY_GEMM_CONFIGS, SkinnyGemmConfig
 from runtime.kernels.linear.sum_order import sum_order
 
-# name: (layers, hidden, query, key/value, ffn, vocabulary)
-MODELS = {
-    "llama-3.2-1b": (16, 2048, 2048, 512, 8192, 128256),
-    "llama-3.2-3b": (28, 3072, 3072, 1024, 8192, 128256),
-    "llama-3.1-8b": (32, 4096, 4096, 1024, 14336, 128256),
-    "qwen3-4b": (36, 2560, 4096, 1024, 9728, 151936),
-}
-
 
 class Product(NamedTuple):
-    form: str  # qkv | out | gate_up | down | head
+    form: str  # qkv | out | gate_up | down | router | head
     size_out: int
     size_in: int
 
 
+class Model(NamedTuple):
+    layers: int
+    layer: list[Product]
+    head: Product
+
+
+def _model(
+    layers: int, hidden: int, into: int, query: int, vocab: int, ffn: int = 0, experts: int = 0, rank: int = 0
+) -> Model:
+    """A model with `into` rows of q, k and v; with `rank`, q comes from a latent. Experts are not products here."""
+    up = [Product("qkv", query, rank)] if rank else []
+    more = [Product("router", experts, hidden)]
+    if ffn:
+        more = [Product("gate_up", 2 * ffn, hidden), Product("down", hidden, ffn)]
+    layer = [Product("qkv", into, hidden), *up, Product("out", hidden, query), *more]
+    return Model(layers, layer, Product("head", vocab, hidden))
+
+
+MODELS = {
+    "llama-3.2-1b": _model(16, 2048, 3072, 2048, 128256, ffn=8192),
+    "llama-3.2-3b": _model(28, 3072, 5120, 3072, 128256, ffn=8192),
+    "llama-3.1-8b": _model(32, 4096, 6144, 4096, 128256, ffn=14336),
+    "qwen3-4b": _model(36, 2560, 6144, 4096, 151936, ffn=9728),
+    "qwen3-30b-a3b": _model(48, 2048, 5120, 4096, 151936, experts=128),
+    "gpt-oss-20b": _model(24, 2880, 5120, 4096, 201088, experts=32),
+    "glm-4.7-flash": _model(47, 2048, 1344, 5120, 154880, experts=64, rank=768),
+}
+
+
 def products(model: str) -> list[Product]:
     """All products of one decode step, in order."""
-    layers, hidden, query, kv, ffn, vocab = MODELS[model]
-    layer = [Product("qkv", query + 2 * kv, hidden), Product("out", hidden, query),
-             Product("gate_up", 2 * ffn, hidden), Product("down", hidden, ffn)]  # fmt: skip
-    return [*layer * layers, Product("head", vocab, hidden)]
+    layers, layer, head = MODELS[model]
+    return [*layer * layers, head]
 
 
 def weights(shapes: list[Product], pool: torch.Tensor) -> list[torch.Tensor]:
@@ -179,8 +198,7 @@ def tune(model: str, rows: int, pool: torch.Tensor, layers: int = 8) -> None:
     SKINNY_GEMM_CONFIGS.
 
     A kernel's best form depends on its neighbours, because its start and end overlap with theirs."""
-    shapes = products(model)
-    shapes = [*shapes[: 4 * layers], shapes[-1]]
+    shapes = [*MODELS[model].layer * layers, MODELS[model].head]
     best = math.inf
     for product in [*dict.fromkeys(shapes)] * 2:
         key = (product.size_out, product.size_in, bucket(rows))

@@ -106,7 +106,7 @@ class Attention(Protocol):
 
 
 class LatentStore(Protocol):
-    """`latent_store_torch`. A backend may return queries over latents, for `LatentAttention` in the same layer."""
+    """`latent_store_torch`."""
 
     def __call__(
         self,
@@ -118,16 +118,13 @@ class LatentStore(Protocol):
         kv: torch.Tensor,
         kv_index: torch.Tensor,
         interleaved: bool,
-        up: LatentUp,
-    ) -> torch.Tensor | None: ...
+    ) -> None: ...
 
 
 class LatentAttention(Protocol):
     """`latent_attention_torch`; the plan's type belongs to the backend."""
 
-    def __call__(
-        self, q: torch.Tensor, kv: torch.Tensor, plan: Any, up: LatentUp, queries: Any, *, scale: float
-    ) -> torch.Tensor: ...
+    def __call__(self, q: torch.Tensor, kv: torch.Tensor, plan: Any, up: LatentUp, *, scale: float) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,11 +280,7 @@ def _triton(numerics: Numerics, spec: DecoderSpec) -> Kernels:
         short_conv_triton,
         delta_rule_triton,
         gate_output_triton,
-        LatentKernels(
-            partial(latent_store_triton, deterministic=deterministic),
-            partial(latent_attention_triton, deterministic=deterministic),
-            latent_up,
-        ),
+        LatentKernels(latent_store_triton, partial(latent_attention_triton, deterministic=deterministic), latent_up),
         quantized_linear=partial(_quantized_linear, deterministic=deterministic, dtype=numerics.dtype, **around),
         quantized_experts=partial(
             _quantized_experts, activation=activation, deterministic=deterministic, dtype=numerics.dtype

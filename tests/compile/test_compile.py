@@ -29,7 +29,7 @@ STACK_BUDGET = {
 # logits that samples -1. These are all NaN by then.
 DROPS_NAN = {
     "_decode_attention_kernel", "_prefill_attention_kernel", "_best_of_tile_kernel", "choose_kernel",
-    "_latent_attention_kernel", "_merge_values_kernel",
+    "_latent_attention_kernel", "_merge_latents_kernel",
 }  # fmt: skip
 
 
@@ -75,8 +75,6 @@ def test_maxima_and_bounds_keep_nan(compiled):
         ("_moe_fp8_w8a8_kernel", ["wgmma"]),
         ("_latent_attention_kernel", ["mma", "wgmma"]),  # wgmma where a tile has 64 rows
         ("_head_product_kernel", ["mma", "wgmma"]),
-        ("_latent_store_kernel", ["mma"]),  # products of few rows
-        ("_merge_values_kernel", ["mma"]),
         ("_decode_attention_kernel", ["mma", "wgmma"]),  # eight rows of eight heads a KV head fill a whole group
         ("_tile_kernel", ["mma", "wgmma"]),  # wgmma where a program has 64 rows of the weight
         ("_wna16_skinny_gemm_kernel", ["mma"]),
@@ -91,12 +89,7 @@ def test_maxima_and_bounds_keep_nan(compiled):
 def test_products_of_16_bit_types_use_tensor_cores(compiled, kernel, instructions):
     forms = [k for k in compiled if k["kernel"] == kernel and "bfloat16" in k["case"]]
     assert forms
-    others = [k for k in forms if not any(k[i] for i in instructions) and not _lacks_products(k)]
+    others = [k for k in forms if not any(k[i] for i in instructions)]
     if kernel == "_prefill_attention_kernel":  # quantized heads of 512 leave no room for the registers of wgmma
         others = [k for k in others if not (k["mma"] and "gemma-4" in k["case"] and "kv_cache_dtype" in k["case"])]
     assert not others
-
-
-def _lacks_products(kernel: dict) -> bool:
-    """True for forms of kernels with optional products, of many rows."""
-    return kernel["kernel"] in ("_latent_store_kernel", "_merge_values_kernel") and kernel["shared"] < 4096

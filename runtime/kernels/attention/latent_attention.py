@@ -3,9 +3,9 @@
 All heads read the same vectors: a tile has the heads of one token, or of several tokens of a row, as its rows. Each
 vector is read once, as a key and, without its rotary part, as a value.
 
-Few tiles would leave most of a GPU idle. Different programs then attend to segments of a row's positions, and the next
-launch merges their results (latent_values.py). In deterministic mode, segments lie at fixed positions, and tiles have
-one shape. A token's bits then depend only on its own q and on the vectors that it sees.
+Few tiles would leave most of a GPU idle. Different programs then attend to segments of a row's positions, and a second
+kernel merges their results, a part of one head of a token in a program. In deterministic mode, segments lie at fixed
+positions, and tiles have one shape. A token's bits then depend only on its own q and on the vectors that it sees.
 """
 
 from __future__ import annotations
@@ -14,17 +14,10 @@ from functools import partial
 
 import torch
 
-from runtime.kernels.attention.decode_attention import merge, num_sms
+from runtime.kernels.attention.decode_attention import merge, num_sms, store_segment
 from runtime.kernels.attention.latent_expanded import attend_expanded, can_expand
 from runtime.kernels.attention.latent_heads import head_product_triton
 from runtime.kernels.attention.latent_torch import LatentUp
-from runtime.kernels.attention.latent_values import (
-    Segments,
-    can_fuse,
-    merge_segments_triton,
-    merge_values_triton,
-    segments_of,
-)
 from runtime.kernels.attention.paged_attention import (
     LOG2_E,
     PagedBatch,
@@ -39,10 +32,8 @@ from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl
 _TILE_ROWS = 16  # rows of the smallest matrix instruction; also of every tile in deterministic mode
 _MOST_ROWS = 64  # of a tile: with more, its sums do not fit into registers
 _FIXED_SEGMENT = 512  # positions, deterministic mode
-MAX_SPLITS = 64  # segments of a row, default mode
-LEAST_SEGMENT = 32  # positions, default mode; of a tile at least
-SHORT_RESULTS = True  # segments' results have the type of q in default mode, else fp32
-PREFETCHED = 64  # positions that a program brings into the L2 cache before the launch before it ends
+_MAX_SPLITS = 64
+_MERGED_PART = 128  # numbers of a head that a program merges
 _MAX_PARTIAL = 1 << 25  # numbers of segments' results in deterministic mode; with more, segments are not split
 _LOWEST = -1e30  # below all scores, yet finite
 
@@ -57,7 +48,7 @@ def _latent_attention_kernel(
     starts_ptr,
     q_starts_ptr,
     tables_ptr,
-    acc_ptr,  # [tiles, head tiles, num_segments, BLOCK_M, RANK], each segment's result (`_store_segment`)
+    acc_ptr,  # [tiles, head tiles, num_segments, BLOCK_M, RANK] fp32, each segment's result
     sums_ptr,  # [tiles, head tiles, num_segments, 2, BLOCK_M] fp32, its highest score and its sum of weights
     rope_stride,
     table_stride,
@@ -75,7 +66,6 @@ def _latent_attention_kernel(
     SEGMENT: tl.constexpr,  # positions of a segment with FIXED, else at least that many
     FIXED: tl.constexpr,  # segments lie at multiples of SEGMENT
     SPLIT: tl.constexpr,  # segments are merged by another kernel
-    PREFETCH: tl.constexpr,  # positions of a segment that are brought into the L2 cache before the wait
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
@@ -95,11 +85,7 @@ def _latent_attention_kernel(
     table_ptr = tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
     length = start + count
     segment_len, segments = segments_of(length, num_splits, SEGMENT, FIXED, BLOCK_N)
-    begin = split * segment_len
-    stop = tl.minimum(begin + segment_len, length)
     if PDL:  # rows and tables are older than the launch before this one
-        if PREFETCH > 0:
-            _prefetch(kv_ptr, table_ptr, begin, stop, BLOCK_SIZE, RANK + ROPE, PREFETCH)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if (count <= 0) | (split >= segments):
@@ -129,21 +115,31 @@ def _latent_attention_kernel(
                 BLOCK_SIZE, RANK, ROPE, BLOCK_N, BLOCK_RANK, BLOCK_ROPE,
             )  # fmt: skip
             if SPLIT:
-                _store_segment(
+                store_segment(
                     acc_ptr, sums_ptr, place + segment, segment_m, segment_total, segment_acc, lanes, dims, used, whole,
                     BLOCK_M, RANK,
                 )  # fmt: skip
             else:
                 m, total, acc = merge(m, total, acc, segment_m, segment_total, segment_acc)
     else:  # one segment a program
+        begin = split * segment_len
         m, total, acc = attend_latents(
-            q, q_rope, q_positions, kv_ptr, table_ptr, begin, stop, m, total, acc, scale_log2,
-            BLOCK_SIZE, RANK, ROPE, BLOCK_N, BLOCK_RANK, BLOCK_ROPE,
+            q, q_rope, q_positions, kv_ptr, table_ptr, begin, tl.minimum(begin + segment_len, length), m, total, acc,
+            scale_log2, BLOCK_SIZE, RANK, ROPE, BLOCK_N, BLOCK_RANK, BLOCK_ROPE,
         )  # fmt: skip
         if SPLIT:
-            _store_segment(acc_ptr, sums_ptr, place + split, m, total, acc, lanes, dims, used, whole, BLOCK_M, RANK)
+            store_segment(acc_ptr, sums_ptr, place + split, m, total, acc, lanes, dims, used, whole, BLOCK_M, RANK)
     if not SPLIT:
         tl.store(out_ptr + q_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=whole)
+
+
+@jit
+def segments_of(length, num_splits, SEGMENT: tl.constexpr, FIXED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(positions of a segment, number of segments) of a tile that sees `length` positions."""
+    segment_len = SEGMENT
+    if not FIXED:
+        segment_len = tl.maximum(tl.cdiv(tl.cdiv(length, num_splits), BLOCK_N) * BLOCK_N, SEGMENT)
+    return segment_len, tl.cdiv(length, segment_len)
 
 
 @jit
@@ -173,123 +169,120 @@ def attend_latents(
     return m, total, acc
 
 
-@jit
-def _prefetch(kv_ptr, table_ptr, begin, stop, BLOCK_SIZE: tl.constexpr, STORED: tl.constexpr, POSITIONS: tl.constexpr):
-    """Bring a segment's first vectors into the L2 cache. It is coherent, so vectors of this step may be among them."""
-    positions = begin + tl.arange(0, POSITIONS)
-    places = find_places(table_ptr, positions, positions < stop, BLOCK_SIZE)
-    SIZE: tl.constexpr = STORED * kv_ptr.dtype.element_ty.primitive_bitwidth // 8
-    lines = tl.minimum(tl.arange(0, 16) * 128, SIZE - 1)
-    for first in tl.static_range(0, SIZE, 16 * 128):
-        addresses = kv_ptr.to(tl.int64, bitcast=True) + (places * SIZE)[:, None] + tl.minimum(first + lines, SIZE - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@jit
-def _store_segment(
-    acc_ptr, sums_ptr, place, m, total, acc, lanes, dims, used, whole, ROWS: tl.constexpr, RANK: tl.constexpr
+@jit(do_not_specialize=["num_rows", "num_splits", "num_segments"], do_not_specialize_on_alignment=ROW_ARRAYS)
+def _merge_latents_kernel(
+    out_ptr,  # [num_tokens, NUM_HEADS, RANK] contiguous
+    starts_ptr,
+    q_starts_ptr,
+    acc_ptr,  # of `_latent_attention_kernel`
+    sums_ptr,
+    num_rows,
+    num_splits,
+    num_segments,
+    NUM_HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    HEADS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    FIXED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PART: tl.constexpr,  # of the rank, a power of two
+    MERGE: tl.constexpr,  # segments loaded at a time
+    LOWEST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Store a segment's result: in fp32 the weighted sum of latents, in 16 bits their mean, which cannot overflow."""
-    sums_at = sums_ptr + place * (2 * ROWS) + lanes
-    tl.store(sums_at, m, mask=used)
-    tl.store(sums_at + ROWS, total, mask=used)
-    if acc_ptr.dtype.element_ty != tl.float32:  # the sum of a token before the segment is zero
-        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    at = acc_ptr + place * (ROWS * RANK) + lanes[:, None] * RANK + dims[None, :]
-    tl.store(at, acc.to(acc_ptr.dtype.element_ty), mask=whole)
+    """A part of one head of the tokens of a tile, one after another."""
+    tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if NUM_ROWS:
+        row, row_tile = find_row(q_starts_ptr, tile, num_rows, TILE_TOKENS, NUM_ROWS)
+    else:
+        row, row_tile = tile, 0
+    q_start = tl.load(q_starts_ptr + row) + row_tile * TILE_TOKENS
+    count = tl.minimum(tl.load(q_starts_ptr + row + 1) - q_start, TILE_TOKENS)
+    length = tl.load(starts_ptr + row) + row_tile * TILE_TOKENS + count
+    _, segments = segments_of(length, num_splits, SEGMENT, FIXED, BLOCK_N)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    dims = part * PART + tl.arange(0, PART)[None, :]
+    tile_of_head = tile * tl.cdiv(NUM_HEADS, HEADS) + head // HEADS
+    for token in range(count):
+        lane = token * HEADS + head % HEADS
+        m = tl.full([1], LOWEST, tl.float32)
+        total = tl.zeros([1], tl.float32)
+        acc = tl.zeros([1, PART], tl.float32)
+        for first in range(0, segments, MERGE):
+            for i in tl.static_range(MERGE):  # their loads are in flight together
+                here = tl.full([1], first + i, tl.int32) < segments
+                place = tile_of_head.to(tl.int64) * num_segments + first + i
+                sums_at = sums_ptr + place * (2 * BLOCK_M) + lane + tl.zeros([1], tl.int32)
+                other_m = tl.load(sums_at, mask=here, other=LOWEST)
+                other_total = tl.load(sums_at + BLOCK_M, mask=here, other=0.0)
+                acc_at = acc_ptr + place * (BLOCK_M * RANK) + lane * RANK + dims
+                other_acc = tl.load(acc_at, mask=here[:, None] & (dims < RANK), other=0.0)
+                m, total, acc = merge(m, total, acc, other_m, other_total, other_acc)
+        at = out_ptr + ((q_start + token).to(tl.int64) * NUM_HEADS + head) * RANK + dims
+        tl.store(at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=dims < RANK)
 
 
 def attend_rows(
-    q: torch.Tensor,
-    rope: torch.Tensor,
-    kv: torch.Tensor,
-    rows: PagedRows,
-    *,
-    scale: float,
-    deterministic: bool = False,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`attend_segments`, merged."""
-    out = torch.empty_like(q) if out is None else out
-    segments = attend_segments(q, rope, kv, rows, scale=scale, deterministic=deterministic, out=out)
-    if segments is not None:
-        merge_segments_triton(segments, out)
-    return out
-
-
-def attend_segments(
     q: torch.Tensor,  # [num_tokens, num_heads, rank] contiguous, queries over latents
     rope: torch.Tensor,  # [num_tokens, num_heads, rope_dim], a part of q's heads, rotated
     kv: torch.Tensor,  # [1, 1, num_blocks, block_size, rank + rope_dim] contiguous
     rows: PagedRows,
     *,
     scale: float,
-    deterministic: bool,
-    out: torch.Tensor,  # [num_tokens, num_heads, rank] contiguous; not written with segments
-) -> Segments | None:
-    """The weighted sums of latents of each head, in `out` or in segments. Lengths do not shape the grid."""
+    deterministic: bool = False,
+    out: torch.Tensor | None = None,  # [num_tokens, num_heads, rank] contiguous
+) -> torch.Tensor:
+    """The weighted sums of latents of each head, [num_tokens, num_heads, rank]; lengths do not shape the grid."""
     (num_tokens, num_heads, rank), rope_dim, block_size = q.shape, rope.shape[2], kv.shape[3]
+    out = torch.empty_like(q) if out is None else out
     if not num_tokens:
-        return None
-    sms = num_sms(q.device)
-    block_m = _TILE_ROWS if deterministic else tile_rows(num_heads, rows, sms)
-    head_tiles, tile_tokens, num_tiles = _tiles(block_m, num_heads, rows)
-    programs = num_tiles * head_tiles
-    block_n, warps, stages = tile_of_positions(block_m, q.dtype, deterministic)
-    splits = max(1, min(sms // programs, MAX_SPLITS))
-    segment = _FIXED_SEGMENT if deterministic else max(LEAST_SEGMENT, block_n)
-    num_segments = -(-rows.max_len // segment)
-    splits = min(splits, num_segments)
+        return out
+    block_m = _TILE_ROWS
     if not deterministic:
-        num_segments = splits
-    elif programs * num_segments * block_m * rank > _MAX_PARTIAL:
+        block_m = max(block_m, min(_MOST_ROWS, next_power_of_2(min(rows.max_count, _MOST_ROWS) * num_heads)))
+    heads = min(num_heads, block_m)
+    tile_tokens = block_m // heads
+    num_tiles = rows.num_rows if rows.max_count <= tile_tokens else rows.num_tokens // tile_tokens + rows.num_rows
+    programs = num_tiles * -(-num_heads // heads)
+    block_n, warps, stages = _tile(block_m, q.dtype, deterministic)
+    splits = max(1, min(num_sms(q.device) // programs, _MAX_SPLITS))
+    segment = _FIXED_SEGMENT if deterministic else block_n
+    segments = -(-rows.max_len // segment)
+    splits = min(splits, segments)
+    if not deterministic:
+        segments = splits
+    elif programs * segments * block_m * rank > _MAX_PARTIAL:
         splits = 1
-    partial_rows = programs * num_segments * block_m if splits > 1 else 0
-    short = SHORT_RESULTS and not deterministic
-    acc = torch.empty(partial_rows * rank, dtype=q.dtype if short else torch.float32, device=q.device)
-    sums = torch.empty(partial_rows * 2, dtype=torch.float32, device=q.device)
+    partial_rows = programs * segments * block_m if splits > 1 else 0
+    acc, sums = (torch.empty(partial_rows * size, dtype=torch.float32, device=q.device) for size in (rank, 2))
     pdl = use_pdl(q)
-    constants = {
-        "NUM_HEADS": num_heads, "RANK": rank, "HEADS": -(-num_heads // head_tiles), "TILE_TOKENS": tile_tokens,
+    shared = {
+        "NUM_HEADS": num_heads, "RANK": rank, "HEADS": heads, "TILE_TOKENS": tile_tokens,
         "NUM_ROWS": 0 if num_tiles == rows.num_rows else rows_searched(rows.num_rows), "SEGMENT": segment,
-        "FIXED": deterministic, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_RANK": next_power_of_2(rank),
-        "LOWEST": _LOWEST,
+        "FIXED": deterministic, "BLOCK_M": block_m, "BLOCK_N": block_n, "LOWEST": _LOWEST, "PDL": pdl,
+        **({"launch_pdl": True} if pdl else {}),
     }  # fmt: skip
-    _latent_attention_kernel[(num_tiles, head_tiles, splits)](
+    _latent_attention_kernel[(num_tiles, -(-num_heads // heads), splits)](
         q, rope, kv, out, rows.slots, rows.starts, rows.q_starts, rows.tables, acc, sums, rope.stride(0),
-        rows.tables.stride(0), rows.num_rows, num_segments, scale * LOG2_E, BLOCK_SIZE=block_size,
-        HEAD_DIM=rope.stride(1), ROPE=rope_dim, SPLIT=splits > 1,
-        PREFETCH=PREFETCHED if splits > 1 else 0,
-        BLOCK_ROPE=max(_TILE_ROWS, next_power_of_2(rope_dim)), **constants, PDL=pdl,
-        num_warps=warps, num_stages=stages, **({"launch_pdl": True} if pdl else {}),
+        rows.tables.stride(0), rows.num_rows, segments, scale * LOG2_E, BLOCK_SIZE=block_size, HEAD_DIM=rope.stride(1),
+        ROPE=rope_dim, SPLIT=splits > 1, BLOCK_RANK=next_power_of_2(rank),
+        BLOCK_ROPE=max(_TILE_ROWS, next_power_of_2(rope_dim)), **shared, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return Segments(rows, num_tiles, splits, num_segments, acc, sums, constants) if splits > 1 else None
+    if splits > 1:
+        part = min(_MERGED_PART, next_power_of_2(rank))
+        _merge_latents_kernel[(num_tiles, num_heads, -(-rank // part))](
+            out, rows.starts, rows.q_starts, acc, sums, rows.num_rows, splits, segments, PART=part, MERGE=16, **shared,
+            num_warps=1,
+        )  # fmt: skip
+    return out
 
 
-def _tiles(block_m: int, num_heads: int, rows: PagedRows) -> tuple[int, int, int]:
-    """(tiles of heads, tokens of a tile at most, tiles of tokens)."""
-    head_tiles = -(-num_heads // block_m)
-    tile_tokens = block_m // -(-num_heads // head_tiles)
-    fits = rows.max_count <= tile_tokens
-    return head_tiles, tile_tokens, rows.num_rows if fits else rows.num_tokens // tile_tokens + rows.num_rows
-
-
-def tile_rows(num_heads: int, rows: PagedRows, sms: int) -> int:
-    """Rows of a tile in default mode: the fewest that leave a multiprocessor for each segment. Larger tiles read a
-    vector fewer times."""
-    largest = min(_MOST_ROWS, next_power_of_2(min(rows.max_count, _MOST_ROWS) * num_heads))
-    block_m, splits = _TILE_ROWS, min(MAX_SPLITS, -(-rows.max_len // LEAST_SEGMENT))
-    while block_m < largest:
-        head_tiles, _, num_tiles = _tiles(block_m, num_heads, rows)
-        if head_tiles * num_tiles * splits <= sms:
-            break
-        block_m *= 2
-    return block_m
-
-
-def tile_of_positions(block_m: int, dtype: torch.dtype, deterministic: bool) -> tuple[int, int, int]:
+def _tile(block_m: int, dtype: torch.dtype, deterministic: bool) -> tuple[int, int, int]:
     """(positions a tile, warps, pipeline stages). Two or three tiles are in flight, as their places in the cache take
     two stages."""
     if dtype == torch.float32:
@@ -302,7 +295,6 @@ def latent_attention_triton(
     kv: torch.Tensor,
     plan: PagedBatch,
     up: LatentUp,
-    queries: torch.Tensor | None = None,  # of `latent_store_triton`
     *,
     scale: float,
     deterministic: bool = False,
@@ -311,41 +303,22 @@ def latent_attention_triton(
     absorbed = partial(_absorbed, kv=kv, up=up, scale=scale, deterministic=deterministic)
     *others, last = plan.parts
     first = sum(rows.num_tokens for rows in others)  # rows of one token
+    if deterministic or not can_expand(q, kv, last, len(q) - first, up):
+        return absorbed(q, plan.parts).flatten(1)
     out = q.new_empty((len(q), q.shape[1], up.weight.shape[1] - up.nope_dim))
-    if queries is not None or deterministic or not can_expand(q, kv, last, len(q) - first, up):
-        absorbed(q, queries, plan.parts, out=out)
-        return out.flatten(1)
     if others:
-        absorbed(q[:first], None, others, out=out[:first])
+        out[:first] = absorbed(q[:first], others)
     attend_expanded(q, kv, last, up, first, scale=scale, out=out)
     return out.flatten(1)
 
 
 def _absorbed(
-    q: torch.Tensor,
-    queries: torch.Tensor | None,
-    parts: list[PagedRows],
-    kv: torch.Tensor,
-    up: LatentUp,
-    scale: float,
-    deterministic: bool,
-    out: torch.Tensor,  # [num_tokens, num_heads, value_dim] contiguous
-) -> None:
-    """Attention in the absorbed form: a launch for each part, and at least one for products with values' matrices."""
-    if queries is None:
-        queries = head_product_triton(q[..., : up.nope_dim], up.keys_weight, deterministic)
-    values, mixed = up.values_weight.transpose(1, 2), torch.empty_like(queries)
-    rope, fused = q[..., up.nope_dim :], can_fuse(len(q), values, deterministic)
-    attend = partial(attend_segments if fused else attend_rows, scale=scale, deterministic=deterministic, out=mixed)
-    of_parts = [attend(queries, rope, kv, rows) for rows in parts]
-    if not any(isinstance(found, Segments) for found in of_parts):
-        head_product_triton(mixed, values, deterministic, out)
-        return
-    first = 0
-    for found, rows in zip(of_parts, parts, strict=True):
-        last = len(q) if rows is parts[-1] else first + rows.num_tokens
-        if isinstance(found, Segments):
-            merge_values_triton(found, values, out)
-        else:
-            head_product_triton(mixed[first:last], values, deterministic, out[first:last])
-        first = last
+    q: torch.Tensor, parts: list[PagedRows], kv: torch.Tensor, up: LatentUp, scale: float, deterministic: bool
+) -> torch.Tensor:
+    """[num_tokens, num_heads, value_dim], as three or four kernels."""
+    product = partial(head_product_triton, deterministic=deterministic)
+    over_latents = product(q[..., : up.nope_dim], up.keys_weight)
+    mixed = torch.empty_like(over_latents)
+    for rows in parts:
+        attend_rows(over_latents, q[..., up.nope_dim :], kv, rows, scale=scale, deterministic=deterministic, out=mixed)
+    return product(mixed, up.values_weight.transpose(1, 2))

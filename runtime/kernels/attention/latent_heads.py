@@ -1,19 +1,17 @@
 """Products of each head with its own matrix: q with the keys' part of kv_b, attended latents with the values' part.
 
 A step of few rows reads the matrices once, with many small programs. Each has its part of a matrix in registers before
-the kernel before it ends. In deterministic mode tiles have one shape, and all sums one order."""
+the kernel before it ends. In deterministic mode tiles have one shape, and
+all sums one order."""
 
 from __future__ import annotations
 
 import torch
 
-from runtime.kernels.triton_language import constexpr, jit, next_power_of_2, tl, use_pdl
+from runtime.kernels.triton_language import jit, next_power_of_2, tl, use_pdl
 
-MANY = 64  # tokens from which tiles are large
-FEW = 16  # tokens of small tiles: rows of the smallest matrix instruction
-LEAST_WHOLE = 64  # rows of a matrix in four chunks: a chunk fills an instruction
-WHOLE_ROWS = 512  # of a matrix that fit into a program's registers
-_FEW, _LEAST_WHOLE = constexpr(FEW), constexpr(LEAST_WHOLE)
+_MANY = 64  # tokens from which tiles are large
+_WHOLE_ROWS = 512  # of a matrix that fit into a program's registers
 
 
 @jit(do_not_specialize=["num_tokens"])
@@ -36,67 +34,29 @@ def _head_product_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    multiply_head(
-        x_ptr, weight_ptr, out_ptr, tl.program_id(0), tl.program_id(1), tl.program_id(2), num_tokens, x_stride,
-        x_head_stride, weight_stride, out_stride, out_head_stride, K, N, K_STRIDE, N_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K,
-        PDL,
-    )  # fmt: skip
-
-
-@jit
-def multiply_head(
-    x_ptr, weight_ptr, out_ptr,  # of `_head_product_kernel`, as all arguments but the next three
-    token_tile, col_tile, head,
-    num_tokens, x_stride, x_head_stride, weight_stride, out_stride, out_head_stride,
-    K: tl.constexpr, N: tl.constexpr, K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A program's tile of tokens and columns of one head. It waits for the launch before."""
-    head = head.to(tl.int64)
-    tokens = token_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    head = tl.program_id(2).to(tl.int64)
+    tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
     weights = weight_ptr + head * weight_stride + ks[:, None] * K_STRIDE + cols[None, :] * N_STRIDE
     xs = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + head * x_head_stride + ks[None, :]
     is_token, is_col = (tokens < num_tokens)[:, None], (cols < N)[None, :]
-    WHOLE: tl.constexpr = BLOCK_M == _FEW and BLOCK_K >= K and BLOCK_K >= _LEAST_WHOLE
+    WHOLE: tl.constexpr = BLOCK_K >= K
     if WHOLE:  # before the wait: no kernel of a step writes weights
-        whole = load_columns(weight_ptr + head * weight_stride, cols, K, N, K_STRIDE, N_STRIDE, BLOCK_K)
+        whole = tl.load(weights, mask=is_col & (ks < K)[:, None], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if WHOLE:
-        acc = multiply_columns(tl.load(xs, mask=is_token & (ks < K)[None, :], other=0.0), whole)
-    else:
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for start in range(0, K, BLOCK_K):
-            x = tl.load(xs + start, mask=is_token & (ks < K - start)[None, :], other=0.0)
-            weight = tl.load(weights + start * K_STRIDE, mask=is_col & (ks < K - start)[:, None], other=0.0)
-            acc = tl.dot(x, weight, acc, input_precision="ieee")
+        x = tl.load(xs, mask=is_token & (ks < K)[None, :], other=0.0)
+        acc = tl.dot(x, whole, acc, input_precision="ieee")
+    for start in range(K if WHOLE else 0, K, BLOCK_K):
+        x = tl.load(xs + start, mask=is_token & (ks < K - start)[None, :], other=0.0)
+        weight = tl.load(weights + start * K_STRIDE, mask=is_col & (ks < K - start)[:, None], other=0.0)
+        acc = tl.dot(x, weight, acc, input_precision="ieee")
     at = out_ptr + (tokens.to(tl.int64) * out_stride + head * out_head_stride)[:, None] + cols[None, :]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=is_token & is_col)
-
-
-@jit
-def load_columns(
-    weights, cols, K: tl.constexpr, N: tl.constexpr, K_STRIDE: tl.constexpr, N_STRIDE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Columns of a whole matrix for `multiply_columns`, in four chunks: [4, BLOCK_K / 4, columns]."""
-    ks = tl.reshape(tl.arange(0, BLOCK_K), [4, BLOCK_K // 4, 1])
-    cols = cols[None, None, :]
-    return tl.load(weights + ks * K_STRIDE + cols * N_STRIDE, mask=(ks < K) & (cols < N), other=0.0)
-
-
-@jit
-def multiply_columns(x, weight):
-    """x [M, BLOCK_K] times `load_columns`. Warps sum chunks side by side: the instructions of a sum wait for each
-    other. The order of the four sums does not depend on a program's warps."""
-    chunks = tl.permute(tl.reshape(x, [x.shape[0], 4, weight.shape[1]]), [1, 0, 2])
-    sums = tl.permute(tl.dot(chunks, weight, input_precision="ieee"), [1, 2, 0])
-    even, odd = tl.split(tl.reshape(sums, [x.shape[0], weight.shape[2], 2, 2]))
-    first, second = tl.split(even + odd)
-    return first + second
 
 
 def head_product_torch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -113,7 +73,7 @@ def head_product_triton(
         out = torch.empty((num_tokens, num_heads, size_out), dtype=x.dtype, device=x.device)
     if not num_tokens:
         return out
-    block_m, block_n, block_k, warps, stages = product_tile(num_tokens, size_in, x.dtype, deterministic)
+    block_m, block_n, block_k, warps, stages = _tile(num_tokens, size_in, x.dtype, deterministic)
     pdl = use_pdl(x)
     _head_product_kernel[(-(-num_tokens // block_m), -(-size_out // block_n), num_heads)](
         x, weight, out, num_tokens, x.stride(0), x.stride(1), weight.stride(0), out.stride(0), out.stride(1),
@@ -124,12 +84,10 @@ def head_product_triton(
     return out
 
 
-def product_tile(
-    num_tokens: int, size_in: int, dtype: torch.dtype, deterministic: bool
-) -> tuple[int, int, int, int, int]:
+def _tile(num_tokens: int, size_in: int, dtype: torch.dtype, deterministic: bool) -> tuple[int, int, int, int, int]:
     """(tokens, columns and rows of a matrix that a program multiplies at a time, warps, pipeline stages)."""
     if dtype == torch.float32:
         return 16, 32, 32, 4, 2
-    if deterministic or num_tokens < MANY:
-        return FEW, 64 if size_in <= 256 else 32, min(max(LEAST_WHOLE, next_power_of_2(size_in)), WHOLE_ROWS), 4, 3
-    return 128 if num_tokens >= 2 * MANY else 64, 128, 64, 8, 3
+    if deterministic or num_tokens < _MANY:
+        return 16, 64 if size_in <= 256 else 32, min(max(16, next_power_of_2(size_in)), _WHOLE_ROWS), 4, 3
+    return 128 if num_tokens >= 2 * _MANY else 64, 128, 64, 8, 3

@@ -1,20 +1,15 @@
-"""The store of a step's latents as one kernel: their norm, the rotation of their keys and of q, and the write.
-
-For few tokens, other programs of the launch multiply q with the keys' matrices. They read the numbers of q that are not
-rotated, so no program reads what another one writes."""
+"""The store of a step's latents as one kernel: their norm, the rotation of their keys and of q, and the write."""
 
 from __future__ import annotations
 
 import torch
 
-from runtime.kernels.attention.latent_heads import MANY, multiply_head, product_tile
-from runtime.kernels.attention.latent_torch import LatentUp
 from runtime.kernels.triton_language import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
 _TILE = 1024  # pairs of a program that rotates heads of q
 
 
-@jit(do_not_specialize=["num_tokens", "num_stores"], do_not_specialize_on_alignment=ROW_ARRAYS)
+@jit(do_not_specialize_on_alignment=ROW_ARRAYS)
 def _latent_store_kernel(
     q_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM], tokens q_stride apart; the last ROPE numbers of a head are rotated
     latents_ptr,  # [num_tokens, RANK + ROPE], tokens latents_stride apart
@@ -23,63 +18,24 @@ def _latent_store_kernel(
     norm_ptr,  # [RANK]
     kv_ptr,  # [cache_positions, RANK + ROPE] contiguous
     kv_index_ptr,  # [num_tokens] int32 or int64
-    keys_ptr,  # a matrix [HEAD_DIM - ROPE, RANK] of each head, keys_stride apart; None without products
-    queries_ptr,  # [num_tokens, NUM_HEADS, RANK] contiguous, the products; or None
     q_stride,
     latents_stride,
     sin_offset,
     eps,
-    keys_stride,
-    num_tokens,
-    num_stores,  # programs that store; the others multiply
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    K_STRIDE: tl.constexpr,  # between rows of a matrix
-    N_STRIDE: tl.constexpr,  # between its columns
     BLOCK_HEADS: tl.constexpr,  # heads of a program
     BLOCK_RANK: tl.constexpr,  # power of two, at least RANK
     BLOCK_HALF: tl.constexpr,  # power of two, at least ROPE / 2
-    BLOCK_M: tl.constexpr,  # of a product: tokens, columns and rows of a matrix
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    PARTS: tl.constexpr = 1 + (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
-    COL_TILES: tl.constexpr = (RANK + BLOCK_N - 1) // BLOCK_N
-    program = tl.program_id(0)
-    if program < num_stores:
-        _store_part(
-            q_ptr, latents_ptr, table_ptr, positions_ptr, norm_ptr, kv_ptr, kv_index_ptr, program // PARTS,
-            program % PARTS, q_stride, latents_stride, sin_offset, eps,
-            NUM_HEADS, HEAD_DIM, RANK, ROPE, INTERLEAVED, BLOCK_HEADS, BLOCK_RANK, BLOCK_HALF, PDL,
-        )  # fmt: skip
-    elif keys_ptr is not None:
-        of_product = program - num_stores
-        of_head = of_product // COL_TILES
-        multiply_head(
-            q_ptr, keys_ptr, queries_ptr, of_head // NUM_HEADS, of_product % COL_TILES, of_head % NUM_HEADS,
-            num_tokens, q_stride, HEAD_DIM, keys_stride, NUM_HEADS * RANK, RANK,
-            HEAD_DIM - ROPE, RANK, K_STRIDE, N_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K, PDL,
-        )  # fmt: skip
-
-
-@jit
-def _store_part(
-    q_ptr, latents_ptr, table_ptr, positions_ptr, norm_ptr, kv_ptr, kv_index_ptr,  # of `_latent_store_kernel`
-    token,
-    part,  # the first part is the vector to store, others are heads of q
-    q_stride, latents_stride, sin_offset, eps,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_HALF: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A part of a token. It waits for the launch before."""
     HALF: tl.constexpr = ROPE // 2
     STEP: tl.constexpr = 2 if INTERLEAVED else 1  # between pairs
     OTHER: tl.constexpr = 1 if INTERLEAVED else HALF  # between the numbers of a pair
-    token = token.to(tl.int64)
+    token = tl.program_id(0).to(tl.int64)
     pairs = tl.arange(0, BLOCK_HALF)
     is_pair = pairs < HALF
     # Before the wait: q and latents come from the kernels right before this one, positions and kv_index do not.
@@ -92,7 +48,7 @@ def _store_part(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if part == 0:
+    if tl.program_id(1) == 0:
         latent = latents_ptr + token * latents_stride
         x = tl.load(latent + cols, mask=cols < RANK, other=0.0).to(tl.float32)
         scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / RANK + eps)
@@ -104,7 +60,7 @@ def _store_part(
         tl.store(stored, (first * cos - second * sin).to(kv_ptr.dtype.element_ty), mask=is_pair)
         tl.store(stored + OTHER, (second * cos + first * sin).to(kv_ptr.dtype.element_ty), mask=is_pair)
     else:
-        heads = (part - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+        heads = (tl.program_id(1) - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
         inside = (heads < NUM_HEADS) & is_pair[None, :]
         at = q_ptr + token * q_stride + heads * HEAD_DIM + (HEAD_DIM - ROPE) + pairs[None, :] * STEP
         q_first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -122,34 +78,17 @@ def latent_store_triton(
     kv: torch.Tensor,
     kv_index: torch.Tensor,  # int32; like the positions, not written by the kernel right before this one
     interleaved: bool,
-    up: LatentUp,
-    *,
-    deterministic: bool = False,
-) -> torch.Tensor | None:
-    """`latent_store_torch` as one kernel. Its tiles have one shape for any number of tokens.
-
-    Returns:
-        The queries over latents [num_tokens, num_heads, rank] of few tokens, and of any number in deterministic mode.
-        None for others, which may use the expanded form."""
+) -> None:
+    """`latent_store_torch` as one kernel. Its tiles have one shape for any number of tokens."""
     (num_tokens, num_heads, head_dim), (table, positions), rank = q.shape, rope, len(norm)
-    multiplies = deterministic or num_tokens < MANY
-    queries = torch.empty((num_tokens, num_heads, rank), dtype=q.dtype, device=q.device) if multiplies else None
     if not num_tokens:
-        return queries
+        return
     rope_dim, pdl = table.shape[2], use_pdl(q)
     block_half = next_power_of_2(max(rope_dim // 2, 1))
     block_heads = min(next_power_of_2(num_heads), max(_TILE // block_half, 1))
-    num_stores = num_tokens * (1 + -(-num_heads // block_heads))
-    keys, num_products = up.keys_weight, 0
-    block_m, block_n, block_k, _, stages = product_tile(num_tokens, up.nope_dim, q.dtype, True)
-    if multiplies:
-        num_products = -(-num_tokens // block_m) * -(-rank // block_n) * num_heads
-    _latent_store_kernel[(num_stores + num_products,)](
-        q, latents, table, positions, norm, kv, kv_index, keys if multiplies else None, queries, q.stride(0),
-        latents.stride(0), table.stride(0), eps, keys.stride(0), num_tokens, num_stores,
+    _latent_store_kernel[(num_tokens, 1 + -(-num_heads // block_heads))](
+        q, latents, table, positions, norm, kv, kv_index, q.stride(0), latents.stride(0), table.stride(0), eps,
         NUM_HEADS=num_heads, HEAD_DIM=head_dim, RANK=rank, ROPE=rope_dim, INTERLEAVED=interleaved,
-        K_STRIDE=keys.stride(1), N_STRIDE=keys.stride(2),
-        BLOCK_HEADS=block_heads, BLOCK_RANK=next_power_of_2(rank), BLOCK_HALF=block_half,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, PDL=pdl, num_warps=4, num_stages=stages, launch_pdl=pdl,
+        BLOCK_HEADS=block_heads, BLOCK_RANK=next_power_of_2(rank), BLOCK_HALF=block_half, PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
-    return queries

@@ -69,7 +69,6 @@ def latent_store_torch(
     kv: torch.Tensor,  # [1, 1, num_blocks, block_size, rank + rope_dim], one layer's cache
     kv_index: torch.Tensor,  # [num_tokens] block * block_size + offset
     interleaved: bool,  # dimension 2 i is rotated with 2 i + 1, else i with i + rope_dim / 2
-    up: LatentUp | None = None,  # not used here
 ) -> None:
     """Rotate the last numbers of each head's q in place. Norm the latents, rotate their keys, and store both."""
     rank, rope_dim = len(norm), rope[0].shape[-1]
@@ -95,7 +94,6 @@ def latent_attention_torch(
     kv: torch.Tensor,  # this step's tokens already in it
     plan: AttentionPlan,
     up: LatentUp,
-    queries: None = None,
     *,
     scale: float,
 ) -> torch.Tensor:
@@ -154,7 +152,6 @@ def latent_attention_exact(
     kv: torch.Tensor,
     plan: AttentionPlan,
     up: LatentUp,
-    queries: None = None,
     *,
     scale: float,
     by_head: bool = False,  # a head's bits do not depend on the other heads here, either

@@ -135,8 +135,8 @@ def _few_down_kernel(
     weights_ptr += token * CHOICES
     xs = x_ptr + token * CHOICES * K + cols
     if PREFETCHES:
-        for choice in tl.static_range(CHOICES):
-            _prefetch(weight_ptr + tl.load(ids_ptr + choice) * size, block, N, K, None, WARPS, BLOCK_N)
+        for each in tl.static_range(CHOICES):
+            _prefetch(weight_ptr + tl.load(ids_ptr + each) * size, block, N, K, None, WARPS, BLOCK_N)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -150,9 +150,9 @@ def _few_down_kernel(
         acc += sums_of_eights(w.to(tl.float32) * (x.to(tl.float32) * tl.load(weights_ptr + choice)))
     y = tl.sum(acc, 1) + residual.to(tl.float32)
     if BIAS:
-        for choice in tl.static_range(CHOICES):
-            bias = tl.load(bias_ptr + tl.load(ids_ptr + choice) * N + rows).to(tl.float32)
-            y += bias * tl.load(weights_ptr + choice)
+        for each in tl.static_range(CHOICES):
+            bias = tl.load(bias_ptr + tl.load(ids_ptr + each) * N + rows).to(tl.float32)
+            y += bias * tl.load(weights_ptr + each)
     tl.store(residual_ptr + token * N + outs, y.to(residual_ptr.dtype.element_ty), mask=outs < N)
 
 

@@ -83,9 +83,9 @@ def moe_wna16_tile(num_choices: int, num_experts: int, deterministic: bool) -> T
     # Under the interpreter, numpy's sums depend on the size of a tile.
     mean = 32.0 if INTERPRETED and deterministic else num_choices / num_experts
     if mean <= 1:
-        return Tile(8, 32, STEP, 1, 6)
+        return Tile(8, 64, STEP, 2, 3)
     if mean <= 4:
         return Tile(8, 64, STEP, 2, 5)
     if mean <= 12:
-        return Tile(16, 64, STEP, 2, 6)
+        return Tile(16, 64, STEP, 2, 3)
     return Tile(32, 64, STEP, 2, 4) if mean <= 40 or deterministic else Tile(128, 128, STEP, 8, 2)

@@ -45,10 +45,8 @@ class LatentMixer:
         if self.q_up is not None:
             q = self.q_up.normed(q, self.q_norm, self.latent_eps)
         heads = q.unflatten(1, (-1, self.head_dim))
-        queries = self.kernels.store(
-            heads, latents, step.ropes[0], self.kv_norm, self.latent_eps, kv, kv_index, self.interleaved, self.up
-        )
-        return self.kernels.attention(heads, kv, rows, self.up, queries, scale=self.scale)
+        self.kernels.store(heads, latents, step.ropes[0], self.kv_norm, self.latent_eps, kv, kv_index, self.interleaved)
+        return self.kernels.attention(heads, kv, rows, self.up, scale=self.scale)
 
     def with_linears(self, change: Callable[[Linear, str], Linear]) -> LatentMixer:
         into_kv = None if self.into_kv is None else change(self.into_kv, "latent_kv")
