@@ -12,7 +12,7 @@ _Messages = Sequence[Mapping[str, Any]]
 
 
 def with_objects(messages: _Messages, are_written: bool) -> list[Mapping[str, Any]]:
-    """Return messages whose calls have objects as arguments, where a client sent another text.
+    """Return messages with objects as the arguments of calls, where a client sent another text.
 
     Args:
         are_written: the template writes arguments one by one. Such a template fails on a text, so a text that is not
@@ -29,7 +29,7 @@ def with_objects(messages: _Messages, are_written: bool) -> list[Mapping[str, An
 
 
 def with_texts(messages: _Messages) -> list[Mapping[str, Any]]:
-    """Return messages whose calls have JSON texts as arguments."""
+    """Return messages with JSON texts as the arguments of calls."""
 
     def as_text(arguments: Any) -> Any:
         return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

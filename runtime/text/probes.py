@@ -29,8 +29,8 @@ class CallProbe(NamedTuple):
 def probe_calls(render: Render) -> CallProbe:
     """Return the format of a template's calls.
 
-    A template without tools has one only if the format's own `instructions` can describe them, and if it also writes
-    the call of a second round: DeepSeek V3's template breaks there."""
+    For a template without tools, the format needs `instructions` that describe them. The template then must also write
+    the call of a second round. DeepSeek R1's template breaks there."""
     for takes_text in (False, True):
         message = _calling(takes_text)
         try:

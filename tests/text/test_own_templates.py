@@ -1,4 +1,4 @@
-"""Families whose templates are not in the tree: prompts, calls and grammars of templates with the same structure."""
+"""Prompts, calls and grammars of templates with the structure of published ones that are not in the tree."""
 
 import json
 from typing import Any
@@ -256,7 +256,7 @@ def test_tools_are_described_where_only_calls_have_a_format():
     assert text.endswith("<｜tool▁output▁end｜>")
 
 
-def test_a_template_that_breaks_in_the_second_round_is_not_used_for_calls():
+def test_a_template_needs_a_second_round_for_its_own_calls():
     """DeepSeek R1's template leaves out the marks of later calls."""
     template = ChatTemplate(OWN_TEMPLATES["deepseek-r1"], {"bos_token": "<s>"})
     assert template.tool_format is GENERIC

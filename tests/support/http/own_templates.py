@@ -19,7 +19,7 @@ _SPECIAL = {
     ],
     "dee": ["<｜User｜>", "<｜Assistant｜>"],
 }
-_PLAIN = {  # tokens that are no special ones
+_PLAIN = {  # ordinary tokens
     "glm": ["<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>"],
     "dee": ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"],
 }
