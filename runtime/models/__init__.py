@@ -57,12 +57,26 @@ class Family:
     chats: tuple[ChatForm, ...] = ()  # of published models; none if no template of theirs was tried
 
 
+_GEMMA4_CHATS = tuple(  # in the order of their publication
+    ChatForm(name, "gemma4", reasons=True) for name in ("gemma4-release", "gemma4-revised", "gemma4")
+)
 FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures`
     "DeepseekV2ForCausalLM": Family(
-        "DeepSeek V2, V2-Lite", "deepseek-ai/DeepSeek-V2-Lite-Chat", deepseek.v2_decoder_spec, deepseek.WEIGHT_MAP
+        "DeepSeek V2, V2-Lite",
+        "deepseek-ai/DeepSeek-V2-Lite-Chat",
+        deepseek.v2_decoder_spec,
+        deepseek.WEIGHT_MAP,
+        chats=(ChatForm("deepseek-v2", "generic"),),
     ),
     "DeepseekV3ForCausalLM": Family(
-        "DeepSeek V3, V3.1, R1", "deepseek-ai/DeepSeek-V3", deepseek.v3_decoder_spec, deepseek.WEIGHT_MAP
+        "DeepSeek V3, V3.1, R1",
+        "deepseek-ai/DeepSeek-V3",
+        deepseek.v3_decoder_spec,
+        deepseek.WEIGHT_MAP,
+        chats=(
+            ChatForm("deepseek-v3.1", "deepseek_v31", reasons=True),
+            ChatForm("deepseek-r1", "generic", reasons=True),
+        ),
     ),
     "GPT2LMHeadModel": Family("GPT-2, DistilGPT2", "openai-community/gpt2", gpt2.decoder_spec, gpt2.WEIGHT_MAP),
     "Gemma2ForCausalLM": Family(
@@ -88,25 +102,44 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         chats=(ChatForm("gemma3", "generic"),),
     ),
     "Gemma4ForCausalLM": Family(
-        "Gemma 4 as text models", "google/gemma-4-E2B-it", gemma4.decoder_spec, gemma4.WEIGHT_MAP
+        "Gemma 4 as text models",
+        "google/gemma-4-E2B-it",
+        gemma4.decoder_spec,
+        gemma4.WEIGHT_MAP,
+        chats=_GEMMA4_CHATS,
     ),
     "Gemma4ForConditionalGeneration": Family(
         "Gemma 4 E2B, E4B, 31B, 26B-A4B, without images and sound",
         "google/gemma-4-E2B-it",
         gemma4.decoder_spec,
         gemma4.WEIGHT_MAP,
+        chats=_GEMMA4_CHATS,
     ),
     "Glm4ForCausalLM": Family(
         "GLM-4-0414 9B, 32B; GLM-Z1", "zai-org/GLM-4-9B-0414", glm.post_norms_decoder_spec, glm.POST_NORMS_WEIGHT_MAP
     ),
     "Glm4MoeForCausalLM": Family(
-        "GLM-4.5, 4.5-Air, 4.6, 4.7", "zai-org/GLM-4.5-Air", glm.moe_decoder_spec, glm.MOE_WEIGHT_MAP
+        "GLM-4.5, 4.5-Air, 4.6, 4.7",
+        "zai-org/GLM-4.5-Air",
+        glm.moe_decoder_spec,
+        glm.MOE_WEIGHT_MAP,
+        chats=(ChatForm("glm-4.5", "glm45", reasons=True), ChatForm("glm-4.7", "glm47", reasons=True)),
     ),
     "Glm4MoeLiteForCausalLM": Family(
-        "GLM-4.7-Flash", "zai-org/GLM-4.7-Flash", deepseek.flash_decoder_spec, deepseek.WEIGHT_MAP
+        "GLM-4.7-Flash",
+        "zai-org/GLM-4.7-Flash",
+        deepseek.flash_decoder_spec,
+        deepseek.WEIGHT_MAP,
+        chats=(ChatForm("glm-4.7", "glm47", reasons=True),),
     ),
     "GlmForCausalLM": Family("GLM-4-9B", "zai-org/glm-4-9b-chat-hf", glm.decoder_spec, glm.WEIGHT_MAP),
-    "GptOssForCausalLM": Family("gpt-oss 20b, 120b", "openai/gpt-oss-20b", gpt_oss.decoder_spec, gpt_oss.WEIGHT_MAP),
+    "GptOssForCausalLM": Family(
+        "gpt-oss 20b, 120b",
+        "openai/gpt-oss-20b",
+        gpt_oss.decoder_spec,
+        gpt_oss.WEIGHT_MAP,
+        chats=(ChatForm("gpt-oss", "harmony", reasons=True),),
+    ),
     "GraniteForCausalLM": Family(
         "Granite 3.0-3.3", "ibm-granite/granite-3.3-2b-instruct", granite.decoder_spec, granite.WEIGHT_MAP
     ),

@@ -9,7 +9,7 @@ after a mark    calls follow a mark, at any place of the text
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -109,7 +109,9 @@ class _CallGrammar:
     def beside_json(self, answer: RequestedGrammar) -> RequestedGrammar:
         calls = self.calls(None)
         calls.begin, calls.answer = self.form.opening(None), answer.spec.text
-        return _requested(calls, answer.spec.after, answer.spec.special, strict=answer.spec.strict, field=answer.field)
+        requested = _requested(calls, strict=answer.spec.strict, field=answer.field)
+        of = answer.spec  # with the reasoning before it
+        return replace(requested, spec=replace(requested.spec, after=of.after, special=of.special, opens=of.opens))
 
     def at_start(self, no_text: list[str]) -> RequestedGrammar:
         calls = self.calls(None)

@@ -23,6 +23,7 @@ from runtime.text.tool_calls import ToolFormat, name_of
 from runtime.text.tool_calls.harmony import FINAL, HARMONY, HARMONY_TOKENS, START, with_special
 from runtime.text.tool_calls.parser import SPECIAL
 
+_SWITCHES = "enable_thinking", "thinking"
 _SWITCH = re.compile(r"\benable_thinking\b|\bthinking is\b")  # of reasoning, in a template
 
 # gpt-oss has three efforts. For none, the grammar leaves out the analysis, too.
@@ -84,16 +85,7 @@ class ChatPrompter:
         kwargs = self._effort(options) | (options.chat_template_kwargs or {})
         if template.has_channels and kwargs.get("builtin_tools"):
             raise invalid("chat_template_kwargs.builtin_tools", "names tools that no server here runs; send tools")
-        try:
-            text = template.render(
-                messages,
-                options.add_generation_prompt is not False,
-                options.template_tools,
-                options.continue_final_message,
-                **kwargs,
-            )
-        except CallboardError as e:
-            raise FieldError("messages", str(e)) from e
+        text = self._rendered(messages, options, kwargs)
         if template.has_channels:
             form = HARMONY
         if form is None and not template.thinks:
@@ -109,7 +101,7 @@ class ChatPrompter:
             needs_json = any(tool.needs_json(form.arguments) for tool in called)
             form = form.for_call_of(needs_json)
             if in_reasoning:
-                text = f"{text.rstrip()}\n\n{self._reasoning.close}\n\n"
+                text = self._closed(text, messages, options, kwargs)
             text += form.opening(forced.name)
         elif template.has_channels:
             if options.requested_grammar() is not None and not options.continue_final_message and not is_held:
@@ -126,6 +118,7 @@ class ChatPrompter:
             shows_reasoning=options.include_reasoning,
             tools=form,
             is_held=is_held,
+            may_open=thinks and not in_reasoning and self._may_open(text, options, kwargs),
             functions=functions,
             custom_tools=frozenset(tool.function.name for tool in tools if isinstance(tool, CustomTool)),
             most_calls=_most_calls(options, form),
@@ -137,11 +130,39 @@ class ChatPrompter:
         )
         return ChatPrompt(text, message_format)
 
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, kwargs: Mapping[str, Any]) -> str:
+        begins_turn, is_continued = options.add_generation_prompt is not False, options.continue_final_message
+        try:
+            return self._template.render(messages, begins_turn, options.template_tools, is_continued, **kwargs)
+        except CallboardError as e:
+            raise FieldError("messages", str(e)) from e
+
+    def _closed(
+        self,
+        prompt: str,
+        messages: Sequence[Mapping[str, Any]],
+        options: ChatOptions,
+        kwargs: Mapping[str, Any],
+    ) -> str:
+        """Return a prompt that ends within reasoning, with its end: as the template writes a turn without reasoning, if
+        the prompt is otherwise the same."""
+        opens, close, _ = self._reasoning
+        if _SWITCH.search(self._template.source) and not options.continue_final_message:
+            other = self._rendered(messages, options, {**kwargs, **dict.fromkeys(_SWITCHES, False)})
+            if other.startswith(prompt[: prompt.rfind(opens)]) and other.rstrip().endswith(close):
+                return other
+        return f"{prompt.rstrip()}\n\n{close}\n\n"
+
     def _place(self, options: ChatOptions, prompt: str) -> Place | None:
         """Return the place in a turn where a prompt ends and a grammar goes on; None if no grammar holds the turn."""
         asked = options.channel_grammar
         is_on = self._tokenizer.channel_grammar if asked is None else asked
         return place_of(prompt.rpartition(START)[2]) if is_on and self._marks is not None else None
+
+    def _may_open(self, prompt: str, options: ChatOptions, kwargs: Mapping[str, Any]) -> bool:
+        """Return whether an output after this prompt may begin with reasoning that it opens itself."""
+        is_off = options.reasoning_effort == "none" or any(kwargs.get(name) is False for name in _SWITCHES)
+        return not (is_off or options.continue_final_message or prompt.rstrip().endswith(self._reasoning.close))
 
     def _special_marks(self, form: ToolFormat | None) -> dict[str, int]:
         """The marks of reasoning and calls that are special tokens, and their ids."""
@@ -159,7 +180,7 @@ class ChatPrompter:
         if "reasoning_effort" in source:
             return {"reasoning_effort": effort}
         if _SWITCH.search(source):
-            return {"enable_thinking": effort != "none", "thinking": effort != "none"}
+            return dict.fromkeys(_SWITCHES, effort != "none")
         if effort == "none" and self._reasoning.close not in source:
             return {}
         problem = f"is {effort!r}, but this model's template reads neither reasoning_effort nor enable_thinking"
@@ -189,10 +210,12 @@ class ChatPrompter:
         if form is None:
             return grammar
         special_marks = self._special_marks(form.tools)
-        if grammar is not None and form.in_reasoning:
-            close = self._reasoning.close
-            special = tuple((mark, i) for mark, i in special_marks.items() if mark == close)
-            grammar = replace(grammar, spec=replace(grammar.spec, after=close, special=special))
+        if grammar is not None and (form.in_reasoning or form.may_open):
+            opens, close, open_token = self._reasoning
+            marks = (open_token, close) if form.may_open else (close,)
+            special = tuple((mark, i) for mark, i in special_marks.items() if mark in marks)
+            opens = opens if form.may_open else ""
+            grammar = replace(grammar, spec=replace(grammar.spec, after=close, special=special, opens=opens))
         return with_calls(
             grammar,
             options.offered_tools(),

@@ -30,6 +30,7 @@ class MessageFormat:
     begun: str = ""  # the part of a turn in channels that the prompt ends with
     budget: ThinkingBudget | None = None  # of reasoning
     is_held: bool = False  # a grammar holds the channels
+    may_open: bool = False  # the output may begin with the opening mark of reasoning
     custom_tools: frozenset[str] = frozenset()  # functions with one argument, a text
 
 

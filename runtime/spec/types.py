@@ -48,6 +48,7 @@ class GrammarSpec:
     may_stay_free: bool = False  # the whole output may be free text, without the mark
     # True refuses keywords of a schema that cannot be enforced. False ignores them. None refuses all but uniqueItems.
     strict: bool | None = None
+    opens: str = ""  # the free text begins with this mark, or is left out; empty if the output is within it
 
 
 @dataclass(frozen=True, slots=True)

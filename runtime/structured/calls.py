@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from runtime.structured.notation import Notation
 from runtime.structured.pattern import GrammarError, escaped, literal_text, plain
 from runtime.structured.readers.lark import in_json_string, read_lark
 from runtime.structured.readers.regex import whole
@@ -89,6 +90,14 @@ def _one_of(bodies: list[tuple[Rule, Rule]], before: Rule = NOTHING) -> Rule:
 
 def _unbound_arguments(calls: Calls) -> Rule:
     """Return the rule of any arguments, and of the end of the call."""
+    rest = _text_up_to_end(calls)
+    if calls.to_arguments or calls.arguments is None:
+        return rest
+    # The first argument's mark ends the function's name.
+    return choice([calls.text(calls.end), sequence(calls.text(calls.arguments.begin), rest)])
+
+
+def _text_up_to_end(calls: Calls) -> Rule:
     if calls.arguments is not None and not calls.arguments.stops:
         return sequence(terminal(_PYTHON_ARGUMENTS), calls.text(calls.end))
     *_, last_line = calls.end.splitlines()
@@ -138,13 +147,17 @@ def _input(syntax: str, definition: str) -> Rule:
 def _one_by_one(
     calls: Calls, form: ArgumentForm, root: Any, checks: TerminalChecks, prefix: str, strict: bool, ignored: list[str]
 ) -> dict[str, Rule]:
-    """Return the rules of arguments between tags or in Python, in the order of their schema."""
+    """Return the rules of arguments between tags or in Python."""
     written: dict[str, Rule] = {}
     rest: dict[bool, Rule] = {False: NOTHING, True: NOTHING}  # by whether an argument stands before
+    notation = Notation(form, lambda of: _tagged_text(calls, form, of), written)
     properties, required = root.get("properties", {}), root.get("required", [])
-    for i, name in reversed(list(enumerate(properties))):
+    names = sorted(properties, key=str.lower) if form.is_sorted else list(properties)  # as Jinja's dictsort
+    for i, name in reversed(list(enumerate(names))):
         if form.stops and types_of(root, name) == {"string"}:
             value = _tagged_text(calls, form, properties[name])
+        elif form.quote and (own := notation.value(properties[name], f"{prefix}n{i}")) is not None:
+            value = sequence(own, calls.text(form.end))
         else:
             of = {"$ref": f"#/properties/{name}"}
             written |= schema.rules_of(root, checks, of, f"{prefix}v{i}", strict, ignored)

@@ -20,7 +20,18 @@ from runtime.structured.matching.matcher import Matcher
 from runtime.structured.matching.vocabulary import BYTES, MOST_SPECIAL, SPECIAL_BYTES
 from runtime.structured.pattern import MAX_STATES, Alternation, GrammarError, literal, literal_text, plain, size
 from runtime.structured.readers.regex import whole
-from runtime.structured.rules import Choice, Name, Repeat, Rule, Sequence, Shortest, Special, Terminal, terminal
+from runtime.structured.rules import (
+    Choice,
+    Name,
+    Repeat,
+    Rule,
+    Sequence,
+    Shortest,
+    Special,
+    Terminal,
+    sequence,
+    terminal,
+)
 from runtime.structured.schema import keywords
 from runtime.structured.schema import writer as schema
 from runtime.structured.schema.merge import TerminalChecks
@@ -63,7 +74,8 @@ def compiled(spec: GrammarSpec) -> Grammar:
 
 
 def _after_free_text(written: dict[str, Rule], spec: GrammarSpec) -> dict[str, Rule]:
-    mark_id = dict(spec.special).get(spec.after)
+    special = dict(spec.special)
+    mark_id = special.get(spec.after)
     if mark_id is None:
         free = f"(?s:.*){literal_text(spec.after)}"
         marked: Rule = Sequence((Shortest(free), terminal(_SPACES), Name("rest")))
@@ -78,6 +90,9 @@ def _after_free_text(written: dict[str, Rule], spec: GrammarSpec) -> dict[str, R
         )
         for name, rule in written.items()
     }
+    if spec.opens:
+        begin = sequence(terminal(_SPACES), rules.marked(spec.opens, special))
+        return {"start": Choice((Name("rest"), sequence(begin, marked))), **structure}
     return {"start": Choice((unmarked, marked)) if spec.may_stay_free else marked, **structure}
 
 

@@ -1,6 +1,7 @@
 """Messages as templates with channels read them: one call a message, and reasoning as `thinking`.
 
-gpt-oss's template keeps the reasoning before a call until a final answer follows, and drops it then.
+gpt-oss's template keeps the reasoning before a call until a final answer follows, and drops it then. It shows a system
+message at the head alone, and leaves out all others.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 def channel_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the messages in the form of such a template. Each call is followed by its result."""
+    messages = _with_one_system_message(messages)
     written: list[Mapping[str, Any]] = []
     at = 0
     while at < len(messages):
@@ -36,6 +38,17 @@ def channel_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
             written += own
             results = [result for result in results if result not in own]
     return written
+
+
+def _with_one_system_message(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return the messages with all system messages as one, at the head."""
+    are_system = [message.get("role") in ("system", "developer") for message in messages]
+    if not any(are_system[1:]):
+        return messages
+    contents = (message.get("content") for message, is_system in zip(messages, are_system, strict=True) if is_system)
+    text = "\n\n".join(content for content in contents if isinstance(content, str))
+    others = (message for message, is_system in zip(messages, are_system, strict=True) if not is_system)
+    return [{"role": "system", "content": text}, *others]
 
 
 def described(tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]] | None:

@@ -6,7 +6,6 @@ output of a template shows the formats of the model, so `tool_format` and `think
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -16,10 +15,12 @@ from typing import Any, TypeVar
 from runtime.child import ChildPool, Overrun
 from runtime.spec.types import CallboardError
 from runtime.text import reasoning, sandbox
+from runtime.text.call_messages import with_content_placed, with_objects, with_texts
 from runtime.text.channel_messages import channel_messages, described
+from runtime.text.probes import CallProbe, Place, place_of_content, probe_calls
 from runtime.text.tokenizer import Tokenizer
-from runtime.text.tool_calls import FORMATS, GENERIC, CallDelta, ToolFormat
-from runtime.text.tool_calls.generic import with_tools_as_text
+from runtime.text.tool_calls import FORMATS, GENERIC, ToolFormat
+from runtime.text.tool_calls.generic import with_tools, with_tools_as_text
 from runtime.text.tool_calls.harmony import HARMONY, START
 from runtime.text.tool_responses import with_tool_responses
 
@@ -78,7 +79,7 @@ class ChatTemplate:
 
         GENERIC if the template ignores tools or writes calls in an unknown format; None if it then has channels,
         because only HARMONY parses these."""
-        own = self._probed[0]
+        own = self._probed.form
         return GENERIC if own is None and not self.has_channels else own
 
     @cached_property
@@ -93,34 +94,14 @@ class ChatTemplate:
         return "callboard_probe" in prompt.partition("first_turn")[0]
 
     @cached_property
-    def _probed(self) -> tuple[ToolFormat | None, bool]:
-        """The results of a call rendered on trial: its format, and whether the template requires arguments as text."""
-        name, arguments = "callboard_probe", {"n": 1}
-        schema = {"type": "object", "properties": {"n": {"type": "integer", "description": "A number."}}}
-        function = {"name": name, "description": "Tells the format.", "parameters": schema}
-        tools = [{"type": "function", "function": function}]
-        for are_text in (False, True):
-            called = {"name": name, "arguments": json.dumps(arguments) if are_text else arguments}
-            # Mistral's ids have nine letters.
-            call = {"id": "callboard", "type": "function", "function": called}
-            messages: list[dict[str, Any]] = [
-                {"role": "user", "content": "Go."},
-                {"role": "assistant", "content": "", "tool_calls": [call]},
-            ]
-            try:
-                before = self._rendered(messages[:1], {"tools": tools, "add_generation_prompt": True})
-                after = self._rendered(messages, {"tools": tools, "add_generation_prompt": False})
-                if not after.startswith(before):  # a new turn begins with reasoning, and this answer has none
-                    before = self._rendered(messages[:1], {"tools": tools, "add_generation_prompt": False})
-            except CallboardError:
-                continue
-            written = after.removeprefix(before)
-            for form in FORMATS.values() if name in before else ():
-                pieces = form.parser(form, {name: schema}).push(written)[1]
-                if [piece.index for piece in pieces if piece.name] == [0] and _is_json(pieces, arguments):
-                    return form, are_text
-            return None, are_text
-        return None, False
+    def _probed(self) -> CallProbe:
+        return probe_calls(self._rendered)
+
+    @cached_property
+    def _place_of_content(self) -> Place:
+        """Where content beside calls has to stand. Only templates with results among the calls misplace it."""
+        has_responses = "tool_responses" in self._tool_source
+        return place_of_content(self._with_responses) if has_responses else "kept"
 
     def render(
         self,
@@ -140,21 +121,32 @@ class ChatTemplate:
 
         Raises CallboardError if the template refuses the messages (with its own words), if the prompt exceeds 4 Mi
         characters, or after 1 second of CPU time."""
-        has_calls = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
-        if (tools or has_calls) and self.tool_format is GENERIC:
+        has_calls = any(message.get("tool_calls") for message in messages)
+        is_called = has_calls or any(message.get("role") == "tool" for message in messages)
+        form = self.tool_format if tools or is_called else None
+        if has_calls:
+            messages = with_objects(messages, are_written=form is not None and form.arguments is not None)
+        if form is GENERIC:
             messages, tools = with_tools_as_text(messages, tools, bool(tools) and self._has_system), None
+        elif tools and form is not None and form.instructions and not self._probed.shows_tools:
+            messages, tools = with_tools(messages, tools, self._has_system, form.instructions), None
         if continue_final_message:
             add_generation_prompt = False
             messages = _with_end_marked(messages)
-        if any(message.get("tool_calls") for message in messages) and self._probed[1]:
-            messages = [_with_arguments_as_text(message) for message in messages]
+        if has_calls and self._probed.takes_text:
+            messages = with_texts(messages)
         if self.has_channels:
             messages, tools = channel_messages(messages), described(tools)
+        if has_calls:
+            messages = with_content_placed(messages, self._place_of_content)
+        own = {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        text = self._with_responses(messages, {**kwargs, **own})
+        return _cut_at_mark(text) if continue_final_message else text
+
+    def _with_responses(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
         if "tool_responses" in self._tool_source and "tool" not in self.roles:
             messages = with_tool_responses(messages)
-        own = {"tools": tools, "add_generation_prompt": add_generation_prompt}
-        text = self._rendered(messages, {**kwargs, **own})
-        return _cut_at_mark(text) if continue_final_message else text
+        return self._rendered(messages, values)
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
         source = self._tool_source if values["tools"] else self.source
@@ -187,16 +179,6 @@ def load_tokenizer(
     return tokenizer
 
 
-def _with_arguments_as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    def as_text(call: Mapping[str, Any]) -> Mapping[str, Any]:
-        arguments = call["function"]["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        return {**call, "function": {**call["function"], "arguments": text}}
-
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": [as_text(call) for call in calls]} if calls else message
-
-
 def _with_end_marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     match messages:
         case [*before, {"content": str(text)} as last]:
@@ -212,13 +194,6 @@ def _cut_at_mark(prompt: str) -> str:
         raise CallboardError("The model's chat template leaves out the last message, so it cannot be continued.")
     trimmed = not prompt.startswith(_CONTINUE_MARK, at)
     return prompt[:at].rstrip() if trimmed else prompt[:at]
-
-
-def _is_json(pieces: Sequence[CallDelta], value: object) -> bool:
-    try:
-        return bool(json.loads("".join(piece.arguments for piece in pieces)) == value)
-    except ValueError:
-        return False
 
 
 _CHILDREN = ChildPool(_MAX_CHILDREN, _MEMORY, 0, sandbox.check, "", {}, MAX_SECONDS)

@@ -33,6 +33,10 @@ A_CALL = {  # in pieces, and other pieces
         ["<tool_call>", "add\n", "<arg_key>a</arg_key>\n", "<arg_value>", "1", "</arg_value>\n", "</tool_call>"],
         ["x", "mul\n", "add", "<arg_key>b</arg_key>\n", "\n", " "],
     ),
+    "glm47": (
+        ["<tool_call>", "add", "<arg_key>a</arg_key>", "<arg_value>", "1", "</arg_value>", "</tool_call>"],
+        ["x", "mul", "add\n", "<arg_key>b</arg_key>", "\n", " "],
+    ),
     "pythonic": (
         ["[", "add(", "a=", "1", ")", "]"],
         ["x", "'x'", "<|python_start|>", "mul(", "add (", "b=", ", ", " ", "\n"],

@@ -77,8 +77,8 @@ only way on. Log-probabilities are the model's own.
 | `response_format` and `tools` | the model answers in that JSON, or with calls, bound too (Hermes', DeepSeek's marks) |
 
 White space is at most one space after each comma and colon. In strings, a character is escaped only where JSON requires
-it, in the shortest way. Integers have up to 19 digits. A model that reasons does so first; the structure begins after
-`</think>`.
+it, in the shortest way. Integers have up to 19 digits. A model that reasons may do so first, also
+where it opens `<think>` itself; the structure begins after `</think>`. With reasoning off, it begins at once.
 
 In Python, without a server, the same fields are keywords of `LLM.generate` and `LLM.chat`:
 

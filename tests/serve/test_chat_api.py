@@ -99,7 +99,7 @@ async def test_any_function_is_required(thinks: bool):
     engine = engine_of("x")
     await send(engine, THINKING if thinks else QWEN, **fields)
     begin = '<tool_call>\n{"name": "'
-    assert prompt_of(engine).endswith("<|assistant|>" + ("<think>\n\n</think>\n\n" if thinks else "") + begin)
+    assert prompt_of(engine).endswith("<|assistant|>" + ("<think></think>" if thinks else "") + begin)
     message, reason = await answers(QWEN, f"{CALL.removeprefix(begin)}\n{TIME_CALL}", **fields)
     assert (called(message), reason) == ([("get_weather", ARGUMENTS), ("get_time", ARGUMENTS)], "tool_calls")
     message, _ = await answers(LLAMA, f'get_time", "parameters": {ARGUMENTS}}}', **fields)

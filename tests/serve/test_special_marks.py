@@ -15,7 +15,7 @@ from tests.support.http.fake_engine import EOS, MODEL, FakeEngine, client_of
 from tests.support.http.grammar_engine import NAMED, TOOLS, GrammarEngine
 
 pytestmark = pytest.mark.usefixtures("shared_compiler")
-NAMES = ["hermes", "mistral", "mistral_v11", "deepseek_v3", "deepseek_v31", "qwen3_coder", "glm45"]
+NAMES = ["hermes", "mistral", "mistral_v11", "deepseek_v3", "deepseek_v31", "qwen3_coder", "glm45", "glm47"]
 THINK = ["<think>", "</think>"]
 LAZY = LazyEngine(SPECIAL_BYTES)
 CLOSED = {
@@ -37,6 +37,10 @@ CALLS = {
         '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
     ),
     "gemma4": '<|tool_call>call:add{a:2,b:<|"|><b>}<|"|>}<tool_call|>',
+    "glm47": (
+        "<tool_call>add<arg_key>a</arg_key><arg_value>2</arg_value><arg_key>b</arg_key><arg_value><b>\n</arg_value>"
+        "</tool_call>"
+    ),
     "glm45": (
         "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n<arg_key>b</arg_key>\n"
         "<arg_value><b>\n</arg_value>\n</tool_call>"
@@ -76,7 +80,7 @@ async def test_forced_calls_have_special_marks(name: str, choice: Any):
         assert all(json.loads(call["arguments"]) in ({"a": 1}, {"a": "}"}) for call in calls)
         several += len(calls) > 1
         prompt = tokenizer.decode(engine.requests[0].token_ids, skip_special_tokens=False)
-        assert FORMATS[name].begin in prompt or name in ("qwen3_coder", "glm45")  # these need JSON for "}"
+        assert FORMATS[name].begin in prompt or name in ("qwen3_coder", "glm45", "glm47")  # these need JSON for "}"
     assert bool(several) == (choice == "required")
 
 

@@ -89,7 +89,12 @@ POINT = {
     "$defs": {"at": {"type": "array", "items": {"enum": [0, "a'b"]}, "maxItems": 2}},
     "required": ["at", "count"],
 }
-OPENINGS = {"qwen3_coder": "<tool_call>\n<function=%s>\n", "glm45": "<tool_call>%s\n", "pythonic": "[%s("}
+OPENINGS = {
+    "qwen3_coder": "<tool_call>\n<function=%s>\n",
+    "glm45": "<tool_call>%s\n",
+    "glm47": "<tool_call>%s",
+    "pythonic": "[%s(",
+}
 
 
 def tools_with(parameters: dict[str, Any]) -> Any:

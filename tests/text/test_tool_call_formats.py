@@ -322,6 +322,10 @@ WRITTEN = {
         "\n<think></think>\n<tool_call>{{ f.name }}\n{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key>\n"
         "<arg_value>{{ v }}</arg_value>\n{% endfor %}</tool_call>"
     ),
+    "glm47": (
+        "</think><tool_call>{{ f.name }}{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key>"
+        "<arg_value>{{ v }}</arg_value>{% endfor %}</tool_call>"
+    ),
     "deepseek_v3": (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ c.type }}<｜tool▁sep｜>{{ f.name }}\n```json\n{T}\n```"
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
@@ -357,7 +361,10 @@ def test_a_template_determines_its_format(name: str):
     assert template.tool_format is FORMATS[name]
     assert template.has_channels is (name == "harmony")
     without_tools = ChatTemplate(template_of(name).replace("tools or []", "[]"), {})
-    assert without_tools.tool_format is (None if name == "harmony" else FORMATS["generic"])
+    # DeepSeek V3.1's published template has calls and no tools.
+    assert without_tools.tool_format is {"harmony": None, "deepseek_v31": FORMATS["deepseek_v31"]}.get(
+        name, FORMATS["generic"]
+    )
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "get_weather", "arguments": DALLAS}}
     called = {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "Hm."}
     text = template.render([{"role": "user", "content": "Go."}, called])
@@ -370,14 +377,11 @@ def test_a_template_determines_its_format(name: str):
 def test_a_turn_that_begins_with_reasoning_hides_no_format():
     """GLM-4.7: a turn begins with <think>, and an answer without reasoning with </think>. The tools' text has a call
     without arguments."""
-    call = "</think><tool_call>{{ f.name }}{% for k, v in f.arguments.items() %}"
-    call += "<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value>{% endfor %}</tool_call>"
-    template = TEMPLATE.replace("CALL", call).replace(
-        "<|start|>assistant{% endif %}", "<|start|>assistant<think>{% endif %}"
-    )
+    begin = "<|start|>assistant<think>{% endif %}"
+    template = TEMPLATE.replace("CALL", WRITTEN["glm47"]).replace("<|start|>assistant{% endif %}", begin)
     template = "{% if tools %}<tool_call>{name}<arg_key>{key}</arg_key></tool_call>{% endif %}" + template
     found = ChatTemplate(template.replace("<|start|>", "<|assistant|>"), {})
-    assert found.tool_format is FORMATS["glm45"]
+    assert found.tool_format is FORMATS["glm47"]
     assert found.thinks
 
 

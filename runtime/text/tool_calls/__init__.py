@@ -3,7 +3,7 @@
 from runtime.text.tool_calls.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from runtime.text.tool_calls.gemma4 import GEMMA4
 from runtime.text.tool_calls.generic import GENERIC
-from runtime.text.tool_calls.glm import GLM45
+from runtime.text.tool_calls.glm import GLM45, GLM47
 from runtime.text.tool_calls.harmony import HARMONY
 from runtime.text.tool_calls.json_objects import HERMES, LLAMA3
 from runtime.text.tool_calls.mistral import MISTRAL, MISTRAL_V11
@@ -19,6 +19,7 @@ FORMATS = {
     "pythonic": PYTHONIC,
     "qwen3_coder": QWEN3_CODER,
     "glm45": GLM45,
+    "glm47": GLM47,
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v31": DEEPSEEK_V31,
     "harmony": HARMONY,

@@ -11,7 +11,7 @@ from runtime.text.tool_calls.written_values import types_of
 
 _OF_OBJECTS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 _OF_TEXTS = {"type", "enum", "const"}
-_SAYS_NOTHING = {"title", "description", "default", "examples", "$schema"}
+SAYS_NOTHING = {"title", "description", "default", "examples", "$schema"}
 
 
 class ArgumentForm(msgspec.Struct, frozen=True):
@@ -23,33 +23,44 @@ class ArgumentForm(msgspec.Struct, frozen=True):
     separator: str = ""
     stops: tuple[str, ...] = ()  # marks that an unquoted text may not contain; empty if texts are JSON
     quote: str = ""  # before and after such a text
+    is_sorted: bool = False  # by name, as the template shows the parameters; otherwise in the order of the schema
 
 
 def can_write(form: ArgumentForm, parameters: Any) -> bool:
     """True if exactly the objects that fit a function's schema can be written and parsed in this form."""
     if parameters is None:
         return True
-    if not isinstance(parameters, Mapping) or not parameters.keys() <= _OF_OBJECTS | _SAYS_NOTHING:
+    if not isinstance(parameters, Mapping) or not is_closed(parameters):
         return False
-    properties, required = parameters.get("properties", {}), parameters.get("required", [])
-    if parameters.get("type") != "object" or parameters.get("additionalProperties", not properties) is not False:
+    return all(not form.stops or _can_be_argument(form, parameters, name) for name in parameters.get("properties", {}))
+
+
+def is_closed(schema: Mapping[str, Any]) -> bool:
+    """True for the schema of an object with known properties alone, which have identifiers as names."""
+    if not schema.keys() <= _OF_OBJECTS | SAYS_NOTHING:
+        return False
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if schema.get("type") != "object" or schema.get("additionalProperties", not properties) is not False:
         return False
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         return False
     if not all(isinstance(name, str) and name in properties for name in required):
         return False
-    return all(
-        name.isidentifier() and (not form.stops or _can_stand_bare(form, parameters, name)) for name in properties
-    )
+    return all(name.isidentifier() for name in properties)
 
 
-def _can_stand_bare(form: ArgumentForm, parameters: Mapping[str, Any], name: str) -> bool:
-    types, of = types_of(parameters, name), parameters["properties"][name]
+def _can_be_argument(form: ArgumentForm, parameters: Mapping[str, Any], name: str) -> bool:
+    types = types_of(parameters, name)
     if types != {"string"}:
         return bool(types) and "string" not in types
-    if not of.keys() <= _OF_TEXTS | _SAYS_NOTHING or {"enum", "const"} <= of.keys():
+    return can_stand_bare(form, parameters["properties"][name])
+
+
+def can_stand_bare(form: ArgumentForm, schema: Mapping[str, Any]) -> bool:
+    """True if each text of a schema can be written without escapes, up to the end of its tag or quote."""
+    if not schema.keys() <= _OF_TEXTS | SAYS_NOTHING or {"enum", "const"} <= schema.keys():
         return False
-    values = of.get("enum", [of["const"]] if "const" in of else [])
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         return False
     return not any(stop in value or value[:1] == "\n" for value in values for stop in form.stops)

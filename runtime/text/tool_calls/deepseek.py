@@ -30,6 +30,18 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
     ends = ("```", _CALL_END)
 
 
+_INSTRUCTIONS = f"""\
+## Tools
+
+You may call these functions, each a JSON object with the schema of its arguments:
+
+%s
+
+Write a call in exactly this form, with the arguments as JSON that fits the schema:
+{_CALLS}{_CALL}name{_SEP}arguments{_CALL_END}{_CALLS_END}
+
+Several calls follow each other without spaces:
+{_CALLS}{_CALL}name{_SEP}arguments{_CALL_END}{_CALL}name{_SEP}arguments{_CALL_END}{_CALLS_END}"""
 DEEPSEEK_V31 = ToolFormat(
     DeepSeekV31Parser,
     mark=_CALLS,
@@ -39,6 +51,7 @@ DEEPSEEK_V31 = ToolFormat(
     end=_CALL_END,
     again=_CALL,
     close=_CALLS_END,
+    instructions=_INSTRUCTIONS,
 )
 DEEPSEEK_V3 = ToolFormat(
     DeepSeekV3Parser,

@@ -136,7 +136,7 @@ GEMMA4 = ToolFormat(
     marks=("<|tool_call>", "<tool_call|>", _QUOTE),
     begin="<|tool_call>call:",
     to_arguments="{",
-    arguments=ArgumentForm("", ":", "", separator=",", stops=(_QUOTE,), quote=_QUOTE),
+    arguments=ArgumentForm("", ":", "", separator=",", stops=(_QUOTE,), quote=_QUOTE, is_sorted=True),
     end="}<tool_call|>",
     again="<|tool_call>call:",
     json_form=HERMES,

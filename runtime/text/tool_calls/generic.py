@@ -56,13 +56,15 @@ def with_tools_as_text(
         message if len(contents) == 1 else {**message, "content": _joined("\n", contents)}
         for message, contents in turns
     ]
-    return _with_tools(plain, tools, "system" if has_system else "user") if tools else plain
+    return with_tools(plain, tools, has_system, _INSTRUCTIONS) if tools else plain
 
 
-def _with_tools(
-    messages: list[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], role: str
+def with_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], has_system: bool, instructions: str
 ) -> list[Mapping[str, Any]]:
-    text = _INSTRUCTIONS % "\n".join(_json(tool) for tool in tools)
+    """Return messages with a text about the tools: `instructions`, with the tools at its %s."""
+    text = instructions % "\n".join(_json(tool) for tool in tools)
+    role = "system" if has_system else "user"
     # Only a first message can be the system message: other positions are not valid in all templates.
     candidates = messages if role == "user" else messages[:1]
     at = next((i for i, message in enumerate(candidates) if message.get("role") == role), None)

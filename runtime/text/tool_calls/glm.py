@@ -1,8 +1,14 @@
-"""Calls of GLM 4.5 and later: `<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>`."""
+"""Calls of GLM.
+
+GLM45, of 4.5 and 4.6: `<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>`.
+GLM47, of 4.7 and later: `<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>`.
+One parser reads both.
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from runtime.text.tool_calls.argument_form import ArgumentForm
 from runtime.text.tool_calls.json_objects import HERMES
@@ -28,4 +34,10 @@ GLM45 = ToolFormat(
     end="</tool_call>",
     again="\n<tool_call>",
     json_form=HERMES,
+)
+GLM47 = replace(
+    GLM45,
+    to_arguments="",
+    arguments=ArgumentForm("<arg_key>", "</arg_key><arg_value>", "</arg_value>", stops=("</arg_value>",)),
+    again="<tool_call>",
 )

@@ -42,6 +42,7 @@ class ToolFormat:
     json_form: ToolFormat | None = None  # for required calls with arguments that this format cannot express
     has_short_ids: bool = False  # its template accepts only ids of nine letters or digits
     is_text: bool = False  # tools, calls and results are plain text in messages
+    instructions: str = ""  # about tools at its %s, for templates that write calls but no tools
 
     @property
     def last_mark(self) -> str:
