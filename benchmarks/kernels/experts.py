@@ -134,16 +134,15 @@ def mixtures(shape: Shape, form: str, dense: bool, device: str, deterministic: b
     return made
 
 
-RULES = moe_wna16.moe_wna16_tile, moe_wna16.SINGLE_TILE, moe_few_w16a16.few_tiles
+RULES = moe_wna16.moe_wna16_tile, moe_wna16.SINGLE_TILE, moe_few_w16a16.TILES
 
 
 def choose(tile: str) -> None:
     """Use a tile as in `--tiles`, also for programs of one choice, or the rules ("")."""
-    moe_wna16.moe_wna16_tile, moe_wna16.SINGLE_TILE, moe_few_w16a16.few_tiles = RULES
+    moe_wna16.moe_wna16_tile, moe_wna16.SINGLE_TILE, moe_few_w16a16.TILES = RULES
     if "+" in tile:
         both = (SkinnyGemmConfig(*map(int, part.split(","))) for part in tile.split("+"))
-        few = moe_few_w16a16.FewTiles(*both)
-        moe_few_w16a16.few_tiles = lambda *_: few
+        moe_few_w16a16.TILES = moe_few_w16a16.FewTiles(*both)
     elif tile:
         block_m, block_n, warps, stages = map(int, tile.split(","))
         moe_wna16.SINGLE_TILE = Tile(block_m, block_n, STEP, warps, stages)

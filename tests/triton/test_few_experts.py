@@ -26,7 +26,7 @@ ERRORS = {torch.float32: 5e-6, torch.float16: 5e-3}
 @pytest.fixture(autouse=True)
 def wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs one program after another, so few programs have many rows."""
-    monkeypatch.setattr("runtime.kernels.experts.moe_few_w16a16.few_tiles", lambda ffn: TILES)
+    monkeypatch.setattr("runtime.kernels.experts.moe_few_w16a16.TILES", TILES)
 
 
 TILES = FewTiles(SkinnyGemmConfig(32, 16, 4, 2), SkinnyGemmConfig(16, 16, 4, 3))

@@ -33,6 +33,7 @@ _TILE_ROWS = 16  # rows of the smallest matrix instruction; also of every tile i
 _MOST_ROWS = 64  # of a tile: with more, its sums do not fit into registers
 _FIXED_SEGMENT = 512  # positions, deterministic mode
 _MAX_SPLITS = 64
+_LEAST_SEGMENT = 32  # positions
 _MERGED_PART = 128  # numbers of a head that a program merges
 _MAX_PARTIAL = 1 << 25  # numbers of segments' results in deterministic mode; with more, segments are not split
 _LOWEST = -1e30  # below all scores, yet finite
@@ -242,15 +243,12 @@ def attend_rows(
     out = torch.empty_like(q) if out is None else out
     if not num_tokens:
         return out
-    block_m = _TILE_ROWS
-    if not deterministic:
-        block_m = max(block_m, min(_MOST_ROWS, next_power_of_2(min(rows.max_count, _MOST_ROWS) * num_heads)))
-    heads = min(num_heads, block_m)
-    tile_tokens = block_m // heads
-    num_tiles = rows.num_rows if rows.max_count <= tile_tokens else rows.num_tokens // tile_tokens + rows.num_rows
-    programs = num_tiles * -(-num_heads // heads)
+    sms = num_sms(q.device)
+    block_m = _TILE_ROWS if deterministic else _tile_rows(num_heads, rows, sms)
+    head_tiles, tile_tokens, num_tiles = _tiles(block_m, num_heads, rows)
+    programs = num_tiles * head_tiles
     block_n, warps, stages = _tile(block_m, q.dtype, deterministic)
-    splits = max(1, min(num_sms(q.device) // programs, _MAX_SPLITS))
+    splits = max(1, min(sms // programs, _MAX_SPLITS))
     segment = _FIXED_SEGMENT if deterministic else block_n
     segments = -(-rows.max_len // segment)
     splits = min(splits, segments)
@@ -262,12 +260,12 @@ def attend_rows(
     acc, sums = (torch.empty(partial_rows * size, dtype=torch.float32, device=q.device) for size in (rank, 2))
     pdl = use_pdl(q)
     shared = {
-        "NUM_HEADS": num_heads, "RANK": rank, "HEADS": heads, "TILE_TOKENS": tile_tokens,
+        "NUM_HEADS": num_heads, "RANK": rank, "HEADS": -(-num_heads // head_tiles), "TILE_TOKENS": tile_tokens,
         "NUM_ROWS": 0 if num_tiles == rows.num_rows else rows_searched(rows.num_rows), "SEGMENT": segment,
         "FIXED": deterministic, "BLOCK_M": block_m, "BLOCK_N": block_n, "LOWEST": _LOWEST, "PDL": pdl,
         **({"launch_pdl": True} if pdl else {}),
     }  # fmt: skip
-    _latent_attention_kernel[(num_tiles, -(-num_heads // heads), splits)](
+    _latent_attention_kernel[(num_tiles, head_tiles, splits)](
         q, rope, kv, out, rows.slots, rows.starts, rows.q_starts, rows.tables, acc, sums, rope.stride(0),
         rows.tables.stride(0), rows.num_rows, segments, scale * LOG2_E, BLOCK_SIZE=block_size, HEAD_DIM=rope.stride(1),
         ROPE=rope_dim, SPLIT=splits > 1, BLOCK_RANK=next_power_of_2(rank),
@@ -282,12 +280,35 @@ def attend_rows(
     return out
 
 
+def _tiles(block_m: int, num_heads: int, rows: PagedRows) -> tuple[int, int, int]:
+    """(tiles of heads, tokens of a tile at most, tiles of tokens)."""
+    head_tiles = -(-num_heads // block_m)
+    tile_tokens = block_m // -(-num_heads // head_tiles)
+    fits = rows.max_count <= tile_tokens
+    return head_tiles, tile_tokens, rows.num_rows if fits else rows.num_tokens // tile_tokens + rows.num_rows
+
+
+def _tile_rows(num_heads: int, rows: PagedRows, sms: int) -> int:
+    """Rows of a tile in default mode: the fewest that leave a multiprocessor for each segment. Larger tiles read a
+    vector fewer times."""
+    largest = min(_MOST_ROWS, next_power_of_2(min(rows.max_count, _MOST_ROWS) * num_heads))
+    block_m, splits = _TILE_ROWS, min(_MAX_SPLITS, -(-rows.max_len // _LEAST_SEGMENT))
+    while block_m < largest:
+        head_tiles, _, num_tiles = _tiles(block_m, num_heads, rows)
+        if head_tiles * num_tiles * splits <= sms:
+            break
+        block_m *= 2
+    return block_m
+
+
 def _tile(block_m: int, dtype: torch.dtype, deterministic: bool) -> tuple[int, int, int]:
-    """(positions a tile, warps, pipeline stages). Two or three tiles are in flight, as their places in the cache take
-    two stages."""
+    """(positions a tile, warps, pipeline stages). Places in the cache take two stages. Small tiles have short
+    segments, which more stages would delay."""
     if dtype == torch.float32:
         return 16, 4, 1
-    return 32, 4 if block_m == _TILE_ROWS and not deterministic else 8, 5
+    if block_m == _TILE_ROWS:
+        return _LEAST_SEGMENT, 8 if deterministic else 4, 3
+    return _LEAST_SEGMENT, 8, 5
 
 
 def latent_attention_triton(
