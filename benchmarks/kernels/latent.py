@@ -1,7 +1,7 @@
-"""Attention over latents in decode on a GPU: the time of a layer and of each launch, and the bytes' floor.
+"""Attention over latents in decode on a GPU: the time of a layer and of each part, and the bytes' floor.
 
     python -m benchmarks.kernels.latent --shapes glm-4.7-flash deepseek-v3 --cells 1x256 1x8192 8x1024 64x1024
-    python -m benchmarks.kernels.latent --cells 1x256 1x640 --variants "" splits=32 segment=64 tile=32/32/8/5 short=0
+    python -m benchmarks.kernels.latent --cells 1x256 1x640 --variants "" splits=32 tile=32/32/8/5
     python -m benchmarks.kernels.latent --cells 4x1024x4 --deterministic --check
     TRITON_INTERPRET=1 python -m benchmarks.kernels.latent --shapes tiny --cells 2x40 --check  # on a CPU, without times
 
@@ -9,12 +9,8 @@ A cell is ROWSxPOSITIONS, or ROWSxPOSITIONSxTOKENS for rows of several new token
 products of heads and attention. A CUDA graph has several layers, so that the cache holds neither weights nor latents.
 The floor is the time to read W_UK, W_UV and the latents once at the measured memory speed. One JSON line a measurement.
 
-A variant changes constants of the kernels, as NAME=VALUE,NAME=VALUE:
-
-    splits, segment, short, prefetch   MAX_SPLITS, LEAST_SEGMENT, SHORT_RESULTS and PREFETCHED
-    tile=ROWS/POSITIONS/WARPS/STAGES   the tile of attention
-    cols=COLUMNS/WARPS                 the tile of merged segments times W_UV
-    fused=0                            merge and product as two launches
+A variant changes constants of the kernels, as NAME=VALUE,NAME=VALUE: `splits`, the most segments of a row, and
+`tile=ROWS/POSITIONS/WARPS/STAGES`, the tile of attention.
 """
 
 from __future__ import annotations
@@ -32,8 +28,9 @@ import torch
 
 from benchmarks.kernels.compile_ahead import compile_only
 from benchmarks.kernels.tune_linear import graph_us
-from runtime.kernels.attention import latent_attention, latent_store, latent_values
+from runtime.kernels.attention import latent_attention
 from runtime.kernels.attention.latent_heads import head_product_triton
+from runtime.kernels.attention.latent_store import latent_store_triton
 from runtime.kernels.attention.latent_torch import LatentUp
 from runtime.kernels.attention.paged_attention import PagedBatch, PagedRows, paged_attention_torch
 from runtime.kernels.attention.rope import rope_table
@@ -86,29 +83,19 @@ class Layer(NamedTuple):
     rows: PagedRows
     up: LatentUp
 
-    def store(self, deterministic: bool) -> torch.Tensor | None:
-        inputs = self.q, self.latents, self.rope, self.norm, 1e-6, self.kv, self.kv_index, True, self.up
-        return latent_store.latent_store_triton(*inputs, deterministic=deterministic)
+    def store(self) -> None:
+        latent_store_triton(self.q, self.latents, self.rope, self.norm, 1e-6, self.kv, self.kv_index, True)
 
-    def attend(self, queries: torch.Tensor, out: torch.Tensor, deterministic: bool) -> Any:
+    def attend(self, queries: torch.Tensor, out: torch.Tensor, deterministic: bool) -> None:
         rope = self.q[..., self.up.nope_dim :]
-        return latent_attention.attend_segments(
+        latent_attention.attend_rows(
             queries, rope, self.kv, self.rows, scale=SCALE, deterministic=deterministic, out=out
         )
 
-    def make_values(self, segments: Any, mixed: torch.Tensor, out: torch.Tensor, deterministic: bool) -> None:
-        values = self.up.values_weight.transpose(1, 2)
-        if segments is not None and latent_attention.can_fuse(len(mixed), values, deterministic):
-            latent_values.merge_values_triton(segments, values, out)
-            return
-        if segments is not None:
-            latent_values.merge_segments_triton(segments, mixed)
-        head_product_triton(mixed, values, deterministic, out)
-
     def run(self, deterministic: bool) -> torch.Tensor:
-        plan, queries = PagedBatch(len(self.q), [self.rows]), self.store(deterministic)
+        self.store()
         return latent_attention.latent_attention_triton(
-            self.q, self.kv, plan, self.up, queries, scale=SCALE, deterministic=deterministic
+            self.q, self.kv, PagedBatch(len(self.q), [self.rows]), self.up, scale=SCALE, deterministic=deterministic
         )
 
 
@@ -148,35 +135,20 @@ def layers_of(shape: Shape, cell: Cell, max_len: int, device: str = DEVICE) -> l
     ]  # fmt: skip
 
 
-RULES: dict[str, Any] = {
-    name: getattr(latent_attention, name)
-    for name in ("MAX_SPLITS", "LEAST_SEGMENT", "SHORT_RESULTS", "PREFETCHED", "tile_rows", "tile_of_positions",
-                 "can_fuse")
-}  # fmt: skip
-VALUE_TILE = latent_values.value_tile
+RULES: dict[str, Any] = {name: getattr(latent_attention, name) for name in ("_MAX_SPLITS", "_tile_rows", "_tile")}
 
 
 def choose(variant: str) -> None:
     """Use the constants of a variant, and the rules for all others."""
-    changed, latent_values.value_tile = dict(RULES), VALUE_TILE
+    changed = dict(RULES)
     for name, _, text in (part.partition("=") for part in variant.split(",") if part):
         numbers = tuple(map(int, text.split("/")))
         match name:
             case "splits":
-                (changed["MAX_SPLITS"],) = numbers
-            case "segment":
-                (changed["LEAST_SEGMENT"],) = numbers
-            case "prefetch":
-                (changed["PREFETCHED"],) = numbers
-            case "short":
-                changed["SHORT_RESULTS"] = bool(numbers[0])
+                (changed["_MAX_SPLITS"],) = numbers
             case "tile":
-                changed["tile_rows"] = lambda *_, rows=numbers[0]: rows
-                changed["tile_of_positions"] = lambda *_, rest=numbers[1:]: rest
-            case "cols":
-                latent_values.value_tile = lambda *_, tile=numbers: tile
-            case "fused":
-                changed["can_fuse"] = RULES["can_fuse"] if numbers[0] else lambda *_: False
+                changed["_tile_rows"] = lambda *_, rows=numbers[0]: rows
+                changed["_tile"] = lambda *_, rest=numbers[1:]: rest
             case _:
                 raise SystemExit(f"variant {variant!r} names {name!r}, which is no constant of these kernels.")
     for name, value in changed.items():
@@ -199,13 +171,17 @@ def launches(layers: list[Layer], deterministic: bool) -> dict[str, Callable[[],
     """All layers' launches of one kind in a row, and whole layers."""
     first = layers[0]
     queries = first.q.new_empty((*first.q.shape[:2], first.up.weight.shape[2])).normal_()
-    mixed, out = torch.zeros_like(queries), first.run(deterministic).view(*first.q.shape[:2], -1)
-    segments = first.attend(queries, mixed, deterministic)
+    mixed = torch.zeros_like(queries)
+
+    def products(layer: Layer) -> None:
+        head_product_triton(layer.q[..., : layer.up.nope_dim], layer.up.keys_weight, deterministic)
+        head_product_triton(mixed, layer.up.values_weight.transpose(1, 2), deterministic)
+
     return {
         "us": lambda: [layer.run(deterministic) for layer in layers],
-        "store_us": lambda: [layer.store(deterministic) for layer in layers],
+        "store_us": lambda: [layer.store() for layer in layers],
         "attention_us": lambda: [layer.attend(queries, mixed, deterministic) for layer in layers],
-        "values_us": lambda: [layer.make_values(segments, mixed, out, deterministic) for layer in layers],
+        "products_us": lambda: [products(layer) for layer in layers],
     }
 
 
@@ -226,8 +202,8 @@ def measure(
     shape, cell = SHAPES[shape_name], Cell.of(cell_name)
     layers = layers_of(shape, cell, max_len)
     stored = cell.rows * cell.positions * (shape.rank + shape.rope_dim)
-    keys, values = (shape.num_heads * size * shape.rank for size in (shape.nope_dim, shape.value_dim))
-    floors = {"us": keys + values + stored, "store_us": keys, "attention_us": stored, "values_us": values}
+    matrices = shape.num_heads * (shape.nope_dim + shape.value_dim) * shape.rank
+    floors = {"us": matrices + stored, "store_us": 0, "attention_us": stored, "products_us": matrices}
     for variant in variants:
         choose(variant)
         line: dict[str, Any] = {"op": "latent", "shape": shape_name, "cell": cell_name, "variant": variant}
