@@ -81,3 +81,27 @@ def test_every_expert_value_is_dequantized_exactly(form):
             x, mixture.weights[1], None, out.zero_(), starts, order, out, out, 1, False, tile, None
         )  # fmt: skip
         assert torch.equal(out, want), tile
+
+
+@pytest.mark.parametrize("num_rows", [1, 10, 64])
+def test_captured_layers_repeat_their_bits(num_rows):
+    """Launches overlap, so each replay would see another result if one did not wait for the launch before it."""
+    torch.manual_seed(0)
+    spec, hidden, ffn = ExpertsSpec(32, 4, True), 2880, 1440
+    with torch.device("cuda"):
+        pairs = [(some_weight(("e2m1", 32, 1), 2 * ffn, hidden), some_weight(("e2m1", 32, 1), hidden, ffn))] * 32
+        router, norm = torch.randn(32, hidden).bfloat16(), torch.rand(hidden).bfloat16()
+        start = torch.randn(num_rows, hidden).bfloat16()
+    mixture = QuantizedExperts(spec, Router(FusedLinear(router, None, "silu", False)), pairs, "silu", False)
+    alone = start.clone()
+    for _ in range(6):
+        torch.cuda.synchronize()
+        mixture.add_to(alone, norm, 1e-5)
+    x, graph = start.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(6):
+            mixture.add_to(x, norm, 1e-5)
+    for _ in range(50):
+        x.copy_(start)
+        graph.replay()
+        assert torch.equal(x, alone)
