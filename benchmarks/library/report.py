@@ -342,7 +342,7 @@ def main() -> None:
     parser.add_argument("--commit", default="unknown", help="of lines that were measured outside of a git checkout")
     args = parser.parse_args()
     texts = [text for file in args.files if file.name != "peer.jsonl" for text in file.read_text().splitlines()]
-    lines = [line for text in texts if "benchmark" in (line := json.loads(text))]  # not those of single kernels
+    lines = [line for text in texts if "benchmark" in (line := json.loads(text))]  # others are of single kernels
     for line in lines:
         if line["versions"]["commit"] == "unknown":
             line["versions"]["commit"] = args.commit

@@ -4,8 +4,9 @@ All heads read the same vectors: a tile has the heads of one token, or of severa
 vector is read once, as a key and, without its rotary part, as a value.
 
 Few tiles would leave most of a GPU idle. Different programs then attend to segments of a row's positions, and a second
-kernel merges their results, a part of one head of a token in a program. In deterministic mode, segments lie at fixed
-positions, and tiles have one shape. A token's bits then depend only on its own q and on the vectors that it sees.
+kernel merges their results. Each of its programs has a part of one head of a token. In deterministic mode, segments lie
+at fixed positions, and tiles have one shape. A token's bits then depend only on its own q and on the vectors that it
+sees.
 """
 
 from __future__ import annotations

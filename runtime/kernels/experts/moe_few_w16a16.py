@@ -2,8 +2,8 @@
 
 A program multiplies on the FMA units, as products of one row in `linear/skinny_gemm.py`. The first launch includes the
 norm and the activation; the second adds the results of a token's experts to the residual. Both request weights before
-they wait for the launch before them: the first those of shared experts, which every token takes, and the second those
-of all chosen experts. The routing is older than the launch before the second.
+they wait for the launch before them. The first requests the shared experts, because every token takes them. The second
+requests all chosen experts, because the routing is older than the first.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ def _in_tiles(values: torch.Tensor, width: int) -> torch.Tensor:
     """[rows, bytes] -> [row tiles, steps, TILE_ROWS, width]."""
     (rows, size), raw = values.shape, values.view(torch.uint8)
     padded = F.pad(raw, (0, -size % width, 0, -rows % TILE_ROWS))
-    tiles = padded.unflatten(1, (-1, width)).unflatten(0, (-1, TILE_ROWS)).transpose(1, 2)
-    return tiles.contiguous().view(values.dtype)
+    tiles: torch.Tensor = padded.unflatten(1, (-1, width)).unflatten(0, (-1, TILE_ROWS)).transpose(1, 2).contiguous()
+    return tiles.view(values.dtype)
 
 
 def with_word_scales(weight: QuantizedWeight) -> QuantizedWeight:
