@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from runtime.loading import folder
 from runtime.loading.gguf import ggml_types
@@ -69,16 +69,21 @@ def _words(architecture: str, family: Family) -> Iterator[str]:
     yield _plain(architecture)
     yield _plain(family.models)
     yield _plain(family.example)
-    yield from map(_plain, _published(architecture))
+    yield from map(_plain, _configs(architecture))
 
 
 def _plain(text: str) -> str:
     return re.sub("[^a-z0-9.]", "", text.lower())
 
 
+def _configs(architecture: str) -> dict[str, dict[str, Any]]:
+    """Return the configs of the models of known shape."""
+    return {name: config for name, config in PUBLISHED.items() if config["architectures"] == [architecture]}
+
+
 def _published(architecture: str) -> list[str]:
     """Return the models of known shape, small ones first."""
-    found = {name: config for name, config in PUBLISHED.items() if config["architectures"] == [architecture]}
+    found = _configs(architecture)
     return sorted(found, key=lambda name: _num_parameters(load_spec(found[name])[0]))
 
 
@@ -103,7 +108,7 @@ def _row(architecture: str, family: Family) -> tuple[str, ...]:
 
 def _sizes(architecture: str, family: Family) -> list[str]:
     """Return the sizes of the family's models, of its example and of its known shapes, the smallest first."""
-    texts = [family.models, family.example.rpartition("/")[2], *_published(architecture)]
+    texts = [family.models, family.example.rpartition("/")[2], *_configs(architecture)]
     found = {
         size.upper().replace("X", "x")
         for text in texts

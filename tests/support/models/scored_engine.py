@@ -127,7 +127,17 @@ def check_scores(
     params: SamplingParams = SAMPLED,
 ) -> None:
     """Sampled tokens and the same tokens as given ones have equal log-probabilities to the bit."""
-    outputs = answers(core, sampled(prompts, params), between)
+    check_scores_of(core, prompts, answers(core, sampled(prompts, params), between), between, params)
+
+
+def check_scores_of(
+    core: EngineCore,
+    prompts: Sequence[list[int]],
+    outputs: Sequence[Answer],
+    between: Between = lambda core, step: None,
+    params: SamplingParams = SAMPLED,
+) -> None:
+    """The tokens of sampled outputs as given ones have equal log-probabilities to the bit."""
     scores = answers(core, scored(prompts, [output.tokens for output in outputs]), between)
     for prompt, output, score in zip(prompts, outputs, scores, strict=True):
         assert len(output.logprobs) == len(output.tokens) == params.max_tokens
