@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from runtime.spec.types import SamplingParams
 from runtime.worker.gpu.gpu_steps import GpuSteps
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource, DummySource
+from runtime.worker.warmup import WarmUp
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 TINY = DecoderSpec(
@@ -25,9 +28,15 @@ TINY = DecoderSpec(
 
 
 def tiny_runner(spec: DecoderSpec = TINY, is_draft: bool = False, **config) -> ModelRunner:
-    """A random model; `config` overrides EngineConfig's fields."""
+    """A random model; `config` overrides EngineConfig's fields.
+
+    On a CPU its kernels are built by the first steps, which takes less time than steps of all sizes at the start.
+    Runners of checkpoints (`open_runner`) warm up."""
     defaults = {"device": "cpu", "num_kv_blocks": 160, "max_num_seqs": 40, "max_model_len": 192, "num_threads": 1}
-    return build_runner(EngineConfig(**defaults | config), DummySource(spec), is_draft=is_draft)
+    own = EngineConfig(**defaults | config)
+    builds = mock.patch.object(WarmUp, "build_kernels") if own.device == "cpu" else nullcontext()
+    with builds:
+        return build_runner(own, DummySource(spec), is_draft=is_draft)
 
 
 class Driver:
