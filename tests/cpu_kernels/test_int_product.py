@@ -39,7 +39,7 @@ FORMS = {
     "int8 rows": WeightForm(8, 0, FLOAT, 128),
     "int8 g128 with zero points": WeightForm(8, 128, FLOAT, 0, True),
 }
-ONE_LIMB = ("Q4_K", "Q6_K", "mxfp4", "int8 rows")  # on simpler targets: forms whose chunks are added differently
+ONE_LIMB = ("Q4_K", "Q6_K", "mxfp4", "int8 rows")  # on simpler targets: each way to add chunks
 COLUMNS = {name: form.super_size or max(form.group_size, 32) for name, form in FORMS.items()}
 
 

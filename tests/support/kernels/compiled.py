@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -26,7 +27,22 @@ def targets() -> tuple[Target, ...]:
 
 @cache
 def _function(function: Callable[..., None], target: Target, constants: tuple[tuple[str, Any], ...]) -> Any:
-    return Function(load(trace(function, dict(constants), target), target))
+    source = trace(function, dict(constants), target)
+    return _compiled(_Code(source, target.cpu, target))
+
+
+@dataclass(frozen=True)
+class _Code:
+    """A kernel's LLVM IR for a CPU. Targets that differ in dot products alone have the same IR of other kernels."""
+
+    source: str
+    cpu: str
+    target: Target = field(compare=False)
+
+
+@cache
+def _compiled(code: _Code) -> Any:
+    return Function(load(code.source, code.target))
 
 
 def call(
