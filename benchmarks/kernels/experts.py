@@ -2,7 +2,7 @@
 
     python -m benchmarks.kernels.experts --shapes qwen3-30b-a3b --forms bf16 int4 mxfp4 --rows 1 64 256
     python -m benchmarks.kernels.experts --forms mxfp4 --rows 64 --tiles 8,64,2,4 16,64,2,4
-    python -m benchmarks.kernels.experts --shapes glm-4.7-flash --forms bf16 --rows 1 --tiles 8,1024,4,2+4,512,2,6
+    python -m benchmarks.kernels.experts --shapes glm-4.7-flash --forms bf16 --rows 1 --tiles 4,1024,4,2+4,512,2,2
     TRITON_INTERPRET=1 python -m benchmarks.kernels.experts --shapes tiny  # on a CPU, without times
 
 A layer is norm, router, routing and both products. A CUDA graph has several layers with routers of their own, so that

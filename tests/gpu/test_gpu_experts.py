@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from runtime.kernels.experts.moe_few_w16a16 import summed_columns
 from runtime.kernels.experts.moe_torch import ExpertBiases, Experts, Router
 from runtime.kernels.experts.moe_w16a16 import GroupedExperts
 from runtime.kernels.linear.fused_linear import FusedLinear
@@ -56,7 +57,7 @@ def test_few_choices_are_near_their_float32_values(case: str):
     kernels, twin = mixtures(spec, hidden, ffn)
     norm = torch.rand(hidden, device="cuda").bfloat16()
     for num_rows in (1, 2, 3, 4):
-        if not kernels._is_few(num_rows):
+        if not kernels._is_single(num_rows, hidden, summed_columns()):
             continue
         x = torch.randn(num_rows, hidden, device="cuda").bfloat16()
         got, want, ids = torch.zeros_like(x), torch.zeros_like(x, dtype=torch.float32), []

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.kernels.experts.moe_few_w16a16 import FewTiles
+from runtime.kernels.experts.moe_few_w16a16 import FewTiles, summed_columns
 from runtime.kernels.experts.moe_torch import ExpertBiases, Experts, Router
 from runtime.kernels.experts.moe_w16a16 import GroupedExperts
 from runtime.kernels.linear.fused_linear import FusedLinear
@@ -29,7 +29,7 @@ def wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.kernels.experts.moe_few_w16a16.TILES", TILES)
 
 
-TILES = FewTiles(SkinnyGemmConfig(32, 16, 4, 2), SkinnyGemmConfig(16, 16, 4, 3))
+TILES = FewTiles(SkinnyGemmConfig(32, 16, 4, 2), SkinnyGemmConfig(16, 16, 4, 1))
 
 
 def randn(generator: torch.Generator, *shape: int) -> torch.Tensor:
@@ -51,7 +51,7 @@ def mixture_error(
     activate = partial(gated_activation_torch, activation=activation)
     plain = Experts(spec, routers[0], weights, lambda weight: partial(F.linear, weight=weight), activate)
     kernels = GroupedExperts(spec, routers[1], weights, activation, False)
-    assert kernels._is_few(len(x))
+    assert kernels._is_single(*x.shape, summed_columns())
     results, chosen = [], []
     for layer in (plain, kernels):
         layer.biases = biases
@@ -105,8 +105,9 @@ def test_router_products_equal_twin(kind: str, dtype: torch.dtype, num_tokens: i
 def test_many_choices_are_sorted_by_expert():
     layer = GroupedExperts.__new__(GroupedExperts)
     layer.spec, layer.deterministic = ExpertsSpec(64, 4, True, shared=1), False
-    assert [layer._is_few(n) for n in (1, 6, 7)] == [True, True, False]
+    assert [layer._is_single(n, 512, 8) for n in (1, 6, 7)] == [True, True, False]
+    assert [layer._is_single(n, 2048, 8) for n in (4, 5)] == [True, False]  # programs have no more counters
     layer.spec = ExpertsSpec(8, 2, True)
-    assert [layer._is_few(n) for n in (1, 2, 3)] == [True, True, False]
+    assert [layer._is_single(n, 512, 8) for n in (1, 2, 3)] == [True, True, False]
     layer.deterministic = True
-    assert not layer._is_few(1)
+    assert not layer._is_single(1, 512, 8)

@@ -68,11 +68,13 @@ class RoutedExperts:
     deterministic: bool
     biases: ExpertBiases = ExpertBiases()
 
-    def _is_single(self, num_tokens: int, hidden: int, tile: Tile) -> bool:
-        """True if each choice gets its own programs, and the last product adds the results of a token."""
-        num_counters = num_tokens * -(-hidden // tile.block_n)
-        few = num_tokens * self.spec.choices <= MOST_SINGLE and num_counters <= MAX_SPLIT_TILES
-        return few and not self.deterministic
+    def _is_single(self, num_tokens: int, hidden: int, block_n: int) -> bool:
+        """True if each choice gets its own programs, and the last product adds the results of a token.
+
+        Choices that share an expert read its weights twice, so they must seldom do."""
+        num_choices, num_counters = num_tokens * self.spec.choices, num_tokens * -(-hidden // block_n)
+        few = num_choices <= min(MOST_SINGLE, max(self.spec.all_experts // 2, self.spec.choices))
+        return few and num_counters <= MAX_SPLIT_TILES and not self.deterministic
 
     @property
     def _routing(self) -> Routing:

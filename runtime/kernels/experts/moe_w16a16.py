@@ -6,9 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from runtime.kernels.experts.moe_few_w16a16 import add_few_choices
+from runtime.kernels.experts.moe_few_w16a16 import add_few_choices, summed_columns
 from runtime.kernels.experts.moe_routing import (
-    MOST_SINGLE,
     RoutedExperts,
     Tile,
     choices_of_tile,
@@ -40,7 +39,7 @@ class GroupedExperts(RoutedExperts):
         self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
     ) -> None:
         """`ExpertLayer.add_to`."""
-        if self._is_few(len(residual)):
+        if self._is_single(len(residual), residual.shape[1], summed_columns()):
             self._add_few(residual, norm_weight, eps, residual if out is None else out)
             return
         x = self.router.logits.norm(residual, norm_weight, eps)
@@ -54,13 +53,6 @@ class GroupedExperts(RoutedExperts):
         self._product(x, self.gate_up, of_gate_up, inner, starts, order, tile, self.activation)
         self._product(inner, self.down, of_down, results, starts, order, tile, None)
         self._combine(results, weights, residual if out is None else out)
-
-    def _is_few(self, num_tokens: int) -> bool:
-        """True if each choice gets its own programs. Choices that share an expert would read its weights twice."""
-        num_choices = num_tokens * self.spec.choices
-        return not self.deterministic and num_choices <= min(
-            MOST_SINGLE, max(self.spec.all_experts // 2, self.spec.choices)
-        )
 
     def _add_few(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         """`add_to` in four launches for one token, and in five for a few."""

@@ -53,9 +53,7 @@ class QuantizedExperts(RoutedExperts):
         (num_tokens, hidden), num_choices = x.shape, len(x) * self.spec.choices
         gate_up, down = self.weights
         num_experts = self.spec.all_experts
-        # Choices that share an expert would read its weights twice.
-        is_single = num_choices <= max(num_experts // 2, self.spec.choices)
-        is_single = is_single and self._is_single(num_tokens, hidden, SINGLE_TILE)
+        is_single = self._is_single(num_tokens, hidden, SINGLE_TILE.block_n)
         tile = SINGLE_TILE if is_single else moe_wna16_tile(num_choices, num_experts, self.deterministic)
         ids, weights = self._route(self.router.logits_of(residual, x, eps))
         starts, order = (ids, ids) if is_single else self._sort(ids)
