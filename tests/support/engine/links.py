@@ -194,7 +194,7 @@ async def read(link, req):
     return tokens, reason, last
 
 
-async def eventually(condition, seconds=5.0):
+async def eventually(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen"

@@ -1,12 +1,17 @@
 """Compiles for sm_90a, without a GPU, every Triton kernel that serving the benchmarked models launches.
 
-    python tests/support/kernels/hopper_kernels.py
+    python tests/support/kernels/hopper_kernels.py [--write]
 
 The steps of runtime.worker.gpu.gpu_steps run on meta tensors, which have shapes and no data. Each launch becomes a
 compilation with the same arguments, hints and options as in serving. Prints one JSON line a kernel. It runs in a
 separate process, because it replaces Triton's driver.
+
+All compilations take six minutes of one core. So `compiled_kernels.jsonl` keeps their lines by Triton's hash of a
+kernel's source, arguments, options and compiler. Only kernels with other hashes are compiled. `--write` brings the file
+up to date.
 """
 
+import hashlib
 import itertools
 import json
 import re
@@ -23,8 +28,11 @@ from typing import Any
 import numpy as np
 import torch
 import triton
+from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
 from triton.runtime import driver
+from triton.runtime.cache import get_cache_key
 from triton.runtime.jit import JITFunction
 
 ROOT = Path(__file__).parents[3]
@@ -71,6 +79,7 @@ from runtime.worker.kv_cache import KVCache  # noqa: E402
 from runtime.worker.ranks.split_logits import SplitLogits  # noqa: E402
 from tests.support.kernels import state_cases  # noqa: E402
 
+KNOWN = ROOT / "tests" / "data" / "compiled_kernels.jsonl"
 META = torch.device("meta")
 VOCAB_SIZE = 128_256  # of all models: kernels of logits differ in this constant alone
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -330,22 +339,45 @@ def empty_weight(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, name: s
     return (torch.empty(shapes[name], dtype=dtype, device=META),)
 
 
+def line_of(kernel: Any) -> dict[str, Any]:
+    """What the tests check of a compiled kernel."""
+    ptx = kernel.asm["ptx"]
+    drops_nan = [more for more in re.findall(r"\b(?:max|min)((?:\.\w+)*)\.f32\b", ptx) if ".NaN" not in more]
+    counts = {"wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync"), "drops_nan": len(drops_nan)}
+    shared = {"shared": kernel.metadata.shared, "num_warps": kernel.metadata.num_warps}
+    line = {"hash": kernel.hash, "kernel": kernel.name, "splits_words": splits_words(kernel)} | shared
+    return line | resources(kernel.asm["cubin"]) | counts
+
+
+def unless_known(compile_: Callable[..., Any], known: dict[str, dict[str, Any]]) -> Callable[..., Any]:
+    """`compile_`, but a kernel in `known` has its hash alone."""
+
+    def compile_unknown(src: Any, target: GPUTarget, options: dict[str, Any]) -> Any:
+        backend = make_backend(target)
+        parsed = backend.parse_options(options | src.parse_options())
+        key = get_cache_key(src, backend, parsed, get_cache_invalidating_env_vars())
+        found = hashlib.sha256(key.encode()).hexdigest()
+        if found in known:
+            return SimpleNamespace(hash=found)
+        kernel = compile_(src, target=target, options=options)
+        assert kernel.hash == found, "Triton computes hashes in another way"
+        return kernel
+
+    return compile_unknown
+
+
 def main() -> None:
-    seen, case, launch = set[str](), "", JITFunction.run
+    seen, case, launch = dict[str, dict[str, Any]](), "", JITFunction.run
+    known = {line["hash"]: line for line in map(json.loads, KNOWN.read_text().splitlines())} if KNOWN.exists() else {}
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
-        if kernel.hash in seen:
-            return
-        seen.add(kernel.hash)
-        ptx = kernel.asm["ptx"]
-        drops_nan = [more for more in re.findall(r"\b(?:max|min)((?:\.\w+)*)\.f32\b", ptx) if ".NaN" not in more]
-        counts = {"wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync"), "drops_nan": len(drops_nan)}
-        shared = {"shared": kernel.metadata.shared, "num_warps": kernel.metadata.num_warps}
-        line = {"kernel": kernel.name, "case": case, "splits_words": splits_words(kernel)} | shared
-        print(json.dumps(line | resources(kernel.asm["cubin"]) | counts), flush=True)
+        if kernel.hash not in seen:
+            seen[kernel.hash] = known.get(kernel.hash) or line_of(kernel)
+            print(json.dumps(seen[kernel.hash] | {"case": case}), flush=True)
 
     JITFunction.run = compile_only
+    triton.compiler.compile = unless_known(triton.compiler.compile, known)
     driver.set_active(Hopper())
     triton_language._has_pdl = lambda device: True
     torch.cuda.get_device_properties = lambda device=None: H200
@@ -398,6 +430,8 @@ def main() -> None:
     launches = fp8_products, integer_products, mixtures, adapters, split_samplers, ranks, layers_with_states
     for case, run in itertools.chain.from_iterable(make() for make in launches):  # noqa: B007
         run()
+    if "--write" in sys.argv:
+        KNOWN.write_text("".join(sorted(json.dumps(line) + "\n" for line in seen.values())))
 
 
 if __name__ == "__main__":
