@@ -106,7 +106,7 @@ def test_many_choices_are_sorted_by_expert():
     layer = GroupedExperts.__new__(GroupedExperts)
     layer.spec, layer.deterministic = ExpertsSpec(64, 4, True, shared=1), False
     assert [layer._is_single(n, 512, 8) for n in (1, 6, 7)] == [True, True, False]
-    assert [layer._is_single(n, 2048, 8) for n in (4, 5)] == [True, False]  # programs have no more counters
+    assert [layer._is_single(n, 2048, 8) for n in (4, 5)] == [True, False]  # there are 1,024 counters
     layer.spec = ExpertsSpec(8, 2, True)
     assert [layer._is_single(n, 512, 8) for n in (1, 2, 3)] == [True, True, False]
     layer.deterministic = True
