@@ -143,7 +143,7 @@ class Fp8Experts(RoutedExperts):
         (num_tokens, hidden), ffn = residual.shape, self.down.shape[2]
         num_choices = num_tokens * self.spec.choices
         tile = moe_fp8_tile(num_choices, self.spec.all_experts, self.deterministic)
-        is_single = self._is_single(num_tokens, hidden, tile.block_n)
+        is_single = self._is_single(num_tokens, hidden, tile.block_n, may_share=True)
         ids, weights = self._route(self.router.normed_logits(residual, norm_weight, eps))
         starts, order = (ids, ids) if is_single else self._sort(ids)
         rows = quantize_normed_fp8(residual, norm_weight, eps, self.router.logits.norm)

@@ -68,13 +68,13 @@ class RoutedExperts:
     deterministic: bool
     biases: ExpertBiases = ExpertBiases()
 
-    def _is_single(self, num_tokens: int, hidden: int, block_n: int) -> bool:
+    def _is_single(self, num_tokens: int, hidden: int, block_n: int, may_share: bool = False) -> bool:
         """True if each choice gets its own programs, and the last product adds the results of a token.
 
-        Choices that share an expert read its weights twice, so they must seldom do."""
+        Choices that share an expert read its weights twice. Without `may_share`, they must seldom do."""
         num_choices, num_counters = num_tokens * self.spec.choices, num_tokens * -(-hidden // block_n)
-        few = num_choices <= min(MOST_SINGLE, max(self.spec.all_experts // 2, self.spec.choices))
-        return few and num_counters <= MAX_SPLIT_TILES and not self.deterministic
+        few = may_share or num_choices <= max(self.spec.all_experts // 2, self.spec.choices)
+        return few and num_choices <= MOST_SINGLE and num_counters <= MAX_SPLIT_TILES and not self.deterministic
 
     @property
     def _routing(self) -> Routing:
