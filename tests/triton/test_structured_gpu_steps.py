@@ -55,7 +55,7 @@ def test_triton_gives_the_same_tokens_as_torch(monkeypatch):
     fill = runner.masks._fill
 
     def noting(rows, words):
-        filled.extend(row.output.grammar.key for row in rows)
+        filled.extend(row.output.grammar.key for row in rows if not row.waits)
         fill(rows, words)
 
     monkeypatch.setattr(runner.masks, "_fill", noting)

@@ -14,6 +14,7 @@ up to date.
 import hashlib
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -367,6 +368,8 @@ def unless_known(compile_: Callable[..., Any], known: dict[str, dict[str, Any]])
 
 
 def main() -> None:
+    for variable in get_cache_invalidating_env_vars():  # they are part of a hash
+        os.environ.pop(variable, None)
     seen, case, launch = dict[str, dict[str, Any]](), "", JITFunction.run
     known = {line["hash"]: line for line in map(json.loads, KNOWN.read_text().splitlines())} if KNOWN.exists() else {}
 
