@@ -196,6 +196,29 @@ _DEEPSEEK_V3 = pre_tokenizers.Sequence([
         rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_REST}"
     ),
 ])  # fmt: skip
+# Line breaks, words of cased letters, punctuation, trailing spaces, Chinese characters and digits are split in turn.
+# The published letters lack some alphabets, and the punctuation (":-~") contains ASCII letters. An escape stands
+# where Unicode's normalization would change a character.
+_CASED = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbe"
+    "ῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ"
+    "\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
+    "\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+_DEEPSEEK_LLM, _DEEPSEEK_CODER = (
+    pre_tokenizers.Sequence([
+        *(
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+            for pattern in (r"[\r\n]", *words, "[一-龥ࠀ-一가-\ud7ff]+")
+        ),
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])
+    for words in (
+        (rf"\s?[{_CASED}]+", "\\s?[!-/:-~！-／：-～\u2018-\u201f\u3000-\u3002]+", r"\s+$"),
+        (r"\s?\p{L}+", r"\s?\p{P}+"),
+    )
+)  # fmt: skip
 
 # The rules that cut text into words before merging, by `tokenizer.ggml.pre`. The patterns are from the models'
 # tokenizer.json files.
@@ -205,6 +228,8 @@ _PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2", "dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
     "qwen35": _QWEN35,
+    "deepseek-llm": _DEEPSEEK_LLM,  # DeepSeek V2 too
+    "deepseek-coder": _DEEPSEEK_CODER,
     "deepseek-v3": _DEEPSEEK_V3,
     "tekken": _TEKKEN,
     "gpt-4o": _GPT4O,

@@ -65,6 +65,9 @@ def test_bos_is_added_if_the_file_requires_it(write_tiny_gguf):
         ("qwen2", "hell:\n\n123'S", ["hell", ":ĊĊ", "1", "2", "3", "'S"]),
         ("qwen2", "hq\u0308l", ["hq", "ÌĪl"]),  # a mark is apart from its letter
         ("qwen35", "hq\u0308l:\n1'S", ["hqÌĪl", ":Ċ", "1", "'S"]),
+        ("deepseek-llm", "he q,12\n\nհե 好!  ", ["he", "Ġq", ",", "1", "2", "Ċ", "Ċ", "Õ°Õ¥Ġ", "å¥½", "!", "ĠĠ"]),
+        ("deepseek-llm", "für éa", ["f", "Ã¼", "r", "ĠÃ©", "a"]),  # as the published file
+        ("deepseek-coder", "he q=12\n\nհե.", ["he", "Ġq", "=", "1", "2", "Ċ", "Ċ", "Õ°Õ¥", "."]),
         ("deepseek-v3", "hq's.com 1234:\n", ["hq", "'s", ".com", "Ġ", "123", "4", ":Ċ"]),
         ("lfm2", "hell:\n\n1234", ["hell", ":ĊĊ", "123", "4"]),
     ],
