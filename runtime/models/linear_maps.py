@@ -12,8 +12,8 @@ import torch
 from runtime.kernels.collectives.communicator import OneRank
 from runtime.kernels.collectives.heads_norm import HeadsNorm, HeadsWeight
 from runtime.kernels.cpu.linear.interleaved_weight import ROWS, InterleavedWeight, dequantize_interleaved
-from runtime.kernels.experts.moe_torch import ExpertBiases, ExpertLayer, Experts, Router, SharedBeside
-from runtime.kernels.linear.linear_torch import Linear, Product
+from runtime.kernels.experts.moe_torch import ExpertBiases, ExpertLayer, Router, SharedBeside
+from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.table import Kernels
 from runtime.models.weights import ReadWeight
 from runtime.quant.quantized_formats import InterleavedFormat, fused_linear
@@ -69,11 +69,11 @@ class LinearMaps:
     def experts(self, prefix: str, spec: ExpertsSpec) -> ExpertLayer:
         """The mixture of experts of a layer."""
         prefixes = self._expert_prefixes(prefix, spec)
-        own, of_shared = (self.format_of(f"{prefixes[e]}down.weight") for e in (0, -1))
-        if isinstance(own, InterleavedFormat) or isinstance(of_shared, InterleavedFormat):
+        if self.kernels.compiled is not None:
             router = self._router(prefix, spec)
-            products = ((self._product(p, "gate_up"), self._product(p, "down")) for p in prefixes)
-            return Experts(spec, router, products, lambda product: product, self.kernels.activate)
+            layers = [(self._own(p, "gate_up"), self._own(p, "down")) for p in prefixes]
+            return self.kernels.compiled.experts(spec, router, layers)
+        own, of_shared = (self.format_of(f"{prefixes[e]}down.weight") for e in (0, -1))
         is_one = own.stacks_with(of_shared)
         routed = spec if is_one else replace(spec, shared=0, shared_gate=False)
         router = self._router(prefix, routed)
@@ -84,7 +84,9 @@ class LinearMaps:
         if is_one:
             return mixture
         gate = self.kernels.linear(self.read(f"{prefix}shared_gate.weight")[0], None) if spec.shared_gate else None
-        shared = [(self._product(p, "gate_up"), self._product(p, "down")) for p in prefixes[spec.num_experts :]]
+        shared = [
+            tuple(self._own(p, name).product for name in ("gate_up", "down")) for p in prefixes[spec.num_experts :]
+        ]
         return SharedBeside(mixture, gate, shared, router.logits.norm, self.kernels.activate)
 
     def heads_norm(self, prefix: str) -> HeadsNorm:
@@ -147,11 +149,11 @@ class LinearMaps:
         return weight.view(-1, self.spec.head_dim)[:, rope_permutation(self.spec)].flatten()
 
     def _sum(self, prefix: str, name: str) -> Linear:
-        return LinearMaps.columns(self, self._parts(prefix, name), self._bias(prefix, name))
+        return self._own(prefix, name)
 
-    def _product(self, prefix: str, name: str) -> Product:
-        """The product of a map, for the inputs of this rank."""
-        return LinearMaps.columns(self, self._parts(prefix, name), self._bias(prefix, name)).product
+    def _own(self, prefix: str, name: str) -> Linear:
+        """A map for the inputs of this rank, which is not summed over ranks."""
+        return LinearMaps.columns(self, self._parts(prefix, name), self._bias(prefix, name))
 
     def _parts(self, prefix: str, name: str) -> list[MapPart]:
         """The weights of a fused map. Neighbours in one format are joined."""

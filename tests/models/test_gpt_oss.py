@@ -66,8 +66,7 @@ def test_a_cpu_multiplies_experts_from_their_four_bits(tmp_path):
         driver = Driver(open_runner(tmp_path, kernel_backend=backend))
         driver.open(0, TOKENS)
         logits.append(driver.prefill(0, TOKENS))
-    experts = driver.runner.decoder.layers[0].feed_forward.experts
-    weights = experts[0][0].__self__.parts
+    weights = driver.runner.decoder.layers[0].feed_forward.gate_up.layers[0].parts
     assert [(part.form.bits, part.form.is_e2m1) for part in weights] == [(4, True)]
     assert 0 < (logits[0] - logits[1]).norm() < 2e-4 * logits[0].norm()
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from runtime.kernels.cpu.attention.compiled_attention import CompiledAttention
+from runtime.kernels.cpu.experts.compiled_experts import CompiledExperts, compiled_layers
 from runtime.kernels.cpu.linear.dense_linear import DenseLinear
 from runtime.kernels.cpu.linear.dense_weight import dense_weight
 from runtime.kernels.cpu.linear.interleaved_linear import InterleavedLinear
@@ -15,11 +16,12 @@ from runtime.kernels.cpu.linear.lookup import dense_lookup, lookup
 from runtime.kernels.cpu.sampling.draw import TILE, draw
 from runtime.kernels.cpu.sampling.filters import top_k_top_p_bounds
 from runtime.kernels.cpu.states.compiled_states import CompiledStates
-from runtime.kernels.linear.linear_torch import Activate, Norm
+from runtime.kernels.experts.moe_torch import ExpertLayer, Experts, Router
+from runtime.kernels.linear.linear_torch import Activate, Linear, Norm
 from runtime.kernels.llvm.launcher import Launcher, kernel
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.sampling.token_keys import NONE
-from runtime.spec.decoder_spec import DecoderSpec
+from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 
 
 class CompiledOperations:
@@ -40,6 +42,13 @@ class CompiledOperations:
     def dense_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> DenseLinear:
         """A layer with a float32 weight."""
         return DenseLinear(dense_weight(weight), bias, *self._around)
+
+    def experts(self, spec: ExpertsSpec, router: Router, layers: Sequence[tuple[Linear, Linear]]) -> ExpertLayer:
+        """The mixture with these layers, the gate_up and down of each expert."""
+        if (compiled := compiled_layers(layers)) is not None:
+            return CompiledExperts(spec, router, compiled)
+        products = [(gate_up.product, down.product) for gate_up, down in layers]
+        return Experts(spec, router, products, lambda product: product, self._around[2])
 
     def dense_lookup(self, table: torch.Tensor, ids: torch.Tensor, factor: float) -> torch.Tensor:
         """Rows of a float32 table, times a factor; valid until the next lookup of as many columns."""

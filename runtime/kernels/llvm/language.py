@@ -172,6 +172,10 @@ class Value:
     def bitcast(self, type: Type) -> Value:
         return Value(Trace.builder.bitcast(self.ir, type.ir), type)
 
+    def address(self, type: Type) -> Pointer:
+        """This 64-bit number as the address of numbers of a type."""
+        return Pointer(Trace.builder.inttoptr(self.ir, ir.PointerType()), type)
+
     # -- lanes ------------------------------------------------------------------------------------------------------
     def repeat(self, lanes: int) -> Value:
         """A vector of this number."""

@@ -45,7 +45,7 @@ class CompiledLinear(Linear):
 
     def normed(self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         """As for every layer; the result is valid until the next call for a layer of as many outputs."""
-        return self.multiply(self._normed_rows(x, norm_weight, eps), f"normed {self.size_out}").to(x.dtype)
+        return self.multiply(self.normed_rows(x, norm_weight, eps), f"normed {self.size_out}").to(x.dtype)
 
     def gated(self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         return self.activate(self.normed(x, norm_weight, eps))
@@ -68,21 +68,21 @@ class CompiledLinear(Linear):
     def add_to(
         self, residual: torch.Tensor, x: torch.Tensor, post_norm: torch.Tensor | None = None, eps: float = 0.0
     ) -> None:
-        self._add(residual, self._normed_rows(x, None, 0.0), post_norm, eps)
+        self._add(residual, self.normed_rows(x, None, 0.0), post_norm, eps)
 
     def logits(
         self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self.multiply(self._normed_rows(x, norm_weight, eps), "logits")
+        return self.multiply(self.normed_rows(x, norm_weight, eps), "logits")
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """The product alone, in memory of its own. As an attribute it would keep a layer alive that is replaced."""
-        return self.multiply(self._normed_rows(x, None, 0.0), "product").to(x.dtype, copy=True)
+        return self.multiply(self.normed_rows(x, None, 0.0), "product").to(x.dtype, copy=True)
 
     def in_float32(self, x: torch.Tensor) -> torch.Tensor:
-        return self.multiply(self._normed_rows(x, None, 0.0), "product").clone()
+        return self.multiply(self.normed_rows(x, None, 0.0), "product").clone()
 
-    def _normed_rows(self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float) -> Any:
+    def normed_rows(self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float) -> Any:
         """Rows of x, perhaps after the norm."""
         if norm_weight is not None and (self.norm is not rms_norm_torch or norm_weight.dtype != torch.float32):
             x, norm_weight = self.norm(x, norm_weight, eps), None

@@ -35,7 +35,7 @@ class DenseLinear(CompiledLinear):
         self.values, self.size_out = weight.values, weight.size_out
         num_blocks, self.size_in, _ = self.values.shape
         self.is_whole = self.size_out % ROWS == 0
-        self._bias = None if bias is None else F.pad(bias.float(), (0, num_blocks * ROWS - len(bias))).contiguous()
+        self.bias = None if bias is None else F.pad(bias.float(), (0, num_blocks * ROWS - len(bias))).contiguous()
 
     def multiply(self, rows: torch.Tensor, name: str) -> torch.Tensor:
         out = self.launcher.buffer(name, len(rows), len(self.values) * ROWS)
@@ -49,9 +49,9 @@ class DenseLinear(CompiledLinear):
         if num_rows >= _MANY_ROWS and dtype != torch.float32:
             converted = self.launcher.buffer("blocks", parts, MOST_BLOCKS * ROWS * self.size_in)
         constants = {"dtype": dtype, "is_one_row": num_rows == 1, "converts": converted is not None, "adds": adds}
-        function = kernel(dense_product, has_bias=self._bias is not None, **constants)
+        function = kernel(dense_product, has_bias=self.bias is not None, **constants)
         sizes = num_rows, num_blocks, self.size_in, rows.stride(0), out.stride(0)
-        self.launcher.launch(function, (self.values, rows, self._bias, converted, out, *sizes), parts)
+        self.launcher.launch(function, (self.values, rows, self.bias, converted, out, *sizes), parts)
 
     def prepared(
         self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, activation: str, gated: bool
@@ -86,7 +86,7 @@ class DenseLinear(CompiledLinear):
         if residual is not None:
             self._add_normed(residual, x, weight, eps)
             return residual
-        normed: torch.Tensor = self._normed_rows(x, weight, eps)
+        normed: torch.Tensor = self.normed_rows(x, weight, eps)
         return normed.to(x.dtype)
 
     def _activation_alone(self, x: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,11 @@ whatever the other rows are, so results are batch-invariant to the bit."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from runtime.kernels.cpu.linear.int_product import TYPES
+from runtime.kernels.cpu.linear.int_product import TYPES, Results, row_number
 from runtime.kernels.cpu.linear.interleaved_weight import ROWS
 from runtime.kernels.llvm.compiler import Target
 from runtime.kernels.llvm.language import (
@@ -62,32 +64,66 @@ def dense_product(
 ) -> None:
     """Part i of n: a share of the blocks of the weight, for all rows of x."""
     assert not (converts and is_one_row), "`converted` has no room for the blocks of one row"
+    _, blocks_at_once = tiling(target, dtype, is_one_row)
+    blocks = share(num_blocks, part, parts, blocks_at_once[0])
+    memory = converted + part * (MOST_BLOCKS * ROWS) * columns if converts else None
+    results = Results(out, out_stride, bias if has_bias else None, adds)
+    weight, rows = values.of(TYPES[dtype]), DenseRows(x, x_stride, columns)
+    multiply_dense_blocks(target, dtype, is_one_row, weight, rows, results, blocks, number(0, i64), num_rows, memory)
+
+
+class DenseRows(NamedTuple):
+    """The memory of rows."""
+
+    x: Pointer
+    stride: Value
+    columns: Value
+    numbers: Pointer | None = None  # of the rows that are multiplied; None for all rows in their order
+
+
+def multiply_dense_blocks(
+    target: Target,
+    dtype: torch.dtype,
+    is_one_row: bool,
+    values: Pointer,
+    stored_rows: DenseRows,
+    results: Results,
+    blocks: tuple[Value, Value],  # begin and end
+    first_row: Value,
+    end_row: Value,
+    converted: Pointer | None = None,  # memory for a tile's blocks in float32; None to multiply them as they are
+) -> None:
+    """Multiply some blocks of a weight with some rows."""
     rows_at_once, blocks_at_once = tiling(target, dtype, is_one_row)
-    block, (begin, end) = variable(zeros(i64)), share(num_blocks, part, parts, blocks_at_once[0])
-    block.set(begin)
+    block = variable(blocks[0])
     totals = array(f32, rows_at_once[0] * blocks_at_once[0] * ROWS)
     for wide in blocks_at_once:
-        for first_block in loop(block.now, end - (wide - 1), wide):
+        for first_block in loop(block.now, blocks[1] - (wide - 1), wide):
             block.set(first_block + wide)
-            weight = _Blocks(values.of(TYPES[dtype]), first_block, columns, wide)
-            if converts:
-                weight = weight.converted(converted + part * (MOST_BLOCKS * ROWS) * columns)
-            row = variable(zeros(i64))
+            weight = _Blocks(values, first_block, stored_rows.columns, wide)
+            if converted is not None:
+                weight = weight.converted(converted)
+            row = variable(first_row)
             for high in rows_at_once:
-                for first in loop(row.now, num_rows - (high - 1), high):
+                for first in loop(row.now, end_row - (high - 1), high):
                     row.set(first + high)
-                    rows = [x + (first + m) * x_stride for m in range(high)]
-                    weight.multiply(rows, totals, is_one_row)
+                    numbers = [row_number(stored_rows.numbers, first + m) for m in range(high)]
+                    weight.multiply([stored_rows.x + n * stored_rows.stride for n in numbers], totals, is_one_row)
                     for m in range(high):
-                        for b in range(wide):
-                            at = (first_block + b) * ROWS
-                            place = (first + m) * out_stride + at
-                            result = totals.load((m * wide + b) * ROWS, ROWS)
-                            if has_bias:
-                                result = result + bias.load(at, ROWS)
-                            if adds:
-                                result = out.load(place, ROWS) + result
-                            out.store(place, result)
+                        place = row_number(results.numbers, first + m) * results.stride
+                        _store(results, place, first_block, totals + m * wide * ROWS, wide)
+
+
+def _store(results: Results, place: Value, first_block: Value, totals: Pointer, wide: int) -> None:
+    """Store the results of a row; `place` is that of its first output."""
+    for b in range(wide):
+        at = (first_block + b) * ROWS
+        result = totals.load(b * ROWS, ROWS)
+        if results.bias is not None:
+            result = result + results.bias.load(at, ROWS)
+        if results.adds:
+            result = results.out.load(place + at, ROWS) + result
+        results.out.store(place + at, result)
 
 
 def tiling(target: Target, dtype: torch.dtype, is_one_row: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:

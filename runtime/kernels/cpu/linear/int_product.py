@@ -7,6 +7,7 @@ results are batch-invariant to the bit. `int_product_torch` computes the same bi
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -31,6 +32,7 @@ from runtime.kernels.llvm.language import (
     i32,
     i64,
     loop,
+    number,
     share,
     u8,
     u32,
@@ -74,43 +76,94 @@ def int_product(
     has_bias: bool,
 ) -> None:
     """Part i of n: a share of the blocks of the weight, for all rows of x."""
-    lanes = min(ROWS, target.vector_bytes // 4)
-    begin, end = share(num_blocks, part, parts)
-    for block in loop(begin, end):
-        row = variable(zeros(i64))
+    weight = StoredWeight(values, scales, minimums, super_scales, super_minimums)
+    rows = StoredRows(x, x_scales, x_sums, num_chunks, limbs)
+    results = Results(out, out_stride, bias if has_bias else None, adds)
+    blocks = share(num_blocks, part, parts)
+    multiply_blocks(target, form, weight, rows, results, blocks, number(0, i64), num_rows, tiles)
+
+
+class StoredWeight(NamedTuple):
+    """The memory of a weight."""
+
+    values: Pointer
+    scales: Pointer
+    minimums: Pointer
+    super_scales: Pointer
+    super_minimums: Pointer
+
+
+class StoredRows(NamedTuple):
+    """The memory of quantized rows."""
+
+    x: Pointer
+    scales: Pointer
+    sums: Pointer
+    num_chunks: Value
+    limbs: int
+    numbers: Pointer | None = None  # of the rows that are multiplied; None for all rows in their order
+
+
+class Results(NamedTuple):
+    """The memory of the results."""
+
+    out: Pointer
+    stride: Value
+    bias: Pointer | None
+    adds: bool = False
+    numbers: Pointer | None = None  # of the rows of `out`; None for all rows in their order
+
+
+def row_number(numbers: Pointer | None, index: Value) -> Value:
+    """The row at an index of a list of rows."""
+    return index if numbers is None else numbers.load(index).to(i64)
+
+
+def multiply_blocks(
+    target: Target,
+    form: WeightForm,
+    weight: StoredWeight,
+    stored_rows: StoredRows,
+    results: Results,
+    blocks: tuple[Value, Value],  # begin and end
+    first_row: Value,
+    end_row: Value,
+    tiles: tuple[int, ...],
+) -> None:
+    """Multiply some blocks of a weight with some rows."""
+    lanes, num_chunks = min(ROWS, target.vector_bytes // 4), stored_rows.num_chunks
+    for block in loop(*blocks):
+        row = variable(first_row)
         for tile in tiles:
-            last = num_rows if tile == 1 else num_rows - (tile - 1)
+            last = end_row if tile == 1 else end_row - (tile - 1)
             for first in loop(row.now, last, tile):
                 row.set(first + tile)
+                rows = _Rows(stored_rows, first, tile, lanes)
                 for half in range(ROWS // lanes):
-                    rows = _Rows(x, x_scales, x_sums, first, tile, num_chunks, limbs, lanes)
-                    weight = _Block(target, form, values, block, half, lanes, num_chunks)
-                    shared = _Scales(
-                        form, scales, minimums, super_scales, super_minimums, block, half, lanes, num_chunks
-                    )
-                    sums = _multiply(weight, shared, rows)
+                    own = _Block(target, form, weight.values, block, half, lanes, num_chunks)
+                    shared = _Scales(form, *weight[1:], block, half, lanes, num_chunks)
+                    sums = _multiply(own, shared, rows)
                     at = block * ROWS + half * lanes
                     for m, total in enumerate(sums):
-                        place = (first + m) * out_stride + at
+                        place = row_number(results.numbers, first + m) * results.stride + at
                         result = total.now
-                        if has_bias:
-                            result = result + bias.load(at, lanes)
-                        if adds:
-                            result = out.load(place, lanes) + result
-                        out.store(place, result)
+                        if results.bias is not None:
+                            result = result + results.bias.load(at, lanes)
+                        if results.adds:
+                            result = results.out.load(place, lanes) + result
+                        results.out.store(place, result)
 
 
 class _Rows:
     """A tile of quantized rows of x."""
 
-    def __init__(
-        self, x: Pointer, scales: Pointer, sums: Pointer, first: Value, tile: int, chunks: Value, limbs: int, lanes: int
-    ) -> None:
-        self.tile, self.num_chunks, self.limbs, self.lanes = tile, chunks, limbs, lanes
-        bytes_of_row = chunks * (COLUMNS * limbs)
-        self._x = [x.of(i32) + (first + m) * bytes_of_row // 4 for m in range(tile)]
-        self._scales = [scales + (first + m) * chunks for m in range(tile)]
-        self._sums = [sums + (first + m) * chunks * 2 for m in range(tile)]
+    def __init__(self, stored: StoredRows, first: Value, tile: int, lanes: int) -> None:
+        self.tile, self.num_chunks, self.limbs, self.lanes = tile, stored.num_chunks, stored.limbs, lanes
+        numbers = [row_number(stored.numbers, first + m) for m in range(tile)]
+        bytes_of_row = stored.num_chunks * (COLUMNS * stored.limbs)
+        self._x = [stored.x.of(i32) + number * bytes_of_row // 4 for number in numbers]
+        self._scales = [stored.scales + number * stored.num_chunks for number in numbers]
+        self._sums = [stored.sums + number * stored.num_chunks * 2 for number in numbers]
 
     def quad(self, m: int, chunk: Value, quad: int) -> list[Value]:
         """Activations of each limb, repeated for all lanes."""

@@ -40,7 +40,7 @@ class InterleavedLinear(CompiledLinear):
         self.bias = None if bias is None else bias.float()
         sizes = [part.shape[0] for part in parts]
         biases = [None] * len(parts) if bias is None else bias.float().split(sizes)
-        self._biases = [None if own is None else _padded(own) for own in biases]
+        self.biases = [None if own is None else _padded(own) for own in biases]
 
     def multiply(self, rows: QuantizedRows, name: str) -> torch.Tensor:
         num_rows = len(rows.scales)
@@ -58,7 +58,7 @@ class InterleavedLinear(CompiledLinear):
 
     def multiply_into(self, out: torch.Tensor, rows: QuantizedRows, adds: bool) -> None:
         at = 0
-        for part, bias in zip(self.parts, self._biases, strict=True):
+        for part, bias in zip(self.parts, self.biases, strict=True):
             self._launch(part, out, at, rows, bias, adds)
             at += part.shape[0]
 

@@ -1,0 +1,1 @@
+"""Mixtures of experts on a CPU, as kernels that a tape can record: the choice, the products and their weighted sum."""
