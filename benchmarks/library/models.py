@@ -14,10 +14,18 @@ def _dense(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name != "quantization_config"}
 
 
+def _cut(config: dict[str, Any]) -> dict[str, Any]:
+    """The first eight layers of a published shape, with a small vocabulary: for a CPU."""
+    layers = {name: kinds[:8] for name, kinds in config.items() if name in ("layer_types", "mlp_layer_types")}
+    return config | layers | {"num_hidden_layers": 8, "vocab_size": 32768}
+
+
+_CUT = "gpt-oss-20b", "qwen3-30b-a3b", "glm-4.7-flash", "deepseek-v2-lite"
 CONFIGS: dict[str, dict[str, Any]] = {
     **PUBLISHED,
     # With dense experts, for other forms of quantization
     **{f"{name}-bf16": _dense(PUBLISHED[name]) for name in ("gpt-oss-20b", "gpt-oss-120b")},
+    **{f"{name}-cut": _cut(PUBLISHED[name]) for name in _CUT},
     "tiny": {  # made up, for trying a benchmark on a CPU
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 32768,
         "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,

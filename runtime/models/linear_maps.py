@@ -84,9 +84,7 @@ class LinearMaps:
         if is_one:
             return mixture
         gate = self.kernels.linear(self.read(f"{prefix}shared_gate.weight")[0], None) if spec.shared_gate else None
-        shared = [
-            tuple(self._own(p, name).product for name in ("gate_up", "down")) for p in prefixes[spec.num_experts :]
-        ]
+        shared = [(self._own(p, "gate_up").product, self._own(p, "down").product) for p in prefixes[spec.num_experts :]]
         return SharedBeside(mixture, gate, shared, router.logits.norm, self.kernels.activate)
 
     def heads_norm(self, prefix: str) -> HeadsNorm:

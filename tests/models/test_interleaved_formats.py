@@ -155,11 +155,11 @@ def test_experts_may_differ_in_form(dense_shared):
     maps, dense = maps_of(replace(spec, quantization=schemes))
     mixture = maps.experts("layers.0.", spec.experts)
     x = torch.randn(5, 256)
-    for index, (gate_up, down) in enumerate(mixture.experts):
+    for index, (gate_up, down) in enumerate(zip(mixture.gate_up.layers, mixture.down.layers, strict=True)):
         prefix = f"layers.0.experts.{index}."
         rows = torch.cat((dense[f"{prefix}gate.weight"], dense[f"{prefix}up.weight"]))
-        torch.testing.assert_close(gate_up(x), x @ rows.T, rtol=1e-3, atol=2e-2)
-        torch.testing.assert_close(down(x), x @ dense[f"{prefix}down.weight"].T, rtol=1e-3, atol=2e-2)
+        torch.testing.assert_close(gate_up.product(x), x @ rows.T, rtol=1e-3, atol=2e-2)
+        torch.testing.assert_close(down.product(x), x @ dense[f"{prefix}down.weight"].T, rtol=1e-3, atol=2e-2)
 
 
 @pytest.mark.parametrize("tied", [True, False])
