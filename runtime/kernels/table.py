@@ -17,7 +17,6 @@ from runtime.kernels.attention.decode_attention import decode_attention
 from runtime.kernels.attention.latent_attention import latent_attention_triton
 from runtime.kernels.attention.latent_store import latent_store_triton
 from runtime.kernels.attention.latent_torch import (
-    LatentUp,
     latent_attention_exact,
     latent_attention_torch,
     latent_store_torch,
@@ -122,9 +121,9 @@ class LatentStore(Protocol):
 
 
 class LatentAttention(Protocol):
-    """`latent_attention_torch`; the plan's type belongs to the backend."""
+    """`latent_attention_torch`; the types of the plan and of kv_b belong to the backend."""
 
-    def __call__(self, q: torch.Tensor, kv: torch.Tensor, plan: Any, up: LatentUp, *, scale: float) -> torch.Tensor: ...
+    def __call__(self, q: torch.Tensor, kv: torch.Tensor, plan: Any, up: Any, *, scale: float) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +132,7 @@ class LatentKernels:
 
     store: LatentStore
     attention: LatentAttention
-    up: Callable[[torch.Tensor, int], LatentUp]  # of a weight and the numbers of a head's k in it
+    up: Callable[[torch.Tensor, int], Any]  # kv_b, of a weight and the numbers of a head's k in it
 
 
 class DeltaRule(Protocol):
@@ -253,6 +252,8 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
             attention=attention.attention,
             gate_output=attention.gate_output,
         )
+    if (latents := compiled.latents) is not None:
+        references = replace(references, latent=LatentKernels(latents.store, latents.attention, latents.up))
     if (states := compiled.states) is not None:
         references = replace(
             references, causal_conv=states.causal_conv, short_conv=states.short_conv, delta_rule=states.delta_rule

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from runtime.kernels.cpu.attention.compiled_attention import CompiledAttention
+from runtime.kernels.cpu.attention.compiled_latents import CompiledLatents, has_compiled_latents
 from runtime.kernels.cpu.experts.compiled_experts import CompiledExperts, compiled_layers
 from runtime.kernels.cpu.linear.dense_linear import DenseLinear
 from runtime.kernels.cpu.linear.dense_weight import dense_weight
@@ -31,9 +32,11 @@ class CompiledOperations:
         self.launcher = Launcher()
         self._numerics = numerics
         self._around = self.launcher, norm, activate, spec.activation, spec.gated
-        # These take float32 rows; steps then make `TiledRows`. Attention over latents runs as torch operations.
-        is_float32 = numerics.dtype == torch.float32 and spec.latent is None
+        # These take float32 rows; steps then make `TiledRows`.
+        has_latents = spec.latent is not None
+        is_float32 = numerics.dtype == torch.float32 and (spec.latent is None or has_compiled_latents(spec.latent))
         self.attention = CompiledAttention(self.launcher) if is_float32 else None
+        self.latents = CompiledLatents(self.launcher, self.attention) if self.attention and has_latents else None
         self.states = CompiledStates(self.launcher) if is_float32 else None
 
     def linear(self, parts: Sequence[InterleavedWeight], bias: torch.Tensor | None) -> InterleavedLinear:

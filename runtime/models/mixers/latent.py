@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from runtime.kernels.attention.latent_torch import LatentUp
 from runtime.kernels.attention.stored_kv import KVLayer
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.table import LatentKernels
@@ -24,7 +24,7 @@ class LatentMixer:
     into_kv: Linear | None
     q_up: Linear | None  # from the latent of q; None if `into` makes q
     out: Linear
-    up: LatentUp
+    up: Any  # kv_b, as `kernels.up` makes it
     q_norm: torch.Tensor | None  # [q_rank], with q_up
     kv_norm: torch.Tensor  # [rank]
     latent_eps: float  # of both norms

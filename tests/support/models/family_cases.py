@@ -84,6 +84,7 @@ _LATENT = {
     "v_head_dim": 10, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3,
     "moe_intermediate_size": 28, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "num_key_value_heads": 6,
 }  # fmt: skip
+_ALIGNED_LATENT = _LATENT | {"kv_lora_rank": 32, "v_head_dim": 16}  # that compiled kernels of a CPU take
 _GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 13}
 _MXFP4 = {  # as the published config has it
     "quant_method": "mxfp4",
@@ -288,7 +289,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek v2 lite": (
         "DeepseekV2Config",
-        _LATENT
+        _ALIGNED_LATENT
         | {"q_lora_rank": None, "n_shared_experts": 2}
         | yarn(mscale=0.707, mscale_all_dim=0.707, beta_fast=32.0),
     ),
@@ -298,7 +299,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek v3": (
         "DeepseekV3Config",
-        _LATENT | {"n_group": 4, "topk_group": 2} | yarn(mscale=1.0, mscale_all_dim=1.0),
+        _ALIGNED_LATENT | {"n_group": 4, "topk_group": 2} | yarn(mscale=1.0, mscale_all_dim=1.0),
     ),
     "glm 4.7 flash": (
         "Glm4MoeLiteConfig",

@@ -15,6 +15,7 @@ from runtime.kernels.cpu.attention.stored_numbers import KVForm
 from runtime.kernels.llvm.compiler import Target
 from runtime.kernels.llvm.language import F32s, Float, I32s, Int, U8s, i64, loop, maximum, share, when
 
+_MOST_HEADS = 16  # of a task, whose queries lie on the stack
 _FEW = 7  # tokens of a tile, up to which vectors of numbers are faster than vectors of tokens
 
 
@@ -31,7 +32,7 @@ def attention(
     table_stride: Int,
     num_tiles: Int,
     num_heads: Int,
-    heads_per_task: Int,  # query heads of one kv head; divides `group`
+    heads_per_task: Int,  # query heads of one kv head: 1 or `heads_of_task`
     scale: Float,  # of scores
     part: Int,
     parts: Int,
@@ -47,7 +48,7 @@ def attention(
     begin, end = share(num_heads // heads_per_task * num_tiles, part, parts)
     chunk = Chunk(form, kv, scales, num_heads // group, num_positions)
     rows = Rows(form, window, soft_cap, _FEW * max_heads)
-    together = max(n for n in (1, 2, 3, 4) if group % n == 0)
+    together = _heads_of_products(group)
     lanes = Lanes(form, window, soft_cap, max(max_heads, together), together, target)
     for task in loop(begin, end):
         head = task // num_tiles * heads_per_task
@@ -69,3 +70,14 @@ def attention(
                     chunk.read(base, *seen_positions(base, position, count, window))
                     queries.attend(base, chunk)
                 queries.finish(chunk.value_scale)
+
+
+def _heads_of_products(group: int) -> int:
+    """The query heads of a tile of many tokens that are computed together."""
+    return max(n for n in (1, 2, 3, 4) if group % n == 0)
+
+
+def heads_of_task(group: int) -> int:
+    """The most query heads of a kv head with `group` of them that a task should have."""
+    unit = _heads_of_products(group)
+    return max(n for n in range(unit, max(unit, _MOST_HEADS) + 1, unit) if group % n == 0)

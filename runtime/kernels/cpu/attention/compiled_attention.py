@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.attention.rope import Heads
-from runtime.kernels.cpu.attention.attention import attention
+from runtime.kernels.cpu.attention.attention import attention, heads_of_task
 from runtime.kernels.cpu.attention.gate_output import gate_output
 from runtime.kernels.cpu.attention.rope_store import rope_store
 from runtime.kernels.cpu.attention.stored_numbers import KVForm
@@ -41,7 +41,7 @@ class CompiledAttention:
         num_kv_heads, cache_positions = kv.shape[1], _head_stride(kv)
         num_heads, (table, positions) = all_heads - (0 if heads == "q" else 2) * num_kv_heads, rope
         constants = {"has_norms": q_norm is not None, "has_v_norm": v_norm, "stores": heads != "q"}
-        function = kernel(rope_store, form=_form(kv), **constants)
+        function = kernel(rope_store, form=kv_form(kv), **constants)
         sizes = num_tokens, num_heads, num_kv_heads, qkv.stride(0), table.stride(0), cache_positions
         arguments = (qkv, table, positions, kv, scales, kv_index, q_norm, k_norm, *sizes, eps)
         parts = self.launcher.parts(num_tokens * all_heads, 8 * qkv.numel())
@@ -66,10 +66,11 @@ class CompiledAttention:
         group, num_tiles = num_heads // num_kv_heads, len(plan.tiles)
         out = self.launcher.buffer("attention", num_tokens, num_heads * head_dim)
         # Heads that share keys are one task, unless that gives too few tasks for the threads.
-        per_task = group if num_tiles * num_kv_heads >= 4 * self.launcher.pool.num_threads else 1
+        of_task = heads_of_task(group)
+        per_task = of_task if num_tiles * num_kv_heads >= 4 * self.launcher.pool.num_threads else 1
         function = kernel(
-            attention, form=_form(kv), group=group, window=window, soft_cap=soft_cap, has_sinks=sinks is not None,
-            max_heads=group,
+            attention, form=kv_form(kv), group=group, window=window, soft_cap=soft_cap, has_sinks=sinks is not None,
+            max_heads=of_task,
         )  # fmt: skip
         sizes = q.stride(0), _head_stride(kv), plan.tables.stride(0), num_tiles, num_heads, per_task
         arguments = (q, kv, scales, sinks, plan.tables, plan.tiles, out, *sizes, scale)
@@ -90,5 +91,6 @@ def _head_stride(kv: torch.Tensor) -> int:
     return kv.stride(1) // kv.shape[4]
 
 
-def _form(kv: torch.Tensor) -> KVForm:
-    return KVForm(kv.dtype, kv.shape[4], kv.shape[3])
+def kv_form(kv: torch.Tensor) -> KVForm:
+    """The form of a layer's cache [2, num_kv_heads, num_blocks, block_size, head_dim]; of latents, [1, 1, ...]."""
+    return KVForm(kv.dtype, kv.shape[4], kv.shape[3], kv.shape[0] == 1)

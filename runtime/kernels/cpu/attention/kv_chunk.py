@@ -22,7 +22,9 @@ class Chunk:
             self._places = array(i64, (CHUNK // LANES))
         else:
             self.stride = form.num_vectors * LANES
-            self._keys, self._values = array(f32, CHUNK * self.stride), array(f32, CHUNK * self.stride)
+            self._keys = self._values = array(f32, CHUNK * self.stride)
+            if not form.is_latent:
+                self._values = array(f32, CHUNK * self.stride)
         if form.has_token_scales:
             self.key_scales, self.value_scales = array(f32, CHUNK), array(f32, CHUNK)
 
@@ -31,7 +33,9 @@ class Chunk:
         form, head = self.form, kv_head * self._num_positions
         self._table, self._first = table, head
         self._head_keys = self._kv + head * form.head_dim
-        self._head_values = self._head_keys + self._num_kv_heads * self._num_positions * form.head_dim
+        self._head_values = self._head_keys
+        if not form.is_latent:
+            self._head_values = self._head_keys + self._num_kv_heads * self._num_positions * form.head_dim
         self.value_scale = number(1.0, f32)
         if not form.has_head_scales:
             return number(1.0, f32)
@@ -47,7 +51,8 @@ class Chunk:
             return
         for i in loop(begin, end):
             place = self._place(base + i)
-            for source, target in ((self._head_keys, self._keys), (self._head_values, self._values)):
+            pairs = ((self._head_keys, self._keys), (self._head_values, self._values))
+            for source, target in pairs[:1] if form.is_latent else pairs:
                 row = source + place * form.head_dim
                 for vector in range(form.num_vectors):
                     target.store(i * self.stride + vector * LANES, form.load(row, vector))

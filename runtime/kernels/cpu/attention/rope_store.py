@@ -66,7 +66,7 @@ def rope_store(
             weight = where_to(is_q, q_norm, k_norm) if has_norms else None
             if weight is not None:
                 _norm(own, weight, eps, form.head_dim)
-            _rotate(own, table + position * form.head_dim, sin_offset, form.head_dim)
+            rotate(own, table + position * form.head_dim, sin_offset, form.head_dim)
         if not stores:
             continue
         if has_v_norm:
@@ -102,7 +102,7 @@ def _norm(own: Pointer, weight: Pointer | None, eps: Value, head_dim: int) -> No
         store_part(own, at, normed, count)
 
 
-def _rotate(own: Pointer, cos: Pointer, sin_offset: Value, head_dim: int) -> None:
+def rotate(own: Pointer, cos: Pointer, sin_offset: Value, head_dim: int) -> None:
     """Rotate a head in place."""
     half = head_dim // 2
     vectors = [(at, min(LANES, half - at)) for at in range(0, half, LANES)]

@@ -44,8 +44,9 @@ class CompiledLinear(Linear):
         """Write the product to `out` [rows, whole blocks], or add it."""
 
     def normed(self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-        """As for every layer; the result is valid until the next call for a layer of as many outputs."""
-        return self.multiply(self.normed_rows(x, norm_weight, eps), f"normed {self.size_out}").to(x.dtype)
+        """As for every layer; the result is valid until the next call for a layer of these sizes."""
+        name = f"normed {self.size_in} {self.size_out}"
+        return self.multiply(self.normed_rows(x, norm_weight, eps), name).to(x.dtype)
 
     def gated(self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         return self.activate(self.normed(x, norm_weight, eps))

@@ -1,0 +1,81 @@
+"""Kernels around attention over latents on a CPU: the twin of `latent_store_torch`, and the rotary part of queries."""
+
+from __future__ import annotations
+
+from runtime.kernels.cpu.attention.rope_store import rotate
+from runtime.kernels.cpu.attention.stored_numbers import LANES, KVForm
+from runtime.kernels.cpu.linear.activations import inverse_rms
+from runtime.kernels.llvm.language import F32s, Float, I64s, Int, Pointer, U8s, Value, i64, loop, number, share, when
+
+
+def latent_store(
+    q: F32s,  # [num_tokens, num_heads, head_dim], rows q_stride apart; its last rope_dim numbers are rotated in place
+    latents: F32s,  # [num_tokens, form.head_dim], rows latents_stride apart; the rotary key is rotated in place
+    table: F32s,  # [2, positions, rope_dim]: cos, and sin with the first half negated
+    positions: I64s,  # [num_tokens]
+    norm: F32s,  # [rank]
+    kv: U8s,  # [positions, form.head_dim] of form.type
+    kv_index: I64s,  # [num_tokens]
+    num_tokens: Int,
+    num_heads: Int,
+    head_dim: Int,
+    q_stride: Int,
+    latents_stride: Int,
+    sin_offset: Int,  # numbers between cos and sin
+    eps: Float,
+    part: Int,
+    parts: Int,
+    form: KVForm,
+    rope_dim: int,
+    interleaved: bool,  # dimension 2 i is rotated with 2 i + 1, else i with i + rope_dim / 2
+) -> None:
+    """Part i of n: a share of the pairs of a token and a head; the latent is the last head."""
+    rank, heads = form.head_dim - rope_dim, num_heads + 1
+    turn = _rotate_pairs if interleaved else rotate
+    begin, end = share(num_tokens * heads, part, parts)
+    for task in loop(begin, end):
+        token, head = task // heads, task % heads
+        cos = table + positions.load(token) * rope_dim
+        with when(head < num_heads):
+            turn(q + (token * q_stride + head * head_dim + (head_dim - rope_dim)), cos, sin_offset, rope_dim)
+        with when(head.equals(num_heads)):
+            own = latents + token * latents_stride
+            target = kv.of(form.type) + kv_index.load(token) * form.head_dim
+            factor = inverse_rms(own, number(rank, i64), eps).repeat(LANES)
+            for at in loop(0, rank, LANES):
+                target.store(at, own.load(at, LANES) * factor * norm.load(at, LANES))
+            turn(own + rank, cos, sin_offset, rope_dim)
+            for at in loop(rank, form.head_dim):
+                target.store(at, own.load(at))
+
+
+def _rotate_pairs(own: Pointer, cos: Pointer, sin_offset: Value, rope_dim: int) -> None:
+    """Rotate neighbours in place. The second half of a row of the table has the angles' sines as they are."""
+    half = rope_dim // 2
+    for pair in loop(0, half):
+        first, second = own.load(pair * 2), own.load(pair * 2 + 1)
+        cosine, sine = cos.load(pair + half), (cos + sin_offset).load(pair + half)
+        own.store(pair * 2, first * cosine - second * sine)
+        own.store(pair * 2 + 1, second * cosine + first * sine)
+
+
+def copy_rotary(
+    q: F32s,  # [num_tokens, num_heads, head_dim], rows q_stride apart
+    out: F32s,  # [num_tokens, num_heads, width]
+    num_tokens: Int,
+    num_heads: Int,
+    head_dim: Int,
+    q_stride: Int,
+    width: Int,
+    part: Int,
+    parts: Int,
+    rope_dim: int,
+) -> None:
+    """Copy the last numbers of each head of q to the end of the head in `out`. Part i of n: a share of the tokens."""
+    begin, end = share(num_tokens, part, parts)
+    for token in loop(begin, end):
+        for head in loop(0, num_heads):
+            source = q + (token * q_stride + head * head_dim + (head_dim - rope_dim))
+            target = out + ((token * num_heads + head) * width + (width - rope_dim))
+            for at in loop(0, rope_dim):
+                target.store(at, source.load(at))

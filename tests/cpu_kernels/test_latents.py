@@ -1,0 +1,98 @@
+"""Compiled attention over latents equals its torch twin, and a token's bits depend only on what it sees."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.kernels.attention.latent_torch import latent_store_torch
+from runtime.kernels.cpu.attention.compiled_attention import CompiledAttention
+from runtime.kernels.cpu.attention.compiled_latents import CompiledLatents
+from runtime.kernels.cpu.attention.tiled_rows import TiledRows, attention_tiles
+from runtime.kernels.llvm.launcher import Launcher
+
+BLOCK, NUM_BLOCKS = 16, 24
+NOPE, VALUE, RANK, ROPE = 12, 16, 32, 8
+LAUNCHER = Launcher()
+LATENTS = CompiledLatents(LAUNCHER, CompiledAttention(LAUNCHER))
+
+
+def cache(seed: int = 0) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return torch.randn(1, 1, NUM_BLOCKS, BLOCK, RANK + ROPE)
+
+
+def table_of(num_positions: int, width: int = ROPE) -> torch.Tensor:
+    """cos and sin with the first half negated, [2, positions, width]."""
+    angles = torch.arange(num_positions)[:, None] * 0.7 ** torch.arange(width // 2)
+    sin = angles.sin()
+    return torch.stack((torch.cat((angles.cos(), angles.cos()), 1), torch.cat((-sin, sin), 1)))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("num_heads", "rope_dim"), [(3, 8), (20, 64)])
+def test_the_store_norms_and_rotates(num_heads, rope_dim, interleaved):
+    """In parts of rows that lie side by side, as a fused map has them."""
+    torch.manual_seed(1)
+    both = torch.randn(5, num_heads * (NOPE + rope_dim) + RANK + rope_dim)
+    q = both[:, : -RANK - rope_dim].unflatten(1, (num_heads, -1))
+    latents, norm = both[:, -RANK - rope_dim :], torch.rand(RANK)
+    kv = torch.zeros(1, 1, NUM_BLOCKS, BLOCK, RANK + rope_dim)
+    table, positions = table_of(90, rope_dim), torch.tensor([3, 0, 89, 7, 7])
+    kv_index = torch.tensor([40, 3, 200, 41, 383])
+    want_q, want_kv = q.clone(), kv.clone()
+    rope = tuple(half[positions].unsqueeze(1) for half in table)
+    latent_store_torch(want_q, latents.clone(), rope, norm, 1e-6, want_kv, kv_index, interleaved)
+    LATENTS.store(q, latents, (table, positions), norm, 1e-6, kv, kv_index, interleaved)
+    torch.testing.assert_close(q, want_q, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(kv, want_kv, rtol=1e-6, atol=1e-6)
+
+
+def reference(q: torch.Tensor, kv: torch.Tensor, table: list[int], position: int, weight: torch.Tensor) -> torch.Tensor:
+    """One token in float64 with the keys and values of each head, [num_heads * VALUE]."""
+    stored = kv[0, 0, table].flatten(0, 1)[: position + 1].double()
+    expanded = torch.einsum("lr,hdr->hld", stored[:, :RANK], weight.double())
+    keys = torch.cat((expanded[..., :NOPE], stored[:, RANK:].expand(len(weight), -1, -1)), -1)
+    scores = torch.einsum("hd,hld->hl", q.double(), keys) * 0.1
+    return torch.einsum("hl,hld->hd", scores.softmax(-1), expanded[..., NOPE:]).flatten()
+
+
+def attend(
+    q: torch.Tensor, kv: torch.Tensor, rows: list[tuple[int, int, list[int]]], weight: torch.Tensor
+) -> torch.Tensor:
+    """Rows of (first position, number of tokens, blocks), one after the other."""
+    starts, counts = (np.array([row[i] for row in rows], np.int32) for i in range(2))
+    tables = torch.tensor([row[2] for row in rows], dtype=torch.int32)
+    tiles = torch.from_numpy(attention_tiles(starts, counts, np.arange(len(rows), dtype=np.int32)))
+    plan = TiledRows(len(q), tiles, tables)
+    return LATENTS.attention(q, kv, plan, LATENTS.up(weight, NOPE), scale=0.1).clone()
+
+
+@st.composite
+def steps(draw) -> tuple[int, list[tuple[int, int, list[int]]], int]:
+    """Heads, rows, and the numbers between the queries of two tokens."""
+    heads = draw(st.sampled_from([1, 3, 20, 34]))
+    rows = []
+    for _ in range(draw(st.integers(1, 12))):
+        first, count = draw(st.integers(0, 70)), draw(st.sampled_from([1, 1, 1, 2, 7, 8, 20]))
+        blocks = draw(st.permutations(range(NUM_BLOCKS)))[: -(-91 // BLOCK)]
+        rows.append((first, count, list(blocks)))
+    return heads, rows, draw(st.sampled_from([0, 24, 40]))
+
+
+@settings(max_examples=12)
+@given(steps(), st.integers(0, 1 << 20))
+def test_attention_equals_the_reference(case, seed):
+    (heads, rows, gap), kv = case, cache(seed)
+    num_tokens, width = sum(count for _, count, _ in rows), heads * (NOPE + ROPE)
+    q = torch.randn(num_tokens, width + gap)[:, :width].unflatten(1, (heads, -1))
+    weight = torch.randn(heads, NOPE + VALUE, RANK) * 0.3
+    found, at = attend(q, kv, rows, weight), 0
+    for first, count, blocks in rows:
+        for i in range(count):
+            want = reference(q[at], kv, blocks, first + i, weight)
+            torch.testing.assert_close(found[at].double(), want, rtol=0, atol=2e-5 * float(want.abs().max()))
+            alone = attend(q[at : at + 1], kv, [(first + i, 1, blocks)], weight)
+            assert torch.equal(alone[0], found[at])
+            at += 1
