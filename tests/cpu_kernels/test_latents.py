@@ -1,4 +1,4 @@
-"""Compiled attention over latents equals its torch twin, and a token's bits depend only on what it sees."""
+"""Compiled attention over latents equals its torch twin. A token has the same bits in any step."""
 
 import numpy as np
 import pytest

@@ -15,7 +15,7 @@ from runtime.kernels.cpu.attention.stored_numbers import KVForm
 from runtime.kernels.llvm.compiler import Target
 from runtime.kernels.llvm.language import F32s, Float, I32s, Int, U8s, i64, loop, maximum, share, when
 
-_MOST_HEADS = 16  # of a task, whose queries lie on the stack
+_MOST_HEADS = 16  # of a task: its queries lie on the stack
 _FEW = 7  # tokens of a tile, up to which vectors of numbers are faster than vectors of tokens
 
 

@@ -42,7 +42,7 @@ class KVForm:
     dtype: torch.dtype
     head_dim: int
     block_size: int
-    is_latent: bool = False  # values are the keys, of which attention's caller takes the first numbers
+    is_latent: bool = False  # values are the keys; the caller of attention takes the first numbers of its results
 
     @property
     def type(self) -> Type:

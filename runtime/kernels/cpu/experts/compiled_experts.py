@@ -134,7 +134,7 @@ class _ExpertMap:
         }
 
     def multiply(self, prepared: dict[bool, Any], choices: _Choices, rows: torch.Tensor, name: str) -> torch.Tensor:
-        """The product of each choice with a row of x: float32 [rows * choices, size_out]; `rows` are those of x."""
+        """The product of each choice: float32 [rows * choices, size_out]. `rows` has the rows of x in expert order."""
         out = self.launcher.buffer(name, len(choices.order), self.size_out)
         for group, addresses in self.groups.items():
             is_dense = isinstance(group.form, torch.dtype)
