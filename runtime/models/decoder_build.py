@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -178,7 +179,7 @@ class LayerBuilder:
             into_kv,
             q_up,
             out,
-            kernels.up(self._from_latents(prefix, latent), latent.nope_dim),
+            self._from_latents(prefix, latent),
             q_norm=norms.get("q_a_norm"),
             kv_norm=norms["kv_a_norm"],
             latent_eps=latent.norm_eps,
@@ -188,15 +189,19 @@ class LayerBuilder:
             interleaved=spec.rope.interleaved,
         )
 
-    def _from_latents(self, prefix: str, latent: LatentSpec) -> torch.Tensor:
-        """[num_heads, nope_dim + value_dim, rank]: the map from latents to keys and values."""
-        heads = self.spec.num_heads
+    def _from_latents(self, prefix: str, latent: LatentSpec) -> Any:
+        """The map from latents to keys and values, as the backend has it."""
+        heads, kernels = self.spec.num_heads, self.maps.kernels
+        if latent.split_up and kernels.compiled is not None and kernels.compiled.latents is not None:
+            absorb, values = (self.maps.stored(f"{prefix}{name}.weight") for name in ("k_b", "v_b"))
+            return kernels.compiled.latents.up_of_maps(absorb, values, heads)
         if not latent.split_up:
-            return self.read(f"{prefix}kv_b.weight")[0].view(heads, latent.expanded, latent.rank)
+            whole = self.read(f"{prefix}kv_b.weight")[0].view(heads, latent.expanded, latent.rank)
+            return kernels.latent.up(whole, latent.nope_dim)
         keys, values = (self.read(f"{prefix}{name}.weight")[0].view(heads, -1, size) for name, size in (
             ("k_b", latent.nope_dim), ("v_b", latent.rank)
         ))  # fmt: skip
-        return torch.cat((keys.transpose(1, 2), values), 1)
+        return kernels.latent.up(torch.cat((keys.transpose(1, 2), values), 1), latent.nope_dim)
 
     def _attention(self, index: int, prefix: str) -> AttentionMixer:
         spec, maps = self.spec, self.maps

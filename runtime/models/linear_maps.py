@@ -87,6 +87,13 @@ class LinearMaps:
         shared = [(self._own(p, "gate_up").product, self._own(p, "down").product) for p in prefixes[spec.num_experts :]]
         return SharedBeside(mixture, gate, shared, router.logits.norm, self.kernels.activate)
 
+    def stored(self, name: str) -> torch.Tensor | InterleavedWeight:
+        """A weight as it is stored: interleaved or dense."""
+        weight_format, weight = self.format_of(name), self.read(name)
+        if isinstance(weight_format, InterleavedFormat):
+            return weight_format.interleaved([weight], len(weight[0]))
+        return weight[0]
+
     def heads_norm(self, prefix: str) -> HeadsNorm:
         """The norms over all heads of q and of k."""
         weights = [self.turned(name) for name in (f"{prefix}q_heads_norm", f"{prefix}k_heads_norm")]

@@ -10,6 +10,7 @@ from functools import cache, partial
 
 import torch
 
+from runtime.kernels.cpu.linear.interleaved_weight import ROWS
 from runtime.kernels.numerics import Numerics
 from runtime.quant.at_load import GROUPS, PLAIN, requested_encodings
 from runtime.quant.checkpoint_layouts import (
@@ -54,8 +55,6 @@ LAYOUTS: dict[str, Callable[[QuantizationScheme], CheckpointLayout]] = {  # by `
     **dict.fromkeys((f"gguf {name}" for name in TYPES), GgufBlocks),
     "mxfp4": partial(Nibbles, quantized="weight_blocks", scale="weight_scales", size=16),
 }
-# Parameters that latent attention takes apart into dense matrices of each head
-_OF_HEADS = (".kv_b.weight", ".k_b.weight", ".v_b.weight")
 
 
 def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[str], WeightFormat]:
@@ -70,6 +69,7 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
     if not schemes:
         return lambda parameter: DENSE
 
+    dense = _taken_apart(spec, shapes, numerics)
     layout_of = cache(lambda scheme: LAYOUTS[scheme.layout](scheme))
     of_experts = _weights_of_experts(spec, whole_shapes)
 
@@ -91,7 +91,7 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         encodings = [encoding for name in names if (encoding := own_encoding(name))]
         if reordered:
             encodings = [encoding.by_row for encoding in encodings]
-        if products is None or len(encodings) < len(names) or names[0].endswith(_OF_HEADS):
+        if products is None or len(encodings) < len(names) or names[0] in dense:
             return False
         if not isinstance(products, LlvmProducts) and len({encoding.flat for encoding in encodings}) > 1:
             return False
@@ -124,6 +124,16 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         return of_kind(scheme, whole_shapes[parameter], stay, reordered, bool(experts))
 
     return format_of
+
+
+def _taken_apart(spec: DecoderSpec, names: Iterable[str], numerics: Numerics | None) -> set[str]:
+    """The parameters that latent attention takes apart into dense matrices of each head.
+
+    Compiled kernels of a CPU multiply k_b and v_b as they are."""
+    compiles = numerics is not None and (numerics.backend, numerics.dtype) == ("llvm", torch.float32)
+    stay = compiles and spec.latent is not None and spec.latent.has_whole_blocks(ROWS)
+    ends = (".kv_b.weight",) if stay else (".kv_b.weight", ".k_b.weight", ".v_b.weight")
+    return {name for name in names if name.endswith(ends)}
 
 
 def _fused_weights(spec: DecoderSpec, parameter: str) -> tuple[tuple[str, ...], bool]:

@@ -34,6 +34,10 @@ class LatentSpec:
         """The rows of kv_b of one head: its k without positions, then its v."""
         return self.nope_dim + self.value_dim
 
+    def has_whole_blocks(self, size: int) -> bool:
+        """Return True if a head's outputs of both maps of kv_b consist of whole blocks of `size`."""
+        return self.rank % size == 0 and self.value_dim % size == 0
+
     def linears(self, num_heads: int, hidden: int, scheme_of: Callable[[str], Any]) -> Linears:
         """Return the maps. Both maps of the hidden states are one, unless kv_a ends within a block of shared scales.
 

@@ -147,9 +147,13 @@ def test_shared_experts_are_parts_of_their_tensor(tmp_path, block_type):
         assert (_logits(path, tokens) - want).norm() <= 1e-3 * want.norm()
 
 
-def _logits(path: Path, tokens: list[int], **settings: Any) -> torch.Tensor:
+def driver_of(path: Path, **settings: Any) -> Driver:
     config = EngineConfig(device="cpu", num_threads=1, max_model_len=64, kv_cache_memory=0.05, **settings)
-    driver = Driver(build_runner(config, CheckpointSource(path)))
+    return Driver(build_runner(config, CheckpointSource(path)))
+
+
+def _logits(path: Path, tokens: list[int], **settings: Any) -> torch.Tensor:
+    driver = driver_of(path, **settings)
     driver.open(0, tokens, room=0)
     return driver.prefill(0, tokens)
 

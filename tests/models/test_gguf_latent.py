@@ -6,14 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
+from runtime.kernels.llvm.support import obstacle
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
-from tests.models.test_gguf_architectures import _logits, _model
+from tests.models.test_gguf_architectures import _logits, _model, driver_of
 from tests.support.models.gguf_export import export
 from tests.support.models.gguf_models import SMALL, YARN
 
 LATENT = SMALL | {
-    "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 32, "v_head_dim": 10,
+    "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 32, "v_head_dim": 16,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_shared_experts": 2, "head_dim": 8,
     "first_k_dense_replace": 1, "num_key_value_heads": 4, "routed_scaling_factor": 1.5,
 }  # fmt: skip
@@ -43,8 +45,8 @@ def test_latent_attention_survives_the_export(tmp_path, kind, changes, values, s
         "expert_weights_scale": 1.5, "leading_dense_block_count": 1, "rope.freq_base": 10000.0,
     } | ({
         "attention.key_length": 40, "attention.value_length": 32, "attention.key_length_mla": 40,
-        "attention.value_length_mla": 10, "attention.head_count_kv": 1,
-    } if split_up else {"attention.key_length": 40, "attention.value_length": 10}) | values  # fmt: skip
+        "attention.value_length_mla": 16, "attention.head_count_kv": 1,
+    } if split_up else {"attention.key_length": 40, "attention.value_length": 16}) | values  # fmt: skip
     metadata = {f"deepseek2.{name}": value for name, value in values.items() if value is not None}
     path = export(model, "deepseek2", tmp_path / "model.gguf", split_up=split_up, **metadata)
     checkpoint = open_checkpoint(path)
@@ -60,4 +62,10 @@ def test_latent_attention_survives_the_export(tmp_path, kind, changes, values, s
         model, "deepseek2", tmp_path / "quantized.gguf", block_type="Q8_0", split_up=split_up, **metadata
     )
     want = _logits(quantized, tokens, quantization="none")
-    assert (_logits(quantized, tokens) - want).norm() <= 1e-3 * want.norm()
+    driver = driver_of(quantized)
+    driver.open(0, tokens, room=0)
+    assert 0 < (driver.prefill(0, tokens) - want).norm() <= 1e-3 * want.norm()
+    up = driver.runner.decoder.layers[0].mixer.up
+    if split_up and not obstacle():
+        assert isinstance(up.absorb.weight, InterleavedWeight)
+        assert isinstance(up.values.weight, InterleavedWeight)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from runtime.kernels.cpu.attention.compiled_attention import CompiledAttention
-from runtime.kernels.cpu.attention.compiled_latents import CompiledLatents, has_compiled_latents
+from runtime.kernels.cpu.attention.compiled_latents import CompiledLatents
 from runtime.kernels.cpu.experts.compiled_experts import CompiledExperts, compiled_layers
 from runtime.kernels.cpu.linear.dense_linear import DenseLinear
 from runtime.kernels.cpu.linear.dense_weight import dense_weight
 from runtime.kernels.cpu.linear.interleaved_linear import InterleavedLinear
-from runtime.kernels.cpu.linear.interleaved_weight import InterleavedWeight
+from runtime.kernels.cpu.linear.interleaved_weight import ROWS, InterleavedWeight
 from runtime.kernels.cpu.linear.lookup import dense_lookup, lookup
 from runtime.kernels.cpu.sampling.draw import TILE, draw
 from runtime.kernels.cpu.sampling.filters import top_k_top_p_bounds
@@ -33,10 +33,11 @@ class CompiledOperations:
         self._numerics = numerics
         self._around = self.launcher, norm, activate, spec.activation, spec.gated
         # These take float32 rows; steps then make `TiledRows`.
-        has_latents = spec.latent is not None
-        is_float32 = numerics.dtype == torch.float32 and (spec.latent is None or has_compiled_latents(spec.latent))
+        is_float32 = numerics.dtype == torch.float32 and (spec.latent is None or spec.latent.has_whole_blocks(ROWS))
         self.attention = CompiledAttention(self.launcher) if is_float32 else None
-        self.latents = CompiledLatents(self.launcher, self.attention) if self.attention and has_latents else None
+        self.latents = None
+        if spec.latent is not None and self.attention is not None:
+            self.latents = CompiledLatents(self.launcher, self.attention, numerics.activation_bits // 8)
         self.states = CompiledStates(self.launcher) if is_float32 else None
 
     def linear(self, parts: Sequence[InterleavedWeight], bias: torch.Tensor | None) -> InterleavedLinear:

@@ -10,39 +10,42 @@ import numpy as np
 import torch
 
 from runtime.kernels.cpu.attention.compiled_attention import CompiledAttention, kv_form
-from runtime.kernels.cpu.attention.latent_rows import copy_rotary, latent_store
+from runtime.kernels.cpu.attention.latent_rows import copy_heads, latent_store
 from runtime.kernels.cpu.attention.tiled_rows import TiledRows
-from runtime.kernels.cpu.experts.expert_product import expert_dense_product
+from runtime.kernels.cpu.experts.expert_product import expert_dense_product, expert_int_product
 from runtime.kernels.cpu.linear.dense_product import MOST_BLOCKS
 from runtime.kernels.cpu.linear.dense_weight import DenseWeight, dense_weight
-from runtime.kernels.cpu.linear.interleaved_weight import ROWS
+from runtime.kernels.cpu.linear.interleaved_linear import quantized_rows
+from runtime.kernels.cpu.linear.interleaved_weight import COLUMNS, ROWS, InterleavedWeight
 from runtime.kernels.llvm.launcher import Launcher, kernel
-from runtime.spec.latent_spec import LatentSpec
-
-
-def has_compiled_latents(latent: LatentSpec) -> bool:
-    """True if the kernels take latents of these sizes."""
-    return latent.rank % ROWS == 0 and latent.value_dim % ROWS == 0 and latent.rope_dim % 2 == 0
 
 
 @dataclass(frozen=True, slots=True)
 class _HeadMap:
     """A map of each head: [num_heads * size_out, size_in], multiplied like the experts of a mixture."""
 
-    weight: DenseWeight
-    addresses: torch.Tensor  # int64 [num_heads, 2]: the head's blocks, and no bias
+    weight: DenseWeight | InterleavedWeight
+    addresses: torch.Tensor  # int64 [num_heads, n]: tensors of each head, as the kernel reads them
     size_in: int
     size_out: int
 
     @classmethod
-    def of(cls, weight: torch.Tensor) -> _HeadMap:
-        """Of a float32 weight [num_heads, size_out, size_in]."""
-        num_heads, size_out, size_in = weight.shape
-        stored = dense_weight(weight.reshape(-1, size_in))
-        of_head = stored.values.nbytes // num_heads
-        first = stored.values.data_ptr()
-        addresses = torch.tensor([[first + head * of_head, 0] for head in range(num_heads)])
-        return cls(stored, addresses, size_in, size_out)
+    def of(cls, weight: torch.Tensor | InterleavedWeight, num_heads: int) -> _HeadMap:
+        """Of a weight [num_heads * size_out, size_in]."""
+        size_out, size_in = weight.shape[0] // num_heads, weight.shape[1]
+        stored: DenseWeight | InterleavedWeight
+        tensors: list[torch.Tensor | None]
+        if isinstance(weight, InterleavedWeight):
+            stored, shared = weight, (weight.minimums, weight.super_scales, weight.super_minimums)
+            tensors = [weight.values, weight.scales, *shared, None]  # without a bias
+        else:
+            stored = dense_weight(weight)
+            tensors = [stored.values, None]
+        words = [
+            [0 if each is None else each.data_ptr() + head * (each.nbytes // num_heads) for each in tensors]
+            for head in range(num_heads)
+        ]
+        return cls(stored, torch.tensor(words), size_in, size_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +59,20 @@ class CompiledLatentUp:
 class CompiledLatents:
     """The operations of latent attention, for float32 rows."""
 
-    def __init__(self, launcher: Launcher, attention: CompiledAttention) -> None:
-        self.launcher, self._attention = launcher, attention
+    def __init__(self, launcher: Launcher, attention: CompiledAttention, num_limbs: int = 2) -> None:
+        self.launcher, self._attention, self._num_limbs = launcher, attention, num_limbs
 
     def up(self, weight: torch.Tensor, nope_dim: int) -> CompiledLatentUp:
         """The map kv_b with a weight [num_heads, nope_dim + value_dim, rank]."""
-        keys, values = weight.split([nope_dim, weight.shape[1] - nope_dim], 1)
-        return CompiledLatentUp(_HeadMap.of(keys.transpose(1, 2)), _HeadMap.of(values))
+        (num_heads, _, rank), keys, values = weight.shape, weight[:, :nope_dim], weight[:, nope_dim:]
+        absorb = keys.transpose(1, 2).reshape(-1, nope_dim)
+        return self.up_of_maps(absorb, values.reshape(-1, rank), num_heads)
+
+    def up_of_maps(
+        self, absorb: torch.Tensor | InterleavedWeight, values: torch.Tensor | InterleavedWeight, num_heads: int
+    ) -> CompiledLatentUp:
+        """kv_b as two maps: [num_heads * rank, nope_dim] and [num_heads * value_dim, rank]."""
+        return CompiledLatentUp(_HeadMap.of(absorb, num_heads), _HeadMap.of(values, num_heads))
 
     def store(
         self,
@@ -88,32 +98,44 @@ class CompiledLatents:
     ) -> torch.Tensor:
         """`latent_attention_torch` in the absorbed form; its result is valid until the next call."""
         num_tokens, num_heads, head_dim = q.shape
-        width, rope_dim = kv.shape[-1], head_dim - up.absorb.size_in
+        width, nope_dim = kv.shape[-1], up.absorb.size_in
         queries = self.launcher.buffer("latent queries", num_tokens, num_heads, width)
         self._multiply(up.absorb, q, queries)
-        self.launcher.launch(
-            kernel(copy_rotary, rope_dim=rope_dim),
-            (q, queries, num_tokens, num_heads, head_dim, q.stride(0), width),
-            self.launcher.parts(num_tokens, 8 * num_tokens * num_heads * rope_dim),
-        )
+        self._copy(q, nope_dim, head_dim - nope_dim, queries, up.absorb.size_out)
         mixed = self._attention.attention(queries, kv, plan, scale=scale, window=0, soft_cap=0.0)
         out = self.launcher.buffer("latent values", num_tokens, num_heads, up.values.size_out)
         self._multiply(up.values, mixed.view(num_tokens, num_heads, width), out)
         return out.view(num_tokens, -1)
 
-    def _multiply(self, weight: _HeadMap, x: torch.Tensor, out: torch.Tensor) -> None:
+    def _copy(self, x: torch.Tensor, first: int, count: int, out: torch.Tensor, at: int) -> None:
+        """Copy `count` numbers of each head of x, from `first` on, to `at` in each head of `out`."""
+        num_tokens, num_heads, head_dim = x.shape
+        arguments = (x, out, num_tokens, num_heads, head_dim, x.stride(0), out.shape[2])
+        parts = self.launcher.parts(num_tokens, 8 * num_tokens * num_heads * count)
+        self.launcher.launch(kernel(copy_heads, first=first, count=count, at=at), arguments, parts)
+
+    def _multiply(self, head_map: _HeadMap, x: torch.Tensor, out: torch.Tensor) -> None:
         """Write each head's product with the first numbers of x [num_tokens, num_heads, >= size_in] to `out`."""
-        num_tokens, num_heads, _ = x.shape
+        (num_tokens, num_heads, _), weight, launcher = x.shape, head_map.weight, self.launcher
+        num_blocks, size_in = head_map.size_out // ROWS, head_map.size_in
+        constants = {"num_experts": num_heads, "has_bias": False}
+        starts, out_rows = _starts_of_heads(num_tokens, num_heads), _rows_of_heads(num_tokens, num_heads, num_heads, 1)
+        parts = launcher.parts(-(-num_blocks // MOST_BLOCKS), num_tokens * num_heads * head_map.size_out * size_in)
+        if isinstance(weight, InterleavedWeight):
+            if x.stride(0) != num_heads * x.stride(1):
+                whole = launcher.buffer("latent heads", num_tokens, num_heads, size_in)
+                self._copy(x, 0, size_in, whole, 0)
+                x = whole
+            rows = quantized_rows(launcher, x.view(num_tokens * num_heads, -1), size_in, self._num_limbs)
+            function = kernel(expert_int_product, form=weight.form, limbs=self._num_limbs, **constants)
+            arguments = (head_map.addresses, starts, out_rows, out_rows, *rows, out)
+            launcher.launch(function, (*arguments, num_blocks, size_in // COLUMNS, out.stride(1)), parts)
+            return
         unit = gcd(x.stride(0), x.stride(1))  # numbers of x between two rows that the kernel can name
         x_rows = _rows_of_heads(num_tokens, num_heads, x.stride(0) // unit, x.stride(1) // unit)
-        out_rows = _rows_of_heads(num_tokens, num_heads, num_heads, 1)
-        starts = _starts_of_heads(num_tokens, num_heads)
-        num_blocks = weight.size_out // ROWS
-        sizes = num_blocks, weight.size_in, unit, out.stride(1)
-        function = kernel(expert_dense_product, num_experts=num_heads, dtype=weight.weight.values.dtype, has_bias=False)
-        arguments = (weight.addresses, starts, x_rows, out_rows, x, out, *sizes)
-        work = num_tokens * weight.weight.values.numel()
-        self.launcher.launch(function, arguments, self.launcher.parts(-(-num_blocks // MOST_BLOCKS), work))
+        function = kernel(expert_dense_product, dtype=weight.values.dtype, **constants)
+        sizes = num_blocks, size_in, unit, out.stride(1)
+        launcher.launch(function, (head_map.addresses, starts, x_rows, out_rows, x, out, *sizes), parts)
 
 
 @lru_cache(64)

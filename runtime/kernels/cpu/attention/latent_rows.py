@@ -59,23 +59,25 @@ def _rotate_pairs(own: Pointer, cos: Pointer, sin_offset: Value, rope_dim: int) 
         own.store(pair * 2 + 1, second * cosine + first * sine)
 
 
-def copy_rotary(
-    q: F32s,  # [num_tokens, num_heads, head_dim], rows q_stride apart
+def copy_heads(
+    x: F32s,  # [num_tokens, num_heads, head_dim], rows x_stride apart
     out: F32s,  # [num_tokens, num_heads, width]
     num_tokens: Int,
     num_heads: Int,
     head_dim: Int,
-    q_stride: Int,
+    x_stride: Int,
     width: Int,
     part: Int,
     parts: Int,
-    rope_dim: int,
+    first: int,  # of the numbers of each head of x
+    count: int,
+    at: int,  # their place in a head of `out`
 ) -> None:
-    """Copy the last numbers of each head of q to the end of the head in `out`. Part i of n: a share of the tokens."""
+    """Copy some numbers of each head. Part i of n: a share of the tokens."""
     begin, end = share(num_tokens, part, parts)
     for token in loop(begin, end):
         for head in loop(0, num_heads):
-            source = q + (token * q_stride + head * head_dim + (head_dim - rope_dim))
-            target = out + ((token * num_heads + head) * width + (width - rope_dim))
-            for at in loop(0, rope_dim):
-                target.store(at, source.load(at))
+            source = x + (token * x_stride + head * head_dim + first)
+            target = out + ((token * num_heads + head) * width + at)
+            for index in loop(0, count):
+                target.store(index, source.load(index))

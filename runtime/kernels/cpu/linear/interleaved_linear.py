@@ -86,22 +86,31 @@ class InterleavedLinear(CompiledLinear):
     def prepared(
         self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, activation: str, gated: bool
     ) -> QuantizedRows:
-        num_rows, chunks, launcher = len(x), self.size_in // COLUMNS, self.launcher
-        rows = QuantizedRows(
-            launcher.buffer("limbs", num_rows, chunks, self.num_limbs, COLUMNS, dtype=torch.int8),
-            launcher.buffer("scales", num_rows, chunks),
-            launcher.buffer("sums", num_rows, chunks, 2, dtype=torch.int32),
-        )
-        function = kernel(
-            quantize_rows,
-            num_limbs=self.num_limbs,
-            has_norm=norm_weight is not None,
-            activation=activation,
-            gated=gated,
-        )
-        arguments = (x, norm_weight, *rows, num_rows, self.size_in, x.stride(0), eps)
-        launcher.launch(function, arguments, launcher.parts(num_rows, 8 * num_rows * self.size_in))
-        return rows
+        return quantized_rows(self.launcher, x, self.size_in, self.num_limbs, norm_weight, eps, activation, gated)
+
+
+def quantized_rows(
+    launcher: Launcher,
+    x: torch.Tensor,  # float32 [rows, at least size_in]
+    size_in: int,
+    num_limbs: int,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    activation: str = "",
+    gated: bool = False,
+) -> QuantizedRows:
+    """Rows for a product, after the norm or the activation; valid until the next call."""
+    num_rows, chunks = len(x), size_in // COLUMNS
+    rows = QuantizedRows(
+        launcher.buffer("limbs", num_rows, chunks, num_limbs, COLUMNS, dtype=torch.int8),
+        launcher.buffer("scales", num_rows, chunks),
+        launcher.buffer("sums", num_rows, chunks, 2, dtype=torch.int32),
+    )
+    has_norm = norm_weight is not None
+    function = kernel(quantize_rows, num_limbs=num_limbs, has_norm=has_norm, activation=activation, gated=gated)
+    arguments = (x, norm_weight, *rows, num_rows, size_in, x.stride(0), eps)
+    launcher.launch(function, arguments, launcher.parts(num_rows, 8 * num_rows * size_in))
+    return rows
 
 
 def _padded(bias: torch.Tensor) -> torch.Tensor:
