@@ -38,7 +38,15 @@ from runtime.kernels.experts.moe_torch import Experts, Mixture, Router
 from runtime.kernels.experts.moe_w16a16 import GroupedExperts
 from runtime.kernels.experts.moe_wna16 import QuantizedExperts
 from runtime.kernels.linear.fused_linear import FusedLinear
-from runtime.kernels.linear.linear_torch import Activate, Linear, Norm, Product, cpu_product, lookup_torch
+from runtime.kernels.linear.linear_torch import (
+    Activate,
+    Linear,
+    Norm,
+    Product,
+    cpu_product,
+    lookup_torch,
+    soft_cap_torch,
+)
 from runtime.kernels.linear.lora import AddAdapters, add_adapters_torch, add_adapters_triton
 from runtime.kernels.norm.gated_activation import (
     Activation,
@@ -189,6 +197,11 @@ class Kernels:
     gate_output: Callable[[torch.Tensor, torch.Tensor], object]  # attention's output and its gate
     latent: LatentKernels
     lookup: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = lookup_torch  # of a table, ids and a factor
+    zeros_like: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like
+    multiply: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.mul_  # in place, with one number
+    soft_cap: Callable[[torch.Tensor, float], torch.Tensor] = soft_cap_torch
+    # activation(gate) * up of separate rows; None to join them for `activate`
+    gate_by: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     quantized_linear: Callable[[QuantizedWeight, torch.Tensor | None], Linear] | None = None  # on a GPU
     quantized_experts: QuantizedMixture | None = None
     # On a CPU: the rows of all parts, which may differ in form, and dequantized rows by their index.
@@ -245,6 +258,13 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
     if (attention := compiled.attention) is not None:
         references = replace(
             references,
+            norm=compiled.rows.norm,
+            norm_in_place=compiled.rows.norm_in_place,
+            activate=compiled.rows.activate,
+            gate_by=compiled.rows.gate_by,
+            soft_cap=compiled.rows.soft_cap,
+            multiply=compiled.rows.multiply,
+            zeros_like=compiled.rows.zeros_like,
             linear=compiled.dense_linear,
             lookup=compiled.dense_lookup,
             rope_rows=rope_rows_triton,  # this kernel, too, reads its rows of the table

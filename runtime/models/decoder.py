@@ -68,7 +68,7 @@ class Decoder:
                 assert step.layer_inputs is not None
                 layer.input.add_to(h, step.layer_inputs, eps)
             if layer.factor is not None:
-                h.mul_(layer.factor)
+                self.kernels.multiply(h, layer.factor)
         return h
 
     def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
@@ -86,7 +86,7 @@ class Decoder:
         """[n, hidden] of `forward` -> [n, vocab], or the `spec.token_ids` of a rank. Writes them into `out`, float32,
         if given (Triton backend)."""
         logits, cap = self.head.logits(hidden, self.head_norm, self.spec.norm_eps, out), self.spec.logit_soft_cap
-        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+        return self.kernels.soft_cap(logits, cap) if cap else logits
 
 
 class Mlp(NamedTuple):

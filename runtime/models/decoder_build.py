@@ -152,12 +152,17 @@ class LayerBuilder:
         before, of_dense, of_experts = (
             self._norm(prefix + name) for name in ("experts_norm", "post_dense_norm", "post_experts_norm")
         )
-        norm = self.maps.kernels.norm
-        return DenseBeside(gate_up, down, experts, before, of_dense, of_experts, post_norm, norm)
+        kernels = self.maps.kernels
+        norms = before, of_dense, of_experts, post_norm
+        return DenseBeside(gate_up, down, experts, *norms, kernels.norm, kernels.zeros_like)
 
     def _layer_input(self, index: int, prefix: str) -> LayerInput:
         gate, out = (self.maps.whole(prefix, name) for name in ("layer_gate", "layer_out"))
-        return LayerInput(index, gate, out, self._norm(f"{prefix}post_layer_norm"), self.maps.kernels.activate)
+        gate_by = self.maps.kernels.gate_by or self._activated_together
+        return LayerInput(index, gate, out, self._norm(f"{prefix}post_layer_norm"), gate_by)
+
+    def _activated_together(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return self.maps.kernels.activate(torch.cat((gate, up), 1))
 
     def _mixer_of(self, index: int, prefix: str) -> Mixer:
         if self.spec.is_stateful(index):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from runtime.kernels.linear.linear_torch import Activate, Linear, Norm
+from runtime.kernels.linear.linear_torch import Linear, Norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class LayerEmbedding:
 
     def inputs(self, token_ids: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
         """[num_tokens, num_layers, width]."""
-        mapped = self.map.product(h).view(-1, self.width)
+        mapped = self.map.normed(h, None, self.eps).reshape(-1, self.width)
         embedded = self.lookup(token_ids, (0.5 * self.width) ** 0.5)
         self.norm(mapped, self.map_norm, self.eps, embedded.view(-1, self.width))
         return embedded.view(len(h), -1, self.width)
@@ -39,12 +39,12 @@ class LayerInput:
     gate: Linear
     out: Linear
     post_norm: torch.Tensor  # [hidden]
-    activate: Activate
+    gate_by: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # activation(gate) * input
 
     def add_to(self, h: torch.Tensor, inputs: torch.Tensor, eps: float) -> None:
         """h += norm(out(activation(gate(h)) * input))."""
-        gate_and_input = torch.cat((self.gate.product(h), inputs[:, self.layer]), 1)
-        self.out.add_to(h, self.activate(gate_and_input), self.post_norm, eps)
+        gated = self.gate_by(self.gate.normed(h, None, eps), inputs[:, self.layer])
+        self.out.add_to(h, gated, self.post_norm, eps)
 
     def with_linears(self, change: Callable[[Linear, str], Linear]) -> LayerInput:
         """This part with other maps: `change` gets each one with its fused name."""

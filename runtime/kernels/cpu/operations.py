@@ -8,6 +8,7 @@ import torch
 
 from runtime.kernels.cpu.attention.compiled_attention import CompiledAttention
 from runtime.kernels.cpu.attention.compiled_latents import CompiledLatents
+from runtime.kernels.cpu.compiled_rows import CompiledRows
 from runtime.kernels.cpu.experts.compiled_experts import CompiledExperts, compiled_layers
 from runtime.kernels.cpu.linear.dense_linear import DenseLinear
 from runtime.kernels.cpu.linear.dense_weight import dense_weight
@@ -31,7 +32,8 @@ class CompiledOperations:
     def __init__(self, numerics: Numerics, spec: DecoderSpec, norm: Norm, activate: Activate) -> None:
         self.launcher = Launcher()
         self._numerics = numerics
-        self._around = self.launcher, norm, activate, spec.activation, spec.gated
+        self.rows = CompiledRows(self.launcher, norm, activate, spec.activation, spec.gated)
+        self._around = self.launcher, norm, self.rows.activate, spec.activation, spec.gated
         # These take float32 rows; steps then make `TiledRows`.
         is_float32 = numerics.dtype == torch.float32 and (spec.latent is None or spec.latent.has_whole_blocks(ROWS))
         self.attention = CompiledAttention(self.launcher) if is_float32 else None

@@ -23,6 +23,7 @@ class DenseBeside:
     post_experts_norm: torch.Tensor
     post_norm: torch.Tensor  # after the sum
     norm: Norm
+    zeros_like: Callable[[torch.Tensor], torch.Tensor]
 
     @property
     def router(self) -> Router:
@@ -32,7 +33,7 @@ class DenseBeside:
         self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
     ) -> None:
         """`ExpertLayer.add_to`; `norm_weight` belongs to the feed-forward layer."""
-        total, mixture = torch.zeros_like(residual), torch.zeros_like(residual)
+        total, mixture = self.zeros_like(residual), self.zeros_like(residual)
         self.down.add_to(total, self.gate_up.gated(residual, norm_weight, eps), self.post_dense_norm, eps)
         self.experts.add_to(residual, self.experts_norm, eps, mixture)
         self.norm(mixture, self.post_experts_norm, eps, total)

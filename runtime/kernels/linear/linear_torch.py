@@ -37,6 +37,11 @@ class Norm(Protocol):
     ) -> torch.Tensor: ...
 
 
+def soft_cap_torch(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(x / cap), in place."""
+    return x.div_(cap).tanh_().mul_(cap)
+
+
 class Linear:
     """One weight with its neighbours in a decoder: the norm before it, the activation or the residual after it.
 

@@ -7,6 +7,7 @@ import torch
 from runtime.kernels.attention.rope import Heads
 from runtime.kernels.cpu.attention.attention import attention, heads_of_task
 from runtime.kernels.cpu.attention.gate_output import gate_output
+from runtime.kernels.cpu.attention.latent_rows import copy_heads
 from runtime.kernels.cpu.attention.rope_store import rope_store
 from runtime.kernels.cpu.attention.stored_numbers import KVForm
 from runtime.kernels.cpu.attention.tiled_rows import TiledRows
@@ -33,10 +34,10 @@ class CompiledAttention:
         v_norm: bool = False,
     ) -> torch.Tensor:
         """`rope_store_kv_torch` as one kernel."""
-        if heads == "qk":
-            qkv = torch.cat((qkv, qkv[:, -kv.shape[1] :]), 1)
         if qkv.stride(2) != 1 or qkv.stride(1) != qkv.shape[2]:
             qkv = qkv.contiguous()
+        if heads == "qk":
+            qkv = self._with_keys_as_values(qkv, kv.shape[1])
         num_tokens, all_heads, _ = qkv.shape
         num_kv_heads, cache_positions = kv.shape[1], _head_stride(kv)
         num_heads, (table, positions) = all_heads - (0 if heads == "q" else 2) * num_kv_heads, rope
@@ -76,6 +77,17 @@ class CompiledAttention:
         arguments = (q, kv, scales, sinks, plan.tables, plan.tiles, out, *sizes, scale)
         parts = self.launcher.parts(num_tiles * num_heads // per_task, 1 << 20)  # positions are not known here
         self.launcher.launch(function, arguments, parts)
+        return out
+
+    def _with_keys_as_values(self, qk: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+        """q and k, and k once more."""
+        num_tokens, num_heads, head_dim = qk.shape
+        out = self.launcher.buffer("keys as values", num_tokens, num_heads + num_kv_heads, head_dim)
+        of_kv = num_kv_heads * head_dim
+        width, parts = num_heads * head_dim, self.launcher.parts(num_tokens, 8 * qk.numel())
+        for first, count, at in ((0, width, 0), (width - of_kv, of_kv, width)):
+            arguments = (qk, out, num_tokens, 1, width, qk.stride(0), width + of_kv)
+            self.launcher.launch(kernel(copy_heads, first=first, count=count, at=at), arguments, parts)
         return out
 
     def gate_output(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

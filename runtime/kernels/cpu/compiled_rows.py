@@ -1,0 +1,100 @@
+"""CompiledRows: the operations between the products of a layer, as kernels. Torch computes what they do not take."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.kernels.cpu.linear.activations import add_normed, float_rows
+from runtime.kernels.cpu.rows import cap_rows, clear, gate_rows, multiply_rows, norm_in_place
+from runtime.kernels.linear.linear_torch import Activate, Norm, soft_cap_torch
+from runtime.kernels.llvm.launcher import Launcher, kernel
+from runtime.kernels.norm.gated_activation import Activation
+from runtime.kernels.norm.rms_norm import rms_norm_in_place_torch, rms_norm_torch
+
+_LANES = 16
+
+
+class CompiledRows:
+    """Operations on float32 rows. `norm` and `activate` are references."""
+
+    def __init__(self, launcher: Launcher, norm: Norm, activate: Activate, activation: Activation, gated: bool) -> None:
+        self.launcher, self._norm, self._activate = launcher, norm, activate
+        self._activation, self._gated = activation, gated
+
+    def norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`rms_norm_torch`, or the reference for another norm."""
+        if self._norm is not rms_norm_torch or not _are_rows(x, weight) or not _is_whole(residual):
+            return self._norm(x, weight, eps, residual)
+        (num_rows, columns), launcher = x.shape, self.launcher
+        out = torch.empty(x.shape) if residual is None else residual
+        arguments = (x, weight, out, num_rows, columns, x.stride(0), eps)
+        plain = {"has_norm": True, "activation": "", "gated": False}
+        function = kernel(float_rows, **plain) if residual is None else kernel(add_normed)
+        launcher.launch(function, arguments, launcher.parts(num_rows, 8 * x.numel()))
+        return out
+
+    def norm_in_place(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        """`rms_norm_in_place_torch`."""
+        if not _are_rows(x, weight):
+            rms_norm_in_place_torch(x, weight, eps)
+            return
+        arguments = (x, weight, *x.shape, x.stride(0), eps)
+        self.launcher.launch(kernel(norm_in_place), arguments, self.launcher.parts(len(x), 8 * x.numel()))
+
+    def activate(self, x: torch.Tensor) -> torch.Tensor:
+        """The activation of a feed-forward layer: [rows, 2 * columns] with a gate -> [rows, columns]."""
+        (num_rows, width), launcher = x.shape, self.launcher
+        columns = width // 2 if self._gated else width
+        if not _are_rows(x) or columns % _LANES:
+            return self._activate(x)
+        out = torch.empty(num_rows, columns)
+        function = kernel(float_rows, has_norm=False, activation=self._activation, gated=self._gated)
+        arguments = (x, None, out, num_rows, columns, x.stride(0), 0.0)
+        launcher.launch(function, arguments, launcher.parts(num_rows, 8 * out.numel()))
+        return out
+
+    def gate_by(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """activation(gate) * up, of rows that lie apart."""
+        if not _are_rows(gate) or not _are_rows(up) or self._activation == "swiglu_clamped":
+            return self._activate(torch.cat((gate, up), 1))
+        (num_rows, columns), out = gate.shape, torch.empty(gate.shape)
+        arguments = (gate, up, out, num_rows, columns, gate.stride(0), up.stride(0))
+        parts = self.launcher.parts(num_rows, 16 * out.numel())
+        self.launcher.launch(kernel(gate_rows, activation=self._activation), arguments, parts)
+        return out
+
+    def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        """`soft_cap_torch`, in place."""
+        if not _are_rows(x):
+            return soft_cap_torch(x, cap)
+        parts = self.launcher.parts(-(-x.shape[1] // _LANES), 16 * x.numel())
+        self.launcher.launch(kernel(cap_rows), (x, *x.shape, x.stride(0), cap), parts)
+        return x
+
+    def multiply(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """x times one number, in place."""
+        if not _is_whole(x) or factor.dtype != torch.float32:
+            return x.mul_(factor)
+        self.launcher.launch(kernel(multiply_rows), (x, factor, x.numel()), self.launcher.parts(x.numel(), x.numel()))
+        return x
+
+    def zeros_like(self, x: torch.Tensor) -> torch.Tensor:
+        """Zeros of this shape."""
+        if not _is_whole(x):
+            return torch.zeros_like(x)
+        out = torch.empty(x.shape)
+        self.launcher.launch(kernel(clear), (out, out.numel()), self.launcher.parts(out.numel(), out.numel()))
+        return out
+
+
+def _are_rows(x: torch.Tensor, weight: torch.Tensor | None = None) -> bool:
+    """True for float32 rows of neighbouring numbers. With the weight of a norm, also whole vectors of them."""
+    fits = x.dtype == torch.float32 and x.stride(1) == 1
+    return fits and (weight is None or (weight.dtype == torch.float32 and x.shape[1] % _LANES == 0))
+
+
+def _is_whole(x: torch.Tensor | None) -> bool:
+    """True for contiguous float32 numbers, or none."""
+    return x is None or (x.dtype == torch.float32 and x.is_contiguous())
