@@ -3,8 +3,8 @@
     python -m benchmarks.library.make_random_gguf /tmp/mixture.gguf --layers 8
     python -m benchmarks.cpu_peers --model /tmp/mixture.gguf --cells decode batch8 prompt --threads 2
 
-The shape is that of Qwen3-30B-A3B. The types are those of most published files: Q6_K for the head, Q4_K elsewhere. The
-vocabulary is that of the default model.
+The shape is Qwen3-30B-A3B's. The head is in Q6_K and the other weights are in Q4_K, as in most published files. The
+vocabulary is the default model's.
 """
 
 from __future__ import annotations

@@ -254,7 +254,11 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
         return references
     from runtime.kernels.cpu.operations import CompiledOperations  # imports llvmlite, which only this backend needs
 
-    compiled = CompiledOperations(numerics, spec, norm, activate)
+    return _llvm(references, CompiledOperations(numerics, spec, norm, activate))
+
+
+def _llvm(references: Kernels, compiled: CompiledOperations) -> Kernels:
+    """The references with compiled kernels in place of what they compute."""
     if (attention := compiled.attention) is not None:
         references = replace(
             references,

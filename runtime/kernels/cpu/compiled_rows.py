@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.cpu.linear.activations import add_normed, float_rows
-from runtime.kernels.cpu.rows import cap_rows, clear, gate_rows, multiply_rows, norm_in_place
+from runtime.kernels.cpu.rows import activate_rows, cap_rows, clear, multiply_rows, norm_in_place
 from runtime.kernels.linear.linear_torch import Activate, Norm, soft_cap_torch
 from runtime.kernels.llvm.launcher import Launcher, kernel
 from runtime.kernels.norm.gated_activation import Activation
@@ -45,24 +45,22 @@ class CompiledRows:
 
     def activate(self, x: torch.Tensor) -> torch.Tensor:
         """The activation of a feed-forward layer: [rows, 2 * columns] with a gate -> [rows, columns]."""
-        (num_rows, width), launcher = x.shape, self.launcher
-        columns = width // 2 if self._gated else width
-        if not _are_rows(x) or columns % _LANES:
+        if not _are_rows(x):
             return self._activate(x)
-        out = torch.empty(num_rows, columns)
-        function = kernel(float_rows, has_norm=False, activation=self._activation, gated=self._gated)
-        arguments = (x, None, out, num_rows, columns, x.stride(0), 0.0)
-        launcher.launch(function, arguments, launcher.parts(num_rows, 8 * out.numel()))
-        return out
+        return self._activated(*x.chunk(2, 1)) if self._gated else self._activated(x, None)
 
     def gate_by(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """activation(gate) * up, of rows that lie apart."""
-        if not _are_rows(gate) or not _are_rows(up) or self._activation == "swiglu_clamped":
+        if not _are_rows(gate) or not _are_rows(up):
             return self._activate(torch.cat((gate, up), 1))
+        return self._activated(gate, up)
+
+    def _activated(self, gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
+        """Rows of any length: a number has the same bits in each, so ranks agree."""
         (num_rows, columns), out = gate.shape, torch.empty(gate.shape)
-        arguments = (gate, up, out, num_rows, columns, gate.stride(0), up.stride(0))
-        parts = self.launcher.parts(num_rows, 16 * out.numel())
-        self.launcher.launch(kernel(gate_rows, activation=self._activation), arguments, parts)
+        arguments = (gate, up, out, num_rows, columns, gate.stride(0), 0 if up is None else up.stride(0))
+        function = kernel(activate_rows, activation=self._activation, has_up=up is not None)
+        self.launcher.launch(function, arguments, self.launcher.parts(num_rows, 16 * out.numel()))
         return out
 
     def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runtime.kernels.cpu.linear.activations import activated, inverse_rms
+from runtime.kernels.cpu.linear.activations import gated_by, inverse_rms
 from runtime.kernels.llvm.language import F32s, Float, Int, Value, loop, share, zeros
 from runtime.kernels.llvm.mathematics import tanh
 
@@ -29,9 +29,9 @@ def norm_in_place(
             own.store(at, own.load(at, _LANES) * factor * weight.load(at, _LANES))
 
 
-def gate_rows(
+def activate_rows(
     gate: F32s,  # [rows, columns], rows gate_stride apart
-    up: F32s,  # [rows, columns], rows up_stride apart
+    up: F32s,  # [rows, columns], rows up_stride apart; read if has_up
     out: F32s,  # [rows, columns]
     num_rows: Int,
     columns: Int,
@@ -39,13 +39,14 @@ def gate_rows(
     up_stride: Int,
     part: Int,
     parts: Int,
-    activation: str,  # silu or gelu_tanh
+    activation: str,
+    has_up: bool,
 ) -> None:
-    """out = activation(gate) * up. Part i of n: a share of the rows."""
+    """out = activation(gate), times `up` if there is one. Part i of n: a share of the rows."""
     for row in loop(*share(num_rows, part, parts)):
         for at, lanes in _vectors(columns):
-            value = activated(gate.load(row * gate_stride + at, lanes), activation)
-            out.store(row * columns + at, value * up.load(row * up_stride + at, lanes))
+            factor = up.load(row * up_stride + at, lanes) if has_up else None
+            out.store(row * columns + at, gated_by(gate.load(row * gate_stride + at, lanes), factor, activation))
 
 
 def cap_rows(

@@ -107,16 +107,19 @@ def _prepared(
     if factor is not None:
         values = values * factor.repeat(_LANES) * norm_weight.load(at, _LANES)
     if activation:
-        if activation == "swiglu_clamped":
-            up = row.load(columns + at, _LANES)
-            limit, least = (number(sign * ACTIVATION_LIMIT, f32).repeat(_LANES) for sign in (1, -1))
-            values = where(values > limit, limit, values)
-            up = where(up > limit, limit, where(up < least, least, up))
-            return activated(values, activation) * (up + 1.0)
-        values = activated(values, activation)
-        if gated:
-            values = values * row.load(columns + at, _LANES)
+        values = gated_by(values, row.load(columns + at, _LANES) if gated else None, activation)
     return values
+
+
+def gated_by(gate: Value, up: Value | None, activation: str) -> Value:
+    """The activation of numbers, times `up` if there is one."""
+    if activation == "swiglu_clamped":
+        assert up is not None, "this activation has a gate"
+        limit, least = (number(sign * ACTIVATION_LIMIT, gate.type) for sign in (1, -1))
+        gate = where(gate > limit, limit, gate)
+        up = where(up > limit, limit, where(up < least, least, up)) + 1.0
+    value = activated(gate, activation)
+    return value if up is None else value * up
 
 
 def inverse_rms(x: Pointer, columns: Value, eps: Value) -> Value:
