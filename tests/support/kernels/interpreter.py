@@ -85,7 +85,7 @@ def _init_handle(self: interpreter.TensorHandle, data: Any, dtype: core.dtype, a
 
 
 def _fits(data: Any, dtype: core.dtype) -> bool:
-    """NumPy's items are no larger than the type. The smallest ones have a byte."""
+    """True if an item of NumPy fits into the type. The smallest items have a byte."""
     size = data.itemsize
     return size == 1 or isinstance(dtype, core.pointer_type) or size * 8 <= dtype.primitive_bitwidth
 

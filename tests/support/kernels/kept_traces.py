@@ -1,7 +1,7 @@
 """Keeps the LLVM IR of compiled kernels on disk. Tracing takes most of the time of their tests.
 
-A file's name has a hash of all that the IR depends on: the kernel, its constants, the target, llvmlite, and the sources
-of the kernel's module and of Callboard's modules that it imports. Importing this module changes the compiler."""
+A file's name is a hash of the kernel, its constants, the target, the version of llvmlite, and the sources of the
+kernel's module. Callboard's modules that it imports count as its sources. Importing this module changes the compiler."""
 
 from __future__ import annotations
 
