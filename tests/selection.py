@@ -5,8 +5,8 @@
     pytest FILE, -m MARK   the named tests, slow ones too
 
 All cores are used (pytest-xdist), unless a few files or tests are named. A file's tests share their
-fixtures, so they stay on one worker. So do all tests that use the session's Ray, and all tests that start servers of
-their own. These two groups take longest, so two workers begin with them. All others begin with quick tests.
+fixtures, so they stay on one worker. So do all tests that start Ray, and all tests that start other processes. Two
+workers begin with these groups, which mostly wait. All others begin with quick tests.
 """
 
 from __future__ import annotations
@@ -27,11 +27,8 @@ RESOURCES_OF_FIXTURES = {"smollm2_path": "model", "gemma3_path": "thorough", "ra
 ORDER = ("fast", "compile", "processes", "ray", "browser", "triton", "model", "long", "thorough", "gpu")
 _WORKER_GIB = 9  # of a GPU's memory, which tests/gpu needs for each worker
 _PROCESSES = "tests/processes/"
-# Files of tests/processes that start servers or ranks of their own. All others there share the Ray of the session.
-_OWN_PROCESSES = {
-    "cluster", "front_door_processes", "haproxy", "port", "process_tree", "rank_runners", "rank_updates", "ranks",
-    "rollouts_example", "serve_command", "start_and_stop",
-}  # fmt: skip
+# Files of tests/processes without Ray. Two Rays that start at the same time may take each other's ports.
+_WITHOUT_RAY = {"haproxy", "port", "process_tree", "rank_runners", "rank_updates", "ranks"}
 # mark -> the tests that a session without --all leaves out
 LEFT_OUT = {"thorough": "more cases of what other tests cover", "gpu": "kernels on a CUDA device"}
 
@@ -84,7 +81,7 @@ def _group(nodeid: str) -> str:
     if not nodeid.startswith(_PROCESSES):
         return ""
     name = nodeid.removeprefix(f"{_PROCESSES}test_").partition(".py")[0]
-    return "own processes" if name in _OWN_PROCESSES else "Ray"
+    return "processes" if name in _WITHOUT_RAY else "Ray"
 
 
 def needs(item: pytest.Item) -> set[str]:
