@@ -1,7 +1,8 @@
 """Keeps the LLVM IR of compiled kernels on disk. Tracing takes most of the time of their tests.
 
 A file's name is a hash of the kernel, its constants, the target, the version of llvmlite, and the sources of the
-kernel's module. Callboard's modules that it imports count as its sources. Importing this module changes the compiler."""
+kernel's module. Callboard's modules that it imports count as its sources. Importing this module changes the compiler.
+"""
 
 from __future__ import annotations
 
