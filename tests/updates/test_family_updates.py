@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from runtime.updates.parts import ArraysPart
-from runtime.worker.warmup import WarmUp
 from tests.support.models.family_cases import CASES, save_model, spec_of
 from tests.support.models.runner_driver import open_runner, tiny_runner
 from tests.support.models.weight_updates import (
@@ -17,14 +16,8 @@ from tests.support.models.weight_updates import (
     write_changed,
 )
 
-pytestmark = pytest.mark.usefixtures("_cold")
+pytestmark = pytest.mark.usefixtures("cold_runners")
 LIMITS = {"deterministic": True, "max_model_len": 64}
-
-
-@pytest.fixture
-def _cold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps of a test build fewer kernels than a warm-up of each of its runners."""
-    monkeypatch.setattr(WarmUp, "build_kernels", lambda *_: None)
 
 
 @pytest.mark.parametrize("case", CASES)
