@@ -60,6 +60,12 @@ def shared_compiler(_compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch)
     return _compiler
 
 
+@pytest.fixture
+def cold_runners(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runners do not warm up: the few steps of a test build fewer kernels than a warm-up of each runner."""
+    monkeypatch.setattr("runtime.worker.warmup.WarmUp.build_kernels", lambda *_: None)
+
+
 # tests/selection.py decides which tests run, where and in which order.
 pytest_plugins = ["tests.selection"]
 

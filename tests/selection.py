@@ -5,8 +5,8 @@
     pytest FILE, -m MARK   the named tests, slow ones too
 
 All cores are used (pytest-xdist), unless a few files or tests are named. A file's tests share their
-fixtures, so they stay on one worker. So do all tests that start Ray or servers, which would take each other's cores.
-They take longest, so one worker begins with them. All others begin with quick tests.
+fixtures, so they stay on one worker. So do all tests that start Ray, and all tests that start other processes. Two
+workers begin with these groups, which mostly wait. All others begin with quick tests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ RESOURCES_OF_FIXTURES = {"smollm2_path": "model", "gemma3_path": "thorough", "ra
 # The order of a session: quick tests first, then the tests that take one worker longest.
 ORDER = ("fast", "compile", "processes", "ray", "browser", "triton", "model", "long", "thorough", "gpu")
 _WORKER_GIB = 9  # of a GPU's memory, which tests/gpu needs for each worker
-_ONE_WORKER = "tests/processes/"
+_PROCESSES = "tests/processes/"
+# Files of tests/processes without Ray. Two Rays that start at the same time may take each other's ports.
+_WITHOUT_RAY = {"haproxy", "port", "process_tree", "rank_runners", "rank_updates", "ranks"}
 # mark -> the tests that a session without --all leaves out
 LEFT_OUT = {"thorough": "more cases of what other tests cover", "gpu": "kernels on a CUDA device"}
 
@@ -69,9 +71,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "processes" if nodeid.startswith(_ONE_WORKER) else super()._split_scope(nodeid)
+            return _group(nodeid) or super()._split_scope(nodeid)
 
     return ByFile(config, log)
+
+
+def _group(nodeid: str) -> str:
+    """The group of files on one worker that has this test, or an empty name."""
+    if not nodeid.startswith(_PROCESSES):
+        return ""
+    name = nodeid.removeprefix(f"{_PROCESSES}test_").partition(".py")[0]
+    return "processes" if name in _WITHOUT_RAY else "Ray"
 
 
 def needs(item: pytest.Item) -> set[str]:
@@ -101,7 +111,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _leave_out(config, items)
     has_others = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1  # that begin with the quick tests
     for item in items:
-        is_first = has_others and item.nodeid.startswith(_ONE_WORKER)
+        is_first = has_others and item.nodeid.startswith(_PROCESSES)
         needed = marks[item] - {"thorough"} or marks[item]
         ranks[item.path] = -1 if is_first else max(ranks.get(item.path, 0), *map(ORDER.index, needed))
     items.sort(key=lambda item: ranks[item.path])

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,13 @@ FORBIDDEN = {  # folder -> top-level packages that no file in it may import, at 
 CORE_MAY_IMPORT = ("runtime.core", "runtime.spec")  # of our own packages: extras import the core
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -74,7 +80,7 @@ def _arrows() -> dict[str, set[str]]:
     for module, folder in folders.items():
         path = ROOT / module.replace(".", "/")
         path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and node.module is not None:
                 for alias in node.names:
                     name = f"{node.module}.{alias.name}"
@@ -99,7 +105,7 @@ def test_private_names_stay_in_their_file():
         f"{path.relative_to(ROOT)}:{node.lineno} {alias.name} of {node.module}"
         for top in ("runtime", "actors", "serve_app")
         for path in sorted((ROOT / top).rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("runtime", "actors", "serve_app")
         for alias in node.names
         if alias.name.startswith("_")
@@ -111,7 +117,7 @@ def test_kernel_functions_outside_triton_have_types():
     """mypy cannot distinguish them: its settings accept functions without types in runtime/kernels."""
     untyped = []
     for path in sorted((ROOT / "runtime" / "kernels").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if not isinstance(node, ast.FunctionDef) or any("jit" in ast.unparse(d) for d in node.decorator_list):
                 continue
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]

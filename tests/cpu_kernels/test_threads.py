@@ -5,6 +5,7 @@ import itertools
 import os
 import threading
 import time
+from functools import cache
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ def add_after(source: I64s, out: I64s, size: Int, part: Int, parts: Int) -> None
     out.store(part, total.now)
 
 
+@cache
 def address() -> int:
     return load(trace(add_after, {}, host()), host())
 

@@ -30,6 +30,8 @@ from tests.support.models.quantized_models import (
 )
 from tests.support.models.runner_driver import open_runner
 
+pytestmark = pytest.mark.usefixtures("cold_runners")
+
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_logits_equal_the_dense_models(tmp_path, name):

@@ -1,7 +1,9 @@
 """Scores of an output equal the log-probabilities of its sampling, to the bit, in deterministic mode."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 
@@ -30,6 +32,16 @@ COMPILED = pytest.mark.skipif(bool(obstacle()), reason=f"needs compiled kernels:
 BACKENDS = ["torch", pytest.param("llvm", marks=COMPILED)]
 PROMPTS = prompts_of(101)
 TIGHT = {"block_size": 4, "max_num_batched_tokens": 70, "prefix_cache": False}  # with few blocks
+SETTINGS = [
+    {"max_num_batched_tokens": 70},
+    {"prefix_cache": False},
+    {"chunked_prefill": False, "max_num_batched_tokens": 128},
+    {"pipeline_depth": 1},
+    {"kv_cache_dtype": "fp8"},
+    {"dtype": "bfloat16"},
+    {"quantization": "int8"},
+    {"quantization": "int4"},
+]
 
 
 def losses(runner: Callable[[], ModelRunner]) -> Between:
@@ -67,27 +79,20 @@ def test_scores_of_a_family_outlive_an_engine(case: str, backend: str):
     check_scores_of(second, PROMPTS, want)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"max_num_batched_tokens": 70},
-        {"prefix_cache": False},
-        {"chunked_prefill": False, "max_num_batched_tokens": 128},
-        {"pipeline_depth": 1},
-        {"kv_cache_dtype": "fp8"},
-        {"dtype": "bfloat16"},
-        {"quantization": "int8"},
-        {"quantization": "int4"},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("case", ["qwen3", "qwen3.5 moe", "glm4 moe", "deepseek v3"])
+def cases_of_settings() -> Iterator[Any]:
+    """Every pair of a case and a setting with one backend. Cases and settings meet both backends."""
+    cases = "qwen3", "qwen3.5 moe", "glm4 moe", "deepseek v3"
+    for (i, case), (j, config) in product(enumerate(cases), enumerate(SETTINGS)):
+        if config.get("kv_cache_dtype") and case == "deepseek v3":
+            continue  # latents are stored in the model's dtype
+        is_quantized = "quantization" in config  # a CPU multiplies quantized weights by compiled kernels
+        backend = "llvm" if is_quantized or (i + j) % 2 else "torch"
+        marks = [COMPILED] if backend == "llvm" else []
+        yield pytest.param(case, config, backend, marks=marks, id=f"{case}-{config}-{backend}")
+
+
+@pytest.mark.parametrize(("case", "config", "backend"), list(cases_of_settings()))
 def test_no_setting_changes_scores(case: str, config: dict, backend: str):
-    if config.get("quantization") and backend == "torch":
-        pytest.skip("a CPU multiplies quantized weights by compiled kernels")
-    if config.get("kv_cache_dtype") and case == "deepseek v3":
-        pytest.skip("latents are stored in the model's dtype")
     check_scores(engine_of(family_runner(case, kernel_backend=backend, **config)), PROMPTS)
 
 
@@ -121,9 +126,9 @@ def test_speculation_leaves_no_trace(case: str):
 def test_an_output_continues_behind_its_scores():
     """Tokens after `prompt_len` count as output, so a request may go on after them."""
     core = engine_of(family_runner("qwen3.5"))
-    want = answers(core, sampled(PROMPTS, replace(SAMPLED, frequency_penalty=1.0, min_tokens=15)))
+    want = answers(core, sampled(PROMPTS, replace(SAMPLED, frequency_penalty=1.0, min_tokens=11)))
     cut = [answer.tokens[:8] for answer in want]
-    params = replace(SAMPLED, frequency_penalty=1.0, min_tokens=15, prompt_logprobs=0)
+    params = replace(SAMPLED, frequency_penalty=1.0, min_tokens=11, prompt_logprobs=0)
     requests = [replace(r, seed=5 + i) for i, r in enumerate(scored(PROMPTS, cut, params))]
     for prompt, found, whole in zip(PROMPTS, answers(core, requests), want, strict=True):
         assert found.tokens == whole.tokens[8:]

@@ -33,7 +33,7 @@ def least_blocks(model: str, chunk: int) -> int:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("model", "few_blocks", "length"), [("windows", 60, 60), ("sinks", 41, 110), ("shapes", 60, 60)]
+    ("model", "few_blocks", "length"), [("windows", 56, 60), ("sinks", 41, 110), ("shapes", 56, 60)]
 )
 def test_no_history_changes_a_bit(model, few_blocks, length, backend):
     """Hits, misses, chunks, mates, preemptions, lost runners and draft tokens."""

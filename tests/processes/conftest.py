@@ -13,6 +13,7 @@ import pytest
 from actors.ray import fork_server
 from actors.ray.environment import quiet_port, ray_token
 from runtime.llm import LLM
+from runtime.loading.resolve import cache_folder
 from serve_app.server.ray_start import WORKERS_MODULES
 from tests.conftest import RAY_FOLDER
 from tests.support.models.tiny_gguf import write_tiny_gguf
@@ -66,7 +67,12 @@ def serve_url(ray_session: None) -> str:
 
 @pytest.fixture
 def private_ray(tmp_path: Path):
-    """Environment for Ray clusters of a test's own: no settings and no folders shared with others of this machine."""
+    """Environment for Ray clusters of a test's own: no settings and no folders shared with others of this machine,
+    except the code of compiled kernels."""
+    kernels, own_cache = cache_folder() / "kernels", tmp_path / ".cache" / "callboard"
+    kernels.mkdir(parents=True, exist_ok=True)
+    own_cache.mkdir(parents=True)
+    (own_cache / "kernels").symlink_to(kernels)
     directory = tempfile.mkdtemp(prefix="cb-", dir="/tmp")  # short: Ray puts Unix sockets (107 bytes) below it
     ray = {"RAY_TMPDIR": directory, "RAY_USAGE_STATS_ENABLED": "0", **ray_token()}
     inherited = {name: value for name, value in os.environ.items() if "RAY_" not in name}

@@ -205,10 +205,10 @@ async def test_a_frozen_engine_process(url, undisturbed):
 
 
 class Clients:
-    """Fifty clients. Each sends the next request soon after an answer, on the same connection. Nothing is tried
+    """Many clients. Each sends the next request soon after an answer, on the same connection. Nothing is tried
     twice."""
 
-    NUM, MAX_TOKENS, REST_S = 50, 150, 1.0  # the rest leaves cores for engines that start
+    NUM, MAX_TOKENS, REST_S = 24, 150, 1.0  # the rest leaves cores for engines that start
 
     def __init__(self, url: str, answers: dict[str, list[str]]) -> None:
         self._url, self._answers = url, answers
@@ -262,7 +262,7 @@ def other_path(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(tiny_path, other_path) -> dict[str, list[str]]:
-    """Of both models to the fifty clients."""
+    """Of both models to the clients."""
     texts = {}
     for name, path in (("tiny", tiny_path), ("other", other_path)):
         llm = LLM(str(path), deterministic=True, num_threads=1, kv_cache_memory=0.1)

@@ -13,6 +13,7 @@ from runtime.spec.weight_version import WeightVersion
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
+from tests.support.examples import examples
 from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer
 
 KEY = "a-key"
@@ -47,10 +48,17 @@ CONFIG = schemathesis.Config.from_dict(
 schema = schemathesis.openapi.from_asgi("/openapi.json", APP, config=CONFIG, headers={"Authorization": f"Bearer {KEY}"})
 
 
+@pytest.fixture
+def _without_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client searches the whole environment for proxies at each request."""
+    monkeypatch.setattr("requests.sessions.get_environ_proxies", lambda *_, **__: {})
+
+
 @pytest.mark.long
+@pytest.mark.usefixtures("_without_proxies")
 @schema.parametrize()
 @settings(
-    max_examples=25,
+    max_examples=examples(40),
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],

@@ -16,6 +16,7 @@ from tests.support.models.weight_updates import (
     write_changed,
 )
 
+pytestmark = pytest.mark.usefixtures("cold_runners")
 LIMITS = {"deterministic": True, "max_model_len": 64}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+import tests.support.kernels.kept_traces  # noqa: F401
 from runtime.kernels.llvm.compiler import Function, Target, host, load, target_of, trace
 
 

@@ -354,12 +354,13 @@ def spec_of(case: str, **changes: Any) -> DecoderSpec:
     return load_spec({**base, **own, **changes, "architectures": [architecture]})[0]
 
 
-def save_model(folder: Path, case: str) -> PreTrainedModel:
-    """The checkpoint, with norms and biases unlike the neutral ones that transformers initialises."""
+def save_model(folder: Path, case: str, **other: Any) -> PreTrainedModel:
+    """The checkpoint, with norms and biases unlike the neutral ones that transformers initialises. `other` fields of
+    its config differ from the case's."""
     import transformers  # a machine with a GPU may not have it
 
     kind, changes = CASES[case]
-    changes = dict(changes)
+    changes = changes | other
     quantization = changes.pop("quantization_config", None)
     config_class = getattr(transformers, kind)
     if kind in _WITH_IMAGES:

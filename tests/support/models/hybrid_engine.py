@@ -40,7 +40,7 @@ SHAPES = replace(
     full_head_dim=48, keys_as_values=True, shared_kv_layers=2, layer_embed_size=8, layer_factors=True,
 )  # fmt: skip
 SPECS = {"delta": DELTA, "conv": CONV, "wide": WIDE, "windows": WINDOWS, "sinks": SINKS, "shapes": SHAPES}
-SEQS, MAX_LEN, MAX_TOKENS = 4, 400, 24
+SEQS, MAX_LEN, MAX_TOKENS = 4, 400, 16
 Answer = list[tuple[int, float]]  # tokens and their log-probabilities
 Kind = tuple[tuple[str, object], ...]  # the settings that decide about bits
 

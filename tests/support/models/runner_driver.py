@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+import tests.support.kernels.kept_traces  # noqa: F401
 from runtime.assembly.runner import build_runner
 from runtime.core.plan import EMPTY_TABLE, NewSlot, StepPlan, StepResult
 from runtime.spec.config import EngineConfig

@@ -22,7 +22,7 @@ from tests.support.engine.fake_runner import FixedShare
 from tests.support.models.family_cases import spec_of
 from tests.support.models.runner_driver import tiny_runner
 
-SAMPLED = SamplingParams(max_tokens=20, logprobs=0, sampling_logprobs=True)
+SAMPLED = SamplingParams(max_tokens=14, logprobs=0, sampling_logprobs=True)
 REPORTED = replace(SAMPLED, routed_experts=True)
 SCORED = SamplingParams(max_tokens=0, prompt_logprobs=0)
 LENGTHS = (1, 40, 67, 100)  # of prompts: shorter and longer than a chunk of states, and between chunks
