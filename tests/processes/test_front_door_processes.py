@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import httpx
-import pytest
 
 from actors.ray.environment import SINGLE_MACHINE, quiet_port
 
@@ -79,9 +78,10 @@ async def _start_storm_and_drain(process: subprocess.Popen, url: str, environmen
         # 200 clients that give up after half a second.
         async def leave(stream: bool) -> None:
             body = {"prompt": "Once", "max_tokens": 10_000, "ignore_eos": True, "stream": stream}
-            with pytest.raises(TimeoutError):
+            with suppress(TimeoutError):
                 async with asyncio.timeout(0.5):
-                    await client.post("/v1/completions", json=body)
+                    answer = await client.post("/v1/completions", json=body)
+                    assert answer.status_code in (429, 503), answer.text  # a busy machine may refuse some
 
         await asyncio.gather(*(leave(stream=i % 2 == 0) for i in range(200)))
         answer = await client.post("/v1/completions", json={"prompt": "Once", "max_tokens": 5, "ignore_eos": True})

@@ -29,23 +29,23 @@ class _HeadMap:
     size_in: int
     size_out: int
 
-    @classmethod
-    def of(cls, weight: torch.Tensor | InterleavedWeight, num_heads: int) -> _HeadMap:
-        """Of a weight [num_heads * size_out, size_in]."""
-        size_out, size_in = weight.shape[0] // num_heads, weight.shape[1]
-        stored: DenseWeight | InterleavedWeight
-        tensors: list[torch.Tensor | None]
-        if isinstance(weight, InterleavedWeight):
-            stored, shared = weight, (weight.minimums, weight.super_scales, weight.super_minimums)
-            tensors = [weight.values, weight.scales, *shared, None]  # without a bias
-        else:
-            stored = dense_weight(weight)
-            tensors = [stored.values, None]
-        words = [
-            [0 if each is None else each.data_ptr() + head * (each.nbytes // num_heads) for each in tensors]
-            for head in range(num_heads)
-        ]
-        return cls(stored, torch.tensor(words), size_in, size_out)
+
+def _head_map(weight: torch.Tensor | InterleavedWeight, num_heads: int) -> _HeadMap:
+    """The map of a weight [num_heads * size_out, size_in]."""
+    size_out, size_in = weight.shape[0] // num_heads, weight.shape[1]
+    stored: DenseWeight | InterleavedWeight
+    tensors: list[torch.Tensor | None]
+    if isinstance(weight, InterleavedWeight):
+        stored, shared = weight, (weight.minimums, weight.super_scales, weight.super_minimums)
+        tensors = [weight.values, weight.scales, *shared, None]  # without a bias
+    else:
+        stored = dense_weight(weight)
+        tensors = [stored.values, None]
+    words = [
+        [0 if each is None else each.data_ptr() + head * (each.nbytes // num_heads) for each in tensors]
+        for head in range(num_heads)
+    ]
+    return _HeadMap(stored, torch.tensor(words), size_in, size_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class CompiledLatents:
         self, absorb: torch.Tensor | InterleavedWeight, values: torch.Tensor | InterleavedWeight, num_heads: int
     ) -> CompiledLatentUp:
         """kv_b as two maps: [num_heads * rank, nope_dim] and [num_heads * value_dim, rank]."""
-        return CompiledLatentUp(_HeadMap.of(absorb, num_heads), _HeadMap.of(values, num_heads))
+        return CompiledLatentUp(_head_map(absorb, num_heads), _head_map(values, num_heads))
 
     def store(
         self,
