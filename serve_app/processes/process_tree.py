@@ -201,6 +201,24 @@ def children_of_all() -> dict[int, list[int]]:
     return children
 
 
+def children_named(*names: str) -> dict[int, str]:
+    """Return the state of each child of this process with one of these names, by its id: Z if it has ended."""
+    found = {}
+    for pid in children_of_all().get(os.getpid(), []):
+        with suppress(OSError):  # it has ended, and its end was waited for
+            if Path(f"/proc/{pid}/comm").read_text().strip() in names:
+                found[pid] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return found
+
+
+def end_children(*names: str) -> None:
+    """Kill the children of this process with these names, and wait for their ends."""
+    for pid in children_named(*names):
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
 def _descendants() -> set[int]:
     """Return the ids of all descendants of this process."""
     children = children_of_all()

@@ -17,7 +17,7 @@ from typing import Any
 from actors.ray import haproxy
 from actors.ray.environment import quiet_port, single_machine
 from runtime.spec.types import CallboardError
-from serve_app.processes.process_tree import Parent
+from serve_app.processes.process_tree import Parent, children_named, end_children
 from serve_app.server.console import Console
 from serve_app.server.server_settings import APP_NAME, LOG_NAME, ServerSettings, last_line
 
@@ -34,6 +34,7 @@ WORKERS_MODULES = (  # modules that Ray's workers import: Serve's actors, the re
 _OBJECT_STORE_BYTES = 100 << 20  # Ray's smallest sensible one, since no tensor goes through it
 _RAYLET_START_S = 120.0  # for the start of Ray's daemons on a busy machine
 _MAX_TRIES = 3
+_DAEMONS = "gcs_server", "raylet"
 
 
 def set_environment(settings: ServerSettings, folder: str) -> None:
@@ -64,26 +65,47 @@ def start_ray(settings: ServerSettings, console: Console, parent: Parent, python
     importing.start()
     sys.executable, own = python, sys.executable
     try:
-        context: Any = ray.init(
-            address="local",
-            num_cpus=max(os.cpu_count() or 1, num_actors),  # logical CPUs, which place actors but do not limit threads
-            include_dashboard=False,
-            log_to_driver=False,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            # Without this, Ray's workers search the current folder for modules before any other.
-            job_config=ray.job_config.JobConfig(_client_job=True),
-        )
-    except Exception as e:  # Ray raises many kinds
-        raise CallboardError(f"Ray did not start: {last_line(str(e))}") from e
+        context = _initialized(num_actors)
     finally:
         sys.executable = own
     importing.join()
     logs = Path(context.address_info["session_dir"], "logs")
     console.divert(logs / LOG_NAME)
     parent.send(log=str(logs))
-    parent.end_with("gcs_server", "raylet")  # without them Ray would wait forever
+    parent.end_with(*_DAEMONS)  # without them Ray would wait forever
     console.phase("Ray started")
     return logs
+
+
+def _initialized(num_actors: int) -> Any:
+    """The context of a Ray with room for these actors.
+
+    Ray finds free ports before its daemons bind them. A raylet ends if another process took one, so one more try
+    follows."""
+    import ray
+
+    for is_last in (False, True):
+        try:
+            return ray.init(
+                address="local",
+                num_cpus=max(os.cpu_count() or 1, num_actors),  # logical CPUs, which place actors; threads are free
+                include_dashboard=False,
+                log_to_driver=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                # Without this, Ray's workers search the current folder for modules before any other.
+                job_config=ray.job_config.JobConfig(_client_job=True),
+            )
+        except Exception as e:  # Ray raises many kinds
+            if is_last or not has_ended("raylet"):
+                raise CallboardError(f"Ray did not start: {last_line(str(e))}") from e
+        end_children(*_DAEMONS)
+    raise AssertionError
+
+
+def has_ended(name: str) -> bool:
+    """Return True if all children of this process with this name have ended, at least one."""
+    states = set(children_named(name).values())
+    return states == {"Z"}
 
 
 def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,7 +117,7 @@ def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 return get_node(*args)
             except RuntimeError:  # the node is not registered yet
-                if time.monotonic() > end:
+                if time.monotonic() > end or has_ended("raylet"):
                     raise
                 time.sleep(0.1)
 

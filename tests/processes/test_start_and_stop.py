@@ -278,6 +278,20 @@ with ThreadPoolExecutor(len(calls)) as pool:
 """
 
 
+@pytest.mark.thorough
+def test_a_raylet_that_ends_at_the_start_is_replaced(start):
+    """As one does that finds its port taken."""
+    server, killed = start(), 0
+    while not killed:
+        for pid in server.pids():
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet":
+                    os.kill(pid, signal.SIGKILL)
+                    killed = pid
+    server.wait_for("curl -N")
+    assert server.pid_of("/raylet ") != killed
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 @pytest.mark.thorough
 def test_other_users_of_the_machine_run_nothing(start, tmp_path: Path):
