@@ -96,13 +96,13 @@ def _initialized(num_actors: int) -> Any:
                 job_config=ray.job_config.JobConfig(_client_job=True),
             )
         except Exception as e:  # Ray raises many kinds
-            if is_last or not has_ended("raylet"):
+            if is_last or not _has_ended("raylet"):
                 raise CallboardError(f"Ray did not start: {last_line(str(e))}") from e
         end_children(*_DAEMONS)
     raise AssertionError
 
 
-def has_ended(name: str) -> bool:
+def _has_ended(name: str) -> bool:
     """Return True if all children of this process with this name have ended, at least one."""
     states = set(children_named(name).values())
     return states == {"Z"}
@@ -117,7 +117,7 @@ def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 return get_node(*args)
             except RuntimeError:  # the node is not registered yet
-                if time.monotonic() > end or has_ended("raylet"):
+                if time.monotonic() > end or _has_ended("raylet"):
                     raise
                 time.sleep(0.1)
 

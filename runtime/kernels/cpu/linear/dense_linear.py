@@ -75,9 +75,9 @@ class DenseLinear(CompiledLinear):
         return out
 
     def with_adapters(self, adapters: RowAdapters) -> Linear:
-        """Norms and activations are kernels here, too: rows without an adapter keep their bits beside rows with one."""
+        """The norm is a kernel here, too: rows without an adapter keep their bits beside rows with one."""
         adapted = super().with_adapters(adapters)
-        adapted.norm, adapted.activate = self._norm_alone, self._activation_alone
+        adapted.norm = self._norm_alone
         return adapted
 
     def _norm_alone(
@@ -88,8 +88,3 @@ class DenseLinear(CompiledLinear):
             return residual
         normed: torch.Tensor = self.normed_rows(x, weight, eps)
         return normed.to(x.dtype)
-
-    def _activation_alone(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[1] // (1 + self.is_gated) % ROWS:
-            return self.activate(x)
-        return self._rows(x.float(), None, 0.0, self.activation, self.is_gated).to(x.dtype)
