@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from runtime.kernels.experts.moe_routing import Tile
 from runtime.kernels.experts.moe_torch import Experts, Router
 from runtime.kernels.experts.moe_wna16 import QuantizedExperts, moe_wna16_tile
-from runtime.kernels.experts.moe_wna16_product import moe_wna16_product
+from runtime.kernels.experts.moe_wna16_product import moe_wna16_products
 from runtime.kernels.experts.moe_wna16_words import STEP, rounded_scales
 from runtime.kernels.linear.fused_linear import FusedLinear
 from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch
-from runtime.kernels.quantized.quantized_weight import dequantize_torch
+from runtime.kernels.quantized.quantized_weight import dequantize_torch, quantized_weight
 from runtime.spec.decoder_spec import ExpertsSpec
 from tests.support.kernels.quantized_weights import some_weight
 
@@ -48,7 +48,7 @@ def test_experts_are_near_their_dense_values(form, hidden, ffn):
         route = Router(FusedLinear(router, None, "silu", deterministic))
         mixture = QuantizedExperts(spec, route, pairs, "silu", deterministic)
         alone = None
-        for num_rows in (1, 8, 9, 60, 70, 900):  # one row a program up to 8, few an expert up to 64
+        for num_rows in (1, 2, 8, 60, 70, 900):  # one row a program of one token, few an expert up to 64
             x = torch.randn(num_rows, hidden, device="cuda").bfloat16()
             if alone is not None:
                 x[-1:] = alone[0]
@@ -66,28 +66,28 @@ def test_experts_are_near_their_dense_values(form, hidden, ffn):
 
 @pytest.mark.parametrize("form", [("int4", 32, 1), ("e2m1", 16, 1), ("table", 64, 1), ("int8", 32, 1)], ids=str)
 def test_every_expert_value_is_dequantized_exactly(form):
-    """Each row of x selects one column, and a sum of one value is exact."""
+    """Each row of x selects one column, and a sum of one value is exact. The first product only multiplies by 32."""
     torch.manual_seed(0)
     spec, size_out, size_in = ExpertsSpec(2, 1, True), 256, 128
     with torch.device("cuda"):
         weight = rounded_scales(some_weight(form, size_out, size_in))
+        scales = torch.cat((torch.full((size_in, 1), 32.0), torch.ones(size_in, 1)))  # silu(32) is 32
+        selecting = quantized_weight("int8", torch.eye(size_in).to(torch.int8).repeat(2, 1), scales)
         router = Router(FusedLinear(torch.zeros(2, size_in).bfloat16(), None, "silu", deterministic=True))
-        mixture = QuantizedExperts(spec, router, [(weight, weight)] * 2, "silu", deterministic=True)
-        x, out = torch.eye(size_in).bfloat16(), torch.empty(size_in, size_out)
-        starts, order = torch.tensor([0, size_in, size_in]).int(), torch.arange(size_in).int()
-    want = dequantize_torch(weight).bfloat16().float().t()
+        mixture = QuantizedExperts(spec, router, [(selecting, weight)] * 2, "silu", deterministic=True)
+        x, out, ids = torch.eye(size_in).bfloat16(), torch.empty(size_in, size_out), torch.zeros(size_in).int()
+    want = dequantize_torch(weight).bfloat16().float().t() * 32
     for tile in (Tile(8, 64, STEP, 2, 4), moe_wna16_tile(size_in, 2, True), moe_wna16_tile(size_in, 2, False)):
-        moe_wna16_product(
-            x, mixture.weights[1], None, out.zero_(), starts, order, out, out, 1, False, tile, None
-        )  # fmt: skip
+        tiles = mixture._tiled(ids, tile.block_m)
+        moe_wna16_products(x, mixture.weights, mixture.biases, out.zero_(), tiles, out, out, 1, tile, "silu")
         assert torch.equal(out, want), tile
 
 
-@pytest.mark.parametrize("num_rows", [1, 10, 64])
+@pytest.mark.parametrize("num_rows", [1, 4, 10, 16, 64])
 def test_captured_layers_repeat_their_bits(num_rows):
     """Launches overlap, so each replay would see another result if one did not wait for the launch before it."""
     torch.manual_seed(0)
-    spec, hidden, ffn = ExpertsSpec(32, 4, True), 2880, 1440
+    spec, hidden, ffn = ExpertsSpec(32, 4, True), 2880, 1472
     with torch.device("cuda"):
         pairs = [(some_weight(("e2m1", 32, 1), 2 * ffn, hidden), some_weight(("e2m1", 32, 1), hidden, ffn))] * 32
         router, norm = torch.randn(32, hidden).bfloat16(), torch.rand(hidden).bfloat16()

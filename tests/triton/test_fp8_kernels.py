@@ -124,7 +124,9 @@ def test_few_rows_of_wide_experts_have_a_counter_each(monkeypatch):
     counters = torch.zeros(1024, dtype=torch.int32)
     asked: list[int] = []
     monkeypatch.setattr("runtime.kernels.experts.moe_fp8_w8a8.split_counters", lambda device: counters)
-    monkeypatch.setattr(Fp8Experts, "_fp8_product", lambda self, *args, is_single, **options: asked.append(is_single))
+    monkeypatch.setattr(
+        Fp8Experts, "_fp8_product", lambda self, *args, tiles, **options: asked.append(tiles.choices is None)
+    )
     monkeypatch.setattr(Fp8Experts, "_combine", lambda *args: None)
     hidden = 4096
     pair = tuple(

@@ -1,19 +1,25 @@
 """Mixtures of experts with quantized weights against their torch twin, in every format, with one row a program, and
 with few and many rows an expert. In deterministic mode a row's bits are fixed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from runtime.kernels.experts.moe_torch import ExpertBiases, Experts, Router
 from runtime.kernels.experts.moe_wna16 import QuantizedExperts
 from runtime.kernels.experts.moe_wna16_words import rounded_scales
 from runtime.kernels.linear.linear_torch import Linear
+from runtime.kernels.linear.split_k import split_counters
 from runtime.kernels.norm.gated_activation import gated_activation_torch
 from runtime.kernels.norm.rms_norm import rms_norm_torch, rms_norm_triton
 from runtime.kernels.quantized.quantized_weight import dequantize_torch
 from runtime.spec.decoder_spec import ExpertsSpec
 from tests.support.kernels.quantized_weights import some_weight
+from tests.support.kernels.routing_cases import distinct_logits, router_of, specs
 
 SPEC = ExpertsSpec(3, 1, True, shared=1, shared_gate=True)
 BY_SIZE = ExpertsSpec(6, 1, True)
@@ -103,3 +109,24 @@ def test_experts_with_no_and_with_many_choices(form, hidden, ffn):
     twin.add_to(want, norm, 1e-5)
     QuantizedExperts(BY_SIZE, Router(by_row), pairs, "silu", False).add_to(got, norm, 1e-5)
     assert (got - want).norm() < 3e-5 * (want - x).norm()
+
+
+@settings(max_examples=25, deadline=None)
+@given(specs(), st.integers(1, 16), st.integers(0, 1 << 30))
+def test_few_tokens_of_any_router_equal_twin(spec: ExpertsSpec, num_tokens: int, seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    hidden, ffn = 24, 16
+    pair = some_weight(("int8", 0, 1), 2 * ffn, hidden), some_weight(("int8", 0, 1), hidden, ffn)
+    pairs = [tuple(replace(w, scales=w.scales * (1 + expert)) for w in pair) for expert in range(spec.all_experts)]
+    x, logits = torch.randn(num_tokens, hidden) * 1e-3, distinct_logits(spec, num_tokens, 3, generator)
+    router = router_of(spec, Linear(lambda x: logits, rms_norm_torch, torch.abs), generator)
+    twin = Experts(
+        spec, router, [tuple(dequantize_torch(w) for w in pair) for pair in pairs],
+        lambda w: lambda x: F.linear(x, w), lambda y: gated_activation_torch(y, "silu"),
+    )  # fmt: skip
+    want, got = x.clone(), x.clone()
+    twin.add_to(want, torch.ones(hidden), 1e-5)
+    QuantizedExperts(spec, router, pairs, "silu", False).add_to(got, torch.ones(hidden), 1e-5)
+    assert (got - want).norm() <= 3e-5 * (want - x).norm()
+    assert not split_counters(x.device).any()

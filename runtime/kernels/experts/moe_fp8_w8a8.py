@@ -13,12 +13,12 @@ import torch
 
 from runtime.kernels.experts.moe_routing import (
     MOST_SINGLE,
+    ExpertTiles,
     RoutedExperts,
     Tile,
     add_results,
     choices_of_tile,
     stacked,
-    worst_case_tiles,
 )
 from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.linear.split_k import split_counters
@@ -27,49 +27,46 @@ from runtime.kernels.norm.gated_activation import Activation, gated_by
 from runtime.kernels.quantized.activations import Fp8Activations, quantize_normed_fp8
 from runtime.kernels.quantized.fp8_w8a8_gemm import has_fp8_gemm
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
-from runtime.kernels.triton_language import TensorDescriptor, jit, next_power_of_2, tl, use_pdl
+from runtime.kernels.triton_language import TensorDescriptor, jit, tl, use_pdl
 from runtime.spec.decoder_spec import ExpertsSpec
 
 
 @jit
 def _moe_fp8_w8a8_kernel(
-    x_ptr,  # fp8 [num_tokens, K], or without ACTIVATION [num_choices, K] sorted by expert
+    x_ptr,  # fp8 [num_tokens, K], or without ACTIVATION [num_choices, K]
     x_scales_ptr,  # [num_tokens], or without ACTIVATION [num_choices, K / BLOCK_K]
     weights,  # descriptor of [num_experts * N, K], with ACTIVATION [num_experts * 2 * N, K]: gate's rows, then up's
     scales_ptr,  # float32 [rows of weights], or [rows of weights / 128, K / 128]
     bias_ptr,  # [rows of weights], with BIAS
-    out_ptr,  # [num_choices, N], with ACTIVATION fp8 sorted by expert
+    out_ptr,  # [num_choices, N], with ACTIVATION fp8
     out_scales_ptr,  # with ACTIVATION [num_choices, N / BLOCK_N]
-    starts_ptr,  # [num_experts + 1], unused with SINGLE
-    order_ptr,  # choices by expert; with SINGLE the expert of each choice
+    experts_ptr,  # this and the next as in `ExpertTiles`
+    choices_ptr,  # unused with SINGLE
     mixture_ptr,  # [num_choices] float32 weights of experts; these three are used with SINGLE and no ACTIVATION
     residual_ptr,  # [num_tokens, N], added to
     counters_ptr,  # [num_tokens, tiles of N] int32 zeros
-    num_experts,
     N,
     K: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_SCALES: tl.constexpr,
-    SINGLE: tl.constexpr,  # program (i, j): choice i
-    EXPERTS: tl.constexpr,  # power of two, at least num_experts
+    SINGLE: tl.constexpr,  # tile i has choice i alone
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (i, j): tile i of the choices sorted by expert, and tile j of the weight rows."""
+    """Program (i, j): tile i of the choices, and tile j of the weight rows."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     place = tl.program_id(0)
-    expert, rows, live, choices = choices_of_tile(place, starts_ptr, order_ptr, num_experts, SINGLE, EXPERTS, BLOCK_M)
-    if expert >= num_experts:
+    expert, choices, live = choices_of_tile(place, experts_ptr, choices_ptr, SINGLE, BLOCK_M)
+    if expert < 0:
         return
-    sources = tl.where(live, choices // PER_TOKEN if ACTIVATION is not None else rows, 0)
-    targets = rows if ACTIVATION is not None else choices
+    sources = choices // PER_TOKEN if ACTIVATION is not None else choices
     first = tl.program_id(1) * BLOCK_N
     cols, inner = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     size = (2 if ACTIVATION is not None else 1) * N
@@ -96,7 +93,7 @@ def _moe_fp8_w8a8_kernel(
         acc *= tl.load(scales_ptr + row_of)[:, None]
         if ACTIVATION is not None:
             up *= tl.load(scales_ptr + row_of + N)[:, None]
-    at = targets.to(tl.int64)[None, :] * N + cols[:, None]
+    at = choices.to(tl.int64)[None, :] * N + cols[:, None]
     inside = live[None, :] & (cols < N)[:, None]
     if ACTIVATION is not None:
         x_scales = tl.load(x_scales_ptr + sources, mask=live, other=0.0)[None, :]
@@ -108,7 +105,7 @@ def _moe_fp8_w8a8_kernel(
         y = tl.where(inside, gated_by(gate, up, ACTIVATION), 0.0)
         largest = larger(largest_magnitude(y, 0), 7.888609052210118e-31)
         tl.store(out_ptr + at, to_e4m3(within(y * (448.0 / largest)[None, :], 448.0)), mask=inside)
-        tl.store(out_scales_ptr + targets * (N // BLOCK_N) + tl.program_id(1), largest / 448.0, mask=live)
+        tl.store(out_scales_ptr + choices * (N // BLOCK_N) + tl.program_id(1), largest / 448.0, mask=live)
     else:
         if BIAS:
             acc += tl.load(bias_ptr + row_of)[:, None].to(tl.float32)
@@ -145,16 +142,14 @@ class Fp8Experts(RoutedExperts):
         tile = moe_fp8_tile(num_choices, self.spec.all_experts, self.deterministic)
         is_single = self._is_single(num_tokens, hidden, tile.block_n, may_share=True)
         ids, weights = self._route(self.router.normed_logits(residual, norm_weight, eps))
-        starts, order = (ids, ids) if is_single else self._sort(ids)
+        tiles = ExpertTiles(ids) if is_single else self._tiled(ids, tile.block_m)
         rows = quantize_normed_fp8(residual, norm_weight, eps, self.router.logits.norm)
         inner = Fp8Activations(
             torch.empty((num_choices, ffn), dtype=torch.float8_e4m3fn, device=residual.device),
             torch.empty((num_choices, ffn // tile.block_n), dtype=torch.float32, device=residual.device),
         )
         results = residual.new_empty(num_choices, hidden, dtype=torch.float32 if is_single else residual.dtype)
-        product = partial(
-            self._fp8_product, starts=starts, order=order, weights=weights, residual=out, is_single=is_single
-        )
+        product = partial(self._fp8_product, tiles=tiles, weights=weights, residual=out)
         of_gate_up, of_down = self.biases
         product(rows, self.gate_up, self.gate_up_scales, of_gate_up, *inner, tile=tile, activation=self.activation)
         # A step's columns share a scale.
@@ -165,32 +160,27 @@ class Fp8Experts(RoutedExperts):
 
     def _fp8_product(
         self,
-        x: Fp8Activations,  # [num_tokens, K], or [num_choices, K] sorted by expert
+        x: Fp8Activations,  # [num_tokens, K], or without an activation [num_choices, K]
         values: torch.Tensor,  # [num_experts, N, K]
         scales: torch.Tensor,  # [num_experts, N, 1], or of blocks
         bias: torch.Tensor | None,  # [num_experts, N]
         out: torch.Tensor,
         out_scales: torch.Tensor,
-        starts: torch.Tensor,
-        order: torch.Tensor,
+        tiles: ExpertTiles,
         weights: torch.Tensor,
         residual: torch.Tensor,
-        is_single: bool,
         tile: Tile,
         activation: Activation | None,
     ) -> None:
-        (num_experts, _, size_in), (num_choices, size_out), pdl = values.shape, out.shape, use_pdl(values)
-        num_tiles = num_choices
-        if not is_single:
-            num_tiles = worst_case_tiles(num_choices, num_experts, tile)
+        size_in, size_out, pdl, is_single = values.shape[2], out.shape[1], use_pdl(values), tiles.choices is None
         flat = values.view(-1, size_in)
         descriptor = TensorDescriptor(flat, list(flat.shape), [size_in, 1], [tile.block_n, tile.block_k])
-        _moe_fp8_w8a8_kernel[(num_tiles, -(-size_out // tile.block_n))](
-            x.values, x.scales, descriptor, scales, scales if bias is None else bias, out, out_scales, starts, order,
-            weights, residual, split_counters(values.device), num_experts, size_out, K=size_in,
+        _moe_fp8_w8a8_kernel[(len(tiles.experts), -(-size_out // tile.block_n))](
+            x.values, x.scales, descriptor, scales, scales if bias is None else bias, out, out_scales,
+            tiles.experts, tiles.choices, weights, residual, split_counters(values.device), size_out, K=size_in,
             PER_TOKEN=self.spec.choices, BIAS=bias is not None, ACTIVATION=activation,
             BLOCK_SCALES=scales.shape[1] < values.shape[1], SINGLE=is_single,
-            EXPERTS=next_power_of_2(num_experts), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
             STAGES=tile.num_stages, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
         )  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""Routing of grouped mixtures: the choices of tokens, sorted by expert on the device, and the sum of their results.
+"""Routing of grouped mixtures: the choices of tokens, in tiles made on the device, and the sum of their results.
 
-A step can be a CUDA graph, so a launch must not depend on how many tokens chose an expert. Tokens are sorted by expert
-on the device, and one product covers all experts with a grid for the worst case.
+A step can be a CUDA graph, so a launch must not depend on how many tokens chose an expert. A launch makes tiles of
+choices with one expert each, and one product covers all experts with a grid for the most tiles.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from runtime.kernels.norm.gated_activation import Activation
 from runtime.kernels.triton_language import constexpr, jit, next_power_of_2, tl, use_pdl
 from runtime.spec.decoder_spec import ExpertsSpec
 
-MOST_SINGLE = 32  # up to as many choices, each has its own programs, also if some share an expert
+MOST_SINGLE = 32  # up to as many choices, each may have its own programs, also if some share an expert
 _LANES = 32  # of a warp
 _IN_WARP = constexpr(_LANES)
 _LEAST = constexpr(-(1 << 31))  # below the key of any number
 # Arrays that `_route_token` reads. If they were aligned for Triton, a lane would load several neighbouring experts, and
 # experts would be spread over warps.
 _ROUTED_ARRAYS = ["logits_ptr", "choice_bias_ptr"]
-_ROUND = 1024  # choices that a program sorts at once, or columns that it adds at once
+_ROUND = 1024  # choices that a program compares at once, or columns that it adds at once
+_SHORT_ROUND = 128  # the same for a program of one warp
 
 
 class Tile(NamedTuple):
@@ -36,6 +37,15 @@ class Tile(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int
+
+
+class ExpertTiles(NamedTuple):
+    """The choices of a step, in tiles for one expert each. A choice is token * choices of a token + its place."""
+
+    experts: torch.Tensor  # int32 [num_tiles]; -1 for a tile without choices
+    # int32 [num_tiles, block_m]: choices by token, then -1. None if tile i has choice i alone; so is `done`.
+    choices: torch.Tensor | None = None
+    done: torch.Tensor | None = None  # int32 [num_tiles]: zeros, to count finished programs of a tile
 
 
 class Routing(NamedTuple):
@@ -68,13 +78,15 @@ class RoutedExperts:
     deterministic: bool
     biases: ExpertBiases = ExpertBiases()
 
-    def _is_single(self, num_tokens: int, hidden: int, block_n: int, may_share: bool = False) -> bool:
-        """True if each choice gets its own programs, and the last product adds the results of a token.
+    def _is_single(
+        self, num_tokens: int, hidden: int, block_n: int, most: int = MOST_SINGLE, may_share: bool = False
+    ) -> bool:
+        """True if each of up to `most` choices gets its own programs, and the last product adds the results of a token.
 
         Choices that share an expert read its weights twice. Without `may_share`, they must seldom do."""
         num_choices, num_counters = num_tokens * self.spec.choices, num_tokens * -(-hidden // block_n)
         few = may_share or num_choices <= max(self.spec.all_experts // 2, self.spec.choices)
-        return few and num_choices <= MOST_SINGLE and num_counters <= MAX_SPLIT_TILES and not self.deterministic
+        return few and num_choices <= most and num_counters <= MAX_SPLIT_TILES and not self.deterministic
 
     @property
     def _routing(self) -> Routing:
@@ -101,13 +113,17 @@ class RoutedExperts:
         self.router.chose(ids)
         return ids, weights
 
-    def _sort(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The start of each expert's choices, with the total at the end; and the choices sorted by expert."""
-        num_experts, pdl = self.spec.all_experts, use_pdl(ids)
-        starts = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
-        order = torch.empty_like(ids)
-        _sort_kernel[(num_experts,)](ids, starts, order, len(ids), BLOCK=_ROUND, PDL=pdl, num_warps=4, launch_pdl=pdl)
-        return starts, order
+    def _tiled(self, ids: torch.Tensor, block_m: int) -> ExpertTiles:
+        """The choices in tiles of block_m; the number of tiles is that of the worst case."""
+        num_experts, pdl, num_choices = self.spec.all_experts, use_pdl(ids), len(ids)
+        experts = ids.new_empty(worst_case_tiles(num_choices, num_experts, block_m))
+        choices, done = ids.new_empty(len(experts), block_m), torch.empty_like(experts)
+        block, warps = (_SHORT_ROUND, 1) if max(num_choices, block_m) <= _SHORT_ROUND else (_ROUND, 4)
+        _tile_choices_kernel[(num_experts,)](
+            ids, experts, choices, done, num_choices, len(experts), BINS=next_power_of_2(num_experts + 1),
+            BLOCK_M=block_m, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl,
+        )  # fmt: skip
+        return ExpertTiles(experts, choices, done)
 
     def _combine(self, results: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor) -> None:
         (num_tokens, hidden), pdl = residual.shape, use_pdl(residual)
@@ -117,9 +133,9 @@ class RoutedExperts:
         )  # fmt: skip
 
 
-def worst_case_tiles(num_choices: int, num_experts: int, tile: Tile) -> int:
+def worst_case_tiles(num_choices: int, num_experts: int, block_m: int) -> int:
     """The most tiles that a number of choices can need, however they are spread over the experts."""
-    return (num_choices + min(num_experts, num_choices) * (tile.block_m - 1)) // tile.block_m
+    return (num_choices + min(num_experts, num_choices) * (block_m - 1)) // block_m
 
 
 def stacked(experts: Iterable[Sequence[Sequence[torch.Tensor]]], num_experts: int) -> list[list[torch.Tensor]]:
@@ -260,62 +276,62 @@ def _of_best_groups(keys, experts, lanes, ROUTING: tl.constexpr):
     return kept
 
 
-@jit(do_not_specialize=["num_choices"])
-def _sort_kernel(
+@jit(do_not_specialize=["num_choices", "num_tiles"])
+def _tile_choices_kernel(
     ids_ptr,  # [num_choices] int32
-    starts_ptr,  # [num_experts + 1] int32: the start of an expert's choices in `order`; the last is the total
-    order_ptr,  # [num_choices] int32: choices by expert, and by token within an expert
+    experts_ptr,  # this and the next two as in `ExpertTiles`
+    choices_ptr,
+    done_ptr,
     num_choices,
+    num_tiles,
+    BINS: tl.constexpr,  # a power of two, more than the experts
+    BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program e counts the choices of experts before e, and stores the choices of e behind them."""
+    """Program e: the tiles of expert e, in the order of experts. The last program adds tiles without choices.
+
+    Those come last, because a program without work delays others."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    expert, lanes = tl.program_id(0), tl.arange(0, BLOCK)
-    below = tl.zeros([BLOCK], tl.int32)
+    expert, lanes, bins = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, BINS)
+    counts = tl.zeros([BINS], tl.int32)
     for at in range(0, num_choices, BLOCK):
-        ids = tl.load(ids_ptr + at + lanes, mask=at + lanes < num_choices, other=2147483647)
-        below += (ids < expert).to(tl.int32)
-    start = tl.sum(below, axis=0)
-    tl.store(starts_ptr + expert, start)
+        counts += tl.histogram(tl.load(ids_ptr + at + lanes, mask=at + lanes < num_choices, other=BINS - 1), BINS)
+    tiles = (counts + BLOCK_M - 1) // BLOCK_M
+    first = tl.sum(tl.where(bins < expert, tiles, 0), axis=0)
+    count = tl.sum(tl.where(bins == expert, counts, 0), axis=0)
+    used = (count + BLOCK_M - 1) // BLOCK_M
+    size = used
     if expert == tl.num_programs(0) - 1:
-        tl.store(starts_ptr + expert + 1, num_choices)
+        size = num_tiles - first
+    for at in range(0, size, BLOCK):
+        tile = at + lanes
+        tl.store(experts_ptr + first + tile, tl.where(tile < used, expert, -1), mask=tile < size)
+        tl.store(done_ptr + first + tile, 0, mask=tile < size)
+    place = first * BLOCK_M
+    tl.store(choices_ptr + place + count + lanes, -1, mask=count + lanes < used * BLOCK_M)
     for at in range(0, num_choices, BLOCK):
-        ids = tl.load(ids_ptr + at + lanes, mask=at + lanes < num_choices, other=2147483647)
+        ids = tl.load(ids_ptr + at + lanes, mask=at + lanes < num_choices, other=-1)
         mine = (ids == expert).to(tl.int32)
-        tl.store(order_ptr + start + tl.cumsum(mine, axis=0) - 1, at + lanes, mask=mine == 1)
-        start += tl.sum(mine, axis=0)
+        tl.store(choices_ptr + place + tl.cumsum(mine, axis=0) - 1, at + lanes, mask=mine == 1)
+        place += tl.sum(mine, axis=0)
 
 
 @jit
-def choices_of_tile(
-    place, starts_ptr, order_ptr, num_experts, SINGLE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    """Tile `place` of the choices sorted by expert: its expert, its rows, which of them exist, and their choices.
+def choices_of_tile(tile, experts_ptr, choices_ptr, SINGLE: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The expert of a tile, -1 without choices; its choices [BLOCK_M], and which of them exist.
 
-    The expert is num_experts if there are fewer tiles. With SINGLE, each choice is a tile, choices are not sorted, and
-    order_ptr holds the expert of each."""
+    With SINGLE, tile i has choice i alone, and choices_ptr is not read."""
+    expert = tl.load(experts_ptr + tile)
     lanes = tl.arange(0, BLOCK_M)
-    if SINGLE:
-        expert = tl.load(order_ptr + place)
-        rows = place + lanes
-        live = lanes == 0
-        choices = rows
-    else:
-        experts = tl.arange(0, EXPERTS)
-        real = experts < num_experts
-        ends = tl.load(starts_ptr + experts + 1, mask=real, other=0)
-        tiles = (ends - tl.load(starts_ptr + experts, mask=real, other=0) + BLOCK_M - 1) // BLOCK_M
-        last = tl.cumsum(tiles, axis=0)
-        expert = tl.sum(((last <= place) & real).to(tl.int32), axis=0)
-        there = expert < num_experts
-        tile = place - tl.sum(tl.where(experts == expert, last - tiles, 0), axis=0)
-        rows = tl.load(starts_ptr + expert, mask=there, other=0) + tile * BLOCK_M + lanes
-        live = rows < tl.load(starts_ptr + expert + 1, mask=there, other=0)
-        choices = tl.load(order_ptr + rows, mask=live, other=0)
-    return expert, rows, live, choices
+    choices = tile + lanes
+    live = lanes == 0
+    if not SINGLE:
+        choices = tl.load(choices_ptr + tile * BLOCK_M + lanes)
+        live = choices >= 0
+    return expert, tl.where(live, choices, 0), live
 
 
 @jit

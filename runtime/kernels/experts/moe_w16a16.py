@@ -7,17 +7,11 @@ from collections.abc import Iterable
 import torch
 
 from runtime.kernels.experts.moe_few_w16a16 import add_few_choices, summed_columns
-from runtime.kernels.experts.moe_routing import (
-    RoutedExperts,
-    Tile,
-    choices_of_tile,
-    stacked,
-    worst_case_tiles,
-)
+from runtime.kernels.experts.moe_routing import ExpertTiles, RoutedExperts, Tile, choices_of_tile, stacked
 from runtime.kernels.experts.moe_torch import Router
 from runtime.kernels.norm.gated_activation import Activation, gated_by
 from runtime.kernels.norm.rms_norm import rms_norm_triton
-from runtime.kernels.triton_language import jit, next_power_of_2, tl, use_pdl
+from runtime.kernels.triton_language import jit, tl, use_pdl
 from runtime.spec.decoder_spec import ExpertsSpec
 
 
@@ -45,13 +39,13 @@ class GroupedExperts(RoutedExperts):
         x = self.router.logits.norm(residual, norm_weight, eps)
         num_choices, hidden = len(x) * self.spec.choices, x.shape[1]
         ids, weights = self._route(self.router.logits_of(residual, x, eps))
-        starts, order = self._sort(ids)
         inner = x.new_empty(num_choices, self.down.shape[2])
         results = x.new_empty(num_choices, hidden)
         tile = moe_w16a16_tile(num_choices, self.spec.all_experts, x.dtype, self.deterministic)
+        tiles = self._tiled(ids, tile.block_m)
         of_gate_up, of_down = self.biases
-        self._product(x, self.gate_up, of_gate_up, inner, starts, order, tile, self.activation)
-        self._product(inner, self.down, of_down, results, starts, order, tile, None)
+        self._product(x, self.gate_up, of_gate_up, inner, tiles, tile, self.activation)
+        self._product(inner, self.down, of_down, results, tiles, tile, None)
         self._combine(results, weights, residual if out is None else out)
 
     def _add_few(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
@@ -69,22 +63,18 @@ class GroupedExperts(RoutedExperts):
 
     def _product(
         self,
-        x: torch.Tensor,  # [num_tokens, K], or [num_choices, K] sorted by expert
+        x: torch.Tensor,  # [num_tokens, K], or without an activation [num_choices, K]
         weight: torch.Tensor,  # [num_experts, N, K]
         bias: torch.Tensor | None,  # [num_experts, N]
-        out: torch.Tensor,  # [num_choices, N], or N // 2 columns with an activation; sorted by expert then, else not
-        starts: torch.Tensor,
-        order: torch.Tensor,
+        out: torch.Tensor,  # [num_choices, N], or N // 2 columns with an activation
+        tiles: ExpertTiles,
         tile: Tile,
         activation: Activation | None,
     ) -> None:
-        (num_experts, _, size_in), pdl = weight.shape, use_pdl(x)
-        num_choices, size_out = out.shape
-        most_tiles = worst_case_tiles(num_choices, num_experts, tile)
-        _moe_w16a16_kernel[(most_tiles, -(-size_out // tile.block_n))](
-            x, weight, weight if bias is None else bias, out, starts, order, num_experts, size_out,
+        size_in, size_out, pdl = weight.shape[2], out.shape[1], use_pdl(x)
+        _moe_w16a16_kernel[(len(tiles.experts), -(-size_out // tile.block_n))](
+            x, weight, weight if bias is None else bias, out, tiles.experts, tiles.choices, size_out,
             K=size_in, PER_TOKEN=self.spec.choices, BIAS=bias is not None, ACTIVATION=activation,
-            EXPERTS=next_power_of_2(num_experts),
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
             PDL=pdl, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
         )  # fmt: skip
@@ -103,35 +93,30 @@ def moe_w16a16_tile(num_choices: int, num_experts: int, dtype: torch.dtype, dete
 
 @jit
 def _moe_w16a16_kernel(
-    x_ptr,  # [num_tokens, K], or without ACTIVATION [num_choices, K] sorted by expert
+    x_ptr,  # [num_tokens, K], or without ACTIVATION [num_choices, K]
     weight_ptr,  # [num_experts, N, K], with ACTIVATION [num_experts, 2 * N, K]: rows of gate, then of up
     bias_ptr,  # one number for each row of weights, with BIAS
-    out_ptr,  # [num_choices, N], with ACTIVATION sorted by expert
-    starts_ptr,
-    order_ptr,
-    num_experts,
+    out_ptr,  # [num_choices, N]
+    experts_ptr,  # this and the next as in `ExpertTiles`
+    choices_ptr,
     N,
     K: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    EXPERTS: tl.constexpr,  # power of two, at least num_experts
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (i, j): tile i of the choices sorted by expert, and tile j of the columns."""
+    """Program (i, j): tile i of the choices, and tile j of the columns."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    expert, rows, live, choices = choices_of_tile(
-        tl.program_id(0), starts_ptr, order_ptr, num_experts, False, EXPERTS, BLOCK_M
-    )
-    if expert >= num_experts:
+    expert, choices, live = choices_of_tile(tl.program_id(0), experts_ptr, choices_ptr, False, BLOCK_M)
+    if expert < 0:
         return
-    sources = choices // PER_TOKEN if ACTIVATION is not None else tl.where(live, rows, 0)
-    targets = rows if ACTIVATION is not None else choices
+    sources = choices // PER_TOKEN if ACTIVATION is not None else choices
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
     size = (2 if ACTIVATION is not None else 1) * N
@@ -153,5 +138,5 @@ def _moe_w16a16_kernel(
             up += tl.load(bias + N).to(tl.float32)[None, :]
     if ACTIVATION is not None:
         acc = gated_by(acc, up, ACTIVATION)
-    at = out_ptr + targets.to(tl.int64)[:, None] * N + cols[None, :]
+    at = out_ptr + choices.to(tl.int64)[:, None] * N + cols[None, :]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (cols < N)[None, :])

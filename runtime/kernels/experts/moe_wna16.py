@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 
 import torch
 
-from runtime.kernels.experts.moe_routing import RoutedExperts, Tile, stacked
+from runtime.kernels.experts.moe_routing import MOST_SINGLE, ExpertTiles, RoutedExperts, Tile, stacked
 from runtime.kernels.experts.moe_torch import Router
-from runtime.kernels.experts.moe_wna16_product import moe_wna16_product
+from runtime.kernels.experts.moe_wna16_product import moe_wna16_products
 from runtime.kernels.experts.moe_wna16_words import STEP, in_tile_order, with_word_scales
 from runtime.kernels.norm.gated_activation import Activation
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
@@ -22,7 +21,8 @@ class QuantizedExperts(RoutedExperts):
     """`GroupedExperts` with quantized weights and 16-bit activations.
 
     Weights are in the order of `moe_wna16_words`. Few choices take five launches: norm, router, routing and two
-    products. The second adds a token's results."""
+    products. The second adds a token's results. Others take six: norm, router, routing, tiles, both products, and the
+    sum of a token's results."""
 
     def __init__(
         self,
@@ -51,26 +51,23 @@ class QuantizedExperts(RoutedExperts):
         out = residual if out is None else out
         x = self.router.logits.norm(residual, norm_weight, eps)
         (num_tokens, hidden), num_choices = x.shape, len(x) * self.spec.choices
-        gate_up, down = self.weights
         num_experts = self.spec.all_experts
-        is_single = self._is_single(num_tokens, hidden, SINGLE_TILE.block_n)
+        most = min(MOST_SINGLE, SINGLE_PROGRAMS * SINGLE_TILE.block_n // self.weights[0].shape[0])
+        is_single = self._is_single(num_tokens, hidden, SINGLE_TILE.block_n, most)
         tile = SINGLE_TILE if is_single else moe_wna16_tile(num_choices, num_experts, self.deterministic)
         ids, weights = self._route(self.router.logits_of(residual, x, eps))
-        starts, order = (ids, ids) if is_single else self._sort(ids)
-        inner = x.new_empty(num_choices, down.shape[1])
+        tiles = ExpertTiles(ids) if is_single else self._tiled(ids, tile.block_m)
         results = x.new_empty(num_choices, hidden, dtype=torch.float32 if is_single else x.dtype)
-        product = partial(
-            moe_wna16_product, starts=starts, order=order, mixture=weights, residual=out, choices=self.spec.choices,
-            is_single=is_single, tile=tile,
-        )  # fmt: skip
-        of_gate_up, of_down = self.biases
-        product(x, gate_up, of_gate_up, inner, activation=self.activation)
-        product(inner, down, of_down, results, activation=None)
+        moe_wna16_products(
+            x, self.weights, self.biases, results, tiles, weights, out, self.spec.choices, tile, self.activation
+        )
         if not is_single:
             self._combine(results, weights, out)
 
 
-SINGLE_TILE = Tile(8, 32, STEP, 2, 2)  # for programs that multiply one choice
+# For choices with their own programs: warps divide K. With more programs in the first product, tiles are faster.
+SINGLE_TILE = Tile(8, 32, STEP, 2, 2)
+SINGLE_PROGRAMS = 1500
 
 
 def moe_wna16_tile(num_choices: int, num_experts: int, deterministic: bool) -> Tile:
@@ -80,7 +77,7 @@ def moe_wna16_tile(num_choices: int, num_experts: int, deterministic: bool) -> T
     tile. Deterministic mode therefore has no other tiles. Elsewhere, many choices use wgmma."""
     # Under the interpreter, numpy's sums depend on the size of a tile.
     mean = 32.0 if INTERPRETED and deterministic else num_choices / num_experts
-    if mean <= 1:
+    if mean <= 2:
         return Tile(8, 64, STEP, 2, 3)
     if mean <= 4:
         return Tile(8, 64, STEP, 2, 5)

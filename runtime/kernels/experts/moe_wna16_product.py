@@ -3,13 +3,20 @@
 Weight rows are the rows of the matrix instruction. Loads run several steps ahead, so that they follow the memory's
 speed. A scale is rounded to bfloat16, and so is a scaled number, as in a dense copy of the weight; mxfp4 stays exact.
 The torch twin is `moe_torch.Experts` with weights of `rounded_scales`.
+
+Both products are one launch for most numbers of choices. A program with thousands of columns takes about 20 us, even on
+an empty GPU. Between two launches, most multiprocessors would wait that long.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 
-from runtime.kernels.experts.moe_routing import Tile, add_results, choices_of_tile, worst_case_tiles
+from runtime.kernels.experts.moe_routing import ExpertTiles, Tile, add_results, choices_of_tile
+from runtime.kernels.experts.moe_torch import ExpertBiases
 from runtime.kernels.experts.moe_wna16_words import STEP, TILE_ROWS, sum_factor
 from runtime.kernels.linear.skinny_blocks import add_chunks
 from runtime.kernels.linear.split_k import split_counters
@@ -18,7 +25,7 @@ from runtime.kernels.quantized.launch_configs import wna16_sum_order
 from runtime.kernels.quantized.quantized_weight import QuantizedWeight
 from runtime.kernels.quantized.upcast import upcast_bytes, upcast_raw_nibbles
 from runtime.kernels.quantized.word_order import raw_instructions
-from runtime.kernels.triton_language import constexpr, jit, next_power_of_2, tl, use_pdl
+from runtime.kernels.triton_language import constexpr, jit, tl, use_pdl
 
 _TILE_ROWS = constexpr(TILE_ROWS)
 _TALL_REGISTERS = 128  # of a thread: two programs share a multiprocessor, and one multiplies while the other upcasts
@@ -34,63 +41,167 @@ _INT4_OFFSET = constexpr("{\n.reg .b32 c;\nmov.b32 c, 0x80088008;\nmul.rn.bf16x2
 _OFFSET_INPUTS = constexpr("=r,r")
 
 
-@jit
+class ProductForm(NamedTuple):
+    """How the kernel multiplies with one of the weights: one constant argument."""
+
+    size_out: int  # weight rows of an expert
+    size_in: int
+    has_bias: bool
+    scales: int  # elements between the scales of two experts
+    factor: float  # `sum_factor`
+    num_chunks: int  # parts of K that warps multiply side by side
+    chunk: int
+    block_n: int
+    blocks: int  # programs of a tile
+    is_even: bool  # no block has rows beyond the last
+
+
+@jit(do_not_specialize=["num_tiles"])
 def _moe_wna16_kernel(
-    x_ptr,  # [num_tokens, K], or without ACTIVATION [num_choices, K] sorted by expert
-    values_ptr,  # [num_experts, row tiles, STEPS, TILE_ROWS, WIDTH] of `in_tile_order`
-    scales_ptr,  # float32 [num_experts, 1, N] for whole rows, else as `with_word_scales` returns them
-    zero_points_ptr,  # like scales, read with LAYOUT.has_zero_points
-    bias_ptr,  # [num_experts, N], with BIAS
-    out_ptr,  # [num_choices, N], or with ACTIVATION N // 2 columns, sorted by expert
-    starts_ptr,  # [num_experts + 1], unused with SINGLE
-    order_ptr,  # choices by expert; with SINGLE the expert of each choice
+    x_ptr,  # [num_tokens, hidden]
+    inner_ptr,  # [num_choices, ffn]: results of the first product
+    results_ptr,  # [num_choices, hidden]: results of the second one
+    up_ptr,  # [num_experts, row tiles, STEPS, TILE_ROWS, WIDTH] of `in_tile_order`: rows of gate, then of up
+    up_scales_ptr,  # float32 [num_experts, 1, N] for whole rows, else as `with_word_scales` returns them
+    up_zero_points_ptr,  # like scales, read with has_zero_points
+    up_bias_ptr,  # [num_experts, N], with has_bias
+    down_ptr,
+    down_scales_ptr,
+    down_zero_points_ptr,
+    down_bias_ptr,
+    experts_ptr,  # this and the next two as in `ExpertTiles`; with SINGLE the others are not used
+    choices_ptr,
+    done_ptr,
     mixture_ptr,  # [num_choices] float32 weights of experts; this and the next two as in `add_results`
     residual_ptr,
     counters_ptr,
-    num_experts,
-    N,  # weight rows of an expert
-    K: tl.constexpr,
+    num_tiles,
+    UP: tl.constexpr,  # `ProductForm`
+    UP_LAYOUT: tl.constexpr,
+    UP_RAW: tl.constexpr,  # `raw_instructions`; None for tables, 8-bit values, and under the interpreter
+    DOWN: tl.constexpr,
+    DOWN_LAYOUT: tl.constexpr,
+    DOWN_RAW: tl.constexpr,
     PER_TOKEN: tl.constexpr,
-    BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    SINGLE: tl.constexpr,
-    EXPERTS: tl.constexpr,  # power of two, at least num_experts
-    SCALES: tl.constexpr,  # elements between the scales of two experts
-    RAW: tl.constexpr,  # `raw_instructions`; None for tables, 8-bit values, and under the interpreter
-    FACTOR: tl.constexpr,  # `sum_factor`
-    LAYOUT: tl.constexpr,
-    EVEN: tl.constexpr,  # no block has rows beyond the last
-    NUM_CHUNKS: tl.constexpr,  # parts of K that warps multiply side by side
-    CHUNK: tl.constexpr,
+    SINGLE: tl.constexpr,  # tile i has choice i alone
+    FIRST: tl.constexpr,  # the launch has the programs of the first product
+    SECOND: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     TALL: tl.constexpr,  # choices are the rows of the matrix instruction, and upcast weights go through shared memory
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (i, j): weight rows from i * BLOCK_N with tile j of the choices sorted by expert.
+    """Programs with lower indices compute the first product; each has a block of a tile.
 
-    With an activation, the first half of the rows is of gate and the second half of up."""
-    # The routing is as old as the launch before the first product's, which waited for it.
-    if PDL and ACTIVATION is not None:
+    Programs are scheduled in the order of their index. So the second product begins when a multiprocessor has room,
+    and waits for running programs alone."""
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    expert, tokens, live, choices = choices_of_tile(
-        tl.program_id(1), starts_ptr, order_ptr, num_experts, SINGLE, EXPERTS, BLOCK_M
-    )
-    if expert >= num_experts:
-        return
-    sources = tl.where(live, choices // PER_TOKEN if ACTIVATION is not None else tokens, 0)
+    BOTH: tl.constexpr = FIRST and SECOND
+    program = tl.program_id(0)
+    if BOTH:
+        num_first = num_tiles * UP.blocks
+        if program < num_first:
+            _first_program(
+                program, x_ptr, up_ptr, up_scales_ptr, up_zero_points_ptr, up_bias_ptr, inner_ptr, experts_ptr,
+                choices_ptr, done_ptr,
+                UP, UP_LAYOUT, UP_RAW, PER_TOKEN, ACTIVATION, SINGLE, BOTH, BLOCK_M, TALL, STAGES,
+            )  # fmt: skip
+        else:
+            _second_program(
+                program - num_first, inner_ptr, down_ptr, down_scales_ptr, down_zero_points_ptr, down_bias_ptr,
+                results_ptr, experts_ptr, choices_ptr, done_ptr, mixture_ptr, residual_ptr, counters_ptr,
+                UP, DOWN, DOWN_LAYOUT, DOWN_RAW, PER_TOKEN, SINGLE, BOTH, BLOCK_M, TALL, STAGES,
+            )  # fmt: skip
+    elif FIRST:
+        _first_program(
+            program, x_ptr, up_ptr, up_scales_ptr, up_zero_points_ptr, up_bias_ptr, inner_ptr, experts_ptr,
+            choices_ptr, done_ptr, UP, UP_LAYOUT, UP_RAW, PER_TOKEN, ACTIVATION, SINGLE, BOTH, BLOCK_M, TALL, STAGES,
+        )  # fmt: skip
+    else:
+        _second_program(
+            program, inner_ptr, down_ptr, down_scales_ptr, down_zero_points_ptr, down_bias_ptr,
+            results_ptr, experts_ptr, choices_ptr, done_ptr, mixture_ptr, residual_ptr, counters_ptr,
+            UP, DOWN, DOWN_LAYOUT, DOWN_RAW, PER_TOKEN, SINGLE, BOTH, BLOCK_M, TALL, STAGES,
+        )  # fmt: skip
+
+
+@jit
+def _first_program(
+    program, x_ptr, values_ptr, scales_ptr, zero_points_ptr, bias_ptr, inner_ptr, experts_ptr, choices_ptr, done_ptr,
+    FORM: tl.constexpr, LAYOUT: tl.constexpr, RAW: tl.constexpr, PER_TOKEN: tl.constexpr, ACTIVATION: tl.constexpr,
+    SINGLE: tl.constexpr, NOTIFIES: tl.constexpr, BLOCK_M: tl.constexpr, TALL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A block of a tile's first product; with NOTIFIES, the second one waits for it."""
+    tile, block = program // FORM.blocks, program % FORM.blocks
+    expert, choices, live = choices_of_tile(tile, experts_ptr, choices_ptr, SINGLE, BLOCK_M)
+    if expert >= 0:
+        y = _block_product(
+            x_ptr, values_ptr, scales_ptr, zero_points_ptr, bias_ptr, block, expert, choices // PER_TOKEN, live,
+            FORM, LAYOUT, RAW, ACTIVATION, BLOCK_M, TALL, STAGES,
+        )  # fmt: skip
+        HALF: tl.constexpr = FORM.block_n // 2
+        FFN: tl.constexpr = FORM.size_out // 2
+        _store(y, inner_ptr, choices, live, block * HALF + tl.arange(0, HALF), FFN, TALL)
+        if NOTIFIES:
+            tl.debug_barrier()  # all of this program's stores come before its arrival
+            tl.atomic_add(done_ptr + tile, 1, sem="release", scope="gpu")
+
+
+@jit
+def _second_program(
+    program, inner_ptr, values_ptr, scales_ptr, zero_points_ptr, bias_ptr, results_ptr, experts_ptr, choices_ptr,
+    done_ptr, mixture_ptr, residual_ptr, counters_ptr,
+    FIRST_FORM: tl.constexpr, FORM: tl.constexpr, LAYOUT: tl.constexpr, RAW: tl.constexpr, PER_TOKEN: tl.constexpr,
+    SINGLE: tl.constexpr, WAITS: tl.constexpr, BLOCK_M: tl.constexpr, TALL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A block of a tile's second product; with WAITS, after all blocks of the first one."""
+    tile, block = program // FORM.blocks, program % FORM.blocks
+    expert, choices, live = choices_of_tile(tile, experts_ptr, choices_ptr, SINGLE, BLOCK_M)
+    if expert >= 0:
+        if WAITS:
+            while tl.atomic_add(done_ptr + tile, 0, sem="acquire", scope="gpu") < FIRST_FORM.blocks:
+                pass
+        y = _block_product(
+            inner_ptr, values_ptr, scales_ptr, zero_points_ptr, bias_ptr, block, expert, choices, live,
+            FORM, LAYOUT, RAW, None, BLOCK_M, TALL, STAGES,
+        )  # fmt: skip
+        HIDDEN: tl.constexpr = FORM.size_out
+        outs = block * FORM.block_n + tl.arange(0, FORM.block_n)
+        _store(y, results_ptr, choices, live, outs, HIDDEN, TALL)
+        if SINGLE:
+            counter = counters_ptr + tile // PER_TOKEN * FORM.blocks + block
+            add_results(results_ptr, mixture_ptr, residual_ptr, counter, tile // PER_TOKEN, outs, HIDDEN, PER_TOKEN)
+
+
+@jit
+def _block_product(
+    x_ptr, values_ptr, scales_ptr, zero_points_ptr, bias_ptr, block, expert, sources, live,
+    FORM: tl.constexpr, LAYOUT: tl.constexpr, RAW: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr, TALL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The weight rows of a block times rows of x, with bias and activation: fp32 [weight rows, choices].
+
+    With TALL, the result is [choices, weight rows].
+
+    With an activation, the first half of the weight rows is of gate and the second half of up."""
+    N: tl.constexpr = FORM.size_out
+    K: tl.constexpr = FORM.size_in
+    NUM_CHUNKS: tl.constexpr = FORM.num_chunks
+    CHUNK: tl.constexpr = FORM.chunk
+    BLOCK_N: tl.constexpr = FORM.block_n
     lanes = tl.arange(0, BLOCK_N)
     HALF: tl.constexpr = BLOCK_N // 2
     if ACTIVATION is not None:
-        rows = tl.program_id(0) * HALF + lanes % HALF
-        if not EVEN:
+        rows = block * HALF + lanes % HALF
+        if not FORM.is_even:
             rows = tl.minimum(rows, N // 2 - 1)
         rows += lanes // HALF * (N // 2)
     else:
-        rows = tl.program_id(0) * BLOCK_N + lanes
-        if not EVEN:
+        rows = block * BLOCK_N + lanes
+        if not FORM.is_even:
             rows = tl.minimum(rows, N - 1)
     WIDTH: tl.constexpr = 64 if LAYOUT.plane else 128
     WHOLE: tl.constexpr = K == NUM_CHUNKS * CHUNK
@@ -104,7 +215,7 @@ def _moe_wna16_kernel(
         cols = inner // LAYOUT.plane * (2 * LAYOUT.plane) + inner % LAYOUT.plane
     tile_of = expert.to(tl.int64) * tl.cdiv(N, _TILE_ROWS) + rows // _TILE_ROWS
     byte_of = values_ptr + tile_of * (STEPS * TILE) + rows % _TILE_ROWS * WIDTH
-    scale_of = expert.to(tl.int64) * SCALES + rows
+    scale_of = expert.to(tl.int64) * FORM.scales + rows
     word_of = scale_of[:, None] + tl.arange(0, WORDS)[None, :] * LAYOUT.scale_stride
     x_of = x_ptr + sources.to(tl.int64) * K
     if NUM_CHUNKS == 1:
@@ -119,9 +230,6 @@ def _moe_wna16_kernel(
         values, xs, x_live = byte_of[None, :, None] + place, x_of[None, :, None] + cols, live[None, :, None]
         acc = tl.zeros((NUM_CHUNKS, BLOCK_N, BLOCK_M), tl.float32)
     at_word = first_step * (WORDS * LAYOUT.scale_stride) + word_of
-    if PDL and ACTIVATION is None:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     for start in tl.range(0, CHUNK, 128, num_stages=STAGES):
         step = start // 128
         w = _values(values + step * TILE, first_step + step < STEPS, ALL)
@@ -145,11 +253,11 @@ def _moe_wna16_kernel(
             acc = _add_product(numbers, x, acc, NUM_CHUNKS, TALL)
     y = add_chunks(acc, NUM_CHUNKS)
     if not LAYOUT.group_size:
-        row_scale = tl.load(scales_ptr + expert.to(tl.int64) * SCALES + rows // LAYOUT.scale_rows)
+        row_scale = tl.load(scales_ptr + expert.to(tl.int64) * FORM.scales + rows // LAYOUT.scale_rows)
         y *= row_scale[None, :] if TALL else row_scale[:, None]
-    if FACTOR != 1.0:
-        y *= FACTOR
-    if BIAS:
+    if FORM.factor != 1.0:
+        y *= FORM.factor
+    if FORM.has_bias:
         bias = tl.load(bias_ptr + expert * N + rows).to(tl.float32)
         y += bias[None, :] if TALL else bias[:, None]
     if ACTIVATION is not None:
@@ -158,23 +266,18 @@ def _moe_wna16_kernel(
         else:
             gate, up = tl.split(tl.permute(tl.reshape(y, (2, HALF, BLOCK_M)), (1, 2, 0)))
         y = gated_by(gate, up, ACTIVATION)
-        width = N // 2
-        outs = tl.program_id(0) * HALF + tl.arange(0, HALF)
-        targets = tokens
-    else:
-        width = N
-        outs = tl.program_id(0) * BLOCK_N + lanes
-        targets = choices
-    out = out_ptr + targets.to(tl.int64) * width
+    return y
+
+
+@jit
+def _store(y, out_ptr, choices, live, outs, WIDTH: tl.constexpr, TALL: tl.constexpr):
+    """Store the columns `outs` of the choices' rows, which have WIDTH columns."""
+    out = out_ptr + choices.to(tl.int64) * WIDTH
     if TALL:
-        at, inside = out[:, None] + outs[None, :], live[:, None] & (outs < width)[None, :]
+        at, inside = out[:, None] + outs[None, :], live[:, None] & (outs < WIDTH)[None, :]
     else:
-        at, inside = out[None, :] + outs[:, None], live[None, :] & (outs < width)[:, None]
+        at, inside = out[None, :] + outs[:, None], live[None, :] & (outs < WIDTH)[:, None]
     tl.store(at, y.to(out_ptr.dtype.element_ty), mask=inside)
-    if SINGLE and ACTIVATION is None:
-        token = tl.program_id(1) // PER_TOKEN
-        counter = counters_ptr + token * tl.num_programs(0) + tl.program_id(0)
-        add_results(out_ptr, mixture_ptr, residual_ptr, counter, token, outs, N, PER_TOKEN)
 
 
 @jit
@@ -265,33 +368,44 @@ def _scaled(numbers, scale, zero_point, LAYOUT: tl.constexpr):
     return numbers
 
 
-def moe_wna16_product(
-    x: torch.Tensor,  # [num_tokens, K], or [num_choices, K] sorted by expert
-    weight: QuantizedWeight,  # of all experts, from `with_word_scales`
-    bias: torch.Tensor | None,  # [num_experts, N]
-    out: torch.Tensor,  # [num_choices, N], or N // 2 columns with an activation; sorted by expert then, else not
-    starts: torch.Tensor,
-    order: torch.Tensor,
-    mixture: torch.Tensor,
-    residual: torch.Tensor,
+def moe_wna16_products(
+    x: torch.Tensor,  # [num_tokens, hidden]
+    weights: Sequence[QuantizedWeight],  # gate and up, then down, of all experts; from `with_word_scales`
+    biases: ExpertBiases,
+    results: torch.Tensor,  # [num_choices, hidden]: each choice's result; float32 with a tile for each choice
+    tiles: ExpertTiles,
+    mixture: torch.Tensor,  # float32 [num_choices]: the weights of experts
+    residual: torch.Tensor,  # [num_tokens, hidden]
     choices: int,  # of a token
-    is_single: bool,
     tile: Tile,
-    activation: Activation | None,
+    activation: Activation,
 ) -> None:
-    """The product of each choice's row with the weight of its expert."""
-    (size_out, size_in), num_experts, pdl = weight.shape, len(weight.values), use_pdl(x)
-    num_tiles = len(out) if is_single else worst_case_tiles(len(out), num_experts, tile)
+    """The results of all choices. With a tile for each choice, they are added to `residual`, too."""
+    pdl, is_single, is_tall, num_tiles = use_pdl(x), tiles.choices is None, tile.block_m >= 64, len(tiles.experts)
+    inner = x.new_empty(len(results), weights[1].shape[1])
+    forms = [_form(weight, bias, tile, is_single) for weight, bias in zip(weights, biases, strict=True)]
+    blocks = [form.blocks for form in forms]
+    raw = [raw_instructions(weight.encoding) if weight.word_order else None for weight in weights]
+    tensors = [
+        (w.values, w.scales, w.zero_points_or_scales, w.scales if bias is None else bias)
+        for w, bias in zip(weights, biases, strict=True)
+    ]
+    for first, second in ((True, False), (False, True)) if is_single or is_tall else ((True, True),):
+        num_warps = max(form.num_chunks for form, used in zip(forms, (first, second), strict=True) if used)
+        _moe_wna16_kernel[(num_tiles * (blocks[0] * first + blocks[1] * second),)](
+            x, inner, results, *tensors[0], *tensors[1], *tiles, mixture, residual, split_counters(x.device), num_tiles,
+            UP=forms[0], UP_LAYOUT=weights[0].layout, UP_RAW=raw[0],
+            DOWN=forms[1], DOWN_LAYOUT=weights[1].layout, DOWN_RAW=raw[1],
+            PER_TOKEN=choices, ACTIVATION=activation, SINGLE=is_single, FIRST=first, SECOND=second,
+            BLOCK_M=tile.block_m, TALL=is_tall, STAGES=tile.num_stages, PDL=pdl,
+            num_warps=max(num_warps, tile.num_warps), launch_pdl=pdl, maxnreg=_TALL_REGISTERS if is_tall else None,
+        )  # fmt: skip
+
+
+def _form(weight: QuantizedWeight, bias: torch.Tensor | None, tile: Tile, is_single: bool) -> ProductForm:
+    size_out, size_in = weight.shape
     num_chunks, chunk = wna16_sum_order(size_out, size_in) if is_single else (1, -(-size_in // STEP) * STEP)
-    raw = raw_instructions(weight.encoding) if weight.word_order else None
-    columns, width = (2, tile.block_n // 2) if activation is not None else (1, tile.block_n)
-    _moe_wna16_kernel[(-(-size_out // tile.block_n), num_tiles)](
-        x, weight.values, weight.scales, weight.zero_points_or_scales, weight.scales if bias is None else bias, out,
-        starts, order, mixture, residual, split_counters(x.device), num_experts, size_out, K=size_in,
-        PER_TOKEN=choices, BIAS=bias is not None, ACTIVATION=activation, SINGLE=is_single,
-        EXPERTS=next_power_of_2(num_experts), SCALES=weight.scales.stride(0), RAW=raw,
-        FACTOR=sum_factor(weight.encoding), LAYOUT=weight.layout, EVEN=size_out // columns % width == 0,
-        NUM_CHUNKS=num_chunks, CHUNK=chunk, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, TALL=tile.block_m >= 64,
-        STAGES=tile.num_stages, PDL=pdl, num_warps=max(num_chunks, tile.num_warps), launch_pdl=pdl,
-        maxnreg=_TALL_REGISTERS if tile.block_m >= 64 else None,
+    return ProductForm(
+        size_out, size_in, bias is not None, weight.scales.stride(0), sum_factor(weight.encoding), num_chunks, chunk,
+        tile.block_n, -(-size_out // tile.block_n), size_out % tile.block_n == 0,
     )  # fmt: skip

@@ -11,10 +11,8 @@ kernel's source, arguments, options and compiler. Only kernels with other hashes
 up to date.
 """
 
-import hashlib
 import itertools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -29,11 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 import triton
-from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
 from triton.runtime import driver
-from triton.runtime.cache import get_cache_key
 from triton.runtime.jit import JITFunction
 
 ROOT = Path(__file__).parents[3]
@@ -78,9 +73,8 @@ from runtime.worker.gpu.step_rows import MixedShape  # noqa: E402
 from runtime.worker.gpu.transfers import Transfers  # noqa: E402
 from runtime.worker.kv_cache import KVCache  # noqa: E402
 from runtime.worker.ranks.split_logits import SplitLogits  # noqa: E402
-from tests.support.kernels import state_cases  # noqa: E402
+from tests.support.kernels import compiled_kernels, state_cases  # noqa: E402
 
-KNOWN = ROOT / "tests" / "data" / "compiled_kernels.jsonl"
 META = torch.device("meta")
 VOCAB_SIZE = 128_256  # of all models: kernels of logits differ in this constant alone
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -350,28 +344,10 @@ def line_of(kernel: Any) -> dict[str, Any]:
     return line | resources(kernel.asm["cubin"]) | counts
 
 
-def unless_known(compile_: Callable[..., Any], known: dict[str, dict[str, Any]]) -> Callable[..., Any]:
-    """`compile_`, but a kernel in `known` has its hash alone."""
-
-    def compile_unknown(src: Any, target: GPUTarget, options: dict[str, Any]) -> Any:
-        backend = make_backend(target)
-        parsed = backend.parse_options(options | src.parse_options())
-        key = get_cache_key(src, backend, parsed, get_cache_invalidating_env_vars())
-        found = hashlib.sha256(key.encode()).hexdigest()
-        if found in known:
-            return SimpleNamespace(hash=found)
-        kernel = compile_(src, target=target, options=options)
-        assert kernel.hash == found, "Triton computes hashes in another way"
-        return kernel
-
-    return compile_unknown
-
-
 def main() -> None:
-    for variable in get_cache_invalidating_env_vars():  # they are part of a hash
-        os.environ.pop(variable, None)
+    compiled_kernels.make_hashes_stable()
     seen, case, launch = dict[str, dict[str, Any]](), "", JITFunction.run
-    known = {line["hash"]: line for line in map(json.loads, KNOWN.read_text().splitlines())} if KNOWN.exists() else {}
+    known = compiled_kernels.read()
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
@@ -380,7 +356,7 @@ def main() -> None:
             print(json.dumps(seen[kernel.hash] | {"case": case}), flush=True)
 
     JITFunction.run = compile_only
-    triton.compiler.compile = unless_known(triton.compiler.compile, known)
+    triton.compiler.compile = compiled_kernels.unless_known(triton.compiler.compile, known)
     driver.set_active(Hopper())
     triton_language._has_pdl = lambda device: True
     torch.cuda.get_device_properties = lambda device=None: H200
@@ -434,7 +410,7 @@ def main() -> None:
     for case, run in itertools.chain.from_iterable(make() for make in launches):  # noqa: B007
         run()
     if "--write" in sys.argv:
-        KNOWN.write_text("".join(sorted(json.dumps(line) + "\n" for line in seen.values())))
+        compiled_kernels.write(seen.values())
 
 
 if __name__ == "__main__":
