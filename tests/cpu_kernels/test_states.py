@@ -20,6 +20,7 @@ EACH_LAYER = pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys()
 REQUESTS = st.lists(requests(), min_size=1, max_size=3)
 
 
+@pytest.mark.one_in(3)
 @EACH_LAYER
 @given(given_requests=REQUESTS)
 @settings(max_examples=12)
@@ -34,6 +35,7 @@ def test_values_equal_those_of_the_twin(layer, given_requests):
             torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5 * float(b.abs().max()))
 
 
+@pytest.mark.one_in(3)
 @EACH_LAYER
 @given(given_requests=REQUESTS, parts=st.integers(1, 5))
 @settings(max_examples=12)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from runtime.kernels.cpu.linear.activations import add_normed, float_rows
-from runtime.kernels.cpu.rows import activate_rows, cap_rows, clear, multiply_rows, norm_in_place
+from runtime.kernels.cpu.linear.activations import float_rows
+from runtime.kernels.cpu.rows import activate_rows, cap_rows, clear, multiply_rows, norm_rows
 from runtime.kernels.linear.linear_torch import Activate, Norm, soft_cap_torch
 from runtime.kernels.llvm.launcher import Launcher, kernel
 from runtime.kernels.norm.gated_activation import Activation
@@ -28,11 +28,14 @@ class CompiledRows:
         if self._norm is not rms_norm_torch or not _are_rows(x, weight) or not _is_whole(residual):
             return self._norm(x, weight, eps, residual)
         (num_rows, columns), launcher = x.shape, self.launcher
-        out = torch.empty(x.shape) if residual is None else residual
-        arguments = (x, weight, out, num_rows, columns, x.stride(0), eps)
-        plain = {"has_norm": True, "activation": "", "gated": False}
-        function = kernel(float_rows, **plain) if residual is None else kernel(add_normed)
-        launcher.launch(function, arguments, launcher.parts(num_rows, 8 * x.numel()))
+        parts = launcher.parts(num_rows, 8 * x.numel())
+        if residual is not None:
+            arguments = (x, weight, residual, num_rows, columns, x.stride(0), columns, eps)
+            launcher.launch(kernel(norm_rows, adds=True), arguments, parts)
+            return residual
+        out = torch.empty(x.shape)
+        function = kernel(float_rows, has_norm=True, activation="", gated=False)  # as `DenseLinear` has it
+        launcher.launch(function, (x, weight, out, num_rows, columns, x.stride(0), eps), parts)
         return out
 
     def norm_in_place(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
@@ -40,8 +43,8 @@ class CompiledRows:
         if not _are_rows(x, weight):
             rms_norm_in_place_torch(x, weight, eps)
             return
-        arguments = (x, weight, *x.shape, x.stride(0), eps)
-        self.launcher.launch(kernel(norm_in_place), arguments, self.launcher.parts(len(x), 8 * x.numel()))
+        arguments = (x, weight, x, *x.shape, x.stride(0), x.stride(0), eps)
+        self.launcher.launch(kernel(norm_rows, adds=False), arguments, self.launcher.parts(len(x), 8 * x.numel()))
 
     def activate(self, x: torch.Tensor) -> torch.Tensor:
         """The activation of a feed-forward layer: [rows, 2 * columns] with a gate -> [rows, columns]."""

@@ -1,32 +1,52 @@
-"""Kernels between the products of a layer: one pass over float32 rows."""
+"""Kernels between the products of a layer: one pass over float32 rows. Also what products share with them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runtime.kernels.cpu.linear.activations import gated_by, inverse_rms
-from runtime.kernels.llvm.language import F32s, Float, Int, Value, loop, share, zeros
-from runtime.kernels.llvm.mathematics import tanh
+from runtime.kernels.llvm.language import (
+    F32s,
+    Float,
+    Int,
+    Pointer,
+    Value,
+    f32,
+    loop,
+    number,
+    share,
+    square_root,
+    variable,
+    where,
+    zeros,
+)
+from runtime.kernels.llvm.mathematics import sigmoid, tanh
+from runtime.spec.decoder_spec import ACTIVATION_LIMIT
 
 _LANES = 16
+_GELU_SCALE = 1.5957691216057308  # 2 * sqrt(2 / pi)
+_CLAMPED_SCALE = 1.702
 
 
-def norm_in_place(
+def norm_rows(
     x: F32s,  # [rows, columns], rows x_stride apart; columns are a multiple of 16
     weight: F32s,  # [columns]
+    out: F32s,  # [rows, columns], rows out_stride apart; may be x
     num_rows: Int,
     columns: Int,
     x_stride: Int,
+    out_stride: Int,
     eps: Float,
     part: Int,
     parts: Int,
+    adds: bool,
 ) -> None:
-    """x = norm(x) * weight. Part i of n: a share of the rows."""
+    """out = norm(x) * weight; with `adds`, added to it. Part i of n: a share of the rows."""
     for row in loop(*share(num_rows, part, parts)):
-        own = x + row * x_stride
+        own, to = x + row * x_stride, out + row * out_stride
         factor = inverse_rms(own, columns, eps).repeat(_LANES)
         for at in loop(0, columns, _LANES):
-            own.store(at, own.load(at, _LANES) * factor * weight.load(at, _LANES))
+            normed = own.load(at, _LANES) * factor * weight.load(at, _LANES)
+            to.store(at, to.load(at, _LANES) + normed if adds else normed)
 
 
 def activate_rows(
@@ -78,6 +98,35 @@ def clear(x: F32s, count: Int, part: Int, parts: Int) -> None:
     begin, end = share(count, part, parts, _LANES)
     for at, lanes in _vectors(end - begin):
         x.store(begin + at, zeros(x.type(lanes)))
+
+
+def inverse_rms(x: Pointer, columns: Value, eps: Value) -> Value:
+    """1 / sqrt(mean of squares + eps) of a row with a multiple of 16 columns."""
+    total = variable(zeros(f32(_LANES)))
+    for at in loop(0, columns, _LANES):
+        values = x.load(at, _LANES)
+        total += values * values
+    mean = total.now.reduce(lambda a, b: a + b) / columns.to(f32)
+    return 1.0 / square_root(mean + eps)
+
+
+def gated_by(gate: Value, up: Value | None, activation: str) -> Value:
+    """The activation of numbers, times `up` if there is one."""
+    if activation == "swiglu_clamped":
+        assert up is not None, "this activation has a gate"
+        limit, least = (number(sign * ACTIVATION_LIMIT, gate.type) for sign in (1, -1))
+        gate = where(gate > limit, limit, gate)
+        up = where(up > limit, limit, where(up < least, least, up)) + 1.0
+    value = activated(gate, activation)
+    return value if up is None else value * up
+
+
+def activated(x: Value, activation: str) -> Value:
+    """x * sigmoid(z), see runtime/kernels/norm/gated_activation.py."""
+    if activation == "swiglu_clamped":
+        return x * sigmoid(x * _CLAMPED_SCALE)
+    z = x if activation == "silu" else (x * x * x * 0.044715 + x) * _GELU_SCALE
+    return x * sigmoid(z)
 
 
 def _vectors(count: Value) -> Iterator[tuple[Value, int]]:

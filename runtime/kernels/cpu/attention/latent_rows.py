@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from runtime.kernels.cpu.attention.rope_store import rotate
 from runtime.kernels.cpu.attention.stored_numbers import LANES, KVForm
-from runtime.kernels.cpu.linear.activations import inverse_rms
+from runtime.kernels.cpu.rows import inverse_rms
 from runtime.kernels.llvm.language import F32s, Float, I64s, Int, Pointer, U8s, Value, i64, loop, number, share, when
 
 

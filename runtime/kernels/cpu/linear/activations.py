@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from runtime.kernels.cpu.linear.int_product_torch import LARGEST, SMALLEST_MAGNITUDE
 from runtime.kernels.cpu.linear.interleaved_weight import COLUMNS
+from runtime.kernels.cpu.rows import gated_by, inverse_rms
 from runtime.kernels.llvm.language import (
     F32s,
     Float,
@@ -25,17 +26,10 @@ from runtime.kernels.llvm.language import (
     number,
     rounded,
     share,
-    square_root,
-    variable,
     where,
-    zeros,
 )
-from runtime.kernels.llvm.mathematics import sigmoid
-from runtime.spec.decoder_spec import ACTIVATION_LIMIT
 
 _LANES = 16
-_GELU_SCALE = 1.5957691216057308  # 2 * sqrt(2 / pi)
-_CLAMPED_SCALE = 1.702
 
 
 def quantize_rows(
@@ -111,35 +105,6 @@ def _prepared(
     return values
 
 
-def gated_by(gate: Value, up: Value | None, activation: str) -> Value:
-    """The activation of numbers, times `up` if there is one."""
-    if activation == "swiglu_clamped":
-        assert up is not None, "this activation has a gate"
-        limit, least = (number(sign * ACTIVATION_LIMIT, gate.type) for sign in (1, -1))
-        gate = where(gate > limit, limit, gate)
-        up = where(up > limit, limit, where(up < least, least, up)) + 1.0
-    value = activated(gate, activation)
-    return value if up is None else value * up
-
-
-def inverse_rms(x: Pointer, columns: Value, eps: Value) -> Value:
-    """1 / sqrt(mean of squares + eps) of a row with a multiple of 16 columns."""
-    total = variable(zeros(f32(_LANES)))
-    for at in loop(0, columns, _LANES):
-        values = x.load(at, _LANES)
-        total += values * values
-    mean = total.now.reduce(lambda a, b: a + b) / columns.to(f32)
-    return 1.0 / square_root(mean + eps)
-
-
-def activated(x: Value, activation: str) -> Value:
-    """x * sigmoid(z), see runtime/kernels/norm/gated_activation.py."""
-    if activation == "swiglu_clamped":
-        return x * sigmoid(x * _CLAMPED_SCALE)
-    z = x if activation == "silu" else (x * x * x * 0.044715 + x) * _GELU_SCALE
-    return x * sigmoid(z)
-
-
 def _largest(values: list[Value]) -> Value:
     """The largest magnitude, compared as bits, so that NaN is the largest; at least 2 ** -100."""
     magnitudes = [absolute(each).bitcast(i32(_LANES)) for each in values]
@@ -158,23 +123,3 @@ def _store(at: Pointer, numbers: Value, num_limbs: int) -> None:
     high = (numbers + 128) >> 8
     at.store(0, high.to(i8))
     at.store(COLUMNS, (numbers - (high << 8)).to(i8))
-
-
-def add_normed(
-    x: F32s,  # [rows, columns], rows x_stride apart
-    norm_weight: F32s,
-    residual: F32s,  # [rows, columns] contiguous
-    num_rows: Int,
-    columns: Int,
-    x_stride: Int,
-    eps: Float,
-    part: Int,
-    parts: Int,
-) -> None:
-    """Add the norm of rows to the residual. Part i of n: a share of the rows."""
-    begin, end = share(num_rows, part, parts)
-    for row in loop(begin, end):
-        own, out = x + row * x_stride, residual + row * columns
-        factor = inverse_rms(own, columns, eps).repeat(_LANES)
-        for at in loop(0, columns, _LANES):
-            out.store(at, out.load(at, _LANES) + own.load(at, _LANES) * factor * norm_weight.load(at, _LANES))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from runtime.kernels.cpu.linear.activations import add_normed
+from runtime.kernels.cpu.rows import norm_rows
 from runtime.kernels.linear.linear_torch import Activate, Linear, Norm
 from runtime.kernels.llvm.launcher import Launcher, kernel
 from runtime.kernels.norm.gated_activation import Activation
@@ -109,5 +109,5 @@ class CompiledLinear(Linear):
             self.norm(x.to(residual.dtype), weight, eps, residual)
             return
         (num_rows, columns), launcher = residual.shape, self.launcher
-        arguments = (x, weight, residual, num_rows, columns, x.stride(0), eps)
-        launcher.launch(kernel(add_normed), arguments, launcher.parts(num_rows, 4 * num_rows * columns))
+        arguments = (x, weight, residual, num_rows, columns, x.stride(0), columns, eps)
+        launcher.launch(kernel(norm_rows, adds=True), arguments, launcher.parts(num_rows, 4 * num_rows * columns))
