@@ -7,6 +7,7 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import ray
@@ -15,7 +16,7 @@ from ray.util.placement_group import PlacementGroup
 
 from actors.engine.autoscaling import EngineFigures
 from actors.engine.loop import EngineLoop
-from actors.ray.names import default_weight_store
+from actors.ray.names import default_weight_store, engine_id
 from actors.ray.process import SWITCH_INTERVAL_S, freeze_garbage
 from actors.runners.runner_group import DraftKeeper, RunnerGroup, host_address
 from actors.wire.engine_client import WeightsRefused
@@ -63,6 +64,7 @@ class EngineActor:
             self.runners.set_sleep,
             self.runners.call_all,
             self._num_restarts,
+            self._pause_file(),
         )
         self._loop.meter.processes = ProcessMeter(self._local_processes)
         if self.draft is not None:
@@ -71,6 +73,11 @@ class EngineActor:
         self._watch = asyncio.create_task(self._check_progress())
         freeze_garbage()
         return self._loop.info
+
+    def _pause_file(self) -> Path | None:
+        """The file of `EngineWeights`. A restarted engine has the same id, and an engine of another server has not."""
+        folder, name = self._config.weight_store, ray.get_runtime_context().get_actor_name()
+        return None if folder is None or name is None else Path(folder, f"paused-{engine_id(name)}")
 
     async def open_link(self, node_id: str) -> tuple[Address, ModelInfo]:
         """Wait until the model is loaded; return an address for one connection of a front on `node_id`, and the model.

@@ -93,10 +93,10 @@ class LiveRequests:
         for state in [s for s in self._core.scheduler.requests.values() if s.request.adapter == adapter]:
             self.end_at_once(state.owner, FinishReason.ERROR, error)
 
-    def end_all(self) -> None:
-        """End all queued and running requests, after the tokens that they have."""
+    def end_all(self, error: str) -> None:
+        """Abort all queued and running requests, after the tokens that they have. `error` is the reason."""
         for state in list(self._core.scheduler.requests.values()):
-            self.end_at_once(state.owner, FinishReason.ABORT)
+            self.end_at_once(state.owner, FinishReason.ABORT, error)
 
     def end_at_once(self, stream: EngineStream, reason: FinishReason, error: str = "") -> None:
         """End a request between two steps."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from actors.engine.autoscaling import EngineFigures
@@ -54,13 +55,15 @@ class EngineLoop:
         set_sleep: SetSleep,
         call_ranks: CallRanks,
         num_restarts: int = 0,
+        pause_file: Path | None = None,
     ) -> None:
         """Args:
         start_runners: starts a fresh group of runners, at first and after a loss; returns their executor and model.
         load_adapter: loads an adapter onto all runners.
         set_sleep: puts the runners to sleep, or wakes them.
         call_ranks: calls a method of all runners, for their weights.
-        num_restarts: the number of engines that this one follows."""
+        num_restarts: the number of engines that this one follows.
+        pause_file: exists while the engine is paused; None if no engine follows this one."""
         self.config = config
         self._start_runners = start_runners
         self._inbox: queue.SimpleQueue[tuple[Connection, FromLink] | _Work] = queue.SimpleQueue()
@@ -88,7 +91,14 @@ class EngineLoop:
         settled = partial(self._set_reason, None)
         self._sleep = EngineSleep(self.core, set_sleep, self._finish_steps, self._rebuild, settled, self._adapters)
         self.weights = EngineWeights(
-            self.core, self.requests, self.meter, call_ranks, self._finish_steps, self._call, self._send_status_to_all
+            self.core,
+            self.requests,
+            self.meter,
+            call_ranks,
+            self._finish_steps,
+            self._call,
+            self._send_status_to_all,
+            pause_file,
         )
         self._followers = Followers(CacheFeed(scheduler), time.monotonic)
         self._handlers: dict[type, Callable[[Connection, Any], None]] = {

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from actors.engine.live_requests import LiveRequests
@@ -69,16 +70,20 @@ class EngineWeights:
         finish: Callable[[], None],
         call: Callable[[Callable[[], object]], Future[Any]],
         changed: Callable[[], None],
+        pause_file: Path | None = None,
     ) -> None:
         """`call_ranks` calls a method of all runners, and `call` runs a function in the step thread.
 
-        `finish` collects the steps in flight and sends their tokens. `changed` reports a new version to the fronts."""
+        `finish` collects the steps in flight and sends their tokens. `changed` reports a new version to the fronts.
+        `pause_file` exists while the engine is paused, so an engine that replaces this one stays paused."""
         self._core, self._requests, self._meter, self._ranks = core, requests, meter, call_ranks
         self._num_ranks = core.scheduler.config.tensor_parallel_size
         self._finish, self._call, self._changed = finish, call, changed
         self.version = core.scheduler.info.weights  # None without weight_updates
         self._stored = self.version  # that fresh runners would have
-        self.is_paused = self._keeps_kv = False
+        self._pause_file = pause_file
+        self.is_paused = pause_file is not None and pause_file.exists()
+        self._keeps_kv = False
         self._waiting: list[Answer] = []  # pauses that wait for the end of live requests
         self._pending: deque[tuple[Callable[[], None], Answer]] = deque()  # until the current step ends
         self._update: _Update | None = None
@@ -197,19 +202,36 @@ class EngineWeights:
     def _hold(self, answer: Answer, aborts: bool) -> None:
         self._finish()
         if aborts:
-            self._requests.end_all()
+            self._requests.end_all("A pause of the server ended this request; send it again.")
         if self._core.scheduler.requests:
             self._refuse_waiting("The engine was paused before its requests ended; resume it first.")
         self._waiting.append(answer)
         self._set_paused()
 
     def _set_paused(self) -> None:
-        self.is_paused, waiting, self._waiting = True, self._waiting, []
+        waiting, self._waiting = self._waiting, []
+        self._mark(is_paused=True)
         for answer in waiting:
             answer.set_result({})
 
+    def _mark(self, is_paused: bool) -> None:
+        self.is_paused = is_paused
+        if self._pause_file is None:
+            return
+        try:
+            if is_paused:
+                self._pause_file.parent.mkdir(parents=True, exist_ok=True)
+                self._pause_file.touch()
+            else:
+                self._pause_file.unlink(missing_ok=True)
+        except OSError as e:
+            logger.warning(
+                "an engine in place of this one would not stay %s: %s", "paused" if is_paused else "resumed", e
+            )
+
     def _resume(self, body: Body, answer: Answer) -> None:
-        self.is_paused = self._requests.holds_new = False
+        self._requests.holds_new = False
+        self._mark(is_paused=False)
         self._refuse_waiting("The engine was resumed before its requests ended.")
         self._requests.queue_held()
         answer.set_result({})

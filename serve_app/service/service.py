@@ -436,7 +436,7 @@ def _as_answers() -> Iterator[None]:
 def _failure(output: RequestOutput, grammar: RequestedGrammar | None) -> ApiError:
     """Return the error of a choice that ended early."""
     if output.finish_reason is FinishReason.ABORT:
-        return ApiError(499, "This request was aborted by its id.", code="request_aborted")
+        return ApiError(499, output.error or "This request was aborted by its id.", code="request_aborted")
     if output.finish_reason is FinishReason.GRAMMAR:
         return ApiError(400, output.error, param=None if grammar is None else grammar.field, code="grammar_failed")
     return ApiError(500, output.error, code="engine_error")

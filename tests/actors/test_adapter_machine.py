@@ -217,6 +217,7 @@ class World(RuleBasedStateMachine):
             else:
                 break
         assert (self.jobs, self.answers, self.rebuild_due) == ([], [], False), "it never ends"
+        self.look_for_unused()  # as the step thread does after requests may have ended
         for state in self.machine.states.values():
             assert state.is_settled or (not state.entry.path and +self.requests) or self.machine.retaining()
         assert not any(self.machine.is_awaited(f"digest of {path}") for path in PATHS)
@@ -237,6 +238,18 @@ class World(RuleBasedStateMachine):
 
 World.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 TestWorld = World.TestCase
+
+
+def test_an_unload_ends_with_the_last_request():
+    """Found by the machine above: the last request of an unloaded adapter ends, and no other event follows."""
+    world = World()
+    world.begin(is_used=True)
+    world.unload("x")
+    (index,) = +world.requests
+    world.requests[index] -= 1
+    assert world.machine.is_leaving
+    assert not world.machine.states["x"].is_settled
+    world.teardown()
 
 
 def test_loads_that_never_began_are_no_losses():

@@ -134,8 +134,8 @@ async def test_a_pause_that_aborts_ends_live_requests():
         reading = asyncio.create_task(read(group, request(0, max_tokens=30)))
         await started(engine)
         await group.weights("pause", {"mode": "abort"})
-        tokens, reason, _ = await reading
-        assert reason is FinishReason.ABORT
+        tokens, reason, last = await reading
+        assert (reason, last.error) == (FinishReason.ABORT, "A pause of the server ended this request; send it again.")
         assert 0 < len(tokens) < 30
         await group.weights("resume", {})
         await read(group, request(1, max_tokens=2))
@@ -255,6 +255,46 @@ async def test_an_engine_that_dies_returns_with_the_stored_version():
             await group.weights("finish", {})
         hurry(engine)
         assert await is_right(reading, asked) == [["3"]] * 3
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+async def test_an_engine_that_dies_in_a_pause_returns_paused(mode, tmp_path):
+    (engine,) = engines(pause_file=tmp_path / "store" / "paused-0")
+    async with Group(engine) as group:
+        asked = [request(i, max_tokens=30) for i in range(3)]
+        reading = asyncio.gather(*(read(group, req) for req in asked))
+        if mode == "wait":
+            hurry(engine)
+            await is_right(reading, asked)
+        await started(engine)
+        await group.weights("pause", {"mode": mode})
+        if mode == "wait":
+            reading = asyncio.gather(*(read(group, req) for req in asked))
+        engine.die()
+        await eventually(lambda: not healthy(group))
+        engine.restart()
+        await eventually(lambda: len(healthy(group)) == 1 and live(engine) == 3)
+        assert (await group.weights("info", {}))["0"]["paused"]
+        hurry(engine)
+        assert engine.loop.core.scheduler.stats.steps == 0
+        assert not reading.done()
+        await group.weights("resume", {})
+        await is_right(reading, asked)
+        engine.die()
+        engine.restart()
+        await eventually(lambda: len(healthy(group)) == 1)
+        assert not (await group.weights("info", {}))["0"]["paused"]
+
+
+async def test_a_pause_that_cannot_be_written_is_a_pause(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    (engine,) = engines(pause_file=tmp_path / "file" / "paused-0")
+    async with Group(engine) as group:
+        await group.weights("pause", {"mode": "keep"})
+        assert (await group.weights("info", {}))["0"]["paused"]
+        assert "would not stay paused" in caplog.text
+        await group.weights("resume", {})
+        assert not (await group.weights("info", {}))["0"]["paused"]
 
 
 async def test_an_engine_that_dies_in_an_update_fails_it_everywhere():

@@ -97,7 +97,8 @@ class SlowRunner(FakeRunner):
 class Engine:
     """An engine loop that can be restarted, and the address that links request."""
 
-    def __init__(self, delay_s=0.001, info=None, start=None, **kw):
+    def __init__(self, delay_s=0.001, info=None, start=None, pause_file=None, **kw):
+        self.pause_file = pause_file
         self.start = start or (lambda: SlowRunner(self.config, self.info, self.delay_s))
         self.config = EngineConfig(**{"block_size": 4, "max_num_seqs": 16, **kw})
         self.delay_s, self.runners, self.info = delay_s, [], info or INFO
@@ -136,7 +137,8 @@ class Engine:
 
     def restart(self):
         self.num_starts += 1
-        self.loop = EngineLoop(self.config, self.start_runners, self.load_adapter, self.set_sleep, self.call_ranks)
+        calls = self.load_adapter, self.set_sleep, self.call_ranks
+        self.loop = EngineLoop(self.config, self.start_runners, *calls, pause_file=self.pause_file)
 
 
 class Engines:
