@@ -1,7 +1,8 @@
 """Which tests a session runs, in which order, and on which of its workers: a plugin of pytest.
 
     pytest                 the tests that a change needs: minutes on two cores; it lists the tests left out
-    pytest --all           every test, as CI runs it; CALLBOARD_TESTS=all gives property tests more examples
+    pytest --share 2/4     also the second quarter of the thorough tests; CI runs one
+    pytest --all           every test; CALLBOARD_TESTS=all gives property tests more examples
     pytest FILE, -m MARK   the named tests, slow ones too
 
 All cores are used (pytest-xdist), unless a few files or tests are named. A file's tests share their
@@ -29,12 +30,21 @@ _WORKER_GIB = 9  # of a GPU's memory, which tests/gpu needs for each worker
 _PROCESSES = "tests/processes/"
 # Files of tests/processes without Ray. Two Rays that start at the same time may take each other's ports.
 _WITHOUT_RAY = {"haproxy", "port", "process_tree", "rank_runners", "rank_updates", "ranks"}
-# mark -> the tests that a session without --all leaves out
+# mark -> the tests that a session without --all leaves out; with --share it runs a part of the thorough ones
 LEFT_OUT = {"thorough": "more cases of what other tests cover", "gpu": "kernels on a CUDA device"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run everything: see tests/selection.py")
+    parser.addoption("--share", type=_share, metavar="K/N", help="run the K-th of N shares of the thorough tests, too")
+
+
+def _share(text: str) -> tuple[int, int]:
+    """(index, number) of a share such as 2/4."""
+    k, n = map(int, text.split("/"))
+    if not 1 <= k <= n:
+        raise ValueError
+    return k - 1, n
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
@@ -103,6 +113,7 @@ def _is_everything(config: pytest.Config) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark items by their needs, drop the ones that this session leaves out, and order their files."""
     ranks: dict[Path, int] = {}
+    _mark_repeated_cases(items)
     marks = {item: needs(item) for item in items}
     for item, names in marks.items():
         for name in names:
@@ -117,11 +128,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: ranks[item.path])
 
 
+def _mark_repeated_cases(items: list[pytest.Item]) -> None:
+    """Of a test with `one_in(n)`, each n-th case runs always, from the first on. The others are thorough.
+
+    An odd n takes both values of a parameter with two, such as the backend."""
+    num_cases: Counter[str] = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("one_in"):
+            test = item.nodeid.partition("[")[0]
+            if num_cases[test] % mark.args[0]:
+                item.add_marker("thorough")
+            num_cases[test] += 1
+
+
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     left: Counter[str] = Counter()
     kept, dropped = [], []
+    index, shares = config.getoption("--share") or (-1, 1)
+    num_thorough = 0
     for item in items:
         name = next((name for name in LEFT_OUT if item.get_closest_marker(name)), None)
+        if name == "thorough":
+            name = None if num_thorough % shares == index else name
+            num_thorough += 1
         if name is None:
             kept.append(item)
         else:

@@ -33,6 +33,7 @@ def as_engine_saw(request) -> tuple:
     return request.token_ids, request.params, request.seed
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("form", "is_bound"), [("curl", True), ("curl", False), ("Python", True), ("Python", False)])
 def test_a_copied_chat_sends_the_same_request(visit, server, form: str, is_bound: bool):
     page = visit(**CLIPBOARD)
@@ -134,6 +135,7 @@ def test_a_schema_binds_the_answer(visit, server):
     assert server.engine.requests[-1].params.grammar is None
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("kind", "text", "says"),
     [
@@ -156,6 +158,7 @@ def test_a_faulty_form_is_reported_and_not_sent(visit, server, kind: str, text: 
     assert server.engine.requests == []
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("kind", "text"),
     [

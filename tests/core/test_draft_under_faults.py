@@ -152,6 +152,7 @@ def at_times(period, share):
     return lambda now: now % period < period * share
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("least", "scenario"),
     [

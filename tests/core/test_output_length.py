@@ -142,6 +142,7 @@ CASES = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", CASES)
 def test_memory_use_is_near_that_of_an_oracle(case: str):
     """Cold and then warm: 90 % of the requests run at a time that would if their lengths were known, and few are

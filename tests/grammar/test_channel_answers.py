@@ -37,6 +37,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(str(folder), device="cpu", kv_cache_memory=0.1, max_num_seqs=32, num_threads=1)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_answers_parse_without_an_error(llm: LLM, kind: str):
     found = check(llm, KINDS[kind], 24, 1.5)

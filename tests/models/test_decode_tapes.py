@@ -41,6 +41,7 @@ def small_spec(name: str) -> DecoderSpec:
     return load_spec(config)[0]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.skipif(obstacle() != "", reason=obstacle())
 @pytest.mark.parametrize(
     ("name", "quantization"),

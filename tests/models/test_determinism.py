@@ -11,6 +11,7 @@ from runtime.assembly.runner import build_runner
 from runtime.kernels.llvm.support import obstacle
 from runtime.spec.config import EngineConfig
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.spec.latent_spec import LatentSpec
 from runtime.spec.types import SamplingParams
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
@@ -28,10 +29,21 @@ SPECS = {
         max_positions=256, norm_eps=1e-6, experts=ExpertsSpec(7, 3, True), norm="layer", activation="gelu_tanh",
         window=70, sliding=(True, False), attn_soft_cap=1.5, logit_soft_cap=4.0,
     ),
-    # As gpt-oss: eight heads share keys, and windows alternate.
+    # As gpt-oss: eight heads share keys, windows alternate, and the router's softmax is over the chosen experts.
     "sinks": DecoderSpec(
         num_layers=2, hidden_size=64, num_heads=16, num_kv_heads=2, head_dim=64, ffn_size=80, vocab_size=101,
-        max_positions=256, norm_eps=1e-6, window=128, sliding=(True, False), sinks=True,
+        max_positions=256, norm_eps=1e-6, window=128, sliding=(True, False), sinks=True, activation="swiglu_clamped",
+        activation_limit=7.0,
+        experts=ExpertsSpec(9, 3, False, scores="softmax_of_chosen", router_bias=True),
+    ),
+    # As DeepSeek V3: a sigmoid's scores, with a correction, choose groups and then experts.
+    "latents": DecoderSpec(
+        num_layers=2, hidden_size=60, num_heads=6, num_kv_heads=1, head_dim=20, ffn_size=44, vocab_size=101,
+        max_positions=256, norm_eps=1e-6, latent=LatentSpec(24, 8, 12, 10, q_rank=16), dense_layers=1,
+        dense_ffn_size=88, experts=ExpertsSpec(
+            8, 2, True, shared=1, scores="sigmoid", choice_bias=True, groups=4, top_groups=2, group_score="top2",
+            scale=2.5,
+        ),
     ),
     # Weights that compiled kernels multiply, with a padded head and heads of two vectors.
     "quantized": DecoderSpec(
@@ -43,7 +55,7 @@ NUMERICS = {"int4": {"quantization": "int4"}, "int8": {"quantization": "int8", "
 COMPILED = pytest.mark.skipif(bool(obstacle()), reason=f"int4 and int8 need compiled kernels: {obstacle()}")
 KINDS = [pytest.param("quantized", numerics, marks=COMPILED) for numerics in NUMERICS]
 KINDS += [(spec, dtype) for spec in ("tiny", "odd") for dtype in ("float32", "bfloat16")]
-KINDS += [("mixture", "float32"), ("sinks", "float32")]
+KINDS += [(spec, "float32") for spec in ("mixture", "sinks", "latents")]
 
 
 def _runner(spec: str, numerics: str, **config) -> ModelRunner:
@@ -184,6 +196,7 @@ def test_quantized_weights_need_no_deterministic_mode():
     assert all(torch.equal(each, logits[0]) for each in logits)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_smollm2_is_bit_equal_alone_and_in_batches(dtype, smollm2_path):
     config = EngineConfig(device="cpu", dtype=dtype, deterministic=True, num_threads=2, max_model_len=512)

@@ -45,6 +45,7 @@ def test_lines_of_the_table_fit_a_wide_terminal():
     assert max(map(len, family_report.family_table().splitlines())) <= 128
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_details_name_every_fact_of_a_family(architecture: str, capsys):
     assert cli.main(["models", architecture]) == 0

@@ -50,6 +50,7 @@ def _export(name: str, folder: Path, **options: Any) -> tuple[PreTrainedModel, P
     return model, export(model, arch, folder / "model.gguf", tables=tables, **options, **metadata)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_survives_the_export(tmp_path: Path, name: str):
     model, path = _export(name, tmp_path)

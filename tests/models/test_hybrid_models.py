@@ -16,6 +16,7 @@ COMPILED = pytest.mark.skipif(bool(obstacle()), reason=str(obstacle()))
 BACKENDS = ["torch", pytest.param("llvm", marks=COMPILED)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("model", ["delta", "conv"])
 def test_no_history_changes_a_bit(model, backend):
@@ -33,6 +34,7 @@ def test_no_history_changes_a_bit(model, backend):
     assert all(seen[what] > 0 for what in ("hits", "preemptions", "accepted", "rejected")), seen
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("stored", ["fp8", "int8"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_history_changes_a_bit_of_quantized_kv(stored, backend):

@@ -276,6 +276,7 @@ CHAT_IDS = "What is the capital of France? Answer in one sentence."
 ANSWER = [504, 3575, 282, 4649, 314, 7042, 30, 2]  # The capital of France is Paris.<|im_end|>
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_smollm2_answers(dtype, deterministic, smollm2_path):

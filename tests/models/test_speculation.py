@@ -86,6 +86,7 @@ RECORDED = ((3, 0.0), (4, 0.7), (7, 0.9), (None, 0.8))  # guesses, and the share
 MODELS = ((1, 0.0, 0), (2, 0.3, 1), (5, 2.0, 9), (6, 0.0, 1), (8, 0.3, 9), (None, 0.3, 1))  # guesses, noise, ahead
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.long
 @pytest.mark.parametrize("name", SAMPLING)
 def test_guesses_change_no_token(name):

@@ -31,6 +31,7 @@ def least_blocks(model: str, chunk: int) -> int:
     return SPECS[model].kv_cache("float32", longest=MAX_LEN).most_blocks(MAX_LEN, 16, chunk + SEQS)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("model", "few_blocks", "length"), [("windows", 56, 60), ("sinks", 41, 110), ("shapes", 56, 60)]

@@ -208,7 +208,7 @@ class Clients:
     """Many clients. Each sends the next request soon after an answer, on the same connection. Nothing is tried
     twice."""
 
-    NUM, MAX_TOKENS, REST_S = 24, 150, 1.0  # the rest leaves cores for engines that start
+    NUM, MAX_TOKENS, REST_S = 8, 150, 1.0  # the rest leaves cores for engines that start
 
     def __init__(self, url: str, answers: dict[str, list[str]]) -> None:
         self._url, self._answers = url, answers

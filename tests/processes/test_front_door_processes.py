@@ -78,10 +78,15 @@ async def _start_storm_and_drain(process: subprocess.Popen, url: str, environmen
         # 200 clients that give up after half a second.
         async def leave(stream: bool) -> None:
             body = {"prompt": "Once", "max_tokens": 10_000, "ignore_eos": True, "stream": stream}
-            with suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(0.5):
                     answer = await client.post("/v1/completions", json=body)
                     assert answer.status_code in (429, 503), answer.text  # a busy machine may refuse some
+            except TimeoutError:
+                return
+            except httpx.TransportError as error:
+                error.add_note(f"Its causes: {_causes(error)}")  # httpcore hides them
+                raise
 
         await asyncio.gather(*(leave(stream=i % 2 == 0) for i in range(200)))
         answer = await client.post("/v1/completions", json={"prompt": "Once", "max_tokens": 5, "ignore_eos": True})
@@ -99,6 +104,14 @@ async def _start_storm_and_drain(process: subprocess.Popen, url: str, environmen
         assert gauges.returncode == 0, gauges.stderr
 
         await _drain(process, client)
+
+
+def _causes(error: BaseException | None) -> list[str]:
+    causes = []
+    while error is not None:
+        causes.append(repr(error))
+        error = error.__cause__ or error.__context__
+    return causes
 
 
 async def _drain(process: subprocess.Popen, client: httpx.AsyncClient) -> None:

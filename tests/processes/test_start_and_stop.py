@@ -184,6 +184,7 @@ def test_a_server_from_start_to_stop(start):
     assert {a.status_code for p, a, _ in answers if p == "/v1/models"} == {200, 503}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("phase", ["model checked", "Ray started", "front door open"])
 def test_sigterm_during_the_start(start, phase):
     server = start()
@@ -221,6 +222,7 @@ def test_a_stop_does_not_wait_for_an_unneeded_engine(start, tmp_path: Path):
         assert "shutting down" in answer.result().json()["error"]["message"]
 
 
+@pytest.mark.thorough
 def test_too_little_memory(start):
     server = start("--num-kv-blocks", "1000000000")
     assert server.wait(START_S) == 1
@@ -228,6 +230,7 @@ def test_too_little_memory(start):
     assert sum("callboard: " in line for line in server.output()) == 1
 
 
+@pytest.mark.thorough
 def test_ray_dies_at_the_start(start):
     server = start()
     server.wait_for("Ray started")

@@ -221,6 +221,7 @@ async def die_after_store(trained):
     await trained.kill("runner", rank=1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("die", "applies", "returns"),  # whether streams get the new weights, and whether restarted processes do
     [

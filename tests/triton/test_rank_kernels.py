@@ -78,6 +78,7 @@ def last_rank_leaves(ranks: PeerMemory) -> float:
     return seconds
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("size", "tree"), [(3, False), (4, True)])
 def test_all_operations(size: int, tree: bool):
     with communicator_processes(size, make, every_operation, timeout_s=60.0, tree=tree) as ranks:

@@ -29,6 +29,7 @@ def runner_of(case: str, changes: dict, **config) -> ModelRunner:
         return family_runner(case, changes, kernel_backend="triton", **limits | config)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("case", "changes"),
     [

@@ -20,6 +20,7 @@ kernels = state_cases.layer_of(causal_conv_triton, delta_rule_triton)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 
 
+@pytest.mark.one_in(3)
 @dtypes
 @pytest.mark.parametrize("heads", [SMALL, Heads(2, 6, 16, 32, tiled=True), Heads(1, 1, 24, 48, 3)])
 def test_steps_of_requests(heads, dtype):
@@ -31,6 +32,7 @@ def test_steps_of_requests(heads, dtype):
     layers.step([Span(1, 42, 1, 0), Span(0, 22, 9, 0)], steps_only=True)
 
 
+@pytest.mark.one_in(3)
 @dtypes
 @pytest.mark.parametrize("heads", [SMALL, Heads(2, 6, 16, 32, tiled=True), Heads(1, 1, 24, 48, 3)])
 def test_prompts(heads, dtype):

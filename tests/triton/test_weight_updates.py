@@ -42,6 +42,7 @@ CASES = {  # families -> settings that make them shorter
 }  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", CASES)
 def test_new_weights_have_the_old_addresses(case, tmp_path):
     save_model(tmp_path / "first", case, **CASES[case])
@@ -67,6 +68,7 @@ def test_new_sinks_have_the_old_addresses():
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("quantization", ["fp8", "int4", "nf4"])
 @pytest.mark.parametrize("config", [quantized_models.LLAMA, quantized_models.MIXTRAL])
 def test_quantization_at_load_follows_in_place(quantization, config, tmp_path):

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("cold_runners")
 LIMITS = {"deterministic": True, "max_model_len": 64}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", CASES)
 def test_an_updated_family_equals_a_loaded_one(case, tmp_path):
     save_model(tmp_path / "first", case)
