@@ -21,7 +21,7 @@ _plain_np_dtype, _plain_unwrap = interpreter._get_np_dtype, core._unwrap_if_cons
 _check_types, _computation_type = Semantic.binary_op_type_checking_impl, Semantic.computation_type_impl
 _broadcast, _cast = Semantic.broadcast_impl_value, Semantic.cast
 _check_handle, _splat = interpreter.TensorHandle.__post_init__, interpreter.InterpreterBuilder.create_splat
-_binary_op = interpreter.InterpreterBuilder.binary_op
+_binary_op, _dot = interpreter.InterpreterBuilder.binary_op, interpreter.InterpreterBuilder.create_dot
 
 Dims = tuple[int, ...]
 _shapes: dict[Dims, tuple[Any, int]] = {}  # of block types
@@ -31,6 +31,7 @@ _of_tensors: dict[Dims, tuple[Any, Any]] = {}  # numel and shape of tensors
 _common_dims: dict[tuple[Dims, Dims], Dims] = {}
 _computation_types: dict[tuple[Any, ...], core.dtype] = {}
 _np_dtypes: dict[str, np.dtype] = {}
+_FLOATS = np.dtype(np.float16), np.dtype(np.float32)
 _NO_CONSTEXPR = {int, float, bool, core.tensor, core.dtype, core.block_type, core.pointer_type}
 
 
@@ -154,6 +155,15 @@ def _binary_op_of_numbers(self: interpreter.InterpreterBuilder, lhs: Any, rhs: A
     return interpreter.TensorHandle(output, dtype)
 
 
+def _dot_of_doubles(self: interpreter.InterpreterBuilder, a: Any, b: Any, d: Any, *options: Any) -> Any:
+    """The sums of a product are rounded to float32 once. On some CPUs, a row of NumPy's float32 product has other bits
+    in another place of its matrix. Matrix instructions of a GPU ignore the place."""
+    if a.data.dtype not in _FLOATS or b.data.dtype not in _FLOATS:
+        return _dot(self, a, b, d, *options)
+    product = np.matmul(a.data, b.data, dtype=np.float64)
+    return interpreter.TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
+
+
 def _patch_builtin(obj: object, name: str, member: Callable, _: object, scope: interpreter._LangPatchScope) -> None:
     """Replace a builtin by its function, which gets the interpreter's semantics. Its wrapper only checks for some."""
     function, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
@@ -187,6 +197,7 @@ interpreter._get_np_dtype, core._unwrap_if_constexpr = _known_np_dtype, _unwrap
 interpreter.TensorHandle.__init__, interpreter._validate_np_data_size = _init_handle, _fits
 interpreter.InterpreterBuilder.create_splat = _splat_scalar
 interpreter.InterpreterBuilder.binary_op = _binary_op_of_numbers
+interpreter.InterpreterBuilder.create_dot = _dot_of_doubles
 Semantic.computation_type_impl, Semantic.binary_op_type_checking_impl = _known_computation_type, _check_known_types
 Semantic.cast, Semantic.broadcast_impl_value = _cast_to_other, _broadcast_to_known
 # Sums of integers are computed a second time to find overflows, which matters only in a debugging session.
