@@ -14,6 +14,9 @@ from runtime.text.tool_calls import CallDelta
 
 _TAIL = 8  # prompt tokens that affect the beginning of the output's text
 
+Finish = Literal["stop", "length", "tool_calls", "abort"]
+_FINISHES: dict[FinishReason, Finish] = {FinishReason.STOP: "stop", FinishReason.ABORT: "abort"}  # all others: length
+
 
 @dataclass(frozen=True, slots=True)
 class WeightSpan:
@@ -33,7 +36,7 @@ class Delta:
     token_ids: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)  # the complete characters of the output after each token
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token, if requested
-    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
+    finish_reason: Finish | None = None
     num_cached: int = 0  # prompt tokens served from the prefix cache
     stop_reason: str | int | None = None  # the stop string or the stop id that ended the choice
     prompt_logprobs: Sequence[TokenLogprobs] = ()  # of the prompt's tokens except the first, if requested
@@ -105,7 +108,7 @@ class OutputProcessor:
         # The token that ended it (EOS or a stop id) counts as output but is not part of the text.
         hides_last = output.finish_reason is FinishReason.STOP and not self._shows_stop
         text, ends = stream.push(token_ids[:-1] if hides_last else token_ids)
-        finish: Literal["stop", "length", "tool_calls"] | None = None
+        finish: Finish | None = None
         stop_reason: str | int | None = None
         if stream.stopped is not None:
             finish, stop_reason, num_used = "stop", stream.stopped, len(ends)  # later tokens are dropped
@@ -115,7 +118,7 @@ class OutputProcessor:
         elif output.finish_reason:
             ends += [stream.num_chars] * (len(token_ids) - len(ends))
             text += stream.finish()
-            finish = "stop" if output.finish_reason is FinishReason.STOP else "length"
+            finish = _FINISHES.get(output.finish_reason, "length")
             stop_reason = output.stop_token_id
             if stream.stopped is not None:  # the held text has completed a stop string
                 finish, stop_reason = "stop", stream.stopped

@@ -26,7 +26,7 @@ _ERRORS = {
     415: "The body is not declared to be JSON.",
     429: "The engine's queue is full, or a limit of files, uploads, batches or names of adapters is reached.",
     431: "The headers are too long.",
-    499: "The request was aborted by its id, or by a pause.",
+    499: "The request was aborted by its id or by a pause, and its answer has no form for a part.",
     500: "The server failed.",
     503: "The server is loading, draining or recovering, or its disk fails.",
     504: "A deadline of the server has passed.",

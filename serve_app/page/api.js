@@ -57,6 +57,9 @@ export async function* stream(path, body, signal) {
   }
 }
 
+/** How an answer ended by its `finish_reason`; empty if by itself. */
+export const ending = reason => ({ length: 'cut at the token limit', abort: 'ended by the server' })[reason] ?? '';
+
 /** Counts and times one answer, and what a draft guessed of it. */
 export class Pace {
   #start = performance.now();

@@ -1,6 +1,6 @@
 // A conversation: its turns, and the next answer as it comes.
 
-import { stream, streamed } from './api.js';
+import { ending, stream, streamed } from './api.js';
 import { startChats } from './chats.js';
 import { compare } from './compare.js';
 import { Composer } from './composer.js';
@@ -69,7 +69,7 @@ export function startChat(served) {
       await checkStructure(request.fields, signal);
       [turn.request, seed] = [request, drawnSeed()];
       for await (const chunk of stream(PATH, bodyOf(turn, shown.indexOf(entry)), signal)) reply.add(chunk);
-      reply.finish(reply.reason === 'length' ? 'cut at the token limit' : '');
+      reply.finish(ending(reply.reason));
     } catch (error) {
       signal.aborted ? reply.finish('stopped') : reply.finish('', error.message);
     }

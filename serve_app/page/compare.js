@@ -1,6 +1,6 @@
 // "Compare": the same question with the settings as they are now, beside the answer that is there.
 
-import { Pace, stream } from './api.js';
+import { Pace, ending, stream } from './api.js';
 import { copyButton, element, following } from './dom.js';
 import { renderAnswer } from './reply.js';
 
@@ -23,7 +23,7 @@ export async function compare({ pair, scroll }, then, now, path, body, signal) {
     for await (const chunk of stream(path, body, signal)) {
       pace.see(chunk);
       said += chunk.choices[0]?.delta.content ?? '';
-      if (chunk.choices[0]?.finish_reason === 'length') end = 'cut at the token limit';
+      end ||= ending(chunk.choices[0]?.finish_reason);
       frame ||= requestAnimationFrame(draw);
     }
   } catch (error) {

@@ -1,6 +1,6 @@
 // The playground: a prompt, its completion, how likely each token was, and what of it a draft had guessed.
 
-import { Pace, stream, streamed } from './api.js';
+import { Pace, ending, stream, streamed } from './api.js';
 import { Composer } from './composer.js';
 import { copyButton, element, following } from './dom.js';
 import { buildSettings, drawnSeed, settings, showDefaults } from './settings.js';
@@ -53,7 +53,7 @@ export function startCompletion(served) {
       for await (const chunk of stream(PATH, body, signal)) {
         pace.see(chunk);
         const [choice] = chunk.choices;
-        if (choice?.finish_reason === 'length') end = 'cut at the token limit';
+        end ||= ending(choice?.finish_reason);
         const chars = [...(choice?.text ?? '')];
         const spans = (choice?.draft_spans ?? []).map(span => span.map(place => place - length));
         completion += choice?.text ?? '';

@@ -11,7 +11,8 @@ from starlette.routing import Route
 
 # Statuses of errors, by what an operation does.
 BODY = (400, 408, 413, 415)  # it reads a body of JSON
-GENERATION = (*BODY, 404, 429, 499, 503, 504)
+GENERATION = (*BODY, 404, 429, 503, 504)
+WHOLE_ANSWERS = (*GENERATION, 499)  # an aborted request ends as an error
 ENGINES = (403, 503, 504)  # it waits for all engines
 
 Answer = type[msgspec.Struct]

@@ -90,6 +90,7 @@ class PreparedRequest(Generic[R]):
     requests: list[Request]  # without their grammar, which is added when they run
     stops: StopStrings | None  # of all choices
     ignored_fields: list[str]
+    keeps_aborted: bool = False  # an aborted choice ends with its tokens so far, and not with an error
     on_delta: Callable[[Delta], None] | None = None  # called with each delta
 
     @property

@@ -32,6 +32,7 @@ class Endpoint(ABC, Generic[R]):
     default_max_tokens: ClassVar[int | None]  # for requests without a number; None for the rest of the context
 
     renders_chats: ClassVar[bool] = False  # true if prompts need the model's chat template
+    keeps_aborted: ClassVar[bool] = False  # true if an aborted choice is answered with its tokens so far
     max_tokens_field: ClassVar[str] = "max_tokens"  # field that a client may lower for a longer prompt
 
     def new_id(self, request_id: str) -> str:

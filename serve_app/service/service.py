@@ -222,7 +222,9 @@ class Service:
                 raise invalid("min_weight_version", f"{text} --weight-updates")
             requests = [replace(each, min_weight_version=str(version)) for each in requests]
         ignored = [*request.ignored_fields(), *prompts.ignored_fields]
-        return PreparedRequest(answer_id, owner, request, model, prompts, requests, stops, ignored)
+        return PreparedRequest(
+            answer_id, owner, request, model, prompts, requests, stops, ignored, endpoint.keeps_aborted
+        )
 
     async def run(
         self, prepared: PreparedRequest[Any], context: RequestContext | None = None
@@ -346,7 +348,8 @@ class Service:
             async with aclosing(self._client.generate(request, seen.moved_to)) as outputs:
                 async for output in outputs:
                     seen.note(output)
-                    if output.finish_reason > FinishReason.LENGTH:
+                    keeps = prepared.keeps_aborted and output.finish_reason is FinishReason.ABORT
+                    if output.finish_reason > FinishReason.LENGTH and not keeps:
                         raise _failure(output, prepared.prompts.grammar)
                     delta = processor.process(output)
                     if echo is not None:

@@ -111,6 +111,8 @@ class RemoteModel:
                 text, reason, count = read_event(data)
                 num_tokens, was_cut = count or num_tokens, was_cut or reason == "length"
                 yield text
+                if reason == "abort":
+                    raise CallboardError("The server ended this answer; send the message again.")
         return Ending(num_tokens, was_cut)
 
 

@@ -6,6 +6,7 @@ import re
 import pytest
 from playwright.sync_api import expect
 
+from runtime.spec.types import FinishReason
 from tests.support.http.page_browser import ANSWER, ask, is_answered, open_settings
 
 
@@ -247,6 +248,17 @@ def test_an_answer_cut_at_the_limit_can_be_continued(visit, server):
     ask(page, "And?")
     is_answered(page, 2)
     assert server.prompt() == "<user>Letters?<assistant>abcdef<user>And?<assistant>"
+
+
+def test_an_answer_that_the_server_ended_can_be_continued(visit, server, monkeypatch):
+    server.answers("abcdef")
+    monkeypatch.setattr(server.engine, "failure", (FinishReason.ABORT, ""))
+    monkeypatch.setattr(server.engine, "fails_after", 3)
+    page = visit()
+    ask(page, "Letters?")
+    page.wait_for_selector(".answer footer span:text('ended by the server')")
+    assert page.inner_text(".text") == "abc"
+    assert page.locator("button:text('Continue')").count() == 1
 
 
 def test_regenerate(visit, server):

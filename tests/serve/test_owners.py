@@ -29,8 +29,7 @@ async def test_an_abort_ends_only_requests_of_the_same_key():
         for name in ("mine", "cmpl-mine", "cmpl-mine-0"):
             await two.post("/abort", body={"request_id": name}, cast_to=object)
             await eventually(lambda: live(engine) == 1)
-            with pytest.raises(openai.APIStatusError, match="aborted"):
-                await second
+            assert (await second).choices[0].finish_reason == "abort"
             assert not first.done()
             second = begin(two)
             await eventually(lambda: live(engine) == 2)
@@ -42,8 +41,7 @@ async def test_an_abort_ends_only_requests_of_the_same_key():
         operator.abort("mine")  # without an owner: all of that name
         await eventually(lambda: live(engine) == 0)
         for task in (first, second):
-            with pytest.raises(openai.APIStatusError, match="aborted"):
-                await task
+            assert (await task).choices[0].finish_reason == "abort"
         operator.close()
 
 

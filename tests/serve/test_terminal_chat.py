@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import uvicorn
 
-from runtime.spec.types import CallboardError
+from runtime.spec.types import CallboardError, FinishReason
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
@@ -221,6 +221,14 @@ def test_an_answer_of_a_server_has_a_ceiling(fake_server):
     assert engine.requests[0].params.max_tokens == MAX_TOKENS
     text, ending = answer_of(RemoteModel(url, {"max_tokens": 5}))
     assert (text, ending) == ("Hello", Ending(5, was_cut=True))
+
+
+def test_an_answer_that_the_server_ended_is_an_error(fake_server):
+    engine, _, url = fake_server
+    engine.failure, engine.fails_after = (FinishReason.ABORT, ""), 5
+    pieces = RemoteModel(url, {}).answer(QUESTION)
+    with pytest.raises(CallboardError, match="ended this answer; send"):
+        assert "".join(pieces) == "Hello"
 
 
 def test_a_short_context_gives_all_that_fits(fake_server):

@@ -42,6 +42,18 @@ async def test_a_stream_goes_on_with_the_new_weights():
         assert (await http.get("/get_world_size")).json() == {"world_size": 1}
 
 
+async def test_a_pause_that_aborts_returns_what_there_is():
+    async with serving(delay_s=0.02, weight_updates=True) as (engine, url), httpx.AsyncClient(base_url=url) as http:
+        rollout = {"prompt": [1, 2, 3], "max_tokens": 400, "ignore_eos": True, "return_token_ids": True}
+        running = asyncio.create_task(http.post("/v1/completions", json=rollout))
+        await eventually(lambda: engine.loop.core.scheduler.stats.steps > 5)
+        assert (await http.post("/pause")).json() == {"status": "paused"}  # as in vLLM, it aborts
+        (choice,) = (await running).json()["choices"]
+        count = len(choice["token_ids"])
+        assert (choice["finish_reason"], 0 < count < 400) == ("abort", True)
+        assert choice["weight_versions"] == [{"version": "default", "start": 0, "end": count}]
+
+
 async def test_a_part_that_does_not_fit_changes_nothing():
     async with serving(weight_updates=True) as (engine, url), httpx.AsyncClient(base_url=url) as http:
         engine.runners[-1].refuses["weights_receive"] = CallboardError("The model has no tensor a.")

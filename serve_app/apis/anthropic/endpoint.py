@@ -13,7 +13,7 @@ from serve_app.apis.chat.endpoint import ChatEndpoint
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.protocol.answers import ChoiceUsage, encode_json
 from serve_app.protocol.errors import ApiError, anthropic_body
-from serve_app.protocol.operation import GENERATION, Operation
+from serve_app.protocol.operation import WHOLE_ANSWERS, Operation
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.protocol.sse import EventStream
@@ -22,12 +22,12 @@ from serve_app.protocol.sse import EventStream
 class MessagesEndpoint(ChatEndpoint):
     """Blocks of content in, blocks of content out: a chat of one choice."""
 
-    path, id_prefix = "/v1/messages", "msg_"
+    path, id_prefix, keeps_aborted = "/v1/messages", "msg_", False  # its API lacks the reason
     operation = Operation(
         "Answer a chat, in Anthropic's form",
         AnsweredMessage,
         (MessagesRequest,),
-        GENERATION,
+        WHOLE_ANSWERS,
         streams=True,
         error=MessagesError,
     )

@@ -28,6 +28,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
     path, request_type, id_prefix, default_max_tokens = "/v1/chat/completions", ChatRequest, "chatcmpl-", None
     operation = Operation("Answer a chat", ChatCompletion, (ChatRequest,), GENERATION, streams=True)
     renders_chats = True
+    keeps_aborted = True
 
     def prompts(self, request: ChatRequest, model: ServedModel, where: str = "messages") -> Prompts:
         """Return the prompt; `where` is the client's field with the messages."""

@@ -31,6 +31,7 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
 
     path, request_type, id_prefix, default_max_tokens = "/v1/completions", CompletionRequest, "cmpl-", 16
     operation = Operation("Complete texts", TextCompletion, (CompletionRequest,), GENERATION, streams=True)
+    keeps_aborted = True
 
     def prompts(self, request: CompletionRequest, model: ServedModel) -> Prompts:
         given, n = request.prompts(), request.n or 1

@@ -20,7 +20,7 @@ from serve_app.apis.ollama.answers import OllamaChatLine, OllamaError, OllamaTex
 from serve_app.apis.ollama.request import NAMES, NAMES_BY_PROMPT, LoadRequest, OllamaChatRequest, OllamaGenerateRequest
 from serve_app.protocol.answers import ChoiceUsage, encode_json, listed, logprob_entry
 from serve_app.protocol.errors import ApiError
-from serve_app.protocol.operation import GENERATION, Operation
+from serve_app.protocol.operation import WHOLE_ANSWERS, Operation
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.prepared_request import PreparedRequest, Prompts, ServedModel
 from serve_app.protocol.sampling import SamplingFields
@@ -86,7 +86,7 @@ class OllamaChatEndpoint(OllamaEndpoint):
         "Answer a chat, in Ollama's form",
         OllamaChatLine,
         (OllamaChatRequest,),
-        GENERATION,
+        WHOLE_ANSWERS,
         streams=True,
         media_type=_LINES,
         error=OllamaError,

@@ -20,7 +20,7 @@ from serve_app.apis.pooled.answers import Embeddings, Pooled, Ranking, Scores
 from serve_app.apis.pooled.request import EmbeddingRequest, PooledFields, PoolingRequest, RerankRequest, ScoreRequest
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import ApiError
-from serve_app.protocol.operation import GENERATION, Operation
+from serve_app.protocol.operation import WHOLE_ANSWERS, Operation
 from serve_app.protocol.prepared_request import ServedModel
 from serve_app.protocol.prompt_ids import prompt_ids
 
@@ -75,7 +75,7 @@ class PoolingEndpoint(PooledEndpoint[PoolingRequest]):
     """The model's vectors: embeddings, or the logits of a classifier's labels."""
 
     paths, request_type, id_prefix = ("/pooling",), PoolingRequest, "pool-"
-    operation = Operation("Vectors of texts as the model makes them", Pooled, (PoolingRequest,), GENERATION)
+    operation = Operation("Vectors of texts as the model makes them", Pooled, (PoolingRequest,), WHOLE_ANSWERS)
 
     def prompts(self, request: PoolingRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
         given = request.inputs()
@@ -93,7 +93,7 @@ class EmbeddingsEndpoint(PooledEndpoint[EmbeddingRequest]):
     """OpenAI's embeddings."""
 
     paths, request_type, id_prefix = ("/v1/embeddings",), EmbeddingRequest, "embd-"
-    operation = Operation("Vectors of texts", Embeddings, (EmbeddingRequest,), GENERATION)
+    operation = Operation("Vectors of texts", Embeddings, (EmbeddingRequest,), WHOLE_ANSWERS)
 
     def prompts(self, request: EmbeddingRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
         if pooling.num_labels:
@@ -112,7 +112,7 @@ class ScoreEndpoint(PooledEndpoint[ScoreRequest]):
     """Scores of pairs of texts: a classifier's probability, or the cosine of embeddings."""
 
     paths, request_type, id_prefix = ("/v1/score", "/score"), ScoreRequest, "score-"
-    operation = Operation("How well texts match", Scores, (ScoreRequest,), GENERATION)
+    operation = Operation("How well texts match", Scores, (ScoreRequest,), WHOLE_ANSWERS)
 
     def prompts(self, request: ScoreRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
         pairs = request.pairs()
@@ -131,7 +131,7 @@ class RerankEndpoint(PooledEndpoint[RerankRequest]):
     """Documents sorted by their scores for a query, the best first."""
 
     paths, request_type, id_prefix = ("/v1/rerank", "/rerank", "/v2/rerank"), RerankRequest, "rerank-"
-    operation = Operation("Documents in the order of a query", Ranking, (RerankRequest,), GENERATION)
+    operation = Operation("Documents in the order of a query", Ranking, (RerankRequest,), WHOLE_ANSWERS)
 
     def prompts(self, request: RerankRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
         pairs = [(request.query, text) for text in request.texts()]

@@ -208,7 +208,8 @@ class FakeEngine:
         for at in range(0, len(ids), self.group):
             if self.fails_after is not None and at >= self.fails_after:
                 reason, error = self.failure
-                yield RequestOutput(request.request_id, [], reason, error=error)
+                versions = self.weight_versions
+                yield RequestOutput(request.request_id, [], reason, error=error, weight_versions=versions)
                 return
             output = RequestOutput(request.request_id, ids[at : at + self.group], num_cached=3 if at == 0 else 0)
             if at == 0:
