@@ -55,6 +55,17 @@ def test_folders_are_small():
     assert {folder for folder in large if not folder.startswith("tests/")} <= GROWING_FOLDERS
 
 
+def test_lists_of_modules_are_whole():
+    """A package that lists its modules, each on a line of its own, names all of them."""
+    lacking = {}
+    for path in (path for path in FILES if path.name == "__init__.py" and "tests" not in path.parts):
+        listed = set(re.findall(r"^(?: {4})?([a-z_]+) {3,}\S", path.read_text("utf-8"), re.MULTILINE))
+        modules = {other.stem for other in path.parent.glob("*.py")} - {"__init__"}
+        if len(listed & modules) > 1 and modules - listed:
+            lacking[str(path.relative_to(ROOT))] = modules - listed
+    assert lacking == {}
+
+
 def test_names_of_tests_are_short():
     names = {str(path.relative_to(ROOT)): re.findall(r"def (test_\w+)", path.read_text("utf-8")) for path in FILES}
     long = [f"{path}::{name}" for path in names for name in names[path] if len(name) > MAX_TEST_NAME]

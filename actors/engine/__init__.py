@@ -11,6 +11,7 @@ engine_adapters    loads adapters in a thread of its own
 adapter_machine    the states of adapters, as a pure state machine
 cache_feed         sends changes of the prefix cache to fronts
 sleep              the levels of sleep
+weights            pauses, and updates of the weights
 metrics            counts of the engine, and their sum with its fronts'
 autoscaling        the number of engines that an application needs
 """

@@ -2,6 +2,8 @@
 
 engine_group       all engines of an application: assigns streams to them, and moves streams between them
 link               the connection to one engine, and the streams that it serves
+client_stream      a live request of this front; it outlives links and engines
 router             chooses an engine by prefix caches and load
 front_adapters     the adapters of the application, and how to load and unload them
+weight_calls       calls about weights to all engines at once
 """
