@@ -39,7 +39,11 @@ class Parent:
     def send(self, **news: str | bool) -> None:
         """Send news to the parent, which passes them to `on_news`.
 
-        With `ready=True`, signals become orders from now on. `log` is the place to look if this process just ends."""
+        With `ready=True`, signals to the parent become orders from now on. This process then ignores its own signals,
+        because `pkill` finds both processes. `log` is the place to look if this process just ends."""
+        if news.get("ready"):
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, lambda *_: None)
         os.write(self._news, json.dumps(news).encode() + b"\n")
 
     def wait_for_order(self, timeout_s: float | None = None) -> bool:

@@ -186,6 +186,26 @@ def test_signals_stop_a_ready_child_gracefully(program):
     assert started.process.returncode == 0
 
 
+def test_a_signal_to_both_processes_is_one_order(program):
+    """`pkill callboard` finds the child, too, in which Ray has installed a handler that ends it."""
+    started = program(
+        """
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
+        parent.send(ready=True)
+        print("ready", flush=True)
+        print("stop:", parent.wait_for_order(), flush=True)
+        """
+    )
+    assert started.process.stdout.readline() == "ready\n"
+    for number in (signal.SIGINT, signal.SIGTERM):
+        for child in children(started.process.pid):
+            os.kill(child, number)
+    time.sleep(0.1)  # a child that ends would be noticed first
+    started.process.send_signal(signal.SIGTERM)
+    assert started.rest() == "stop: True\n"
+    assert started.process.returncode == 0
+
+
 def test_a_third_signal_kills(program):
     started = program("parent.send(ready=True)\nprint('ready', flush=True)\ntime.sleep(60)")
     assert started.process.stdout.readline() == "ready\n"
