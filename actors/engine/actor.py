@@ -75,7 +75,7 @@ class EngineActor:
         return self._loop.info
 
     def _pause_file(self) -> Path | None:
-        """The file of `EngineWeights`. A restarted engine has the same id, and an engine of another server has not."""
+        """The file of `EngineWeights`. A restarted engine has the same id; ids of other servers differ."""
         folder, name = self._config.weight_store, ray.get_runtime_context().get_actor_name()
         return None if folder is None or name is None else Path(folder, f"paused-{engine_id(name)}")
 

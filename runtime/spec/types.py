@@ -29,7 +29,7 @@ class FinishReason(IntEnum):
     NONE = 0
     STOP = 1  # an end-of-sequence id or a stop id was sampled
     LENGTH = 2  # max_tokens or the model's context is exhausted
-    ABORT = 3  # the client disconnected or aborted it
+    ABORT = 3  # aborted by its client, by the loss of its client, or by a pause
     ERROR = 4  # a fault of this request alone, for example non-finite logits
     GRAMMAR = 5  # its grammar cannot be served, or cannot continue
 

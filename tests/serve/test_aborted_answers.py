@@ -1,5 +1,6 @@
 """Answers to requests that were aborted by their ids, or by a pause: their tokens so far, where the API has a form."""
 
+import json
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ async def test_a_chat_has_its_reasoning_so_far():
     assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("Hm, w", None)
 
 
-async def test_one_choice_of_a_stream_ends_before_the_others():
+async def test_each_choice_of_a_stream_ends():
     request = {"prompt": "a", "max_tokens": 50, "n": 2, "stream": True}
     events = events_of(await post(engine_of(), request))
     ends = [choice for event in events for choice in event["choices"] if choice["finish_reason"]]
@@ -65,6 +66,7 @@ async def test_one_choice_of_a_stream_ends_before_the_others():
     ("path", "request_body"),
     [
         ("/v1/messages", MESSAGE),
+        ("/v1/responses", {"input": "a"}),
         ("/api/generate", {"model": MODEL, "prompt": "a", "stream": False}),
         ("/api/chat", MESSAGE | {"stream": False}),
     ],
@@ -73,6 +75,14 @@ async def test_other_apis_report_an_error(path: str, request_body: dict[str, Any
     response = await post(engine_of(), request_body, path)
     assert response.status_code == 499
     assert WHY in response.text
+
+
+async def test_a_streamed_response_fails_with_its_output_so_far():
+    streamed = await post(engine_of(), {"input": "a", "stream": True}, "/v1/responses")
+    *_, last = (line for line in streamed.text.splitlines() if line.startswith("data: {"))
+    response = json.loads(last.removeprefix("data: "))["response"]
+    assert (response["status"], response["error"]["message"]) == ("failed", WHY)
+    assert response["output"][0]["content"][0]["text"] == "Hello"
 
 
 async def test_a_vector_has_no_part():

@@ -273,6 +273,10 @@ async def test_a_background_response_is_cancelled(how: str):
             engine.failure, engine.fails_after = (engine.failure[0].ABORT, ""), 0
             await front.http.post("/abort", json={"request_id": made["id"]})
             assert engine.aborts == [made["id"]]
+            await eventually(lambda: b'"status":"cancelled"' in front.store.body(made["id"], ""))
+            ended = (await other.http.get(f"/responses/{made['id']}")).json()
+            assert (ended["status"], ended["output"][0]["status"]) == ("cancelled", "incomplete")
+            assert ended["output"][0]["content"][0]["text"].startswith("Hello")
             return
         if how == "delete":
             await other.http.delete(f"/responses/{made['id']}")

@@ -16,7 +16,7 @@ from serve_app.apis.responses.request import INSTRUCTING, NAMES, ResponsesReques
 from serve_app.apis.responses.store import ResponseStore
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import ApiError
-from serve_app.protocol.operation import GENERATION, Operation
+from serve_app.protocol.operation import WHOLE_ANSWERS, Operation
 from serve_app.protocol.prepared_request import PreparedRequest, Prompts, ServedModel
 from serve_app.service.endpoint import Endpoint
 
@@ -26,7 +26,7 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
 
     path, request_type, id_prefix, default_max_tokens = "/v1/responses", ResponsesRequest, "resp_", None
     max_tokens_field, renders_chats = "max_output_tokens", True
-    operation = Operation("Answer a chat of items", ResponseObject, (ResponsesRequest,), GENERATION, streams=True)
+    operation = Operation("Answer a chat of items", ResponseObject, (ResponsesRequest,), WHOLE_ANSWERS, streams=True)
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
