@@ -66,7 +66,8 @@ class Leaving(Healthy):
 
     def handle(self) -> None:
         self.handle_one_request()
-        Leaving.num_left += self.rfile.readline() != b""
+        if self.rfile.readline():  # before `+=` reads the number, which other threads change meanwhile
+            Leaving.num_left += 1
 
 
 class Staying(Leaving):
