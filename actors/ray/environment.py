@@ -32,6 +32,7 @@ FAST_SERVE = {
 SINGLE_MACHINE = FAST_SERVE | {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on Linux this makes Ray's daemons listen on 127.0.0.1
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_agent_register_timeout_ms": "300000",  # the default of 30 s ends raylets on busy machines
     "RAY_enable_worker_prestart": "0",  # else one idle worker per CPU; a server uses seven workers
     "RAY_prestart_worker_first_driver": "0",  # the same
     "RAY_worker_niceness": "0",  # the default of 15 puts engine and front behind all other processes

@@ -6,6 +6,9 @@ to the fork server, and lives until the fork ends. All other processes run in a 
 jobs or with other settings of Serve, and programs that are not workers. After the end of the fork server every process
 does.
 
+A raylet aborts if its agents have not written their ports to files after 15 s, and a busy machine needs longer to start
+them. So the command assigns the ports and writes these files itself, and the raylet does not wait.
+
 The command runs this file without any package, so the top of the file imports only the standard library.
 """
 
@@ -26,6 +29,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 _WORKER = "/ray/_private/workers/default_worker.py"
+_AGENTS = {  # names of port files by an agent's options
+    "/ray/dashboard/agent.py": {
+        "grpc-port": "metrics_agent_port",
+        "metrics-export-port": "metrics_export_port",
+        "listen-port": "dashboard_agent_listen_port",
+    },
+    "/ray/_private/runtime_env/agent/main.py": {"runtime-env-agent-port": "runtime_env_agent_port"},
+}
 _MAX_MESSAGE_BYTES = 1 << 20
 # Ray's library copies these into its configuration when it is loaded, here before Ray runs. A cluster's first job has
 # this number. A worker ends with the process RAY_RAYLET_PID. Here that is the driver, which itself ends with the raylet
@@ -39,10 +50,14 @@ def start(folder: str, modules: Sequence[str]) -> str:
     The files of the command are in `folder`. The import of `modules` must not use a GPU or start threads."""
     import subprocess
 
+    from actors.ray.environment import quiet_port
     from runtime.start import command as command_of
 
     command, address = Path(folder, "python"), str(Path(folder, "fork-server"))
-    program = [sys.executable, "-I", "-S", __file__, "run", address, sys.executable]
+    ports: dict[int, None] = {}  # of all agents
+    while len(ports) < sum(map(len, _AGENTS.values())):
+        ports[quiet_port()] = None
+    program = [sys.executable, "-I", "-S", __file__, "run", address, sys.executable, json.dumps(list(ports))]
     command.write_text(f'#!/bin/sh\nexec {shlex.join(program)} "$@"\n')
     command.chmod(0o700)
     settings = {"RAY_JOB_ID": _FIRST_JOB, "RAY_RAYLET_PID": str(os.getpid())}
@@ -59,8 +74,10 @@ def start(folder: str, modules: Sequence[str]) -> str:
 # ---- the command that Ray runs as Python ----------------------------------------------------------------------------
 
 
-def _run(address: str, python: str, *arguments: str) -> int:
-    """Run Python with these arguments, in a fork of the server if possible. Returns the fork's exit code."""
+def _run(address: str, python: str, ports: str, *arguments: str) -> int:
+    """Run Python with these arguments, in a fork of the server if possible. Returns the fork's exit code.
+
+    `ports` are free ones for the agents, as JSON."""
     script = next((at for at, argument in enumerate(arguments) if not argument.startswith("-")), 0)
     if arguments[script].endswith(_WORKER):
         request = json.dumps([arguments[script:], os.getcwd(), dict(os.environ)]).encode()
@@ -69,7 +86,22 @@ def _run(address: str, python: str, *arguments: str) -> int:
             socket.send_fds(server, [request], [0, 1, 2])
             if server.recv(1):  # the server has forked
                 return int(server.recv(4) or 1)
-    os.execv(python, [python, *arguments])
+    os.execv(python, [python, *_with_ports(arguments, arguments[script], json.loads(ports))])
+
+
+def _with_ports(arguments: Sequence[str], script: str, ports: Sequence[int]) -> list[str]:
+    """Write an agent's ports to their files and append them to its arguments. Other programs keep their arguments."""
+    given = dict(argument[2:].partition("=")[::2] for argument in arguments)
+    every = [(agent, *names) for agent, options in _AGENTS.items() for names in options.items()]
+    added = []
+    for (agent, option, file), port in zip(every, ports, strict=True):
+        if script.endswith(agent):
+            path = Path(given["session-dir"], f"{file}_{given['node-id']}")
+            unfinished = path.with_suffix(".unfinished")
+            unfinished.write_text(str(port))
+            unfinished.rename(path)
+            added.append(f"--{option}={port}")  # the last of equal options counts
+    return [*arguments, *added]
 
 
 # ---- the server -----------------------------------------------------------------------------------------------------

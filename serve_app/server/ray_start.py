@@ -32,7 +32,7 @@ WORKERS_MODULES = (  # modules that Ray's workers import: Serve's actors, the re
     "runtime.worker.sources",
 )
 _OBJECT_STORE_BYTES = 100 << 20  # Ray's smallest sensible one, since no tensor goes through it
-_RAYLET_START_S = 120.0  # for the start of Ray's daemons on a busy machine
+_RAYLET_START_S = 300.0  # for the start of Ray's daemons on a busy machine
 _MAX_TRIES = 3
 _DAEMONS = "gcs_server", "raylet"
 
@@ -59,13 +59,14 @@ def start_ray(settings: ServerSettings, console: Console, parent: Parent, python
     private: Any = ray._private
     private.parameter.RayParams = partial(private.parameter.RayParams, no_monitor=True, include_log_monitor=False)
     private.node.Node.start_api_server = lambda *_, **__: None
-    private.services.get_node = _patient(private.services.get_node)
     num_actors = settings.scaling.most * (1 + settings.config.tensor_parallel_size) + (settings.num_fronts or 0)
     importing = threading.Thread(target=import_module, args=("serve_app.app",))  # while Ray's daemons start
     importing.start()
     sys.executable, own = python, sys.executable
-    try:
-        context = _initialized(num_actors)
+    # Without this job_config, Ray's workers search the current folder for modules before any other.
+    job_config = ray.job_config.JobConfig(_client_job=True)
+    try:  # logical CPUs place actors; threads are free
+        context = init_ray(max(os.cpu_count() or 1, num_actors), job_config=job_config)
     finally:
         sys.executable = own
     importing.join()
@@ -77,23 +78,24 @@ def start_ray(settings: ServerSettings, console: Console, parent: Parent, python
     return logs
 
 
-def _initialized(num_actors: int) -> Any:
-    """The context of a Ray with room for these actors.
+def init_ray(num_cpus: int, **options: Any) -> Any:
+    """Start a private Ray without a dashboard, even on a busy machine, and return its context.
 
     Ray finds free ports before its daemons bind them. A raylet ends if another process took one, so one more try
-    follows."""
+    follows. Raises CallboardError."""
     import ray
 
+    services: Any = ray._private.services
+    services.get_node = _patient(services.get_node)
     for is_last in (False, True):
         try:
             return ray.init(
-                address="local",
-                num_cpus=max(os.cpu_count() or 1, num_actors),  # logical CPUs, which place actors; threads are free
+                address="local",  # also if RAY_ADDRESS names another one
+                num_cpus=num_cpus,
                 include_dashboard=False,
                 log_to_driver=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
-                # Without this, Ray's workers search the current folder for modules before any other.
-                job_config=ray.job_config.JobConfig(_client_job=True),
+                **options,
             )
         except Exception as e:  # Ray raises many kinds
             if is_last or not _has_ended("raylet"):
@@ -116,8 +118,10 @@ def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
         while True:
             try:
                 return get_node(*args)
-            except RuntimeError:  # the node is not registered yet
-                if time.monotonic() > end or _has_ended("raylet"):
+            except RuntimeError as e:  # the node is not registered yet
+                if _has_ended("raylet"):  # Ray would repeat a RuntimeError for 30 s
+                    raise ChildProcessError("its raylet ended") from e
+                if time.monotonic() > end:
                     raise
                 time.sleep(0.1)
 

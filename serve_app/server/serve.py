@@ -65,11 +65,14 @@ def _serve_in_child(
     console.divert(Path(folder, "log"))
     keep_bytecode()
     python = fork_server.start(folder, WORKERS_MODULES)
-    logs = start_ray(settings, console, parent, python)
-    open_door(settings, logs)
-    console.phase("front door open")
-    deploy(settings)
-    wait_until_up(settings, console, parent, logs)
+    with console.waiting_for("Ray's daemons"):
+        logs = start_ray(settings, console, parent, python)
+    with console.waiting_for("Ray Serve and its HAProxy"):
+        open_door(settings, logs)
+        console.phase("front door open")
+    with console.waiting_for("the engine and its fronts"):
+        deploy(settings)
+        wait_until_up(settings, console, parent, logs)
     _announce(settings, console, next_step)
     if requests is not None:
         console.report(requests.describe())

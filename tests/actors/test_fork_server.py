@@ -50,7 +50,7 @@ class Python:
 
     def run(self, script: Path | None = None, **environment: str) -> list:
         process = self.start(0, script, **environment)
-        out, _ = process.communicate("hello\n", timeout=60)
+        out, _ = process.communicate("hello\n", timeout=600)
         assert process.returncode == 7
         return json.loads(out)
 
@@ -82,7 +82,7 @@ def test_a_forked_worker_equals_a_started_one(python: Python, tmp_path: Path):
     assert is_fork
     assert python.run(MARK="other")[2] == "other"
     assert python.run()[6] != first_id, "Ray's ids are drawn by each fork itself"
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not python.run()[IS_PRELOADED]:  # the first may arrive before all modules are imported
         assert time.monotonic() < end
 
@@ -96,12 +96,34 @@ def test_other_commands_start_their_own_python(python: Python, tmp_path: Path):
     assert python.run(RAY_JOB_ID="ffffffff")[IS_FORK], "a worker that is started before it is needed"
 
 
+def test_an_agent_is_known_before_it_starts(python: Python, tmp_path: Path):
+    """A raylet aborts 15 s after it began to wait for these files, and an agent imports for seconds."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    for agent, files in fork_server._AGENTS.items():
+        script = tmp_path / agent[1:]
+        script.parent.mkdir(parents=True, exist_ok=True)
+        script.write_text(f"import sys\nopen({str(gate)!r}).read()\nprint(*sys.argv[1:])")
+        options = [f"--session-dir={tmp_path}", "--node-id=0a", *(f"--{option}=0" for option in files)]
+        agent = subprocess.Popen([python.command, "-u", str(script), *options], stdout=subprocess.PIPE, text=True)
+        paths = [tmp_path / f"{file}_0a" for file in files.values()]
+        end = time.monotonic() + 60
+        while not all(path.exists() for path in paths):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        gate.write_text("")  # the agent waits until here
+        words = agent.communicate(timeout=600)[0].split()
+        assert words[-len(files) :] == [
+            f"--{option}={path.read_text()}" for option, path in zip(files, paths, strict=True)
+        ]
+
+
 def test_workers_start_without_the_fork_server(python: Python):
     os.kill(python.server, signal.SIGSTOP)
     waiting = python.start(0)
     time.sleep(0.5)
     os.kill(python.server, signal.SIGKILL)
-    out, _ = waiting.communicate("hello\n", timeout=60)
+    out, _ = waiting.communicate("hello\n", timeout=600)
     assert not json.loads(out)[IS_FORK]
     assert not python.run()[IS_FORK]
 
@@ -115,7 +137,7 @@ def test_a_command_that_ends_unanswered_leaves_the_server(python: Python, tmp_pa
         socket.send_fds(command, [json.dumps([[str(python.worker), "60"], "/", environment]).encode()], [0, 1, 2])
     os.kill(python.server, signal.SIGCONT)
     assert python.run()[IS_FORK]
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while Path(f"/proc/{python.server}/task/{python.server}/children").read_text():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -128,7 +150,7 @@ def test_command_and_fork_end_together(python: Python):
     assert json.loads(command.stdout.readline())[IS_FORK]
     (fork,) = map(int, Path(f"/proc/{python.server}/task/{python.server}/children").read_text().split())
     command.kill()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while Path(f"/proc/{fork}").exists():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -138,7 +160,7 @@ def test_command_and_fork_end_together(python: Python):
     second.stdout.readline()
     (fork,) = map(int, Path(f"/proc/{python.server}/task/{python.server}/children").read_text().split())
     os.kill(fork, signal.SIGTERM)
-    assert second.wait(10) == 241  # -15
+    assert second.wait(60) == 241  # -15
 
 
 def test_worker_modules_are_safe_to_fork():
@@ -160,7 +182,7 @@ for _ in range(2):
     os.wait()
 os._exit(0)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600,
                           cwd=Path(__file__).parents[2], env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})  # fmt: skip
     initialized, num_threads, first, second = done.stdout.split()
     assert initialized == "False"

@@ -14,7 +14,7 @@ from actors.ray import fork_server
 from actors.ray.environment import quiet_port, ray_token
 from runtime.llm import LLM
 from runtime.loading.resolve import cache_folder
-from serve_app.server.ray_start import WORKERS_MODULES
+from serve_app.server.ray_start import WORKERS_MODULES, init_ray
 from tests.conftest import RAY_FOLDER
 from tests.support.models.tiny_gguf import write_tiny_gguf
 from tests.support.processes.server import PROMPTS, sampling
@@ -40,14 +40,7 @@ def ray_session() -> Iterator[None]:
     import ray
 
     sys.executable, own = fork_server.start(RAY_FOLDER, WORKERS_MODULES), sys.executable
-    ray.init(
-        "local",  # also if RAY_ADDRESS names another one
-        num_cpus=4,  # logical ones: they limit placement, not threads
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 << 20,
-        _temp_dir=RAY_FOLDER,
-    )
+    init_ray(num_cpus=4, _temp_dir=RAY_FOLDER)  # logical CPUs: they limit placement, not threads
     sys.executable = own
     yield
     if serve := sys.modules.get("ray.serve"):

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -17,6 +18,7 @@ from actors.wire.metrics import METRICS
 from serve_app.application import build_http_app
 from serve_app.observability.tracing import Tracing
 from serve_app.server import ray_start
+from serve_app.server.console import Console
 from serve_app.service.service import Service
 from serve_app.tools import doctor
 from tests.support.http.fake_engine import FakeEngine, byte_tokenizer, client_of
@@ -234,3 +236,27 @@ def test_ray_has_time_to_register_its_node(monkeypatch):
     monkeypatch.setattr("serve_app.server.ray_start._RAYLET_START_S", -1.0)
     with pytest.raises(RuntimeError, match="never"):
         ray_start._patient(get_node)("address")
+
+
+def test_an_ended_raylet_is_reported_at_once(monkeypatch):
+    def get_node(address: str) -> str:
+        raise RuntimeError("not yet")
+
+    monkeypatch.setattr("serve_app.server.ray_start._has_ended", lambda name: name == "raylet")
+    with pytest.raises(ChildProcessError, match="its raylet ended"):
+        ray_start._patient(get_node)("address")
+
+
+def test_a_silent_start_names_what_it_awaits(capfd):
+    phases: list[str] = []
+    console = Console(phases.append, silent_s=0.01)
+    with console.waiting_for("Ray's daemons"):
+        while not (text := capfd.readouterr().err):
+            time.sleep(0.01)
+    assert re.fullmatch(r"( +[\d.]+ s  still waiting for Ray's daemons; the load is \d+ on \d+ cores\n)+", text)
+    assert phases == []
+    console = Console(phases.append, silent_s=600.0)
+    with console.waiting_for("the engine"):
+        console.phase("weights read")
+    assert "waiting" not in capfd.readouterr().err
+    assert phases == ["weights read"]
