@@ -66,7 +66,7 @@ def _gpu_gib() -> int | None:
     """The memory of the smallest GPU, in GiB, or None without one."""
     try:
         command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return min((int(line) >> 10 for line in done.stdout.split()), default=None) if done.returncode == 0 else None

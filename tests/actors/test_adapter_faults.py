@@ -51,7 +51,7 @@ async def test_failed_rebuild_ends_the_step_thread(folders):
         engine.die()
         engine.start = start
         engine.restart()
-        await asyncio.wait_for(loading, 10)
+        await asyncio.wait_for(loading, 60)
         await check(asyncio.gather(read(group, req := with_adapter(group, "a"))), [req])
 
 
@@ -72,7 +72,7 @@ async def test_adapters_load_when_a_sleeping_engine_wakes_up(deep, folders):
     engine = Engine(max_loras=2)
     async with Group(engine) as group:
         await group.sleep(deep)
-        await asyncio.wait_for(group.adapters.load("a", folders[0]), 10)
+        await asyncio.wait_for(group.adapters.load("a", folders[0]), 60)
         with pytest.raises(CallboardError, match="/nowhere"):
             await group.adapters.load("b", "/nowhere")
         assert (sleep_level(engine), len(engine.runners), runner_adapters(engine)) == (deep, 1, [])
@@ -107,12 +107,12 @@ async def test_runners_lost_after_a_load_get_the_adapter(folders):
 
         adapters._load_onto = lambda *place: (load(*place), loaded.append(place))
         adapters._call = answer_late
-        await asyncio.wait_for(group.adapters.load("a", folders[0]), 10)
+        await asyncio.wait_for(group.adapters.load("a", folders[0]), 60)
         assert engine.loop.num_rebuilds == 1
         req = with_adapter(group, "a")
         assert runner_adapters(engine) == [req.adapter]
         await check(asyncio.gather(read(group, req)), [req])
-        assert (await asyncio.wait_for(other, 30))[0] == sequential(request(1, max_tokens=200), 512)[0]
+        assert (await asyncio.wait_for(other, 60))[0] == sequential(request(1, max_tokens=200), 512)[0]
 
 
 @pytest.mark.parametrize("way", ["unloaded", "replaced"])
@@ -139,7 +139,7 @@ async def test_streams_outlive_an_engine_and_the_name(way, folders):
             assert not ending.done()
         pace(other, 0.0)
         await check(reading, [req])
-        await asyncio.wait_for(ending, 10)
+        await asyncio.wait_for(ending, 60)
         await eventually(lambda: req.adapter not in other.loop.core.extras[AdapterTable].loaded)
 
 
@@ -164,7 +164,7 @@ async def test_streams_stay_on_the_only_engine_with_their_adapter(folders):
         assert live(serving) == 1
         pace(serving, 0.0)
         await check(reading, [req])
-        await asyncio.wait_for(unloading, 10)
+        await asyncio.wait_for(unloading, 60)
 
 
 async def test_silent_fronts_do_not_keep_an_adapter(folders, monkeypatch):
@@ -178,7 +178,7 @@ async def test_silent_fronts_do_not_keep_an_adapter(folders, monkeypatch):
         await eventually(lambda: engine.loop._adapters.is_kept_for_fronts)
         assert not unloading.done()
         monkeypatch.setattr(Connection, "is_silent", property(lambda self: self is connection))  # it connects again
-        await asyncio.wait_for(unloading, 10)
+        await asyncio.wait_for(unloading, 60)
 
 
 async def test_files_that_change_before_the_load_are_refused(folders):
@@ -204,7 +204,7 @@ async def test_requests_held_for_an_adapter_count_in_the_queue(folders):
     async with Group(engine) as group:
         load, may_load = engine.loop._adapters._load_onto, asyncio.Event()
         waits = partial(asyncio.run_coroutine_threadsafe, loop=asyncio.get_running_loop())
-        engine.loop._adapters._load_onto = lambda *place: (waits(may_load.wait()).result(10), load(*place))
+        engine.loop._adapters._load_onto = lambda *place: (waits(may_load.wait()).result(60), load(*place))
         loading = asyncio.create_task(group.adapters.load("a", folders[0]))
         await eventually(lambda: engine.loop.core.extras[AdapterTable].loaded)
         (digest,) = engine.loop.core.extras[AdapterTable].loaded
@@ -215,7 +215,7 @@ async def test_requests_held_for_an_adapter_count_in_the_queue(folders):
         assert refused.value.reason is Refusal.BUSY
         for task in held:
             with pytest.raises(EngineRefusal, match="queue_timeout_s") as late:
-                await asyncio.wait_for(task, 10)
+                await asyncio.wait_for(task, 60)
             assert late.value.reason is Refusal.LATE
         assert (len(engine.loop.requests.held), engine.loop.requests.held.num_tokens) == (0, 0)
         may_load.set()

@@ -207,7 +207,7 @@ async def test_changed_files_end_only_their_own_requests(folders):
         await eventually(lambda: engine.loop.stats()["running"] == 2 and engine.loop.core.scheduler.stats.steps > 2)
         save_adapter(Path(folders[1]), MODULES, 7)
         engine.delay_s, engine.runners[-1].dead = 0.0, "Rank 0 is gone."
-        good, bad = await asyncio.wait_for(reading, 30)
+        good, bad = await asyncio.wait_for(reading, 60)
         assert good[:2] == sequential(asked[0], 512)
         assert "have changed" in bad[2].error
         assert live(engine) == 0

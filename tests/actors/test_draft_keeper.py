@@ -41,13 +41,13 @@ def draft(monkeypatch: pytest.MonkeyPatch):
     keeper.draft, keeper._step_us = Draft(), ()
     keeper.keep(lambda wire, step_us: attached.put(wire))
     keeper.draft.attached = attached
-    assert attached.get(timeout=5)
+    assert attached.get(timeout=60)
     return keeper.draft
 
 
 def test_a_draft_is_attached_again_after_its_connection(draft):
-    draft.connections.get(timeout=5).sock.close()
-    assert draft.attached.get(timeout=5)
+    draft.connections.get(timeout=60).sock.close()
+    assert draft.attached.get(timeout=60)
     assert [name for name, _ in draft.called if name != "wait_for_exit"] == ["location", "attach"] * 2
 
 

@@ -20,7 +20,7 @@ async def test_ending_a_hung_draft_does_not_stop_step_checks(monkeypatch: pytest
     sys.setswitchinterval(interval)
     monkeypatch.setattr(engine_module, "_CHECK_S", 0.01)
     engine.runners, engine.draft, engine._loop = Mock(), Mock(), Mock()
-    engine.draft.kill = lambda: is_back.wait(6)
+    engine.draft.kill = lambda: is_back.wait(60)
     looks = engine._loop.check_progress
     watch = asyncio.create_task(engine._check_progress())
     await eventually(lambda: looks.call_count)

@@ -13,6 +13,7 @@ from actors.runners.step_channel import RunnersLost, SocketExecutor
 from actors.wire import transport
 from runtime.core.executor import InProcess
 from runtime.core.plan import StepResult
+from tests.support.cpu_time import reference_s
 from tests.support.engine.executor_group import (
     HOSTS,
     Group,
@@ -73,7 +74,7 @@ def test_large_results_and_large_plans_do_not_block_each_other(host):
 
         future = pool.submit(pipelined)
         try:
-            results = future.result(30)
+            results = future.result(60)
         finally:
             group.executor.close()
     assert all(same(r, expected(p, 6_000_000)) for r, p in zip(results, plans, strict=True))
@@ -92,7 +93,7 @@ def test_submit_returns_while_the_runner_computes():
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.001)
@@ -166,7 +167,7 @@ def test_a_runner_stuck_in_a_step_ends_with_its_engine():
         group.executor.submit(plan_of(0))
         wait_until(lambda: len(group.runners[0].launched) == 1)
         group.executor.close()
-        group.threads[0].join(5)
+        group.threads[0].join(60)
         assert not group.threads[0].is_alive()
 
 
@@ -247,7 +248,7 @@ def test_waiting_costs_no_cpu(num_ranks):
         time.sleep(0.5)
         for runner in group.runners:
             runner.go.set()
-        assert waiting.result(5) < 0.005
+        assert waiting.result(60) < reference_s()
 
 
 @HOSTS

@@ -42,7 +42,7 @@ def test_streams_work_on_the_event_loop_of_serve():
     async def main():
         engine = Engine()
         link = link_to(engine)
-        await asyncio.wait_for(link.start(), 5)
+        await asyncio.wait_for(link.start(), 60)
         got = await asyncio.gather(*(read(link, request(i)) for i in range(3)))
         link.close()
         engine.loop.close()

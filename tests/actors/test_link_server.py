@@ -37,7 +37,7 @@ def num_readers():
 async def answer(engine, i):
     """The answer over a link of its own."""
     group = link_to(engine)
-    await asyncio.wait_for(group.start(), 5)
+    await asyncio.wait_for(group.start(), 60)
     tokens, reason, _ = await asyncio.wait_for(read(group, request(i)), 5)
     group.close()
     return tokens, reason
@@ -79,7 +79,7 @@ async def test_strangers_cannot_block_a_replica(engine, monkeypatch):
         for stranger in strangers:
             stranger.connect(path)
         for stranger in strangers[:32]:  # the oldest are cut off, so that silent connections use few files
-            stranger.settimeout(5)
+            stranger.settimeout(60)
             assert await asyncio.to_thread(stranger.recv, 1) == b""
         assert await answer(engine, 0) == sequential(request(0), 512)
         assert num_readers() - before <= 1
@@ -135,7 +135,7 @@ async def test_a_heartbeat_is_answered_while_the_step_thread_is_busy(engine):
         replica.send(encode(Heartbeat()))
         messages = []
         while not any(isinstance(message, Heartbeat) for message in messages):
-            messages = map(decode_from_engine, await asyncio.wait_for(asyncio.to_thread(replica.receive), 5))
+            messages = map(decode_from_engine, await asyncio.wait_for(asyncio.to_thread(replica.receive), 60))
 
 
 @pytest.mark.parametrize("name", ["cmpl-my-own-id-0", "cmpl-my-own-id", "my-own-id"])
@@ -186,6 +186,6 @@ async def test_a_first_request_that_repeats_another_ends_its_link(engine):
     replica = replica_of(engine)
     with replica.sock:
         replica.send(encode(Submit(1, request(0), resumed=False, repeats=True)))
-        while await asyncio.wait_for(asyncio.to_thread(replica.receive), 5):
+        while await asyncio.wait_for(asyncio.to_thread(replica.receive), 60):
             pass
     assert not engine.loop.core.scheduler.requests

@@ -31,7 +31,7 @@ def start(tmp_path: Path, **environment: str) -> tuple[str, list[Path]]:
     environment = (
         inherited | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "CALLBOARD_CACHE": str(tmp_path / "cache")} | environment
     )
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip(), sorted((tmp_path / "cache").rglob(f"{tmp_path.name}/ray/*.pyc"))
 

@@ -107,12 +107,12 @@ async def test_deep_sleep_lasts_until_the_model_can_be_loaded():
         engine.start = lambda: fail("Too little memory.")
         for _ in range(2):
             with pytest.raises(CallboardError, match=r"^Engine 0 does not wake up: Too little memory\.$"):
-                await asyncio.wait_for(group.sleep(0), 5)
+                await asyncio.wait_for(group.sleep(0), 60)
             assert level(engine) == 2
             await eventually(lambda: group.is_asleep and group.health() is None)
         engine.start = start
         await group.sleep(0)
-        assert (await asyncio.wait_for(reading, 5))[:2] == sequential(request(0), 512)
+        assert (await asyncio.wait_for(reading, 60))[:2] == sequential(request(0), 512)
 
 
 async def test_requests_go_to_engines_that_are_awake():
@@ -133,7 +133,7 @@ async def test_an_engine_lost_during_sleep_is_named():
         await asyncio.sleep(0)
         healthy(group)[0]._connection.transport.abort()
         with pytest.raises(CallboardError, match=r"^Engine 0 does not sleep: it was lost meanwhile\.$"):
-            await asyncio.wait_for(asked, 5)
+            await asyncio.wait_for(asked, 60)
         may_go_on.set()
 
 

@@ -27,7 +27,7 @@ async def update(group, *parts, **more):
 async def is_right(reading, asked):
     """Each stream has all its tokens, and each token is what its version gives. Returns the versions of each."""
     spans = []
-    for (tokens, reason, last), req in zip(await asyncio.wait_for(reading, 30), asked, strict=True):
+    for (tokens, reason, last), req in zip(await asyncio.wait_for(reading, 60), asked, strict=True):
         assert (len(tokens), reason) == (req.params.max_tokens, FinishReason.LENGTH)
         assert tokens == of_versions(req, tokens, last.weight_versions)
         spans.append([name for _, name in last.weight_versions])
@@ -186,7 +186,7 @@ async def test_requests_wait_for_their_version():
         await read(group, replace(request(1, max_tokens=3), min_weight_version="1"))
         assert not waiting.done()
         await update(group)
-        tokens, _, last = await asyncio.wait_for(waiting, 10)
+        tokens, _, last = await asyncio.wait_for(waiting, 60)
         assert (len(tokens), list(last.weight_versions)) == (3, [(0, "2")])
 
 

@@ -24,7 +24,7 @@ def run(form: str, text: str) -> str:
     """The output of the copied command or program."""
     command = ["bash", "-c", text] if form == "curl" else [sys.executable, "-c", text]
     env = {**os.environ, "CALLBOARD_API_KEY": "secret"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -84,7 +84,7 @@ def _serve(root: Path, names: list[str]) -> str:
         imports.append("from runtime.speculation.ngram import Ngram")
     made = ", ".join(f"{EXTRAS[name][1]}({EXTRAS[name][2]})" for name in names)
     code = "\n".join(imports) + ENGINE.replace("EXTRAS", made)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -33,7 +33,7 @@ class Children:
         with self._changed:
             self.begun.append(spec.text)
             self._changed.notify_all()
-            assert self._changed.wait_for(lambda: spec.text in self._free or "all" in self._free, 20)
+            assert self._changed.wait_for(lambda: spec.text in self._free or "all" in self._free, 60)
         if "bad" in spec.text:
             raise GrammarError("is bad")
         return Grammar(spec.text, "", "")
@@ -51,7 +51,7 @@ class Children:
 
         def wait() -> bool:
             with self._changed:
-                return self._changed.wait_for(lambda: len(self.begun) >= num, 20)
+                return self._changed.wait_for(lambda: len(self.begun) >= num, 60)
 
         assert await asyncio.to_thread(wait)
         return self.begun

@@ -16,6 +16,7 @@ from runtime.features.adapter_weights import _matrices
 from runtime.loading.adapter_files import read_adapter
 from runtime.loading.adapter_patterns import Patterns
 from runtime.spec.types import CallboardError
+from tests.support.cpu_time import reference_s
 
 MODULE = "model.layers.0.self_attn.q_proj"
 
@@ -68,7 +69,7 @@ def test_many_patterns_and_maps_take_linear_time():
     started = time.thread_time()
     found = Patterns(patterns, "rank_pattern")
     assert all(found.value(name, None) == 4 for name in names)
-    assert time.thread_time() - started < 2
+    assert time.thread_time() - started < 200 * reference_s()
     with pytest.raises(CallboardError, match="65 patterns with"):
         Patterns({rf".*{i}": 4 for i in range(65)}, "rank_pattern")
 

@@ -29,7 +29,7 @@ def read(monkeypatch) -> list[ByteRange]:
 
 
 def until(condition) -> bool:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not condition() and time.monotonic() < end:
         time.sleep(0.005)
     return condition()

@@ -114,7 +114,7 @@ async def served(client: httpx.AsyncClient) -> set[str]:
 async def settle(url: str, num_engines: int, seconds: float = 120, without: str = "") -> None:
     """Wait until the front is ready and is linked to exactly `num_engines` engines."""
     end = time.monotonic() + seconds
-    async with httpx.AsyncClient(base_url=url, timeout=10) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         while True:
             found = await served(client)
             living = await asyncio.to_thread(engines)

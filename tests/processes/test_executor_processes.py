@@ -51,7 +51,7 @@ def test_runners_end_with_their_engine(host):
     with processes(2, host) as (executor, ranks):
         executor.close()
         for process in ranks:
-            process.join(10)
+            process.join(60)
             assert process.exitcode == 0
 
 

@@ -15,7 +15,7 @@ import httpx
 from actors.ray.environment import SINGLE_MACHINE, quiet_port
 
 ROOT = Path(__file__).parents[2]
-START_S = 200  # on a machine that does much else besides
+START_S = 600  # on a machine that does much else besides
 
 # Prints the engine's gauges when they are zero. It reads them over Ray, beside the HTTP port.
 WAIT_FOR_ZERO = """

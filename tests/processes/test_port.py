@@ -33,7 +33,7 @@ class Clients:
     def _ask(self) -> None:
         while not self._is_over.is_set():
             try:
-                response = httpx.get(self._url, timeout=10)
+                response = httpx.get(self._url, timeout=60)
                 self.answers.append((response.status_code, response.text))
             except httpx.TransportError as e:
                 self.faults.append(repr(e))
@@ -110,7 +110,7 @@ def test_a_stop_at_ready_leaves_no_client_unanswered(front, tmp_path: Path, monk
             port.on_news({"ready": True})
             assert httpx.get(f"http://127.0.0.1:{number}/ready").status_code == 200
             haproxy.process.send_signal(signal.SIGUSR1)
-            haproxy.process.wait(10)
+            haproxy.process.wait(60)
             with pytest.raises(httpx.ConnectError):
                 httpx.get(f"http://127.0.0.1:{number}/ready")
 
@@ -123,7 +123,7 @@ def test_clients_read_the_phase_while_the_server_starts():
         port.on_news({"phase": "Ray started"})
         for _ in range(100):  # connections without a byte
             socket.create_connection(("127.0.0.1", number)).close()
-        client = OpenAI(base_url=f"http://127.0.0.1:{number}/v1", api_key="none", max_retries=0, timeout=10)
+        client = OpenAI(base_url=f"http://127.0.0.1:{number}/v1", api_key="none", max_retries=0, timeout=60)
         prompt = "a" * (4 << 20)  # longer than any buffer: unread input must not hide the answer
         with pytest.raises(APIStatusError, match=r"The server is starting \(Ray started\)") as error:
             client.completions.create(model="any", prompt=prompt)

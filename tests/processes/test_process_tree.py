@@ -61,7 +61,7 @@ class Program:
 
     def rest(self) -> str:
         """The output until the program ends. No process of it may be left."""
-        out, _ = self.process.communicate(timeout=120)
+        out, _ = self.process.communicate(timeout=600)
         assert processes_with(self.mark) == []
         return out
 

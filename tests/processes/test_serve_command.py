@@ -37,7 +37,7 @@ def test_serve_run_with_a_yaml_file(tiny_path: Path, tmp_path: Path, private_ray
         deadline, answer = time.monotonic() + 200, None
         while answer is None and time.monotonic() < deadline and process.poll() is None:
             with suppress(httpx.TransportError):
-                response = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=5)
+                response = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=60)
                 answer = response.json() if response.status_code == 200 else None
             time.sleep(0.2)
         assert answer is not None, (tmp_path / "log").read_text()[-3000:]
@@ -46,7 +46,7 @@ def test_serve_run_with_a_yaml_file(tiny_path: Path, tmp_path: Path, private_ray
         (gcs_port,) = Path(private_ray["RAY_TMPDIR"]).glob("ray/session_latest/gcs_server_port_*")
         question = "What is the capital of France?"
         caller = subprocess.run(
-            [sys.executable, "docs/handle_call.py", question], capture_output=True, timeout=60, cwd=ROOT,
+            [sys.executable, "docs/handle_call.py", question], capture_output=True, timeout=600, cwd=ROOT,
             env={**env, "RAY_ADDRESS": f"127.0.0.1:{gcs_port.read_text()}"},
         )  # fmt: skip
         body = {"messages": [{"role": "user", "content": question}], "max_tokens": 64, "temperature": 0}
@@ -65,7 +65,7 @@ def _check_rollouts(port: int, env: dict[str, str]) -> None:
         "    found = client.generate_list([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=12, ignore_eos=True), n=2)\n"
         "    print(json.dumps([[r.prompt_token_ids, r.seed, r.token_ids] for r in found]))"
     )
-    job = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env, cwd="/")
+    job = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=env, cwd="/")
     assert job.returncode == 0, job.stderr
     for prompt, seed, token_ids in json.loads(job.stdout.splitlines()[-1]):
         body = {"prompt": prompt, "seed": seed, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
@@ -92,7 +92,7 @@ def test_serve_end_to_end(smollm2_path: Path, tmp_path: Path, private_ray: dict[
         assert lines[1] == f"Chat: http://127.0.0.1:{port}/   API: http://127.0.0.1:{port}/v1   Ctrl-C stops\n"
         # without it the answer has any length
         curl = lines[2].replace('"stream": true', '"stream": true, "max_tokens": 60')
-        answer = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=60)
+        answer = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=600)
         *events, done, _ = answer.stdout.split("\n\n")
         assert done == "data: [DONE]"
         assert all(json.loads(event.removeprefix("data: "))["model"] == "smol" for event in events)
@@ -101,7 +101,7 @@ def test_serve_end_to_end(smollm2_path: Path, tmp_path: Path, private_ray: dict[
         (gcs_port,) = Path(private_ray["RAY_TMPDIR"]).glob("ray/session_latest/gcs_server_port_*")
         caller = subprocess.run(
             [sys.executable, "docs/handle_call.py", "What is the capital of France? Answer in one sentence."],
-            capture_output=True, text=True, timeout=60, cwd=ROOT,
+            capture_output=True, text=True, timeout=600, cwd=ROOT,
             env={**private_ray, "RAY_ADDRESS": f"127.0.0.1:{gcs_port.read_text()}"},
         )  # fmt: skip
         assert caller.stdout == "The capital of France is Paris.\n", caller.stderr
@@ -120,4 +120,4 @@ def test_serve_end_to_end(smollm2_path: Path, tmp_path: Path, private_ray: dict[
     finally:
         if process.poll() is None:
             process.terminate()
-            process.wait(timeout=30)
+            process.wait(timeout=60)

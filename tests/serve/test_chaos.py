@@ -114,7 +114,7 @@ def actor(tmp_path: Path) -> Iterator:
 def test_an_actor_gets_the_signal(actor, tmp_path: Path, title: str, role: str):
     found = actor(title)
     found.as_process(tmp_path, role).send(signal.SIGKILL)
-    assert found.process.wait(timeout=5) == -signal.SIGKILL
+    assert found.process.wait(timeout=60) == -signal.SIGKILL
     with pytest.raises(ProcessLookupError):
         found.as_process(tmp_path, role).send(signal.SIGKILL)
 

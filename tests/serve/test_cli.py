@@ -227,7 +227,7 @@ def test_a_second_server_on_a_port_fails_at_once():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with reserved_port("127.0.0.1", port):
-        done = callboard("serve", "/no/such/model", "--port", str(port), timeout=20)
+        done = callboard("serve", "/no/such/model", "--port", str(port), timeout=600)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         f"callboard: Port {port} on 127.0.0.1 cannot be used (another callboard serve starts or runs there); "
@@ -255,7 +255,7 @@ def test_model_limits_are_reported_without_ray_and_torch(write_tiny_gguf, tmp_pa
         port = str(probe.getsockname()[1])
     command = [sys.executable, "-m", "serve_app.cli", "serve", str(write_tiny_gguf()), "--port", port, *flags]
     path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | path, timeout=20)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | path, timeout=600)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"callboard: {says}\n")
 
 
@@ -263,7 +263,7 @@ def test_a_port_in_use_is_reported_first():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         # The model does not exist either: the port is checked first.
-        done = callboard("serve", "/no/such/model", "--port", str(port), timeout=20)
+        done = callboard("serve", "/no/such/model", "--port", str(port), timeout=600)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         f"callboard: Port {port} on 127.0.0.1 cannot be used (Address already in use); "
@@ -308,7 +308,7 @@ def test_errors_of_files_are_one_sentence(error, says, monkeypatch, capsys):
 def test_an_unreadable_tokenizer_is_reported_before_the_start(write_tiny_gguf):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
-    done = callboard("serve", str(write_tiny_gguf(tokenizer__ggml__pre="nope")), "--port", port, timeout=20)
+    done = callboard("serve", str(write_tiny_gguf(tokenizer__ggml__pre="nope")), "--port", port, timeout=600)
     assert done.returncode == 1
     assert "splits text by the rules of 'nope'" in done.stderr
     assert len(done.stderr.splitlines()) == 1

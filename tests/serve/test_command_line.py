@@ -349,5 +349,5 @@ def test_ctrl_c_while_modules_load_is_one_line(module: str, tmp_path: Path):
     (tmp_path / f"{module}.py").write_text(f"import os\nos.kill(os.getpid(), {int(signal.SIGINT)})\n")
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from serve_app.cli import main; "
     code += f"sys.path.insert(0, {str(tmp_path)!r}); sys.modules.pop({module!r}, None); sys.exit(main(['models']))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, timeout=600)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "callboard: interrupted\n")

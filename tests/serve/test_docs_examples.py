@@ -85,7 +85,7 @@ class Front:
         self.batches.start()
 
     def run(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
     async def send(self, method: str, url: str, content: bytes, headers: Any) -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app)) as client:
@@ -98,7 +98,7 @@ class Front:
     def close(self) -> None:
         self.run(self._stop())
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
+        self.thread.join(60)
 
 
 def _transport(library: Any, front: Front) -> Any:

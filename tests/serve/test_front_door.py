@@ -16,9 +16,10 @@ from serve_app.application import build_http_app
 from serve_app.protocol.errors import ApiError
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
+from tests.support.cpu_time import reference_s
 from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat
 
-http = httpx.Client(timeout=10)  # one for all, because a new one reads the certificates of the system
+http = httpx.Client(timeout=60)  # one for all, because a new one reads the certificates of the system
 
 
 @contextmanager
@@ -35,7 +36,7 @@ def serving(settings=None, engine=None, tokenizer="bytes"):
         yield engine, service, f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(timeout=10)
+        thread.join(timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +154,7 @@ def test_a_body_over_the_limit(declared: bool):
 def test_a_large_content_length_is_refused_before_the_body(length: bytes):
     with (
         serving(HttpSettings(max_body_bytes=1_000_000)) as (_, _, url),
-        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=5) as sock,
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as sock,
     ):
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
         sock.sendall(head + length + b"\r\n\r\n")
@@ -174,7 +175,7 @@ def test_a_body_that_does_not_arrive_closes_the_connection():
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
     with (
         serving(HttpSettings(body_timeout_s=0.2)) as (engine, _, url),
-        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=5) as sock,
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as sock,
     ):
         sock.sendall(head + b'{"prompt":')
         answer = b""
@@ -427,13 +428,13 @@ MALFORMED = {
 def test_malformed_bodies_are_refused_at_once(url, body: bytes, path: str):
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         answer = http.post(url + path, content=body, headers={"Content-Type": "application/json"})
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     if path == "/v1/completions":
         assert answer.status_code == 400
     assert answer.status_code in (200, 400)  # /tokenize has fewer fields: the others are unknown to it
     if answer.status_code == 400:
         assert len(answer.text) < 1000
         assert answer.json()["error"]["type"] == "invalid_request_error"
-    assert min(times) < 0.05
+    assert min(times) < 10 * reference_s()

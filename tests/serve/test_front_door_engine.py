@@ -16,7 +16,7 @@ import pytest
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
-from tests.support.engine.links import Engine, eventually, link_to, read, request
+from tests.support.engine.links import Engine, eventually, hurry, link_to, read, request
 from tests.support.http.fake_engine import MODEL, byte_tokenizer
 from tests.support.http.serving import body, live, serving
 
@@ -31,9 +31,9 @@ def state(engine):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("when", ["queued", "prefill", "decode"])
-async def test_a_client_that_leaves_is_aborted_within_a_second(when: str, stream: bool):
+async def test_a_client_that_leaves_is_aborted(when: str, stream: bool):
     async with (
-        serving(delay_s=0.01, max_num_seqs=1, max_num_batched_tokens=8) as (engine, url),
+        serving(delay_s=0.05, max_num_seqs=1, max_num_batched_tokens=8) as (engine, url),
         httpx.AsyncClient() as c,
     ):
         others = 0
@@ -41,17 +41,17 @@ async def test_a_client_that_leaves_is_aborted_within_a_second(when: str, stream
             first = asyncio.create_task(c.post(f"{url}/v1/completions", json=body(num_prompt=1, max_tokens=400)))
             await eventually(lambda: state(engine) == "decode")
             others = 1
-        num_prompt = 400 if when == "prefill" else 5
+        num_prompt, max_tokens = (400, 100) if when == "prefill" else (5, 400)
         victim = asyncio.create_task(
-            c.post(f"{url}/v1/completions", json=body(num_prompt, max_tokens=100, stream=stream), timeout=60)
+            c.post(f"{url}/v1/completions", json=body(num_prompt, max_tokens, stream=stream), timeout=60)
         )
         await eventually(lambda: state(engine) == when)
         victim.cancel()
-        await eventually(lambda: live(engine) == others, seconds=1.0)
+        await eventually(lambda: live(engine) == others, seconds=5)  # the whole would take 7 s and more
         if others:
             assert not first.done()
             first.cancel()
-        await eventually(lambda: live(engine) == 0, seconds=1.0)
+        await eventually(lambda: live(engine) == 0)
         assert engine.loop.stats()["waiting_tokens"] == 0
 
 
@@ -108,18 +108,23 @@ async def test_a_request_that_waits_too_long_gets_504(stream: bool):
 async def test_a_waiting_stream_is_kept_alive_and_fails_as_an_event():
     settings = HttpSettings(keep_alive_s=0.05)
     async with (
-        serving(settings, delay_s=0.01, max_num_seqs=1, queue_timeout_s=0.3) as (engine, url),
-        httpx.AsyncClient() as c,
+        serving(settings, delay_s=0.05, max_num_seqs=1, queue_timeout_s=3600.0) as (engine, url),
+        httpx.AsyncClient(timeout=60) as c,
     ):
-        first = asyncio.create_task(c.post(f"{url}/v1/completions", json=body(max_tokens=60), timeout=60))
+        first = asyncio.create_task(c.post(f"{url}/v1/completions", json=body(max_tokens=400)))
         await eventually(lambda: state(engine) == "decode")
-        answer = await c.post(f"{url}/v1/completions", json=body(stream=True))
-        *comments, error, done, end = answer.text.split("\n\n")
-        assert answer.status_code == 200
-        assert 3 <= len(comments) <= 8
-        assert set(comments) == {": the request waits"}
+        async with c.stream("POST", f"{url}/v1/completions", json=body(stream=True)) as answer:
+            assert answer.status_code == 200
+            lines = answer.aiter_lines()
+            comments = [await anext(lines) for _ in range(6)]
+            assert comments == [": the request waits", ""] * 3
+            limits = engine.loop.requests.limits
+            engine.loop._call(lambda: limits._deadlines.extend((0.0, state) for _, state in [limits._deadlines.pop()]))
+            *comments, error, _, done, _ = [line async for line in lines]
+        assert set(comments) <= {": the request waits", ""}
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == "queue_timeout"
-        assert (done, end) == ("data: [DONE]", "")
+        assert done == "data: [DONE]"
+        hurry(engine)
         await first
         # A comment harms no reader, and the rest is the whole answer.
         again = asyncio.create_task(c.post(f"{url}/v1/completions", json=body(max_tokens=15), timeout=60))
@@ -168,20 +173,20 @@ async def test_a_failed_write_means_that_the_client_left(first: bytes):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_that_takes_too_long_gets_504(stream: bool):
     async with (
-        serving(HttpSettings(request_timeout_s=0.2), delay_s=0.01) as (engine, url),
+        serving(HttpSettings(request_timeout_s=1.0), delay_s=0.05) as (engine, url),
         httpx.AsyncClient() as c,
     ):
         answer = await c.post(f"{url}/v1/completions", json=body(max_tokens=400, stream=stream))
         if stream:
             *chunks, error, done, _ = answer.text.split("\n\n")
-            assert len(chunks) > 3
+            assert chunks
             assert done == "data: [DONE]"
             error = json.loads(error.removeprefix("data: "))
         else:
             assert answer.status_code == 504
             error = answer.json()
         assert error["error"]["code"] == "request_timeout"
-        await eventually(lambda: live(engine) == 0, seconds=1.0)
+        await eventually(lambda: live(engine) == 0, seconds=10)  # all its tokens would take 20 s
 
 
 async def test_a_stalled_reader_blocks_nothing_and_uses_no_memory():
@@ -201,10 +206,10 @@ async def test_a_stalled_reader_blocks_nothing_and_uses_no_memory():
         await eventually(lambda: engine.loop.stats()["steps"] >= 480)
         await eventually(lambda: live(engine) == 0)  # not waiting for the reader
         async with httpx.AsyncClient() as c:
-            assert (await c.post(f"{url}/v1/completions", json=body(max_tokens=20), timeout=5)).status_code == 200
+            assert (await c.post(f"{url}/v1/completions", json=body(max_tokens=20), timeout=60)).status_code == 200
         got = b""
         while not got.endswith(b"0\r\n\r\n"):
-            got += await asyncio.wait_for(loop.sock_recv(stalled, 65536), 5)
+            got += await asyncio.wait_for(loop.sock_recv(stalled, 65536), 60)
         assert b"data: [DONE]" in got
         assert got.count(b'"finish_reason":"length"') == 4
         assert got.count(b"data: {") < 4 * 480 / 2  # waiting tokens were merged
@@ -216,7 +221,7 @@ async def test_abort_by_the_clients_own_id():
 
         def start(**kw):
             headers = kw.pop("headers", {})
-            return asyncio.create_task(c.post(f"{url}/v1/completions", json=body(**kw), headers=headers, timeout=30))
+            return asyncio.create_task(c.post(f"{url}/v1/completions", json=body(**kw), headers=headers, timeout=60))
 
         mine = start(headers={"X-Request-Id": "mine-1"}, n=2)
         named = start(request_id="named")
@@ -237,7 +242,7 @@ async def test_abort_by_the_clients_own_id():
 
 async def test_draining_finishes_running_requests_only():
     async with serving(delay_s=0.01) as (engine, url), httpx.AsyncClient() as c:
-        running = asyncio.create_task(c.post(f"{url}/v1/completions", json=body(max_tokens=60), timeout=30))
+        running = asyncio.create_task(c.post(f"{url}/v1/completions", json=body(max_tokens=60), timeout=60))
         await eventually(lambda: state(engine) == "decode")
         assert (await c.get(f"{url}/ready")).json() == {"status": "ready"}
         engine.loop.drain("The server is shutting down.")

@@ -44,7 +44,7 @@ class Gate:
             self.num_inside += 1
             self.most_inside = max(self.most_inside, self.num_inside)
         assert threading.current_thread() is not threading.main_thread() or self._open.is_set()
-        assert self._open.wait(30)
+        assert self._open.wait(60)
         with self._lock:
             self.num_inside -= 1
         return self._function(*args, **kwargs)
@@ -190,7 +190,7 @@ async def test_request_of_a_client_that_left_is_not_prepared(preparation: Gate):
     request = asyncio.create_task(call(app, "/v1/completions", of(**LONG), lambda message: None, after_body))
     await asyncio.sleep(0.01)
     leaves.set()
-    await asyncio.wait_for(request, 10)
+    await asyncio.wait_for(request, 60)
     gate.set()
     await asyncio.gather(*before)
     await LONG_REQUESTS.run("", int)

@@ -147,7 +147,7 @@ def serve():
     yield start
     for server, thread in servers:
         server.should_exit = True
-        thread.join(timeout=10)
+        thread.join(timeout=60)
 
 
 def test_openai_client(serve):

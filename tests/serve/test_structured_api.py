@@ -292,6 +292,6 @@ async def test_a_bomb_is_a_400_and_delays_no_request(shared_compiler: GrammarCom
         response = await waiting
         assert response.status_code == 400
         assert "over 1 s" in response.json()["error"]["message"]
-        assert loop.time() - began < 10
+        assert loop.time() - began < 100, "its deadline is a second"
         again = await client.post("/v1/chat/completions", json={**chat(), **bomb})  # refused from memory
         assert again.json() == response.json()

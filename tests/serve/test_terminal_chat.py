@@ -161,12 +161,12 @@ def fake_server():
     thread.start()
     yield engine, service, f"http://127.0.0.1:{listener.getsockname()[1]}"
     server.should_exit = True
-    thread.join(timeout=10)
+    thread.join(timeout=60)
 
 
 def chat(url: str, *args: str, stdin: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "serve_app.cli", "chat", "--url", url, *args]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=ROOT, timeout=600)
 
 
 def test_chat_with_a_server_remembers_the_conversation(fake_server):

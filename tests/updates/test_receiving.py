@@ -108,7 +108,7 @@ def test_discard_ends_a_receive_in_another_thread(runner, folder):
 
     def pull(slices):
         began.set()
-        assert ended.wait(30)
+        assert ended.wait(60)
         return [tensors[name] for name, *_ in slices]
 
     def receive():
@@ -119,7 +119,7 @@ def test_discard_ends_a_receive_in_another_thread(runner, folder):
 
     thread = threading.Thread(target=receive)
     thread.start()
-    assert began.wait(30)
+    assert began.wait(60)
     runner.updates.discard()
     ended.set()
     thread.join()

@@ -19,5 +19,5 @@ def pace(engine, delay_s):
 
 
 async def check(reading, asked):
-    for (tokens, reason, _), req in zip(await asyncio.wait_for(reading, 30), asked, strict=True):
+    for (tokens, reason, _), req in zip(await asyncio.wait_for(reading, 60), asked, strict=True):
         assert (tokens, reason) == sequential(req, 512)

@@ -100,7 +100,7 @@ class Group:
             runner.may_launch.set()
             runner.go.set()
             runner.released.set()
-            thread.join(5)
+            thread.join(60)
             assert not thread.is_alive(), "a runner ends with its engine"
 
 

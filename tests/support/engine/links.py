@@ -68,7 +68,7 @@ class SlowRunner(FakeRunner):
         if self.closed.is_set() or self.dead:
             raise RunnersLost(self.dead or "The runner was let go.")
         self.calls.append(method)
-        if (blocked := self.blocks.get(method)) is not None and not blocked.wait(30):
+        if (blocked := self.blocks.get(method)) is not None and not blocked.wait(60):
             raise CallboardError("The test did not go on.")
         if (error := self.refuses.pop(method, None)) is not None:
             raise error

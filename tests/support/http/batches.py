@@ -82,14 +82,14 @@ async def created(client: openai.AsyncOpenAI, requests: list[dict[str, Any]], en
 
 
 async def ended(client: openai.AsyncOpenAI, batch_id: str):
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while (batch := await client.batches.retrieve(batch_id)).status not in ENDED:
             await asyncio.sleep(0.005)
     return batch
 
 
 async def answered(client: openai.AsyncOpenAI, batch_id: str, num: int):
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while (batch := await client.batches.retrieve(batch_id)).request_counts.completed < num:
             await asyncio.sleep(0.005)
     return batch

@@ -73,7 +73,7 @@ class Server:
 
     def close(self) -> None:
         self._server.should_exit = True
-        self._thread.join(20)
+        self._thread.join(60)
 
 
 def ask(page, text: str) -> None:

@@ -11,8 +11,8 @@ def wait_for_model(url: str, model: str, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while True:
         with suppress(httpx.HTTPError, KeyError, ValueError):
-            served = [entry["id"] for entry in httpx.get(f"{url}/v1/models", timeout=10).json()["data"]]
-            if model in served and httpx.get(f"{url}/ready", timeout=10).status_code == 200:
+            served = [entry["id"] for entry in httpx.get(f"{url}/v1/models", timeout=60).json()["data"]]
+            if model in served and httpx.get(f"{url}/ready", timeout=60).status_code == 200:
                 return
         assert time.monotonic() < end, f"{model} is not served"
         time.sleep(0.05)

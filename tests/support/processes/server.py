@@ -34,7 +34,7 @@ class Server:
 
     async def __aenter__(self):
         self.group = ray.util.placement_group(bundles(self.config, gpu=False), "STRICT_PACK")
-        ray.get(self.group.ready(), timeout=30)
+        ray.get(self.group.ready(), timeout=60)
         self.supervisor = Supervisor(self.config, self.name, self.group, gpu=False)
         await self.supervisor.start()
         self.link = EngineGroup(RayDirectory(f"{self.name}#"))

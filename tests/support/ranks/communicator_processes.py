@@ -12,7 +12,7 @@ import torch
 from runtime.kernels.collectives.communicator import Communicator
 from runtime.spec.types import CallboardError
 
-_START_S = 100  # at most, until a process has imported torch
+_START_S = 600  # at most, until a process has imported torch
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import torch
 from runtime.updates.sending import NcclSender
 from tests.support.updates.socket_group import SocketGroup, make_unique_id
 
-START_S = 100  # at most, until a process has imported torch
+START_S = 600  # at most, until a process has imported torch
 
 
 @contextlib.contextmanager
