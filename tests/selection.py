@@ -176,6 +176,10 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ()))
+    if reasons:
+        parts = "; ".join(f"{number} ({reason})" for reason, number in reasons.most_common())
+        terminalreporter.write_line(f"Skipped: {parts}.")
     if left := config.stash.get(_LEFT, None):
         parts = [f"{number} of {name} ({LEFT_OUT[name]})" for name, number in left.items()]
         terminalreporter.write_line(f"Left out: {', '.join(parts)}. `pytest --all` runs everything.")
