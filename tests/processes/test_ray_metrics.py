@@ -41,10 +41,13 @@ def test_figures_reach_rays_own_exporter(ray_session):
         "ray_vllm_inter_token_latency_seconds_count": 300,
         "ray_vllm_cache_config_info": 1,
     }
-    end, found = time.monotonic() + 60, {}
+    end, found = time.monotonic() + 300, {}
     while not want.keys() <= found.keys() and time.monotonic() < end:
         time.sleep(0.5)
-        text = httpx.get(f"http://127.0.0.1:{node['MetricsExportPort']}/metrics").text
+        try:
+            text = httpx.get(f"http://127.0.0.1:{node['MetricsExportPort']}/metrics").text
+        except httpx.ConnectError:  # Ray's agent starts after its node
+            continue
         samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
         mine = [s for s in samples if s.labels.get("ReplicaId") == "r1"]
         found |= {s.name: s.value for s in mine if s.labels["engine"] == "a"}
