@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from runtime.models.config_checks import check_config
+from runtime.models.config_checks import checked_config
+from runtime.models.config_defaults import with_defaults
 from runtime.models.families import (
     deepseek,
     gemma,
@@ -279,13 +280,13 @@ def load_spec(config: Mapping[str, Any], tensors: Collection[str] = ()) -> tuple
     if name not in FAMILIES:
         raise CallboardError(f"The model's architecture is {stored}; supported are {', '.join(sorted(FAMILIES))}.")
     family = FAMILIES[name]
-    check_config(config)
+    text = checked_config(with_defaults(config, name))
     try:
-        spec = family.decoder_spec({**config, "architectures": [name]})
+        spec = family.decoder_spec({**text, "architectures": [name]})
     except KeyError as e:
         raise CallboardError(f"The model's config.json lacks {e.args[0]}, which {name} needs.") from e
     weight_map = family.weight_map
-    if num_drafting := config.get("num_nextn_predict_layers") or 0:  # layers behind the others, which draft tokens
+    if num_drafting := text.get("num_nextn_predict_layers"):  # layers behind the others, which draft tokens
         behind = "|".join(str(spec.num_layers + i) for i in range(num_drafting))
         weight_map = replace(weight_map, ignored=rf"{weight_map.ignored}|(model\.)?layers\.({behind})\..*")
     if not weight_map.base and tensors and not any(tensor.startswith(_MODEL) for tensor in tensors):

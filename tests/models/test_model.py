@@ -18,7 +18,6 @@ from transformers import (
 )
 
 from runtime.models import load_spec
-from runtime.models.families.llama import decoder_spec
 from runtime.spec.decoder_spec import RopeSpec
 from runtime.spec.types import CallboardError
 from tests.support.models.runner_driver import Driver, open_runner
@@ -104,6 +103,10 @@ def test_bfloat16_is_as_close_to_fp32_as_transformers_is(tmp_path):
         assert (driver.prefill(0, tokens).float() - want).abs().max() < 2 * their_error
 
 
+def decoder_spec(config):
+    return load_spec(config | {"architectures": ["LlamaForCausalLM"]})[0]
+
+
 def test_rope_is_read_from_both_forms_of_config():
     scaling = {"type": "linear", "factor": 2.0}
     old = decoder_spec(BASE | {"rope_theta": 5e5, "rope_scaling": scaling})
@@ -115,8 +118,8 @@ def test_rope_is_read_from_both_forms_of_config():
 def test_unsupported_models_are_named_with_what_is_supported():
     with pytest.raises(CallboardError, match=r"MambaForCausalLM; supported are .*LlamaForCausalLM, .*Qwen"):
         load_spec({"architectures": ["MambaForCausalLM"]})
-    with pytest.raises(CallboardError, match="lacks num_hidden_layers, which LlamaForCausalLM needs"):
-        load_spec({"architectures": ["LlamaForCausalLM"], "num_attention_heads": 2, "hidden_size": 8})
+    with pytest.raises(CallboardError, match="lacks num_experts_per_tok, which DeepseekV2ForCausalLM needs"):
+        load_spec({"architectures": ["DeepseekV2ForCausalLM"]})
     with pytest.raises(CallboardError, match="'mrope'; supported are default, linear, dynamic, llama3, yarn, longrope"):
         decoder_spec(BASE | {"rope_scaling": {"rope_type": "mrope", "factor": 2.0}})
     with pytest.raises(CallboardError, match="hidden_act is 'gelu'; supported is silu"):
