@@ -270,8 +270,11 @@ def has_experts_in_turn(config: Mapping[str, Any]) -> bool:
     return family is not None and family.weight_map.experts_in_turn
 
 
-def load_spec(config: Mapping[str, Any], tensors: Collection[str] = ()) -> tuple[DecoderSpec, WeightMap]:
+def load_spec(
+    config: Mapping[str, Any], tensors: Collection[str] = (), tied: bool | None = None
+) -> tuple[DecoderSpec, WeightMap]:
     """The spec of a config.json, and how its checkpoint, which has these tensors if they are known, stores it.
+    `tied` replaces its config's tie_word_embeddings.
 
     Raises CallboardError if the architecture, or a variant in the config, is not supported."""
     named = config.get("architectures")
@@ -285,10 +288,12 @@ def load_spec(config: Mapping[str, Any], tensors: Collection[str] = ()) -> tuple
         spec = family.decoder_spec({**text, "architectures": [name]})
     except KeyError as e:
         raise CallboardError(f"The model's config.json lacks {e.args[0]}, which {name} needs.") from e
+    if tied is not None:
+        spec = replace(spec, tied_head=tied)
     weight_map = family.weight_map
     if num_drafting := text.get("num_nextn_predict_layers"):  # layers behind the others, which draft tokens
         behind = "|".join(str(spec.num_layers + i) for i in range(num_drafting))
-        weight_map = replace(weight_map, ignored=rf"{weight_map.ignored}|(model\.)?layers\.({behind})\..*")
+        weight_map = replace(weight_map, ignored=rf"{weight_map.ignored}|((model\.)?layers|blk)\.({behind})\..*")
     if not weight_map.base and tensors and not any(tensor.startswith(_MODEL) for tensor in tensors):
         weight_map = replace(weight_map, names={p: n.removeprefix(_MODEL) for p, n in weight_map.names.items()})
         weight_map, stored = replace(weight_map, base=_MODEL), ""

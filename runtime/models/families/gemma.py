@@ -25,7 +25,7 @@ WEIGHT_MAP = WeightMap(
     },
     base="language_model.",  # of models with images
     norms_plus_one=True,
-    ignored=r"(vision_tower|multi_modal_projector)\..*",
+    ignored=r"(model\.)?(vision_tower|multi_modal_projector)\..*",
 )
 
 

@@ -20,7 +20,7 @@ from runtime.spec.types import CallboardError
 
 WEIGHT_MAP = llama.WEIGHT_MAP
 IMAGE_TEXT_WEIGHT_MAP = WeightMap(
-    llama.WEIGHT_MAP.names, base="language_model.", ignored=r"(vision_tower|multi_modal_projector)\..*"
+    llama.WEIGHT_MAP.names, base="language_model.", ignored=r"(model\.)?(vision_tower|multi_modal_projector)\..*"
 )
 MOE_WEIGHT_MAP = WeightMap({
     **WEIGHT_MAP.names,
