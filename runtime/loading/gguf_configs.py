@@ -71,6 +71,7 @@ def decoder_config(file: GgufFile) -> dict[str, Any]:
     arch = file.value("general.architecture", str)
     num_heads = count(file, f"{arch}.attention.head_count")
     hidden_size = count(file, f"{arch}.embedding_length")
+    num_drafting = file.value(f"{arch}.nextn_predict_layers", int, 0)
     head_dim = count(file, f"{arch}.attention.key_length", hidden_size // num_heads)
     rope_dim = count(file, f"{arch}.rope.dimension_count", head_dim)
     if rope_dim != head_dim and arch not in _PARTLY_TURNED:
@@ -83,7 +84,8 @@ def decoder_config(file: GgufFile) -> dict[str, Any]:
         "intermediate_size": count(
             file, f"{arch}.feed_forward_length", file.metadata.get(f"{arch}.expert_feed_forward_length")
         ),
-        "num_hidden_layers": count(file, f"{arch}.block_count"),
+        "num_hidden_layers": count(file, f"{arch}.block_count") - num_drafting,
+        "num_nextn_predict_layers": num_drafting,
         "num_attention_heads": num_heads,
         "num_key_value_heads": _kv_heads(file, num_heads),
         "head_dim": head_dim,
@@ -91,7 +93,6 @@ def decoder_config(file: GgufFile) -> dict[str, Any]:
         "rms_norm_eps": real(file, f"{arch}.attention.layer_norm_rms_epsilon"),
         "rope_theta": real(file, f"{arch}.rope.freq_base", 10000.0),
         "max_position_embeddings": count(file, f"{arch}.context_length"),
-        "num_nextn_predict_layers": file.value(f"{arch}.nextn_predict_layers", int, 0),
         **({"partial_rotary_factor": rope_dim / head_dim} if arch in _PARTLY_TURNED else {}),
         **tokens_config(file),
         **_rope_scaling(file),
@@ -281,10 +282,7 @@ def olmoe_config(file: GgufFile) -> dict[str, Any]:
 
 
 def glm4moe_config(file: GgufFile) -> dict[str, Any]:
-    config = decoder_config(file)
-    num_drafting = file.value("glm4moe.nextn_predict_layers", int, 0)
-    return config | {
-        "num_hidden_layers": config["num_hidden_layers"] - num_drafting,
+    return decoder_config(file) | {
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
         **_grouped_experts_config(file),
@@ -302,14 +300,12 @@ def deepseek2_config(file: GgufFile) -> dict[str, Any]:
         # The converter of this architecture multiplies by 0.1.
         factor = file.value("deepseek2.rope.scaling.yarn_log_multiplier", float, 0.0)
         scaling["mscale"] = scaling["mscale_all_dim"] = _decimal(np.float32(factor * 10))
-    num_drafting = file.value("deepseek2.nextn_predict_layers", int, 0)
     experts = {"n_routed_experts": 0}
     if file.value("deepseek2.expert_count", int, 0):
         experts = _grouped_experts_config(file)
     if experts["n_routed_experts"] and file.value("deepseek2.expert_gating_func", int, 1) != 2:
         experts["topk_method"] = "group_limited_greedy" if experts["n_group"] > 1 else "greedy"
     return config | {
-        "num_hidden_layers": config["num_hidden_layers"] - num_drafting,
         "kv_lora_rank": count(file, f"{attention}.kv_lora_rank"),
         "q_lora_rank": file.value(f"{attention}.q_lora_rank", int, 0) or None,
         "qk_rope_head_dim": rope_dim,
@@ -365,13 +361,12 @@ def gpt2_config(file: GgufFile) -> dict[str, Any]:
 def _delta_rule_config(file: GgufFile) -> dict[str, Any]:
     """The fields of models with the gated delta rule."""
     config, arch = decoder_config(file), file.value("general.architecture", str)
-    num_layers = config["num_hidden_layers"] - file.value(f"{arch}.nextn_predict_layers", int, 0)
+    num_layers = config["num_hidden_layers"]
     value_heads, inner = count(file, f"{arch}.ssm.time_step_rank"), count(file, f"{arch}.ssm.inner_size")
     if inner % value_heads:
         raise CallboardError(f"{file.path}: {arch}.ssm.inner_size is {inner}, which makes no {value_heads} even heads.")
     stateful = [f"blk.{i}.ssm_out.weight" in file.tensors for i in range(num_layers)]
     return config | {
-        "num_hidden_layers": num_layers,
         "layer_types": ["linear_attention" if has_state else "full_attention" for has_state in stateful],
         "linear_num_key_heads": count(file, f"{arch}.ssm.group_count"),
         "linear_num_value_heads": value_heads,

@@ -15,7 +15,6 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from runtime.loading.folder import folder_eos_token_ids
 from runtime.models import FAMILIES, families, load_spec
 from runtime.models.config_defaults import DEFAULTS
 from runtime.spec.types import CallboardError

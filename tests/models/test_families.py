@@ -163,9 +163,6 @@ def test_tensors_of_other_shapes_are_named(tmp_path):
     save_file({n: t for n, t in tensors.items() if n != expert.format(4)}, path)
     with pytest.raises(CallboardError, match=rf"lacks tensor {re.escape(expert.format(4))}; .* \[60, 76\]"):
         open_runner(tmp_path)
-    save_file(tensors | {expert.format(5): torch.zeros(60, 76)}, path)
-    with pytest.raises(CallboardError, match=rf"{re.escape(expert.format(5))} of the checkpoint has no place"):
-        open_runner(tmp_path)
     save_model(tmp_path, "gpt2")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"n_inner": 99}))
