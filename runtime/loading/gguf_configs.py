@@ -336,7 +336,8 @@ def phi3_config(file: GgufFile) -> dict[str, Any]:
     config = decoder_config(file)
     config["sliding_window"] = file.value("phi3.attention.sliding_window", int, 0) or None
     if "rope_factors_long.weight" in file.tensors and "rope_factors_short.weight" in file.tensors:
-        original = count(file, "phi3.rope.scaling.original_context_length")
+        context = config["max_position_embeddings"]
+        original = count(file, "phi3.rope.scaling.original_context_length", context)
         factors = {
             f"{n}_factor": [_decimal(x) for x in table(file, f"rope_factors_{n}.weight")] for n in ("long", "short")
         }

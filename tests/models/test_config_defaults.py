@@ -15,6 +15,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from runtime.loading.folder import folder_eos_token_ids
 from runtime.models import FAMILIES, families, load_spec
 from runtime.models.config_defaults import DEFAULTS
 from runtime.spec.types import CallboardError
@@ -31,8 +32,8 @@ _SIZES = {  # of a tiny model
     "n_group", "topk_group", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "hidden_size_per_layer_input", "block_multiple_of", "n_embd", "n_layer", "n_head", "n_positions", "layer_types",
-    "per_layer_config", "first_k_dense_replace", "mlp_layer_types", "num_dense_layers", "n_shared_experts", "mamba_n_heads",
-    "mamba_expand", "pad_token_id",
+    "per_layer_config", "first_k_dense_replace", "mlp_layer_types", "num_dense_layers", "n_shared_experts",
+    "mamba_n_heads", "mamba_expand", "pad_token_id",
 }  # fmt: skip
 _OUTER = {"architectures", "model_type", "text_config", "vision_config"}
 
@@ -172,3 +173,61 @@ def test_families_read_other_keys_without_defaults():
     alternatives = {"rope_interleave", "topk_method"}  # one of DeepSeek's classes lacks it
     gemma4 = {"num_experts", "top_k_experts", "moe_intermediate_size"}
     assert read & known - {"use_bidirectional_attention"} <= alternatives | gemma4
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_absent_end_tokens_are_the_class_default(architecture, tmp_path):
+    config = json.loads(_text_of_complete(architecture))
+    for part in (config, config.get("text_config", {})):
+        part.pop("eos_token_id", None)
+        part.pop("vocab_size", None)  # the default one has the default token
+    theirs = _class(architecture).from_dict(json.loads(json.dumps(config))).get_text_config().eos_token_id
+    want = tuple(theirs) if isinstance(theirs, list) else () if theirs is None else (theirs,)
+    assert folder_eos_token_ids(tmp_path, config) == want
+    inner = {"text_config": config["text_config"] | {"vocab_size": 1}} if "text_config" in config else {}
+    small = config | {"vocab_size": 1} | inner
+    assert folder_eos_token_ids(tmp_path, small) == ()
+    assert folder_eos_token_ids(tmp_path, config | {"eos_token_id": None}) == ()
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "rope_scaling", "both"])
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_keys_of_older_configs_are_read_as_transformers_does(architecture, key):
+    config = json.loads(_text_of_complete(architecture))
+    text = config.get("text_config", config)
+    if text.pop("rope_parameters", None) is None or architecture.startswith(("Gemma4", "GPT2")):
+        return  # without old configs, or without RoPE
+    theta = (
+        500000.0 if architecture.startswith("Olmo3") else 777.0
+    )  # transformers reads it for one kind of layers alone
+    text |= {"rope_theta": theta} if key != "rope_scaling" else {}
+    text |= {"rope_scaling": {"rope_type": "linear", "factor": 2.0}} if key != "rope_theta" else {}
+    if architecture.startswith("Phi3") and key != "rope_theta":
+        text["rope_scaling"] = {"type": "longrope", "short_factor": [1.0] * 5, "long_factor": [2.0] * 5}
+    assert _spec(config) == _spec(_json(_read(config), architecture))
+
+
+def test_whole_numbers_may_be_written_as_floats():
+    config = json.loads(_text_of_complete("Qwen3MoeForCausalLM"))
+    floats = {name: float(value) for name, value in config.items() if type(value) is int and not name.endswith("_id")}
+    assert load_spec(config | floats) == load_spec(config)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "outer", "inner", "tied"),
+    [
+        ("Gemma3ForConditionalGeneration", None, None, True),
+        ("Gemma3ForConditionalGeneration", None, False, True),
+        ("Gemma3ForConditionalGeneration", False, True, False),
+        ("Mistral3ForConditionalGeneration", None, None, True),
+        ("Mistral3ForConditionalGeneration", False, None, False),
+        ("Qwen3_5ForConditionalGeneration", None, None, False),
+        ("Qwen3_5ForConditionalGeneration", True, False, True),
+        ("Qwen3_5ForConditionalGeneration", None, True, True),  # transformers makes a random head
+    ],
+)
+def test_tied_heads_are_stated_outside_of_the_text_part(architecture, outer, inner, tied):
+    config = json.loads(_text_of_complete(architecture))
+    config |= {"tie_word_embeddings": outer}
+    config["text_config"]["tie_word_embeddings"] = inner
+    assert load_spec(config)[0].tied_head is tied

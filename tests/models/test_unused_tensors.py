@@ -83,7 +83,7 @@ def test_a_missing_head_that_is_not_tied_is_an_error(tmp_path):
     ("case", "names"),
     [
         ("llama", ["bogus"]),
-        ("llama", ["model.layers.0.self_attn.q_proj.bias", "model.layers.0.self_attn.q_norm.weight"]),
+        ("llama", ["model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.q_proj.bias"]),
         ("llama", [f"model.layers.{i}.mlp.up_proj.weight" for i in range(3, 9)]),  # beyond the config's layers
         ("llama", ["model.layers.1.mlp.up_proj.weight_scale"]),
         ("qwen3", ["model.layers.0.self_attn.q_proj.bias"]),
@@ -94,7 +94,10 @@ def test_a_missing_head_that_is_not_tied_is_an_error(tmp_path):
 def test_unknown_tensors_are_a_warning_that_names_them(case, names, tmp_path, caplog):
     save_model(tmp_path, case)
     _change(tmp_path, **{name: torch.ones(10) for name in names})
-    _assert_equal_logits(tmp_path)
+    if case == "mixtral":  # transformers refuses it
+        open_runner(tmp_path)
+    else:
+        _assert_equal_logits(tmp_path)
     (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "no place" in r.getMessage()]
     assert line.startswith(f"{len(names)} tensors of the checkpoint have no place in the model")
     assert line.endswith(f"not used: {', '.join(names[:4])}" + " and 2 more" * (len(names) == 6))
