@@ -43,8 +43,8 @@ def model_report(config: EngineConfig) -> str:
     checkpoint = open_checkpoint(path) if has_weights else None
     config_json = checkpoint.config if checkpoint else folder.model_config(path)
     spec, weight_map = checkpoint_model(config_json, checkpoint) if checkpoint else load_spec(config_json)
-    types = (part.get(key) for part in (config_json, config_json.get("text_config") or {}) for key in _DTYPES)
-    stored, unused = f"{next(filter(None, types), 'unknown')} by its config.json", []
+    dtypes = (part.get(key) for part in (config_json, config_json.get("text_config") or {}) for key in _DTYPES)
+    stored, unused = f"{next(filter(None, dtypes), 'unknown')} by its config.json", []
     if checkpoint:
         found = unused_tensors(spec, weight_map, checkpoint, locate_parameters(spec, weight_map, checkpoint))
         unused += [_line("left out", found.known_line)] * bool(found.left_out)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from runtime.models.config_defaults import with_defaults
+from runtime.models.families.defaults import with_defaults
 from runtime.spec.types import CallboardError
 
 INDEX_NAME = "model.safetensors.index.json"

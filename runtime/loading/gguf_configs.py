@@ -300,7 +300,7 @@ def deepseek2_config(file: GgufFile) -> dict[str, Any]:
         # The converter of this architecture multiplies by 0.1.
         factor = file.value("deepseek2.rope.scaling.yarn_log_multiplier", float, 0.0)
         scaling["mscale"] = scaling["mscale_all_dim"] = _decimal(np.float32(factor * 10))
-    experts = {"n_routed_experts": 0}
+    experts: dict[str, Any] = {"n_routed_experts": 0}
     if file.value("deepseek2.expert_count", int, 0):
         experts = _grouped_experts_config(file)
     if experts["n_routed_experts"] and file.value("deepseek2.expert_gating_func", int, 1) != 2:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from runtime.models.config_checks import checked_config
-from runtime.models.config_defaults import with_defaults
 from runtime.models.families import (
     deepseek,
     gemma,
@@ -27,6 +26,7 @@ from runtime.models.families import (
     seed,
     smollm,
 )
+from runtime.models.families.defaults import with_defaults
 from runtime.models.weight_map import WeightMap
 from runtime.quant import has_fp8_kv_cache, parse_schemes
 from runtime.spec.decoder_spec import DecoderSpec

@@ -238,7 +238,7 @@ def with_defaults(config: Mapping[str, Any], architecture: str) -> dict[str, Any
         if architecture == "Mistral3ForConditionalGeneration":
             table = DEFAULTS.get(_TEXTS.get(text.get("model_type") or "mistral", ""), {})
         if tied is None:  # the outer class decides; a text part may name a head that its file lacks
-            tied = DEFAULTS[architecture]["tie_word_embeddings"] or text.get("tie_word_embeddings")
+            tied = DEFAULTS.get(architecture, {}).get("tie_word_embeddings") or text.get("tie_word_embeddings")
     given = {**(text or config), "tie_word_embeddings": tied}
     found = {name: value for name, value in table.items() if not isinstance(value, _Alias)}
     found = {name: value.value if isinstance(value, _OrNull) else value for name, value in found.items()}
