@@ -141,6 +141,7 @@ def _rope_scaling(file: GgufFile) -> dict[str, Any]:
 def llama_config(file: GgufFile) -> dict[str, Any]:
     config = decoder_config(file)
     config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    config["stored_out_bias"] = "blk.0.attn_output.bias" in file.tensors
     config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
     if config["rope_scaling"]["rope_type"] == "default":
         config |= _llama3_rope_scaling(file, config["rope_theta"], config["head_dim"])

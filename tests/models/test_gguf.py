@@ -271,6 +271,7 @@ def test_smollm2(smollm2_path):
         "tie_word_embeddings": True,
         "attention_bias": False,
         "mlp_bias": False,
+        "stored_out_bias": False,
         "num_nextn_predict_layers": 0,
         "rope_scaling": {"rope_type": "default"},
         "bos_token_id": 1,

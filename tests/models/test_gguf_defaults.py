@@ -83,6 +83,14 @@ def test_a_factor_without_a_type_is_linear(tmp_path):
         assert (_spec(file, **{key: 4.0}).rope.type, _spec(file, **{key: 4.0}).rope.factor) == ("linear", 4.0)
 
 
+def test_biases_of_q_k_and_v_need_none_of_the_output(tmp_path):
+    file = GgufFile(export_model("llama", tmp_path)[1])
+    for i in range(3):
+        del file.tensors[f"blk.{i}.attn_output.bias"]
+    spec = _spec(file)
+    assert (spec.qkv_bias, spec.out_bias) == (True, False)
+
+
 def test_rows_of_keys_need_no_head_count_kv(tmp_path):
     """The order of rows in a file follows from the same number as the config."""
     _, path = export_model("llama", tmp_path)

@@ -46,6 +46,6 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         rope=rope,
         tied_head=config["tie_word_embeddings"],
         qkv_bias=config["attention_bias"],
-        out_bias=config["attention_bias"],
+        out_bias=config.get("stored_out_bias", config["attention_bias"]),  # a GGUF file states both
         ffn_bias=config["mlp_bias"],
     )
