@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from runtime.loading.checkpoint import Checkpoint
 
 _LABEL_WIDTH = 14
+_DTYPES = ("dtype", "torch_dtype")  # keys of a config.json
 
 
 def model_report(config: EngineConfig) -> str:
@@ -34,16 +35,20 @@ def model_report(config: EngineConfig) -> str:
 
     Raises CallboardError if the model does not exist or is not supported."""
     from runtime.loading.checkpoint import open_checkpoint  # torch loads here, not with the module
+    from runtime.models.checkpoint_model import checkpoint_model, unused_tensors
     from runtime.models.weights import locate_parameters
 
     path = resolve(config.model, config.revision, weights=False)
     has_weights = path.is_file() or any(path.glob("*.safetensors"))
     checkpoint = open_checkpoint(path) if has_weights else None
     config_json = checkpoint.config if checkpoint else folder.model_config(path)
-    spec, weight_map = load_spec(config_json, checkpoint.names() if checkpoint else ())
-    stored = f"{config_json.get('dtype') or config_json.get('torch_dtype') or 'unknown'} by its config.json"
+    spec, weight_map = checkpoint_model(config_json, checkpoint) if checkpoint else load_spec(config_json)
+    dtypes = (part.get(key) for part in (config_json, config_json.get("text_config") or {}) for key in _DTYPES)
+    stored, unused = f"{next(filter(None, dtypes), 'unknown')} by its config.json", []
     if checkpoint:
-        locate_parameters(spec, weight_map, checkpoint)
+        found = unused_tensors(spec, weight_map, checkpoint, locate_parameters(spec, weight_map, checkpoint))
+        unused += [_line("left out", found.known_line)] * bool(found.left_out)
+        unused += [_line("not used", f"{len(found.unknown)} tensors: {found.unknown_line}")] * bool(found.unknown)
         types = Counter(checkpoint.type_name(name) for name in checkpoint.names())
         stored = ", ".join(f"{count} {kind}" for kind, count in types.most_common()) + " tensors"
     lines = [
@@ -52,6 +57,7 @@ def model_report(config: EngineConfig) -> str:
         _line("architecture", _architecture(config_json, spec)),
         _line("parameters", _parameters(spec)),
         _line("stored as", stored),
+        *unused,
         _line("context", f"{spec.max_positions} tokens; {_positions(spec)}"),
         *_here(config, spec, checkpoint),
         *_text(config, path),

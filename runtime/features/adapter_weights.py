@@ -63,7 +63,11 @@ class RunnerAdapters:
         adapter = read_adapter(path)
         adapter.check_rank(self._max_rank)
         places, found = map_parts_of(spec, self._weight_map), {}
-        for module, one in adapter.maps.items():
+        maps = {name: one for name, one in adapter.maps.items() if not self._weight_map.is_ignored(name)}
+        maps = maps or dict(adapter.maps)  # an adapter of images alone is refused below
+        if num_left_out := len(adapter.maps) - len(maps):
+            logger.info("adapter %d: %d maps of parts that texts do not need are left out", index, num_left_out)
+        for module, one in maps.items():
             place = places.get(short_name(module))
             found[check_map_part(place, module, (one.size_out, one.size_in), spec)] = one
         data = adapter.read(digest)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from runtime.models.families.defaults import with_defaults
 from runtime.spec.types import CallboardError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -84,9 +85,17 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def folder_eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """The end-of-sequence ids of generation_config.json, or else of config.json; empty if neither names any."""
+    """The end-of-sequence ids of generation_config.json, or else of config.json with its defaults; empty if neither
+    names any that the vocabulary has."""
     path = folder / "generation_config.json"
-    for source in (read_json(path) if path.exists() else {}, config, config.get("text_config")):
+    sources = [read_json(path) if path.exists() else {}, config, config.get("text_config")]
+    named = config.get("architectures")
+    if not any("eos_token_id" in source for source in sources if isinstance(source, dict)) and isinstance(named, list):
+        completed = with_defaults(config, str(named[0])) if named else {}
+        ids, size = completed.get("eos_token_id"), completed.get("vocab_size")
+        own = [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(size, int) and i is not None]
+        sources.append({"eos_token_id": [i for i in own if i < size]})
+    for source in sources:
         ids = source.get("eos_token_id") if isinstance(source, dict) else None
         if type(ids) is int:
             return (ids,)

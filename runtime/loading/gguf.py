@@ -94,6 +94,7 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tensors: dict[str, GgufTensor] = {}
+        self.read_tables = set[str]()  # tensors that became a part of the config
         self._parts: list[MappedFile] = []
         self.metadata = self._read(path)
         for number, other in enumerate(self._other_parts(), 1):

@@ -55,7 +55,6 @@ _PAIRS = {"ssm_ba": ("mix_b", "mix_a"), "ffn_gate_up_exps": ("gate", "up")}
 _WHOLE_NAMES = {"decay_log", "decay_bias", "choice_bias", "sinks", "factor", "router_norm", "expert_scales"}
 _PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}  # of tensors that are not quantized
 _EXPERTS = "_exps"  # ends the name of a tensor of all experts' weights
-_ROPE_TABLES = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,7 @@ class GgufModel:
 
 
 def read_gguf_model(file: GgufFile) -> GgufModel:
-    """Translate names and metadata. Raises CallboardError for an unknown architecture or tensor."""
+    """Translate names and metadata. Raises CallboardError for an unknown architecture."""
     arch_name = file.value("general.architecture", str)
     arch = ARCHITECTURES.get(arch_name)
     if arch is None:
@@ -143,22 +142,25 @@ def read_gguf_model(file: GgufFile) -> GgufModel:
     sources: dict[str, Source] = {}
     config = {"architectures": [arch.hf_class], "model_type": arch.model_type, **arch.config(file)}
     for tensor in file.tensors.values():
-        # RoPE's scaling as a table, which the config states; and layers that draft tokens, behind the others
-        if tensor.name in _ROPE_TABLES or configs.drafts_tokens(file, tensor.name):
+        if tensor.name in file.read_tables:
             continue
-        try:
-            sources |= _sources(file, arch_name, arch, tensor)
-        except KeyError as e:
-            what = f"tensor {tensor.name!r} is not one that a {arch_name!r} model has here"
-            raise CallboardError(f"{file.path}: {what}.") from e
-    types = {name: source.tensor.type_name for name, source in sources.items()}
+        own = {} if configs.drafts_tokens(file, tensor.name) else _sources(config, arch, tensor)
+        sources |= own or {tensor.name: Source(tensor)}  # unused, under its name in the file
+    types = {name: source.tensor.type_name for name, source in sources.items() if name not in file.tensors}
     if quantized := {name: kind for name, kind in types.items() if kind not in _PLAIN_TYPES}:
         config["quantization_config"] = {"quant_method": "gguf", "types": quantized}
     return GgufModel(file, config, sources)
 
 
-def _sources(file: GgufFile, arch_name: str, arch: Architecture, tensor: GgufTensor) -> dict[str, Source]:
-    """Return the HF tensors in a GGUF tensor. Raises KeyError if the family's WeightMap lacks its name."""
+def _sources(config: dict[str, Any], arch: Architecture, tensor: GgufTensor) -> dict[str, Source]:
+    """Return the HF tensors in a GGUF tensor; none if the family's WeightMap lacks its name."""
+    try:
+        return _known_sources(config, arch, tensor)
+    except KeyError:
+        return {}
+
+
+def _known_sources(config: dict[str, Any], arch: Architecture, tensor: GgufTensor) -> dict[str, Source]:
     weight_map = FAMILIES[arch.hf_class].weight_map
     stem, _, kind = tensor.name.rpartition(".")
     if kind not in ("weight", "bias"):
@@ -168,7 +170,7 @@ def _sources(file: GgufFile, arch_name: str, arch: Architecture, tensor: GgufTen
     layer = int(block[1]) if block else 0
     if part in _PAIRS:
         names = [weight_map.names.get(f"routed.{name}") or weight_map.names[name] for name in _PAIRS[part]]
-        return _halves(file, arch_name, tensor, names, layer)
+        return _halves(config, tensor, names, layer)
     is_of_experts = part.endswith(_EXPERTS)
     parameter = _PARAMETERS[part.removesuffix(_EXPERTS)]
     if f"gate_{parameter}" in weight_map.names:
@@ -182,10 +184,10 @@ def _sources(file: GgufFile, arch_name: str, arch: Architecture, tensor: GgufTen
         name += f".{kind}"
     elif kind == "bias":
         name = weight_map.names[f"{parameter}_bias"]
-    heads_key = {"q": "head_count", "k": "head_count_kv"}.get(parameter) if arch.interleaved else None
+    heads_key = {"q": "num_attention_heads", "k": "num_key_value_heads"}.get(parameter) if arch.interleaved else None
     source = Source(
         tensor,
-        interleaved_heads=configs.count(file, f"{arch_name}.attention.{heads_key}") if heads_key else 0,
+        interleaved_heads=config[heads_key] if heads_key else 0,
         plus_one=weight_map.adds_one(parameter),
         transposed=weight_map.transposed and block is not None and len(tensor.shape) == 2,
         is_decay=parameter == "decay_log",
@@ -200,9 +202,7 @@ def _sources(file: GgufFile, arch_name: str, arch: Architecture, tensor: GgufTen
     return {name.format(layer, i): Source(tensor, expert=i) for i in range(tensor.shape[0])}
 
 
-def _halves(
-    file: GgufFile, arch_name: str, tensor: GgufTensor, names: list[str], layer: int
-) -> dict[str, Source]:  # fmt: skip
+def _halves(config: dict[str, Any], tensor: GgufTensor, names: list[str], layer: int) -> dict[str, Source]:
     """Return both HF tensors in a tensor of _PAIRS."""
     sources = dict[str, Source]()
     for which, name in enumerate(names):
@@ -210,8 +210,7 @@ def _halves(
             for i in range(tensor.shape[0]):
                 sources[f"{name.format(layer, i)}.weight"] = Source(tensor, expert=i, half=(1, which))
         else:
-            groups = configs.count(file, f"{arch_name}.ssm.group_count")
-            sources[f"{name.format(layer)}.weight"] = Source(tensor, half=(groups, which))
+            sources[f"{name.format(layer)}.weight"] = Source(tensor, half=(config["linear_num_key_heads"], which))
     return sources
 
 

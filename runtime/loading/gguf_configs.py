@@ -53,6 +53,7 @@ def real(file: GgufFile, key: str, default: float | None = None) -> float:
 
 
 def table(file: GgufFile, name: str) -> NDArray[np.float32]:
+    file.read_tables.add(name)
     return dequantize(file.raw(name), file.tensors[name].type_name).reshape(-1)
 
 
@@ -70,9 +71,10 @@ def decoder_config(file: GgufFile) -> dict[str, Any]:
     arch = file.value("general.architecture", str)
     num_heads = count(file, f"{arch}.attention.head_count")
     hidden_size = count(file, f"{arch}.embedding_length")
-    rope_dim = count(file, f"{arch}.rope.dimension_count", hidden_size // num_heads)
-    head_dim = count(file, f"{arch}.attention.key_length", rope_dim)
-    if rope_dim != head_dim and f"{arch}.rope.dimension_count" in file.metadata and arch not in _PARTLY_TURNED:
+    num_drafting = file.value(f"{arch}.nextn_predict_layers", int, 0)
+    head_dim = count(file, f"{arch}.attention.key_length", hidden_size // num_heads)
+    rope_dim = count(file, f"{arch}.rope.dimension_count", head_dim)
+    if rope_dim != head_dim and arch not in _PARTLY_TURNED:
         raise CallboardError(
             f"{file.path}: {arch}.rope.dimension_count is {rope_dim}, a part of a head's {head_dim}, which is not "
             f"supported of {arch}."
@@ -82,7 +84,8 @@ def decoder_config(file: GgufFile) -> dict[str, Any]:
         "intermediate_size": count(
             file, f"{arch}.feed_forward_length", file.metadata.get(f"{arch}.expert_feed_forward_length")
         ),
-        "num_hidden_layers": count(file, f"{arch}.block_count"),
+        "num_hidden_layers": count(file, f"{arch}.block_count") - num_drafting,
+        "num_nextn_predict_layers": num_drafting,
         "num_attention_heads": num_heads,
         "num_key_value_heads": _kv_heads(file, num_heads),
         "head_dim": head_dim,
@@ -108,20 +111,23 @@ def _kv_heads(file: GgufFile, default: int) -> int:
 
 
 def _rope_scaling(file: GgufFile) -> dict[str, Any]:
-    """`rope_scaling` as config.json has it, in a dict of its own; empty if the metadata has none."""
+    """`rope_scaling` as config.json has it, in a dict of its own. As in llama.cpp, its type is linear by default."""
     arch = file.value("general.architecture", str)
-    kind = file.value(f"{arch}.rope.scaling.type", str, "none")
+    kind = file.value(f"{arch}.rope.scaling.type", str, "linear")
+    old_key = f"{arch}.rope.scale_linear"
+    factor = real(file, f"{arch}.rope.scaling.factor", real(file, old_key) if old_key in file.metadata else 1.0)
+    scaling: dict[str, Any] = {"rope_type": "default"}  # stated, since a config class may have another default
     match kind:
         case "none":
-            return {}
+            pass
+        case "linear" if factor == 1.0:
+            pass
         case "linear":
-            scaling: dict[str, Any] = {"rope_type": "linear", "factor": real(file, f"{arch}.rope.scaling.factor")}
+            scaling = {"rope_type": "linear", "factor": factor}
         case "yarn":
-            scaling = {
-                "rope_type": "yarn",
-                "factor": real(file, f"{arch}.rope.scaling.factor"),
-                "original_max_position_embeddings": count(file, f"{arch}.rope.scaling.original_context_length"),
-            }
+            context = count(file, f"{arch}.context_length")
+            original = count(file, f"{arch}.rope.scaling.original_context_length", context)
+            scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
             for name in ("beta_fast", "beta_slow"):
                 if (key := f"{arch}.rope.scaling.yarn_{name}") in file.metadata:
                     scaling[name] = real(file, key)
@@ -135,8 +141,9 @@ def _rope_scaling(file: GgufFile) -> dict[str, Any]:
 def llama_config(file: GgufFile) -> dict[str, Any]:
     config = decoder_config(file)
     config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    config["stored_out_bias"] = "blk.0.attn_output.bias" in file.tensors
     config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
-    if "rope_scaling" not in config:
+    if config["rope_scaling"]["rope_type"] == "default":
         config |= _llama3_rope_scaling(file, config["rope_theta"], config["head_dim"])
     return config
 
@@ -179,7 +186,7 @@ def mixtral_config(file: GgufFile) -> dict[str, Any]:
 
 def gpt_oss_config(file: GgufFile) -> dict[str, Any]:
     config = decoder_config(file)
-    if "rope_scaling" in config:
+    if config["rope_scaling"]["rope_type"] == "yarn":
         config["rope_scaling"]["truncate"] = False  # of all released models
     return config | {
         "num_local_experts": count(file, "gpt-oss.expert_count"),
@@ -213,7 +220,7 @@ def seed_oss_config(file: GgufFile) -> dict[str, Any]:
 
 def mistral3_config(file: GgufFile) -> dict[str, Any]:
     config = llama_config(file)
-    if scaling := config.get("rope_scaling"):
+    if (scaling := config["rope_scaling"])["rope_type"] == "yarn":
         scaling["llama_4_scaling_beta"] = _decimal(
             np.float32(file.value("mistral3.attention.temperature_scale", float, 0.0))
         )
@@ -225,7 +232,7 @@ def mistral3_config(file: GgufFile) -> dict[str, Any]:
 
 def olmo2_config(file: GgufFile) -> dict[str, Any]:
     config = llama_config(file)
-    if "rope_scaling" in config and "olmo2.rope.scaling.attn_factor" in file.metadata:
+    if config["rope_scaling"]["rope_type"] == "yarn" and "olmo2.rope.scaling.attn_factor" in file.metadata:
         config["rope_scaling"]["attention_factor"] = real(file, "olmo2.rope.scaling.attn_factor")
     return config
 
@@ -238,11 +245,19 @@ def olmo3_config(file: GgufFile) -> dict[str, Any]:
     }
 
 
+def _expert_size(file: GgufFile) -> int:
+    """The size of one expert's feed-forward layer: by default, a token's experts share the stated size."""
+    arch = file.value("general.architecture", str)
+    used = count(file, f"{arch}.expert_used_count")
+    stated = file.metadata.get(f"{arch}.feed_forward_length")
+    return count(file, f"{arch}.expert_feed_forward_length", stated // used if type(stated) is int else None)
+
+
 def qwen3moe_config(file: GgufFile) -> dict[str, Any]:
     return decoder_config(file) | {
         "num_experts": count(file, "qwen3moe.expert_count"),
         "num_experts_per_tok": count(file, "qwen3moe.expert_used_count"),
-        "moe_intermediate_size": count(file, "qwen3moe.expert_feed_forward_length"),
+        "moe_intermediate_size": _expert_size(file),
         "norm_topk_prob": True,  # of all released models
     }
 
@@ -253,7 +268,7 @@ def qwen2moe_config(file: GgufFile) -> dict[str, Any]:
     return decoder_config(file) | {
         "num_experts": count(file, "qwen2moe.expert_count"),
         "num_experts_per_tok": count(file, "qwen2moe.expert_used_count"),
-        "moe_intermediate_size": count(file, "qwen2moe.expert_feed_forward_length"),
+        "moe_intermediate_size": _expert_size(file),
         "shared_expert_intermediate_size": file.tensors[name].shape[0],  # older files do not state it
         "norm_topk_prob": False,  # of all released models
     }
@@ -268,10 +283,7 @@ def olmoe_config(file: GgufFile) -> dict[str, Any]:
 
 
 def glm4moe_config(file: GgufFile) -> dict[str, Any]:
-    config = decoder_config(file)
-    num_drafting = file.value("glm4moe.nextn_predict_layers", int, 0)
-    return config | {
-        "num_hidden_layers": config["num_hidden_layers"] - num_drafting,
+    return decoder_config(file) | {
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
         **_grouped_experts_config(file),
@@ -285,17 +297,16 @@ def deepseek2_config(file: GgufFile) -> dict[str, Any]:
     # Newer files state the sizes of a head by keys of their own, as key_length is that of the cache.
     is_new = f"{attention}.key_length_mla" in file.metadata
     head_dim, value_dim = (count(file, f"{attention}.{n}_length{'_mla' if is_new else ''}") for n in ("key", "value"))
-    if scaling := config.get("rope_scaling"):
+    if (scaling := config["rope_scaling"])["rope_type"] == "yarn":
         # The converter of this architecture multiplies by 0.1.
         factor = file.value("deepseek2.rope.scaling.yarn_log_multiplier", float, 0.0)
         scaling["mscale"] = scaling["mscale_all_dim"] = _decimal(np.float32(factor * 10))
-    num_drafting = file.value("deepseek2.nextn_predict_layers", int, 0)
-    experts = _grouped_experts_config(file) if "deepseek2.expert_count" in file.metadata else {}
-    if experts and file.value("deepseek2.expert_gating_func", int, 1) != 2:
-        experts["norm_topk_prob"] = file.value("deepseek2.expert_weights_norm", bool, False)
+    experts: dict[str, Any] = {"n_routed_experts": 0}
+    if file.value("deepseek2.expert_count", int, 0):
+        experts = _grouped_experts_config(file)
+    if experts["n_routed_experts"] and file.value("deepseek2.expert_gating_func", int, 1) != 2:
         experts["topk_method"] = "group_limited_greedy" if experts["n_group"] > 1 else "greedy"
     return config | {
-        "num_hidden_layers": config["num_hidden_layers"] - num_drafting,
         "kv_lora_rank": count(file, f"{attention}.kv_lora_rank"),
         "q_lora_rank": file.value(f"{attention}.q_lora_rank", int, 0) or None,
         "qk_rope_head_dim": rope_dim,
@@ -315,7 +326,7 @@ def _grouped_experts_config(file: GgufFile) -> dict[str, Any]:
         "moe_intermediate_size": count(file, f"{arch}.expert_feed_forward_length"),
         "n_shared_experts": file.value(f"{arch}.expert_shared_count", int, 0),
         "first_k_dense_replace": file.value(f"{arch}.leading_dense_block_count", int, 0),
-        "norm_topk_prob": file.value(f"{arch}.expert_weights_norm", bool, True),
+        "norm_topk_prob": file.value(f"{arch}.expert_weights_norm", bool, False),
         "routed_scaling_factor": real(file, f"{arch}.expert_weights_scale", 1.0),
         "n_group": count(file, f"{arch}.expert_group_count", 1),
         "topk_group": count(file, f"{arch}.expert_group_used_count", 1),
@@ -326,7 +337,8 @@ def phi3_config(file: GgufFile) -> dict[str, Any]:
     config = decoder_config(file)
     config["sliding_window"] = file.value("phi3.attention.sliding_window", int, 0) or None
     if "rope_factors_long.weight" in file.tensors and "rope_factors_short.weight" in file.tensors:
-        original = count(file, "phi3.rope.scaling.original_context_length")
+        context = config["max_position_embeddings"]
+        original = count(file, "phi3.rope.scaling.original_context_length", context)
         factors = {
             f"{n}_factor": [_decimal(x) for x in table(file, f"rope_factors_{n}.weight")] for n in ("long", "short")
         }
@@ -351,13 +363,12 @@ def gpt2_config(file: GgufFile) -> dict[str, Any]:
 def _delta_rule_config(file: GgufFile) -> dict[str, Any]:
     """The fields of models with the gated delta rule."""
     config, arch = decoder_config(file), file.value("general.architecture", str)
-    num_layers = config["num_hidden_layers"] - file.value(f"{arch}.nextn_predict_layers", int, 0)
+    num_layers = config["num_hidden_layers"]
     value_heads, inner = count(file, f"{arch}.ssm.time_step_rank"), count(file, f"{arch}.ssm.inner_size")
     if inner % value_heads:
         raise CallboardError(f"{file.path}: {arch}.ssm.inner_size is {inner}, which makes no {value_heads} even heads.")
     stateful = [f"blk.{i}.ssm_out.weight" in file.tensors for i in range(num_layers)]
     return config | {
-        "num_hidden_layers": num_layers,
         "layer_types": ["linear_attention" if has_state else "full_attention" for has_state in stateful],
         "linear_num_key_heads": count(file, f"{arch}.ssm.group_count"),
         "linear_num_value_heads": value_heads,

@@ -15,9 +15,10 @@ def _gemma_config(file: GgufFile, full_every: int, layers_of_27b: int) -> dict[s
     # Queries are scaled by a head width that differs from the actual one in the 27B models.
     by_width = config["hidden_size"] // config["num_attention_heads"]
     layer_types = ["full_attention" if i % full_every == 0 else "sliding_attention" for i in range(1, num_layers + 1)]
+    arch = file.value("general.architecture", str)
     return config | {
         "query_pre_attn_scalar": by_width if num_layers == layers_of_27b else config["head_dim"],
-        "sliding_window": count(file, f"{file.value('general.architecture', str)}.attention.sliding_window"),
+        "sliding_window": count(file, f"{arch}.attention.sliding_window", 4096 if arch == "gemma2" else None),
         "layer_types": layer_types,
     }
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from runtime.models.config_checks import check_config
+from runtime.models.config_checks import checked_config
 from runtime.models.families import (
     deepseek,
     gemma,
@@ -26,6 +26,7 @@ from runtime.models.families import (
     seed,
     smollm,
 )
+from runtime.models.families.defaults import with_defaults
 from runtime.models.weight_map import WeightMap
 from runtime.quant import has_fp8_kv_cache, parse_schemes
 from runtime.spec.decoder_spec import DecoderSpec
@@ -269,8 +270,11 @@ def has_experts_in_turn(config: Mapping[str, Any]) -> bool:
     return family is not None and family.weight_map.experts_in_turn
 
 
-def load_spec(config: Mapping[str, Any], tensors: Collection[str] = ()) -> tuple[DecoderSpec, WeightMap]:
+def load_spec(
+    config: Mapping[str, Any], tensors: Collection[str] = (), tied: bool | None = None
+) -> tuple[DecoderSpec, WeightMap]:
     """The spec of a config.json, and how its checkpoint, which has these tensors if they are known, stores it.
+    `tied` replaces its config's tie_word_embeddings.
 
     Raises CallboardError if the architecture, or a variant in the config, is not supported."""
     named = config.get("architectures")
@@ -279,15 +283,17 @@ def load_spec(config: Mapping[str, Any], tensors: Collection[str] = ()) -> tuple
     if name not in FAMILIES:
         raise CallboardError(f"The model's architecture is {stored}; supported are {', '.join(sorted(FAMILIES))}.")
     family = FAMILIES[name]
-    check_config(config)
+    text = checked_config(with_defaults(config, name))
     try:
-        spec = family.decoder_spec({**config, "architectures": [name]})
+        spec = family.decoder_spec({**text, "architectures": [name]})
     except KeyError as e:
         raise CallboardError(f"The model's config.json lacks {e.args[0]}, which {name} needs.") from e
+    if tied is not None:
+        spec = replace(spec, tied_head=tied)
     weight_map = family.weight_map
-    if num_drafting := config.get("num_nextn_predict_layers") or 0:  # layers behind the others, which draft tokens
+    if num_drafting := text.get("num_nextn_predict_layers"):  # layers behind the others, which draft tokens
         behind = "|".join(str(spec.num_layers + i) for i in range(num_drafting))
-        weight_map = replace(weight_map, ignored=rf"{weight_map.ignored}|(model\.)?layers\.({behind})\..*")
+        weight_map = replace(weight_map, ignored=rf"{weight_map.ignored}|((model\.)?layers|blk)\.({behind})\..*")
     if not weight_map.base and tensors and not any(tensor.startswith(_MODEL) for tensor in tensors):
         weight_map = replace(weight_map, names={p: n.removeprefix(_MODEL) for p, n in weight_map.names.items()})
         weight_map, stored = replace(weight_map, base=_MODEL), ""

@@ -52,37 +52,32 @@ _NUMBERS: dict[str, tuple[Bounds, bool]] = {  # the bounds of each, and whether 
     **dict.fromkeys(("llama_4_scaling_beta",), (Bounds(0), False)),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (Bounds(0), False)),
 }
-_MAY_BE_NULL = {
-    "num_key_value_heads", "head_dim", "n_inner", "sliding_window", "attn_logit_softcapping", "factor",
-    "final_logit_softcapping", "partial_rotary_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
-    "full_attention_interval", "block_ffn_dim_multiplier", "n_shared_experts", "n_group", "topk_group",
-    "num_nextn_predict_layers", "q_lora_rank", "first_k_dense_replace", "mscale", "mscale_all_dim",
-    "moe_intermediate_size", "num_experts", "top_k_experts", "num_global_key_value_heads",
-    "hidden_size_per_layer_input", "num_kv_shared_layers",
-}  # fmt: skip
 _FLAGS = (
     "tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob",
     "attn_output_gate", "conv_bias", "use_expert_bias", "block_auto_adjust_ff_dim", "tie_embedding",
     "use_qk_norm", "qkv_bias", "rope_interleave", "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp",
 )  # fmt: skip
-_OBJECTS = ("text_config", "rope_scaling", "rope_parameters", "full_attention", "sliding_attention")
+_OBJECTS = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention")
 
 
-def check_config(config: Mapping[str, Any]) -> None:
-    """Raises CallboardError with one sentence for the first field that no model can have."""
+def checked_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with whole numbers as integers. Its nulls are values.
+
+    Raises CallboardError with one sentence for the first field that no model can have."""
     if config.get("is_causal") is False:
         raise CallboardError("The model's config.json has is_causal false; attention to later tokens is not supported.")
+    config = dict(config)
     for name, value in config.items():
-        if name == "sliding_window" and value == 0 and config.get("use_sliding_window") is False:
-            continue  # as transformers 5 writes a window that is off
-        if name in _NUMBERS and not (value is None and name in _MAY_BE_NULL):
-            _check_number(name, value)
-        elif name in _FLAGS and not isinstance(value, bool | None):
+        if value is None or (name == "sliding_window" and value == 0 and config.get("use_sliding_window") is False):
+            continue  # transformers 5 writes 0 for a window that is off
+        if name in _NUMBERS:
+            config[name] = _checked_number(name, value)
+        elif name in _FLAGS and not isinstance(value, bool):
             raise CallboardError(f"The model's config.json has {name} {_shown(value)}; it must be true or false.")
-        elif name in _OBJECTS and value is not None:
+        elif name in _OBJECTS:
             if not isinstance(value, Mapping):
                 raise CallboardError(f"The model's config.json has {name} {_shown(value)}; it must be an object.")
-            check_config(value)
+            config[name] = checked_config(value)
     for name in ("layer_types", "no_rope_layers"):
         kinds, num_layers = config.get(name), config.get("num_hidden_layers", 0)
         if kinds is not None and not (isinstance(kinds, list) and len(kinds) >= num_layers):
@@ -96,14 +91,18 @@ def check_config(config: Mapping[str, Any]) -> None:
                 f"The model's config.json has {heads} {config[heads]} for a {width} of {config[width]}; a head needs a "
                 "dimension at least."
             )
+    return config
 
 
-def _check_number(name: str, value: object) -> None:
+def _checked_number(name: str, value: Any) -> Any:
     bounds, is_whole = _NUMBERS[name]
+    if is_whole and type(value) is float and value.is_integer():
+        value = int(value)
     is_number = type(value) is int or (type(value) is float and not is_whole and math.isfinite(value))
-    if not (is_number and bounds.hold(value)):  # type: ignore[arg-type]
+    if not (is_number and bounds.hold(value)):
         kind = "whole number" if is_whole else "number"
         raise CallboardError(f"The model's config.json has {name} {_shown(value)}; it must be a {kind} {bounds}.")
+    return value
 
 
 def _shown(value: object) -> str:

@@ -10,20 +10,30 @@ from runtime.spec.decoder_spec import RopeSpec
 from runtime.spec.types import CallboardError
 
 
-def rope_spec(config: Mapping[str, Any], theta: float = 10000.0) -> RopeSpec:
-    """From `rope_theta` + `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5).
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters in `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5), without nulls."""
+    stated = config["rope_scaling"] or config["rope_parameters"] or {}
+    return {name: value for name, value in stated.items() if value is not None}
 
-    Raises CallboardError for a type that is not supported."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope = {"rope_theta": config.get("rope_theta", theta), "max_position_embeddings": 2048, **config, **scaling}
+
+def ropes_by_kind(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What replaces `rope_parameters` for layers that attend to all positions, and for layers with a window."""
+    stated = config["rope_parameters"] or {}
+    full = stated.get("full_attention") if {"full_attention", "sliding_attention"} & stated.keys() else stated
+    ropes = {**(full or {}), **(config["rope_scaling"] or {})}, stated.get("sliding_attention")
+    return {"rope_parameters": ropes[0], "rope_scaling": None}, {"rope_parameters": ropes[1], "rope_scaling": None}
+
+
+def rope_spec(config: Mapping[str, Any]) -> RopeSpec:
+    """The RoPE of a config. Raises CallboardError for a type that is not supported."""
+    scaling = rope_parameters(config)
+    defaults = ("rope_theta", "partial_rotary_factor", "max_position_embeddings")
+    rope = {**{name: config[name] for name in defaults}, **scaling}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     theta = float(rope["rope_theta"])
     partial = float(rope.get("partial_rotary_factor") or 1.0)
     most = int(rope["max_position_embeddings"])
-    # Phi-3 states the original context beside the scaling, not in it.
-    original = int(
-        config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or most
-    )
+    original = int(rope.get("original_max_position_embeddings") or most)
     match kind:
         case "default":
             return RopeSpec(theta, partial=partial)
@@ -82,5 +92,5 @@ def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
 
 def context(config: Mapping[str, Any], rope: RopeSpec) -> int:
     """The model's context in positions; configs often state the one before it was extended."""
-    stated = int(config.get("max_position_embeddings", 2048))
+    stated = int(config["max_position_embeddings"])
     return max(stated, int(rope.original_positions * rope.factor)) if rope.type in ("dynamic", "yarn") else stated

@@ -40,6 +40,10 @@ class WeightMap:
             found.setdefault(name, []).append(parameter)
         return found
 
+    def is_ignored(self, name: str) -> bool:
+        """Return True for a tensor or a map that is not read."""
+        return re.fullmatch(self.ignored, name.removeprefix(self.base)) is not None
+
     def adds_one(self, parameter: str) -> bool:
         """Return True for a norm that multiplies by one more than is stored."""
         return self.norms_plus_one and parameter.endswith("norm") and not parameter.endswith("mix_norm")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,7 +13,7 @@ from typing import Protocol
 import torch
 
 from runtime.kernels.numerics import Numerics
-from runtime.models.kv_scales import KV_SCALES
+from runtime.models.checkpoint_model import unused_tensors
 from runtime.models.weight_map import WeightMap
 from runtime.quant.model_formats import weight_formats
 from runtime.quant.weight_format import DENSE, Location, TensorSource, Weight, WeightFormat
@@ -40,9 +39,8 @@ _IN_FLOAT32 = ("choice_bias", "expert_scales", "decay_log", "decay_bias", ".sink
 def locate_parameters(spec: DecoderSpec, weight_map: WeightMap, source: TensorSource) -> dict[str, Location]:
     """Every parameter of the spec -> its location in the checkpoint, and the part that the spec's rank reads.
 
-    Raises CallboardError for the first tensor that is missing, has a wrong shape or type, or does not belong to the
-    model."""
-    names, used = set(source.names()), set[str]()
+    Raises CallboardError for the first tensor that is missing, or has a wrong shape or type."""
+    names = set(source.names())
     format_of, locations = weight_formats(spec.whole, None), {}
     shapes = spec.whole.shapes()
     for parameter, short_name in weight_map.names_of(spec).items():
@@ -73,26 +71,15 @@ def locate_parameters(spec: DecoderSpec, weight_map: WeightMap, source: TensorSo
                     f"Tensor {name} is stored as {source.type_name(name)}, which {weight_format.name} weights are not "
                     f"({known}); convert it, or name its quantization in the checkpoint's config.json."
                 )
-        used.update(tensors)  # `|=` with keys would copy the set
         locations[parameter] = location
-    short_names = {name.removeprefix(weight_map.base): name for name in names - used}
-    extra = {name for name in short_names if not re.fullmatch(f"{weight_map.ignored}|{KV_SCALES}", name)}
-    if spec.quantization:  # some exporters give every map a bias, of zeros
-        cpu = torch.device("cpu")
-        biases = {name for name in extra if name.endswith(".bias")}
-        extra -= {name for name in biases if not source.tensor(short_names[name], torch.float32, cpu).any()}
-    if spec.tied_head:
-        extra.discard(weight_map.names["head"])  # some exports have a copy of the embedding there
-    if extra:
-        raise CallboardError(
-            f"Tensor {short_names[min(extra)]} of the checkpoint has no place in the model that its config describes."
-        )
     return locations
 
 
 def read_from(source: TensorSource, spec: DecoderSpec, weight_map: WeightMap, numerics: Numerics) -> ReadWeight:
-    """Reads from a checkpoint, after a check of all tensors."""
+    """Reads from a checkpoint, after a check of all tensors. Reports unused ones, on the first rank."""
     locations = locate_parameters(spec, weight_map, source)
+    if spec.shard.rank == 0:
+        unused_tensors(spec, weight_map, source, locations).log()
     return reader(source, locations, weight_formats(spec, numerics), weight_map, numerics)
 
 

@@ -15,7 +15,8 @@ from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.loading.pooling import PoolingFiles, read_pooling
-from runtime.models import CLASSIFIER, load_spec
+from runtime.models import CLASSIFIER
+from runtime.models.checkpoint_model import checkpoint_model
 from runtime.models.decoder import Decoder
 from runtime.models.decoder_build import draw_decoder, load_decoder
 from runtime.models.families import phi
@@ -71,7 +72,7 @@ class CheckpointSource:
         """Raises CallboardError if the checkpoint is damaged or its model is not supported."""
         self.path, self.checkpoint = path, open_checkpoint(path)
         self._tensors: TensorSource = self.checkpoint
-        self.spec, self.weight_map = load_spec(self.checkpoint.config, self.checkpoint.names())
+        self.spec, self.weight_map = checkpoint_model(self.checkpoint.config, self.checkpoint)
         self.eos_token_ids = self.checkpoint.eos_token_ids
         if (bad := next((i for i in self.eos_token_ids if not 0 <= i < self.spec.vocab_size), None)) is not None:
             raise CallboardError(

@@ -163,9 +163,6 @@ def test_tensors_of_other_shapes_are_named(tmp_path):
     save_file({n: t for n, t in tensors.items() if n != expert.format(4)}, path)
     with pytest.raises(CallboardError, match=rf"lacks tensor {re.escape(expert.format(4))}; .* \[60, 76\]"):
         open_runner(tmp_path)
-    save_file(tensors | {expert.format(5): torch.zeros(60, 76)}, path)
-    with pytest.raises(CallboardError, match=rf"{re.escape(expert.format(5))} of the checkpoint has no place"):
-        open_runner(tmp_path)
     save_model(tmp_path, "gpt2")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"n_inner": 99}))
@@ -190,7 +187,7 @@ def test_variants_that_are_not_supported_are_refused():
         (
             "Mistral3ForConditionalGeneration",
             base | {"model_type": "mistral4"},
-            "text_config is of type 'mistral4'; supported are mistral, ministral3",
+            "text_config is of type 'mistral4'; supported are mistral and ministral3",
         ),
         ("MixtralForCausalLM", base | {"num_local_experts": 0, "num_experts_per_tok": 2}, "0 experts, of which a tok"),
         ("Qwen3NextForCausalLM", base | {"mlp_only_layers": [1]}, "dense layers between those of experts"),
@@ -285,16 +282,16 @@ def test_variants_that_are_not_supported_are_refused():
                     "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0,
                     "rope_type": "yarn", "type": "yarn"},
                 "sliding_window": None, "vocab_size": 131072}},
-            8.490,
-            {"rope": RopeSpec(1e6, "yarn", 16.0, original_positions=16384, query_beta=0.1), "tied_head": False,
+            7.953,  # without a head: the file has one, which is then used
+            {"rope": RopeSpec(1e6, "yarn", 16.0, original_positions=16384, query_beta=0.1), "tied_head": True,
              "max_positions": 262144, "sliding": ()},
         ),
         (
             {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": {
                 "head_dim": 128, "hidden_size": 5120, "intermediate_size": 32768, "model_type": "mistral",
                 "num_hidden_layers": 40, "rope_theta": 1000000000.0, "vocab_size": 131072}},
-            23.57,
-            {"rope": RopeSpec(1e9), "num_heads": 32, "num_kv_heads": 8, "tied_head": False, "max_positions": 131072},
+            22.90,
+            {"rope": RopeSpec(1e9), "num_heads": 32, "num_kv_heads": 8, "tied_head": True, "max_positions": 131072},
         ),
         (
             {"architectures": ["Olmo3ForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008,

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from runtime.inspection import model_report
@@ -50,6 +51,13 @@ def test_inspect_describes_a_gguf_file(write_tiny_gguf, capsys):
         "with tool calls (generic); it describes none in a known format, so the system message does:"
     )
     assert report.endswith("{% for m in messages %}<|start|>{{ m.content }}<|end|>{% endfor %}\n")
+
+
+def test_unused_tensors_are_named(write_tiny_gguf, capsys):
+    path = write_tiny_gguf({f"blk.{i}.odd.weight": np.ones(32, np.float32) for i in range(6)})
+    assert cli.main(["inspect", str(path), "--device", "cpu", "--num-kv-blocks", "99"]) == 0
+    told = lines(capsys.readouterr().out)["not used"]
+    assert told == "6 tensors: " + ", ".join(f"blk.{i}.odd.weight" for i in range(4)) + " and 2 more"
 
 
 def test_a_folder_needs_no_weights(tmp_path: Path, write_tiny_gguf):

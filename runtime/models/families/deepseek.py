@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from runtime.models.families import glm, llama
+from runtime.models.rope import rope_parameters
 from runtime.models.weight_map import WeightMap
 from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.latent_spec import LatentSpec
@@ -32,8 +33,8 @@ WEIGHT_MAP = WeightMap({**llama.WEIGHT_MAP.names, **_ATTENTION, **glm.EXPERT_NAM
 
 def v2_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a DeepSeek-V2's config.json. Raises CallboardError for a router that is not supported."""
-    method, n_group = config.get("topk_method") or "greedy", config.get("n_group") or 1
-    if config.get("norm_topk_prob") or config.get("scoring_func", "softmax") != "softmax":
+    method, n_group = config["topk_method"], config["n_group"] or 1
+    if config["norm_topk_prob"] or config.get("scoring_func", "softmax") != "softmax":
         raise CallboardError(
             "The model's router has norm_topk_prob or a scoring_func other than softmax; for DeepSeek-V2, only weights "
             "of a softmax that are not normalized are supported."
@@ -43,7 +44,7 @@ def v2_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     spec, has_groups = _spec(config), method != "greedy"
     if not _has_experts(spec, config):
         return spec
-    spec = glm.with_experts(spec, {"first_k_dense_replace": 0, "n_shared_experts": 2, **config})
+    spec = glm.with_experts(spec, config)
     assert spec.experts is not None
     experts = replace(
         spec.experts,
@@ -51,7 +52,7 @@ def v2_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         scores="softmax",
         choice_bias=False,
         groups=n_group if has_groups else 1,
-        top_groups=(config.get("topk_group") or 1) if has_groups else 1,
+        top_groups=(config["topk_group"] or 1) if has_groups else 1,
         group_score="max",
     )
     return replace(spec, experts=experts)
@@ -69,28 +70,28 @@ def v3_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     spec = _spec(config)
     if not _has_experts(spec, config):
         return spec
-    return glm.with_experts(spec, {"first_k_dense_replace": 3, **config})
+    return glm.with_experts(spec, config)
 
 
 def flash_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a GLM-4.7-Flash's config.json."""
-    kinds = config.get("mlp_layer_types") or ["dense"]
+    kinds = config["mlp_layer_types"] or ["dense"]
     dense = kinds[: config["num_hidden_layers"]].count("dense")
     if "dense" in kinds[dense : config["num_hidden_layers"]]:
         raise CallboardError("The model has dense layers between those of experts; only the first layers may be dense.")
-    return v3_decoder_spec({"first_k_dense_replace": dense, "rms_norm_eps": 1e-5, **config})
+    return v3_decoder_spec({**config, "first_k_dense_replace": dense})
 
 
 def _spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec without experts."""
-    if config.get("attention_bias") or config.get("mlp_bias"):
+    if config["attention_bias"] or config["mlp_bias"]:
         raise CallboardError("The model's config.json has attention_bias or mlp_bias; latent attention has no biases.")
     latent = LatentSpec(
         rank=config["kv_lora_rank"],
         rope_dim=config["qk_rope_head_dim"],
         nope_dim=config["qk_nope_head_dim"],
         value_dim=config["v_head_dim"],
-        q_rank=config.get("q_lora_rank") or 0,
+        q_rank=config["q_lora_rank"] or 0,
         split_up=config.get("kv_b_is_split", False),
     )
     if latent.rope_dim % 2:
@@ -103,12 +104,12 @@ def _spec(config: Mapping[str, Any]) -> DecoderSpec:
             f"The model's partial_rotary_factor is {rope.partial}; with latent attention, qk_rope_head_dim states the "
             "numbers that rotate."
         )
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaling = rope_parameters(config)
     factor = 0.1 * (scaling.get("mscale_all_dim") or 0.0) * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
     return replace(
         spec,
         latent=latent,
-        rope=replace(rope, interleaved=config.get("rope_interleave", True)),
+        rope=replace(rope, interleaved=bool(config.get("rope_interleave", True))),
         attn_scale=head_dim**-0.5 * (factor if rope.type != "default" else 1.0) ** 2,
     )
 
@@ -120,4 +121,4 @@ def _has_experts(spec: DecoderSpec, config: Mapping[str, Any]) -> bool:
             f"The model's moe_layer_freq is {config['moe_layer_freq']}; only 1, experts in all layers after the first "
             "ones, is supported."
         )
-    return bool(config.get("n_routed_experts")) and (config.get("first_k_dense_replace") or 0) < spec.num_layers
+    return bool(config["n_routed_experts"]) and config["first_k_dense_replace"] < spec.num_layers

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from runtime.models.families import llama
-from runtime.models.rope import rope_spec
+from runtime.models.rope import rope_spec, ropes_by_kind
 from runtime.models.weight_map import WeightMap
-from runtime.spec.decoder_spec import DecoderSpec, RopeSpec
+from runtime.spec.decoder_spec import DecoderSpec
 from runtime.spec.types import CallboardError
 
 WEIGHT_MAP = WeightMap(
@@ -25,51 +25,41 @@ WEIGHT_MAP = WeightMap(
     },
     base="language_model.",  # of models with images
     norms_plus_one=True,
-    ignored=r"(vision_tower|multi_modal_projector)\..*",
+    ignored=r"(model\.)?(vision_tower|multi_modal_projector)\..*",
 )
-# Defaults that the configs of Gemma 3 leave out.
-_GEMMA_3: dict[str, Any] = {
-    "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-    "max_position_embeddings": 131072, "sliding_window": 4096,
-}  # fmt: skip
 
 
 def gemma2_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for an activation or a rope type that is not supported."""
-    return _spec({"head_dim": 256, **config}, 2)
+    return _spec(config, 2)
 
 
 def gemma3_spec(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of the config of a text model, or of one with a `text_config`."""
-    config = _GEMMA_3 | dict(config.get("text_config", config))
-    ropes = config.get("rope_parameters") or {}
-    config["rope_parameters"] = ropes.get("full_attention")
-    rope = rope_spec(config, 1e6)
-    theta = ropes.get("sliding_attention", {}).get("rope_theta", config.get("rope_local_base_freq", 10000.0))
+    """The spec of the config of a text model, or of the text part of one."""
+    full, sliding = ropes_by_kind(config)
+    local = rope_spec({**config, "rope_theta": config["rope_local_base_freq"], **sliding})
     pattern = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", 6))
-    return replace(_spec(config, pattern), qk_norm=True, rope=rope, local_rope=RopeSpec(theta))
+    return replace(_spec({**config, **full}, pattern), qk_norm=True, local_rope=local)
 
 
 def _spec(config: Mapping[str, Any], pattern: int) -> DecoderSpec:
     """The common part of both specs. Every `pattern`-th layer attends to all positions."""
-    activation = config.get("hidden_activation") or "gelu_pytorch_tanh"
-    if activation != "gelu_pytorch_tanh":
+    if (activation := config["hidden_activation"]) != "gelu_pytorch_tanh":
         raise CallboardError(f"The model's hidden_activation is {activation!r}; supported is gelu_pytorch_tanh.")
     if config.get("use_bidirectional_attention"):
         raise CallboardError("The model's use_bidirectional_attention is true; only causal attention is supported.")
     spec = llama.decoder_spec({**config, "hidden_act": "silu"})
-    kinds = config.get("layer_types") or [
+    kinds = config["layer_types"] or [
         "sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(spec.num_layers)
     ]
     return replace(
         spec,
         activation="gelu_tanh",
-        tied_head=config.get("tie_word_embeddings", True),
         post_norms=True,
         embed_scale=spec.hidden_size**0.5,
-        attn_scale=config.get("query_pre_attn_scalar", 256) ** -0.5,
-        attn_soft_cap=config.get("attn_logit_softcapping") or 0.0,
-        logit_soft_cap=config.get("final_logit_softcapping") or 0.0,
-        window=config.get("sliding_window", 4096),
+        attn_scale=config["query_pre_attn_scalar"] ** -0.5,
+        attn_soft_cap=config["attn_logit_softcapping"] or 0.0,
+        logit_soft_cap=config["final_logit_softcapping"] or 0.0,
+        window=config["sliding_window"],
         sliding=tuple(kind == "sliding_attention" for kind in kinds),
     )

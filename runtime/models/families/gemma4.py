@@ -46,32 +46,19 @@ WEIGHT_MAP = WeightMap(
     # Images, sound, and maps of k and v in layers with shared keys and values.
     ignored=r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..*|layers\.\d+\.self_attn\.[kv]_(proj|norm)\..*",
 )
-_DEFAULTS: dict[str, Any] = {  # that configs leave out
-    "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
-    "sliding_window": 512, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
-    "rope_parameters": {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
-    },
-}  # fmt: skip
 
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of the config of a text model, or of one with a `text_config`."""
-    config = (
-        _DEFAULTS
-        | {name: value for name, value in config.items() if name != "text_config"}
-        | dict(config.get("text_config") or {})
-    )
+    """The spec of the config of a text model, or of the text part of one."""
     _check(config)
+    config = {**config, "rope_scaling": None}
     num_layers, ropes = config["num_hidden_layers"], config["rope_parameters"]
-    kinds = config.get("layer_types") or [
+    kinds = config["layer_types"] or [
         "sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(num_layers)
     ]
     kinds = [*kinds[: num_layers - 1], "full_attention"]
     dim, kv_heads = _full_heads(config, kinds)
-    shared, width = config.get("num_kv_shared_layers") or 0, config["hidden_size_per_layer_input"] or 0
+    shared, width = config["num_kv_shared_layers"], config["hidden_size_per_layer_input"]
     if missing := set(kinds) - set(kinds[: num_layers - shared]):
         raise CallboardError(
             f"The model's num_kv_shared_layers is {shared}, so no layer of kind {min(missing)} stores keys and values."
@@ -80,25 +67,24 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     spec = replace(
         spec,
         activation="gelu_tanh",
-        tied_head=config.get("tie_word_embeddings", True),
         qk_norm=True,
         v_norm=True,
         post_norms=True,
         embed_scale=spec.hidden_size**0.5,
         attn_scale=1.0,
-        logit_soft_cap=config.get("final_logit_softcapping") or 0.0,
+        logit_soft_cap=config["final_logit_softcapping"] or 0.0,
         window=config["sliding_window"],
         sliding=tuple(kind == "sliding_attention" for kind in kinds),
         local_rope=rope_spec({**config, "rope_parameters": ropes["sliding_attention"]}),
         full_head_dim=dim,
         full_kv_heads=kv_heads,
-        keys_as_values=config.get("attention_k_eq_v") or False,
+        keys_as_values=config["attention_k_eq_v"],
         shared_kv_layers=shared,
-        shared_kv_ffn_size=2 * spec.ffn_size if shared and config.get("use_double_wide_mlp") else 0,
+        shared_kv_ffn_size=2 * spec.ffn_size if shared and config["use_double_wide_mlp"] else 0,
         layer_embed_size=width,
         layer_factors=True,
     )
-    if not config.get("enable_moe_block"):
+    if not config["enable_moe_block"]:
         return spec
     experts = ExpertsSpec(
         config["num_experts"], config["top_k_experts"], normalized=True, expert_scales=True, own_norm=True
@@ -109,12 +95,12 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 def _full_heads(config: Mapping[str, Any], kinds: list[str]) -> tuple[int, int]:
     """head_dim and the number of heads of k and v of the layers that attend to all positions."""
-    dim, kv_heads = config.get("global_head_dim", 512), None
-    if config.get("attention_k_eq_v"):
-        kv_heads = config.get("num_global_key_value_heads")
+    dim, kv_heads = config["global_head_dim"], None
+    if config["attention_k_eq_v"]:
+        kv_heads = config["num_global_key_value_heads"]
     if "per_layer_config" in config:
-        of_layer = config["per_layer_config"] or {}
-        known = [of_layer.get(str(i), of_layer.get(i, {})) for i, kind in enumerate(kinds) if kind == "full_attention"]
+        of_layer = {int(i): own for i, own in (config["per_layer_config"] or {}).items()}  # "05" of 30 layers
+        known = [of_layer.get(i, {}) for i, kind in enumerate(kinds) if kind == "full_attention"]
         if any(own != known[0] for own in known) or len(of_layer) > len(known):
             raise CallboardError(
                 "The model's per_layer_config differs within one kind of layers, which is not supported."
@@ -126,8 +112,7 @@ def _full_heads(config: Mapping[str, Any], kinds: list[str]) -> tuple[int, int]:
 
 def _check(config: Mapping[str, Any]) -> None:
     """Raises CallboardError for variants that are not supported."""
-    activation = config.get("hidden_activation") or "gelu_pytorch_tanh"
-    if activation != "gelu_pytorch_tanh":
+    if (activation := config["hidden_activation"]) != "gelu_pytorch_tanh":
         raise CallboardError(f"The model's hidden_activation is {activation!r}; supported is gelu_pytorch_tanh.")
     if config.get("use_bidirectional_attention") == "all":
         raise CallboardError("The model's use_bidirectional_attention is 'all'; only causal attention is supported.")
@@ -136,7 +121,7 @@ def _check(config: Mapping[str, Any]) -> None:
         raise CallboardError(
             f"The model's vocab_size_per_layer_input is {sizes[0]} and its vocab_size {sizes[1]}; they must be equal."
         )
-    if config.get("enable_moe_block") and config.get("num_kv_shared_layers") and config.get("use_double_wide_mlp"):
+    if config["enable_moe_block"] and config["num_kv_shared_layers"] and config["use_double_wide_mlp"]:
         raise CallboardError("The model has use_double_wide_mlp beside experts, which is not supported.")
     rope = config["rope_parameters"]["full_attention"]
     if rope.get("rope_type", "default") == "default" and (rope.get("partial_rotary_factor") or 1.0) != 1.0:

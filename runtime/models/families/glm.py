@@ -34,17 +34,12 @@ MOE_WEIGHT_MAP = WeightMap({
     "q_norm": "model.layers.{}.self_attn.q_norm.weight",
     "k_norm": "model.layers.{}.self_attn.k_norm.weight",
 })  # fmt: skip
-# Defaults that configs leave out.
-_DEFAULTS: dict[str, Any] = {
-    "attention_bias": True, "head_dim": 128, "num_key_value_heads": 2, "max_position_embeddings": 131072,
-    "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07,
-}  # fmt: skip
 _SUM_EPS = 1e-20  # of the weights of a token's experts
 
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for what llama refuses."""
-    spec = llama.decoder_spec(_DEFAULTS | dict(config))
+    spec = llama.decoder_spec(config)
     return replace(spec, out_bias=False, fused_gate_up=True, rope=replace(spec.rope, interleaved=True))
 
 
@@ -55,8 +50,8 @@ def post_norms_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 def moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a Glm4MoeForCausalLM; raises CallboardError for what llama refuses."""
-    spec = llama.decoder_spec({"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, **config})
-    return with_experts(replace(spec, out_bias=False, qk_norm=config.get("use_qk_norm", False)), config)
+    spec = replace(llama.decoder_spec(config), out_bias=False, qk_norm=config["use_qk_norm"])
+    return with_experts(spec, config)
 
 
 def with_experts(spec: DecoderSpec, config: Mapping[str, Any]) -> DecoderSpec:
@@ -64,14 +59,14 @@ def with_experts(spec: DecoderSpec, config: Mapping[str, Any]) -> DecoderSpec:
     experts = ExpertsSpec(
         config["n_routed_experts"],
         config["num_experts_per_tok"],
-        normalized=config.get("norm_topk_prob", True),
-        shared=config.get("n_shared_experts") or 0,
+        normalized=bool(config["norm_topk_prob"]),
+        shared=config["n_shared_experts"],
         scores="sigmoid",
         choice_bias=True,
         sum_eps=_SUM_EPS,
-        scale=config.get("routed_scaling_factor", 1.0),
-        groups=config.get("n_group") or 1,
-        top_groups=config.get("topk_group") or 1,
+        scale=config["routed_scaling_factor"],
+        groups=config["n_group"] or 1,
+        top_groups=config["topk_group"] or 1,
         group_score="top2",
         float32_logits=True,
     )
@@ -79,6 +74,6 @@ def with_experts(spec: DecoderSpec, config: Mapping[str, Any]) -> DecoderSpec:
         spec,
         ffn_size=config["moe_intermediate_size"],
         experts=experts,
-        dense_layers=config.get("first_k_dense_replace", 1),
+        dense_layers=config["first_k_dense_replace"],
         dense_ffn_size=config["intermediate_size"],
     )

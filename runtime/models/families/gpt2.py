@@ -33,10 +33,10 @@ WEIGHT_MAP = WeightMap(
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for an activation or an attention that is not supported."""
-    activation = config.get("activation_function", "gelu_new")
+    activation = config["activation_function"]
     if activation not in ("gelu_new", "gelu_pytorch_tanh"):
         raise CallboardError(f"The model's activation_function is {activation!r}; supported is gelu_new.")
-    if config.get("scale_attn_by_inverse_layer_idx") or not config.get("scale_attn_weights", True):
+    if config["scale_attn_by_inverse_layer_idx"] or not config["scale_attn_weights"]:
         raise CallboardError("The model scales attention scores by layer or not at all, which is not supported.")
     hidden, heads = config["n_embd"], config["n_head"]
     return DecoderSpec(
@@ -45,13 +45,13 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=hidden // heads,
-        ffn_size=config.get("n_inner") or 4 * hidden,
+        ffn_size=config["n_inner"] or 4 * hidden,
         vocab_size=config["vocab_size"],
         max_positions=config["n_positions"],
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        norm_eps=config["layer_norm_epsilon"],
         rope=RopeSpec(partial=0.0),
         activation="gelu_tanh",
-        tied_head=config.get("tie_word_embeddings", True),
+        tied_head=config["tie_word_embeddings"],
         qkv_bias=True,
         out_bias=True,
         ffn_bias=True,

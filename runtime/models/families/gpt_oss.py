@@ -22,25 +22,22 @@ WEIGHT_MAP = WeightMap(
     },
     experts_in_turn=True,
 )
-# Defaults that configs leave out.
-_DEFAULTS: dict[str, Any] = {"attention_bias": True, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0}
 _ALPHA = 1.702  # of the activation's sigmoid
 
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for an activation with another factor."""
-    if (alpha := config.get("swiglu_alpha", _ALPHA)) != _ALPHA:
+    if (alpha := config["swiglu_alpha"]) != _ALPHA:
         raise CallboardError(f"The model's swiglu_alpha is {alpha!r}; supported is {_ALPHA}.")
-    spec = llama.decoder_spec({**_DEFAULTS, **config})
-    window = config.get("sliding_window", 128)
-    kinds = config.get("layer_types") or [
+    spec, window = llama.decoder_spec(config), config["sliding_window"]
+    kinds = config["layer_types"] or [
         "full_attention" if i % 2 else "sliding_attention" for i in range(spec.num_layers)
     ]
     sliding = tuple(kind == "sliding_attention" for kind in kinds[: spec.num_layers])
     return replace(
         spec,
         experts=ExpertsSpec(
-            config.get("num_local_experts") or config["num_experts"],
+            config["num_local_experts"],
             config["num_experts_per_tok"],
             normalized=False,
             scores="softmax_of_chosen",
@@ -48,7 +45,7 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         ),
         ffn_bias=True,
         activation="swiglu_clamped",
-        activation_limit=float(config.get("swiglu_limit", 7.0)),
+        activation_limit=float(config["swiglu_limit"]),
         sinks=True,
         window=window or 0,
         sliding=sliding if window else (),

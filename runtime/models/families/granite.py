@@ -32,13 +32,13 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     Granite multiplies the output of each layer before it is added to the residual. Here the residual is divided by the
     multiplier instead, so layers add their outputs as they are. So embeddings are divided by the multiplier, and the
     epsilon of norms by its square."""
-    spec, multiplier = llama.decoder_spec(config), config.get("residual_multiplier", 1.0)
+    spec, multiplier = llama.decoder_spec(config), config["residual_multiplier"]
     return replace(
         spec,
         norm_eps=spec.norm_eps / multiplier**2,
-        embed_scale=config.get("embedding_multiplier", 1.0) / multiplier,
-        attn_scale=float(config.get("attention_multiplier", 1.0)),
-        logit_scale=1.0 / config.get("logits_scaling", 1.0),
+        embed_scale=config["embedding_multiplier"] / multiplier,
+        attn_scale=float(config["attention_multiplier"]),
+        logit_scale=1.0 / config["logits_scaling"],
     )
 
 
@@ -52,12 +52,12 @@ def moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 def hybrid_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a Granite 4's config.json; raises CallboardError for one with state-space layers or experts."""
-    others = {kind for kind in config.get("layer_types") or ["mamba"] if kind not in ("attention", "full_attention")}
-    if others or config.get("num_local_experts", 8):
+    others = set(config["layer_types"] or ["linear_attention"]) - {"attention", "full_attention"}
+    if others or config["num_local_experts"]:
         raise CallboardError(
-            f"The model has {config.get('num_local_experts', 8)} experts and layers of kind {sorted(others)} "
+            f"The model has {config['num_local_experts']} experts and layers of kind {sorted(others)} "
             "(layer_types); of Granite 4, models of attention layers without experts are supported."
         )
     spec = decoder_spec(dict(config, intermediate_size=config["shared_intermediate_size"]))
-    rope = spec.rope if config.get("position_embedding_type") == "rope" else RopeSpec(partial=0.0)
+    rope = spec.rope if config["position_embedding_type"] == "rope" else RopeSpec(partial=0.0)
     return replace(spec, rope=rope, fused_gate_up=True)

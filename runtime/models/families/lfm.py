@@ -49,42 +49,39 @@ def moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     experts = ExpertsSpec(
         config["num_experts"],
         config["num_experts_per_tok"],
-        normalized=config.get("norm_topk_prob", True),
+        normalized=config["norm_topk_prob"],
         scores="sigmoid",
-        choice_bias=config.get("use_expert_bias", True),
+        choice_bias=config["use_expert_bias"],
         sum_eps=_SUM_EPS,
-        scale=config.get("routed_scaling_factor", 1.0),
+        scale=config["routed_scaling_factor"],
     )
     return replace(
         _spec(config, config["moe_intermediate_size"]),
         experts=experts,
-        dense_layers=config.get("num_dense_layers", 2),
+        dense_layers=config["num_dense_layers"],
         dense_ffn_size=config["intermediate_size"],
     )
 
 
 def _spec(config: Mapping[str, Any], ffn_size: int) -> DecoderSpec:
     """The spec without experts."""
-    base = {"rope_theta": 1e6, "max_position_embeddings": 128_000, "rms_norm_eps": config.get("norm_eps", 1e-5)}
-    tied = config.get("tie_embedding", config.get("tie_word_embeddings", True))
-    spec = llama.decoder_spec({**base, **config, "intermediate_size": ffn_size, "tie_word_embeddings": tied})
-    attending = config.get("full_attn_idxs")
+    tied = config.get("tie_embedding", config["tie_word_embeddings"])
+    own = {"rms_norm_eps": config["norm_eps"], "intermediate_size": ffn_size, "tie_word_embeddings": tied}
+    spec = llama.decoder_spec({**config, **own})
+    attending = config["full_attn_idxs"]
     layers = range(spec.num_layers)
-    kinds = config.get("layer_types") or [
+    kinds = config["layer_types"] or [
         "full_attention" if attending is None or i in attending else "conv" for i in layers
     ]
-    mixer = ShortConvSpec(spec.hidden_size, config.get("conv_L_cache", 3), config.get("conv_bias", False))
+    mixer = ShortConvSpec(spec.hidden_size, config["conv_L_cache"], config["conv_bias"])
     stateful = tuple(kinds[i] == "conv" for i in layers)
     return replace(spec, qk_norm=True, mixer=mixer if any(stateful) else None, stateful=stateful)
 
 
 def _ffn_size(config: Mapping[str, Any]) -> int:
     """The size of feed-forward layers, which a config states before it is adjusted."""
-    size = int(config["block_ff_dim"] if "block_ff_dim" in config else config["intermediate_size"])
-    if not config.get("block_auto_adjust_ff_dim", True):
+    size = int(config.get("block_ff_dim", config["intermediate_size"]))
+    if not config["block_auto_adjust_ff_dim"]:
         return size
-    size = int(2 * size / 3)
-    if (factor := config.get("block_ffn_dim_multiplier", 1.0)) is not None:
-        multiple = config.get("block_multiple_of", 256)
-        size = -(-int(factor * size) // multiple) * multiple
-    return size
+    multiple = config["block_multiple_of"]
+    return int(-(-int(config["block_ffn_dim_multiplier"] * int(2 * size / 3)) // multiple) * multiple)

@@ -29,7 +29,7 @@ WEIGHT_MAP = WeightMap({
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for an activation or a rope type that is not supported."""
-    if config.get("hidden_act", "silu") != "silu":
+    if config["hidden_act"] != "silu":
         raise CallboardError(f"The model's hidden_act is {config['hidden_act']!r}; supported is silu.")
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     rope = rope_spec(config)
@@ -37,15 +37,15 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         num_layers=config["num_hidden_layers"],
         hidden_size=hidden,
         num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
+        num_kv_heads=config["num_key_value_heads"] or heads,
+        head_dim=config["head_dim"] or hidden // heads,
         ffn_size=config["intermediate_size"],
         vocab_size=config["vocab_size"],
         max_positions=context(config, rope),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
+        norm_eps=config["rms_norm_eps"],
         rope=rope,
-        tied_head=config.get("tie_word_embeddings", False),
-        qkv_bias=config.get("attention_bias", False),
-        out_bias=config.get("attention_bias", False),
-        ffn_bias=config.get("mlp_bias", False),
+        tied_head=config["tie_word_embeddings"],
+        qkv_bias=config["attention_bias"],
+        out_bias=config.get("stored_out_bias", config["attention_bias"]),  # a GGUF file states both
+        ffn_bias=config["mlp_bias"],
     )

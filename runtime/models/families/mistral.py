@@ -13,13 +13,14 @@ from dataclasses import replace
 from typing import Any
 
 from runtime.models.families import llama
+from runtime.models.rope import rope_parameters
 from runtime.models.weight_map import WeightMap
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.spec.types import CallboardError
 
 WEIGHT_MAP = llama.WEIGHT_MAP
 IMAGE_TEXT_WEIGHT_MAP = WeightMap(
-    llama.WEIGHT_MAP.names, base="language_model.", ignored=r"(vision_tower|multi_modal_projector)\..*"
+    llama.WEIGHT_MAP.names, base="language_model.", ignored=r"(model\.)?(vision_tower|multi_modal_projector)\..*"
 )
 MOE_WEIGHT_MAP = WeightMap({
     **WEIGHT_MAP.names,
@@ -29,31 +30,19 @@ MOE_WEIGHT_MAP = WeightMap({
     "down": "model.layers.{}.block_sparse_moe.experts.{}.w2",
 })  # fmt: skip
 
-# Defaults that configs leave out.
-_MINISTRAL_3: dict[str, Any] = {
-    "vocab_size": 131072, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144,
-    "rms_norm_eps": 1e-05,
-}  # fmt: skip
-_MISTRAL_SMALL: dict[str, Any] = {
-    "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-05, "rope_theta": 1e9,
-}  # fmt: skip
-
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for what llama refuses."""
     spec = llama.decoder_spec(config)
-    if not (window := config.get("sliding_window")):
+    if not (window := config["sliding_window"]):
         return spec
-    types = config.get("layer_types") or ["sliding_attention"] * spec.num_layers
+    types = config["layer_types"] or ["sliding_attention"] * spec.num_layers
     return replace(spec, window=window, sliding=tuple(kind == "sliding_attention" for kind in types))
 
 
 def ministral3_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a Ministral 3's config.json."""
-    spec = decoder_spec({**_MINISTRAL_3, **config})
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    spec, rope = decoder_spec(config), rope_parameters(config)
     if not (beta := rope.get("llama_4_scaling_beta")):
         return spec
     original = int(rope["original_max_position_embeddings"])
@@ -62,11 +51,10 @@ def ministral3_spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 def image_text_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of the text part of a config.json; raises CallboardError for a text part of another kind."""
-    text = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **config.get("text_config", config)}
-    kind = text.get("model_type", "mistral")
+    kind = config.get("model_type") or "mistral"
     if kind not in _TEXT_SPECS:
-        raise CallboardError(f"The model's text_config is of type {kind!r}; supported are {', '.join(_TEXT_SPECS)}.")
-    return _TEXT_SPECS[kind](_MISTRAL_SMALL | text if kind == "mistral" else text)
+        raise CallboardError(f"The model's text_config is of type {kind!r}; supported are mistral and ministral3.")
+    return _TEXT_SPECS[kind](config)
 
 
 def moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
@@ -75,4 +63,5 @@ def moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     return replace(decoder_spec(config), experts=experts)
 
 
-_TEXT_SPECS = {"mistral": decoder_spec, "ministral3": ministral3_spec}  # by the model_type of a text_config
+# by the model_type of a text_config, or the model's own if there is none
+_TEXT_SPECS = {"mistral": decoder_spec, "ministral3": ministral3_spec, "mistral3": decoder_spec}

@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from runtime.models.families import llama, qwen
+from runtime.models.rope import rope_spec, ropes_by_kind
 from runtime.models.weight_map import WeightMap
-from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
+from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.spec.types import CallboardError
 
 _HEADS_NORMS = {
@@ -30,32 +31,29 @@ MOE_WEIGHT_MAP = WeightMap({**llama.WEIGHT_MAP.names, **qwen.EXPERT_NAMES, **_HE
 
 def olmo2_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for what llama refuses."""
-    spec = llama.decoder_spec({"rms_norm_eps": 1e-5, **config})
+    spec = llama.decoder_spec(config)
     return replace(spec, qk_norm=True, qk_norm_all_heads=True, pre_norms=False, post_norms=True)
 
 
 def olmo3_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of an OLMo 3."""
-    config = {"rope_theta": 500000.0, **config}
-    ropes = config.get("rope_parameters") or {}
-    if "full_attention" in ropes:  # each kind of layer has its own RoPE
-        config["rope_parameters"] = ropes["full_attention"]
-    spec = olmo2_spec(config)
-    kinds = config.get("layer_types") or [
+    full, sliding = ropes_by_kind(config)
+    spec = olmo2_spec({**config, **full})
+    kinds = config["layer_types"] or [
         "full_attention" if i % 4 == 0 else "sliding_attention" for i in range(1, spec.num_layers + 1)
     ]
     return replace(
         spec,
-        local_rope=RopeSpec(float(ropes.get("sliding_attention", {}).get("rope_theta", spec.rope.theta))),
-        window=config.get("sliding_window") or 4096,
+        local_rope=rope_spec({**config, **sliding}),
+        window=config["sliding_window"],
         sliding=tuple(kind == "sliding_attention" for kind in kinds),
     )
 
 
 def moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of an OLMoE; raises CallboardError if it clips q, k and v."""
-    if config.get("clip_qkv") is not None:
+    if config["clip_qkv"] is not None:
         raise CallboardError(f"The model's clip_qkv is {config['clip_qkv']!r}; only models without it are supported.")
-    experts = ExpertsSpec(config["num_experts"], config["num_experts_per_tok"], config.get("norm_topk_prob", False))
-    spec = llama.decoder_spec({"rms_norm_eps": 1e-5, **config})
+    experts = ExpertsSpec(config["num_experts"], config["num_experts_per_tok"], config["norm_topk_prob"])
+    spec = llama.decoder_spec(config)
     return replace(spec, qk_norm=True, qk_norm_all_heads=True, experts=experts)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from runtime.models.families import llama, mistral
+from runtime.models.rope import rope_parameters
 from runtime.models.weight_map import WeightMap
 from runtime.spec.decoder_spec import DecoderSpec
 
@@ -19,4 +20,8 @@ WEIGHT_MAP = WeightMap({
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for what llama refuses."""
-    return replace(mistral.decoder_spec({"rms_norm_eps": 1e-5, **config}), fused_qkv=True, fused_gate_up=True)
+    # The original context stands beside the scaling, not in it.
+    original = "original_max_position_embeddings"
+    rope = rope_parameters(config) | {original: config[original]}
+    spec = mistral.decoder_spec({**config, "rope_scaling": rope})
+    return replace(spec, fused_qkv=True, fused_gate_up=True)

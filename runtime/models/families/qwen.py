@@ -37,17 +37,15 @@ QWEN2_MOE_WEIGHT_MAP = WeightMap({**llama.WEIGHT_MAP.names, **EXPERT_NAMES, **SH
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a dense model's config.json; raises CallboardError for what llama refuses."""
-    if config["architectures"] == ["Qwen3ForCausalLM"]:
-        config = {"head_dim": 128, **config}
     spec, layers = llama.decoder_spec(config), range(config["num_hidden_layers"])
     if config["architectures"] == ["Qwen2ForCausalLM"]:
         spec = replace(spec, qkv_bias=True, out_bias=False)
     else:
         spec = replace(spec, qk_norm=True)
-    if not (config.get("use_sliding_window") and config.get("sliding_window")):
+    if not (config["use_sliding_window"] and config["sliding_window"]):
         return spec
-    first = config.get("max_window_layers", 28)
-    types = config.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in layers]
+    first = config["max_window_layers"]
+    types = config["layer_types"] or ["sliding_attention" if i >= first else "full_attention" for i in layers]
     return replace(spec, window=config["sliding_window"], sliding=tuple(t == "sliding_attention" for t in types))
 
 
@@ -61,9 +59,9 @@ def qwen2_moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a Qwen2-MoE's config.json; raises CallboardError as for Qwen3-MoE, and for windows.
 
     The shared expert counts as several of the others' size. Raises CallboardError if it is not a multiple of it."""
-    if config.get("use_sliding_window"):
+    if config["use_sliding_window"]:
         raise CallboardError("The model's use_sliding_window is true; of Qwen2-MoE, only full attention is supported.")
-    spec = replace(llama.decoder_spec(config), qkv_bias=config.get("qkv_bias", True), out_bias=False)
+    spec = replace(llama.decoder_spec(config), qkv_bias=config["qkv_bias"], out_bias=False)
     size, shared = config["moe_intermediate_size"], config["shared_expert_intermediate_size"]
     if shared % size:
         raise CallboardError(
@@ -75,8 +73,7 @@ def qwen2_moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 def _with_experts(config: Mapping[str, Any], spec: DecoderSpec, **shared: Any) -> DecoderSpec:
     """The spec with experts in all layers."""
-    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+    if config["mlp_only_layers"] or config["decoder_sparse_step"] != 1:
         raise CallboardError("The model has dense layers between those of experts; only experts in all are supported.")
-    num_experts = config.get("num_local_experts") or config["num_experts"]  # the name of transformers 5, and 4
-    experts = ExpertsSpec(num_experts, config["num_experts_per_tok"], config.get("norm_topk_prob", False), **shared)
+    experts = ExpertsSpec(config["num_experts"], config["num_experts_per_tok"], config["norm_topk_prob"], **shared)
     return replace(spec, ffn_size=config["moe_intermediate_size"], experts=experts)

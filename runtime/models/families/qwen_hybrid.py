@@ -51,47 +51,40 @@ NEXT_WEIGHT_MAP = WeightMap(
 
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of a config.json, or of its `text_config`."""
-    return _spec(_text(config))
+    """The spec of a config.json, or of its text part."""
+    return _spec(config)
 
 
 def moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a model with experts."""
-    text = _text(config)
-    return _with_experts(text, _spec({"intermediate_size": text["moe_intermediate_size"], **text}), True)
+    return _with_experts(config, _spec(config), True)
 
 
 def next_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a Qwen3-Next; raises CallboardError for one with dense layers among the others."""
-    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+    if config["mlp_only_layers"] or config["decoder_sparse_step"] != 1:
         raise CallboardError("The model has dense layers between those of experts; only experts in all are supported.")
-    spec = _spec({"intermediate_size": config["moe_intermediate_size"], **config})
+    spec = _spec(config)
     assert isinstance(spec.mixer, DeltaRuleSpec)
     spec = replace(spec, mixer=replace(spec.mixer, by_key_head=config.get("linear_maps_by_key_head", True)))
-    return _with_experts(config, spec, config.get("norm_topk_prob", True))
-
-
-def _text(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the text part."""
-    tied = {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
-    return tied | dict(config.get("text_config") or config)
+    return _with_experts(config, spec, config["norm_topk_prob"])
 
 
 def _spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec without experts."""
     if not config.get("attn_output_gate", True):
         raise CallboardError("The model's attn_output_gate is false; only attention with a gate is supported.")
-    spec = llama.decoder_spec({"head_dim": 256, "partial_rotary_factor": 0.25, **config})
-    every = config.get("full_attention_interval") or 4
-    kinds = config.get("layer_types") or [
+    spec = llama.decoder_spec(config)
+    every = config["full_attention_interval"]
+    kinds = config["layer_types"] or [
         "linear_attention" if (i + 1) % every else "full_attention" for i in range(spec.num_layers)
     ]
     mixer = DeltaRuleSpec(
-        key_heads=config.get("linear_num_key_heads", 16),
-        value_heads=config.get("linear_num_value_heads", 32),
-        key_dim=config.get("linear_key_head_dim", 128),
-        value_dim=config.get("linear_value_head_dim", 128),
-        width=config.get("linear_conv_kernel_dim", 4),
+        key_heads=config["linear_num_key_heads"],
+        value_heads=config["linear_num_value_heads"],
+        key_dim=config["linear_key_head_dim"],
+        value_dim=config["linear_value_head_dim"],
+        width=config["linear_conv_kernel_dim"],
         tiled=config.get("linear_heads_tiled", False),  # in a GGUF file
     )
     if mixer.value_heads % mixer.key_heads:
@@ -105,7 +98,7 @@ def _spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 def _with_experts(config: Mapping[str, Any], spec: DecoderSpec, normalized: bool) -> DecoderSpec:
     """The spec with experts, and one more for all tokens; raises CallboardError if that one has another size."""
-    size, shared = config["moe_intermediate_size"], config.get("shared_expert_intermediate_size", 512)
+    size, shared = config["moe_intermediate_size"], config["shared_expert_intermediate_size"]
     if shared != size:
         raise CallboardError(
             f"The model's shared_expert_intermediate_size is {shared} and its moe_intermediate_size {size}; only equal "

@@ -14,5 +14,4 @@ WEIGHT_MAP = llama.WEIGHT_MAP
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for what llama refuses."""
-    spec = llama.decoder_spec({"attention_bias": True, "head_dim": 128, "num_key_value_heads": 8, **config})
-    return replace(spec, out_bias=config.get("attention_out_bias", False))
+    return replace(llama.decoder_spec(config), out_bias=config["attention_out_bias"])

@@ -10,21 +10,17 @@ from runtime.models.families import llama
 from runtime.spec.decoder_spec import DecoderSpec
 
 WEIGHT_MAP = llama.WEIGHT_MAP
-# Defaults that configs leave out.
-_DEFAULTS: dict[str, Any] = {
-    "rope_theta": 2000000.0, "max_position_embeddings": 32768, "num_key_value_heads": 4, "tie_word_embeddings": True,
-}  # fmt: skip
 
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for what llama refuses."""
-    spec = llama.decoder_spec(_DEFAULTS | dict(config))
-    layers, interval = range(spec.num_layers), config.get("no_rope_layer_interval", 4)
-    turned = config.get("no_rope_layers") or [
+    spec = llama.decoder_spec(config)
+    layers, interval = range(spec.num_layers), config["no_rope_layer_interval"]
+    turned = config["no_rope_layers"] or [
         (i + 1) % interval for i in layers
     ]  # in spite of its name, 1 is a layer with rope
     spec = replace(spec, no_rope=tuple(not turned[i] for i in layers))
-    if not (config.get("use_sliding_window") and config.get("sliding_window")):
+    if not (config["use_sliding_window"] and config["sliding_window"]):
         return spec
-    types = config.get("layer_types") or ["sliding_attention" if bare else "full_attention" for bare in spec.no_rope]
+    types = config["layer_types"] or ["sliding_attention" if bare else "full_attention" for bare in spec.no_rope]
     return replace(spec, window=config["sliding_window"], sliding=tuple(t == "sliding_attention" for t in types))

@@ -14,7 +14,7 @@ from runtime.models import load_spec
 from runtime.spec.decoder_spec import DecoderSpec, ExpertsSpec
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 CONTEXT = 32  # positions before a rope type stretches them
 _BASE = {
@@ -55,7 +55,7 @@ _VISION = {
 }
 _QWEN_VISION = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 60}
 # configuration class -> fields of its text part, and of its vision part
-_WITH_IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+WITH_IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Gemma3Config": ({}, _VISION),
     "Gemma4Config": ({}, {**_VISION, "head_dim": 8, "num_key_value_heads": 2}),
     "Mistral3Config": ({"model_type": "mistral"}, _VISION),
@@ -348,39 +348,52 @@ def spec_of(case: str, **changes: Any) -> DecoderSpec:
         case, of_config, of_spec = SPECS[case]
         return replace(spec_of(case, **of_config | changes), **of_spec)
     kind, own = CASES[case]
-    ending = "ForConditionalGeneration" if kind in _WITH_IMAGES else "ForCausalLM"
+    ending = "ForConditionalGeneration" if kind in WITH_IMAGES else "ForCausalLM"
     architecture = _MODELS.get(kind) or kind.replace("Config", ending)
     base = _GPT2 if kind == "GPT2Config" else _BASE
     return load_spec({**base, **own, **changes, "architectures": [architecture]})[0]
 
 
-def save_model(folder: Path, case: str, **other: Any) -> PreTrainedModel:
-    """The checkpoint, with norms and biases unlike the neutral ones that transformers initialises. `other` fields of
-    its config differ from the case's."""
+def config_of(case: str, **other: Any) -> PreTrainedConfig:
+    """The configuration of transformers. `other` fields differ from the case's."""
     import transformers  # a machine with a GPU may not have it
 
     kind, changes = CASES[case]
-    changes = changes | other
-    quantization = changes.pop("quantization_config", None)
-    config_class = getattr(transformers, kind)
-    if kind in _WITH_IMAGES:
-        (text, vision), tied = _WITH_IMAGES[kind], changes.get("tie_word_embeddings", False)
-        text = text | _BASE | changes
-        config = config_class(text_config=text, vision_config=vision, mm_tokens_per_image=4, tie_word_embeddings=tied)
-        model_class = getattr(transformers, kind.replace("Config", "ForConditionalGeneration"))
-    else:
-        config = config_class(**(_GPT2 if kind == "GPT2Config" else _BASE) | changes, initializer_range=0.15)
-        model_class = transformers.AutoModelForCausalLM._model_mapping[config_class]
+    changes = {name: value for name, value in (changes | other).items() if name != "quantization_config"}
+    config_class: type[PreTrainedConfig] = getattr(transformers, kind)
+    if kind not in WITH_IMAGES:
+        return config_class(**(_GPT2 if kind == "GPT2Config" else _BASE) | changes, initializer_range=0.15)
+    (text, vision), tied = WITH_IMAGES[kind], changes.get("tie_word_embeddings", False)
+    text = text | _BASE | changes
+    return config_class(text_config=text, vision_config=vision, mm_tokens_per_image=4, tie_word_embeddings=tied)
+
+
+def random_model(model_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
+    """A model with norms and biases unlike the neutral ones that transformers initialises."""
     config._attn_implementation = "eager"  # the one with soft caps, and one with the plainest sums
     config._experts_implementation = "eager"  # the others want aligned sizes of bf16
     torch.manual_seed(1)
-    model = model_class(config).eval()
+    model: PreTrainedModel = model_class(config).eval()
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.data.add_(torch.randn_like(parameter) * 0.3)
     for name, buffer in model.named_buffers():
         if name.endswith(("layer_scalar", "bias")):  # "bias": of the choice of experts
             buffer.add_(torch.randn_like(buffer) * 0.3)
+    return model
+
+
+def save_model(folder: Path, case: str, **other: Any) -> PreTrainedModel:
+    """The checkpoint of a random model. `other` fields of its config differ from the case's."""
+    import transformers  # a machine with a GPU may not have it
+
+    quantization = CASES[case][1].get("quantization_config")
+    config = config_of(case, **other)
+    if isinstance(getattr(config, "text_config", None), transformers.PreTrainedConfig):
+        model_class = getattr(transformers, CASES[case][0].replace("Config", "ForConditionalGeneration"))
+    else:
+        model_class = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    model = random_model(model_class, config)
     model.save_pretrained(folder)
     if quantization is not None:
         _to_mxfp4(folder, model, quantization)
