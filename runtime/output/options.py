@@ -22,7 +22,7 @@ _NOT_KWARGS = {"messages", "tools", "add_generation_prompt", "continue_final_mes
 class OutputOptions(Options):
     """The options of any output."""
 
-    n: Annotated[int, Field(ge=1, le=128)] | None = None  # choices of each prompt
+    n: Annotated[int, Field(ge=1, le=1024)] | None = None  # choices of each prompt
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_grammar: str | None = None  # vLLM's older name
@@ -48,7 +48,7 @@ class ChatOptions(OutputOptions):
     With `tool_choice` "required" or a function, the prompt ends with the beginning of a call, and a grammar binds the
     rest."""
 
-    tools: Annotated[list[AnyTool], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Annotated[list[AnyTool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 

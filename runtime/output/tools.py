@@ -10,13 +10,13 @@ from pydantic_core import PydanticCustomError
 from runtime.output.fields import Options
 from runtime.text.tool_calls.argument_form import ArgumentForm, can_write
 
-_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+Name = Annotated[str, Field(min_length=1, max_length=512)]  # parsers read up to 1,024 characters before arguments
 
 
 class Function(Options):
     model_config = ConfigDict(extra="allow")  # the template may use further fields
 
-    name: Annotated[str, Field(pattern=_NAME)]
+    name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None  # the arguments fit `parameters`, or the request is refused
@@ -33,7 +33,7 @@ class Tool(Options):
         return form is not None and not can_write(form, self.function.parameters)
 
     def as_template_sees_it(self) -> dict[str, Any]:
-        return {"type": self.type, "function": self.function.model_dump(exclude_unset=True, exclude={"strict"})}
+        return {"type": self.type, "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
 
 
 class InputGrammar(Options):
@@ -57,7 +57,7 @@ class InputFormat(Options):
 class Custom(Options):
     model_config = ConfigDict(extra="ignore")
 
-    name: Annotated[str, Field(pattern=_NAME)]
+    name: Name
     description: str | None = None
     format: InputFormat | None = None
 

@@ -1,6 +1,6 @@
 """The requests of /v1/messages and /v1/messages/count_tokens, and their translation to chats.
 
-The chat's model checks the values. Its errors name the chat's field; `protocol/errors.py` restores Anthropic's name.
+The chat's model checks the values.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from runtime.output.fields import FieldError, invalid, read_options
+from runtime.output.fields import invalid, read_options
 from serve_app.apis.chat.request import ChatRequest
-from serve_app.protocol.shapes import RequestModel, only, text_or_list_of, type_of
+from serve_app.protocol.dialects import MESSAGES
+from serve_app.protocol.shapes import RequestModel, check_absent, only, text_or_list_of, type_of
 
 # ---- content ---------------------------------------------------------------------------------------------------------
 
@@ -204,11 +205,10 @@ _FIELDS_OF_CHATS = """
 FIELDS_OF_CHATS = frozenset(_FIELDS_OF_CHATS.split())
 
 
-def _of_this_route(extra: dict[str, Any]) -> dict[str, Any]:
-    for name in extra.keys() & FIELDS_OF_CHATS:
-        if extra[name] is not None:
-            raise FieldError(name, f"Anthropic's requests have no field {name}; send it to /v1/chat/completions.")
-    return extra
+class MessagesChat(ChatRequest):
+    """The chat of a request of Anthropic's clients."""
+
+    dialect = MESSAGES
 
 
 class CountTokensRequest(RequestModel):
@@ -233,13 +233,14 @@ class CountTokensRequest(RequestModel):
 
     def as_chat(self) -> ChatRequest:
         """Return the equivalent chat; raises FieldError."""
-        chat = read_options(ChatRequest, self.chat_fields())
+        chat = read_options(MessagesChat, self.chat_fields())
         chat.check()
         return chat
 
     def chat_fields(self) -> dict[str, Any]:
         """Return the fields of the equivalent chat; raises FieldError."""
-        fields = _of_this_route(dict(self.model_extra or {}))
+        fields = dict(self.model_extra or {})
+        check_absent(FIELDS_OF_CHATS, fields, "Anthropic")
         own_kwargs = fields.pop("chat_template_kwargs", None)
         fields |= {"model": self.model, "messages": self._chat_messages()}
         fields["continue_final_message"] = self.messages[-1].role == "assistant"

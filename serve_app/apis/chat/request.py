@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from runtime.output.fields import invalid
+from runtime.output.fields import invalid, shown
 from runtime.output.options import ChatOptions
 from serve_app.apis.chat.messages import ChatMessage, Content
+from serve_app.protocol.dialects import CHAT
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.protocol.shapes import RequestModel, or_default
 
@@ -27,6 +29,7 @@ class ChatRequest(SamplingFields, ChatOptions):
     """POST /v1/chat/completions."""
 
     model_config = ConfigDict(extra="allow")
+    dialect = CHAT
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
@@ -47,6 +50,13 @@ class ChatRequest(SamplingFields, ChatOptions):
             raise invalid("top_logprobs", "is only allowed when logprobs is true")
         if self.tools and self.detokenize is False:
             raise invalid("detokenize", "is false, but calls of tools are read from the text; leave one of both out")
+        if (most := self.dialect.max_tools) is not None and len(self.tools or ()) > most:
+            raise invalid("tools", f"has {len(self.tools or ())} tools; this API allows {most}")
+        for i, tool in enumerate(self.tools or ()):
+            if (names := self.dialect.tool_names) and not re.fullmatch(names, tool.function.name):
+                raise invalid(
+                    f"tools.{i}.{tool.type}.name", f"is {shown(tool.function.name)}; this API allows names like {names}"
+                )
         for i, message in enumerate(self.messages):
             message.check_at(f"messages.{i}")
 

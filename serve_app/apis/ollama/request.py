@@ -1,6 +1,6 @@
 """The requests of POST /api/chat and /api/generate, and their translation to chats and completions.
 
-The chat's model checks the values. `NAMES` gives its errors the names of Ollama's fields.
+The chat's model checks the values.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from runtime.output.fields import FieldError, invalid, read_options, shown
+from runtime.output.fields import invalid, read_options, shown
 from serve_app.apis.anthropic.request import FIELDS_OF_CHATS
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.completions.request import CompletionRequest
-from serve_app.protocol.field_names import FieldNames
+from serve_app.protocol.dialects import OLLAMA_CHAT, OLLAMA_GENERATE
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS
 from serve_app.protocol.sampling import SamplingFields
-from serve_app.protocol.shapes import RequestModel, only
+from serve_app.protocol.shapes import RequestModel, check_absent, only
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ class OllamaOptions(RequestModel):
 
 class OllamaFunction(RequestModel):
     name: str
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] = Field(default_factory=dict)
 
 
 class OllamaCall(RequestModel):
@@ -109,10 +109,29 @@ class LoadRequest(SamplingFields):
         return None
 
 
+class OllamaChat(ChatRequest):
+    """The chat of POST /api/chat."""
+
+    dialect = OLLAMA_CHAT
+
+
+class OllamaPromptChat(ChatRequest):
+    """The chat of POST /api/generate."""
+
+    dialect = OLLAMA_GENERATE
+
+
+class OllamaCompletion(CompletionRequest):
+    """The completion of POST /api/generate."""
+
+    dialect = OLLAMA_GENERATE
+
+
 class OllamaRequest(RequestModel):
     """The fields that both routes share. Most fields of chats are allowed too."""
 
     model_config = ConfigDict(extra="allow")  # the chat reads, refuses or reports the other fields
+    chat_type: ClassVar[type[ChatRequest]] = OllamaChat
     unknown_fields: ClassVar[frozenset[str]] = FIELDS_OF_CHATS - {"logprobs", "top_logprobs", "parallel_tool_calls"}
 
     model: str
@@ -135,9 +154,7 @@ class OllamaRequest(RequestModel):
 
     def _shared(self) -> dict[str, Any]:
         fields = dict(self.model_extra or {})
-        for name in fields.keys() & self.unknown_fields:
-            if fields[name] is not None:
-                raise FieldError(name, f"Ollama's requests have no field {name}; send it to /v1/chat/completions.")
+        check_absent(self.unknown_fields, fields, "Ollama")
         if self.options is not None:
             fields |= self.options.fields()
         fields |= {"model": self.model, "stream": self.stream is not False}
@@ -157,7 +174,7 @@ class OllamaRequest(RequestModel):
         elif self.think is not None:
             fields["reasoning_effort"] = self.think
         fields |= {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
-        chat = read_options(ChatRequest, fields)
+        chat = read_options(self.chat_type, fields)
         chat.check()
         return chat
 
@@ -171,13 +188,13 @@ class OllamaChatRequest(OllamaRequest):
         if not self.messages:
             return LoadRequest(model=self.model)
         last = self.messages[-1]
-        with NAMES.in_errors():
-            return self._chat(_chat_messages(self.messages), last.role == "assistant" and not last.tool_calls)
+        return self._chat(_chat_messages(self.messages), last.role == "assistant" and not last.tool_calls)
 
 
 class OllamaGenerateRequest(OllamaRequest):
     """POST /api/generate."""
 
+    chat_type = OllamaPromptChat
     unknown_fields: ClassVar[frozenset[str]] = OllamaRequest.unknown_fields | {"tools", "tool_choice"}
 
     prompt: str | None = None
@@ -198,15 +215,14 @@ class OllamaGenerateRequest(OllamaRequest):
     def as_request(self) -> SamplingFields:
         if not self.prompt and not self.suffix:
             return LoadRequest(model=self.model)
-        with NAMES_BY_PROMPT["prompt"].in_errors():
-            if not self.raw and not self.suffix:
-                system = [{"role": "system", "content": self.system}] if self.system else []
-                return self._chat([*system, {"role": "user", "content": self.prompt}])
-            scores = (self.top_logprobs or 0) if self.logprobs else None
-            fields = self._shared() | {"prompt": self.prompt or "", "suffix": self.suffix, "logprobs": scores}
-            completion = read_options(CompletionRequest, fields)
-            completion.check()
-            return completion
+        if not self.raw and not self.suffix:
+            system = [{"role": "system", "content": self.system}] if self.system else []
+            return self._chat([*system, {"role": "user", "content": self.prompt}])
+        scores = (self.top_logprobs or 0) if self.logprobs else None
+        fields = self._shared() | {"prompt": self.prompt or "", "suffix": self.suffix, "logprobs": scores}
+        completion = read_options(OllamaCompletion, fields)
+        completion.check()
+        return completion
 
 
 def _chat_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
@@ -253,16 +269,3 @@ class _PendingCalls:
         self._done.add(ids[0])
         return ids.popleft()
 
-
-_NAMES = (
-    (r"^(temperature|top_p|top_k|min_p|seed|stop|presence_penalty|frequency_penalty)\b", r"options.\1"),
-    (r"^max_tokens\b", "options.num_predict"),
-    (r"^repetition_penalty\b", "options.repeat_penalty"),
-    (r"^response_format(\.json_schema\.schema)?\b", "format"),
-    (r"^reasoning_effort\b", "think"),
-    (r"^(messages\.\d+)\.reasoning_content\b", r"\1.thinking"),
-)
-NAMES = FieldNames(*_NAMES)
-NAMES_BY_PROMPT = {  # field with the prompt -> names for errors about the whole prompt
-    field: FieldNames(*_NAMES, (r"^messages(\.\d+(\.content)?)?", field)) for field in ("messages", "prompt")
-}

@@ -22,13 +22,14 @@ from runtime.output.tools import (
     Function,
     InputFormat,
     InputGrammar,
+    Name,
     Tool,
     kind_of_tool,
 )
 from serve_app.apis.chat.messages import ChatMessage
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.responses.input_items import InputItem, InputMessage, as_messages, encoded
-from serve_app.protocol.field_names import FieldNames
+from serve_app.protocol.dialects import RESPONSES
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS, refused_fields
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.protocol.shapes import RequestModel, only, or_default, text_or_list_of, type_of
@@ -57,7 +58,7 @@ class FunctionTool(Options):
     model_config = ConfigDict(extra="ignore")
 
     type: Literal["function"]
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -95,7 +96,7 @@ class FlatCustomTool(Options):
     model_config = ConfigDict(extra="ignore")
 
     type: Literal["custom"]
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: Name
     description: str | None = None
     format: CustomFormat | None = None
 
@@ -176,6 +177,12 @@ class ReasoningOptions(RequestModel):
     summary: Literal["auto", "concise", "detailed"] | None = None  # ignored, since answers have all reasoning
 
 
+class ResponsesChat(ChatRequest):
+    """The chat of a response."""
+
+    dialect = RESPONSES
+
+
 _Input = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("<list>")],
     text_or_list_of("items"),
@@ -197,6 +204,7 @@ _Include = Literal[
 class ResponsesRequest(SamplingFields):
     """POST /v1/responses."""
 
+    dialect = RESPONSES
     refused = UNSUPPORTED_FIELDS | refused_fields(_INSTEAD)
 
     input: _Input
@@ -210,7 +218,7 @@ class ResponsesRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[_AnyTool], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Annotated[list[_AnyTool], Field(fail_fast=True)] | None = None
     tool_choice: _ToolChoice | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -245,7 +253,7 @@ class ResponsesRequest(SamplingFields):
             raise invalid("top_logprobs", f"is only allowed when include has {LOGPROBS}")
         if self.background and self.store is False:
             raise invalid("background", "is only allowed when the response is stored; leave out store")
-        with NAMES.in_errors():
+        with RESPONSES.names.in_errors():
             self.chat([]).check()  # without items, which do not need checks
 
     def items(self) -> list[InputItem]:
@@ -306,7 +314,7 @@ class ResponsesRequest(SamplingFields):
 
 
 # A copy takes a tenth of the time of `model_construct`, which evaluates the default of each field.
-_BLANK_CHAT = ChatRequest.model_construct()
+_BLANK_CHAT = ResponsesChat.model_construct()
 
 # Fields with the same name and meaning in a chat.
 _SHARED = {"parallel_tool_calls", "include_reasoning", "channel_grammar"} | (
@@ -322,11 +330,4 @@ _SHARED = {"parallel_tool_calls", "include_reasoning", "channel_grammar"} | (
         "detokenize",
         "routed_experts",
     }
-)
-
-NAMES = FieldNames(
-    (r"^messages\b", "input"),
-    (r"^reasoning_effort\b(?=.* is |$)", "reasoning.effort"),
-    (r"^response_format(\.json_schema)?\b", "text.format"),
-    (r"^(tools\.\d+|tool_choice)\.(?:function|custom)\b", r"\1"),
 )
