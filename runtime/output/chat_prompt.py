@@ -71,6 +71,12 @@ class ChatPrompter:
         """True if `thinking_token_budget` is enforced: in channels, if their marks are special tokens."""
         return not self._template.has_channels or self._marks is not None
 
+    def reads_effort(self, effort: Effort) -> bool:
+        """Return whether the template follows an effort; without reasoning, "none" is followed by any."""
+        source = self._template.source
+        is_off = effort == "none" and self._reasoning.close not in source
+        return is_off or "reasoning_effort" in source or _SWITCH.search(source) is not None
+
     def prompt(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
         """Return the prompt of a chat. Raises FieldError for invalid options, or if the template refuses the
         messages."""
@@ -171,7 +177,7 @@ class ChatPrompter:
         return {mark: i for mark, i in ids.items() if i is not None and i in self._tokenizer.special_ids}
 
     def _effort(self, options: ChatOptions) -> dict[str, Any]:
-        """Return the template arguments for `reasoning_effort`. Raises FieldError if the template reads none."""
+        """Return the template arguments for `reasoning_effort`; none if the template reads none."""
         source, effort = self._template.source, options.reasoning_effort
         if effort is None:
             return {}
@@ -181,10 +187,7 @@ class ChatPrompter:
             return {"reasoning_effort": effort}
         if _SWITCH.search(source):
             return dict.fromkeys(_SWITCHES, effort != "none")
-        if effort == "none" and self._reasoning.close not in source:
-            return {}
-        problem = f"is {effort!r}, but this model's template reads neither reasoning_effort nor enable_thinking"
-        raise invalid("reasoning_effort", f"{problem}; leave it out, or send what it reads as chat_template_kwargs")
+        return {}
 
     def _budget(self, options: ChatOptions, in_reasoning: bool, begun: str) -> ThinkingBudget | None:
         """Return the budget of the output's reasoning; None if it is unlimited."""

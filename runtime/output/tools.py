@@ -92,14 +92,41 @@ class CustomTool(Options):
         return Tool(type="function", function=self.function).as_template_sees_it()
 
 
-def kind_of_tool(value: Any) -> str:
-    """Return the tag of a tool or a call in a union of functions and custom tools."""
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "<custom>" if kind == "custom" else "<function>"
+class HostedTool(Options):
+    """A tool that another server runs itself, such as a search. It is left out of prompts."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
 
 
-AnyTool = Annotated[
-    Annotated[Tool, Tag("<function>")] | Annotated[CustomTool, Tag("<custom>")], Discriminator(kind_of_tool)
+_TAGS = {None: "<function>", "function": "<function>", "custom": "<custom>"}
+_DEFINING = {"function", "custom", "parameters", "input_schema"}  # fields of tools that the client runs
+
+
+def _type_of(value: Any) -> Any:
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+def _kind(value: Any) -> str | None:
+    kind = _type_of(value)
+    return _TAGS.get(kind) if kind is None or isinstance(kind, str) else "<function>"
+
+
+def _kind_or_hosted(value: Any) -> str | None:
+    is_hosted = isinstance(value, HostedTool) or (isinstance(value, dict) and not _DEFINING & value.keys())
+    return "<hosted>" if is_hosted and isinstance(kind := _type_of(value), str) and kind not in _TAGS else _kind(value)
+
+
+_ERROR: Any = {"custom_error_type": "tool_kind", "custom_error_message": "it should be of the type function or custom"}
+KIND = Discriminator(_kind, **_ERROR)  # of calls and choices
+KIND_OR_HOSTED = Discriminator(_kind_or_hosted, **_ERROR)  # of tools
+AnyTool = Tool | CustomTool
+OfferedTool = Annotated[
+    Annotated[Tool, Tag("<function>")]
+    | Annotated[CustomTool, Tag("<custom>")]
+    | Annotated[HostedTool, Tag("<hosted>")],
+    KIND_OR_HOSTED,
 ]
 
 
@@ -127,10 +154,7 @@ class ChosenCustomTool(Options):
         return self.custom
 
 
-AnyChosenTool = Annotated[
-    Annotated[ChosenTool, Tag("<function>")] | Annotated[ChosenCustomTool, Tag("<custom>")],
-    Discriminator(kind_of_tool),
-]
+AnyChosenTool = Annotated[Annotated[ChosenTool, Tag("<function>")] | Annotated[ChosenCustomTool, Tag("<custom>")], KIND]
 
 
 class AllowedFunctions(Options):

@@ -113,6 +113,7 @@ MESSAGES = Dialect(
             "a message of the role system": "system",
             "tools, tool_choice and tool_calls": "tools and tool_choice",
             "tool_choice is required": "tool_choice is any",
+            "of the type function or custom": "of the type custom, with an input_schema",
             "usage.prompt_tokens_details": "usage.cache_read_input_tokens",
         },
     ),

@@ -15,6 +15,7 @@ from runtime.spec.types import CallboardError
 from serve_app.protocol.dialects import Dialect
 
 _MAX_MESSAGE_CHARS = 1000
+UNKNOWN_CODING = "unsupported_content_encoding"
 _TYPES = {429: "rate_limit_error", 499: "request_aborted"}  # others follow from the first digit
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -111,6 +112,8 @@ def error_response(error: ApiError, path: str = "", **more: str) -> Response:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
     if error.status == 408:
         headers["connection"] = "close"  # without a wait for the rest of the body
+    if error.code == UNKNOWN_CODING:
+        headers["accept-encoding"] = "gzip, deflate"
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return Response(msgspec.json.encode(error_body(error, path) | more), error.status, headers, "application/json")

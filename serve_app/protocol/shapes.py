@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Annotated, Any, ClassVar, LiteralString, TypeVar
 from urllib.parse import quote
@@ -11,6 +11,7 @@ from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from runtime.output.fields import Options, invalid, shown
+from runtime.output.tools import HostedTool
 from serve_app.protocol.other_servers import UnsupportedField
 
 _T = TypeVar("_T")
@@ -44,6 +45,12 @@ class OpenRequestModel(RequestModel):
                 problem = f"is {shown(value)}: it would change the answer but is not supported"
                 raise invalid(name, f"{problem}; {refused.instead}")
         super().check()
+
+
+def hosted(tools: Sequence[object] | None) -> list[str]:
+    """Return the tools that are left out since another server runs them, safe for a header."""
+    kinds = dict.fromkeys(tool.type for tool in tools or () if isinstance(tool, HostedTool))
+    return [f"tools.{quote(kind, safe='')[:64]}" for kind in list(kinds)[:_MAX_IGNORED]]
 
 
 def check_absent(names: AbstractSet[str], fields: Mapping[str, Any], api: str) -> None:

@@ -9,10 +9,11 @@ from pydantic import ConfigDict, Field
 
 from runtime.output.fields import invalid, shown
 from runtime.output.options import ChatOptions
+from runtime.output.tools import HostedTool
 from serve_app.apis.chat.messages import ChatMessage, Content
 from serve_app.protocol.dialects import CHAT
 from serve_app.protocol.sampling import SamplingFields
-from serve_app.protocol.shapes import RequestModel, or_default
+from serve_app.protocol.shapes import RequestModel, hosted, or_default
 
 
 class Prediction(RequestModel):
@@ -48,17 +49,20 @@ class ChatRequest(SamplingFields, ChatOptions):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "is only allowed when logprobs is true")
-        if self.tools and self.detokenize is False:
+        if self.own_tools and self.detokenize is False:
             raise invalid("detokenize", "is false, but calls of tools are read from the text; leave one of both out")
         if (most := self.dialect.max_tools) is not None and len(self.tools or ()) > most:
             raise invalid("tools", f"has {len(self.tools or ())} tools; this API allows {most}")
         for i, tool in enumerate(self.tools or ()):
-            if (names := self.dialect.tool_names) and not re.fullmatch(names, tool.function.name):
-                raise invalid(
-                    f"tools.{i}.{tool.type}.name", f"is {shown(tool.function.name)}; this API allows names like {names}"
-                )
+            name = "" if isinstance(tool, HostedTool) else tool.function.name
+            if name and self.dialect.tool_names and not re.fullmatch(self.dialect.tool_names, name):
+                problem = f"is {shown(name)}; this API allows names that match {self.dialect.tool_names}"
+                raise invalid(f"tools.{i}.{tool.type}.name", problem)
         for i, message in enumerate(self.messages):
             message.check_at(f"messages.{i}")
+
+    def ignored_fields(self) -> list[str]:
+        return super().ignored_fields() + hosted(self.tools)
 
     def template_messages(self) -> list[dict[str, Any]]:
         """Return the messages for the template. A tool's message has its function's name, which Hermes needs."""

@@ -141,8 +141,7 @@ class OllamaRequest(RequestModel):
     think: _Think | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    truncate: Annotated[Any, only(None, False, remedy="too long a prompt is refused, not cut; leave it out")] = None
-    shift: Annotated[Any, only(None, False, remedy="an answer ends with the context; leave it out")] = None
+    max_output_tokens: int | None = None  # another name of options.num_predict
 
     def check(self) -> None:
         if self.options is not None:
@@ -157,6 +156,8 @@ class OllamaRequest(RequestModel):
         check_absent(self.unknown_fields, fields, "Ollama")
         if self.options is not None:
             fields |= self.options.fields()
+        if self.max_output_tokens is not None:
+            fields.setdefault("max_tokens", self.max_output_tokens)
         fields |= {"model": self.model, "stream": self.stream is not False}
         if self.format == "json":
             fields["response_format"] = {"type": "json_object"}
@@ -268,4 +269,3 @@ class _PendingCalls:
             return None
         self._done.add(ids[0])
         return ids.popleft()
-

@@ -13,6 +13,7 @@ from runtime.output.fields import Options, invalid
 from runtime.output.options import Effort
 from runtime.output.response_format import JsonSchema, ResponseFormat
 from runtime.output.tools import (
+    KIND_OR_HOSTED,
     AnyTool,
     ChosenCustomTool,
     ChosenFunction,
@@ -20,11 +21,11 @@ from runtime.output.tools import (
     Custom,
     CustomTool,
     Function,
+    HostedTool,
     InputFormat,
     InputGrammar,
     Name,
     Tool,
-    kind_of_tool,
 )
 from serve_app.apis.chat.messages import ChatMessage
 from serve_app.apis.chat.request import ChatRequest
@@ -32,7 +33,7 @@ from serve_app.apis.responses.input_items import InputItem, InputMessage, as_mes
 from serve_app.protocol.dialects import RESPONSES
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS, refused_fields
 from serve_app.protocol.sampling import SamplingFields
-from serve_app.protocol.shapes import RequestModel, only, or_default, text_or_list_of, type_of
+from serve_app.protocol.shapes import RequestModel, hosted, only, or_default, text_or_list_of, type_of
 
 LOGPROBS = "message.output_text.logprobs"
 INSTRUCTING = ("system", "developer")  # roles of messages that instruct the model
@@ -44,10 +45,8 @@ _INSTEAD = {
     "send include and top_logprobs": "logprobs",
     "send the whole conversation as input, or previous_response_id": "conversation",
     "send instructions and input": "prompt",
-    "leave it out": "context_management=[] moderation",
+    "leave it out": "moderation",
     "send text.format": "response_format",
-    "send reasoning.effort": "reasoning_effort",
-    "send text.verbosity": "verbosity",
     "send a message of the role system in input": 'tool_prompt="" system=""',
 }
 
@@ -110,8 +109,10 @@ class FlatCustomTool(Options):
 
 
 _AnyTool = Annotated[
-    Annotated[FunctionTool, Tag("<function>")] | Annotated[FlatCustomTool, Tag("<custom>")],
-    Discriminator(kind_of_tool),
+    Annotated[FunctionTool, Tag("<function>")]
+    | Annotated[FlatCustomTool, Tag("<custom>")]
+    | Annotated[HostedTool, Tag("<hosted>")],
+    KIND_OR_HOSTED,
 ]
 
 
@@ -120,10 +121,18 @@ class NamedTool(RequestModel):
     name: str
 
 
+_NamedOrHosted = Annotated[
+    Annotated[NamedTool, Tag("<function>")]
+    | Annotated[NamedTool, Tag("<custom>")]
+    | Annotated[HostedTool, Tag("<hosted>")],
+    KIND_OR_HOSTED,
+]
+
+
 class FlatAllowedTools(RequestModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, fail_fast=True)]
+    tools: Annotated[list[_NamedOrHosted], Field(min_length=1, fail_fast=True)]
 
 
 def _kind_of_choice(value: Any) -> str | None:
@@ -143,7 +152,7 @@ _ToolChoice = Annotated[
         _kind_of_choice,
         custom_error_type="tool_choice_shape",
         custom_error_message="it should be 'none', 'auto', 'required', or an object of the type function, custom "
-        "or allowed_tools",
+        "or allowed_tools, since this server runs no tools itself",
     ),
 ]
 
@@ -166,7 +175,7 @@ class TextFormat(Options):
 
 class TextOptions(Options):
     format: TextFormat | None = None
-    verbosity: Annotated[Literal["low", "medium", "high"] | None, only(None, "medium")] = None
+    verbosity: str | None = None  # ignored
 
     def as_chat(self) -> ResponseFormat | None:
         return None if self.format is None else self.format.as_chat()
@@ -244,8 +253,11 @@ class ResponsesRequest(SamplingFields):
 
     def ignored_fields(self) -> list[str]:
         ignored = super().ignored_fields() + [f"include.{name}" for name in self.include or () if name != LOGPROBS]
-        summarises = self.reasoning is not None and self.reasoning.summary is not None
-        return [*ignored, "reasoning.summary"] if summarises else ignored
+        if self.reasoning is not None and self.reasoning.summary is not None:
+            ignored.append("reasoning.summary")
+        if self.text is not None and self.text.verbosity is not None:
+            ignored.append("text.verbosity")
+        return ignored + hosted(self.tools)
 
     def check(self) -> None:
         super().check()
@@ -296,9 +308,9 @@ class ResponsesRequest(SamplingFields):
         }
         return _BLANK_CHAT.model_copy(update=shared | own)
 
-    def _offered_tools(self) -> tuple[list[AnyTool], Any]:
+    def _offered_tools(self) -> tuple[list[AnyTool | HostedTool], Any]:
         """Return the allowed tools and a chat's `tool_choice`."""
-        tools: list[AnyTool] = [tool.as_chat() for tool in self.tools or ()]
+        tools = [tool if isinstance(tool, HostedTool) else tool.as_chat() for tool in self.tools or ()]
         choice = self.tool_choice
         match choice:
             case NamedTool(type="function"):
@@ -306,10 +318,11 @@ class ResponsesRequest(SamplingFields):
             case NamedTool():
                 return tools, ChosenCustomTool(type="custom", custom=ChosenFunction(name=choice.name))
             case FlatAllowedTools():
-                allowed = {(tool.type, tool.name) for tool in choice.tools}
-                if unknown := allowed - {(tool.type, tool.function.name) for tool in tools}:
+                allowed = {(tool.type, tool.name) for tool in choice.tools if isinstance(tool, NamedTool)}
+                own = {(t.type, t.function.name): t for t in tools if not isinstance(t, HostedTool)}
+                if unknown := allowed - own.keys():
                     raise invalid("tool_choice.tools", f"has {min(unknown)[1]!r}, which no tool has")
-                return [tool for tool in tools if (tool.type, tool.function.name) in allowed], choice.mode
+                return [tool for key, tool in own.items() if key in allowed], choice.mode
         return tools, choice if tools or choice == "required" else None
 
 
