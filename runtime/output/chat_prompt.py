@@ -9,7 +9,7 @@ from typing import Any
 
 from runtime.output.call_grammar import with_calls
 from runtime.output.channel_grammar import channel_grammar, channel_marks, place_of
-from runtime.output.fields import FieldError, invalid
+from runtime.output.fields import FieldError, invalid, shown
 from runtime.output.message_parser import MessageFormat
 from runtime.output.options import ChatOptions, Effort
 from runtime.output.response_format import RequestedGrammar
@@ -88,6 +88,10 @@ class ChatPrompter:
                 "cannot be used: this model answers in channels, but its chat template does not describe tools; see "
                 "--chat-template",
             )
+        for i, tool in enumerate(tools):
+            if form is not None and not form.can_name(name := tool.function.name):
+                problem = f"is {shown(name)}, which this model's format of calls cannot write"
+                raise invalid(f"tools.{i}.{tool.type}.name", f"{problem}; use letters, digits, _ and -")
         kwargs = self._effort(options) | (options.chat_template_kwargs or {})
         if template.has_channels and kwargs.get("builtin_tools"):
             raise invalid("chat_template_kwargs.builtin_tools", "names tools that no server here runs; send tools")

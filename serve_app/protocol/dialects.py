@@ -36,7 +36,7 @@ def _formats(native: str, schema: str) -> dict[str, str]:
     return {"response_format": native, _SCHEMA: schema, "response_format.schema": schema}
 
 
-_SAMPLING = "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"
+_SAMPLING = "seed", "stop", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"
 _OLLAMA_PATHS: Sequence[tuple[str, str]] = (
     (rf"^({'|'.join(_SAMPLING)})\b", r"options.\1"),
     (r"^max_tokens\b", "options.num_predict"),
@@ -48,9 +48,8 @@ _OLLAMA_PATHS: Sequence[tuple[str, str]] = (
 _OLLAMA_WORDS: Mapping[str, str] = {
     **_of_route(_CHAT, "n", "prompt_logprobs", "return_token_ids", "routed_experts", "thinking_token_budget"),
     **_formats("format", "format"),
-    **{f"send {name}": f"send options.{name}" for name in _SAMPLING},
-    "top_p or min_p": "options.top_p or options.min_p",
-    "temperature and top_p": "options.temperature and options.top_p",
+    **{name: f"options.{name}" for name in _SAMPLING[2:]},
+    **{f"send {name}": f"send options.{name}" for name in _SAMPLING[:2]},
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
     "read usage.prompt_tokens_details": "leave it out",

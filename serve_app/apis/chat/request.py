@@ -56,7 +56,7 @@ class ChatRequest(SamplingFields, ChatOptions):
         for i, tool in enumerate(self.tools or ()):
             name = "" if isinstance(tool, HostedTool) else tool.function.name
             if name and self.dialect.tool_names and not re.fullmatch(self.dialect.tool_names, name):
-                problem = f"is {shown(name)}; this API allows names that match {self.dialect.tool_names}"
+                problem = f"is {shown(name)}; this API allows names of the pattern {self.dialect.tool_names}"
                 raise invalid(f"tools.{i}.{tool.type}.name", problem)
         for i, message in enumerate(self.messages):
             message.check_at(f"messages.{i}")

@@ -56,6 +56,8 @@ class OllamaOptions(RequestModel):
         """Return the equivalent fields of a chat or completion; unknown options keep their names."""
         same = "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"
         values = {name: getattr(self, name) for name in same}
+        values["top_k"] = None if self.top_k is None else max(self.top_k, 0)
+        values["seed"] = None if self.seed == -1 else self.seed  # -1 is a random one
         values["repetition_penalty"] = self.repeat_penalty
         values["max_tokens"] = None if (self.num_predict or 0) <= 0 else self.num_predict
         asked = {name: value for name, value in values.items() if value is not None}
@@ -156,6 +158,8 @@ class OllamaRequest(RequestModel):
         check_absent(self.unknown_fields, fields, "Ollama")
         if self.options is not None:
             fields |= self.options.fields()
+        if isinstance(tools := fields.get("tools"), list):  # a type is optional here
+            fields["tools"] = [{**t, "type": t.get("type") or "function"} if isinstance(t, dict) else t for t in tools]
         if self.max_output_tokens is not None:
             fields.setdefault("max_tokens", self.max_output_tokens)
         fields |= {"model": self.model, "stream": self.stream is not False}
