@@ -78,8 +78,8 @@ class ChatOptions(OutputOptions):
         if self.tool_choice in (None, "none") or (self.tool_choice == "auto" and self.tools is not None):
             return
         if not self.own_tools:
-            has = "this server runs none of the tools that it lets the model call" if self.tools else "there are none"
-            raise invalid("tool_choice", f"needs tools, and {has}; send functions")
+            more = ", and this server runs none of these itself; send functions" if self.tools else ""
+            raise invalid("tool_choice", f"is only allowed when there are tools{more}")
         known, choice = {(tool.type, tool.function.name) for tool in self.own_tools}, self.tool_choice
         if isinstance(choice, ChosenTool | ChosenCustomTool) and (choice.type, choice.function.name) not in known:
             problem = f"is {shown(choice.function.name)}, which no tool of the type {choice.type} has"

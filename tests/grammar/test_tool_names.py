@@ -21,13 +21,13 @@ REFUSED = {
     "pythonic": {"mcp/server tool", 'say "hi"', "back\\slash", "a.b|c*(d)[e]", "<x>"},
     "mistral_v11": {"a.b|c*(d)[e]"},
     "harmony": {"mcp/server tool", 'say "hi"', "<x>"},
-    **dict.fromkeys(("qwen3_coder", "glm45", "glm47", "deepseek_v3", "deepseek_v31", "gemma4"), {"<x>"}),
+    **{key: {"<x>"} for key in ("qwen3_coder", "glm45", "glm47", "deepseek_v3", "deepseek_v31", "gemma4")},
 }
 
 
 def names_read(form: ToolFormat, text: str, names: list[str], forced: ForcedCall | None, step: int) -> list[str]:
     """Return the functions that the parser finds in a text that arrives in pieces."""
-    parser, found = form.parser(form, dict.fromkeys(names, {}), None, forced), list[str]()
+    parser, found = form.parser(form, {key: {} for key in names}, None, forced), list[str]()
     for start, stop in pairwise([*range(0, len(text), step), len(text)]):
         found += [call.name for call in parser.push(text[start:stop])[1] if call.name]
     return found + [call.name for call in parser.push("", is_last=True)[1] if call.name]
