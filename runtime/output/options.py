@@ -89,7 +89,7 @@ class ChatOptions(OutputOptions):
 
     @cached_property
     def own_tools(self) -> list[AnyTool]:
-        """The tools without those that another server runs."""
+        """The tools without hosted ones."""
         return [tool for tool in self.tools or () if not isinstance(tool, HostedTool)]
 
     @cached_property

@@ -104,18 +104,15 @@ _TAGS = {None: "<function>", "function": "<function>", "custom": "<custom>"}
 _DEFINING = {"function", "custom", "parameters", "input_schema"}  # fields of tools that the client runs
 
 
-def _type_of(value: Any) -> Any:
-    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-
-
 def _kind(value: Any) -> str | None:
-    kind = _type_of(value)
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return _TAGS.get(kind) if kind is None or isinstance(kind, str) else "<function>"
 
 
 def _kind_or_hosted(value: Any) -> str | None:
-    is_hosted = isinstance(value, HostedTool) or (isinstance(value, dict) and not _DEFINING & value.keys())
-    return "<hosted>" if is_hosted and isinstance(kind := _type_of(value), str) and kind not in _TAGS else _kind(value)
+    kind = _kind(value)
+    is_hosted = kind is None and not (isinstance(value, dict) and _DEFINING & value.keys())
+    return "<hosted>" if is_hosted else kind
 
 
 _ERROR: Any = {"custom_error_type": "tool_kind", "custom_error_message": "it should be of the type function or custom"}

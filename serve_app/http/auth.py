@@ -58,7 +58,7 @@ class AuthMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if "//" in scope["path"]:  # of clients whose base URL ends with a slash
+        if "//" in scope["path"]:  # the client's base URL ends with a slash
             scope["path"] = _SLASHES.sub("/", scope["path"])
         headers = dict(scope["headers"])
         request_id = scope["request_id"] = clean_id(

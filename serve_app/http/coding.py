@@ -38,7 +38,7 @@ class DecodedBody:
         self._decoder = zlib.decompressobj(_GZIP_OR_ZLIB)
         self._begun = self._rest = b""  # not yet decoded: a part of the header, or any bytes
         self._is_first = self._has_more = True  # no byte was decoded; the client sends more
-        self._is_full = False  # the last piece was as long as allowed, so the decoder may have more
+        self._is_full = False  # the last piece had the most bytes, so the decoder may have more
 
     async def __call__(self) -> Message:
         if not (self._rest or self._is_full):

@@ -1,11 +1,12 @@
 """The limits and the words of each API.
 
-Requests of all APIs are checked as chats or completions, whose errors name a chat's fields. A dialect has the limits
-that an API documents, and its own names for these fields.
+Requests of all APIs are checked as chats or completions, and errors name a chat's fields. A dialect has the limits that
+an API documents, and its own names for these fields.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ class Dialect:
     """One API. A limit is None where its documentation has none; then the limits of the engine and of the settings
     hold alone."""
 
-    tool_names: str | None = None  # regular expression of tools' names
+    tool_names: re.Pattern[str] | None = None
     max_tools: int | None = None
     max_penalty: float | None = None  # of frequency and presence, on both sides of 0
     names: FieldNames = field(default_factory=FieldNames)
@@ -28,6 +29,7 @@ def _of_route(route: str, *fields: str) -> dict[str, str]:
 
 
 _CHAT = "/v1/chat/completions"
+_UP_TO_128 = re.compile("[a-zA-Z0-9_-]{1,128}")
 _SCHEMA = "response_format.json_schema.schema"
 _SCORES = "logprobs", "prompt_logprobs", "return_token_ids", "routed_experts"
 
@@ -70,13 +72,13 @@ COMPLETIONS = Dialect(
     ),
 )
 CHAT = Dialect(
-    tool_names="[a-zA-Z0-9_-]{1,64}",
+    tool_names=re.compile("[a-zA-Z0-9_-]{1,64}"),
     max_tools=128,
     max_penalty=2.0,
     names=FieldNames(words={"messages or prompt": "messages"}),
 )
 RESPONSES = Dialect(
-    tool_names="[a-zA-Z0-9_-]{1,128}",
+    tool_names=_UP_TO_128,
     names=FieldNames(
         (r"^messages\b", "input"),
         (r"^reasoning_effort\b(?=.* is |$)", "reasoning.effort"),
@@ -96,7 +98,7 @@ RESPONSES = Dialect(
     ),
 )
 MESSAGES = Dialect(
-    tool_names="[a-zA-Z0-9_-]{1,128}",
+    tool_names=_UP_TO_128,
     names=FieldNames(
         (r"^(tools\.\d+)\.function\.parameters\b", r"\1.input_schema"),
         (r"^(tools\.\d+)\.function\.", r"\1."),

@@ -31,7 +31,7 @@ class FieldNames:
         return text
 
     def in_remedy(self, text: str) -> str:
-        """Return an error whose path has the client's own names already."""
+        """Return an error that has the client's name of the field already."""
         if self._word is None or " " not in text:
             return text
         values = _AFTER_VALUES.match(text)

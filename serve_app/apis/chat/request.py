@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -49,15 +48,15 @@ class ChatRequest(SamplingFields, ChatOptions):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "is only allowed when logprobs is true")
-        if self.own_tools and self.detokenize is False:
+        if self.detokenize is False and self.own_tools:
             raise invalid("detokenize", "is false, but calls of tools are read from the text; leave one of both out")
         if (most := self.dialect.max_tools) is not None and len(self.tools or ()) > most:
             raise invalid("tools", f"has {len(self.tools or ())} tools; this API allows {most}")
-        for i, tool in enumerate(self.tools or ()):
-            name = "" if isinstance(tool, HostedTool) else tool.function.name
-            if name and self.dialect.tool_names and not re.fullmatch(self.dialect.tool_names, name):
-                problem = f"is {shown(name)}; this API allows names of the pattern {self.dialect.tool_names}"
-                raise invalid(f"tools.{i}.{tool.type}.name", problem)
+        if (allowed := self.dialect.tool_names) is not None:
+            for i, tool in enumerate(self.tools or ()):
+                if not isinstance(tool, HostedTool) and not allowed.fullmatch(tool.function.name):
+                    problem = f"is {shown(tool.function.name)}; this API allows names of the pattern {allowed.pattern}"
+                    raise invalid(f"tools.{i}.{tool.type}.name", problem)
         for i, message in enumerate(self.messages):
             message.check_at(f"messages.{i}")
 

@@ -112,15 +112,9 @@ class LoadRequest(SamplingFields):
 
 
 class OllamaChat(ChatRequest):
-    """The chat of POST /api/chat."""
+    """The chat of either route."""
 
     dialect = OLLAMA_CHAT
-
-
-class OllamaPromptChat(ChatRequest):
-    """The chat of POST /api/generate."""
-
-    dialect = OLLAMA_GENERATE
 
 
 class OllamaCompletion(CompletionRequest):
@@ -133,7 +127,6 @@ class OllamaRequest(RequestModel):
     """The fields that both routes share. Most fields of chats are allowed too."""
 
     model_config = ConfigDict(extra="allow")  # the chat reads, refuses or reports the other fields
-    chat_type: ClassVar[type[ChatRequest]] = OllamaChat
     unknown_fields: ClassVar[frozenset[str]] = FIELDS_OF_CHATS - {"logprobs", "top_logprobs", "parallel_tool_calls"}
 
     model: str
@@ -179,7 +172,7 @@ class OllamaRequest(RequestModel):
         elif self.think is not None:
             fields["reasoning_effort"] = self.think
         fields |= {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
-        chat = read_options(self.chat_type, fields)
+        chat = read_options(OllamaChat, fields)
         chat.check()
         return chat
 
@@ -199,7 +192,6 @@ class OllamaChatRequest(OllamaRequest):
 class OllamaGenerateRequest(OllamaRequest):
     """POST /api/generate."""
 
-    chat_type = OllamaPromptChat
     unknown_fields: ClassVar[frozenset[str]] = OllamaRequest.unknown_fields | {"tools", "tool_choice"}
 
     prompt: str | None = None

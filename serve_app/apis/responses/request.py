@@ -40,14 +40,10 @@ INSTRUCTING = ("system", "developer")  # roles of messages that instruct the mod
 
 # Unsupported fields of this request, and fields of other requests.
 _INSTEAD = {
-    "send input": "messages previous_input_messages=[]",
+    "send input": "messages",
     "send max_output_tokens": "max_tokens max_completion_tokens",
     "send include and top_logprobs": "logprobs",
-    "send the whole conversation as input, or previous_response_id": "conversation",
     "send instructions and input": "prompt",
-    "leave it out": "moderation",
-    "send text.format": "response_format",
-    "send a message of the role system in input": 'tool_prompt="" system=""',
 }
 
 
