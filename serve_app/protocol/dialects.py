@@ -9,6 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import Field
 
 from serve_app.protocol.field_names import FieldNames
 
@@ -22,6 +25,11 @@ class Dialect:
     max_tools: int | None = None
     max_penalty: float | None = None  # of frequency and presence, on both sides of 0
     names: FieldNames = field(default_factory=FieldNames)
+
+
+# metadata in OpenAI's responses and batches
+_Key, _Value = Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]
+Metadata = Annotated[dict[_Key, _Value], Field(max_length=16)]
 
 
 def _of_route(route: str, *fields: str) -> dict[str, str]:

@@ -30,7 +30,7 @@ from runtime.output.tools import (
 from serve_app.apis.chat.messages import ChatMessage
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.responses.input_items import InputItem, InputMessage, as_messages, encoded
-from serve_app.protocol.dialects import RESPONSES
+from serve_app.protocol.dialects import RESPONSES, Metadata
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS, refused_fields
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.protocol.shapes import RequestModel, hosted, only, or_default, text_or_list_of, type_of
@@ -192,8 +192,6 @@ _Input = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("<list>")],
     text_or_list_of("items"),
 ]
-_MetadataKey = Annotated[str, Field(max_length=64)]
-_MetadataValue = Annotated[str, Field(max_length=512)]
 _Include = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -219,7 +217,7 @@ class ResponsesRequest(SamplingFields):
     background: bool | None = None
     include: Annotated[list[_Include], Field(max_length=16, fail_fast=True)] | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
-    metadata: Annotated[dict[_MetadataKey, _MetadataValue], Field(max_length=16)] | None = None
+    metadata: Metadata | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
