@@ -26,6 +26,7 @@ from serve_app.observability.context import RequestContext
 from serve_app.observability.middleware import ObserveRequests
 from serve_app.page import ROUTES as PAGE_ROUTES
 from serve_app.protocol.answers import encode_json
+from serve_app.protocol.dialects import dialect_of
 from serve_app.protocol.errors import INTERNAL_ERROR, ApiError, api_error, error_body, error_response
 from serve_app.protocol.operation import route
 from serve_app.service.endpoint import AnsweredAtOnce
@@ -91,8 +92,10 @@ def _openapi_route(routes: list[Route], settings: HttpSettings) -> Route:
 def _refusal(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ApiError | FieldError)
     refusal = api_error(error) if isinstance(error, FieldError) else error
+    path = path_within(request.scope)
+    refusal = refusal.in_words_of(dialect_of(path))
     RequestContext.of(request.scope).error = str(refusal)
-    return error_response(refusal, path_within(request.scope))
+    return error_response(refusal, path)
 
 
 def _answer_at_once(request: HttpRequest, answer: Exception) -> Response:

@@ -67,7 +67,7 @@ class HttpSettings:
     body_timeout_s: float = setting(60.0, "longest time for a request body to arrive", above=0)
     max_header_bytes: int = setting(12 << 10, "longest request headers in all; HAProxy's own limit is 15 KiB", 1)
     max_n: int = setting(128, "most choices (n) of one request", 1)
-    max_stop: int = setting(16, "most stop strings of one request", 1)
+    max_stop: int = setting(64, "most stop strings of one request", 1)
     max_prompts: int = setting(1024, "most prompts of one request", 1)
     client_priority: bool = setting(
         False, "clients may send a priority below 0, to be served before others; one above 0 is always allowed"

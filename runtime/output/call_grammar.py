@@ -139,7 +139,7 @@ class _CallGrammar:
         A free text must match none of them."""
         if thinks or not self.form.bare:
             return []
-        names = "|".join(tool.function.name for tool in self.tools)
+        names = "|".join(literal_text(tool.function.name) for tool in self.tools)
         marked = [f"(?s:.*){literal_text(self.form.mark)}(?s:.*)"] if self._is_text(self.form.mark) else []
         return [f"({self.form.bare.replace('%s', names)})(?s:.*)", *marked]
 
@@ -156,14 +156,15 @@ class _CallGrammar:
         """Return the grammar from within the first call on: of the function `name`, or of any (None)."""
         form = self.form
         tools = [tool for tool in self.tools if name in (None, tool.function.name)]
-        grammars = {tool.function.name: tool.grammar for tool in tools if isinstance(tool, CustomTool)}
-        schemas = {tool.function.name: tool.function.parameters for tool in tools}
-        again = form.again if name is None else f"{form.again}{name}{form.to_arguments}"
+        written = {tool.function.name: form.written(tool.function.name) for tool in tools}
+        grammars = {written[tool.function.name]: tool.grammar for tool in tools if isinstance(tool, CustomTool)}
+        schemas = {written[tool.function.name]: tool.function.parameters for tool in tools}
+        again = form.again if name is None else f"{form.again}{form.written(name)}{form.to_arguments}"
         return Calls(
             functions={key: _NO_ARGUMENTS if schema is None else schema for key, schema in schemas.items()},
             inputs={key: (of.syntax, of.definition) for key, of in grammars.items() if of is not None},
-            lenient=[tool.function.name for tool in tools if not tool.function.strict],
-            unbound=[] if is_forced else [tool.function.name for tool in tools if self.is_unbound(tool)],
+            lenient=[written[tool.function.name] for tool in tools if not tool.function.strict],
+            unbound=[] if is_forced else [written[tool.function.name] for tool in tools if self.is_unbound(tool)],
             named=name is not None,
             to_arguments=form.to_arguments,
             end=form.end,

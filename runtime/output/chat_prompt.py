@@ -9,7 +9,7 @@ from typing import Any
 
 from runtime.output.call_grammar import with_calls
 from runtime.output.channel_grammar import channel_grammar, channel_marks, place_of
-from runtime.output.fields import FieldError, invalid
+from runtime.output.fields import FieldError, invalid, shown
 from runtime.output.message_parser import MessageFormat
 from runtime.output.options import ChatOptions, Effort
 from runtime.output.response_format import RequestedGrammar
@@ -71,6 +71,12 @@ class ChatPrompter:
         """True if `thinking_token_budget` is enforced: in channels, if their marks are special tokens."""
         return not self._template.has_channels or self._marks is not None
 
+    def reads_effort(self, effort: Effort) -> bool:
+        """Return whether the template follows an effort; without reasoning, "none" is followed by any."""
+        source = self._template.source
+        is_off = effort == "none" and self._reasoning.close not in source
+        return is_off or "reasoning_effort" in source or _SWITCH.search(source) is not None
+
     def prompt(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
         """Return the prompt of a chat. Raises FieldError for invalid options, or if the template refuses the
         messages."""
@@ -82,6 +88,10 @@ class ChatPrompter:
                 "cannot be used: this model answers in channels, but its chat template does not describe tools; see "
                 "--chat-template",
             )
+        for i, tool in enumerate(tools):
+            if form is not None and not form.can_name(name := tool.function.name):
+                problem = f"is {shown(name)}, which this model's format of calls cannot write"
+                raise invalid(f"tools.{i}.{tool.type}.name", f"{problem}; use letters, digits, _ and -")
         kwargs = self._effort(options) | (options.chat_template_kwargs or {})
         if template.has_channels and kwargs.get("builtin_tools"):
             raise invalid("chat_template_kwargs.builtin_tools", "names tools that no server here runs; send tools")
@@ -171,7 +181,7 @@ class ChatPrompter:
         return {mark: i for mark, i in ids.items() if i is not None and i in self._tokenizer.special_ids}
 
     def _effort(self, options: ChatOptions) -> dict[str, Any]:
-        """Return the template arguments for `reasoning_effort`. Raises FieldError if the template reads none."""
+        """Return the template arguments for `reasoning_effort`; none if the template reads none."""
         source, effort = self._template.source, options.reasoning_effort
         if effort is None:
             return {}
@@ -181,10 +191,7 @@ class ChatPrompter:
             return {"reasoning_effort": effort}
         if _SWITCH.search(source):
             return dict.fromkeys(_SWITCHES, effort != "none")
-        if effort == "none" and self._reasoning.close not in source:
-            return {}
-        problem = f"is {effort!r}, but this model's template reads neither reasoning_effort nor enable_thinking"
-        raise invalid("reasoning_effort", f"{problem}; leave it out, or send what it reads as chat_template_kwargs")
+        return {}
 
     def _budget(self, options: ChatOptions, in_reasoning: bool, begun: str) -> ThinkingBudget | None:
         """Return the budget of the output's reasoning; None if it is unlimited."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
 from runtime.spec.types import CallboardError
 
 
 class FieldError(CallboardError):
     """A field is invalid; the sentence names it."""
+
+    is_sent = False  # True if the sentence has the client's name of the field, not a chat's
 
     def __init__(self, field: str, sentence: str) -> None:
         super().__init__(field, sentence)  # pickle needs both
@@ -51,12 +55,31 @@ def path_of(fault: ErrorDetails) -> str:
 
 
 class Options(BaseModel):
-    """An object of a request without unknown fields."""
+    """An object of a request without unknown fields. Null as the value of an optional field is its absence."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema: Any = handler(source)
+        inner = schema
+        while inner["type"] != "model-fields":
+            inner = inner["schema"]
+        for name, field in cls.model_fields.items():
+            of_field = inner["fields"][name]["schema"]
+            if not field.is_required() and field.default is not None and "metadata" not in of_field:
+                of_null = partial(_not_null, field)
+                accepted = core_schema.nullable_schema(of_field["schema"])
+                of_field["schema"] = core_schema.no_info_after_validator_function(of_null, accepted)
+                of_field["metadata"] = {"null": "absence"}  # the schema of a nested model comes here again
+        return schema  # type: ignore[no-any-return]
+
     def check(self) -> None:
         """Check rules between fields. Raises FieldError."""
+
+
+def _not_null(field: FieldInfo, value: Any) -> Any:
+    return field.get_default(call_default_factory=True) if value is None else value
 
 
 _O = TypeVar("_O", bound=Options)

@@ -10,7 +10,16 @@ from pydantic import Field
 
 from runtime.output.fields import Options, invalid, shown
 from runtime.output.response_format import RequestedGrammar, ResponseFormat, StructuredOutputs, requested_grammar
-from runtime.output.tools import AllowedFunctions, AllowedTools, AnyTool, ChosenCustomTool, ChosenTool, ToolChoice
+from runtime.output.tools import (
+    AllowedFunctions,
+    AllowedTools,
+    AnyTool,
+    ChosenCustomTool,
+    ChosenTool,
+    HostedTool,
+    OfferedTool,
+    ToolChoice,
+)
 from runtime.spec.types import GrammarSpec
 from runtime.text.tool_calls import ForcedCall
 
@@ -22,7 +31,7 @@ _NOT_KWARGS = {"messages", "tools", "add_generation_prompt", "continue_final_mes
 class OutputOptions(Options):
     """The options of any output."""
 
-    n: Annotated[int, Field(ge=1, le=128)] | None = None  # choices of each prompt
+    n: Annotated[int, Field(ge=1, le=1024)] | None = None  # choices of each prompt
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_grammar: str | None = None  # vLLM's older name
@@ -48,7 +57,7 @@ class ChatOptions(OutputOptions):
     With `tool_choice` "required" or a function, the prompt ends with the beginning of a call, and a grammar binds the
     rest."""
 
-    tools: Annotated[list[AnyTool], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Annotated[list[OfferedTool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
@@ -68,14 +77,20 @@ class ChatOptions(OutputOptions):
             raise invalid(f"chat_template_kwargs.{name}", "is nothing that a request can hand to the template")
         if self.tool_choice in (None, "none") or (self.tool_choice == "auto" and self.tools is not None):
             return
-        if not self.tools:
-            raise invalid("tool_choice", "is only allowed when there are tools")
-        known, choice = {(tool.type, tool.function.name) for tool in self.tools}, self.tool_choice
+        if not self.own_tools:
+            more = ", and this server runs none of these itself; send functions" if self.tools else ""
+            raise invalid("tool_choice", f"is only allowed when there are tools{more}")
+        known, choice = {(tool.type, tool.function.name) for tool in self.own_tools}, self.tool_choice
         if isinstance(choice, ChosenTool | ChosenCustomTool) and (choice.type, choice.function.name) not in known:
             problem = f"is {shown(choice.function.name)}, which no tool of the type {choice.type} has"
             raise invalid(f"tool_choice.{choice.type}.name", problem)
         if isinstance(choice, AllowedTools) and (unknown := choice.names - known):
             raise invalid("tool_choice.allowed_tools.tools", f"has {shown(min(unknown)[1])}, which no tool has")
+
+    @cached_property
+    def own_tools(self) -> list[AnyTool]:
+        """The tools without hosted ones."""
+        return [tool for tool in self.tools or () if not isinstance(tool, HostedTool)]
 
     @cached_property
     def template_tools(self) -> list[dict[str, Any]] | None:
@@ -85,8 +100,8 @@ class ChatOptions(OutputOptions):
     def offered_tools(self) -> list[AnyTool]:
         """The tools in the prompt."""
         if isinstance(choice := self.tool_choice, AllowedTools):
-            return [tool for tool in self.tools or () if (tool.type, tool.function.name) in choice.names]
-        return [] if choice == "none" else self.tools or []
+            return [tool for tool in self.own_tools if (tool.type, tool.function.name) in choice.names]
+        return [] if choice == "none" else self.own_tools
 
     def forced_call(self) -> ForcedCall | None:
         """The call that the answer must begin with; None if none is required."""

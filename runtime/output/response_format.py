@@ -84,6 +84,7 @@ def requested_grammar(
     asked += [] if outputs is None else [_of_structured_outputs(outputs)]
     found = [each for each in asked if each is not None]
     found += [RequestedGrammar(spec, field) for field, spec in specs.items()]
+    found = list({each.spec: each for each in reversed(found)}.values())[::-1]  # equal ones are one
     if len(found) > 1:
         first = found[0].field.partition(".")[0]
         raise invalid(found[1].field.partition(".")[0], f"constrains the output as {first} does; send one of them")

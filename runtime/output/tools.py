@@ -10,13 +10,13 @@ from pydantic_core import PydanticCustomError
 from runtime.output.fields import Options
 from runtime.text.tool_calls.argument_form import ArgumentForm, can_write
 
-_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+Name = Annotated[str, Field(min_length=1, max_length=512)]  # parsers read up to 1,024 characters before arguments
 
 
 class Function(Options):
     model_config = ConfigDict(extra="allow")  # the template may use further fields
 
-    name: Annotated[str, Field(pattern=_NAME)]
+    name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None  # the arguments fit `parameters`, or the request is refused
@@ -33,7 +33,7 @@ class Tool(Options):
         return form is not None and not can_write(form, self.function.parameters)
 
     def as_template_sees_it(self) -> dict[str, Any]:
-        return {"type": self.type, "function": self.function.model_dump(exclude_unset=True, exclude={"strict"})}
+        return {"type": self.type, "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
 
 
 class InputGrammar(Options):
@@ -57,7 +57,7 @@ class InputFormat(Options):
 class Custom(Options):
     model_config = ConfigDict(extra="ignore")
 
-    name: Annotated[str, Field(pattern=_NAME)]
+    name: Name
     description: str | None = None
     format: InputFormat | None = None
 
@@ -92,14 +92,38 @@ class CustomTool(Options):
         return Tool(type="function", function=self.function).as_template_sees_it()
 
 
-def kind_of_tool(value: Any) -> str:
-    """Return the tag of a tool or a call in a union of functions and custom tools."""
+class HostedTool(Options):
+    """A tool that another server runs itself, such as a search. It is left out of prompts."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+
+_TAGS = {None: "<function>", "function": "<function>", "custom": "<custom>"}
+_DEFINING = {"function", "custom", "parameters", "input_schema"}  # fields of tools that the client runs
+
+
+def _kind(value: Any) -> str | None:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "<custom>" if kind == "custom" else "<function>"
+    return _TAGS.get(kind) if kind is None or isinstance(kind, str) else "<function>"
 
 
-AnyTool = Annotated[
-    Annotated[Tool, Tag("<function>")] | Annotated[CustomTool, Tag("<custom>")], Discriminator(kind_of_tool)
+def _kind_or_hosted(value: Any) -> str | None:
+    kind = _kind(value)
+    is_hosted = kind is None and not (isinstance(value, dict) and _DEFINING & value.keys())
+    return "<hosted>" if is_hosted else kind
+
+
+_ERROR: Any = {"custom_error_type": "tool_kind", "custom_error_message": "it should be of the type function or custom"}
+KIND = Discriminator(_kind, **_ERROR)  # of calls and choices
+KIND_OR_HOSTED = Discriminator(_kind_or_hosted, **_ERROR)  # of tools
+AnyTool = Tool | CustomTool
+OfferedTool = Annotated[
+    Annotated[Tool, Tag("<function>")]
+    | Annotated[CustomTool, Tag("<custom>")]
+    | Annotated[HostedTool, Tag("<hosted>")],
+    KIND_OR_HOSTED,
 ]
 
 
@@ -127,10 +151,7 @@ class ChosenCustomTool(Options):
         return self.custom
 
 
-AnyChosenTool = Annotated[
-    Annotated[ChosenTool, Tag("<function>")] | Annotated[ChosenCustomTool, Tag("<custom>")],
-    Discriminator(kind_of_tool),
-]
+AnyChosenTool = Annotated[Annotated[ChosenTool, Tag("<function>")] | Annotated[ChosenCustomTool, Tag("<custom>")], KIND]
 
 
 class AllowedFunctions(Options):

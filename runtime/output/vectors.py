@@ -13,9 +13,7 @@ from runtime.spec.pooling import Pooling
 
 
 def check_dimensions(dimensions: int | None, pooling: Pooling) -> None:
-    """Raise FieldError if a model's vectors may not be cut to `dimensions` numbers."""
-    if dimensions is not None and not pooling.cuts_dimensions:
-        raise invalid("dimensions", "is not supported by this model, whose vectors have one size; leave it out")
+    """Raise FieldError if no vector has `dimensions` numbers."""
     if dimensions is not None and dimensions < 1:
         raise invalid("dimensions", f"is {dimensions}; it must be at least 1")
 
@@ -23,10 +21,12 @@ def check_dimensions(dimensions: int | None, pooling: Pooling) -> None:
 def embedding(pooled: bytes, pooling: Pooling, dimensions: int | None = None) -> NDArray[np.float32]:
     """Return the vector or its first `dimensions` numbers, with length 1 if the model's vectors have it.
 
-    Raises FieldError if it has fewer numbers."""
+    Raises FieldError if it has fewer numbers, or may not be cut."""
     vector = np.frombuffer(pooled, np.float32)
-    if dimensions is not None and dimensions > len(vector):
-        raise invalid("dimensions", f"is {dimensions}; this model's vectors have {len(vector)}")
+    size = len(vector)
+    if dimensions is not None and (dimensions > size or (dimensions < size and not pooling.cuts_dimensions)):
+        only = "" if pooling.cuts_dimensions else ", which is their only size"
+        raise invalid("dimensions", f"is {dimensions}; this model's vectors have {size}{only}")
     vector = vector[:dimensions]
     if not pooling.normalized:
         return vector

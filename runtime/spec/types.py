@@ -97,11 +97,11 @@ class SamplingParams:
     # Below 1e-5 it is greedy, as with 0: logits divided by it would overflow.
     temperature: float = sampling(1.0, Effect.DRAW, 0.0, 100.0, neutral=0.0, column=0)
     top_k: int = sampling(0, Effect.FILTER, 0, (1 << 31) - 1, column=3)
-    top_p: float = sampling(1.0, Effect.FILTER, above=0.0, high=1.0, column=4)
+    top_p: float = sampling(1.0, Effect.FILTER, 0.0, 1.0, column=4)  # 0 is greedy
     min_p: float = sampling(0.0, Effect.FILTER, 0.0, 1.0, column=5)
     repetition_penalty: float = sampling(1.0, Effect.PENALTY, above=0.0, high=100.0, column=6)  # over prompt and output
-    frequency_penalty: float = sampling(0.0, Effect.PENALTY, -2.0, 2.0, column=7)  # over output
-    presence_penalty: float = sampling(0.0, Effect.PENALTY, -2.0, 2.0, column=8)  # over output
+    frequency_penalty: float = sampling(0.0, Effect.PENALTY, -100.0, 100.0, column=7)  # over output
+    presence_penalty: float = sampling(0.0, Effect.PENALTY, -100.0, 100.0, column=8)  # over output
     logit_bias: tuple[tuple[int, float], ...] = sampling((), Effect.BIAS)  # (token id, bias) pairs
     allowed_token_ids: tuple[int, ...] = sampling((), Effect.BIAS)  # only these are sampled; empty for all
     min_tokens: int = sampling(0, Effect.HOLD, 0)  # no EOS and no stop id before this many output tokens
@@ -151,7 +151,7 @@ class SamplingParams:
             raise CallboardError("stop needs a text, but detokenize is False; send stop_token_ids.")
         if self.min_tokens > self.max_tokens:
             raise CallboardError(f"min_tokens is {self.min_tokens}; it must be between 0 and max_tokens.")
-        if self.temperature < _LEAST_TEMPERATURE:
+        if self.temperature < _LEAST_TEMPERATURE or not self.top_p:  # only the most likely token remains
             object.__setattr__(self, "temperature", 0.0)
 
 

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.output.fields import shortened
+from serve_app.http.coding import DecodedBody, codings_of, unknown_coding
 from serve_app.http.limits import BodyBytes
 from serve_app.page import ROUTES as PAGE_ROUTES
 from serve_app.protocol.errors import ApiError, error_response
@@ -29,6 +30,7 @@ _MAX_ID_CHARS = 128
 _OWNER_CHARS = 16  # of a key's digest; enough to distinguish keys
 # The public name service has neither names below these nor names without a dot.
 _PRIVATE_DOMAINS = (".localhost", ".local", ".internal")
+_SLASHES = re.compile("/{2,}")
 _PORT = re.compile(r":\d*$")
 _UNFIT_FOR_AN_ID = re.compile(r"[^A-Za-z0-9._:-]")
 
@@ -56,6 +58,8 @@ class AuthMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if "//" in scope["path"]:  # the client's base URL ends with a slash
+            scope["path"] = _SLASHES.sub("/", scope["path"])
         headers = dict(scope["headers"])
         request_id = scope["request_id"] = clean_id(
             headers.get(b"x-request-id", b"").decode("latin-1")
@@ -68,12 +72,13 @@ class AuthMiddleware:
 
         scope["owner"], scope["bodies"] = "", self._bodies
         send_on = send_with_id if self._echo_ids else send
-        if error := self._refusal(scope, headers):
+        codings = codings_of(scope["headers"]) if b"content-encoding" in headers else []
+        if error := self._refusal(scope, headers) or unknown_coding(codings):
             if (context := scope.get("context")) is not None:
                 context.error = str(error)
             await error_response(error, path_within(scope))(scope, receive, send_on)
         else:
-            await self._app(scope, receive, send_on)
+            await self._app(scope, DecodedBody(receive) if codings else receive, send_on)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
         num_bytes = sum(map(len, chain.from_iterable(scope["headers"]))) + 4 * len(scope["headers"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import re
 from types import TracebackType
 
@@ -17,6 +18,9 @@ from serve_app.settings import HttpSettings
 # Fields that a template indents may take longer. JSON may spell their names with escapes.
 _LONG_BODY_BYTES, _LONG_IDS_BYTES = 8 << 10, 16 << 10
 _WRITTEN_OUT = re.compile(rb'"(?:tools|tool_calls|tool_use|chat_template_kwargs)"|\\u')
+
+
+_CHARSET, _UTF_8 = re.compile(rb'\bcharset\s*=\s*"?([^\s";]*)'), {b"utf-8", b"utf8", b"us-ascii", b"ascii"}
 
 
 def is_long(body: bytes) -> bool:
@@ -34,10 +38,14 @@ async def read_json_body(scope: Scope, receive: Receive, settings: HttpSettings)
     max_bytes, timeout_s = settings.max_body_bytes, settings.body_timeout_s
     bodies: BodyBytes | None = scope.get("bodies")  # None for a request of a batch, which is complete
     headers = dict(scope["headers"])
-    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    kind, _, parameters = headers.get(b"content-type", b"").lower().partition(b";")
+    kind = kind.strip()
     if kind != b"application/json":
         has = "no Content-Type" if not kind else f"the Content-Type {shortened(kind.decode('latin-1'))!r}"
         text = f"The request has {has}; send it with the header 'Content-Type: application/json'."
+        raise ApiError(415, text, code="unsupported_media_type")
+    if (charset := _CHARSET.search(parameters)) and charset[1] not in _UTF_8:
+        text = f"The request body has the charset {shortened(charset[1].decode('latin-1'))!r}; send JSON in UTF-8."
         raise ApiError(415, text, code="unsupported_media_type")
     length = headers.get(b"content-length", b"")
     if length.isdigit() and (len(length) > 18 or int(length) > max_bytes):
@@ -63,6 +71,8 @@ async def read_json_body(scope: Scope, receive: Receive, settings: HttpSettings)
     finally:
         if num_counted and bodies is not None:
             bodies.remove(scope["owner"], num_counted)
+    if body.startswith(codecs.BOM_UTF8):
+        del body[: len(codecs.BOM_UTF8)]
     return bytes(body)
 
 

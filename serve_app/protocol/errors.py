@@ -12,9 +12,10 @@ from starlette.responses import Response
 
 from runtime.output.fields import FieldError, shortened
 from runtime.spec.types import CallboardError
-from serve_app.protocol.field_names import FieldNames
+from serve_app.protocol.dialects import Dialect
 
 _MAX_MESSAGE_CHARS = 1000
+UNKNOWN_CODING = "unsupported_content_encoding"
 _TYPES = {429: "rate_limit_error", 499: "request_aborted"}  # others follow from the first digit
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -25,13 +26,6 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_ANTHROPIC_NAMES = FieldNames(
-    (r"^(tools\.\d+)\.function\.parameters\b", r"\1.input_schema"),
-    (r"^(tools\.\d+)\.function\.", r"\1."),
-    (r"^tool_choice\.function\.", "tool_choice."),
-    (r"^response_format(\.json_schema\.schema)?\b", "output_config.format.schema"),
-    (r"^stop\b", "stop_sequences"),
-)
 # Details of internal errors that clients must not see: absolute paths, and IPv4 or bracketed IPv6 addresses.
 _PATH = re.compile(r"(?<![\w.:/])~?(?:/[\w.+@#%~=-]+){2,}/?")
 _ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|\[[0-9a-fA-F:]*:[0-9a-fA-F:.]*\](?::\d+)?")
@@ -39,6 +33,8 @@ _ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|\[[0-9a-fA-F:]*:[0-
 
 class ApiError(CallboardError):
     """An error with its HTTP status and the fields of OpenAI's error object."""
+
+    is_sent = False  # as FieldError's
 
     def __init__(
         self,
@@ -62,6 +58,14 @@ class ApiError(CallboardError):
         """Return the sentence for clients."""
         return str(self) if self.status < 500 else redacted(str(self))
 
+    def in_words_of(self, api: Dialect) -> ApiError:
+        """Return the error with the API's names for a chat's fields."""
+        if self.param is None:
+            return self
+        names = api.names.in_remedy if self.is_sent else api.names.of
+        text, param = names(str(self)), names(self.param)
+        return ApiError(self.status, text, param=param, code=self.code, retry_after_s=self.retry_after_s)
+
     def body(self) -> dict[str, Any]:
         """Return OpenAI's error object."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
@@ -77,7 +81,9 @@ INTERNAL_ERROR = ApiError(500, "The server met an internal error; its log has th
 
 def api_error(error: FieldError) -> ApiError:
     """Return the 400 for one field."""
-    return ApiError(400, str(error), param=error.field)
+    refusal = ApiError(400, str(error), param=error.field)
+    refusal.is_sent = error.is_sent
+    return refusal
 
 
 def redacted(text: str) -> str:
@@ -86,10 +92,9 @@ def redacted(text: str) -> str:
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:
-    """Return Anthropic's error object. Its message names the field at fault by Anthropic's name."""
+    """Return Anthropic's error object."""
     kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    message = error.message() if error.param is None else _ANTHROPIC_NAMES.of(error.message())
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    return {"type": "error", "error": {"type": kind, "message": error.message()}}
 
 
 def error_body(error: ApiError, path: str) -> dict[str, Any]:
@@ -107,6 +112,8 @@ def error_response(error: ApiError, path: str = "", **more: str) -> Response:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
     if error.status == 408:
         headers["connection"] = "close"  # without a wait for the rest of the body
+    if error.code == UNKNOWN_CODING:
+        headers["accept-encoding"] = "gzip, deflate"
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return Response(msgspec.json.encode(error_body(error, path) | more), error.status, headers, "application/json")

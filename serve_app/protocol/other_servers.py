@@ -1,7 +1,7 @@
 """Unsupported fields of other servers: OpenAI, vLLM, SGLang, TGI, llama.cpp, Ollama and their front ends.
 
 A field that would change the answer is refused, unless its value has no effect. All other fields are ignored, and a
-header of the answer names them.
+header of the answer names them. Fields for less context, a style or an effort are ignored, too, and offers of tools.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ _INSTEAD = {
     "load the adapter and give its name as the model": "lora=[] lora_path adapter_id",
     "leave it out": """
         guideline="" negative_prompt="" include=[] logits_processors=[] prompt_embeds=[] input_embeds=[]
-        samplers=[] grammar_triggers=[] image_data=[] response_fields=[] images=[] transforms=[] plugins=[]
+        samplers=[] grammar_triggers=[] image_data=[] response_fields=[] images=[] plugins=[]
         audio web_search_options moderation repetition_detection custom_logit_processor task
         use_beam_search=false early_stopping=false watermarking=false return_hidden_states=false
         return_meta_info=false watermark=false penalize_nl=false post_sampling_probs=false
         grammar_lazy=false thinking_forced_open=false length_penalty=1 num_beams=1 guidance_scale=1
         kv_transfer_params={} ec_transfer_params={} vllm_xargs={} session_params={} images_config={}
         separate_reasoning=true stream_reasoning=true parse_tool_calls=true xtc_probability=0 n_indent=0 penalty_alpha=0
-        modalities=["text"] verbosity="medium" truncation_side="left"
-        image enable_response_messages=false reasoning_format="auto"|"deepseek" min_keep=0|1 mcp_servers=[]
-        container penalize_newline=true""",
+        modalities=["text"] truncation_side="left" image enable_response_messages=false
+        reasoning_format="auto"|"deepseek" min_keep=0|1 penalize_newline=true""",
     "send it to /v1/chat/completions": """
         messages tools=[] tool_choice="none"|"auto" chat_template_kwargs={} continue_final_message=false
         thinking_token_budget=-1""",
@@ -44,12 +43,11 @@ _INSTEAD = {
     "send logprobs": "top_logprobs=0 top_n_tokens=0 n_probs=0",
     "send messages or prompt": "input previous_input_messages=[]",
     "send a message of the role system": 'instructions tool_prompt="" system="" safe_prompt=false',
-    "send the whole conversation as messages": "previous_response_id conversation context_management=[]",
-    "send response_format": 'text={} format="" output_config={}',
-    "send truncate_prompt_tokens": 'truncation="disabled" truncate',
+    "send the whole conversation as messages": "previous_response_id conversation",
+    "send response_format": 'text={} format="" output_config={} output_format',
     "use tools, tool_choice and tool_calls instead of OpenAI's old fields": 'functions=[] function_call=[]|"none"',
     "send what the model's template knows, such as chat_template_kwargs.enable_thinking": """
-        reasoning_effort reasoning={} think thinking={}|{"type":"disabled"}""",
+        think thinking={}|{"type":"disabled"}""",
     "send structured_outputs.json": "guided_json=[] json_schema=[]",
     "send structured_outputs.regex": "guided_regex=[]",
     "send structured_outputs.choice": "guided_choice=[]",
@@ -65,7 +63,6 @@ _INSTEAD = {
     "read usage.prompt_tokens_details": "return_cached_tokens_details=false",
     "send temperature 0": "do_sample=true",
     "send echo to /v1/completions": "return_full_text=false",
-    "send thinking_token_budget": "thinking_budget reasoning_budget=-1",
     "send top_p or min_p": "typical_p=1 tfs_z=1 top_n_sigma=-1|0 typical=1 tfs=1",
     "send routed_experts": "return_routed_experts=false",
     "send prompt_logprobs": "decoder_input_details=false",
@@ -73,7 +70,7 @@ _INSTEAD = {
     "penalties look at all tokens here; leave it out": "repeat_last_n=-1",
     "send temperature and top_p": "mirostat=0 mirostat_mode=0",
     "send temperature": "dynatemp_range=0 smoothing_factor=0 dynamic_temperature=false",
-    "send its fields beside the others, by OpenAI's names": "options={}",
+    "send its fields beside the others, by this API's names": "options={}",
     "send the rendered prompt to /v1/completions": 'template="" raw=false',
     "send the whole conversation": "context=[]",
     "send chat_template_kwargs.enable_thinking": "enable_thinking",
@@ -103,7 +100,11 @@ _IGNORED = {
         safety_identifier metadata user_profile_id workspace_id custom_labels rid usage provider""",
     "a tariff or location of another service": "service_tier inference_geo speed access_programs route models",
     "only /v1/responses and fronts of OpenAI's store answers": "store background_options",
-    "this server does not call tools itself": "max_tool_calls",
+    "this server does not call tools itself": "max_tool_calls mcp_servers container",
+    "asks for less context; too long a prompt is refused, not cut": """
+        context_management truncation truncate transforms shift""",
+    "asks for a style or an effort that the model does not read": """
+        verbosity reasoning reasoning_effort thinking_budget reasoning_budget""",
     "completions do not call tools": "parallel_tool_calls",
     "completions are not parsed for reasoning": "include_reasoning",
     "completions do not use a template": "add_generation_prompt channel_grammar",

@@ -27,6 +27,14 @@ _R = TypeVar("_R", bound=RequestModel)
 
 def parse(kind: type[_R], body: bytes) -> _R:
     """Return a request from the bytes of its JSON; raises FieldError for the first field at fault, and ApiError."""
+    try:
+        return _parsed(kind, body)
+    except FieldError as e:
+        e.is_sent = True
+        raise
+
+
+def _parsed(kind: type[_R], body: bytes) -> _R:
     ids: dict[str, list[int] | list[list[int]]] = {}
     if len(body) >= _LONG_BYTES:
         if kind.token_ids_field is not None:

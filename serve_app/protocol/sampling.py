@@ -14,6 +14,7 @@ from runtime.output.options import OutputOptions
 from runtime.spec.sampling_fields import table_of
 from runtime.spec.types import SamplingParams
 from runtime.text.sampling_defaults import SamplingDefaults
+from serve_app.protocol.dialects import Dialect
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS, UnsupportedField
 from serve_app.protocol.shapes import OpenRequestModel, RequestModel, TokenId, VersionName, text_or_list_of
 
@@ -43,7 +44,7 @@ _Seed = Annotated[
 _StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 _Stop = Annotated[
     Annotated[_StopString, Tag("<text>")]
-    | Annotated[list[_StopString], Field(max_length=16, fail_fast=True), Tag("<list>")],
+    | Annotated[list[_StopString], Field(max_length=1024, fail_fast=True), Tag("<list>")],
     text_or_list_of("texts"),
 ]
 
@@ -61,6 +62,7 @@ class SamplingFields(OpenRequestModel, OutputOptions):
     """The fields that both endpoints share; those from `top_k` on are extensions."""
 
     model_config = ConfigDict(extra="allow")  # OutputOptions forbid them
+    dialect: ClassVar[Dialect] = Dialect()
     refused: ClassVar[dict[str, UnsupportedField]] = UNSUPPORTED_FIELDS
 
     model: str | None = None
@@ -141,6 +143,10 @@ class SamplingFields(OpenRequestModel, OutputOptions):
         if isinstance(self.seed, list) and len(self.seed) != (num_prompts := self.num_prompts()):
             problem = f"is a list of length {len(self.seed)}, and the number of prompts is {num_prompts}"
             raise invalid("seed", f"{problem}; send one number, or one for each prompt")
+        if (most := self.dialect.max_penalty) is not None:
+            for name in ("frequency_penalty", "presence_penalty"):
+                if abs(value := getattr(self, name) or 0.0) > most:
+                    raise invalid(name, f"is {value:g}; it must be between {-most:g} and {most:g}")
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "is only allowed when stream is true")
         if (grammar := self.requested_grammar()) is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Annotated, Any, ClassVar, LiteralString, TypeVar
 from urllib.parse import quote
 
@@ -9,6 +11,7 @@ from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from runtime.output.fields import Options, invalid, shown
+from runtime.output.tools import HostedTool
 from serve_app.protocol.other_servers import UnsupportedField
 
 _T = TypeVar("_T")
@@ -32,7 +35,8 @@ class OpenRequestModel(RequestModel):
 
     def ignored_fields(self) -> list[str]:
         """Return the first names of fields without an effect, safe for a header."""
-        return [quote(name, safe="")[:64] for name in list(self.model_extra or ())[:_MAX_IGNORED]]
+        names = [name for name, value in (self.model_extra or {}).items() if value is not None]
+        return [quote(name, safe="")[:64] for name in names[:_MAX_IGNORED]]
 
     def check(self) -> None:
         """Check fields of other servers; raises FieldError."""
@@ -41,6 +45,21 @@ class OpenRequestModel(RequestModel):
                 problem = f"is {shown(value)}: it would change the answer but is not supported"
                 raise invalid(name, f"{problem}; {refused.instead}")
         super().check()
+
+
+def hosted(tools: Sequence[object] | None) -> list[str]:
+    """Return the tools that are left out since another server runs them, safe for a header."""
+    kinds = dict.fromkeys(tool.type for tool in tools or () if isinstance(tool, HostedTool))
+    return [f"tools.{quote(kind, safe='')[:64]}" for kind in list(kinds)[:_MAX_IGNORED]]
+
+
+def check_absent(names: AbstractSet[str], fields: Mapping[str, Any], api: str) -> None:
+    """Raise FieldError for a field of chats that an API lacks."""
+    for name in names & fields.keys():
+        if fields[name] is not None:
+            error = invalid(name, f"is no field of {api}'s requests; send it to /v1/chat/completions")
+            error.is_sent = True
+            raise error
 
 
 VersionName = Annotated[
@@ -69,7 +88,8 @@ LEGACY = only(None, [], remedy="this field is OpenAI's old one; use tools, tool_
 
 def type_of(value: Any, default: str | None = None) -> Any:
     """Return the `type` of an object, which may be a dict or a checked model."""
-    return value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return default if kind is None else kind
 
 
 def text_or_list_of(what: str) -> Any:

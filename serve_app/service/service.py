@@ -221,7 +221,7 @@ class Service:
                 text = "is only allowed where weights may change; leave it out, or start the server with"
                 raise invalid("min_weight_version", f"{text} --weight-updates")
             requests = [replace(each, min_weight_version=str(version)) for each in requests]
-        ignored = [*request.ignored_fields(), *prompts.ignored_fields]
+        ignored = [*request.ignored_fields(), *map(request.dialect.names.of, prompts.ignored_fields)]
         return PreparedRequest(
             answer_id, owner, request, model, prompts, requests, stops, ignored, endpoint.keeps_aborted
         )
@@ -371,7 +371,7 @@ class Service:
             grammar = await compiled(self.grammars, asked)
         finally:
             self.metrics.waited_for_grammar(time.monotonic() - asked_at)
-        prepared.ignored_fields.extend(ignored_paths(grammar, asked))
+        prepared.ignored_fields.extend(map(prepared.request.dialect.names.of, ignored_paths(grammar, asked)))
         grammar = replace(grammar, ignored=())
         return [replace(request, params=replace(request.params, grammar=grammar)) for request in prepared.requests]
 

@@ -44,7 +44,7 @@ def new_slot(**fields) -> NewSlot:
         ({"typical_p": 1.5}, "typical_p is 1.5; it must be above 0 and at most 1."),
         ({"typical_p": float("nan")}, "typical_p is nan; it must be above 0 and at most 1."),
         ({"no_repeat": 65}, "no_repeat is 65; it must be between 1 and 64."),
-        ({"top_p": 0.0}, "top_p is 0.0; it must be above 0 and at most 1."),
+        ({"top_p": -0.1}, "top_p is -0.1; it must be between 0 and 1."),
     ],
 )
 def test_it_is_validated(fields, message):

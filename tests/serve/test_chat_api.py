@@ -193,7 +193,7 @@ NAMED = partial(dict, type="function")
     [
         ({"functions": [{"name": "f"}]}, "functions", "use tools"),
         ({"function_call": "auto"}, "function_call", "use tools"),
-        ({"tools": [{"type": "retrieval"}]}, "tools.0.type", "'function'"),
+        ({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}, "tools.0", "function or custom"),
         ({"tools": [NAMED(function={})]}, "tools.0.function.name", "missing"),
         ({"tools": [NAMED(function={"name": "a b"})]}, "tools.0.function.name", "pattern"),
         ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice", "'required'"),

@@ -96,7 +96,7 @@ def test_each_route_has_a_handler_of_its_own():
 def test_requests_are_described_by_the_models_that_check_them():
     fields = schema.raw_schema["components"]["schemas"]["CompletionRequest"]["properties"]
     assert {"prompt", "max_tokens", "temperature", "stop", "logit_bias"} <= set(fields)
-    assert fields["n"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 128}
+    assert fields["n"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 1024}
 
 
 @pytest.mark.parametrize("keys", [(), ("k",)])

@@ -59,7 +59,7 @@ def test_a_gguf_file_has_sampling_defaults(write_tiny_gguf: Callable[..., Path])
     ("values", "says"),
     [
         ({"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
-        ({"top_p": 2}, "top_p is 2; it must be above 0 and at most 1"),
+        ({"top_p": 2}, "top_p is 2; it must be between 0 and 1"),
         ({"top_k": 2.5}, "top_k is '2.5'; it must be a number"),
         ({"min_p": True}, "min_p is 'True'; it must be a number"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0"),

@@ -12,11 +12,12 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import AfterValidator
 
-from serve_app.apis.anthropic.request import FIELDS_OF_CHATS, MessagesRequest
+from serve_app.apis.anthropic.request import FIELDS_OF_CHATS, MessagesChat, MessagesRequest
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.completions.request import CompletionRequest
-from serve_app.apis.ollama.request import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
+from serve_app.apis.ollama.request import OllamaChat, OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
 from serve_app.apis.responses.request import ResponsesRequest
+from serve_app.protocol.dialects import OLLAMA_CHAT, Dialect
 from serve_app.protocol.other_servers import IGNORED_FIELDS, UNSUPPORTED_FIELDS, UnsupportedField
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.protocol.shapes import RequestModel
@@ -104,20 +105,20 @@ def fate(kind: type[RequestModel], name: str) -> Fate:
         remedy = [check.remedy for check in checks if hasattr(check, "remedy")]
         return Fate("refused", remedy[0]) if remedy else Fate("**works**")
     if kind is MessagesRequest:
-        return (
-            Fate("refused", "send it to /v1/chat/completions") if name in FIELDS_OF_CHATS else fate(ChatRequest, name)
-        )
+        absent = name in FIELDS_OF_CHATS
+        return Fate("refused", "send it to /v1/chat/completions") if absent else fate(MessagesChat, name)
     if kind in OLLAMA:
-        return fate(ChatRequest, name)
+        return fate(OllamaChat, name)
     assert issubclass(kind, SamplingFields)
-    return _fate_elsewhere(kind.refused, name)
+    return _fate_elsewhere(kind.refused, kind.dialect, name)
 
 
-def _fate_elsewhere(refused_fields: Mapping[str, UnsupportedField], name: str) -> Fate:
+def _fate_elsewhere(refused_fields: Mapping[str, UnsupportedField], dialect: Dialect, name: str) -> Fate:
     """Return the treatment of a field that a request does not have."""
     if (refused := refused_fields.get(name)) is not None:
+        instead = dialect.names.in_remedy(f"; {refused.instead}").removeprefix("; ")
         harmless = ", ".join(f"`{value!r}`" for value in refused.harmless if value is not None)
-        return Fate("refused", refused.instead + (f" ({harmless})" if harmless else ""))
+        return Fate("refused", instead + (f" ({harmless})" if harmless else ""))
     return Fate("ignored", IGNORED_FIELDS.get(name, ""))
 
 
@@ -170,7 +171,11 @@ def _ollama_rows() -> list[str]:
 def _fate_of_option(name: str) -> Fate:
     if name == "repeat_last_n":
         return Fate("**works**", "as -1: penalties look at all tokens, and other values beside them are refused")
-    return Fate("**works**") if name in OllamaOptions.model_fields else _fate_elsewhere(UNSUPPORTED_FIELDS, name)
+    return (
+        Fate("**works**")
+        if name in OllamaOptions.model_fields
+        else _fate_elsewhere(UNSUPPORTED_FIELDS, OLLAMA_CHAT, name)
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from runtime.text.tool_calls.name_first import NameFirstParser
+from runtime.text.tool_calls.name_first import NameFirstParser, name_up_to
 from runtime.text.tool_calls.parser import ToolFormat
 
 _CALLS, _CALL, _SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
@@ -20,13 +20,13 @@ _MARKS = (_CALLS, _CALL, _SEP, _CALL_END, _CALLS_END)
 
 
 class DeepSeekV31Parser(NameFirstParser):
-    head = re.compile(rf"\s*{_CALL}([\w-]+){_SEP}")
+    head = re.compile(rf"\s*{_CALL}{name_up_to('<')}{_SEP}")
     ends: ClassVar[tuple[str, ...]] = (_CALL_END,)
     next_call, close = _CALL, _CALLS_END
 
 
 class DeepSeekV3Parser(DeepSeekV31Parser):
-    head = re.compile(rf"\s*{_CALL}[a-z]*{_SEP}([\w-]+)\s*(?:```(?:json)?\s*)?(?=[{{<])")
+    head = re.compile(rf"\s*{_CALL}[a-z]*{_SEP}{name_up_to('<{`')}\s*(?:```(?:json)?\s*)?(?=[{{<])")
     ends = ("```", _CALL_END)
 
 

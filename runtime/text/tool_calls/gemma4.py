@@ -6,7 +6,7 @@ import re
 
 from runtime.text.tool_calls.argument_form import ArgumentForm
 from runtime.text.tool_calls.json_objects import HERMES
-from runtime.text.tool_calls.name_first import PlainArgumentsParser
+from runtime.text.tool_calls.name_first import PlainArgumentsParser, name_up_to
 from runtime.text.tool_calls.parser import MAX_HEAD_CHARS, ToolFormat
 from runtime.text.tool_calls.written_values import as_json, json_text
 
@@ -24,7 +24,7 @@ _MAX_DEPTH = 64
 class Gemma4Parser(PlainArgumentsParser):
     """A text is returned as it arrives, any other value when it is complete."""
 
-    head = re.compile(r"\s*call:\s*([\w.-]+)\s*\{")
+    head = re.compile(rf"\s*call:\s*{name_up_to('<{')}\s*\{{")
     ends = ("<tool_call|>",)
     _value_end: _ValueEnd
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from runtime.text.tool_calls.argument_form import ArgumentForm
 from runtime.text.tool_calls.json_objects import HERMES
-from runtime.text.tool_calls.name_first import TaggedParser
+from runtime.text.tool_calls.name_first import TaggedParser, name_up_to
 from runtime.text.tool_calls.parser import ToolFormat
 
 
 class GlmParser(TaggedParser):
-    head = re.compile(r"\s*([\w-]+)\s*(?=<)")
+    head = re.compile(rf"\s*{name_up_to('<>')}\s*(?=<)")
     key_mark, key = "<arg_key>", re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>")
     value_ends = ("</arg_value>",)
     value_end = re.compile(r"</arg_value>")

@@ -19,7 +19,7 @@ START, FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
 END_MARKS = "<|end|>", "<|return|>", "<|call|>"  # of a message
 CHANNEL_MARKS = (*END_MARKS, "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>")
 _MESSAGE, _COMMENTARY = "<|message|>", "<|channel|>commentary"
-_RECIPIENT = re.compile(r"to=(?:(?:functions\.)?([\w-]+)(?![\w.-]))?")  # models leave "functions." out at times
+_RECIPIENT = re.compile(r"to=(?:functions\.([^\s<\U0010ffff]+)|([\w-]+)(?![\w.-]))?")  # at times without "functions."
 
 
 class _Marks:
@@ -59,8 +59,9 @@ class HarmonyParser(ToolCallParser):
             header, self._held = self._held[:at], self._held[at + len(mark) :]
             recipient = _RECIPIENT.search(header)
             self._is_content = recipient is None and "analysis" not in header
-            if recipient and self._may_call(recipient[1]):
-                self._begin(recipient[1])
+            name = (recipient[1] or recipient[2]) if recipient else None
+            if name and self._may_call(name):
+                self._begin(name)
                 self._state = self._begun_arguments
             self.is_open = self.is_open and self._state == self._message and not self._is_content
         return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from runtime.text.tool_calls.json_objects import JsonObjectParser
-from runtime.text.tool_calls.name_first import NameFirstParser
+from runtime.text.tool_calls.name_first import NameFirstParser, name_up_to
 from runtime.text.tool_calls.parser import ToolFormat
 
 _MARK, _BEGIN = "[TOOL_CALLS]", '{"name": "'
@@ -18,7 +18,7 @@ _MARK, _BEGIN = "[TOOL_CALLS]", '{"name": "'
 class MistralV11Parser(NameFirstParser):
     """Each call begins with the mark."""
 
-    head = re.compile(r"\s*([\w-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
+    head = re.compile(rf"\s*{name_up_to('{[')}(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{{)")
 
 
 MISTRAL = ToolFormat(

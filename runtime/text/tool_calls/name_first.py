@@ -9,6 +9,11 @@ from runtime.text.tool_calls.parser import MAX_HEAD_CHARS, ToolCallParser
 from runtime.text.tool_calls.written_values import as_json, json_text, types_of
 
 
+def name_up_to(ends: str) -> str:
+    """Return the group of a name without these characters, line ends and spaces around it."""
+    return rf"([^\s{ends}](?:[^\n{ends}]*[^\s{ends}])?)"
+
+
 class NameFirstParser(ToolCallParser):
     """Arguments in JSON. A format is defined by regular expressions and marks."""
 

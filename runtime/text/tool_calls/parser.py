@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from runtime.text.tool_calls.argument_form import ArgumentForm
+from runtime.text.tool_calls.written_values import json_text
 
 MAX_HEAD_CHARS = 1024  # from a call's mark to its arguments: bounds the text that is matched again with each piece
+_PLAIN_NAME = re.compile(r"[a-zA-Z0-9_-]+")
 SPECIAL = "\U0010ffff"  # precedes the text of a special token in some streams; no other text has it
 MAX_SPACES = 1024  # of white space before a mark: bounds the text that is searched again with each piece
 
@@ -53,7 +55,19 @@ class ToolFormat:
         """Return the beginning of a call of a function, up to its arguments; for None, of any call, up to the name.
 
         It ends at a token boundary: in front of a space that tokens join to the next word."""
-        return self.begin if name is None else self.begin + name + self.to_arguments
+        return self.begin if name is None else self.begin + self.written(name) + self.to_arguments
+
+    def written(self, name: str) -> str:
+        """Return a function's name as it stands in a call, escaped within JSON."""
+        return json_text(name) if self.begin.endswith('"') else name
+
+    def can_name(self, name: str) -> bool:
+        """Return whether a call of the function can be written, so that its parser reads it."""
+        if _PLAIN_NAME.fullmatch(name):
+            return True
+        call = self.opening(name) + ("{}" if self.arguments is None else "") + self.end + self.close
+        _, calls = self.parser(self, {name: {}}).push(call, is_last=True)
+        return [delta.name for delta in calls if delta.name] == [name]
 
     def for_call_of(self, needs_json: bool) -> ToolFormat:
         """Return the format for a required call: this one, or `json_form` for arguments that need JSON."""

@@ -6,13 +6,13 @@ import re
 
 from runtime.text.tool_calls.argument_form import ArgumentForm
 from runtime.text.tool_calls.json_objects import HERMES
-from runtime.text.tool_calls.name_first import TaggedParser
+from runtime.text.tool_calls.name_first import TaggedParser, name_up_to
 from runtime.text.tool_calls.parser import ToolFormat
 
 
 class Qwen3CoderParser(TaggedParser):
     other_marks = ("<function=",)  # the first one is often forgotten
-    head = re.compile(r"(?:\s*<function=|(?<=<function=))\s*([\w-]+)>")
+    head = re.compile(rf"(?:\s*<function=|(?<=<function=))\s*{name_up_to('<>')}>")
     key_mark, key = "<parameter=", re.compile(r"<parameter=([^>\n]+)>")
     # A value has lines of its own. Its end mark may be forgotten.
     value_ends = ("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>")

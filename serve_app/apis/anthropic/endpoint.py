@@ -12,6 +12,7 @@ from serve_app.apis.anthropic.request import MessagesRequest
 from serve_app.apis.chat.endpoint import ChatEndpoint
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.protocol.answers import ChoiceUsage, encode_json
+from serve_app.protocol.dialects import MESSAGES
 from serve_app.protocol.errors import ApiError, anthropic_body
 from serve_app.protocol.operation import WHOLE_ANSWERS, Operation
 from serve_app.protocol.parsing import parse
@@ -94,7 +95,7 @@ class MessageStream(EventStream):
         return _event(end) + _event({"type": "message_stop"})
 
     def failed(self, error: ApiError) -> bytes:
-        return b"event: error\ndata: " + encode_json(anthropic_body(error)) + b"\n\n"
+        return b"event: error\ndata: " + encode_json(anthropic_body(error.in_words_of(MESSAGES))) + b"\n\n"
 
     def _open(self, kind: str, block: dict[str, Any]) -> list[bytes]:
         """Begin a block unless one of its kind is open."""

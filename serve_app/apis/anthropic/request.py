@@ -1,6 +1,6 @@
 """The requests of /v1/messages and /v1/messages/count_tokens, and their translation to chats.
 
-The chat's model checks the values. Its errors name the chat's field; `protocol/errors.py` restores Anthropic's name.
+The chat's model checks the values.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from runtime.output.fields import FieldError, invalid, read_options
+from runtime.output.fields import invalid, read_options
+from runtime.output.tools import KIND_OR_HOSTED, HostedTool
 from serve_app.apis.chat.request import ChatRequest
-from serve_app.protocol.shapes import RequestModel, only, text_or_list_of, type_of
+from serve_app.protocol.dialects import MESSAGES
+from serve_app.protocol.shapes import RequestModel, check_absent, text_or_list_of, type_of
 
 # ---- content ---------------------------------------------------------------------------------------------------------
 
@@ -138,7 +140,7 @@ def _answer(blocks: list[Any]) -> dict[str, Any]:
 
 
 class MessageTool(RequestModel):
-    type: Annotated[str | None, only(None, "custom", remedy="only tools with an input_schema are supported")] = None
+    type: Literal["custom"] | None = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
@@ -148,6 +150,14 @@ class MessageTool(RequestModel):
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
         strictness = {} if self.strict is None else {"strict": self.strict}
         return {"type": "function", "function": {k: v for k, v in function.items() if v is not None} | strictness}
+
+
+_AnyTool = Annotated[
+    Annotated[MessageTool, Tag("<function>")]
+    | Annotated[MessageTool, Tag("<custom>")]
+    | Annotated[HostedTool, Tag("<hosted>")],
+    KIND_OR_HOSTED,
+]
 
 
 class MessageToolChoice(RequestModel):
@@ -204,11 +214,23 @@ _FIELDS_OF_CHATS = """
 FIELDS_OF_CHATS = frozenset(_FIELDS_OF_CHATS.split())
 
 
-def _of_this_route(extra: dict[str, Any]) -> dict[str, Any]:
-    for name in extra.keys() & FIELDS_OF_CHATS:
-        if extra[name] is not None:
-            raise FieldError(name, f"Anthropic's requests have no field {name}; send it to /v1/chat/completions.")
-    return extra
+class MessagesChat(ChatRequest):
+    """The chat of a request of Anthropic's clients."""
+
+    dialect = MESSAGES
+
+    def ignored_fields(self) -> list[str]:
+        keeps_all = _keeps_all((self.model_extra or {}).get("context_management"))
+        return [name for name in super().ignored_fields() if name != "context_management" or not keeps_all]
+
+
+def _keeps_all(context_management: Any) -> bool:
+    """Return whether edits of the context clear nothing."""
+    match context_management:
+        case {"edits": [*edits]}:
+            kept = [edit.get("keep") for edit in edits if isinstance(edit, dict) and "keep" in edit]
+            return len(kept) == len(edits) and all(keep in ("all", {"type": "all"}) for keep in kept)
+    return False
 
 
 class CountTokensRequest(RequestModel):
@@ -219,10 +241,11 @@ class CountTokensRequest(RequestModel):
     model: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     system: _Text | None = None
-    tools: Annotated[list[MessageTool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[_AnyTool], Field(fail_fast=True)] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the older name of output_config.format
 
     def check(self) -> None:
         for i, message in enumerate(self.messages):
@@ -233,18 +256,19 @@ class CountTokensRequest(RequestModel):
 
     def as_chat(self) -> ChatRequest:
         """Return the equivalent chat; raises FieldError."""
-        chat = read_options(ChatRequest, self.chat_fields())
+        chat = read_options(MessagesChat, self.chat_fields())
         chat.check()
         return chat
 
     def chat_fields(self) -> dict[str, Any]:
         """Return the fields of the equivalent chat; raises FieldError."""
-        fields = _of_this_route(dict(self.model_extra or {}))
+        fields = dict(self.model_extra or {})
+        check_absent(FIELDS_OF_CHATS, fields, "Anthropic")
         own_kwargs = fields.pop("chat_template_kwargs", None)
         fields |= {"model": self.model, "messages": self._chat_messages()}
         fields["continue_final_message"] = self.messages[-1].role == "assistant"
         if self.tools is not None:
-            fields["tools"] = [tool.as_chat() for tool in self.tools]
+            fields["tools"] = [t if isinstance(t, HostedTool) else t.as_chat() for t in self.tools]
         if self.tool_choice is not None:
             fields |= self.tool_choice.as_chat()
         if self.thinking is not None:
@@ -252,8 +276,10 @@ class CountTokensRequest(RequestModel):
         if own_kwargs is not None:
             both = isinstance(own_kwargs, dict) and "chat_template_kwargs" in fields
             fields["chat_template_kwargs"] = fields["chat_template_kwargs"] | own_kwargs if both else own_kwargs
-        if (output := self.output_config) is not None and output.format is not None:
-            json_schema = {"name": "output", "schema": output.format.schema_}
+        output = self.output_config
+        form = self.output_format if output is None or output.format is None else output.format
+        if form is not None:
+            json_schema = {"name": "output", "schema": form.schema_}
             fields["response_format"] = {"type": "json_schema", "json_schema": json_schema}
         if output is not None and output.effort is not None:
             fields["output_config.effort"] = output.effort  # unknown to chats, so it is reported as ignored

@@ -26,6 +26,7 @@ from serve_app.apis.batches.store import BatchStore, Record
 from serve_app.apis.batches.worker import Batches
 from serve_app.http.auth import check_origin
 from serve_app.http.json_routes import json_response, parsed_body
+from serve_app.protocol.dialects import Metadata
 from serve_app.protocol.errors import ApiError
 from serve_app.protocol.operation import BODY, ApiRoute, Operation, route
 from serve_app.protocol.parsing import read_query
@@ -72,12 +73,7 @@ class CreateBatchRequest(RequestModel):
     input_file_id: Annotated[str, Field(max_length=256)]
     endpoint: Literal["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses"]
     completion_window: Literal["24h"]
-    metadata: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
-        ]
-        | None
-    ) = None
+    metadata: Metadata | None = None
     output_expires_after: Annotated[Any, only(None, remedy="files stay until their deletion; leave it out")] = None
 
 

@@ -39,6 +39,8 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         ignored: tuple[str, ...] = ("prediction",) if request.prediction is not None and not predicted else ()
         if request.thinking_token_budget is not None and not model.chats.limits_reasoning:
             ignored += ("thinking_token_budget",)
+        if request.reasoning_effort is not None and not model.chats.reads_effort(request.reasoning_effort):
+            ignored += ("reasoning_effort",)
         return Prompts([prompt], where, grammar, form, predicted, ignored)
 
     def prompt(

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, field_serializer
 from pydantic_core import PydanticCustomError, from_json
 
 from runtime.output.fields import invalid
-from runtime.output.tools import kind_of_tool
+from runtime.output.tools import KIND
 from serve_app.protocol.shapes import (
     LEGACY,
     MAX_VALUES,
@@ -102,9 +102,7 @@ class CustomToolCall(RequestModel):
         return {"id": self.id, "type": "function", "function": function}
 
 
-AnyToolCall = Annotated[
-    Annotated[ToolCall, Tag("<function>")] | Annotated[CustomToolCall, Tag("<custom>")], Discriminator(kind_of_tool)
-]
+AnyToolCall = Annotated[Annotated[ToolCall, Tag("<function>")] | Annotated[CustomToolCall, Tag("<custom>")], KIND]
 
 
 class ChatMessage(RequestModel):

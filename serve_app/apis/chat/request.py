@@ -6,11 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from runtime.output.fields import invalid
+from runtime.output.fields import invalid, shown
 from runtime.output.options import ChatOptions
+from runtime.output.tools import HostedTool
 from serve_app.apis.chat.messages import ChatMessage, Content
+from serve_app.protocol.dialects import CHAT
 from serve_app.protocol.sampling import SamplingFields
-from serve_app.protocol.shapes import RequestModel, or_default
+from serve_app.protocol.shapes import RequestModel, hosted, or_default
 
 
 class Prediction(RequestModel):
@@ -27,6 +29,7 @@ class ChatRequest(SamplingFields, ChatOptions):
     """POST /v1/chat/completions."""
 
     model_config = ConfigDict(extra="allow")
+    dialect = CHAT
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
@@ -45,10 +48,20 @@ class ChatRequest(SamplingFields, ChatOptions):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "is only allowed when logprobs is true")
-        if self.tools and self.detokenize is False:
+        if self.detokenize is False and self.own_tools:
             raise invalid("detokenize", "is false, but calls of tools are read from the text; leave one of both out")
+        if (most := self.dialect.max_tools) is not None and len(self.tools or ()) > most:
+            raise invalid("tools", f"has {len(self.tools or ())} tools; this API allows {most}")
+        if (allowed := self.dialect.tool_names) is not None:
+            for i, tool in enumerate(self.tools or ()):
+                if not isinstance(tool, HostedTool) and not allowed.fullmatch(tool.function.name):
+                    problem = f"is {shown(tool.function.name)}; this API allows names of the pattern {allowed.pattern}"
+                    raise invalid(f"tools.{i}.{tool.type}.name", problem)
         for i, message in enumerate(self.messages):
             message.check_at(f"messages.{i}")
+
+    def ignored_fields(self) -> list[str]:
+        return super().ignored_fields() + hosted(self.tools)
 
     def template_messages(self) -> list[dict[str, Any]]:
         """Return the messages for the template. A tool's message has its function's name, which Hermes needs."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, cast
 from pydantic import Discriminator, Field, Tag
 
 from runtime.output.fields import invalid
+from serve_app.protocol.dialects import COMPLETIONS
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.protocol.shapes import RequestModel, TokenIds, or_default
 
@@ -67,6 +68,7 @@ _Lengths = Annotated[
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
+    dialect = COMPLETIONS
     token_ids_field: ClassVar[str | None] = "prompt"
 
     prompt: PromptValue

@@ -17,8 +17,9 @@ from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.completions.endpoint import COMPLETIONS
 from serve_app.apis.completions.request import CompletionRequest
 from serve_app.apis.ollama.answers import OllamaChatLine, OllamaError, OllamaText
-from serve_app.apis.ollama.request import NAMES, NAMES_BY_PROMPT, LoadRequest, OllamaChatRequest, OllamaGenerateRequest
+from serve_app.apis.ollama.request import LoadRequest, OllamaChatRequest, OllamaGenerateRequest
 from serve_app.protocol.answers import ChoiceUsage, encode_json, listed, logprob_entry
+from serve_app.protocol.dialects import dialect_of
 from serve_app.protocol.errors import ApiError
 from serve_app.protocol.operation import WHOLE_ANSWERS, Operation
 from serve_app.protocol.parsing import parse
@@ -45,15 +46,10 @@ class OllamaEndpoint(Endpoint[SamplingFields]):
     def prompts(self, request: SamplingFields, model: ServedModel) -> Prompts:
         if isinstance(request, LoadRequest):
             raise AnsweredAtOnce(encode_json(self.line(model, "") | {"done": True, "done_reason": "load"}))
-        with NAMES_BY_PROMPT[self.prompt_field].in_errors():
-            if isinstance(request, CompletionRequest):
-                prompts = COMPLETIONS.prompts(request, model)
-            else:
-                assert isinstance(request, ChatRequest), "`read` makes no others"
-                prompts = CHAT.prompts(request, model, self.prompt_field)
-        if (grammar := prompts.grammar) is not None:
-            prompts = replace(prompts, grammar=replace(grammar, field=NAMES.of(grammar.field)))
-        return prompts
+        if isinstance(request, CompletionRequest):
+            return COMPLETIONS.prompts(request, model)
+        assert isinstance(request, ChatRequest), "`read` makes no others"
+        return CHAT.prompts(request, model, self.prompt_field)
 
     def choices(self, prepared: PreparedRequest[SamplingFields]) -> list[Delta]:
         return [_TimedChoice()]
@@ -150,7 +146,7 @@ class LineStream(EventStream):
         return self._whole_call() + encode_json(end) + b"\n"
 
     def failed(self, error: ApiError) -> bytes:
-        return encode_json({"error": error.message()}) + b"\n"
+        return encode_json({"error": error.in_words_of(dialect_of(self._endpoint.path)).message()}) + b"\n"
 
     def _whole_call(self) -> bytes:
         """Return the line of the last call; empty without one."""

@@ -92,8 +92,8 @@ def _entry(service: Service, card: ModelCard) -> dict[str, Any]:
     """Return a model of a list. A front does not know its family or its size in bytes."""
     model = service.named(card.id)
     return {
-        "name": model.name,
-        "model": model.name,
+        "name": card.id,
+        "model": card.id,
         "modified_at": datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z"),
         "size": 0,
         "digest": model.info.fingerprint + model.adapter,

@@ -1,6 +1,6 @@
 """The requests of POST /api/chat and /api/generate, and their translation to chats and completions.
 
-The chat's model checks the values. `NAMES` gives its errors the names of Ollama's fields.
+The chat's model checks the values.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from runtime.output.fields import FieldError, invalid, read_options, shown
+from runtime.output.fields import invalid, read_options, shown
 from serve_app.apis.anthropic.request import FIELDS_OF_CHATS
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.completions.request import CompletionRequest
-from serve_app.protocol.field_names import FieldNames
+from serve_app.protocol.dialects import OLLAMA_CHAT, OLLAMA_GENERATE
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS
 from serve_app.protocol.sampling import SamplingFields
-from serve_app.protocol.shapes import RequestModel, only
+from serve_app.protocol.shapes import RequestModel, check_absent, only
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
@@ -56,6 +56,8 @@ class OllamaOptions(RequestModel):
         """Return the equivalent fields of a chat or completion; unknown options keep their names."""
         same = "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"
         values = {name: getattr(self, name) for name in same}
+        values["top_k"] = None if self.top_k is None else max(self.top_k, 0)
+        values["seed"] = None if self.seed == -1 else self.seed  # -1 is a random one
         values["repetition_penalty"] = self.repeat_penalty
         values["max_tokens"] = None if (self.num_predict or 0) <= 0 else self.num_predict
         asked = {name: value for name, value in values.items() if value is not None}
@@ -64,7 +66,7 @@ class OllamaOptions(RequestModel):
 
 class OllamaFunction(RequestModel):
     name: str
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] = Field(default_factory=dict)
 
 
 class OllamaCall(RequestModel):
@@ -109,6 +111,18 @@ class LoadRequest(SamplingFields):
         return None
 
 
+class OllamaChat(ChatRequest):
+    """The chat of either route."""
+
+    dialect = OLLAMA_CHAT
+
+
+class OllamaCompletion(CompletionRequest):
+    """The completion of POST /api/generate."""
+
+    dialect = OLLAMA_GENERATE
+
+
 class OllamaRequest(RequestModel):
     """The fields that both routes share. Most fields of chats are allowed too."""
 
@@ -122,8 +136,7 @@ class OllamaRequest(RequestModel):
     think: _Think | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    truncate: Annotated[Any, only(None, False, remedy="too long a prompt is refused, not cut; leave it out")] = None
-    shift: Annotated[Any, only(None, False, remedy="an answer ends with the context; leave it out")] = None
+    max_output_tokens: int | None = None  # another name of options.num_predict
 
     def check(self) -> None:
         if self.options is not None:
@@ -135,11 +148,13 @@ class OllamaRequest(RequestModel):
 
     def _shared(self) -> dict[str, Any]:
         fields = dict(self.model_extra or {})
-        for name in fields.keys() & self.unknown_fields:
-            if fields[name] is not None:
-                raise FieldError(name, f"Ollama's requests have no field {name}; send it to /v1/chat/completions.")
+        check_absent(self.unknown_fields, fields, "Ollama")
         if self.options is not None:
             fields |= self.options.fields()
+        if isinstance(tools := fields.get("tools"), list):  # a type is optional here
+            fields["tools"] = [{**t, "type": t.get("type") or "function"} if isinstance(t, dict) else t for t in tools]
+        if self.max_output_tokens is not None:
+            fields.setdefault("max_tokens", self.max_output_tokens)
         fields |= {"model": self.model, "stream": self.stream is not False}
         if self.format == "json":
             fields["response_format"] = {"type": "json_object"}
@@ -157,7 +172,7 @@ class OllamaRequest(RequestModel):
         elif self.think is not None:
             fields["reasoning_effort"] = self.think
         fields |= {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
-        chat = read_options(ChatRequest, fields)
+        chat = read_options(OllamaChat, fields)
         chat.check()
         return chat
 
@@ -171,8 +186,7 @@ class OllamaChatRequest(OllamaRequest):
         if not self.messages:
             return LoadRequest(model=self.model)
         last = self.messages[-1]
-        with NAMES.in_errors():
-            return self._chat(_chat_messages(self.messages), last.role == "assistant" and not last.tool_calls)
+        return self._chat(_chat_messages(self.messages), last.role == "assistant" and not last.tool_calls)
 
 
 class OllamaGenerateRequest(OllamaRequest):
@@ -198,15 +212,14 @@ class OllamaGenerateRequest(OllamaRequest):
     def as_request(self) -> SamplingFields:
         if not self.prompt and not self.suffix:
             return LoadRequest(model=self.model)
-        with NAMES_BY_PROMPT["prompt"].in_errors():
-            if not self.raw and not self.suffix:
-                system = [{"role": "system", "content": self.system}] if self.system else []
-                return self._chat([*system, {"role": "user", "content": self.prompt}])
-            scores = (self.top_logprobs or 0) if self.logprobs else None
-            fields = self._shared() | {"prompt": self.prompt or "", "suffix": self.suffix, "logprobs": scores}
-            completion = read_options(CompletionRequest, fields)
-            completion.check()
-            return completion
+        if not self.raw and not self.suffix:
+            system = [{"role": "system", "content": self.system}] if self.system else []
+            return self._chat([*system, {"role": "user", "content": self.prompt}])
+        scores = (self.top_logprobs or 0) if self.logprobs else None
+        fields = self._shared() | {"prompt": self.prompt or "", "suffix": self.suffix, "logprobs": scores}
+        completion = read_options(OllamaCompletion, fields)
+        completion.check()
+        return completion
 
 
 def _chat_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
@@ -252,17 +265,3 @@ class _PendingCalls:
             return None
         self._done.add(ids[0])
         return ids.popleft()
-
-
-_NAMES = (
-    (r"^(temperature|top_p|top_k|min_p|seed|stop|presence_penalty|frequency_penalty)\b", r"options.\1"),
-    (r"^max_tokens\b", "options.num_predict"),
-    (r"^repetition_penalty\b", "options.repeat_penalty"),
-    (r"^response_format(\.json_schema\.schema)?\b", "format"),
-    (r"^reasoning_effort\b", "think"),
-    (r"^(messages\.\d+)\.reasoning_content\b", r"\1.thinking"),
-)
-NAMES = FieldNames(*_NAMES)
-NAMES_BY_PROMPT = {  # field with the prompt -> names for errors about the whole prompt
-    field: FieldNames(*_NAMES, (r"^messages(\.\d+(\.content)?)?", field)) for field in ("messages", "prompt")
-}

@@ -16,9 +16,8 @@ _REFUSED = refused_fields(
     {
         "leave it out": """
             use_activation=true activation=true softmax=true normalize=true embed_dtype="float32" endianness="native"
-            return_token_ids=false late_chunking=false max_chunks_per_doc""",
+            return_token_ids=false late_chunking=false""",
         "send input": "messages=[] prompt",
-        "send truncate_prompt_tokens": 'max_tokens_per_doc truncate="NONE"',
     }
 )
 _Text = Annotated[str, Field(min_length=1)]

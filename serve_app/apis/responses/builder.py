@@ -15,6 +15,7 @@ from runtime.spec.types import TokenLogprobs
 from runtime.text.tool_calls import CallDelta
 from serve_app.apis.responses.request import ResponsesRequest
 from serve_app.protocol.answers import ChoiceUsage, encode_json, logprob_entry
+from serve_app.protocol.dialects import RESPONSES
 from serve_app.protocol.errors import ApiError
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.protocol.sse import MANY_SCORES, EventStream
@@ -283,7 +284,7 @@ class ResponseStream(EventStream):
 
     def failed(self, error: ApiError) -> bytes:
         if not self._builder.has_ended:
-            self._builder.fail(error)
+            self._builder.fail(error.in_words_of(RESPONSES))
             self._on_end()
         return b"".join(self._builder.take_events())
 

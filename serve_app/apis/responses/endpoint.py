@@ -5,14 +5,13 @@ from __future__ import annotations
 import secrets
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import replace
 
 from runtime.output.processor import Delta
 from serve_app.apis.chat.endpoint import CHAT
 from serve_app.apis.chat.messages import ChatMessage
 from serve_app.apis.responses.answers import ResponseObject
 from serve_app.apis.responses.builder import ResponseBuilder, ResponseStream
-from serve_app.apis.responses.request import INSTRUCTING, NAMES, ResponsesRequest
+from serve_app.apis.responses.request import INSTRUCTING, ResponsesRequest
 from serve_app.apis.responses.store import ResponseStore
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import ApiError
@@ -37,18 +36,13 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
 
     def prompts(self, request: ResponsesRequest, model: ServedModel) -> Prompts:
         def prompts_of(messages: list[ChatMessage]) -> Prompts:
-            with NAMES.in_errors():
-                return CHAT.prompts(request.chat(messages), model, "input")
+            return CHAT.prompts(request.chat(messages), model, "input")
 
         messages = request.messages()
         if request.truncation == "auto":
             room = model.info.max_model_len - (request.max_output() or 1)
-            prompts = _longest_that_fits(messages, room, prompts_of)
-        else:
-            prompts = prompts_of(messages)
-        if (grammar := prompts.grammar) is not None:
-            prompts = replace(prompts, grammar=replace(grammar, field=NAMES.of(grammar.field)))
-        return prompts
+            return _longest_that_fits(messages, room, prompts_of)
+        return prompts_of(messages)
 
     def choices(self, prepared: PreparedRequest[ResponsesRequest]) -> list[Delta]:
         return [BuiltChoice(ResponseBuilder(prepared, self._store.stores(prepared.request), has_events=False))]

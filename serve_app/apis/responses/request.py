@@ -13,6 +13,7 @@ from runtime.output.fields import Options, invalid
 from runtime.output.options import Effort
 from runtime.output.response_format import JsonSchema, ResponseFormat
 from runtime.output.tools import (
+    KIND_OR_HOSTED,
     AnyTool,
     ChosenCustomTool,
     ChosenFunction,
@@ -20,34 +21,29 @@ from runtime.output.tools import (
     Custom,
     CustomTool,
     Function,
+    HostedTool,
     InputFormat,
     InputGrammar,
+    Name,
     Tool,
-    kind_of_tool,
 )
 from serve_app.apis.chat.messages import ChatMessage
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.apis.responses.input_items import InputItem, InputMessage, as_messages, encoded
-from serve_app.protocol.field_names import FieldNames
+from serve_app.protocol.dialects import RESPONSES, Metadata
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS, refused_fields
 from serve_app.protocol.sampling import SamplingFields
-from serve_app.protocol.shapes import RequestModel, only, or_default, text_or_list_of, type_of
+from serve_app.protocol.shapes import RequestModel, hosted, only, or_default, text_or_list_of, type_of
 
 LOGPROBS = "message.output_text.logprobs"
 INSTRUCTING = ("system", "developer")  # roles of messages that instruct the model
 
 # Unsupported fields of this request, and fields of other requests.
 _INSTEAD = {
-    "send input": "messages previous_input_messages=[]",
+    "send input": "messages",
     "send max_output_tokens": "max_tokens max_completion_tokens",
     "send include and top_logprobs": "logprobs",
-    "send the whole conversation as input, or previous_response_id": "conversation",
     "send instructions and input": "prompt",
-    "leave it out": "context_management=[] moderation",
-    "send text.format": "response_format",
-    "send reasoning.effort": "reasoning_effort",
-    "send text.verbosity": "verbosity",
-    "send a message of the role system in input": 'tool_prompt="" system=""',
 }
 
 
@@ -57,7 +53,7 @@ class FunctionTool(Options):
     model_config = ConfigDict(extra="ignore")
 
     type: Literal["function"]
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -95,7 +91,7 @@ class FlatCustomTool(Options):
     model_config = ConfigDict(extra="ignore")
 
     type: Literal["custom"]
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: Name
     description: str | None = None
     format: CustomFormat | None = None
 
@@ -109,8 +105,10 @@ class FlatCustomTool(Options):
 
 
 _AnyTool = Annotated[
-    Annotated[FunctionTool, Tag("<function>")] | Annotated[FlatCustomTool, Tag("<custom>")],
-    Discriminator(kind_of_tool),
+    Annotated[FunctionTool, Tag("<function>")]
+    | Annotated[FlatCustomTool, Tag("<custom>")]
+    | Annotated[HostedTool, Tag("<hosted>")],
+    KIND_OR_HOSTED,
 ]
 
 
@@ -119,10 +117,18 @@ class NamedTool(RequestModel):
     name: str
 
 
+_NamedOrHosted = Annotated[
+    Annotated[NamedTool, Tag("<function>")]
+    | Annotated[NamedTool, Tag("<custom>")]
+    | Annotated[HostedTool, Tag("<hosted>")],
+    KIND_OR_HOSTED,
+]
+
+
 class FlatAllowedTools(RequestModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, fail_fast=True)]
+    tools: Annotated[list[_NamedOrHosted], Field(min_length=1, fail_fast=True)]
 
 
 def _kind_of_choice(value: Any) -> str | None:
@@ -142,7 +148,7 @@ _ToolChoice = Annotated[
         _kind_of_choice,
         custom_error_type="tool_choice_shape",
         custom_error_message="it should be 'none', 'auto', 'required', or an object of the type function, custom "
-        "or allowed_tools",
+        "or allowed_tools, since this server runs no tools itself",
     ),
 ]
 
@@ -165,7 +171,7 @@ class TextFormat(Options):
 
 class TextOptions(Options):
     format: TextFormat | None = None
-    verbosity: Annotated[Literal["low", "medium", "high"] | None, only(None, "medium")] = None
+    verbosity: str | None = None  # ignored
 
     def as_chat(self) -> ResponseFormat | None:
         return None if self.format is None else self.format.as_chat()
@@ -176,12 +182,16 @@ class ReasoningOptions(RequestModel):
     summary: Literal["auto", "concise", "detailed"] | None = None  # ignored, since answers have all reasoning
 
 
+class ResponsesChat(ChatRequest):
+    """The chat of a response."""
+
+    dialect = RESPONSES
+
+
 _Input = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("<list>")],
     text_or_list_of("items"),
 ]
-_MetadataKey = Annotated[str, Field(max_length=64)]
-_MetadataValue = Annotated[str, Field(max_length=512)]
 _Include = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -197,6 +207,7 @@ _Include = Literal[
 class ResponsesRequest(SamplingFields):
     """POST /v1/responses."""
 
+    dialect = RESPONSES
     refused = UNSUPPORTED_FIELDS | refused_fields(_INSTEAD)
 
     input: _Input
@@ -206,11 +217,11 @@ class ResponsesRequest(SamplingFields):
     background: bool | None = None
     include: Annotated[list[_Include], Field(max_length=16, fail_fast=True)] | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
-    metadata: Annotated[dict[_MetadataKey, _MetadataValue], Field(max_length=16)] | None = None
+    metadata: Metadata | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[_AnyTool], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Annotated[list[_AnyTool], Field(fail_fast=True)] | None = None
     tool_choice: _ToolChoice | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -236,8 +247,11 @@ class ResponsesRequest(SamplingFields):
 
     def ignored_fields(self) -> list[str]:
         ignored = super().ignored_fields() + [f"include.{name}" for name in self.include or () if name != LOGPROBS]
-        summarises = self.reasoning is not None and self.reasoning.summary is not None
-        return [*ignored, "reasoning.summary"] if summarises else ignored
+        if self.reasoning is not None and self.reasoning.summary is not None:
+            ignored.append("reasoning.summary")
+        if self.text is not None and self.text.verbosity is not None:
+            ignored.append("text.verbosity")
+        return ignored + hosted(self.tools)
 
     def check(self) -> None:
         super().check()
@@ -245,7 +259,7 @@ class ResponsesRequest(SamplingFields):
             raise invalid("top_logprobs", f"is only allowed when include has {LOGPROBS}")
         if self.background and self.store is False:
             raise invalid("background", "is only allowed when the response is stored; leave out store")
-        with NAMES.in_errors():
+        with RESPONSES.names.in_errors():
             self.chat([]).check()  # without items, which do not need checks
 
     def items(self) -> list[InputItem]:
@@ -288,9 +302,9 @@ class ResponsesRequest(SamplingFields):
         }
         return _BLANK_CHAT.model_copy(update=shared | own)
 
-    def _offered_tools(self) -> tuple[list[AnyTool], Any]:
+    def _offered_tools(self) -> tuple[list[AnyTool | HostedTool], Any]:
         """Return the allowed tools and a chat's `tool_choice`."""
-        tools: list[AnyTool] = [tool.as_chat() for tool in self.tools or ()]
+        tools = [tool if isinstance(tool, HostedTool) else tool.as_chat() for tool in self.tools or ()]
         choice = self.tool_choice
         match choice:
             case NamedTool(type="function"):
@@ -298,15 +312,16 @@ class ResponsesRequest(SamplingFields):
             case NamedTool():
                 return tools, ChosenCustomTool(type="custom", custom=ChosenFunction(name=choice.name))
             case FlatAllowedTools():
-                allowed = {(tool.type, tool.name) for tool in choice.tools}
-                if unknown := allowed - {(tool.type, tool.function.name) for tool in tools}:
+                allowed = {(tool.type, tool.name) for tool in choice.tools if isinstance(tool, NamedTool)}
+                own = {(t.type, t.function.name): t for t in tools if not isinstance(t, HostedTool)}
+                if unknown := allowed - own.keys():
                     raise invalid("tool_choice.tools", f"has {min(unknown)[1]!r}, which no tool has")
-                return [tool for tool in tools if (tool.type, tool.function.name) in allowed], choice.mode
+                return [tool for key, tool in own.items() if key in allowed], choice.mode
         return tools, choice if tools or choice == "required" else None
 
 
 # A copy takes a tenth of the time of `model_construct`, which evaluates the default of each field.
-_BLANK_CHAT = ChatRequest.model_construct()
+_BLANK_CHAT = ResponsesChat.model_construct()
 
 # Fields with the same name and meaning in a chat.
 _SHARED = {"parallel_tool_calls", "include_reasoning", "channel_grammar"} | (
@@ -322,11 +337,4 @@ _SHARED = {"parallel_tool_calls", "include_reasoning", "channel_grammar"} | (
         "detokenize",
         "routed_experts",
     }
-)
-
-NAMES = FieldNames(
-    (r"^messages\b", "input"),
-    (r"^reasoning_effort\b(?=.* is |$)", "reasoning.effort"),
-    (r"^response_format(\.json_schema)?\b", "text.format"),
-    (r"^(tools\.\d+|tool_choice)\.(?:function|custom)\b", r"\1"),
 )
