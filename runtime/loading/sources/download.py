@@ -116,7 +116,13 @@ def fetch(
             try:
                 _transfer(client, download, advance, check, stop)
                 break
-            except (httpx.InvalidURL, httpx.UnsupportedProtocol, httpx.TooManyRedirects, ValueError, OverflowError) as e:
+            except (
+                httpx.InvalidURL,
+                httpx.UnsupportedProtocol,
+                httpx.TooManyRedirects,
+                ValueError,
+                OverflowError,
+            ) as e:
                 raise CallboardError(f"{download.url} cannot be fetched ({e}); check the address.") from e
             except httpx.TransportError as e:
                 tries = 0 if download.num_stored > most else tries + 1
