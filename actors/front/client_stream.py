@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING
 
 from actors.front.router import Prompt
 from actors.wire.engine_client import EngineRefusal, OnEngine
+from runtime.policy.isolation import MAX_LOSSES
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput
 
 if TYPE_CHECKING:
     from actors.front.link import EngineLink
+
+_MAX_CUTS = 10  # ends of connections in a row, without a new token, that end a request that an engine has accepted
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +37,8 @@ class ClientStream:
     prompt: Prompt | None = None  # its tokens for the router; None before the first choice
     num_expected: int | None = None  # cached tokens that the router expects; None without a choice
     num_losses: int = 0  # engines that died while computing it
+    num_cuts: int = 0  # connections in a row that ended without a new token, while it was in no queue
+    len_at_cut: int = 0  # its tokens at the last of these
     # (token, version of the weights from there on); empty without weight_updates
     weight_versions: list[tuple[int, str]] = field(default_factory=list)
     moved_at_len: int | None = None  # its tokens when it last left a reloading engine; None before
@@ -78,6 +83,18 @@ class ClientStream:
             await self._waiter
         output, self.pending = self.pending, None
         return output
+
+    def may_be_sent_again(self) -> bool:
+        """Count the end of its engine's connection. After too many in a row, end the stream and return False."""
+        if self.in_queue:
+            return True
+        self.num_cuts = self.num_cuts + 1 if len(self.received) == self.len_at_cut else 1
+        self.len_at_cut = len(self.received)
+        if self.num_cuts >= (_MAX_CUTS if self.accepted else MAX_LOSSES):
+            text = f"{self.num_cuts} connections to engines ended while they served this request"
+            self.end(FinishReason.ERROR, f"{text}; it is not sent again.")
+            return False
+        return True
 
     def submission(self) -> Request:
         """Return the request for its next engine, with the received tokens."""

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0  # after the directory failed
 _SETTLED_S = 1.0  # without a Status, before streams leave a draining engine
+_MAX_WAKES = 20  # failures in a row to start an engine that end the waiting requests
 _WAKE_PAUSE_S = 0.5  # between two calls for an engine: the one that answered may end at once
 
 
@@ -293,15 +294,18 @@ class EngineGroup:
             self._waking = asyncio.create_task(self._keep_waking(self._from_zero))
 
     async def _keep_waking(self, zero: ScaleFromZero) -> None:
+        num_failed = 0
         while self._waiting or not self._is_served.is_set():
             try:
                 await zero.wake()
-            except CallboardError as e:
-                for stream in [s for s in self._waiting if not s.accepted]:
-                    self._release(stream)
-                    stream.fail(e)
-            except Exception as e:  # the engine may have ended meanwhile
+                num_failed = 0
+            except Exception as e:  # unless it is a CallboardError, the engine may have ended meanwhile
+                num_failed += 1
                 logger.warning("no engine could be started: %s: %s", type(e).__name__, e)
+                error = e if isinstance(e, CallboardError) else CallboardError(f"No engine could be started: {e}.")
+                for stream in [s for s in self._waiting if not s.accepted and (error is e or num_failed >= _MAX_WAKES)]:
+                    self._release(stream)
+                    stream.fail(error)
             await asyncio.sleep(_WAKE_PAUSE_S)
 
     def _release(self, stream: ClientStream) -> bool:
@@ -383,7 +387,8 @@ class EngineGroup:
             self._follow()
         self.adapters.on_lost()
         for stream in streams:
-            self._assign(stream)
+            if stream.may_be_sent_again():
+                self._assign(stream)
         self._update_links()
 
     def on_refused(self, link: EngineLink, stream: ClientStream, refused: Refused) -> None:

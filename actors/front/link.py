@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 from actors.front.client_stream import ClientStream
 from actors.ray.names import engine_id
 from actors.wire.adapter_entry import AdapterEntry, AdapterState
+from actors.wire.engine_client import EngineRefusal, Refusal
 from actors.wire.link_messages import (
     HEARTBEAT_S,
     LOST_AFTER_BEATS,
@@ -149,10 +150,16 @@ class EngineLink:
         if (connection := self._connection) is None:
             return
         request = stream.submission()
-        if request.params.grammar is not None and (update := connection.grammars.update([request.params.grammar])):
-            self._send(update)
         message = Submit(stream.number, request_by_key(request), resumed=stream.accepted)
-        self._send(connection.prompts.reduced(message))
+        try:
+            if request.params.grammar is not None and (update := connection.grammars.update([request.params.grammar])):
+                self._send(update)
+            self._send(connection.prompts.reduced(message))
+        except Exception as e:  # a value that no message can hold
+            connection.prompts.forget()
+            del self._streams[stream.number]
+            text = f"The request cannot be sent ({type(e).__name__}: {e}); check its values."
+            stream.fail(EngineRefusal(text, Refusal.NEVER))
 
     def drop(self, stream: ClientStream) -> bool:
         """Abort a stream on this engine. Returns False if it has already ended."""
