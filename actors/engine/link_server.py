@@ -208,10 +208,12 @@ class LinkServer:
             finally:
                 self._deliver(connection, Disconnected())
 
-    def _message(self, connection: Connection, frame: bytearray) -> FromFront | GrammarUpdate | Heartbeat | Report | None:
+    def _message(
+        self, connection: Connection, frame: bytearray
+    ) -> FromFront | GrammarUpdate | Heartbeat | Report | None:
         """Decode a frame. A Submit that cannot be read is refused, since frames have their lengths: None."""
         try:
-            message = decode_from_front(frame)
+            message: FromFront | GrammarUpdate | Heartbeat | Report = decode_from_front(frame)
             if isinstance(message, GrammarUpdate):
                 connection.grammars.apply(message)
             elif isinstance(message, Submit):

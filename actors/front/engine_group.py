@@ -24,6 +24,7 @@ from actors.wire.engine_client import EngineRefusal, OnEngine, Refusal, ServerSt
 from actors.wire.link_messages import AbortById, CacheUpdate, Refused
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.transport import Address
+from runtime.background import in_background
 from runtime.policy.isolation import MAX_LOSSES, PROGRESS_TOKENS
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput
@@ -103,7 +104,7 @@ class EngineGroup:
 
     async def start(self) -> None:
         """Connect to all engines, and wait for the first healthy one."""
-        self._following = asyncio.create_task(self._follow_directory())
+        self._following = in_background(asyncio.create_task(self._follow_directory()), "following the engines")
         self._wake_engine()
         await self._is_served.wait()
 
@@ -291,7 +292,7 @@ class EngineGroup:
     def _wake_engine(self) -> None:
         """If the application can scale to zero, start an engine, and repeat that while streams wait."""
         if self._from_zero is not None and (self._waking is None or self._waking.done()):
-            self._waking = asyncio.create_task(self._keep_waking(self._from_zero))
+            self._waking = in_background(asyncio.create_task(self._keep_waking(self._from_zero)), "starting an engine")
 
     async def _keep_waking(self, zero: ScaleFromZero) -> None:
         num_failed = 0

@@ -44,6 +44,7 @@ from actors.wire.link_messages import (
 )
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.transport import Address, FrameCutter, connect_stream, framed
+from runtime.background import in_background
 from runtime.features.grammar_store import GrammarSender, request_by_key
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import CallboardError, FinishReason, GrammarUpdate, Verified
@@ -116,7 +117,7 @@ class EngineLink:
         self.kept: dict[str, str] = {}  # folders of the adapters that resumed streams may use, by digest
         self.is_followed = False  # the engine sends CacheUpdates
         self.suspects: list[ClientStream] = []  # streams that the engine computed when its connection ended
-        self._task = asyncio.create_task(self._keep_connected())
+        self._task = in_background(asyncio.create_task(self._keep_connected()), f"the link to engine {name}")
 
     def close(self) -> None:
         """Close the connection. The engine aborts the streams that still run."""

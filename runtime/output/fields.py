@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
+from runtime.spec.plain_values import integer, is_integer
 from runtime.spec.types import CallboardError
 
 
@@ -64,6 +65,7 @@ _O = TypeVar("_O", bound=Options)
 
 def read_options(kind: type[_O], values: dict[str, Any]) -> _O:
     """Return options from keywords. Raises FieldError for the first invalid one."""
+    values = {name: integer(value, name) if is_integer(value) else value for name, value in values.items()}
     try:
         return kind.model_validate(values)
     except ValidationError as e:

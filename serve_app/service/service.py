@@ -16,6 +16,7 @@ from itertools import count
 from typing import Any
 
 from actors.wire.engine_client import EngineClient, EngineRefusal, Refusal, ServerStopped
+from runtime.background import in_background
 from runtime.core.requests import requests_of
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.fields import invalid, shortened
@@ -314,9 +315,9 @@ class Service:
                 if burst > _BURST:  # give others a turn; smaller bursts join the same step of the engine
                     await asyncio.sleep(0)
                     burst = 0
-                pumps.append(asyncio.create_task(pump(i)))
+                pumps.append(in_background(asyncio.create_task(pump(i)), "the pump of a choice"))
 
-        starting = asyncio.create_task(start())
+        starting = in_background(asyncio.create_task(start()), "the start of a request's choices")
         try:
             while num_open:
                 items = [await ready.get()]

@@ -424,9 +424,10 @@ def answers(tmp_path: Path, monkeypatch) -> Iterator[type[Answers]]:
 def begin(answers: type[Answers], tmp_path: Path, num_bytes: int) -> None:
     """Store the first bytes of the file, as a killed process leaves them."""
     answers.script = [(200, {"ETag": ETAG, "Content-Length": str(len(WHOLE))}, WHOLE[:STORED])]
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(CallboardError, match="cannot be fetched"):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(download, "_TRIES", 0)
-        resolve(answers.address, progress=False)
+        with pytest.raises(CallboardError, match="cannot be fetched"):
+            resolve(answers.address, progress=False)
     (kept,) = tmp_path.rglob("*.incomplete")
     kept.write_bytes(WHOLE[:num_bytes])
     answers.ranges.clear()
