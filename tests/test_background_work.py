@@ -50,7 +50,7 @@ def is_start(node: ast.AST) -> bool:
 
 
 def names_read(tree: ast.AST) -> set[str]:
-    """The names of futures whose exceptions the code reads or hands on."""
+    """The names of futures with exceptions that the code reads or hands on."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Await | ast.Return) and node.value is not None:
@@ -106,7 +106,7 @@ def silent_retries(source: str) -> Iterator[int]:
 
 
 def silent_ends(source: str) -> Iterator[int]:
-    """Handlers around the decoding of messages that say nothing."""
+    """Handlers around the decoding of messages that report nothing."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ExceptHandler) and "DecodeError" in ast.dump(node.type or node):
             yield from [node.lineno] if all(isinstance(part, ast.Pass | ast.Continue) for part in node.body) else []

@@ -49,7 +49,7 @@ class BatchEnd:
 
 
 class _Prompts:
-    """Reads the caller's iterator in a thread of its own, one prompt after another, as far as it is permitted.
+    """Reads the caller's iterator in a thread of its own, one permitted prompt after another.
 
     The iterator may block. The thread does not keep its process alive, and ends with its batch."""
 
@@ -64,7 +64,7 @@ class _Prompts:
         threading.Thread(target=self._read, name="prompts", daemon=True).start()
 
     def permit(self, num_prompts: int) -> None:
-        """Read so many prompts more."""
+        """Read more prompts."""
         self.num_permitted += num_prompts
         for _ in range(num_prompts):
             self._permits.put(None)

@@ -210,7 +210,7 @@ class RolloutClient:
         def jobs() -> Iterator[list[Job]]:
             for index, (prompt, seed, prompt_len) in enumerate(given):
                 names = (f"rollout-{batch}.{index}-{choice}" for choice in range(n))
-                of_prompt = params if seed is None else replace(params, seed=integer(seed, f"seeds[{index}]"))
+                of_prompt = params if seed is None else replace(params, seed=seed)
                 token_ids, error = _checked(prompt, info)
                 requests = requests_of(
                     names, token_ids, of_prompt, n, priority=priority, cache_salt=cache_salt, adapter=digest
@@ -320,7 +320,7 @@ def _version_name(version: str | int, field: str) -> str:
 
 
 def _aligned(prompts: Iterable[Any], **lists: Iterable[Any] | None) -> Iterator[tuple[Any, ...]]:
-    """Return an iterator over each prompt with its entry of each list, or with None.
+    """Return an iterator over each prompt with its integer of each list, or with None.
 
     Raises CallboardError at once for lists of another length than the prompts, and the iterator when an iterable ends
     before them."""
@@ -336,9 +336,9 @@ def _aligned(prompts: Iterable[Any], **lists: Iterable[Any] | None) -> Iterator[
         for prompt in prompts:
             row = [prompt]
             for field, rest in iterators.items():
-                row.append(None if rest is None else next(rest, _MISSING))
-                if row[-1] is _MISSING:
+                if (value := None if rest is None else next(rest, _MISSING)) is _MISSING:
                     raise _unequal(num + 1, field, num)
+                row.append(None if rest is None else integer(value, f"{field}[{num}]"))
             yield tuple(row)
             num += 1
         for field, values in lists.items():

@@ -41,7 +41,7 @@ class LoopThread:
 
     def start(self, work: Coroutine[Any, Any, Answer]) -> Future[Answer]:
         """Run a coroutine on the loop. Raises CallboardError after `close`."""
-        with self._starting:  # what has started before the loop stops is cancelled by it
+        with self._starting:  # the loop cancels work that started before its stop
             if not self._is_closed:
                 return asyncio.run_coroutine_threadsafe(work, self.loop)
         work.close()
