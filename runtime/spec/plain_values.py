@@ -114,7 +114,7 @@ def biases(value: Any, field: str) -> tuple[tuple[int, float], ...]:
 
 
 def _items(value: Any, field: str, needed: str) -> list[Any]:
-    """Return the items of an iterable. A set is a list only in an option of ids, where the order has no meaning."""
+    """Return the items of an iterable. A set serves only an option of ids, since their order is free."""
     is_set = isinstance(value, Set) and not field.endswith("_ids")
     if is_set or isinstance(value, str | bytes | Mapping):
         raise _fault(value, field, needed)
@@ -125,7 +125,7 @@ def _items(value: Any, field: str, needed: str) -> list[Any]:
     return list(items)
 
 
-# Annotation of a field -> the types that need no change, and the function for a value of another type.
+# Annotation of a field -> types without a change, and the function for other values.
 READERS: dict[str, tuple[frozenset[type], Callable[[Any, str], Any]]] = {
     "int": (frozenset({int}), integer),
     "int | None": (frozenset({int, type(None)}), integer),

@@ -331,8 +331,7 @@ class Service:
                         raise item
                 num_open -= sum(delta.finish_reason is not None for delta in deltas)
         finally:
-            starting.cancel()
-            for task in pumps:
+            for task in (starting, *pumps):
                 task.cancel()  # each closes its generator, which aborts its request, without a wait here
 
     async def _choice(

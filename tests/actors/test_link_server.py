@@ -303,10 +303,13 @@ async def test_choices_send_their_prompt_once(engine, monkeypatch):
     group.close()
 
 
-async def test_a_first_request_that_repeats_another_ends_its_link(engine):
+async def test_a_first_request_that_repeats_another_is_refused(engine):
     replica = replica_of(engine)
     with replica.sock:
         replica.send(encode(Submit(1, request(0), resumed=False, repeats=True)))
-        while await asyncio.wait_for(asyncio.to_thread(replica.receive), 5):
-            pass
+        refused = []
+        while not refused:
+            frames = map(decode_from_engine, await asyncio.to_thread(replica.receive))
+            refused = [message for message in frames if isinstance(message, Refused)]
+    assert refused[0].reason is Refusal.NEVER
     assert not engine.loop.core.scheduler.requests
