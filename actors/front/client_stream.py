@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 
 from actors.front.router import Prompt
 from actors.wire.engine_client import EngineRefusal, OnEngine
-from runtime.policy.isolation import MAX_LOSSES
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput
 
 if TYPE_CHECKING:
     from actors.front.link import EngineLink
 
-_MAX_CUTS = 10  # ends of connections in a row, without a new token, that end a request that an engine has accepted
+_MAX_CUTS = 10  # ends of connections in a row, without a new token, that end a request
 
 
 @dataclass(slots=True, eq=False)
@@ -90,8 +89,8 @@ class ClientStream:
             return True
         self.num_cuts = self.num_cuts + 1 if len(self.received) == self.len_at_cut else 1
         self.len_at_cut = len(self.received)
-        if self.num_cuts >= (_MAX_CUTS if self.accepted else MAX_LOSSES):
-            text = f"{self.num_cuts} connections to engines ended while they served this request"
+        if self.num_cuts >= _MAX_CUTS:
+            text = f"{_MAX_CUTS} connections to engines ended while they served this request"
             self.end(FinishReason.ERROR, f"{text}; it is not sent again.")
             return False
         return True
