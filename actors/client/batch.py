@@ -60,7 +60,7 @@ class _Prompts:
         self.num_permitted = 0  # prompts that have not come yet
         self.next: deque[Job] = deque()  # of the prompts that have come
         self.is_exhausted = self._is_closed = False
-        self.error: BaseException | None = None  # of the iterator
+        self.error: Exception | None = None  # of the iterator
         threading.Thread(target=self._read, name="prompts", daemon=True).start()
 
     def permit(self, num_prompts: int) -> None:
@@ -79,8 +79,9 @@ class _Prompts:
             while self._permits.get() is None and not self._is_closed:
                 try:
                     jobs = next(self._jobs, None)
-                except BaseException as e:
-                    self._loop.call_soon_threadsafe(self._end, e)
+                except BaseException as e:  # one that is no Exception would end the loop
+                    error = e if isinstance(e, Exception) else CallboardError(f"The prompts ended with {e!r}.")
+                    self._loop.call_soon_threadsafe(self._end, error)
                     return
                 if jobs is None:
                     self._loop.call_soon_threadsafe(self._end, None)
@@ -92,7 +93,7 @@ class _Prompts:
         self.next.extend(jobs)
         self._on_news()
 
-    def _end(self, error: BaseException | None) -> None:
+    def _end(self, error: Exception | None) -> None:
         self.is_exhausted, self.error = True, error
         self._on_news()
 

@@ -36,7 +36,7 @@ class ClientStream:
     prompt: Prompt | None = None  # its tokens for the router; None before the first choice
     num_expected: int | None = None  # cached tokens that the router expects; None without a choice
     num_losses: int = 0  # engines that died while computing it
-    num_cuts: int = 0  # connections in a row that ended without a new token, while it was in no queue
+    num_cuts: float = 0.0  # connections in a row that ended without a new token; in a queue, each counts a tenth
     len_at_cut: int = 0  # its tokens at the last of these
     # (token, version of the weights from there on); empty without weight_updates
     weight_versions: list[tuple[int, str]] = field(default_factory=list)
@@ -85,15 +85,14 @@ class ClientStream:
 
     def may_be_sent_again(self) -> bool:
         """Count the end of its engine's connection. After too many in a row, end the stream and return False."""
-        if self.in_queue:
+        if len(self.received) > self.len_at_cut:
+            self.num_cuts, self.len_at_cut = 0.0, len(self.received)
+        self.num_cuts += 0.1 if self.in_queue else 1.0  # a request in a queue is hardly the cause
+        if self.num_cuts < _MAX_CUTS:
             return True
-        self.num_cuts = self.num_cuts + 1 if len(self.received) == self.len_at_cut else 1
-        self.len_at_cut = len(self.received)
-        if self.num_cuts >= _MAX_CUTS:
-            text = f"{_MAX_CUTS} connections to engines ended while they served this request"
-            self.end(FinishReason.ERROR, f"{text}; it is not sent again.")
-            return False
-        return True
+        text = "The connections to engines ended too often while they served this request"
+        self.end(FinishReason.ERROR, f"{text}; it is not sent again.")
+        return False
 
     def submission(self) -> Request:
         """Return the request for its next engine, with the received tokens."""

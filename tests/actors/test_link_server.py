@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import re
 import socket
 import threading
 from dataclasses import replace
@@ -190,12 +189,12 @@ async def test_a_request_on_lost_connections_ends(engine, monkeypatch, is_accept
 
     group = link_to(engine, Engine())
     await asyncio.wait_for(group.start(), 5)
-    await eventually(lambda: len(group._router) == 2 if hasattr(group._router, "__len__") else True)
+    await eventually(lambda: len(group.engines()) == 2)
     good = (await read(group, request(1)))[:2]
     monkeypatch.setattr(LiveRequests, "submit", cut)
     _, reason, last = await asyncio.wait_for(read(group, request(0)), 60)
     assert reason is FinishReason.ERROR
-    assert re.fullmatch(r"\d+ connections to engines ended while they served this request; .*", last.error)
+    assert last.error.startswith("The connections to engines ended too often while they served this request")
     monkeypatch.setattr(LiveRequests, "submit", submit)
     assert (await asyncio.wait_for(read(group, request(1)), 60))[:2] == good
     group.close()
