@@ -79,7 +79,7 @@ class _Prompts:
             while self._permits.get() is None and not self._is_closed:
                 try:
                     jobs = next(self._jobs, None)
-                except BaseException as e:  # one that is no Exception would end the loop
+                except BaseException as e:  # SystemExit would end the loop
                     error = e if isinstance(e, Exception) else CallboardError(f"The prompts ended with {e!r}.")
                     self._loop.call_soon_threadsafe(self._end, error)
                     return
