@@ -57,15 +57,20 @@ class _Prompts:
         """`on_news` is called on the event loop after each prompt, and at the end."""
         self._jobs, self._on_news, self._loop = jobs, on_news, asyncio.get_running_loop()
         self._permits: SimpleQueue[None] = SimpleQueue()
-        self.num_permitted = 0  # prompts that have not come yet
+        self._num_permits = self._num_read = 0
         self.next: deque[Job] = deque()  # of the prompts that have come
-        self.is_exhausted = self._is_closed = False
+        self.is_exhausted = self._is_closed = self._has_news = False
         self.error: Exception | None = None  # of the iterator
         threading.Thread(target=self._read, name="prompts", daemon=True).start()
 
+    @property
+    def num_permitted(self) -> int:
+        """Prompts that have not come yet."""
+        return self._num_permits - self._num_read
+
     def permit(self, num_prompts: int) -> None:
         """Read more prompts."""
-        self.num_permitted += num_prompts
+        self._num_permits += num_prompts
         for _ in range(num_prompts):
             self._permits.put(None)
 
@@ -76,25 +81,21 @@ class _Prompts:
 
     def _read(self) -> None:
         with suppress(RuntimeError):  # the loop has ended
-            while self._permits.get() is None and not self._is_closed:
+            while self._permits.get() is None and not self._is_closed and not self.is_exhausted:
                 try:
                     jobs = next(self._jobs, None)
                 except BaseException as e:  # SystemExit would end the loop
-                    error = e if isinstance(e, Exception) else CallboardError(f"The prompts ended with {e!r}.")
-                    self._loop.call_soon_threadsafe(self._end, error)
-                    return
-                if jobs is None:
-                    self._loop.call_soon_threadsafe(self._end, None)
-                    return
-                self._loop.call_soon_threadsafe(self._add, jobs)
+                    self.error = e if isinstance(e, Exception) else CallboardError(f"The prompts ended with {e!r}.")
+                    jobs = None
+                self.next.extend(jobs or ())
+                self._num_read += 1
+                self.is_exhausted = jobs is None
+                if not self._has_news:  # one call reports all prompts until it runs
+                    self._has_news = True
+                    self._loop.call_soon_threadsafe(self._report)
 
-    def _add(self, jobs: Sequence[Job]) -> None:
-        self.num_permitted -= 1
-        self.next.extend(jobs)
-        self._on_news()
-
-    def _end(self, error: Exception | None) -> None:
-        self.is_exhausted, self.error = True, error
+    def _report(self) -> None:
+        self._has_news = False
         self._on_news()
 
 
@@ -175,15 +176,16 @@ class Batch(Generic[Result]):
         """Wait until another request may be sent. Returns False when all have ended."""
         prompts = self._prompts
         while True:
+            is_exhausted = prompts.is_exhausted  # it is read first, since the thread sets it last
             if (error := self._error or prompts.error) is not None:
                 raise error
             room = self._limit - len(self._tasks)
             if room > 0 and not self._is_held():
                 if prompts.next:
                     return True
-                if prompts.is_exhausted and not self._tasks:
+                if is_exhausted and not self._tasks:
                     return False
-                prompts.permit(0 if prompts.is_exhausted else max(0, room - prompts.num_permitted))
+                prompts.permit(0 if is_exhausted else max(0, room - prompts.num_permitted))
             self._changed.clear()
             await self._changed.wait()
 
