@@ -34,6 +34,7 @@ from runtime.output.response_format import RequestedGrammar
 from runtime.output.score_prompt import PairPrompter
 from runtime.output.vectors import check_dimensions, embedding, scores, texts_of
 from runtime.spec.config import DEFAULT_MODEL, EngineConfig
+from runtime.spec.plain_values import integer, integers, is_integer
 from runtime.spec.pooling import POOLED, required_pooling
 from runtime.spec.types import (
     CallboardError,
@@ -250,6 +251,7 @@ class LLM:
         pooling = required_pooling(self.runner.info.pooling)
         if pooling.num_labels:
             raise CallboardError("This model makes scores, not embeddings; use `score`.")
+        dimensions = None if dimensions is None else integer(dimensions, "dimensions")
         check_dimensions(dimensions, pooling)
         pooled = self._pool(self._encode_all(texts), progress, adapter)
         return [embedding(p, pooling, dimensions).tolist() for p in pooled]
@@ -297,11 +299,11 @@ class LLM:
         self.engine.extras[AdapterTable].release(adapter)
 
     def _encode_all(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
-        is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        is_one = isinstance(prompts, str) or (len(prompts) > 0 and is_integer(prompts[0]))
         return [self._encode(prompt) for prompt in cast(Sequence[Prompt], [prompts] if is_one else prompts)]
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else integers(prompt, "The prompt")
 
     def _chat(self, messages: Sequence[Message], options: ChatOptions) -> _Prompt:
         if self._chats is None:
@@ -324,7 +326,9 @@ class LLM:
             raise CallboardError(
                 f"There are {len(prompts)} prompts and {len(each)} SamplingParams; send one or as many."
             )
-        lengths = list(prompt_len) if isinstance(prompt_len, Sequence) else [prompt_len] * len(prompts)
+        is_one = prompt_len is None or is_integer(prompt_len)
+        given_lengths = [prompt_len] * len(prompts) if is_one else list(cast(Sequence[int], prompt_len))
+        lengths = [None if length is None else integer(length, "prompt_len") for length in given_lengths]
         if len(lengths) != len(prompts):
             raise CallboardError(f"There are {len(prompts)} prompts, {len(lengths)} prompt_len; send one or as many.")
         given = zip(prompts, each, lengths, strict=True)

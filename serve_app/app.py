@@ -29,6 +29,7 @@ from actors.ray.environment import FAST_SERVE
 from actors.ray.names import engines_of
 from actors.ray.placement import FRONT_CPUS, SUPERVISOR_CPUS, bundles, default_fronts, has_room, uses_gpu
 from actors.ray.process import freeze_garbage, ignore_logging_errors, report_faults
+from runtime.background import in_background
 from runtime.inspection import check_model
 from runtime.loading.resolve import resolve
 from runtime.spec.config import EngineConfig, names_of
@@ -225,7 +226,8 @@ class Front:
         context = serve.get_replica_context()
         ray_metrics = RayMetrics(self._service.model, context.replica_id.unique_id)
         is_first = lambda: serve.get_replica_context().rank.rank == 0  # noqa: E731  # it publishes engines' figures
-        self._reporting = asyncio.create_task(self._service.metrics.run(ray_metrics, is_first))
+        reporting = asyncio.create_task(self._service.metrics.run(ray_metrics, is_first))
+        in_background(reporting, "the report of metrics")
         freeze_garbage()
 
     def check_health(self) -> None:

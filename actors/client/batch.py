@@ -1,25 +1,33 @@
 """Batch: the requests of one call, a limited number of them in flight, and their results as they end.
 
 A batch runs on the client's event loop. The caller's iterator of prompts runs in a helper thread, because it may block.
+Each prompt is sent when it comes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from itertools import islice
 from queue import SimpleQueue
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from actors.client.engines import RolloutGroup
+from actors.client.loop_thread import LoopThread
 from actors.wire.engine_client import EngineRefusal, Refusal
+from runtime.spec.plain_values import integer
 from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput
 
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.1, 5.0  # before a refused request is sent again
+_GIVE_UP_S = 600.0  # of refusals with nothing in flight, before a refused request fails
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -36,8 +44,59 @@ class Job(NamedTuple):
 class BatchEnd:
     """The last item of a batch. `error` is what ended it early; None if it is complete."""
 
-    def __init__(self, error: Exception | None) -> None:
+    def __init__(self, error: BaseException | None) -> None:
         self.error = error
+
+
+class _Prompts:
+    """Reads the caller's iterator in a thread of its own, one permitted prompt after another.
+
+    The iterator may block. The thread does not keep its process alive, and ends with its batch."""
+
+    def __init__(self, jobs: Iterator[Sequence[Job]], on_news: Callable[[], None]) -> None:
+        """`on_news` is called on the event loop after each prompt, and at the end."""
+        self._jobs, self._on_news, self._loop = jobs, on_news, asyncio.get_running_loop()
+        self._permits: SimpleQueue[None] = SimpleQueue()
+        self._num_permits = self._num_read = 0
+        self.next: deque[Job] = deque()  # of the prompts that have come
+        self.is_exhausted = self._is_closed = self._has_news = False
+        self.error: Exception | None = None  # of the iterator
+        threading.Thread(target=self._read, name="prompts", daemon=True).start()
+
+    @property
+    def num_permitted(self) -> int:
+        """Prompts that have not come yet."""
+        return self._num_permits - self._num_read
+
+    def permit(self, num_prompts: int) -> None:
+        """Read more prompts."""
+        self._num_permits += num_prompts
+        for _ in range(num_prompts):
+            self._permits.put(None)
+
+    def close(self) -> None:
+        """End the thread, at once or when the iterator yields."""
+        self._is_closed = True
+        self._permits.put(None)
+
+    def _read(self) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            while self._permits.get() is None and not self._is_closed and not self.is_exhausted:
+                try:
+                    jobs = next(self._jobs, None)
+                except BaseException as e:  # SystemExit would end the loop
+                    self.error = e if isinstance(e, Exception) else CallboardError(f"The prompts ended with {e!r}.")
+                    jobs = None
+                self.next.extend(jobs or ())
+                self._num_read += 1
+                self.is_exhausted = jobs is None
+                if not self._has_news:  # one call reports all prompts until it runs
+                    self._has_news = True
+                    self._loop.call_soon_threadsafe(self._report)
+
+    def _report(self) -> None:
+        self._has_news = False
+        self._on_news()
 
 
 class Batch(Generic[Result]):
@@ -53,17 +112,35 @@ class Batch(Generic[Result]):
     ) -> None:
         """`jobs` yields the jobs of one prompt after another, and `result` makes a result of an output."""
         self._group, self._jobs, self._result = group, jobs, result
-        self._max_in_flight = max_in_flight  # sent, and not ended; None for what the engines compute and a fourth more
-        self._max_unread = max_unread  # results that the caller may leave unread; None for 4 times max_in_flight
-        self._next: deque[Job] = deque()  # of the last pulled prompts
-        self._is_exhausted = False  # no prompts are left
+        # Sent, and not ended; None for what the engines compute and a fourth more.
+        self._max_in_flight = None if max_in_flight is None else integer(max_in_flight, "max_in_flight", 1)
+        # Results that the caller may leave unread; None for 4 times max_in_flight.
+        self._max_unread = None if max_unread is None else integer(max_unread, "max_unread", 0)
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._cap = math.inf  # requests in flight that the engines' queues take, by the last refusal
+        self._refused_since: float | None = None  # with no other request in flight; None if not refused
         self._num_delivered = 0
-        self.deliver: Callable[[Result | BatchEnd], object]  # takes each result, then a BatchEnd
+        self._error: BaseException | None = None  # of a result
         self.num_read = 0  # results that the caller has read; set by its thread
         self.waits_for_reader = False
+
+    def start(self, thread: LoopThread, deliver: Callable[[Result | BatchEnd], object]) -> Future[None]:
+        """Run on the loop of a thread. `deliver` takes each result there, then a BatchEnd, also after a cancellation.
+
+        Raises CallboardError if the thread has ended."""
+        self._deliver = deliver
+        running = thread.start(self._run())
+        running.add_done_callback(self._finish)
+        return running
+
+    def _finish(self, running: Future[None]) -> None:
+        if running.cancelled():  # perhaps before it began
+            error: BaseException | None = CallboardError("The client was closed before its rollouts had ended.")
+        else:
+            error = running.exception()
+        with suppress(RuntimeError):  # the loop of the reader has ended
+            self._deliver(BatchEnd(error))
 
     @property
     def _limit(self) -> int:
@@ -82,67 +159,71 @@ class Batch(Generic[Result]):
         """The caller has read a result."""
         self._changed.set()
 
-    async def run(self) -> None:
+    async def _run(self) -> None:
         """Send all requests, and deliver their results. A cancelled run aborts the requests in flight."""
-        error: Exception | None = None
+        self._prompts = _Prompts(self._jobs, self._changed.set)
         try:
             while await self._has_next():
-                task = asyncio.create_task(self._complete(self._next.popleft()))
+                task = asyncio.create_task(self._complete(self._prompts.next.popleft()))
                 self._tasks.add(task)
                 task.add_done_callback(self._ended)
-        except asyncio.CancelledError:
-            error = CallboardError("The client was closed before its rollouts had ended.")
-            raise
-        except Exception as e:  # of the caller's iterator of prompts
-            error = e
         finally:
+            self._prompts.close()
             for task in self._tasks:
                 task.cancel()
-            self.deliver(BatchEnd(error))
 
     async def _has_next(self) -> bool:
         """Wait until another request may be sent. Returns False when all have ended."""
+        prompts = self._prompts
         while True:
-            while len(self._tasks) >= self._limit or self._is_held():
-                await self._change()
-            if not self._next and not self._is_exhausted:
-                pulled = await asyncio.to_thread(self._pull, self._limit - len(self._tasks))
-                self._next.extend(job for jobs in pulled for job in jobs)
-                self._is_exhausted = not pulled
-            if self._next or not self._tasks:
-                return bool(self._next)
-            await self._change()  # an end, or a refused request
-
-    def _pull(self, num_prompts: int) -> list[Sequence[Job]]:
-        return list(islice(self._jobs, num_prompts))
-
-    async def _change(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
+            is_exhausted = prompts.is_exhausted  # it is read first, since the thread sets it last
+            if (error := self._error or prompts.error) is not None:
+                raise error
+            room = self._limit - len(self._tasks)
+            if room > 0 and not self._is_held():
+                if prompts.next:
+                    return True
+                if is_exhausted and not self._tasks:
+                    return False
+                prompts.permit(0 if is_exhausted else max(0, room - prompts.num_permitted))
+            self._changed.clear()
+            await self._changed.wait()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._error = error
         self._changed.set()
 
     async def _complete(self, job: Job) -> None:
         try:
             output = _failed(job.request, job.error) if job.error else await self._group.complete(job.request)
         except EngineRefusal as e:
-            if e.reason is not Refusal.NEVER:
+            if e.reason is not Refusal.NEVER and self._may_try_later():
                 await self._try_later(job, e)
                 return
             output = _failed(job.request, str(e))
         except CallboardError as e:
             output = _failed(job.request, str(e))
+        except Exception as e:
+            logger.exception("a rollout failed")
+            output = _failed(job.request, f"The request failed: {type(e).__name__}: {e}")
         self._cap += 1 / self._cap  # one more after as many ends: the engines may have room again
+        self._refused_since = None
         self._num_delivered += 1
-        self.deliver(self._result(job, output))
+        self._deliver(self._result(job, output))
+
+    def _may_try_later(self) -> bool:
+        """False if the engines have refused all requests of this batch for _GIVE_UP_S."""
+        now = time.monotonic()
+        self._refused_since = now if self._refused_since is None or len(self._tasks) > 1 else self._refused_since
+        return now - self._refused_since < _GIVE_UP_S
 
     async def _try_later(self, job: Job, refusal: EngineRefusal) -> None:
         """Send a refused request again when another one has ended, or after a pause if none is in flight."""
         num_others = len(self._tasks) - 1
         self._cap = max(1, num_others)
-        self._next.appendleft(job)
+        self._prompts.next.appendleft(job)
         if not num_others:
             await asyncio.sleep(min(max(refusal.retry_after_s, _LEAST_PAUSE_S), _MOST_PAUSE_S))
 
@@ -154,11 +235,13 @@ def _failed(request: Request, error: str) -> RequestOutput:
 class Results(Iterator[Result]):
     """Iterates over the results of a batch, which runs on an event loop from the start. `close` aborts the rest."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, batch: Batch[Result]) -> None:
-        self._loop, self._batch, self._has_ended = loop, batch, False
+    _has_ended = True  # unless it has begun
+
+    def __init__(self, thread: LoopThread, batch: Batch[Result]) -> None:
+        self._loop, self._batch = thread.loop, batch
         self._items: SimpleQueue[Result | BatchEnd] = SimpleQueue()
-        batch.deliver = self._items.put
-        self._running: Future[Any] = asyncio.run_coroutine_threadsafe(batch.run(), loop)
+        self._running = batch.start(thread, self._items.put)
+        self._has_ended = False
 
     def __next__(self) -> Result:
         if self._has_ended:
@@ -179,6 +262,7 @@ class Results(Iterator[Result]):
         """Abort the requests that have not ended."""
         if not self._has_ended:
             self._has_ended = True
+            self._items.put(BatchEnd(None))  # for a reader in another thread
             with suppress(RuntimeError):  # the loop has ended
                 self._running.cancel()
 

@@ -11,10 +11,9 @@ import atexit
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
 from dataclasses import replace
-from itertools import repeat
 from typing import Any, Literal, TypedDict, Unpack
 
 from actors.client.batch import Batch, BatchEnd, Job, Results
@@ -25,13 +24,14 @@ from actors.client.rollout import Rollout
 from actors.client.weight_sources import Source, Transport, parts_of
 from runtime.core.requests import SEED_MASK, requests_of
 from runtime.spec.config import ModelInfo
+from runtime.spec.plain_values import integer, integers, is_integer, text
 from runtime.spec.types import CallboardError, RequestOutput, SamplingParams
 
 Prompt = Sequence[int]
 
-_CLOSED = "The client is closed; connect another with RolloutClient.connect."
 _SETTLED_S = 5.0  # for the Status with new weights, which an engine sends before its answer
 _POLL_S = 0.001
+_MISSING = object()
 
 
 class RolloutOptions(TypedDict, total=False):
@@ -56,7 +56,6 @@ class RolloutClient:
 
     def __init__(self, group: RolloutGroup, thread: LoopThread) -> None:
         self._group, self._thread = group, thread
-        self._is_closed = False
         atexit.register(self.close)
 
     @classmethod
@@ -76,11 +75,10 @@ class RolloutClient:
 
     def close(self) -> None:
         """End all calls, and disconnect. The engines abort what still runs."""
-        if not self._is_closed:
-            self._is_closed = True
-            atexit.unregister(self.close)
+        atexit.unregister(self.close)
+        with suppress(RuntimeError):  # the loop has ended
             self._thread.loop.call_soon_threadsafe(self._group.close)
-            self._thread.close()
+        self._thread.close()
 
     def __enter__(self) -> RolloutClient:
         return self
@@ -106,7 +104,7 @@ class RolloutClient:
         The engines begin at once. A helper thread reads the prompts as others end, so the iterable may be endless. A
         request that fails is a Rollout with an error, and the others continue. `close` of the iterator aborts them."""
         batch = self._batch(prompts, params or SamplingParams(), **options)
-        return Results(self._thread.loop, batch)
+        return Results(self._thread, batch)
 
     def generate_list(
         self, prompts: Iterable[Prompt], params: SamplingParams | None = None, **options: Unpack[RolloutOptions]
@@ -132,8 +130,7 @@ class RolloutClient:
         batch = self._batch(prompts, params or SamplingParams(), **options)
         items: asyncio.Queue[Rollout | BatchEnd] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        batch.deliver = lambda item: loop.call_soon_threadsafe(items.put_nowait, item)
-        running = asyncio.run_coroutine_threadsafe(batch.run(), self._thread.loop)
+        running = batch.start(self._thread, lambda item: loop.call_soon_threadsafe(items.put_nowait, item))
         try:
             while not isinstance(item := await items.get(), BatchEnd):
                 batch.num_read += 1
@@ -160,11 +157,8 @@ class RolloutClient:
         their log-probabilities have the same bits in deterministic mode. Raises CallboardError if a sequence cannot be
         scored."""
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
-        jobs = self._jobs(sequences, params, adapter=adapter)
-        if prompt_lens is not None:
-            jobs = map(_with_prompt_len, jobs, prompt_lens)
-        batch = Batch(self._group, jobs, _scores_of, max_in_flight, None)
-        results = Results(self._thread.loop, batch)
+        jobs = self._jobs(sequences, params, adapter=adapter, prompt_lens=prompt_lens)
+        results = Results(self._thread, Batch(self._group, jobs, _scores_of, max_in_flight, None))
         scores: dict[int, list[float]] = {}
         for index, found, error in results:
             if error:
@@ -193,32 +187,37 @@ class RolloutClient:
         adapter: str = "",
         cache_salt: str = "",
         priority: int = 0,
+        prompt_lens: Iterable[int] | None = None,
     ) -> Iterator[list[Job]]:
         """Check what all requests share, and return the jobs of each prompt."""
-        if self._is_closed:
-            raise CallboardError(_CLOSED)
-        if n < 1:
-            raise CallboardError(f"n is {n}; it must be at least 1.")
-        version, info = str(min_weight_version), self.info
+        if not isinstance(params, SamplingParams):
+            raise CallboardError(f"params is a {type(params).__name__}; it must be SamplingParams.")
+        n, priority = integer(n, "n", 1), integer(priority, "priority")
+        cache_salt, adapter = text(cache_salt, "cache_salt"), text(adapter, "adapter")
+        version, info = _version_name(min_weight_version, "min_weight_version"), self.info
         if version and info.weights is None:
-            text = f"min_weight_version is {version!r}, but the weights of this application never change"
-            raise CallboardError(f"{text}; leave it out, or start the server with --weight-updates.")
+            what = f"min_weight_version is {version!r}, but the weights of this application never change"
+            raise CallboardError(f"{what}; leave it out, or start the server with --weight-updates.")
         served = self._group.adapters.served() if adapter else {}
         if adapter and adapter not in served:
             names = ", ".join(map(repr, served)) or "none"
             raise CallboardError(f"The application has no adapter {adapter!r}; it has {names}.")
         digest = served[adapter].digest if adapter else ""
         batch = secrets.token_hex(6)
+        each_seed: Any = _derived_seeds(integer(seeds, "seeds")) if is_integer(seeds) else seeds
+        given = _aligned(prompts, seeds=each_seed, prompt_lens=prompt_lens)
 
         def jobs() -> Iterator[list[Job]]:
-            for index, (prompt, seed) in enumerate(zip(prompts, _seeds(seeds), strict=False)):
-                token_ids: list[int] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+            for index, (prompt, seed, prompt_len) in enumerate(given):
                 names = (f"rollout-{batch}.{index}-{choice}" for choice in range(n))
                 of_prompt = params if seed is None else replace(params, seed=seed)
-                error = _fault_of(token_ids, info)
+                token_ids, error = _checked(prompt, info)
                 requests = requests_of(
                     names, token_ids, of_prompt, n, priority=priority, cache_salt=cache_salt, adapter=digest
                 )
+                if prompt_len is not None and not error:
+                    length = integer(prompt_len, f"prompt_lens[{index}]", 1, len(token_ids))
+                    requests = [replace(request, prompt_len=length) for request in requests]
                 if version:
                     requests = [replace(request, min_weight_version=version) for request in requests]
                 yield [Job(request, index, choice, error) for choice, request in enumerate(requests)]
@@ -268,7 +267,8 @@ class RolloutClient:
             transport    of a state dict: "ipc" if its tensors are on the GPU of the engine's only rank
             method       of an actor: gets a list of slices, and returns their tensors
             tensors      of an actor: (name, dtype, shape) each; None to call its method `weight_list`"""
-        finish: dict[str, Any] = {"weight_version": None if version is None else str(version)}
+        name = None if version is None else _version_name(version, "version")
+        finish: dict[str, Any] = {"weight_version": name}
         finish |= {"wait_stored": wait_stored} | ({} if kv is None else {"kv": kv})
         update = {"update_id": secrets.token_hex(16)}
         self._weights("start", update)
@@ -280,9 +280,9 @@ class RolloutClient:
             with suppress(CallboardError):  # engines without an update
                 self._weights("discard", update)
             raise
-        serial, name = max((answer["serial"], answer["version"]) for answer in answers.values())
+        serial, new = max((answer["serial"], answer["version"]) for answer in answers.values())
         self._thread.call(_settled(self._group, serial))
-        return str(name)
+        return str(new)
 
     def load_adapter(self, name: str, folder: str) -> None:
         """Serve the adapter (LoRA) that PEFT has written to a folder of all nodes, in place of the one with this name.
@@ -291,8 +291,6 @@ class RolloutClient:
         self._thread.call(self._group.adapters.load(name, folder))
 
     def _weights(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
-        if self._is_closed:
-            raise CallboardError(_CLOSED)
         return self._thread.call(self._group.weights(call, body))
 
 
@@ -317,10 +315,41 @@ async def _settled(group: RolloutGroup, serial: int) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-def _seeds(seeds: int | Iterable[int] | None) -> Iterable[int | None]:
-    if seeds is None:
-        return repeat(None)
-    return _derived_seeds(seeds) if isinstance(seeds, int) else seeds
+def _version_name(version: str | int, field: str) -> str:
+    return str(integer(version, field)) if is_integer(version) else text(version, field)
+
+
+def _aligned(prompts: Iterable[Any], **lists: Iterable[Any] | None) -> Iterator[tuple[Any, ...]]:
+    """Return an iterator over each prompt with its integer of each list, or with None.
+
+    Raises CallboardError at once for lists of another length than the prompts, and the iterator when an iterable ends
+    before them."""
+    for field, values in (("prompts", prompts), *lists.items()):
+        if values is not None and not isinstance(values, Iterable):
+            raise CallboardError(f"{field} is {values!r}; it must be a list or another iterable.")
+        if isinstance(values, Sized) and isinstance(prompts, Sized) and len(values) != len(prompts):
+            raise _unequal(len(prompts), field, len(values))
+    iterators = {field: None if values is None else iter(values) for field, values in lists.items()}
+
+    def rows() -> Iterator[tuple[Any, ...]]:
+        num = 0
+        for prompt in prompts:
+            row = [prompt]
+            for field, rest in iterators.items():
+                if (value := None if rest is None else next(rest, _MISSING)) is _MISSING:
+                    raise _unequal(num + 1, field, num)
+                row.append(None if rest is None else integer(value, f"{field}[{num}]"))
+            yield tuple(row)
+            num += 1
+        for field, values in lists.items():
+            if isinstance(values, Sized) and len(values) != num:
+                raise _unequal(num, field, len(values))
+
+    return rows()
+
+
+def _unequal(num_prompts: int, field: str, num: int) -> CallboardError:
+    return CallboardError(f"There are {num_prompts} prompts and {num} {field}; send as many.")
 
 
 def _derived_seeds(seed: int) -> Iterator[int]:
@@ -331,13 +360,18 @@ def _derived_seeds(seed: int) -> Iterator[int]:
         index += 1
 
 
-def _fault_of(token_ids: Sequence[int], info: ModelInfo) -> str:
+def _checked(prompt: Prompt, info: ModelInfo) -> tuple[list[int], str]:
+    """Return the token ids of a prompt, and why it cannot be sent; the reason is empty if it can."""
+    try:
+        token_ids = integers(prompt, "The prompt")
+    except Exception as e:  # or what its own iterator raises
+        return [], str(e) if isinstance(e, CallboardError) else f"The prompt cannot be read: {type(e).__name__}: {e}"
     if not token_ids:
-        return "The prompt has no tokens; give it at least one."
+        return token_ids, "The prompt has no tokens; give it at least one."
     if min(token_ids) < 0 or max(token_ids) >= info.vocab_size:
         wrong = next(i for i in token_ids if not 0 <= i < info.vocab_size)
-        return f"The prompt has the token id {wrong}; ids must be from 0 to {info.vocab_size - 1}."
-    return ""
+        return token_ids, f"The prompt has the token id {wrong}; ids must be from 0 to {info.vocab_size - 1}."
+    return token_ids, ""
 
 
 def _rollout_of(job: Job, output: RequestOutput) -> Rollout:
@@ -356,10 +390,6 @@ def _rollout_of(job: Job, output: RequestOutput) -> Rollout:
         output.num_cached,
         output.error,
     )
-
-
-def _with_prompt_len(jobs: list[Job], prompt_len: int) -> list[Job]:
-    return [job._replace(request=replace(job.request, prompt_len=prompt_len)) for job in jobs]
 
 
 def _scores_of(job: Job, output: RequestOutput) -> tuple[int, list[float], str]:

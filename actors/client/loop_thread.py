@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
+
+from runtime.spec.types import CallboardError
 
 Answer = TypeVar("Answer")
 
@@ -23,6 +26,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = _new_loop()
+        self._starting, self._is_closed = threading.Lock(), False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -32,11 +36,20 @@ class LoopThread:
         for task in (tasks := asyncio.all_tasks(self.loop)):
             task.cancel()
         self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self.loop.run_until_complete(asyncio.sleep(0))  # the futures of other threads follow their tasks
         self.loop.close()
+
+    def start(self, work: Coroutine[Any, Any, Answer]) -> Future[Answer]:
+        """Run a coroutine on the loop. Raises CallboardError after `close`."""
+        with self._starting:  # the loop cancels work that started before its stop
+            if not self._is_closed:
+                return asyncio.run_coroutine_threadsafe(work, self.loop)
+        work.close()
+        raise CallboardError("The client is closed; connect another with RolloutClient.connect.")
 
     def call(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         """Run a coroutine on the loop, and return its result. An interrupted caller cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        future = self.start(work)
         try:
             return future.result()
         except BaseException:
@@ -45,6 +58,8 @@ class LoopThread:
 
     def close(self) -> None:
         """Stop the loop and cancel its tasks."""
-        if self._thread.is_alive():
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join()
+        with self._starting:
+            if not self._is_closed:
+                self.loop.call_soon_threadsafe(self.loop.stop)
+            self._is_closed = True
+        self._thread.join()

@@ -23,6 +23,7 @@ from actors.wire.engine_client import WeightsRefused
 from actors.wire.link_messages import EngineLoading
 from actors.wire.process_meter import ProcessMeter
 from actors.wire.transport import Address
+from runtime.background import in_background
 from runtime.spec.config import EngineConfig, ModelInfo
 
 _CHECK_S = 1.0  # between checks of the runners, the steps and the draft
@@ -70,7 +71,7 @@ class EngineActor:
         if self.draft is not None:
             await asyncio.to_thread(self.draft.keep, self._loop.attach_draft)
         self._loaded.set()
-        self._watch = asyncio.create_task(self._check_progress())
+        self._watch = in_background(asyncio.create_task(self._check_progress()), "the check of the engine's progress")
         freeze_garbage()
         return self._loop.info
 
@@ -160,4 +161,5 @@ class EngineActor:
                 os._exit(1)  # the supervisor starts another engine, and the links resubmit
             if self.draft is not None and self._loop.draft is not None and self._loop.draft.is_hung:
                 # The call needs Ray's head node; the next checks must not wait for it.
-                self._killing = asyncio.get_running_loop().run_in_executor(None, self.draft.kill)
+                killing = asyncio.get_running_loop().run_in_executor(None, self.draft.kill)
+                in_background(killing, "the end of a draft that hangs")

@@ -22,12 +22,14 @@ from collections.abc import Callable
 import msgspec
 
 from actors.wire.adapter_entry import AdapterState
+from actors.wire.engine_client import Refusal
 from actors.wire.link_messages import (
     LEASE_S,
     Done,
     FromEngine,
     FromFront,
     Heartbeat,
+    Refused,
     Report,
     SharedPrompts,
     Submit,
@@ -35,6 +37,7 @@ from actors.wire.link_messages import (
     client_id,
     decode_from_front,
     encode,
+    submitted_stream,
 )
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.process_meter import MEMORY
@@ -186,26 +189,45 @@ class LinkServer:
             try:
                 while frames := front.receive():
                     connection.last_received_at = time.monotonic()
-                    for message in map(decode_from_front, frames):
+                    for frame in frames:
+                        message = self._message(connection, frame)
+                        if message is None or isinstance(message, GrammarUpdate):
+                            continue
                         if isinstance(message, Heartbeat):
                             connection.send(message)
                         elif isinstance(message, Report):
                             memory = message.figures.numbers.pop(MEMORY, {})
                             connection.memory = sum(memory.values())
                             connection.send(self._report(message.figures))
-                        elif isinstance(message, GrammarUpdate):
-                            connection.grammars.apply(message)
                         else:
-                            if isinstance(message, Submit):
-                                message = connection.prompts.restored(message)
-                                message.request = connection.grammars.whole_request(message.request)
                             self._deliver(connection, message)
-            except (CallboardError, msgspec.DecodeError, OSError):
-                pass  # a foreign or lost front: later frames cannot be trusted
+            except (msgspec.DecodeError, OSError) as e:  # a foreign or lost front: later frames cannot be trusted
+                logger.warning("the link of a front ends: %s: %s", type(e).__name__, e)
             except Exception:
                 logger.exception("a link's reader failed; its connection ends")
             finally:
                 self._deliver(connection, Disconnected())
+
+    def _message(
+        self, connection: Connection, frame: bytearray
+    ) -> FromFront | GrammarUpdate | Heartbeat | Report | None:
+        """Decode a frame. A Submit that cannot be read is refused, since frames have their lengths: None."""
+        try:
+            message: FromFront | GrammarUpdate | Heartbeat | Report = decode_from_front(frame)
+            if isinstance(message, GrammarUpdate):
+                connection.grammars.apply(message)
+            elif isinstance(message, Submit):
+                message = connection.prompts.restored(message)
+                message.request = connection.grammars.whole_request(message.request)
+            return message
+        except (CallboardError, msgspec.DecodeError) as e:
+            if (stream := submitted_stream(frame)) is None:
+                raise
+            logger.warning("a front's request cannot be read: %s", e)
+            connection.prompts.forget()
+            text = f"The engine cannot read the request ({str(e).rstrip('.')}); check its values."
+            connection.send(Refused(stream, text, Refusal.NEVER))
+            return None
 
     def close(self) -> None:
         """Accept no more fronts. Connections end with their sockets."""

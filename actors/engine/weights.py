@@ -27,6 +27,7 @@ from actors.engine.live_requests import LiveRequests
 from actors.engine.metrics import EngineMetrics
 from actors.runners.step_channel import RunnersLost
 from actors.wire.engine_client import WeightsRefused
+from runtime.background import in_background
 from runtime.core.engine import EngineCore
 from runtime.spec.types import CallboardError
 from runtime.spec.weight_version import WeightVersion
@@ -184,7 +185,7 @@ class EngineWeights:
             if not answer.done():
                 answer.set_exception(error)
 
-        self._pool.submit(run)
+        in_background(self._pool.submit(run), "a call about weights")
 
     # ---- pauses -----------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,8 @@ from runtime.spec.types import CallboardError, FinishReason, Request, RequestOut
 if TYPE_CHECKING:
     from actors.front.link import EngineLink
 
+_MAX_CUTS = 10  # ends of connections in a row, without a new token, that end a request
+
 
 @dataclass(slots=True, eq=False)
 class ClientStream:
@@ -34,6 +36,8 @@ class ClientStream:
     prompt: Prompt | None = None  # its tokens for the router; None before the first choice
     num_expected: int | None = None  # cached tokens that the router expects; None without a choice
     num_losses: int = 0  # engines that died while computing it
+    num_cuts: float = 0.0  # connections in a row that ended without a new token; in a queue, each counts a tenth
+    len_at_cut: int = 0  # its tokens at the last of these
     # (token, version of the weights from there on); empty without weight_updates
     weight_versions: list[tuple[int, str]] = field(default_factory=list)
     moved_at_len: int | None = None  # its tokens when it last left a reloading engine; None before
@@ -78,6 +82,17 @@ class ClientStream:
             await self._waiter
         output, self.pending = self.pending, None
         return output
+
+    def may_be_sent_again(self) -> bool:
+        """Count the end of its engine's connection. After too many in a row, end the stream and return False."""
+        if len(self.received) > self.len_at_cut:
+            self.num_cuts, self.len_at_cut = 0.0, len(self.received)
+        self.num_cuts += 0.1 if self.in_queue else 1.0  # a request in a queue is hardly the cause
+        if self.num_cuts < _MAX_CUTS:
+            return True
+        text = "The connections to engines ended too often while they served this request"
+        self.end(FinishReason.ERROR, f"{text}; it is not sent again.")
+        return False
 
     def submission(self) -> Request:
         """Return the request for its next engine, with the received tokens."""

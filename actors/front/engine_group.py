@@ -24,6 +24,7 @@ from actors.wire.engine_client import EngineRefusal, OnEngine, Refusal, ServerSt
 from actors.wire.link_messages import AbortById, CacheUpdate, Refused
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.transport import Address
+from runtime.background import in_background
 from runtime.policy.isolation import MAX_LOSSES, PROGRESS_TOKENS
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0  # after the directory failed
 _SETTLED_S = 1.0  # without a Status, before streams leave a draining engine
+_MAX_WAKES = 20  # failures in a row to start an engine that end the waiting requests
 _WAKE_PAUSE_S = 0.5  # between two calls for an engine: the one that answered may end at once
 
 
@@ -102,7 +104,7 @@ class EngineGroup:
 
     async def start(self) -> None:
         """Connect to all engines, and wait for the first healthy one."""
-        self._following = asyncio.create_task(self._follow_directory())
+        self._following = in_background(asyncio.create_task(self._follow_directory()), "following the engines")
         self._wake_engine()
         await self._is_served.wait()
 
@@ -290,18 +292,21 @@ class EngineGroup:
     def _wake_engine(self) -> None:
         """If the application can scale to zero, start an engine, and repeat that while streams wait."""
         if self._from_zero is not None and (self._waking is None or self._waking.done()):
-            self._waking = asyncio.create_task(self._keep_waking(self._from_zero))
+            self._waking = in_background(asyncio.create_task(self._keep_waking(self._from_zero)), "starting an engine")
 
     async def _keep_waking(self, zero: ScaleFromZero) -> None:
+        num_failed = 0
         while self._waiting or not self._is_served.is_set():
             try:
                 await zero.wake()
-            except CallboardError as e:
-                for stream in [s for s in self._waiting if not s.accepted]:
-                    self._release(stream)
-                    stream.fail(e)
-            except Exception as e:  # the engine may have ended meanwhile
+                num_failed = 0
+            except Exception as e:  # unless it is a CallboardError, the engine may have ended meanwhile
+                num_failed += 1
                 logger.warning("no engine could be started: %s: %s", type(e).__name__, e)
+                error = e if isinstance(e, CallboardError) else CallboardError(f"No engine could be started: {e}.")
+                for stream in [s for s in self._waiting if not s.accepted and (error is e or num_failed >= _MAX_WAKES)]:
+                    self._release(stream)
+                    stream.fail(error)
             await asyncio.sleep(_WAKE_PAUSE_S)
 
     def _release(self, stream: ClientStream) -> bool:
@@ -383,7 +388,8 @@ class EngineGroup:
             self._follow()
         self.adapters.on_lost()
         for stream in streams:
-            self._assign(stream)
+            if stream.may_be_sent_again():
+                self._assign(stream)
         self._update_links()
 
     def on_refused(self, link: EngineLink, stream: ClientStream, refused: Refused) -> None:

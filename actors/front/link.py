@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 from actors.front.client_stream import ClientStream
 from actors.ray.names import engine_id
 from actors.wire.adapter_entry import AdapterEntry, AdapterState
+from actors.wire.engine_client import EngineRefusal, Refusal
 from actors.wire.link_messages import (
     HEARTBEAT_S,
     LOST_AFTER_BEATS,
@@ -43,6 +44,7 @@ from actors.wire.link_messages import (
 )
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.transport import Address, FrameCutter, connect_stream, framed
+from runtime.background import in_background
 from runtime.features.grammar_store import GrammarSender, request_by_key
 from runtime.spec.config import ModelInfo
 from runtime.spec.types import CallboardError, FinishReason, GrammarUpdate, Verified
@@ -115,7 +117,7 @@ class EngineLink:
         self.kept: dict[str, str] = {}  # folders of the adapters that resumed streams may use, by digest
         self.is_followed = False  # the engine sends CacheUpdates
         self.suspects: list[ClientStream] = []  # streams that the engine computed when its connection ended
-        self._task = asyncio.create_task(self._keep_connected())
+        self._task = in_background(asyncio.create_task(self._keep_connected()), f"the link to engine {name}")
 
     def close(self) -> None:
         """Close the connection. The engine aborts the streams that still run."""
@@ -149,10 +151,16 @@ class EngineLink:
         if (connection := self._connection) is None:
             return
         request = stream.submission()
-        if request.params.grammar is not None and (update := connection.grammars.update([request.params.grammar])):
-            self._send(update)
         message = Submit(stream.number, request_by_key(request), resumed=stream.accepted)
-        self._send(connection.prompts.reduced(message))
+        try:
+            if request.params.grammar is not None and (update := connection.grammars.update([request.params.grammar])):
+                self._send(update)
+            self._send(connection.prompts.reduced(message))
+        except Exception as e:  # a value that no message can hold
+            connection.prompts.forget()
+            del self._streams[stream.number]
+            text = f"The request cannot be sent ({type(e).__name__}: {e}); check its values."
+            stream.fail(EngineRefusal(text, Refusal.NEVER))
 
     def drop(self, stream: ClientStream) -> bool:
         """Abort a stream on this engine. Returns False if it has already ended."""

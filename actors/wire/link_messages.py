@@ -45,6 +45,10 @@ class Submit(msgspec.Struct, array_like=True, tag=1):
     repeats: bool = False  # tokens and prediction are left out: they equal the connection's last Submit's
 
 
+class _SubmitHead(msgspec.Struct, array_like=True, tag=1):
+    stream: int
+
+
 class SharedPrompts:
     """Leaves out of a Submit the tokens and the prediction that it shares with the one before it.
 
@@ -68,10 +72,14 @@ class SharedPrompts:
             self._last = message.request.token_ids, message.request.prediction
             return message
         if self._last is None:
-            raise CallboardError("The first request on a link repeats another; its front must be restarted.")
+            raise CallboardError("It repeats a request that was not read.")
         token_ids, prediction = self._last
         request = replace(message.request, token_ids=token_ids, prediction=prediction)
         return Submit(message.stream, request, message.resumed)
+
+    def forget(self) -> None:
+        """The last Submit could not be encoded or read, so that none may repeat it."""
+        self._last = None
 
 
 def client_id(request_id: str) -> str:
@@ -223,4 +231,13 @@ FromFront = Submit | Abort | AbortById | Follow | Adapters | ResetPrefixCache | 
 FromEngine = Tokens | Refused | Status | Snapshot | Done | Heartbeat | CacheUpdate
 encode = msgspec.msgpack.Encoder().encode
 decode_from_front = msgspec.msgpack.Decoder(FromFront | GrammarUpdate | Heartbeat | Report).decode
+_decode_head = msgspec.msgpack.Decoder(_SubmitHead).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+
+
+def submitted_stream(frame: bytes | bytearray) -> int | None:
+    """Return the stream of a Submit with content that cannot be read; None for another message."""
+    try:
+        return _decode_head(frame).stream
+    except msgspec.DecodeError:
+        return None

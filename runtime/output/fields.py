@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationErro
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
+from runtime.spec.plain_values import integer, is_integer
 from runtime.spec.types import CallboardError
 
 
@@ -87,6 +88,7 @@ _O = TypeVar("_O", bound=Options)
 
 def read_options(kind: type[_O], values: dict[str, Any]) -> _O:
     """Return options from keywords. Raises FieldError for the first invalid one."""
+    values = {name: integer(value, name) if is_integer(value) else value for name, value in values.items()}
     try:
         return kind.model_validate(values)
     except ValidationError as e:

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field, fields
 from enum import Enum, auto
 from typing import Any
 
+from runtime.spec.errors import CallboardError
+from runtime.spec.plain_values import READERS, integer
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -26,9 +29,13 @@ class Bounds:
         return is_high_enough and (self.high is None or value <= self.high)
 
     def __str__(self) -> str:
-        if self.above is not None:
-            return f"above {self.above:.15g}" + ("" if self.high is None else f" and at most {self.high:.15g}")
-        return f"at least {self.low:.15g}" if self.high is None else f"between {self.low:.15g} and {self.high:.15g}"
+        low, above, high = (x if isinstance(x, int | None) else f"{x:.15g}" for x in (self.low, self.above, self.high))
+        if above is not None:
+            return f"above {above}" + ("" if high is None else f" and at most {high}")
+        return f"at least {low}" if high is None else f"between {low} and {high}"
+
+
+_UNBOUNDED = Bounds()
 
 
 class Effect(Enum):
@@ -106,14 +113,22 @@ class SamplingTable:
     def __init__(self, params: type) -> None:
         self.fields = tuple(SamplingField(f.name, _type_name(f.type), *f.metadata["sampling"]) for f in fields(params))
         self.columns = [(f.column, f.name, f.code) for f in self.fields if f.column is not None]
-        self._bounded = [f for f in self.fields if f.bounds != Bounds()]
+        defaults = {f.name: f.default for f in fields(params)}
+        self._checks = [(f, defaults[f.name], *READERS.get(f.type, (frozenset(), None))) for f in self.fields]
 
-    def out_of_bounds(self, params: object) -> SamplingField | None:
-        """Return the first field with a value outside its bounds. A value of None is within."""
-        for f in self._bounded:
-            if (value := getattr(params, f.name)) is not None and not f.bounds.hold(value):
-                return f
-        return None
+    def check(self, params: object) -> None:
+        """Make the values plain ones. Raises CallboardError at the first that cannot be one, or is out of bounds."""
+        for f, default, plain_types, read in self._checks:
+            value = getattr(params, f.name)
+            if value is default:
+                continue
+            if read is not None and type(value) not in plain_types:
+                value = read(value, f.name)
+                object.__setattr__(params, f.name, value)
+            if type(value) is int and f.bounds.high is None:
+                integer(value, f.name)
+            if f.bounds != _UNBOUNDED and value is not None and not f.bounds.hold(value):
+                raise CallboardError(f"{f.name} is {value}; it must be {f.bounds}.")
 
     def has_effect(self, params: object, effects: Set[Effect]) -> bool:
         """Return True if a parameter with one of these effects is not neutral."""

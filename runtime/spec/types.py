@@ -12,15 +12,13 @@ from typing import Any, Literal, NamedTuple, overload
 
 import msgspec
 
+from runtime.spec.errors import CallboardError as CallboardError
+from runtime.spec.plain_values import INT64
 from runtime.spec.sampling_fields import Effect, sampling, table_of
 
 _LEAST_TEMPERATURE = 1e-5
 TOKEN_BYTES = 4  # of a token in a message
 NOT_FINITE = "The model gave logits that are not finite for this request."  # with FinishReason.ERROR
-
-
-class CallboardError(Exception):
-    """A fault that a user can fix. Its text is one sentence: the value at fault and the change to make."""
 
 
 class FinishReason(IntEnum):
@@ -107,7 +105,8 @@ class SamplingParams:
     min_tokens: int = sampling(0, Effect.HOLD, 0)  # no EOS and no stop id before this many output tokens
     stop_token_ids: tuple[int, ...] = sampling((), Effect.LENGTH)
     ignore_eos: bool = sampling(False, Effect.LENGTH)
-    seed: int | None = sampling(None, Effect.TEXT)  # if None the front draws one; engines read Request.seed (C4)
+    # If None the front draws one; engines read Request.seed (C4).
+    seed: int | None = sampling(None, Effect.TEXT, *INT64)
     logprobs: int | None = sampling(None, Effect.REPORT, 0, 20)  # n reports the sampled token and the n best
     logprob_token_ids: tuple[int, ...] = sampling((), Effect.REPORT)  # with `logprobs`, also report these
     # With `logprobs`, also report each token's log-probability under the distribution that it was drawn from.
@@ -139,8 +138,7 @@ class SamplingParams:
         return copy
 
     def __post_init__(self) -> None:
-        if (f := table_of(type(self)).out_of_bounds(self)) is not None:
-            raise CallboardError(f"{f.name} is {getattr(self, f.name)}; it must be {f.bounds}.")
+        table_of(type(self)).check(self)
         if not self.max_tokens and self.prompt_logprobs is None:
             raise CallboardError("max_tokens is 0; it must be at least 1.")
         if self.pooled and self.max_tokens != 1:

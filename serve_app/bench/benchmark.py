@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from runtime.background import in_background
 from runtime.spec.types import CallboardError
 from serve_app.bench.client import Client, Turn
 from serve_app.bench.figures import figures
@@ -155,7 +156,7 @@ async def _shown(plan: LoadPlan, level: float, seen: list[Turn]) -> AsyncIterato
             await asyncio.sleep(_SHOW_S)
             print(f"\r\x1b[K{_progress(plan, level, seen, begin)}", end="", file=sys.stderr, flush=True)
 
-    task = asyncio.create_task(show())
+    task = in_background(asyncio.create_task(show()), "the line of progress")
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from runtime.background import in_background
 from serve_app.http.limits import is_long
 from serve_app.protocol.errors import ApiError
 
@@ -56,7 +57,7 @@ class Lane:
                 raise ApiError(429, text, code="long_requests_wait", retry_after_s=_BUSY_RETRY_S)
             self._num_bytes[owner] += num_bytes
             self._waiting.setdefault(owner, deque()).append(waiting)
-        self._threads.submit(self._run_next)
+        in_background(self._threads.submit(self._run_next), "the work of a lane")
         try:
             return await asyncio.wrap_future(waiting.done)
         except asyncio.CancelledError:

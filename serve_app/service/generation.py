@@ -12,6 +12,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from runtime.background import in_background
 from runtime.output.processor import Delta
 from serve_app.http.auth import clean_id
 from serve_app.http.lanes import run_preparation, run_rendering
@@ -149,7 +150,7 @@ async def _kept_alive(period_s: float, write: Callable[[], Awaitable[None]]) -> 
             await asyncio.sleep(period_s)
             await write()
 
-    beating = asyncio.create_task(beat())
+    beating = in_background(asyncio.create_task(beat()), "keeping a stream alive")
     try:
         yield
     finally:
@@ -182,7 +183,7 @@ class UntilClientLeaves:
         return isinstance(error, asyncio.CancelledError) and self._has_left and not self._task.uncancel()
 
     def _start_watching(self) -> None:
-        self._watcher = asyncio.create_task(self._watch())
+        self._watcher = in_background(asyncio.create_task(self._watch()), "the wait for a client to leave")
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

@@ -16,6 +16,7 @@ from itertools import count
 from typing import Any
 
 from actors.wire.engine_client import EngineClient, EngineRefusal, Refusal, ServerStopped
+from runtime.background import in_background
 from runtime.core.requests import requests_of
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.fields import invalid, shortened
@@ -314,9 +315,9 @@ class Service:
                 if burst > _BURST:  # give others a turn; smaller bursts join the same step of the engine
                     await asyncio.sleep(0)
                     burst = 0
-                pumps.append(asyncio.create_task(pump(i)))
+                pumps.append(in_background(asyncio.create_task(pump(i)), "the pump of a choice"))
 
-        starting = asyncio.create_task(start())
+        starting = in_background(asyncio.create_task(start()), "the start of a request's choices")
         try:
             while num_open:
                 items = [await ready.get()]
@@ -330,8 +331,7 @@ class Service:
                         raise item
                 num_open -= sum(delta.finish_reason is not None for delta in deltas)
         finally:
-            starting.cancel()
-            for task in pumps:
+            for task in (starting, *pumps):
                 task.cancel()  # each closes its generator, which aborts its request, without a wait here
 
     async def _choice(

@@ -21,6 +21,7 @@ from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
 
+from runtime.background import in_background
 from runtime.spec.types import CallboardError
 from serve_app.processes.application_processes import (
     ROLES,
@@ -176,11 +177,13 @@ class _Chaos:
                 twins, questions = _Twins(), await self._questions(server, number // 2)
             conversation = _Conversation(number, twins, self._figures, max_len, self._plan.num_tokens)
             self._conversations.append(conversation)
-            tasks.append(asyncio.create_task(conversation.talk(server, questions, self._stopping)))
+            tasks.append(
+                in_background(asyncio.create_task(conversation.talk(server, questions, self._stopping)), "a stream")
+            )
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._stopping.set)
         showing = asyncio.create_task(self._show())
         killing = asyncio.create_task(self._kill_all())
-        stopped = asyncio.create_task(self._stopping.wait())
+        stopped = in_background(asyncio.create_task(self._stopping.wait()), "the wait for the end")
         ends: list[asyncio.Task[Any]] = [*tasks, killing, stopped]
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         self._stopping.set()

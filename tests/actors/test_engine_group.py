@@ -288,7 +288,7 @@ async def test_a_stream_that_kills_engines_is_given_up():
         assert group.num_streams == 0
 
 
-async def test_broken_connections_do_not_count_against_a_stream():
+async def test_few_broken_connections_end_no_stream():
     engine = Engine(delay_s=SLOW_S)
     async with Group(engine) as group:
         reading = asyncio.create_task(read(group, request(0, max_tokens=80)))

@@ -9,11 +9,23 @@ from unittest.mock import Mock
 
 import pytest
 
+from actors.engine.live_requests import LiveRequests
 from actors.wire import transport
-from actors.wire.link_messages import AbortById, Heartbeat, Report, Submit, decode_from_engine, encode
+from actors.wire.engine_client import EngineRefusal, Refusal
+from actors.wire.link_messages import (
+    AbortById,
+    Heartbeat,
+    Refused,
+    Report,
+    SharedPrompts,
+    Submit,
+    Tokens,
+    decode_from_engine,
+    encode,
+)
 from actors.wire.metrics import MetricValues
 from runtime.core.requests import requests_of
-from runtime.spec.types import FinishReason, SamplingParams
+from runtime.spec.types import FinishReason, Grammar, SamplingParams
 from tests.support.engine.fake_runner import sequential
 from tests.support.engine.links import Engine, eventually, link_to, only_link, read, request
 
@@ -87,6 +99,114 @@ async def test_strangers_cannot_block_a_replica(engine, monkeypatch):
         for stranger in strangers:
             stranger.close()
     await eventually(lambda: num_readers() == before)
+
+
+POISON = [
+    {"priority": 1.5},
+    {"token_ids": [1.5]},
+    {"token_ids": [True]},
+    {"cache_salt": None},
+    {"params": {"max_tokens": 1.5}},
+    {"params": {"stop_token_ids": (1.5,)}},
+    {"params": {"temperature": -1.0}},
+    {"params": {"grammar": Grammar("unknown", "", "")}},
+]
+
+
+def poisoned(fields):
+    """A request with values that no check has seen."""
+    params = request(0).params
+    for name, value in fields.get("params", {}).items():
+        object.__setattr__(params, name, value)
+    return replace(request(0), **({**fields, "params": params}))
+
+
+@pytest.mark.parametrize("fields", POISON, ids=str)
+async def test_a_request_that_cannot_be_read_is_refused(engine, caplog, monkeypatch, fields):
+    monkeypatch.setattr("actors.front.link.request_by_key", lambda request: request)
+    group = link_to(engine)
+    await asyncio.wait_for(group.start(), 5)
+    engine.runners[-1].delay_s = 0.005
+    reading = asyncio.create_task(read(group, request(1, max_tokens=60)))
+    await eventually(lambda: engine.loop.stats()["running"] == 1)
+    connections = list(engine.loop._connections)
+    monkeypatch.setattr(only_link(group)._connection.grammars, "update", lambda _: None)
+    for _ in range(3):
+        with pytest.raises(EngineRefusal, match="cannot read the request") as refusal:
+            await asyncio.wait_for(read(group, poisoned(fields)), 5)
+        assert refusal.value.reason is Refusal.NEVER
+    assert "a front's request cannot be read" in caplog.text
+    assert list(engine.loop._connections) == connections
+    assert (await reading)[:2] == sequential(request(1, max_tokens=60), 512)
+    group.close()
+
+
+async def test_no_prompt_is_shared_after_an_unread_request(engine):
+    replica = replica_of(engine)
+    with replica.sock:
+        first, second, third = requests_of(iter("abc"), [1, 2, 3], SamplingParams(ignore_eos=True), 3)
+        prompts = SharedPrompts()
+        replica.send(encode(prompts.reduced(Submit(1, request(0), resumed=False))))
+        replica.send(encode(prompts.reduced(Submit(2, replace(first, priority=1.5), resumed=False))))
+        replica.send(encode(prompts.reduced(Submit(3, second, resumed=False))))
+        replica.send(encode(Submit(4, third, resumed=False)))
+        refused, ended = set(), set()
+        while ended != {1, 4} or refused != {2, 3}:
+            for frame in await asyncio.to_thread(replica.receive):
+                message = decode_from_engine(frame)
+                refused |= {message.stream} if isinstance(message, Refused) else set()
+                ended |= {e.stream for e in message.ended} if isinstance(message, Tokens) else set()
+
+
+async def test_a_request_that_cannot_be_sent_fails_alone(engine):
+    engine.loop.close()
+    engine.loop = None
+    group = link_to(engine)
+    starting = asyncio.create_task(group.start())
+    await asyncio.sleep(0)
+    group.info = engine.info
+    wrong = replace(request(0), seed=2**70)
+    reading = [asyncio.create_task(read(group, each)) for each in (wrong, request(1), wrong)]
+    await eventually(lambda: group.num_streams == 3)
+    engine.restart()
+    for unsent in (reading[0], reading[2], asyncio.create_task(read(group, replace(request(0), cache_salt="\ud800")))):
+        with pytest.raises(EngineRefusal, match="The request cannot be sent"):
+            await asyncio.wait_for(unsent, 5)
+    assert (await asyncio.wait_for(reading[1], 5))[:2] == sequential(request(1), 512)
+    await starting
+    group.close()
+
+
+@pytest.mark.parametrize("is_accepted", [False, True])
+async def test_a_request_on_lost_connections_ends(engine, monkeypatch, is_accepted):
+    """An engine lives, and cuts every connection with this request."""
+    submit = LiveRequests.submit
+
+    def cut(self, connection, message, draining):
+        if is_accepted:
+            submit(self, connection, message, draining)
+        connection.close()
+
+    group = link_to(engine, Engine())
+    await asyncio.wait_for(group.start(), 5)
+    await eventually(lambda: len(group.engines()) == 2)
+    good = (await read(group, request(1)))[:2]
+    monkeypatch.setattr(LiveRequests, "submit", cut)
+    _, reason, last = await asyncio.wait_for(read(group, request(0)), 60)
+    assert reason is FinishReason.ERROR
+    assert last.error.startswith("The connections to engines ended too often while they served this request")
+    monkeypatch.setattr(LiveRequests, "submit", submit)
+    assert (await asyncio.wait_for(read(group, request(1)), 60))[:2] == good
+    group.close()
+
+
+async def test_the_reason_of_a_cut_link_is_logged(engine, caplog):
+    replica = replica_of(engine)
+    with replica.sock:
+        await eventually(lambda: engine.loop.stats()["connections"] == 1)
+        replica.send(b"\xc1 no message")
+        await eventually(lambda: engine.loop.stats()["connections"] == 0)
+    await eventually(lambda: "the link of a front ends: " in caplog.text)
 
 
 async def test_a_reader_that_fails_ends_its_connection_and_no_other(engine, monkeypatch, caplog):
@@ -182,10 +302,13 @@ async def test_choices_send_their_prompt_once(engine, monkeypatch):
     group.close()
 
 
-async def test_a_first_request_that_repeats_another_ends_its_link(engine):
+async def test_a_first_request_that_repeats_another_is_refused(engine):
     replica = replica_of(engine)
     with replica.sock:
         replica.send(encode(Submit(1, request(0), resumed=False, repeats=True)))
-        while await asyncio.wait_for(asyncio.to_thread(replica.receive), 60):
-            pass
+        refused = []
+        while not refused:
+            frames = map(decode_from_engine, await asyncio.to_thread(replica.receive))
+            refused = [message for message in frames if isinstance(message, Refused)]
+    assert refused[0].reason is Refusal.NEVER
     assert not engine.loop.core.scheduler.requests

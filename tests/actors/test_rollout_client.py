@@ -166,6 +166,17 @@ def test_a_faulty_iterator_of_prompts_raises_at_its_reader(client, engine):
     until(lambda: num_live(engine) == 0)
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()], ids=repr)
+def test_an_iterator_of_prompts_cannot_end_the_loop(client, error):
+    def faulty():
+        yield [1]
+        raise error
+
+    with pytest.raises(CallboardError, match="The prompts ended with"):
+        list(client.generate(faulty(), PARAMS))
+    assert client.generate_list([[1]], PARAMS)
+
+
 def test_closing_aborts_what_runs(client, engine):
     engine.runners[-1].delay_s = 0.02
     found = client.generate([[i] for i in range(8)], LONG)

@@ -3,7 +3,9 @@
 import json
 import re
 
+import numpy as np
 import pytest
+import torch
 
 from runtime.llm import LLM
 from runtime.spec.types import CallboardError, FinishReason, SamplingParams
@@ -171,3 +173,41 @@ def test_unsupported_fields_are_refused(load):
     with pytest.raises(CallboardError, match="no chat template"):
         load(None).chat(HELLO)
     assert not llm.engine.has_work
+
+
+def test_integers_of_any_library_are_ordinary_input(load):
+    llm = load()
+    params = SamplingParams(max_tokens=np.int64(4), seed=torch.tensor(3), prompt_logprobs=0)
+    plain = SamplingParams(max_tokens=4, seed=3, prompt_logprobs=0)
+    wanted = llm.generate([[5, 6, 7], [8, 9, 10]], plain, n=2, prompt_len=[2, 1])
+    batches = (
+        np.array([[5, 6, 7], [8, 9, 10]]),
+        torch.tensor([[5, 6, 7], [8, 9, 10]]),
+        [np.array([5, 6, 7]), [8, 9, 10]],
+    )
+    for prompts in batches:
+        assert llm.generate(prompts, params, n=np.int64(2), prompt_len=np.array([2, 1])) == wanted
+    for prompt in ([np.int64(5), 6, 7], np.array([5, 6, 7]), torch.tensor([5, 6, 7])):
+        assert llm.generate(prompt, params, n=torch.tensor(2), prompt_len=torch.tensor(2)) == wanted[:2]
+
+
+@pytest.mark.parametrize("prompt", [[1, 1.5], [1, True], [1, None], [1, 2**70], [[1.5]], [None], [torch.tensor([1.0])]])
+def test_tokens_of_another_kind_are_refused(load, prompt):
+    with pytest.raises(CallboardError, match=r"^The prompt(\[\d\])? is .*; it must be "):
+        load().generate(prompt, PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 4.0), ("max_tokens", True), ("max_tokens", None), ("max_tokens", 2**70),
+        ("seed", 1.5), ("seed", 2**63), ("top_k", "3"), ("temperature", "1"), ("temperature", float("nan")),
+        ("temperature", True), ("stop_token_ids", (1.5,)), ("stop_token_ids", 5), ("stop_token_ids", (2**70,)),
+        ("allowed_token_ids", "12"), ("logit_bias", (("a", 1.0),)), ("logit_bias", ((1, float("nan")),)),
+        ("logit_bias", ((1,),)), ("stop", ("\ud800",)), ("stop", 5), ("ignore_eos", 1), ("logprobs", np.array([1])),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_parameters_of_another_kind_are_refused(field, value):
+    with pytest.raises(CallboardError, match=rf"^(The token id of )?{field}(\[\d\])* is .*; it must be .*\.$"):
+        SamplingParams(**{field: value})

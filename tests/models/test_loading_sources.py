@@ -325,3 +325,50 @@ def test_addresses_without_a_model(hub, web, address: str, says: str):
     hub.repos["org/m-GGUF"][SHA] = {**FILES, "page.gguf": b"<html>"}
     with pytest.raises(CallboardError, match=says):
         resolve(address.format(web=web), progress=False)
+
+
+@pytest.mark.parametrize(
+    "end",
+    ["a/..%2F..%2F..%2Fhome%2Fm.gguf", "..%2f..%2f..%2fhome%2fm.gguf", "%2Fhome%2Fm.gguf", "%252e%252e%252fm.gguf"],
+)
+def test_an_address_is_stored_within_the_cache(web, tmp_path, end: str):
+    (tmp_path / "home").mkdir()
+    with pytest.raises(CallboardError, match="the server answers 404"):
+        resolve(f"{web}/{end}", progress=False)
+    assert list((tmp_path / "home").iterdir()) == []
+    (home,) = (tmp_path / "cache" / "web").iterdir()
+    assert all(path.parent == home for path in tmp_path.rglob("*.lock"))
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "{web}/m%00.gguf",
+        "{web}/m%0A.gguf",
+        "{web}/%2Em.gguf",
+        "{web}/m%2F.gguf",
+        "{web}/a%5C..%5Cm.gguf",
+        "{web}/%ff.gguf",
+        "{web}/m\ud800.gguf",
+        "{web}/m.gguf?\x00",
+        "http://a\0b/m.gguf",
+        "https://a..b/m.gguf",
+        "http://127.0.0.1:x/m.gguf",
+        "{web}/" + 300 * "m" + ".gguf",
+        "{web}/m-00000-of-00000.gguf",
+    ],
+)
+def test_odd_addresses_are_one_sentence(web, tmp_path, monkeypatch, address: str):
+    monkeypatch.setattr(download, "_TRIES", 0)
+    with pytest.raises(CallboardError, match=r"check the address\.$|cannot be stored under .*File name too long\.$"):
+        resolve(address.format(web=web), progress=False)
+
+
+@pytest.mark.parametrize("revision", ["../../x", "a/../b", "/etc", "a\0b"])
+def test_a_revision_is_a_name(revision: str):
+    with pytest.raises(CallboardError, match="names no branch, tag or commit"):
+        resolve("org/m", revision)
+
+
+def test_a_name_without_parts_is_a_whole_file():
+    assert gguf_models(["m-00000-of-00000.gguf"])[0].files == ("m-00000-of-00000.gguf",)

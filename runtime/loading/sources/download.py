@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import sys
 import threading
@@ -19,6 +20,7 @@ from runtime.spec.types import CallboardError
 if TYPE_CHECKING:
     import httpx
 
+_CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)")
 _TRIES = 4  # without a byte in between
 _TIMEOUT_S = 20.0  # without a byte, until the connection is closed
 
@@ -104,21 +106,27 @@ def fetch(
     unless their hash is wrong."""
     import httpx
 
-    tries = 0
+    tries, most = 0, download.num_stored
     with httpx.Client(
         follow_redirects=True,
         timeout=_TIMEOUT_S,
         event_hooks={} if download.sha256 else {"request": [_check_address]},
     ) as client:
         while True:
-            stored = download.num_stored
             try:
                 _transfer(client, download, advance, check, stop)
                 break
-            except (httpx.InvalidURL, httpx.UnsupportedProtocol, httpx.TooManyRedirects) as e:
+            except (
+                httpx.InvalidURL,
+                httpx.UnsupportedProtocol,
+                httpx.TooManyRedirects,
+                ValueError,
+                OverflowError,
+            ) as e:
                 raise CallboardError(f"{download.url} cannot be fetched ({e}); check the address.") from e
             except httpx.TransportError as e:
-                tries = 0 if download.num_stored > stored else tries + 1
+                tries = 0 if download.num_stored > most else tries + 1
+                most = max(most, download.num_stored)
                 if tries >= _TRIES:
                     reason = str(e) or type(e).__name__
                     raise CallboardError(
@@ -143,7 +151,9 @@ def _transfer(
     check: Callable[[int], None],
     stop: threading.Event,
 ) -> None:
-    """Send one request for the missing bytes."""
+    """Send one request for the missing bytes. Raises TransportError if bytes are missing after it."""
+    import httpx
+
     path, stored = download.unfinished, download.num_stored
     if stored and stored == download.size:
         return
@@ -153,19 +163,29 @@ def _transfer(
     if stored and (etag or download.sha256):  # either proves that the file has not changed
         headers |= {"Range": f"bytes={stored}-"} | ({"If-Range": etag} if etag else {})
     with client.stream("GET", download.url, headers=headers) as response:
-        if response.status_code == 416:  # the file is now shorter
+        status, (first, total) = response.status_code, _range_of(response)
+        is_same = not etag or response.headers.get("etag", etag) == etag
+        if status == 416 and total == stored and is_same:
+            return  # a process was killed between the last byte and the rename
+        is_rest = status == 206 and first == stored and total is not None and is_same
+        is_rest |= status == 206 and first is None and bool(download.sha256)
+        if status == 416 or (status == 206 and not is_rest):
             path.unlink(missing_ok=True)
-            raise CallboardError(f"{download.url} has changed since a part of it was fetched; try again.")
-        if response.status_code >= 400:
-            raise DownloadRefused(download.url, response.status_code)
-        is_rest = response.status_code == 206
+            advance(-stored)
+            raise httpx.RemoteProtocolError(f"the server answers with another part than the rest after byte {stored}")
+        if status >= 400:
+            raise DownloadRefused(download.url, status)
         start = stored if is_rest else 0
         advance(start - stored)
-        length = response.headers.get("content-length")
-        total = download.size if length is None else start + int(length)
+        if total is None:
+            total = int(response.headers.get("content-length", -1)) if not is_rest else -1
+            total = total if total >= 0 else download.size
+        if total is None:
+            text = "without its length, so a part of it could pass for the whole"
+            raise CallboardError(f"{download.url} is sent {text}; use another server.")
         if download.size not in (None, total):
             raise CallboardError(f"{download.url} has {total} bytes where {download.size} are announced; try again.")
-        check((total or start) - start)
+        check(total - start)
         if not download.sha256 and (etag := response.headers.get("etag", "")) and not etag.startswith("W/"):
             etag_file.write_text(etag)
         with path.open("ab" if is_rest else "wb") as sink:
@@ -176,6 +196,15 @@ def _transfer(
                 advance(len(chunk))
             sink.flush()
             os.fsync(sink.fileno())  # the final name guarantees a complete file, also after a power loss
+            if sink.tell() != total:
+                raise httpx.RemoteProtocolError(f"the transfer ended after {sink.tell()} of {total} bytes")
+
+
+def _range_of(response: httpx.Response) -> tuple[int | None, int | None]:
+    """Return the first byte of an answer's Content-Range, and the size of the whole file. None if unknown."""
+    match = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
+    first, total = match.groups() if match else (None, None)
+    return (None if first is None else int(first)), (int(total) if total and total != "*" else None)
 
 
 def _finish(download: Download) -> None:

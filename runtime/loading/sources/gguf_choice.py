@@ -39,7 +39,7 @@ def gguf_models(names: Iterable[str]) -> list[GgufModel]:
             continue
         stem, prefix = file.removesuffix(".gguf"), f"{folder}/" if folder else ""
         files: tuple[str, ...] = (name,)
-        if split := _SPLIT.fullmatch(stem):
+        if (split := _SPLIT.fullmatch(stem)) and int(split["count"]):
             stem, count = split["stem"], int(split["count"])
             files = tuple(f"{prefix}{stem}-{i:05}-of-{count:05}.gguf" for i in range(1, min(count, 9999) + 1))
         match = _LABEL.search(stem) or _LABEL.fullmatch(folder.rpartition("/")[2])

@@ -53,7 +53,7 @@ def _fetched(name: HubName, info: ModelInfo, progress: bool, weights: bool) -> P
     """Fetch the model from the list of its files, and return its path."""
     from huggingface_hub import snapshot_download, try_to_load_from_cache
 
-    names = [sibling.rfilename for sibling in info.siblings or ()]
+    names = [sibling.rfilename for sibling in info.siblings or () if ".." not in sibling.rfilename.split("/")]
     if gguf := _gguf_model(name, names):
         files = list(gguf.files)
         if absent := [file for file in files if file not in names]:
@@ -133,7 +133,7 @@ def _fetch_large(name: HubName, info: ModelInfo, files: Sequence[str], progress:
     for sibling in info.siblings or ():
         if sibling.rfilename in files and sibling.lfs is not None:
             url = hf_hub_url(name.repo_id, sibling.rfilename, revision=info.sha)
-            hash_ = sibling.lfs.sha256
+            hash_ = Path(sibling.lfs.sha256).name
             missing.append(Download(url, blobs / hash_, sibling.lfs.size, hash_, build_hf_headers()))
         elif sibling.rfilename in files:
             num_small_bytes += sibling.size or 0

@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
+from runtime.spec.types import CallboardError
+
 FORMS = (
     "a hub id like HuggingFaceTB/SmolLM2-135M-Instruct, ORG/REPO:Q4_K_M of a GGUF repository, the web address of "
     "either or of a .gguf file, a local folder, a .gguf file, "
@@ -27,6 +29,11 @@ class HubName:
     repo_id: str
     revision: str | None = None  # branch, tag or commit; None for the main branch
     gguf: str = ""  # a quantization such as Q4_K_M or a file of the repository; empty if none is named
+
+    def __post_init__(self) -> None:
+        name = self.revision or ""  # a path of the hub's cache
+        if not name.isprintable() or name.startswith("/") or ".." in name:
+            raise CallboardError(f"revision {name!r} names no branch, tag or commit; check it.")
 
     def __str__(self) -> str:
         return f"{self.repo_id}:{self.gguf}" if self.gguf else self.repo_id

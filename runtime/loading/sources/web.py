@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 import threading
 from pathlib import Path
@@ -19,23 +20,26 @@ def web_model(file: WebFile, cache: Path, progress: bool) -> Path:
 
     Raises CallboardError if it cannot be fetched or stored, or is not a GGUF file."""
     address = urlsplit(file.url)
-    folder, _, name = address.path.rpartition("/")
-    if not (models := gguf_models([unquote(name)])):
+    *_, name = re.split("/|%2F", address.path, flags=re.IGNORECASE)  # a separator, encoded or not
+    folder, plain = address.path.removesuffix(name), unquote(name)
+    if not f"{file.url}{plain}".isprintable() or plain.startswith(".") or set(plain) & set("/\\\ufffd"):
+        raise CallboardError(f"{file.url!r} names no file that can be stored as {plain!r}; check the address.")
+    if not (models := gguf_models([plain])):
         raise CallboardError(f"{file.url} is no model by its name; name the GGUF file of the language model.")
     (model,) = models
-    place = hashlib.sha256(f"{address.scheme}://{address.netloc}{folder}".encode()).hexdigest()[:12]
-    home = cache / "web" / f"{address.hostname}-{place}"
-    targets = [home / part for part in model.files]
-    if all(target.exists() for target in targets):
-        return targets[0]
-    if unquote(name) not in model.files:
+    if plain not in model.files:
         raise CallboardError(f"{file.url} is not among the parts that its name announces; check the address.")
+    site = f"{address.scheme}://{address.netloc}{folder.removesuffix('/')}"
+    home = cache / "web" / f"{address.hostname}-{hashlib.sha256(site.encode()).hexdigest()[:12]}"
+    targets = [home / part for part in model.files]
     try:
+        if all(target.exists() for target in targets):
+            return targets[0]
         home.mkdir(parents=True, exist_ok=True)
         with locked(home / f"{targets[0].name}.lock", file.url, progress):
             for target in targets:
                 if not target.exists():
-                    url = address._replace(path=f"{folder}/{quote(target.name)}", fragment="").geturl()
+                    url = address._replace(path=f"{folder}{quote(target.name)}", fragment="").geturl()
                     _fetch(Download(url, target), progress)
     except OSError as e:
         raise CallboardError(f"{file.url} cannot be stored under {home}: {e.strerror or e}.") from e

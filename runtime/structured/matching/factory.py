@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.background import in_background
 from runtime.child import ChildPool, Overrun
 from runtime.spec.types import CallboardError, Grammar, ThinkingBudget
 from runtime.structured.matching.automaton import Automaton, EagerMatcher, build
@@ -107,7 +108,7 @@ class MatcherFactory:
             if self.policy is not None and grammar.expression and not entry.is_tried:
                 entry.is_tried = self.policy.pays(entry.host_s, grammar.expression)
                 if entry.is_tried:
-                    self._builder.submit(self._build, grammar, entry, self.policy)
+                    in_background(self._builder.submit(self._build, grammar, entry, self.policy), "an automaton")
             if len(self._entries) > num_entries:
                 self._trim()
             return EagerMatcher(entry.automaton) if entry.automaton else entry.prototype.copy()

@@ -20,6 +20,7 @@ from typing import IO, Any, TypeVar
 import msgspec
 from starlette.types import ASGIApp, Message
 
+from runtime.background import in_background
 from serve_app.apis.batches.lines import Position, Requests, append, check, fault, finished, read_line
 from serve_app.apis.batches.store import ENDED, BatchStore, Record
 from serve_app.protocol.answers import encode_json
@@ -56,7 +57,7 @@ class Batches:
     def start(self) -> None:
         """Run the batches that other fronts do not run, from now on."""
         if self.store is not None:
-            self._looking = asyncio.create_task(self._look(self.store))
+            self._looking = in_background(asyncio.create_task(self._look(self.store)), "looking for batches")
 
     def stop(self) -> None:
         """Leave all batches to other fronts, or to the next start."""
@@ -76,7 +77,9 @@ class Batches:
                 for batch_id in await self._on_disk(store.batches.with_suffix, ".lock"):
                     if batch_id not in self._running and (lock := await self._on_disk(store.take, batch_id)):
                         task = self._running[batch_id] = asyncio.create_task(self._run(store, batch_id, lock))
-                        task.add_done_callback(partial(self._release, batch_id, lock))
+                        in_background(task, f"batch {batch_id}").add_done_callback(
+                            partial(self._release, batch_id, lock)
+                        )
             except OSError:
                 logger.exception("the folder of batches cannot be read")
             with suppress(TimeoutError):
@@ -109,7 +112,7 @@ class Batches:
     def _release(self, batch_id: str, lock: IO[bytes], _: asyncio.Task[None]) -> None:
         """Release the batch to other fronts. A task that was cancelled before its start has not closed the lock."""
         del self._running[batch_id]
-        self._disk.submit(lock.close)
+        in_background(self._disk.submit(lock.close), "releasing a batch")
 
     async def _on_disk(self, work: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._disk, work, *args)
@@ -161,7 +164,7 @@ class _Run:
         index = start = 0
         try:
             async with asyncio.timeout(self._batch["expires_at"] - time.time()) as limit:
-                watching = asyncio.create_task(self._watch(limit))
+                watching = in_background(asyncio.create_task(self._watch(limit)), "watching a batch")
                 try:
                     async with asyncio.TaskGroup() as group:
                         while True:

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from runtime.background import in_background
 from runtime.output.fields import FieldError
 from serve_app.apis.responses.answers import DeletedResponse, ItemList, ResponseObject
 from serve_app.apis.responses.builder import ResponseBuilder, ResponseStream, error_event
@@ -134,7 +135,7 @@ class ResponseCreation(Generation):
         builder = ResponseBuilder(prepared, is_stored=True, has_events=bool(prepared.request.stream))
         stored = self._stored.store.begin(prepared, builder)
         builder.create()
-        stored.task = asyncio.create_task(self._run(prepared, context, builder))
+        stored.task = in_background(asyncio.create_task(self._run(prepared, context, builder)), "a stored response")
         if prepared.request.stream:
             await follow(self._stored, self._settings, prepared.id, prepared.owner, 0, receive, send)
         else:

@@ -99,10 +99,13 @@ class _Handler(BaseHTTPRequestHandler):
             start, status = int(self.headers["Range"].removeprefix("bytes=").rstrip("-")), 206
         if self.hub.wrong_bytes and len(content) >= LARGE:
             content = bytes(len(content))
-        self._answer(content[start:], sha, etag, status)
+        whole = f"bytes {start}-{len(content) - 1}/{len(content)}" if status == 206 else ""
+        self._answer(content[start:], sha, etag, status, whole)
 
-    def _answer(self, content: bytes, sha: str = "", etag: str = "", status: int = 200) -> None:
+    def _answer(self, content: bytes, sha: str = "", etag: str = "", status: int = 200, whole: str = "") -> None:
         self.send_response(status)
+        if whole:
+            self.send_header("Content-Range", whole)
         self.send_header("Content-Length", str(len(content)))
         self.send_header("ETag", etag)
         self.send_header("X-Repo-Commit", sha)
