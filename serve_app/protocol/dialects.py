@@ -28,8 +28,9 @@ class Dialect:
 
 
 # metadata in OpenAI's responses and batches
-_Key, _Value = Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]
-Metadata = Annotated[dict[_Key, _Value], Field(max_length=16)]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
 
 
 def _of_route(route: str, *fields: str) -> dict[str, str]:

@@ -1,10 +1,21 @@
 """Figures of fronts and engines among Ray's own."""
 
 import time
+from contextlib import suppress
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
+
+def wait_for_answer(url: str) -> None:
+    end = time.monotonic() + 300
+    while True:
+        with suppress(httpx.TransportError):
+            httpx.get(url)
+            return
+        assert time.monotonic() < end
+        time.sleep(0.2)
 
 
 @pytest.mark.thorough
@@ -31,9 +42,11 @@ def test_figures_reach_rays_own_exporter(ray_session):
             new.count("vllm:request_success", "stop", 3)
             await metrics.publish("a", new)
 
+    (node,) = (n for n in ray.nodes() if n["Alive"])
+    url = f"http://127.0.0.1:{node['MetricsExportPort']}/metrics"
+    wait_for_answer(url)  # Ray's agent starts after its node, and a worker does not wait for it long
     publisher = Publisher.remote()
     ray.get(publisher.publish.remote())
-    (node,) = (n for n in ray.nodes() if n["Alive"])
     want = {
         "ray_vllm_generation_tokens_total": 7,
         "ray_vllm_num_requests_running": 2,
@@ -44,10 +57,7 @@ def test_figures_reach_rays_own_exporter(ray_session):
     end, found = time.monotonic() + 300, {}
     while not want.keys() <= found.keys() and time.monotonic() < end:
         time.sleep(0.5)
-        try:
-            text = httpx.get(f"http://127.0.0.1:{node['MetricsExportPort']}/metrics").text
-        except httpx.ConnectError:  # Ray's agent starts after its node
-            continue
+        text = httpx.get(url).text
         samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
         mine = [s for s in samples if s.labels.get("ReplicaId") == "r1"]
         found |= {s.name: s.value for s in mine if s.labels["engine"] == "a"}
