@@ -154,7 +154,8 @@ def _one_by_one(
     properties, required = root.get("properties", {}), root.get("required", [])
     names = sorted(properties, key=str.lower) if form.is_sorted else list(properties)  # as Jinja's dictsort
     for i, name in reversed(list(enumerate(names))):
-        if form.stops and types_of(root, name) == {"string"}:
+        is_text = bool(form.stops) and types_of(root, name) == {"string"}
+        if is_text:
             value = _tagged_text(calls, form, properties[name])
         elif form.quote and (own := notation.value(properties[name], f"{prefix}n{i}")) is not None:
             value = sequence(own, calls.text(form.end))
@@ -163,7 +164,7 @@ def _one_by_one(
             written |= schema.rules_of(root, checks, of, f"{prefix}v{i}", strict, ignored)
             value = sequence(Name(f"{prefix}v{i}start"), calls.text(form.end))
         for has_one in (False, True):
-            begin = (form.separator if has_one else "") + form.begin + name + form.to_value
+            begin = (form.separator if has_one else "") + form.begin + name + ((is_text and form.to_text) or form.to_value)
             given = sequence(calls.text(begin), value, rest[True])
             written[f"{prefix}{'ab'[has_one]}{i}"] = given if name in required else choice([given, rest[has_one]])
         rest = {False: Name(f"{prefix}a{i}"), True: Name(f"{prefix}b{i}")}

@@ -95,7 +95,7 @@ class ChatTemplate:
 
     @cached_property
     def _probed(self) -> CallProbe:
-        return probe_calls(self._rendered)
+        return probe_calls(self._rendered, self._tool_source)
 
     @cached_property
     def _place_of_content(self) -> Place:

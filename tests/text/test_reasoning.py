@@ -11,7 +11,7 @@ from runtime.text.reasoning import THINK, THOUGHT, ReasoningSplitter, marks_of
 from runtime.text.tool_calls.parser import MAX_SPACES
 from tests.support.cpu_time import reference_s
 
-OPEN, CLOSE, _ = THINK
+OPEN, CLOSE, *_ = THINK
 
 
 def split(parts: list[str], inside: bool) -> tuple[str, str]:
@@ -128,4 +128,4 @@ def test_a_template_determines_the_marks(cut):
     text = "<|channel>thought\nHm.\n<channel|>Yes. <channel|>"
     splitter = ReasoningSplitter(False, THOUGHT)
     pieces = [splitter.push(text[:cut]), splitter.push(text[cut:]), splitter.push("", is_last=True)]
-    assert ["".join(parts) for parts in zip(*pieces, strict=True)] == ["Hm.", "Yes. <channel|>"]
+    assert ["".join(parts) for parts in zip(*pieces, strict=True)] == ["Hm.", "Yes. "]

@@ -24,7 +24,7 @@ _MAX_DEPTH = 64
 class Gemma4Parser(PlainArgumentsParser):
     """A text is returned as it arrives, any other value when it is complete."""
 
-    head = re.compile(r"\s*call:\s*([\w.-]+)\s*\{")
+    head = re.compile(r"\s*(?:call)?:\s*([\w.-]+)\s*\{")
     ends = ("<tool_call|>",)
     _value_end: _ValueEnd
 
