@@ -51,7 +51,7 @@ class MiniCpm5Parser(TaggedParser):
             if not final and self._held != _CDATA and _CDATA.startswith(self._held):
                 return False
             self.value_end = re.compile("]]></param>" if self._held.startswith(_CDATA) else "</param>")
-            self._held = self._held.removeprefix(_CDATA)
+            self._held, self._is_at_start = self._held.removeprefix(_CDATA), False
         return super()._value_text(final)
 
 

@@ -88,6 +88,7 @@ GLM4 = ToolFormat(
     begin="",
     to_arguments="\n",
     again="<|assistant|>",
+    has_metadata=True,
     sign=r"在调用上述函数时.*metadata",
 )
-RECIPIENTS = replace(GLM4, mark=">>>", marks=(), again=">>>", sign="")
+RECIPIENTS = replace(GLM4, mark=">>>", marks=(), again=">>>", has_metadata=False, sign="")

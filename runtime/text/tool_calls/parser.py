@@ -42,6 +42,7 @@ class ToolFormat:
     json_form: ToolFormat | None = None  # for required calls with arguments that this format cannot express
     has_short_ids: bool = False  # its template accepts only ids of nine letters or digits
     has_named_ids: bool = False  # its template writes the id of a call as the call's name: functions.NAME:NUMBER
+    has_metadata: bool = False  # its template writes a call as a message with the function's name as `metadata`
     ends_reasoning: bool = False  # a call within reasoning ends it
     # A regular expression of templates that describe tools for this format and write no calls. Empty if all write them.
     sign: str = ""
