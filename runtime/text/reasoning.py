@@ -56,6 +56,7 @@ class ReasoningSplitter:
         self._ends = (marks.close, *(new_parser().all_marks if new_parser is not None else ()))
         self._parser: ToolCallParser | None = None  # of the call that may begin at `_from`
         self._num_parsed = 0  # characters that this parser has received
+        self._has_call = False  # it has read a call
         self._from = 0  # the place in `_held` from which a mark may begin
         self._is_undecided = True  # the text may still begin with the opening mark
         self._at_start = True  # of a part that loses its leading line ends
@@ -130,9 +131,9 @@ class ReasoningSplitter:
         return reasoning
 
     def _end_of_reasoning(self, is_last: bool) -> tuple[int, str | None]:
-        """Return the end of the text that is certainly reasoning, and the mark there; None if reasoning continues.
+        """Return the end of the text that is certainly reasoning, and the mark there; None if more may follow.
 
-        A call keeps its mark: the result is an empty one."""
+        A call ends reasoning that is never closed: its own mark stays in the text, so the result is an empty mark."""
         text, close = self._held, self._marks.close
         while True:
             places = [(at, end) for end in self._ends if (at := text.find(end, self._from)) >= 0]
@@ -142,23 +143,42 @@ class ReasoningSplitter:
             at, end = min(places)
             if end == close:
                 return at, close
-            is_call = self._is_call(text[at:], is_last)
-            if is_call is None:
+            if self._parser is None and self._new_parser is not None:
+                self._parser, self._num_parsed, self._has_call = self._new_parser(), 0, False
+            verdict = self._read_call(text[at:], is_last)
+            if verdict is None:
                 self._from = at
                 return at, None
             self._parser = None
-            if is_call:
+            if verdict < 0:
                 return at, ""
-            self._from = at + len(end)
+            self._from = at + (verdict or len(end))
 
-    def _is_call(self, text: str, is_last: bool) -> bool | None:
-        """Return whether a text that begins with a call's mark is a call; None if that is still open."""
-        assert self._new_parser is not None, "only calls have these marks"
-        if self._parser is None:
-            self._parser, self._num_parsed = self._new_parser(), 0
-        content, calls = self._parser.push(text[self._num_parsed :], is_last)
-        self._num_parsed = len(text)
-        return True if calls else False if content or is_last else None
+    def _read_call(self, text: str, is_last: bool) -> int | None:
+        """Return where reasoning continues after a text that begins as a call: 0 if it is not a call.
+
+        -1 if the output ends with it, None if that is still open. A closing mark behind a whole call shows that the
+        call was quoted; within arguments it is ordinary text."""
+        parser, close = self._parser, self._marks.close
+        assert parser is not None, "a mark of a call was found"
+        while True:
+            at = text.find(close, self._num_parsed)
+            end = at if at >= 0 else len(text) - (0 if is_last else tail_that_may_begin(close, text))
+            while not self._has_call and self._num_parsed < end:  # one by one: text before another call is no call
+                content, calls = parser.push(text[self._num_parsed])
+                self._num_parsed, self._has_call = self._num_parsed + 1, bool(calls)
+                if content:
+                    return 0
+            if not self._has_call and (at >= 0 or is_last):
+                return 0
+            parser.push(text[self._num_parsed : end])
+            self._num_parsed = end
+            if at < 0:
+                return -1 if is_last else None
+            if parser.num_calls:
+                return at
+            parser.push(close)
+            self._num_parsed += len(close)
 
     def _answer(self, is_last: bool) -> str:
         """Return the text up to the next reasoning, without stray marks. Only families with such marks reason again."""

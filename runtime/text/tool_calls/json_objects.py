@@ -114,8 +114,7 @@ class JsonObjectParser(ToolCallParser):
     def _after_close(self, final: bool) -> bool:
         if self._skips(self._form.close.strip().removeprefix("]"), final) is None:
             return False
-        self._state = self._outside
-        return True
+        return self._after_calls(final)
 
     def _whole(self, text: str) -> tuple[str, str] | None:
         """Return name and arguments of a call with another order of keys; None if the object is not a call."""

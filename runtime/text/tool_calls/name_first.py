@@ -54,10 +54,9 @@ class NameFirstParser(ToolCallParser):
         if self.next_call and text.startswith(self.next_call):
             self._at = 0
             self._state = self._opening
-        else:
-            self._held = text.removeprefix(self.close)
-            self._state = self._outside
-        return True
+            return True
+        self._held = text.removeprefix(self.close)
+        return self._after_calls(final)
 
 
 class PlainArgumentsParser(NameFirstParser):

@@ -18,6 +18,7 @@ from runtime.text.tool_calls.parser import ToolFormat
 
 _CALLS, _CALL, _ARGUMENTS = "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
 _CALL_END, _CALLS_END = "<|tool_call_end|>", "<|tool_calls_section_end|>"
+_TO_READER = re.compile(r"\s*all\n")
 _PREFIX, _SUFFIX = "<|tools_prefix|>", "<|tools_suffix|>"
 
 
@@ -47,6 +48,16 @@ class NamedLineParser(NameFirstParser):
 
     head = re.compile(r"\s*([\w-]+)[ \t]*\n\s*(?=\{)")
     head_so_far = re.compile(r"\s*[\w-]*[ \t]*(?:\n\s*)?\Z")
+
+
+class RecipientParser(NamedLineParser):
+    """The name is a recipient: `all` is the reader."""
+
+    def _opening(self, final: bool) -> bool:
+        if to_reader := _TO_READER.match(self._held, self._at):
+            self._held, self._state = self._held[to_reader.end() :], self._outside
+            return True
+        return super()._opening(final)
 
 
 KIMI_K2 = ToolFormat(
@@ -91,4 +102,6 @@ GLM4 = ToolFormat(
     has_metadata=True,
     sign=r"在调用上述函数时.*metadata",
 )
-RECIPIENTS = replace(GLM4, mark=">>>", marks=(), again=">>>", has_metadata=False, sign="")
+RECIPIENTS = replace(
+    GLM4, parser=RecipientParser, mark=">>>", marks=(), again=">>>", has_metadata=False, sign=""
+)

@@ -185,6 +185,12 @@ class ToolCallParser:
     def _after_arguments(self, final: bool) -> bool:
         raise NotImplementedError
 
+    def _after_calls(self, final: bool) -> bool:
+        """Before the text behind calls, which loses its leading white space."""
+        self._held = self._held.lstrip()
+        self._state = self._outside if self._held else self._after_calls
+        return bool(self._held)
+
     def _finished(self, final: bool) -> bool:
         self._held = ""
         return False

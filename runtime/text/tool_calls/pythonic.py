@@ -64,10 +64,10 @@ class Olmo3Parser(PythonicParser):
 
     def _after_call(self, final: bool) -> bool:
         ended = self._skips("</function_calls>", final)
-        if ended is None or not (self._held or ended):
-            return False
-        self._at, self._state = 0, self._outside if ended else self._opening
-        return True
+        if ended or not self._held:
+            return bool(ended) and self._after_calls(final)
+        self._at, self._state = 0, self._opening
+        return ended is not None
 
 
 PYTHONIC = ToolFormat(

@@ -12,6 +12,7 @@ import argparse
 import json
 import random
 from collections import Counter, defaultdict
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,12 +21,14 @@ from runtime.output.fields import FieldError, read_options
 from runtime.output.message_parser import MessageFormat, MessageParser
 from runtime.output.options import ChatOptions
 from runtime.spec.types import CallboardError
+from runtime.text.chat import ChatTemplate
 from runtime.text.tokenizer import Tokenizer
 from serve_app.apis.chat.messages import ChatMessage
 from tests.support.http.fake_engine import EOS, byte_tokenizer
 from tests.support.suites.llama_cpp_cases import LlamaCase, cases_of
 
 _SPLITTINGS = 24
+_ANSWER = "An answer."
 _RAW_REASONING = 0  # llama.cpp's reasoning format that leaves reasoning in the content
 
 
@@ -52,7 +55,7 @@ def prompter_of(path: Path) -> ChatPrompter:
 
 def parsed(form: MessageFormat | None, parts: list[str]) -> Parsed:
     if form is None:
-        return Parsed("".join(parts), "", [])
+        return Parsed("".join(parts).strip(), "", [])
     parser, content, reasoning, calls = MessageParser(form), "", "", list[list[str]]()
     for i, part in enumerate([*parts, ""]):
         message = parser.push(part, i == len(parts))
@@ -69,7 +72,8 @@ def run(case: LlamaCase, prompter: ChatPrompter) -> tuple[Parsed, Parsed]:
     if fields["continues"]:
         raise LeftOut("continues an answer that llama.cpp's own renderer began")
     form = _format_of(fields, prompter)
-    text, expected = fields["input"], fields["expect"]
+    # An engine stops at the token that ends a turn, and sends no text of it.
+    text, expected = fields["input"].removesuffix(end_of_turn(case.template)), fields["expect"]
     whole = parsed(form, [text])
     for parts in (list(text), *(_random_parts(text, seed) for seed in range(_SPLITTINGS))):
         assert parsed(form, parts) == whole, f"case {case.number} depends on the cut"
@@ -111,6 +115,17 @@ def _message(fields: dict[str, Any]) -> dict[str, Any]:
     if fields["role"] == "tool":
         message["tool_call_id"] = fields["tool_call_id"] or "call00000"
     return message
+
+
+@cache
+def end_of_turn(path: Path) -> str:
+    """Return the text that a template writes behind an answer; empty if the template refuses the conversation."""
+    turns = [{"role": "user", "content": "Hey there!"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text = ChatTemplate(path.read_text("utf-8"), {}).render(turns, add_generation_prompt=False)
+    except CallboardError:
+        return ""
+    return text.rpartition(_ANSWER)[2].strip()
 
 
 def _random_parts(text: str, seed: int) -> list[str]:
