@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from runtime.spec.types import CallboardError
@@ -55,7 +56,7 @@ def probe_calls(render: Render, source: str = "") -> CallProbe:
         ]
         probe = probe or CallProbe(None, takes_text, shows_tools)
         if forms:
-            form = next((f for f in forms if f.parser is forms[0].parser and f.opening(_NAME) in written), forms[0])
+            form = max((each for each in forms if each.parser is forms[0].parser), key=partial(_likeness, written))
             if shows_tools or _writes_second_round(render, message, form, after):
                 return CallProbe(form, takes_text, shows_tools)
             return CallProbe(None, takes_text, shows_tools)
@@ -102,14 +103,17 @@ def _render(render: Render, messages: Sequence[Mapping[str, Any]], begins_turn: 
     return render(messages, {"tools": tools, "add_generation_prompt": begins_turn})
 
 
-def _writes_second_round(
-    render: Render, message: dict[str, Any], form: ToolFormat, after: str
-) -> bool:
+def _writes_second_round(render: Render, message: dict[str, Any], form: ToolFormat, after: str) -> bool:
     try:
         text = _render(render, [_USER, message, _RESULT, message], False)
     except CallboardError:
         return False
     return text.startswith(after) and _reads(form, text.removeprefix(after), None)
+
+
+def _likeness(written: str, form: ToolFormat) -> tuple[bool, int]:
+    """Return how much of a written call a format would write itself."""
+    return form.opening(_NAME) in written, len(form.close) if form.close in written else -1
 
 
 def _plain_answer(render: Render, before: str) -> str | None:

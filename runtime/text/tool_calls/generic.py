@@ -121,8 +121,7 @@ def _arguments(arguments: Any, form: ToolFormat) -> str:
     if form.arguments is None or not isinstance(arguments, Mapping):
         return " " * form.to_arguments.endswith(":") + _json(arguments)
     of = form.arguments
-    values = {key: _json(value) if isinstance(value, Mapping) else repr(value) for key, value in arguments.items()}
-    return of.separator.join(of.begin + key + of.to_value + value + of.end for key, value in values.items())
+    return of.separator.join(of.begin + key + of.to_value + _json(value) + of.end for key, value in arguments.items())
 
 
 def _text(message: Mapping[str, Any]) -> str:

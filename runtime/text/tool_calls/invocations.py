@@ -10,6 +10,7 @@ MINICPM5     <function name="f"><param name="a">1</param></function>
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import replace
 
 from runtime.text.tool_calls.argument_form import ArgumentForm
@@ -17,7 +18,7 @@ from runtime.text.tool_calls.json_objects import HERMES
 from runtime.text.tool_calls.name_first import TaggedParser
 from runtime.text.tool_calls.parser import ToolFormat
 
-_CDATA = "<![CDATA["
+_CDATA, _SECTION_END = "<![CDATA[", re.compile("]]></param>")
 
 
 def _parser_of(prefix: str, calls: str) -> type[TaggedParser]:
@@ -45,22 +46,26 @@ class MiniCpm5Parser(TaggedParser):
     value_end = re.compile(r"</param>")
     ends = ("</function>",)
     has_lines = False
+    _is_section = False
 
     def _value_text(self, final: bool) -> bool:
         if self._is_at_start:
             if not final and self._held != _CDATA and _CDATA.startswith(self._held):
                 return False
-            self.value_end = re.compile("]]></param>" if self._held.startswith(_CDATA) else "</param>")
+            self._is_section = self._held.startswith(_CDATA)
             self._held, self._is_at_start = self._held.removeprefix(_CDATA), False
         return super()._value_text(final)
 
+    def _up_to(self, end: re.Pattern[str], ends: Collection[str], final: bool) -> tuple[str, bool]:
+        return super()._up_to(_SECTION_END if self._is_section else end, ends, final)
 
-def _format_of(prefix: str, calls: str, to_value: str = '">', to_text: str = "") -> ToolFormat:
+
+def _format_of(prefix: str, calls: str, before: str, to_value: str = '">', to_text: str = "") -> ToolFormat:
     return ToolFormat(
         _parser_of(prefix, calls),
         mark=f"<{calls}>",
         marks=(f"<{calls}>", f"</{calls}>"),
-        begin=f'<{calls}>\n<{prefix}invoke name="',
+        begin=f'{before}<{calls}>\n<{prefix}invoke name="',
         to_arguments='">\n',
         arguments=ArgumentForm(
             f'<{prefix}parameter name="',
@@ -78,9 +83,9 @@ def _format_of(prefix: str, calls: str, to_value: str = '">', to_text: str = "")
 
 
 _TYPED = '" string="false">', '" string="true">'
-MINIMAX_M2 = _format_of("", "minimax:tool_call")
-DSML = _format_of("｜DSML｜", "｜DSML｜function_calls", *_TYPED)
-DSML_V4 = _format_of("｜DSML｜", "｜DSML｜tool_calls", *_TYPED)
+MINIMAX_M2 = _format_of("", "minimax:tool_call", "")
+DSML = _format_of("｜DSML｜", "｜DSML｜function_calls", "\n\n", *_TYPED)
+DSML_V4 = _format_of("｜DSML｜", "｜DSML｜tool_calls", "\n\n", *_TYPED)
 MINICPM5 = ToolFormat(
     MiniCpm5Parser,
     mark='<function name="',

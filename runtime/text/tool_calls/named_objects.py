@@ -102,6 +102,4 @@ GLM4 = ToolFormat(
     has_metadata=True,
     sign=r"在调用上述函数时.*metadata",
 )
-RECIPIENTS = replace(
-    GLM4, parser=RecipientParser, mark=">>>", marks=(), again=">>>", has_metadata=False, sign=""
-)
+RECIPIENTS = replace(GLM4, parser=RecipientParser, mark=">>>", marks=(), again=">>>", has_metadata=False, sign="")

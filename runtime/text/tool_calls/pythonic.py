@@ -63,11 +63,12 @@ class Olmo3Parser(PythonicParser):
     head_so_far = re.compile(r"\s*[\w.-]*(?:\(\s*\w*\s*)?\Z")
 
     def _after_call(self, final: bool) -> bool:
-        ended = self._skips("</function_calls>", final)
-        if ended or not self._held:
-            return bool(ended) and self._after_calls(final)
+        if self._skips("</function_calls>", final):
+            return self._after_calls(final)
+        if not self._held or (not final and "</function_calls>".startswith(self._held)):
+            return False
         self._at, self._state = 0, self._opening
-        return ended is not None
+        return True
 
 
 PYTHONIC = ToolFormat(

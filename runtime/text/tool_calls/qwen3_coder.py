@@ -25,7 +25,9 @@ class Qwen3CoderParser(TaggedParser):
     ends = ("</function>", "</tool_call>")
 
 
-class SeedOssParser(Qwen3CoderParser):
+class SeedOssParser(TaggedParser):
+    head = re.compile(r"\s*<function=([\w-]+)>")
+    key_mark, key = Qwen3CoderParser.key_mark, Qwen3CoderParser.key
     value_ends = ("</parameter>", "\n</function>")
     value_end = re.compile(r"</parameter>|(?=\n</function>)")
     ends = ("</function>", "</seed:tool_call>")

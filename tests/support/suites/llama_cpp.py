@@ -78,7 +78,12 @@ def run(case: LlamaCase, prompter: ChatPrompter) -> tuple[Parsed, Parsed]:
     for parts in (list(text), *(_random_parts(text, seed) for seed in range(_SPLITTINGS))):
         assert parsed(form, parts) == whole, f"case {case.number} depends on the cut"
     reasoning, content = expected["reasoning_content"].strip(), expected["content"].strip()
-    if fields["reasoning_format"] == _RAW_REASONING and not reasoning and whole.reasoning and whole.reasoning in content:
+    if (
+        fields["reasoning_format"] == _RAW_REASONING
+        and not reasoning
+        and whole.reasoning
+        and whole.reasoning in content
+    ):
         raise LeftOut("wants reasoning within the content")
     calls = [(call["name"], _value(call["arguments"])) for call in expected["tool_calls"]]
     return whole, Parsed(content, reasoning, calls)
@@ -109,7 +114,11 @@ def _message(fields: dict[str, Any]) -> dict[str, Any]:
         message["reasoning_content"] = fields["reasoning_content"]
     if fields["tool_calls"]:
         message["tool_calls"] = [
-            {"id": call["id"] or "call00000", "type": "function", "function": {k: call[k] for k in ("name", "arguments")}}
+            {
+                "id": call["id"] or "call00000",
+                "type": "function",
+                "function": {k: call[k] for k in ("name", "arguments")},
+            }
             for call in fields["tool_calls"]
         ]
     if fields["role"] == "tool":
@@ -162,7 +171,9 @@ def main() -> None:
         run_of[name] += 1
         passed[name] += found == expected
         if found != expected and options.show is not None and options.show.lower() in name.lower():
-            print(f"{name} {case.number}\n  output   {case.fields['input']!r}\n  expected {expected}\n  found    {found}")
+            print(
+                f"{name} {case.number}\n  output   {case.fields['input']!r}\n  expected {expected}\n  found    {found}"
+            )
     forms = {path.stem: prompter.tool_call_format for path, prompter in prompters.items()}
     for name in sorted(forms):
         print(f"{name:52} {forms[name]!s:16} {passed[name]:3} of {run_of[name]:3}")
