@@ -56,7 +56,7 @@ class ReasoningSplitter:
         self._ends = (marks.close, *(new_parser().all_marks if new_parser is not None else ()))
         self._parser: ToolCallParser | None = None  # of the call that may begin at `_from`
         self._num_parsed = 0  # characters that this parser has received
-        self._has_call = False  # it has read a call
+        self._num_begun = 0  # calls that it has read, ended or not
         self._from = 0  # the place in `_held` from which a mark may begin
         self._is_undecided = True  # the text may still begin with the opening mark
         self._at_start = True  # of a part that loses its leading line ends
@@ -144,7 +144,7 @@ class ReasoningSplitter:
             if end == close:
                 return at, close
             if self._parser is None and self._new_parser is not None:
-                self._parser, self._num_parsed, self._has_call = self._new_parser(), 0, False
+                self._parser, self._num_parsed, self._num_begun = self._new_parser(), 0, 0
             verdict = self._read_call(text[at:], is_last)
             if verdict is None:
                 self._from = at
@@ -164,18 +164,18 @@ class ReasoningSplitter:
         while True:
             at = text.find(close, self._num_parsed)
             end = at if at >= 0 else len(text) - (0 if is_last else tail_that_may_begin(close, text))
-            while not self._has_call and self._num_parsed < end:  # one by one: text before another call is no call
+            while not self._num_begun and self._num_parsed < end:  # one by one: text before another call is no call
                 content, calls = parser.push(text[self._num_parsed])
-                self._num_parsed, self._has_call = self._num_parsed + 1, bool(calls)
+                self._num_parsed, self._num_begun = self._num_parsed + 1, sum(bool(call.name) for call in calls)
                 if content:
                     return 0
-            if not self._has_call and (at >= 0 or is_last):
+            if not self._num_begun and (at >= 0 or is_last):
                 return 0
-            parser.push(text[self._num_parsed : end])
+            self._num_begun += sum(bool(call.name) for call in parser.push(text[self._num_parsed : end])[1])
             self._num_parsed = end
             if at < 0:
                 return -1 if is_last else None
-            if parser.num_calls:
+            if parser.num_calls == self._num_begun:
                 return at
             parser.push(close)
             self._num_parsed += len(close)

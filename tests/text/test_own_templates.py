@@ -279,3 +279,36 @@ def test_efforts_turn_reasoning_on_and_off(name: str):
             assert name in WITHOUT_SWITCH  # always, or never
     if shown and name not in WITHOUT_SWITCH - {"deepseek-r1"}:
         assert shown["none"] != shown["high"]
+
+
+HISTORIES = {
+    "lfm-2": (
+        'assistant\n<|tool_call_start|>[weather(city="Zürich"), weather_now()]<|tool_call_end|></s><|im_start|>tool\n'
+        "<|tool_response_start|>21 °C<|tool_response_end|></s>"
+    ),
+    "granite-3": (
+        '<|tool_call|>[{"name": "weather", "arguments": {"city": "Zürich"}}, {"name": "weather_now", "arguments": {}}]</s>'
+        "<|start_of_role|>tool<|end_of_role|>21 °C</s>"
+    ),
+    "olmo-3": '<function_calls>weather(city="Zürich")\nweather_now()</function_calls></s><|im_start|>environment\n21 °C</s>',
+    "chatglm-4": '<|assistant|>weather\n{"city": "Zürich"}<|assistant|>weather_now\n{}<|observation|>\n21 °C',
+    "kimi-k2": (
+        '<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Zürich"}<|tool_call_end|>'
+        "<|tool_call_begin|>functions.weather_now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|></s><|im_tool|>tool<|im_middle|>## Return of functions.weather:0, functions.weather:0\n"
+        "21 °C</s>"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_past_calls_have_the_form_of_the_model(name: str):
+    """These templates write no calls, or the ids that a client sends."""
+    chat = Chat(name)
+    messages = [HI, calling(call("weather", {"city": "Zürich"}), NOW), RESULT, ANSWER, MORE]
+    text = chat.prompt(messages, tools=TOOLS).text
+    assert HISTORIES[name] in text
+    if name == "kimi-k2":
+        again = chat.prompt([*messages, calling(NOW)], tools=TOOLS, add_generation_prompt=False).text
+        assert "<|tool_call_begin|>functions.weather_now:2<|" in again
+    assert chat.prompt([HI, calling(call("weather", "oops")), RESULT]).text.count("oops") == 1

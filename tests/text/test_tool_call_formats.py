@@ -293,8 +293,8 @@ OUTPUTS |= {
     "deepseek_v4": [
         (
             '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get-area_2">\n<｜DSML｜parameter name="unit" string="true">5'
-            '</｜DSML｜parameter>\n<｜DSML｜parameter name="size" string="false">7</｜DSML｜parameter>\n<｜DSML｜parameter '
-            'name="other" string="true">[1]</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+            '</｜DSML｜parameter>\n<｜DSML｜parameter name="size" string="false">7</｜DSML｜parameter>\n'
+            '<｜DSML｜parameter name="other" string="true">[1]</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
             "",
             [{"unit": "5", "size": 7, "other": "[1]"}],
         ),
@@ -496,16 +496,17 @@ WRITTEN |= {
         "</parameter>\n{% endfor %}</function>\n</seed:tool_call>"
     ),
     "minimax_m2": (
-        '<minimax:tool_call>\n<invoke name="{{ f.name }}">\n{% for k, v in f.arguments|items %}<parameter name="{{ k }}">'
-        "{{ v }}</parameter>\n{% endfor %}</invoke>\n</minimax:tool_call>"
+        '<minimax:tool_call>\n<invoke name="{{ f.name }}">\n{% for k, v in f.arguments|items %}'
+        '<parameter name="{{ k }}">{{ v }}</parameter>\n{% endfor %}</invoke>\n</minimax:tool_call>'
     ),
     "deepseek_v32": (
-        '\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="{{ f.name }}">\n{% for k, v in f.arguments|items %}<｜DSML｜parameter '
-        'name="{{ k }}" string="false">{{ v }}</｜DSML｜parameter>\n{% endfor %}</｜DSML｜invoke>\n</｜DSML｜function_calls>'
+        '\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="{{ f.name }}">\n{% for k, v in f.arguments|items %}'
+        '<｜DSML｜parameter name="{{ k }}" string="false">{{ v }}</｜DSML｜parameter>\n{% endfor %}'
+        "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
     ),
     "minicpm5": (
-        '<function name="{{ f.name }}">{% for k, v in f.arguments|items %}<param name="{{ k }}">{{ v }}</param>{% endfor %}'
-        "</function>"
+        '<function name="{{ f.name }}">{% for k, v in f.arguments|items %}'
+        '<param name="{{ k }}">{{ v }}</param>{% endfor %}</function>'
     ),
 }
 TEMPLATE = (

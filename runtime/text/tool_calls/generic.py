@@ -79,7 +79,7 @@ def with_tools(
 def with_written_calls(
     messages: Sequence[Mapping[str, Any]], form: ToolFormat, roles: Collection[str]
 ) -> list[Mapping[str, Any]]:
-    """Rewrite a conversation for a template that describes tools and writes no calls: a call becomes text of its message.
+    """Rewrite a conversation for a template that writes no calls: a call becomes text of its message.
 
     `roles` are those that the template names. A result has one of them."""
     role = next((role for role in ("tool", "observation", "environment") if role in roles), "tool")

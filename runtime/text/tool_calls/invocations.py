@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import replace
 
 from runtime.text.tool_calls.argument_form import ArgumentForm
 from runtime.text.tool_calls.json_objects import HERMES

@@ -3,9 +3,9 @@
     python -m tests.support.suites.llama_cpp FOLDER                   passed of run, by template
     python -m tests.support.suites.llama_cpp FOLDER --show LFM2       the differences of these templates
 
-FOLDER is llama.cpp's source, for example `vendor/llama.cpp` of the source package of llama-cpp-python. Each case runs whole,
-by characters and in random splittings. It passes if content, reasoning and calls are equal apart from white space at
-the ends of content and reasoning.
+FOLDER is llama.cpp's source, for example `vendor/llama.cpp` of the source package of llama-cpp-python. Each case runs
+whole, by characters and in random splittings. It passes if content, reasoning and calls are equal, apart from white
+space at the ends of content and reasoning.
 """
 
 import argparse
