@@ -164,7 +164,7 @@ class ReasoningSplitter:
         while True:
             at = text.find(close, self._num_parsed)
             end = at if at >= 0 else len(text) - (0 if is_last else tail_that_may_begin(close, text))
-            while not self._num_begun and self._num_parsed < end:  # one by one: text before another call is no call
+            while not self._num_begun and self._num_parsed < end:  # text before another call is not a call
                 content, calls = parser.push(text[self._num_parsed])
                 self._num_parsed, self._num_begun = self._num_parsed + 1, sum(bool(call.name) for call in calls)
                 if content:

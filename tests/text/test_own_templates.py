@@ -287,16 +287,19 @@ HISTORIES = {
         "<|tool_response_start|>21 °C<|tool_response_end|></s>"
     ),
     "granite-3": (
-        '<|tool_call|>[{"name": "weather", "arguments": {"city": "Zürich"}}, {"name": "weather_now", "arguments": {}}]</s>'
+        '<|tool_call|>[{"name": "weather", "arguments": {"city": "Zürich"}}, '
+        '{"name": "weather_now", "arguments": {}}]</s>'
         "<|start_of_role|>tool<|end_of_role|>21 °C</s>"
     ),
-    "olmo-3": '<function_calls>weather(city="Zürich")\nweather_now()</function_calls></s><|im_start|>environment\n21 °C</s>',
+    "olmo-3": (
+        '<function_calls>weather(city="Zürich")\nweather_now()</function_calls></s><|im_start|>environment\n21 °C</s>'
+    ),
     "chatglm-4": '<|assistant|>weather\n{"city": "Zürich"}<|assistant|>weather_now\n{}<|observation|>\n21 °C',
     "kimi-k2": (
         '<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Zürich"}<|tool_call_end|>'
         "<|tool_call_begin|>functions.weather_now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
-        "<|tool_calls_section_end|></s><|im_tool|>tool<|im_middle|>## Return of functions.weather:0, functions.weather:0\n"
-        "21 °C</s>"
+        "<|tool_calls_section_end|></s><|im_tool|>tool<|im_middle|>"
+        "## Return of functions.weather:0, functions.weather:0\n21 °C</s>"
     ),
 }
 

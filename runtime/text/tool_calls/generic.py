@@ -81,7 +81,7 @@ def with_written_calls(
 ) -> list[Mapping[str, Any]]:
     """Rewrite a conversation for a template that writes no calls: a call becomes text of its message.
 
-    `roles` are those that the template names. A result has one of them."""
+    `roles` are the names of roles in the template. A result has one of them."""
     role = next((role for role in ("tool", "observation", "environment") if role in roles), "tool")
     rewritten: list[Mapping[str, Any]] = []
     for message in messages:

@@ -1,10 +1,12 @@
 """Calls as XML elements, with an element for each argument.
 
-MINIMAX_M2   <minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>\n</minimax:tool_call>
-DSML         <｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n
-             <｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>\n…              DeepSeek V3.2
-DSML_V4      the same with <｜DSML｜tool_calls>                                                  DeepSeek V4
-MINICPM5     <function name="f"><param name="a">1</param></function>
+    MINIMAX_M2  <minimax:tool_call>\\n<invoke name="f">\\n<parameter name="a">1</parameter>\\n</invoke>\\n…
+    DSML        <｜DSML｜function_calls>\\n<｜DSML｜invoke name="f">\\n
+                <｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>\\n…   DeepSeek V3.2
+    DSML_V4     the same with <｜DSML｜tool_calls>                                   DeepSeek V4
+    MINICPM5    <function name="f"><param name="a">1</param></function>
+
+The first ones have a common parser.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ _CDATA, _SECTION_END = "<![CDATA[", re.compile("]]></param>")
 
 
 def _parser_of(prefix: str, calls: str) -> type[TaggedParser]:
-    """Return the parser of elements whose names begin with a prefix, within an element of `calls`."""
+    """Return a parser for elements with a prefix in their names, within an element `calls`."""
 
     class Parser(TaggedParser):
         head = re.compile(rf'\s*<{prefix}invoke name="([\w-]+)">')

@@ -1,14 +1,16 @@
-"""Calls as JSON objects in a list, or after a mark of their own. One parser reads all of them.
+"""Calls as JSON objects in a list, or after a mark of their own.
 
-GRANITE     <|tool_call|>[{"name": "f", "arguments": {…}}, …]                                     Granite 3
-PHI4        <|tool_call|>[…]<|/tool_call|>                                                        Phi-4-mini
-TOOL_CALLS  <tool_calls>[…]</tool_calls>                                                 Apriel, Hunyuan
-NEMOTRON    <TOOLCALL>[…]</TOOLCALL>                                                              Nemotron Nano
-COHERE      <|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {…}}]<|END_ACTION|>
-XLAM        […]                                                      at the start            xLAM 2
-MINIMAX_M1  <tool_calls>\n{…}\n{…}\n</tool_calls>
-GIGACHAT    <|message_sep|>\n\nfunction call<|role_sep|>\n{…}                                     GigaChat 3
-GIGACHAT31  <|function_call|>{…}                                                                  GigaChat 3.1
+    GRANITE     <|tool_call|>[{"name": "f", "arguments": {…}}, …]           Granite 3
+    PHI4        <|tool_call|>[…]<|/tool_call|>                              Phi-4-mini
+    TOOL_CALLS  <tool_calls>[…]</tool_calls>                                Apriel, Hunyuan
+    NEMOTRON    <TOOLCALL>[…]</TOOLCALL>                                    Nemotron Nano 2
+    COHERE      <|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {…}}]<|END_ACTION|>
+    XLAM        […] at the start                                            xLAM 2
+    MINIMAX_M1  <tool_calls>\\n{…}\\n{…}\\n</tool_calls>
+    GIGACHAT    <|message_sep|>\\n\\nfunction call<|role_sep|>\\n{…}         GigaChat 3
+    GIGACHAT31  <|function_call|>{…}                                        GigaChat 3.1
+
+One parser reads all of them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """Calls with a name before a JSON object.
 
-KIMI_K2      <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{…}
-             <|tool_call_end|><|tool_call_begin|>…<|tool_call_end|><|tool_calls_section_end|>
-FUNCTIONARY  <function=f>{…}</function>                                        Functionary 3.1
-APERTUS      <|tools_prefix|>[{"f": {…}}, {"g": {…}}]<|tools_suffix|>
-GLM4         f\n{…}                                                             at the start      GLM 4 (0414)
-RECIPIENTS   f\n{…}>>>g\n{…}                                                   at the start      Functionary 3.2
+    KIMI_K2      <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{…}
+                 <|tool_call_end|><|tool_call_begin|>…<|tool_call_end|><|tool_calls_section_end|>
+    FUNCTIONARY  <function=f>{…}</function>                                   Functionary 3.1
+    APERTUS      <|tools_prefix|>[{"f": {…}}, {"g": {…}}]<|tools_suffix|>
+    GLM4         f\\n{…} at the start                                         GLM 4 (0414)
+    RECIPIENTS   f\\n{…}>>>g\\n{…} at the start                              Functionary 3.2
+
+The number of a Kimi call counts the conversation's calls.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Calls as Python.
 
-PYTHONIC  [f(a=1, b='x'), g()]                                        at the start, or after a mark (Llama 4, Gemma 3)
-LFM2      <|tool_call_start|>[f(a=1, b='x'), g()]<|tool_call_end|>    anywhere
-OLMO3     <function_calls>f(a=1)\ng()</function_calls>                anywhere
+    PYTHONIC  [f(a=1, b='x'), g()] at the start, or after a mark           Llama 3.2 and 4, Gemma 3
+    LFM2      <|tool_call_start|>[f(a=1, b='x'), g()]<|tool_call_end|>
+    OLMO3     <function_calls>f(a=1)\\ng()</function_calls>
+
+Each argument is returned when it is complete.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Parsed(NamedTuple):
 
 
 class LeftOut(Exception):
-    """A case that says nothing about a parser of Callboard."""
+    """A case that does not test a parser of Callboard."""
 
 
 def prompter_of(path: Path) -> ChatPrompter:
