@@ -50,6 +50,7 @@ class ToolCall(_Fields):
 class _Tokenizer:
     """Tokens are words and marks."""
 
+    eos_token_id, add_tokens = 0, staticmethod(lambda *_, **__: 0)
     all_special_tokens: list[str] = []  # noqa: RUF012
 
     def __init__(self) -> None:
@@ -78,8 +79,8 @@ class ToolParser:
         self.model_tokenizer, self.vocab = tokenizer or _Tokenizer(), _Tokenizer().get_vocab()
         self._tools, self._parser = tools, None
 
-    def extract_tool_calls(self, text: str, request: Any) -> Any:
-        content, pieces = self._new(request).push(text, True)
+    def extract_tool_calls(self, model_output: str, request: Any) -> Any:
+        content, pieces = self._new(request).push(model_output, True)
         calls: list[Any] = []
         for piece in pieces:
             if piece.name:
@@ -89,10 +90,12 @@ class ToolParser:
                 calls[-1].function.arguments += piece.arguments
         return _Fields(tools_called=bool(calls), tool_calls=calls, content=content or None)
 
-    def extract_tool_calls_streaming(self, previous: str, current: str, delta: str, *rest: Any) -> Any:
-        if self._parser is None or not previous:
-            self._parser = self._new(rest[-1])
-        content, pieces = self._parser.push(delta.removesuffix(_END), delta.endswith(_END))
+    def extract_tool_calls_streaming(
+        self, previous_text: str, current_text: str, delta_text: str, *ids: Any, request: Any = None, **more_ids: Any
+    ) -> Any:
+        if self._parser is None or not previous_text:
+            self._parser = self._new(ids[-1] if request is None and ids else request)
+        content, pieces = self._parser.push(delta_text.removesuffix(_END), delta_text.endswith(_END))
         merged: dict[int, Any] = {}
         for piece in pieces:
             call = merged.setdefault(
