@@ -167,6 +167,7 @@ class _CallGrammar:
             unbound=[] if is_forced else [written[tool.function.name] for tool in tools if self.is_unbound(tool)],
             named=name is not None,
             to_arguments=form.to_arguments,
+            numbers=form.has_named_ids,
             end=form.end,
             again=again if self.may_repeat and form.again else "",
             arguments=form.arguments,

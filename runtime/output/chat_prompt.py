@@ -156,7 +156,7 @@ class ChatPrompter:
     ) -> str:
         """Return a prompt that ends within reasoning, with its end: as the template writes a turn without reasoning, if
         the prompt is otherwise the same."""
-        opens, close, _ = self._reasoning
+        opens, close, *_ = self._reasoning
         if _SWITCH.search(self._template.source) and not options.continue_final_message:
             other = self._rendered(messages, options, {**kwargs, **dict.fromkeys(_SWITCHES, False)})
             if other.startswith(prompt[: prompt.rfind(opens)]) and other.rstrip().endswith(close):
@@ -204,7 +204,7 @@ class ChatPrompter:
             end, is_open = self._marks["<|end|>"], place_of(begun.replace(SPECIAL, "")) == "analysis"
             ids = self._marks["<|channel|>"], self._marks["<|message|>"], end
             return ThinkingBudget(num_tokens, (end,), None, is_open, ids)
-        open_text, close, open_token = self._reasoning
+        open_text, close, open_token, _ = self._reasoning
         close_ids = tuple(self._tokenizer.encode(close, add_special_tokens=False))
         open_id = self._tokenizer.token_to_id(open_token)
         return ThinkingBudget(num_tokens, close_ids, open_id, in_reasoning, marks=(open_text, close))
@@ -218,7 +218,7 @@ class ChatPrompter:
             return grammar
         special_marks = self._special_marks(form.tools)
         if grammar is not None and (form.in_reasoning or form.may_open):
-            opens, close, open_token = self._reasoning
+            opens, close, open_token, _ = self._reasoning
             marks = (open_token, close) if form.may_open else (close,)
             special = tuple((mark, i) for mark, i in special_marks.items() if mark in marks)
             opens = opens if form.may_open else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from runtime.spec.types import ThinkingBudget
@@ -47,7 +48,7 @@ class MessageParser:
 
     def __init__(self, form: MessageFormat) -> None:
         self._shows_reasoning = form.shows_reasoning
-        self._splitter = ReasoningSplitter(form.in_reasoning, form.reasoning_marks) if form.thinks else None
+        self._splitter = _splitter_of(form) if form.thinks else None
         self._calls, self._inputs = None, CustomInputs(form.custom_tools)
         if form.tools is not None:
             self._calls = form.tools.parser(form.tools, form.functions, form.most_calls, form.forced)
@@ -94,3 +95,10 @@ class MessageParser:
         if self._channels is not None:
             reasoning = self._channels.new_reasoning()
         return ParsedMessage(text, reasoning if self._shows_reasoning else "", calls)
+
+
+def _splitter_of(form: MessageFormat) -> ReasoningSplitter:
+    tools, new_parser = form.tools, None
+    if tools is not None and tools.ends_reasoning:
+        new_parser = partial(tools.parser, tools, form.functions)
+    return ReasoningSplitter(form.in_reasoning, form.reasoning_marks, new_parser)

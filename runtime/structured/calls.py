@@ -49,6 +49,7 @@ class Calls(msgspec.Struct):
     close: str  # after the last call
     begin: str = ""  # the rest of the opening
     arguments: ArgumentForm | None = None  # how arguments are written; None for one JSON object
+    numbers: bool = False  # `to_arguments` begins with ":0", the number of a call, which may be another
     answer: str = ""  # a JSON Schema: the output may be a value of it instead; "" for none
     special: dict[str, int] = {}  # marks that are special tokens, and their ids
     no_text: list[str] = []  # the output may be a text that matches none of these expressions; empty if it may not
@@ -63,7 +64,7 @@ def rules_of(calls: Calls, checks: TerminalChecks, strict: bool | None, ignored:
     written: dict[str, Rule] = {}
     bodies: list[tuple[Rule, Rule]] = []  # of each call: its opening, and the rest
     for i, (name, parameters) in enumerate(calls.functions.items()):
-        opening = sequence(calls.text("" if calls.named else name + calls.to_arguments), terminal("\\x{20}?"))
+        opening = sequence(_to_arguments(calls, name), terminal("\\x{20}?"))
         if name in calls.unbound:
             bodies.append((opening, _unbound_arguments(calls)))
             continue
@@ -82,6 +83,12 @@ def rules_of(calls: Calls, checks: TerminalChecks, strict: bool | None, ignored:
     if calls.no_text:
         start = choice([start, Terminal(("(?s:.*)",), tuple(calls.no_text))])
     return {"start": start, **written}
+
+
+def _to_arguments(calls: Calls, name: str) -> Rule:
+    if calls.named or not calls.numbers:
+        return calls.text("" if calls.named else name + calls.to_arguments)
+    return sequence(calls.text(name), terminal(":[0-9]{1,4}"), calls.text(calls.to_arguments.removeprefix(":0")))
 
 
 def _one_of(bodies: list[tuple[Rule, Rule]], before: Rule = NOTHING) -> Rule:
@@ -154,7 +161,8 @@ def _one_by_one(
     properties, required = root.get("properties", {}), root.get("required", [])
     names = sorted(properties, key=str.lower) if form.is_sorted else list(properties)  # as Jinja's dictsort
     for i, name in reversed(list(enumerate(names))):
-        if form.stops and types_of(root, name) == {"string"}:
+        is_text = bool(form.stops) and types_of(root, name) == {"string"}
+        if is_text:
             value = _tagged_text(calls, form, properties[name])
         elif form.quote and (own := notation.value(properties[name], f"{prefix}n{i}")) is not None:
             value = sequence(own, calls.text(form.end))
@@ -163,7 +171,9 @@ def _one_by_one(
             written |= schema.rules_of(root, checks, of, f"{prefix}v{i}", strict, ignored)
             value = sequence(Name(f"{prefix}v{i}start"), calls.text(form.end))
         for has_one in (False, True):
-            begin = (form.separator if has_one else "") + form.begin + name + form.to_value
+            begin = (
+                (form.separator if has_one else "") + form.begin + name + ((is_text and form.to_text) or form.to_value)
+            )
             given = sequence(calls.text(begin), value, rest[True])
             written[f"{prefix}{'ab'[has_one]}{i}"] = given if name in required else choice([given, rest[has_one]])
         rest = {False: Name(f"{prefix}a{i}"), True: Name(f"{prefix}b{i}")}

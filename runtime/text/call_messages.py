@@ -37,6 +37,24 @@ def with_texts(messages: _Messages) -> list[Mapping[str, Any]]:
     return _with_arguments(messages, as_text)
 
 
+def with_named_ids(messages: _Messages) -> list[Mapping[str, Any]]:
+    """Return messages with ids of calls that name the function and count the calls, as in Kimi's prompts."""
+    named: list[Mapping[str, Any]] = []
+    ids: dict[Any, str] = {}
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            new = [f"functions.{call['function']['name']}:{i}" for i, call in enumerate(calls, len(ids))]
+            ids |= zip((call.get("id", own) for call, own in zip(calls, new, strict=True)), new, strict=True)
+            message = {
+                **message,
+                "tool_calls": [{**call, "id": own} for call, own in zip(calls, new, strict=True)],
+            }
+        elif (result := message.get("tool_call_id")) in ids:
+            message = {**message, "tool_call_id": ids[result]}
+        named.append(message)
+    return named
+
+
 def with_content_placed(messages: _Messages, place: Place) -> list[Mapping[str, Any]]:
     """Return messages with the content beside calls at a place that the template writes before the calls."""
     placed: list[Mapping[str, Any]] = []

@@ -15,12 +15,17 @@ from typing import Any, TypeVar
 from runtime.child import ChildPool, Overrun
 from runtime.spec.types import CallboardError
 from runtime.text import reasoning, sandbox
-from runtime.text.call_messages import with_content_placed, with_objects, with_texts
+from runtime.text.call_messages import with_content_placed, with_named_ids, with_objects, with_texts
 from runtime.text.channel_messages import channel_messages, described
 from runtime.text.probes import CallProbe, Place, place_of_content, probe_calls
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import FORMATS, GENERIC, ToolFormat
-from runtime.text.tool_calls.generic import with_tools, with_tools_as_text
+from runtime.text.tool_calls.generic import (
+    with_tools,
+    with_tools_as_text,
+    with_tools_of_system,
+    with_written_calls,
+)
 from runtime.text.tool_calls.harmony import HARMONY, START
 from runtime.text.tool_responses import with_tool_responses
 
@@ -95,7 +100,7 @@ class ChatTemplate:
 
     @cached_property
     def _probed(self) -> CallProbe:
-        return probe_calls(self._rendered)
+        return probe_calls(self._rendered, self._tool_source)
 
     @cached_property
     def _place_of_content(self) -> Place:
@@ -130,6 +135,12 @@ class ChatTemplate:
             messages, tools = with_tools_as_text(messages, tools, bool(tools) and self._has_system), None
         elif tools and form is not None and form.instructions and not self._probed.shows_tools:
             messages, tools = with_tools(messages, tools, self._has_system, form.instructions), None
+        elif form is not None and not self._probed.writes_calls:
+            messages = with_written_calls(messages, form, self.roles)
+            if tools and not self._probed.shows_tools:
+                messages, tools = with_tools_of_system(messages, tools), None
+        if form is not None and form.has_named_ids:
+            messages = with_named_ids(messages)
         if continue_final_message:
             add_generation_prompt = False
             messages = _with_end_marked(messages)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from runtime.spec.types import CallboardError
+from runtime.text.reasoning import TOKENS
 from runtime.text.tool_calls import FORMATS, CallDelta, ToolFormat
 
 Render = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], str]  # messages and other values to a prompt
@@ -14,6 +18,8 @@ Place = Literal["kept", "own message", "reasoning"]
 _NAME, _ARGUMENTS = "callboard_probe", {"n": 1}
 _SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "description": "A number."}}}
 _CONTENT = "callboard_content"
+_IDS = "callboard", f"functions.{_NAME}:0"  # Mistral's ids have nine letters. Kimi's templates write the id alone.
+_MARK = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
 _USER = {"role": "user", "content": "Go."}
 _RESULT = {"role": "tool", "name": _NAME, "tool_call_id": "callboard", "content": "1"}
 
@@ -24,15 +30,18 @@ class CallProbe(NamedTuple):
     form: ToolFormat | None = None  # None if the template writes no calls, or in an unknown format
     takes_text: bool = False  # the template requires arguments as text
     shows_tools: bool = True  # the template describes the tools
+    writes_calls: bool = True  # the template writes calls of messages
 
 
-def probe_calls(render: Render) -> CallProbe:
-    """Return the format of a template's calls.
+def probe_calls(render: Render, source: str = "") -> CallProbe:
+    """Return the format of a template's calls: the format that reads a call which the template writes.
 
     For a template without tools, the format needs `instructions` that describe them. The template then must also write
-    the call of a second round. DeepSeek R1's template breaks there."""
-    for takes_text in (False, True):
-        message = _calling(takes_text)
+    the call of a second round. DeepSeek R1's template breaks there. A template that writes no calls may show a format
+    by its `sign` in `source`."""
+    probe: CallProbe | None = None
+    for takes_text, call_id in itertools.product((False, True), _IDS):
+        message = _calling(takes_text, call_id)
         try:
             before = _render(render, [_USER], True)
             after = _render(render, [_USER, message], False)
@@ -41,14 +50,20 @@ def probe_calls(render: Render) -> CallProbe:
         except CallboardError:
             continue
         written, shows_tools = after.removeprefix(before), _NAME in before
-        forms = [form for form in FORMATS.values() if (shows_tools or form.instructions) and _reads(form, written)]
-        if not forms:
+        plain = _plain_answer(render, before)
+        forms = [
+            form for form in FORMATS.values() if (shows_tools or form.instructions) and _reads(form, written, plain)
+        ]
+        probe = probe or CallProbe(None, takes_text, shows_tools)
+        if forms:
+            form = max((each for each in forms if each.parser is forms[0].parser), key=partial(_likeness, written))
+            if shows_tools or _writes_second_round(render, message, form, after):
+                return CallProbe(form, takes_text, shows_tools)
             return CallProbe(None, takes_text, shows_tools)
-        form = next((f for f in forms if f.parser is forms[0].parser and f.opening(_NAME) in written), forms[0])
-        if not shows_tools and not _writes_second_round(render, message, form, after):
-            return CallProbe(None, takes_text, shows_tools)
-        return CallProbe(form, takes_text, shows_tools)
-    return CallProbe()
+    signed = next((form for form in FORMATS.values() if form.sign and re.search(form.sign, source, re.DOTALL)), None)
+    if signed is None:
+        return probe or CallProbe()
+    return CallProbe(signed, shows_tools=probe is not None and probe.shows_tools, writes_calls=False)
 
 
 def place_of_content(render: Render) -> Place:
@@ -76,10 +91,9 @@ def place_of_content(render: Render) -> Place:
     return order[0]
 
 
-def _calling(takes_text: bool) -> dict[str, Any]:
+def _calling(takes_text: bool, call_id: str = _IDS[0]) -> dict[str, Any]:
     called = {"name": _NAME, "arguments": json.dumps(_ARGUMENTS) if takes_text else _ARGUMENTS}
-    # Mistral's ids have nine letters.
-    call = {"id": "callboard", "type": "function", "function": called}
+    call = {"id": call_id, "type": "function", "function": called}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
@@ -94,13 +108,48 @@ def _writes_second_round(render: Render, message: dict[str, Any], form: ToolForm
         text = _render(render, [_USER, message, _RESULT, message], False)
     except CallboardError:
         return False
-    return text.startswith(after) and _reads(form, text.removeprefix(after))
+    return text.startswith(after) and _reads(form, text.removeprefix(after), None)
 
 
-def _reads(form: ToolFormat, written: str) -> bool:
-    """Return whether a format reads the call, and no other, in a text."""
-    pieces = form.parser(form, {_NAME: _SCHEMA}).push(written)[1]
-    return [piece.index for piece in pieces if piece.name] == [0] and _is_json(pieces, _ARGUMENTS)
+def _likeness(written: str, form: ToolFormat) -> tuple[bool, int]:
+    """Return how much of a written call a format would write itself."""
+    return form.opening(_NAME) in written, len(form.close) if form.close in written else -1
+
+
+def _plain_answer(render: Render, before: str) -> str | None:
+    """Return the text around the content of an answer without calls; None if the template refuses it."""
+    try:
+        text = _render(render, [_USER, {"role": "assistant", "content": _CONTENT}], False)
+    except CallboardError:
+        return None
+    return text.removeprefix(before).replace(_CONTENT, " ")
+
+
+def _reads(form: ToolFormat, written: str, plain: str | None) -> bool:
+    """Return whether a format reads the call, and no other, in a text, and leaves nothing of the call behind.
+
+    What may remain is the text around an answer without calls (`plain`), or another mark for the end of the turn."""
+    parser, before, rest, pieces = form.parser(form, {_NAME: _SCHEMA}), "", "", list[CallDelta]()
+    for i, char in enumerate(written, 1):
+        content, new = parser.push(char, i == len(written))
+        pieces += new
+        if pieces:
+            rest += content
+        else:
+            before += content
+    if [piece.index for piece in pieces if piece.name] != [0] or not _is_json(pieces, _ARGUMENTS):
+        return False
+    if plain is None or not form.mark:
+        return True
+    frame, before, rest = (_bare(text) for text in (plain, before, rest))
+    return before in frame and (rest in frame or _MARK.fullmatch(rest) is not None)
+
+
+def _bare(text: str) -> str:
+    """Return a text without white space and marks of reasoning."""
+    for mark in TOKENS:
+        text = text.replace(mark, "")
+    return "".join(text.split())
 
 
 def _is_json(pieces: Sequence[CallDelta], value: object) -> bool:

@@ -108,7 +108,14 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-_ENVIRONMENT = ImmutableSandboxedEnvironment(
+class _Environment(ImmutableSandboxedEnvironment):
+    """Lets lists grow, as Kimi's templates need. The values of a rendering are this process's own copies."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return super().is_safe_attribute(obj, attr, value) or (type(obj) is list and attr in ("append", "pop"))
+
+
+_ENVIRONMENT = _Environment(
     trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
 )
 _ENVIRONMENT.filters["tojson"] = _tojson

@@ -15,7 +15,11 @@ from tests.support.http.fake_engine import EOS, MODEL, FakeEngine, client_of
 from tests.support.http.grammar_engine import NAMED, TOOLS, GrammarEngine
 
 pytestmark = pytest.mark.usefixtures("shared_compiler")
-NAMES = ["hermes", "mistral", "mistral_v11", "deepseek_v3", "deepseek_v31", "qwen3_coder", "glm45", "glm47"]
+NAMES = [
+    *("hermes", "mistral", "mistral_v11", "deepseek_v3", "deepseek_v31", "qwen3_coder", "glm45", "glm47"),
+    *("lfm2", "olmo3", "granite", "phi4_mini", "kimi_k2", "seed_oss", "deepseek_v32", "minimax_m1", "minimax_m2"),
+    *("cohere", "apertus", "tool_calls", "nemotron", "functionary_v31"),
+]
 THINK = ["<think>", "</think>"]
 LAZY = LazyEngine(SPECIAL_BYTES)
 CLOSED = {
@@ -36,6 +40,32 @@ CALLS = {
     "deepseek_v31": (
         '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
     ),
+    "lfm2": "<|tool_call_start|>[add(a=2)]<|tool_call_end|>",
+    "olmo3": '<function_calls>add(a=2, b="x")</function_calls>',
+    "granite": '<|tool_call|>[{"name": "add", "arguments": {"a": 2}}]',
+    "phi4_mini": '<|tool_call|>[{"name": "add", "arguments": {"a": 2}}]<|/tool_call|>',
+    "kimi_k2": (
+        '<|tool_calls_section_begin|><|tool_call_begin|>functions.add:12<|tool_call_argument_begin|>{"a": 2}'
+        "<|tool_call_end|><|tool_calls_section_end|>"
+    ),
+    "seed_oss": (
+        "<seed:tool_call>\n<function=add>\n<parameter=a>2</parameter>\n<parameter=b>\n<b>\n</parameter>\n</function>\n"
+        "</seed:tool_call>"
+    ),
+    "deepseek_v32": (
+        '\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="false">2'
+        '</｜DSML｜parameter>\n<｜DSML｜parameter name="b" string="true"><b></｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>"
+    ),
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">2</parameter>\n</invoke>\n</minimax:tool_call>'
+    ),
+    "cohere": (
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "add", "parameters": {"a": 2}}\n]<|END_ACTION|>'
+    ),
+    "apertus": '<|tools_prefix|>[{"add": {"a": 2}}]<|tools_suffix|>',
+    "tool_calls": '<tool_calls>[{"name": "add", "arguments": {"a": 2}}]</tool_calls>',
+    "minimax_m1": '<tool_calls>\n{"name": "add", "arguments": {"a": 2}}\n</tool_calls>',
     "gemma4": '<|tool_call>call:add{a:2,b:<|"|><b>}<|"|>}<tool_call|>',
     "glm47": (
         "<tool_call>add<arg_key>a</arg_key><arg_value>2</arg_value><arg_key>b</arg_key><arg_value><b>\n</arg_value>"
@@ -80,7 +110,7 @@ async def test_forced_calls_have_special_marks(name: str, choice: Any):
         assert all(json.loads(call["arguments"]) in ({"a": 1}, {"a": "}"}) for call in calls)
         several += len(calls) > 1
         prompt = tokenizer.decode(engine.requests[0].token_ids, skip_special_tokens=False)
-        assert FORMATS[name].begin in prompt or name in ("qwen3_coder", "glm45", "glm47")  # these need JSON for "}"
+        assert FORMATS[name].begin in prompt or FORMATS[name].arguments is not None  # these need JSON for "}"
     assert bool(several) == (choice == "required")
 
 

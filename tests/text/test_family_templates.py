@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from runtime.spec.types import CallboardError
 from runtime.text.chat import ChatTemplate
 from runtime.text.tool_calls import GENERIC, HERMES, LLAMA3
-from runtime.text.tool_calls.generic import with_tools_as_text
+from runtime.text.tool_calls.generic import with_tools_as_text, with_tools_of_system, with_written_calls
+from runtime.text.tool_calls.json_lists import PHI4
 from runtime.text.tool_calls.mistral import MISTRAL
 from tests.support.http.fake_engine import byte_tokenizer
 
@@ -79,6 +80,9 @@ def test_prompts_equal_transformers(name: str, conversation: str):
     template = ChatTemplate(TEMPLATES[name], SPECIAL)
     if template.tool_format is GENERIC and "tools" in options:  # then transformers gets the conversation as text
         shown = with_tools_as_text(messages, options["tools"], name not in ("gemma2", "mistral-v0.1"))
+        their_options = {key: value for key, value in options.items() if key != "tools"}
+    elif name == "phi4-mini" and "tools" in options:  # transformers shows no tools and calls there
+        shown = with_tools_of_system(with_written_calls(messages, PHI4, template.roles), options["tools"])
         their_options = {key: value for key, value in options.items() if key != "tools"}
     else:
         shown, their_options = messages, options

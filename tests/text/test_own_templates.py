@@ -98,6 +98,8 @@ class Chat:
 
 
 WITH_CALLS = [name for name in OWN_TEMPLATES if name not in ("deepseek-v2", "deepseek-r1")]
+WITHOUT_REASONING = {"lfm-2", "xlam", "olmo-3", "chatglm-4", "granite-3"}
+WITHOUT_SWITCH = {*WITHOUT_REASONING, "lfm-2.5", "seed-oss", "minimax-m2", "cohere", "deepseek-v2", "deepseek-r1"}
 
 
 @pytest.mark.parametrize("name", WITH_CALLS)
@@ -128,13 +130,13 @@ def test_a_grammar_allows_the_call_of_the_template(name: str):
             rest = rest[rest.rfind("hi") :] if name != "gpt-oss" else opening + text
             for end in ("</s>", "<turn|>\n", "<|tool_response>", "<｜end▁of▁sentence｜>"):
                 rest = rest.removesuffix(end)
-            if rest.startswith(opening):  # GLM-4.5 writes empty reasoning first
+            if rest.startswith(opening):  # two write empty reasoning first, or none
                 assert chat.allows([HI], rest.removeprefix(opening), tool_choice="required", **fields)
             else:
-                assert name == "glm-4.5"
+                assert name in ("glm-4.5", "minimax-m2")
 
 
-@pytest.mark.parametrize("name", [*WITH_CALLS, "deepseek-r1"])
+@pytest.mark.parametrize("name", sorted({*WITH_CALLS, "deepseek-r1"} - WITHOUT_REASONING - {"cohere"}))
 def test_json_may_follow_reasoning(name: str):
     chat, fields = Chat(name), {"response_format": {"type": "json_object"}} | ON
     answer = {"role": "assistant", "content": '{"a": 1}'}
@@ -274,6 +276,42 @@ def test_efforts_turn_reasoning_on_and_off(name: str):
         try:
             shown[effort] = chat.prompt([HI], reasoning_effort=effort).text
         except FieldError:
-            assert name in ("deepseek-v2", "deepseek-r1")  # always, or never
-    if shown and name != "deepseek-v2":
+            assert name in WITHOUT_SWITCH  # always, or never
+    if shown and name not in WITHOUT_SWITCH - {"deepseek-r1"}:
         assert shown["none"] != shown["high"]
+
+
+HISTORIES = {
+    "lfm-2": (
+        'assistant\n<|tool_call_start|>[weather(city="Zürich"), weather_now()]<|tool_call_end|></s><|im_start|>tool\n'
+        "<|tool_response_start|>21 °C<|tool_response_end|></s>"
+    ),
+    "granite-3": (
+        '<|tool_call|>[{"name": "weather", "arguments": {"city": "Zürich"}}, '
+        '{"name": "weather_now", "arguments": {}}]</s>'
+        "<|start_of_role|>tool<|end_of_role|>21 °C</s>"
+    ),
+    "olmo-3": (
+        '<function_calls>weather(city="Zürich")\nweather_now()</function_calls></s><|im_start|>environment\n21 °C</s>'
+    ),
+    "chatglm-4": '<|assistant|>weather\n{"city": "Zürich"}<|assistant|>weather_now\n{}<|observation|>\n21 °C',
+    "kimi-k2": (
+        '<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Zürich"}<|tool_call_end|>'
+        "<|tool_call_begin|>functions.weather_now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|></s><|im_tool|>tool<|im_middle|>"
+        "## Return of functions.weather:0, functions.weather:0\n21 °C</s>"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_past_calls_have_the_form_of_the_model(name: str):
+    """These templates write no calls, or the ids that a client sends."""
+    chat = Chat(name)
+    messages = [HI, calling(call("weather", {"city": "Zürich"}), NOW), RESULT, ANSWER, MORE]
+    text = chat.prompt(messages, tools=TOOLS).text
+    assert HISTORIES[name] in text
+    if name == "kimi-k2":
+        again = chat.prompt([*messages, calling(NOW)], tools=TOOLS, add_generation_prompt=False).text
+        assert "<|tool_call_begin|>functions.weather_now:2<|" in again
+    assert chat.prompt([HI, calling(call("weather", "oops")), RESULT]).text.count("oops") == 1

@@ -1,6 +1,7 @@
 """Reasoning is split off at its marks, the same however the text is cut."""
 
 import time
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -8,10 +9,11 @@ from hypothesis import strategies as st
 
 from runtime.output.message_parser import MessageFormat, MessageParser
 from runtime.text.reasoning import THINK, THOUGHT, ReasoningSplitter, marks_of
+from runtime.text.tool_calls import FORMATS
 from runtime.text.tool_calls.parser import MAX_SPACES
 from tests.support.cpu_time import reference_s
 
-OPEN, CLOSE, _ = THINK
+OPEN, CLOSE, *_ = THINK
 
 
 def split(parts: list[str], inside: bool) -> tuple[str, str]:
@@ -128,4 +130,78 @@ def test_a_template_determines_the_marks(cut):
     text = "<|channel>thought\nHm.\n<channel|>Yes. <channel|>"
     splitter = ReasoningSplitter(False, THOUGHT)
     pieces = [splitter.push(text[:cut]), splitter.push(text[cut:]), splitter.push("", is_last=True)]
-    assert ["".join(parts) for parts in zip(*pieces, strict=True)] == ["Hm.", "Yes. <channel|>"]
+    assert ["".join(parts) for parts in zip(*pieces, strict=True)] == ["Hm.", "Yes. "]
+
+
+CALL = '<tool_call>\n{"name": "now", "arguments": {"a": "</think>"}}\n</tool_call>'
+KIMI = '<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{"a": 1}'
+LFM = "<|tool_call_start|>[now()]<|tool_call_end|>"
+FOUR = "<|START_TEXT|>Four.<|END_TEXT|>"
+TH = "[TOOL_CALLS]now[ARGS]{}"
+IN_REASONING = [
+    # format, marks of the template, output; content, reasoning and number of calls
+    ("hermes", "</think>", f"I look.\n{CALL}", "", "I look.", 1),
+    ("hermes", "</think>", f"{CALL}\n{CALL}\nIt is noon.", "It is noon.", "", 2),
+    ("hermes", "</think>", f"<think>I look.\n{CALL}", "", "I look.", 1),
+    ("hermes", "</think>", f"Shall I {CALL}? No.</think>Hi.", "Hi.", f"Shall I {CALL}? No.", 0),
+    ("hermes", "</think>", f"Shall I {CALL}?\n</think>\n{CALL}", "", f"Shall I {CALL}?", 1),
+    ("hermes", "</think>", "I <tool_call> and <tool_call>{}.</think>Hi.", "Hi.", "I <tool_call> and <tool_call>{}.", 0),
+    ("hermes", "</think>", f"A <tool_call> first: {CALL}", "", "A <tool_call> first: ", 1),
+    ("hermes", "</think>", "A <tool_call>", "", "A <tool_call>", 0),
+    ("kimi_k2", "</think>", f"<think>I look.{KIMI}", "", "I look.", 1),
+    ("lfm2", "</think>", f"<think>So {LFM} hm", "", f"So {LFM} hm", 0),
+    ("mistral_v11", "[/THINK]", f"[THINK]Shall I {TH}?[/THINK]{TH}", "", f"Shall I {TH}?", 1),
+    ("mistral_v11", "[/THINK]", f"[THINK]Shall I {TH}?", "", f"Shall I {TH}?", 0),
+    ("mistral_v11", "[/THINK]", "[THINK]Two and two.[/THINK]Four.", "Four.", "Two and two.", 0),
+    ("seed_oss", "</seed:think>", "<seed:think>Two and two.</seed:think>\nFour.", "Four.", "Two and two.", 0),
+    ("gemma4", "<channel|>", "<|channel>thought\n<channel|>Four.<|channel>thought\n<channel|>", "Four.", "", 0),
+    ("gemma4", "<channel|>", "<|channel>thought\n<channel|>Four.<channel|>", "Four.", "", 0),
+    ("gemma4", "<channel|>", "<|channel><|channel>thought\n<channel|>Four.", "Four.", "", 0),
+    ("gemma4", "<channel|>", "Four.<|channel>thought\nSure?<channel|> Yes.", "Four. Yes.", "Sure?", 0),
+    ("cohere", "<|END_THINKING|>", f"<|START_THINKING|>Hm.<|END_THINKING|>{FOUR}", "Four.", "Hm.", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "close", "text", "content", "reasoning", "num_calls"), IN_REASONING)
+def test_reasoning_ends_where_its_format_says(
+    name: str, close: str, text: str, content: str, reasoning: str, num_calls: int
+):
+    marks = marks_of(close)
+    opened = marks is THINK and not text.startswith("<think>")
+
+    def parsed(parts: list[str]) -> tuple[str, str, int]:
+        form = MessageFormat(
+            True, opened, True, FORMATS[name], {"now": {}}, None, None, frozenset(), reasoning_marks=marks
+        )
+        parser = MessageParser(form)
+        messages = [parser.push(part, i == len(parts)) for i, part in enumerate([*parts, ""])]
+        num = sum(bool(call.name) for message in messages for call in message.calls)
+        return "".join(m.content for m in messages), "".join(m.reasoning for m in messages), num
+
+    assert parsed([text]) == (content, reasoning, num_calls)
+    assert parsed([*text]) == (content, reasoning, num_calls)
+    for at in range(1, len(text)):
+        assert parsed([text[:at], text[at:]]) == (content, reasoning, num_calls)
+
+
+PIECES = [CALL, KIMI, "<think>", "</think>", "<tool_call>", "a", "\n", '{"name": "now"']
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from([CALL, KIMI, "<think>", "</think>", "<tool_call>", "a", "\n", '{"name": "now"']), max_size=8
+    ),
+    st.integers(1, 9),
+)
+def test_no_cut_moves_a_call_in_reasoning(parts: list[str], step: int):
+    text = "".join(parts)
+
+    def parsed(pieces: list[str]) -> list[str]:
+        splitter = ReasoningSplitter(True, THINK, partial(FORMATS["hermes"].parser, FORMATS["hermes"], {"now": {}}))
+        found = [*map(splitter.push, pieces), splitter.push("", is_last=True)]
+        return ["".join(each) for each in zip(*found, strict=True)]
+
+    whole = parsed([text])
+    assert parsed([text[at : at + step] for at in range(0, len(text), step)]) == whole
+    assert parsed([*text]) == whole

@@ -12,6 +12,7 @@ from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
 from runtime.text.chat import ChatTemplate
 from runtime.text.tool_calls import FORMATS, ForcedCall
+from tests.support import native_calls
 from tests.support.http.fake_engine import byte_tokenizer
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "state": {"type": "string"}}}
@@ -222,6 +223,15 @@ OUTPUTS["gemma4"] = [
     ("<|tool_call>call:put{a:1}<tool_call|>", "<|tool_call>call:put{a:1}<tool_call|>", []),
     ("<|tool_call>get_weather{}", "<|tool_call>get_weather{}", []),
 ]
+OUTPUTS |= native_calls.OUTPUTS
+OUTPUTS["gemma4"].append(("<|tool_call>:now{}<tool_call|>", "", [{}]))
+OUTPUTS["harmony"].append(
+    (
+        "<|channel|>commentary to=assistant<|channel|>final<|message|>Hi",
+        "Hi",
+        [],
+    )
+)
 CASES = [(name, *case) for name, cases in OUTPUTS.items() for case in cases]
 
 
@@ -340,6 +350,7 @@ WRITTEN = {
     ),
     "harmony": " to=functions.{{ f.name }}<|channel|>commentary json<|message|>{A}<|call|>",
 }
+WRITTEN |= native_calls.WRITTEN
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
     "{% for m in messages %}{% if m.role == 'user' %}<|start|>user<|message|>{{ m.content }}<|end|>{% else %}"
@@ -372,17 +383,6 @@ def test_a_template_determines_its_format(name: str):
     assert ("assistantHm." in text) is (name == "harmony")
     if "{T}" in WRITTEN[name]:  # such a template accepts arguments only as text
         assert json.dumps(DALLAS) in text
-
-
-def test_a_turn_that_begins_with_reasoning_hides_no_format():
-    """GLM-4.7: a turn begins with <think>, and an answer without reasoning with </think>. The tools' text has a call
-    without arguments."""
-    begin = "<|start|>assistant<think>{% endif %}"
-    template = TEMPLATE.replace("CALL", WRITTEN["glm47"]).replace("<|start|>assistant{% endif %}", begin)
-    template = "{% if tools %}<tool_call>{name}<arg_key>{key}</arg_key></tool_call>{% endif %}" + template
-    found = ChatTemplate(template.replace("<|start|>", "<|assistant|>"), {})
-    assert found.tool_format is FORMATS["glm47"]
-    assert found.thinks
 
 
 def test_a_setting_determines_the_format():

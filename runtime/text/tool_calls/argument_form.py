@@ -23,6 +23,7 @@ class ArgumentForm(msgspec.Struct, frozen=True):
     separator: str = ""
     stops: tuple[str, ...] = ()  # marks that an unquoted text may not contain; empty if texts are JSON
     quote: str = ""  # before and after such a text
+    to_text: str = ""  # instead of `to_value` before a text; empty if it is the same
     is_sorted: bool = False  # by name, as the template shows the parameters; otherwise in the order of the schema
 
 

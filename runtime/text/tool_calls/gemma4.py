@@ -24,7 +24,7 @@ _MAX_DEPTH = 64
 class Gemma4Parser(PlainArgumentsParser):
     """A text is returned as it arrives, any other value when it is complete."""
 
-    head = re.compile(rf"\s*call:\s*{name_up_to('<{')}\s*\{{")
+    head = re.compile(rf"\s*(?:call)?:\s*{name_up_to('<{')}\s*\{{")
     ends = ("<tool_call|>",)
     _value_end: _ValueEnd
 

@@ -7,11 +7,12 @@ function calls use it. The tools stand first, so all turns share their blocks of
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from runtime.text.tool_calls.json_objects import HERMES
+from runtime.text.tool_calls.parser import ToolFormat
 
 GENERIC = replace(HERMES, is_text=True)
 
@@ -46,7 +47,7 @@ def with_tools_as_text(
         if is_result:
             message = {"role": "user", "content": f"<tool_response>\n{_text(message)}\n</tool_response>"}
         elif message.get("tool_calls"):
-            message = _with_calls_as_text(message)
+            message = _with_calls_as_text(message, GENERIC)
         if (is_result or was_result) and turns and turns[-1][0].get("role") == message.get("role") == "user":
             turns[-1][1].append(message.get("content") or "")
         else:
@@ -75,13 +76,52 @@ def with_tools(
     return [*messages[:at], first, *messages[at + 1 :]]
 
 
-def _with_calls_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    calls = [call["function"] for call in message["tool_calls"]]
-    objects = (f'{{"name": {_json(call["name"])}, "arguments": {_json(call["arguments"])}}}' for call in calls)
-    written = "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in objects)
+def with_written_calls(
+    messages: Sequence[Mapping[str, Any]], form: ToolFormat, roles: Collection[str]
+) -> list[Mapping[str, Any]]:
+    """Rewrite a conversation for a template that writes no calls: a call becomes text of its message.
+
+    `roles` are the names of roles in the template. A result has one of them."""
+    role = next((role for role in ("tool", "observation", "environment") if role in roles), "tool")
+    rewritten: list[Mapping[str, Any]] = []
+    for message in messages:
+        if message.get("role") == "tool":
+            rewritten.append({**message, "role": role})
+        elif message.get("tool_calls") and form.has_metadata:  # a message for each call
+            rewritten += [{"role": "assistant", "content": message["content"]}] if message.get("content") else []
+            calls = (call["function"] for call in message["tool_calls"])
+            rewritten += (
+                {"role": "assistant", "metadata": call["name"], "content": _json(call["arguments"])} for call in calls
+            )
+        else:
+            rewritten.append(_with_calls_as_text(message, form) if message.get("tool_calls") else message)
+    return rewritten
+
+
+def with_tools_of_system(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return messages with the tools as a field of the system message, where a template looks for them."""
+    is_first = bool(messages) and messages[0].get("role") == "system"
+    system = messages[0] if is_first else {"role": "system", "content": ""}
+    return [{**system, "tools": _json([tool["function"] for tool in tools])}, *messages[is_first:]]
+
+
+def _with_calls_as_text(message: Mapping[str, Any], form: ToolFormat) -> dict[str, Any]:
+    text = ""
+    for call in (call["function"] for call in message["tool_calls"]):
+        text += (form.again if text else form.begin) + call["name"] + form.to_arguments
+        text += _arguments(call["arguments"], form) + form.end
     content = _text(message)
     rest = {name: value for name, value in message.items() if name != "tool_calls"}
-    return {**rest, "content": f"{content}\n{written}" if content else written}
+    return {**rest, "content": f"{content}\n{text}{form.close}" if content else text + form.close}
+
+
+def _arguments(arguments: Any, form: ToolFormat) -> str:
+    if form.arguments is None or not isinstance(arguments, Mapping):
+        return " " * form.to_arguments.endswith(":") + _json(arguments)
+    of = form.arguments
+    return of.separator.join(of.begin + key + of.to_value + _json(value) + of.end for key, value in arguments.items())
 
 
 def _text(message: Mapping[str, Any]) -> str:

@@ -34,6 +34,7 @@ GLM45 = ToolFormat(
     end="</tool_call>",
     again="\n<tool_call>",
     json_form=HERMES,
+    ends_reasoning=True,
 )
 GLM47 = replace(
     GLM45,

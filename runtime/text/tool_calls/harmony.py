@@ -57,6 +57,8 @@ class HarmonyParser(ToolCallParser):
         self._has_message, self._state = True, self._message
         if at >= 0:
             header, self._held = self._held[:at], self._held[at + len(mark) :]
+            # A header that begins again replaces the one before it.
+            header = header[header.rfind("<|channel|>") :] if header.count("<|channel|>") > 1 else header
             recipient = _RECIPIENT.search(header)
             self._is_content = recipient is None and "analysis" not in header
             name = (recipient[1] or recipient[2]) if recipient else None

@@ -15,10 +15,11 @@ from runtime.text.tool_calls.parser import MAX_HEAD_CHARS, MAX_SPACES, JsonValue
 from runtime.text.tool_calls.written_values import dumped
 
 _HEAD = re.compile(
-    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    r'\{\s*(?:"(?:type|id|tool_call_id)"\s*:\s*"[^"\\]*"\s*,\s*)?"(?:tool_)?name"\s*:\s*"([^"\\]*)"\s*,\s*'
+    r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-_FIRST_KEY = re.compile(r'\{\s*(?:"([a-z]*)([^a-z])|[^"\s])')
-_KEYS = {"name", "type", "id", "arguments", "parameters"}
+_FIRST_KEY = re.compile(r'\{\s*(?:"([a-z_]*)([^a-z_])|[^"\s])')
+_KEYS = {"name", "type", "id", "arguments", "parameters", "tool_name", "tool_call_id"}
 _MAX_HALF_CHARS = 64 << 10  # of an object for Python's own parser
 _NONE = {"null", '""', "[]", "false", "0"}  # written by some models for empty arguments
 _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -96,14 +97,24 @@ class JsonObjectParser(ToolCallParser):
         if not self._held:
             return False
         first, separator = self._held[0], self._form.separator
-        if self._form.close and first == self._form.close:
-            self._held = self._held[1:]
-            return True
-        self._state = self._outside
+        self._state = self._after_list
         if separator and first in (separator, "{"):
             self._at = int(first == separator)
             self._state = self._opening
         return True
+
+    def _after_list(self, final: bool) -> bool:
+        """At an optional end of a list, and at the mark behind it."""
+        close = self._form.close.strip()
+        if self._skips(close[:1] if close[:1] == "]" else "", final) is None:
+            return False
+        self._state = self._after_close
+        return True
+
+    def _after_close(self, final: bool) -> bool:
+        if self._skips(self._form.close.strip().removeprefix("]"), final) is None:
+            return False
+        return self._after_calls(final)
 
     def _whole(self, text: str) -> tuple[str, str] | None:
         """Return name and arguments of a call with another order of keys; None if the object is not a call."""
@@ -113,7 +124,7 @@ class JsonObjectParser(ToolCallParser):
             if (of_half := _with_half_characters(text)) is None:
                 return None
             call = of_half
-        name = json.loads(call.get("name", "null"))
+        name = json.loads(call.get("name", call.get("tool_name", "null")))
         if not self._may_call(name):
             return None
         arguments = call.get("arguments", call.get("parameters", "{}"))
@@ -143,6 +154,7 @@ HERMES = ToolFormat(
     to_arguments='", "arguments":',
     end="}\n</tool_call>",
     again="\n<tool_call>\n" + _BEGIN,
+    ends_reasoning=True,
 )
 LLAMA3 = ToolFormat(
     JsonObjectParser,

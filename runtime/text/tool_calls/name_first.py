@@ -21,6 +21,8 @@ class NameFirstParser(ToolCallParser):
     ends: ClassVar[tuple[str, ...]] = ()  # of a call, in this order; each is optional
     next_call: ClassVar[str] = ""  # begins `head` if the mark is not repeated
     close: ClassVar[str] = ""  # after the last call
+    # Matches a text that may become `head`, where a call may begin without a mark; None if it always has one.
+    head_so_far: ClassVar[re.Pattern[str] | None] = None
     _num_ends = 0  # ends searched after this call
     _name = ""  # of this call's function
 
@@ -35,7 +37,9 @@ class NameFirstParser(ToolCallParser):
             self._held = self._held[head.end() :]
             self._state = self._begun_arguments
             return True
-        if head or final or len(self._held) - self._at >= MAX_HEAD_CHARS:
+        begun = self._held[self._at : self._at + MAX_HEAD_CHARS]
+        final = final or (self.head_so_far is not None and not self.head_so_far.match(begun))
+        if head or final or len(begun) >= MAX_HEAD_CHARS:
             return self._give_back(self._at)
         return False
 
@@ -55,10 +59,9 @@ class NameFirstParser(ToolCallParser):
         if self.next_call and text.startswith(self.next_call):
             self._at = 0
             self._state = self._opening
-        else:
-            self._held = text.removeprefix(self.close)
-            self._state = self._outside
-        return True
+            return True
+        self._held = text.removeprefix(self.close)
+        return self._after_calls(final)
 
 
 class PlainArgumentsParser(NameFirstParser):
@@ -89,9 +92,11 @@ class TaggedParser(PlainArgumentsParser):
     """Arguments between tags. A string is returned as it arrives, any other value when it is complete."""
 
     key_mark: ClassVar[str]
-    key: ClassVar[re.Pattern[str]]  # from an argument's mark to its value; the group is its name
+    # From an argument's mark to its value. The groups are its name and, in some formats, "true" if it is a text.
+    key: ClassVar[re.Pattern[str]]
     value_ends: ClassVar[tuple[str, ...]]
     value_end: ClassVar[re.Pattern[str]]  # matches one of them
+    has_lines: ClassVar[bool] = True  # a line end before a value belongs to its tag
 
     _is_string = False
     _is_at_start = True
@@ -101,6 +106,8 @@ class TaggedParser(PlainArgumentsParser):
         text = self._held = self._held.lstrip()
         if key := self.key.match(text, 0, MAX_HEAD_CHARS):
             self._give_key(key[1])
+            if key.re.groups > 1 and key[2]:
+                self._types = frozenset(["string"]) if key[2] == "true" else self._types - {"string"}
             self._is_string = self._types == {"string"}
             self._give('"' if self._is_string else "")
             self._written, self._is_at_start = "", True
@@ -119,7 +126,7 @@ class TaggedParser(PlainArgumentsParser):
 
     def _value_text(self, final: bool) -> bool:
         if self._is_at_start and self._held:
-            self._held = self._held.removeprefix("\n")
+            self._held = self._held.removeprefix("\n" if self.has_lines else "")
             self._is_at_start = False
         text, ended = self._up_to(self.value_end, self.value_ends, final)
         if self._is_string:

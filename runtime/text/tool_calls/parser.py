@@ -43,6 +43,11 @@ class ToolFormat:
     separator: str = ""  # between several objects after one mark
     json_form: ToolFormat | None = None  # for required calls with arguments that this format cannot express
     has_short_ids: bool = False  # its template accepts only ids of nine letters or digits
+    has_named_ids: bool = False  # its template writes the id of a call as the call's name: functions.NAME:NUMBER
+    has_metadata: bool = False  # its template writes a call as a message with the function's name as `metadata`
+    ends_reasoning: bool = False  # a call within reasoning ends it
+    # A regular expression of templates that describe tools for this format and write no calls. Empty if all write them.
+    sign: str = ""
     is_text: bool = False  # tools, calls and results are plain text in messages
     instructions: str = ""  # about tools at its %s, for templates that write calls but no tools
 
@@ -131,6 +136,11 @@ class ToolCallParser:
         elif forced is not None:
             self._held = form.opening(None)
 
+    @property
+    def all_marks(self) -> tuple[str, ...]:
+        """The marks that may precede a call."""
+        return self._form.mark, *self.other_marks
+
     def push(self, text: str, is_last: bool = False) -> tuple[str, list[CallDelta]]:
         """Add text. Returns the content and the pieces of calls that are now certain.
 
@@ -147,7 +157,7 @@ class ToolCallParser:
 
     def _outside(self, final: bool) -> bool:
         """In content."""
-        text, marks = self._held, (self._form.mark, *self.other_marks)
+        text, marks = self._held, self.all_marks
         at, mark = min(((text.find(mark), mark) for mark in marks if mark in text), default=(-1, ""))
         num_waiting = 0 if final else max(tail_that_may_begin(mark, text) for mark in marks)
         before = at if at >= 0 else len(text) - num_waiting
@@ -188,6 +198,12 @@ class ToolCallParser:
 
     def _after_arguments(self, final: bool) -> bool:
         raise NotImplementedError
+
+    def _after_calls(self, final: bool) -> bool:
+        """Before the text behind calls, which loses its leading white space."""
+        self._held = self._held.lstrip()
+        self._state = self._outside if self._held else self._after_calls
+        return bool(self._held)
 
     def _finished(self, final: bool) -> bool:
         self._held = ""

@@ -17,6 +17,7 @@ _NAMES = {"True": True, "False": False, "None": None, "true": True, "false": Fal
 _NUMBER = re.compile(r"([+-]?)\s*([0-9.][0-9A-Za-z_.+-]*)", re.ASCII)
 _CLOSES = {")": "(", "]": "[", "}": "{"}
 _NOTHING: Any = object()
+_CONTROLS = {ord(char): f"\\x{ord(char):02x}" for char in "\n\r\0"}
 
 
 @dataclass(slots=True)
@@ -116,7 +117,10 @@ class PythonLiteral:
     def _add_string(self, token: str) -> None:
         if self._value is not _NOTHING:
             raise ValueError
-        self._strings.append(ast.literal_eval(token))
+        try:
+            self._strings.append(ast.literal_eval(token))
+        except SyntaxError:  # models write lines within simple quotes
+            self._strings.append(ast.literal_eval(token.translate(_CONTROLS)))
 
     def _add_word(self, token: str) -> None:
         """Add a name or a number. White space is ignored."""

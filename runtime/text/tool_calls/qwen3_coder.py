@@ -1,8 +1,15 @@
-"""Calls of Qwen3-Coder: `<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>`."""
+"""Calls with a tag for each argument.
+
+    QWEN3_CODER  <tool_call>\\n<function=f>\\n<parameter=a>\\n1\\n</parameter>\\n</function>\\n</tool_call>
+    SEED_OSS     <seed:tool_call>\\n<function=f>\\n<parameter=a>1</parameter>\\n</function>\\n</seed:tool_call>
+
+Values of Seed-OSS stand between their tags without line ends.
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from runtime.text.tool_calls.argument_form import ArgumentForm
 from runtime.text.tool_calls.json_objects import HERMES
@@ -20,6 +27,15 @@ class Qwen3CoderParser(TaggedParser):
     ends = ("</function>", "</tool_call>")
 
 
+class SeedOssParser(TaggedParser):
+    head = re.compile(r"\s*<function=([\w-]+)>")
+    key_mark, key = Qwen3CoderParser.key_mark, Qwen3CoderParser.key
+    value_ends = ("</parameter>", "\n</function>")
+    value_end = re.compile(r"</parameter>|(?=\n</function>)")
+    ends = ("</function>", "</seed:tool_call>")
+    has_lines = False
+
+
 QWEN3_CODER = ToolFormat(
     Qwen3CoderParser,
     mark="<tool_call>",
@@ -32,4 +48,15 @@ QWEN3_CODER = ToolFormat(
     end="</function>\n</tool_call>",
     again="\n<tool_call>\n<function=",
     json_form=HERMES,
+    ends_reasoning=True,
+)
+SEED_OSS = replace(
+    QWEN3_CODER,
+    parser=SeedOssParser,
+    mark="<seed:tool_call>",
+    marks=("<seed:tool_call>", "</seed:tool_call>"),
+    begin="<seed:tool_call>\n<function=",
+    arguments=ArgumentForm("<parameter=", ">", "</parameter>\n", stops=("</parameter>", "\n</function>")),
+    end="</function>\n</seed:tool_call>",
+    again="\n<seed:tool_call>\n<function=",
 )

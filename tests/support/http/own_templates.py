@@ -18,6 +18,14 @@ _SPECIAL = {
         *("<|tool_response>", "<tool_response|>"),
     ],
     "dee": ["<｜User｜>", "<｜Assistant｜>"],
+    "lfm": ["<|im_start|>", "<|tool_call_start|>", "<|tool_call_end|>"],
+    "kim": [
+        *("<|im_end|>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ],
+    "see": ["<seed:bos>", "<seed:think>", "</seed:think>", "<seed:tool_call>", "</seed:tool_call>"],
+    "gra": ["<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>"],
+    "coh": ["<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>", "<|END_ACTION|>", "<|START_TEXT|>"],
 }
 _PLAIN = {  # ordinary tokens
     "glm": ["<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>"],
@@ -27,7 +35,9 @@ _PLAIN = {  # ordinary tokens
 
 def own_tokenizer(name: str) -> Tokenizer:
     backend = byte_tokenizer()._backend
-    backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in _SPECIAL[name[:3]]])
+    backend.add_special_tokens(
+        [AddedToken(mark, special=True, normalized=False) for mark in _SPECIAL.get(name[:3], ())]
+    )
     backend.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in _PLAIN.get(name[:3], ())])
     special = {"bos_token": "<s>", "eos_token": "</s>"}
     return Tokenizer(
