@@ -124,6 +124,14 @@ def sequence(*parts: Rule) -> Rule:
     return joined[0] if len(joined) == 1 else Sequence(tuple(joined))
 
 
+def tokens(*parts: Rule) -> Rule:
+    """Return one rule after another; each terminal stays one.
+
+    llguidance takes the longest terminal and does not go back. So terminals that other alternatives share may not grow
+    by what follows them here."""
+    return Sequence(tuple(each for part in parts for each in (part.parts if isinstance(part, Sequence) else (part,))))
+
+
 def choice(options: Iterable[Rule]) -> Rule:
     different = tuple(dict.fromkeys(options))
     return different[0] if len(different) == 1 else Choice(different)
