@@ -98,6 +98,10 @@ def terminal(expression: str) -> Terminal:
     return Terminal((expression,))
 
 
+# Many tokens end with white space, up to eight characters of it. An output that takes one may still end or go on.
+SPACES = terminal("[\\x{9}\\x{a}\\x{d}\\x{20}]{0,16}")
+
+
 def text(of: str) -> Rule:
     """Return the rule of one text."""
     return terminal(literal_text(of)) if of else NOTHING

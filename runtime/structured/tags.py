@@ -26,6 +26,7 @@ from runtime.structured.readers.lark import read_lark
 from runtime.structured.readers.regex import whole
 from runtime.structured.rules import (
     NOTHING,
+    SPACES,
     Choice,
     LarkGrammar,
     Name,
@@ -36,6 +37,7 @@ from runtime.structured.rules import (
     Terminal,
     choice,
     optional,
+    sequence,
     terminal,
     text,
 )
@@ -132,7 +134,19 @@ def rules_of(source: str, checks: TerminalChecks, ignored: list[str]) -> dict[st
         raise GrammarError(f"cannot be read: {e}") from None
     writer = _Writer(checks, ignored)
     start = writer.write(form, "", "")
-    return {"start": start, **writer.rules}
+    return {"start": sequence(start, SPACES) if _may_go_on(form) else start, **writer.rules}
+
+
+def _may_go_on(form: Format) -> bool:
+    """Return True if a text may end where it may also go on, so that white space there would decide."""
+    match form:
+        case Elements(elements):
+            return bool(elements) and _may_go_on(elements[-1])
+        case Options(elements):
+            return any(map(_may_go_on, elements))
+        case SeparatedTags():
+            return not form.stop_after_first
+    return isinstance(form, JsonValue)
 
 
 class _Writer:
@@ -162,7 +176,7 @@ class _Writer:
                 name = self._name()
                 found = schema.rules_of(schema.read(json.dumps(of)), self._checks, None, name, None, self._ignored)
                 self.rules |= found
-                return Sequence((Name(f"{name}start"), text(end)))
+                return sequence(Name(f"{name}start"), SPACES if end else NOTHING, text(end))
             case Expression(pattern):
                 expression = plain(whole(pattern))
                 return Shortest(expression + literal_text(end)) if end else terminal(expression)
@@ -190,11 +204,16 @@ class _Writer:
                     raise GrammarError(f"has tags in free text within a tag, at {where}, which is not supported")
                 return self._triggered(form, where)
             case SeparatedTags(tags, separator):
-                bodies = [self.write(tag, "", f"{where}/tags/{i}") for i, tag in enumerate(tags)]
-                one = self._named(choice(bodies))
-                more = Repeat(Sequence((text(separator), one)), 0, None)
+                rests = [self._named(self._rest(tag, f"{where}/tags/{i}")) for i, tag in enumerate(tags)]
+                one = choice(Sequence((text(tag.begin), rest)) for tag, rest in zip(tags, rests, strict=True))
+                # One terminal up to where the end of all tags differs.
+                between = sequence(SPACES, text(separator), SPACES if separator.isspace() else NOTHING)
+                more = Repeat(
+                    choice(sequence(between, text(t.begin), rest) for t, rest in zip(tags, rests, strict=True)), 0, None
+                )
                 all_tags = one if form.stop_after_first else Sequence((one, more))
-                return Sequence((all_tags if form.at_least_one else optional(all_tags), text(end)))
+                spaces = SPACES if end and not form.stop_after_first else NOTHING
+                return sequence(all_tags if form.at_least_one else optional(all_tags), spaces, text(end))
 
     def _rest(self, tag: Tag, where: str) -> Rule:
         """Return the rule of a tag without its beginning."""

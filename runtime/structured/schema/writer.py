@@ -4,9 +4,10 @@ A schema is normalized (normalize.py), then written, each distinct schema once: 
 rule. Every output is valid. These freedoms of JSON are left out:
 
     - properties come in the order of the schema, then `required` names that it does not list, then free names
-    - an object with `properties` or `patternProperties` has only these names, unless `additionalProperties` allows them
+    - an object with `properties`, even empty, or `patternProperties` has only these names, unless
+      `additionalProperties` allows others
     - a schema without `type` is of the one type that all its keywords are about, if there is one
-    - white space is at most one space after each "," and ":"
+    - white space is at most one space after each "," and ":"; a grammar of JSON allows some at the end, too
     - in strings, a character is escaped only where JSON requires it; numbers: see numbers.py
     - with `uniqueItems`, the values of an enum above six come in its order
 """

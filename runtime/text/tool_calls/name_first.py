@@ -50,8 +50,9 @@ class NameFirstParser(ToolCallParser):
         if self.next_call and text.startswith(self.next_call):
             self._at = 0
             self._state = self._opening
-        else:
+        elif self.close and text.startswith(self.close):
             self._held = text.removeprefix(self.close)
+        else:
             self._state = self._outside
         return True
 
