@@ -194,11 +194,11 @@ class _Writer:
                             f"has free text at {where}/elements/{i}, which is supported only as the last"
                         )
                 parts = [self.write(e, end * (i == last), f"{where}/elements/{i}") for i, e in enumerate(elements)]
-                return Sequence(tuple(parts)) if parts else text(end)
+                return _joined(*parts) if parts else text(end)
             case Options(elements):
-                return choice(self.write(each, end, f"{where}/elements/{i}") for i, each in enumerate(elements))
+                return _one_of([self.write(each, end, f"{where}/elements/{i}") for i, each in enumerate(elements)])
             case Tag():
-                return Sequence((text(form.begin), self._rest(form, where), text(end)))
+                return _joined(text(form.begin), self._rest(form, where), text(end))
             case TriggeredTags():
                 if end:
                     raise GrammarError(f"has tags in free text within a tag, at {where}, which is not supported")
@@ -254,3 +254,19 @@ class _Writer:
         name = self._name()
         self.rules[name] = rule
         return Name(name)
+
+
+def _joined(*parts: Rule) -> Rule:
+    """Return one rule after another. An expression and what follows it become one, which decides where it ends."""
+    match sequence(*parts):
+        case Sequence((*before, Terminal((expression,), ()), Shortest(rest))):
+            return sequence(*before, Shortest(expression + rest))
+        case joined:
+            return joined
+
+
+def _one_of(options: list[Rule]) -> Rule:
+    """Return a choice. Expressions become one: with what follows, it decides which of them it is."""
+    if options and all(isinstance(each, Terminal) and len(each.all_of) == 1 and not each.none_of for each in options):
+        return terminal("(?:" + "|".join(each.all_of[0] for each in options if isinstance(each, Terminal)) + ")")
+    return choice(options)

@@ -70,6 +70,7 @@ CALLS = [
     ('{"arguments": {"a": 5, "b": 3}, "name": "add"}', "", [CALL_A]),
     ('{"name": "add", "arguments": "{\\"a\\": 5, \\"b\\": 3}"}', "", [CALL_A]),
     ('{"name": "now", "arguments": null}', "", [("now", {})]),
+    ('{"name": "now", "arguments": ""}', "", [("now", {})]),
     (f"<tool_call>\n{A}\n</tool_call>\n```json\n{W}\n```", "", [CALL_A, CALL_W]),
     (f"```json\n{W}\n```\n<tool_call>\n{A}\n</tool_call>", "", [CALL_W, CALL_A]),
 ]
@@ -95,6 +96,9 @@ TEXTS = [
     '{"name": "add", "description": "Adds.", "parameters": {"a": 5, "b": 3}}',
     '{"name": "add", "arguments": {"a": 5, "b": 3}, "result": 8}',
     '{"name": "add"}',
+    '{"name": "add", "arguments": {"a": NaN, "b": 3}}',
+    '{"name": "add", "arguments": "{\\"a\\": NaN, \\"b\\": 3}"}',
+    '{"name": "add", "arguments": "5"}',
     '{"name": "get_weather", "arguments": {"city": "Bern", "day": 1}}',
     '{"name": "add", "arguments": {"a": 5, "b": 3}',
     '{"name": "add", "arguments": [5, 3]}',

@@ -188,8 +188,9 @@ class _Functions:
         if len(arguments) != 1 or given.keys() - _KEYS or not isinstance(name, str) or name not in self._schemas:
             return []
         text, value = arguments[0], json.loads(arguments[0])
-        if isinstance(value, str):  # JSON in a string
-            text, value = value, json.loads(value)
+        if isinstance(value, str):  # JSON in a string, possibly with a lone surrogate
+            text = value.encode("utf-8", "replace").decode() or "{}"
+            value = msgspec.json.decode(text)
         if value is None:
             text, value = "{}", {}
         return [(name, text)] if isinstance(value, dict) and fits(value, self._schemas[name]) else []
