@@ -175,7 +175,7 @@ def _schemas(depth):
 
 
 def _closed(schema):
-    """Return a schema with what Callboard reads into it: listed names are all names, unless it says otherwise."""
+    """Return a schema in which listed names are all names unless it allows others, as Callboard reads it."""
     if not isinstance(schema, dict):
         return schema
     schema = dict(schema)

@@ -77,9 +77,10 @@ only way on. Log-probabilities are the model's own.
 | `response_format` and `tools` | the model answers in that JSON, or with calls, bound too (Hermes', DeepSeek's marks) |
 
 White space is at most one space after each comma and colon, and 16 characters at the end of the JSON. In strings, a
-character is escaped only where JSON requires it, in the shortest way. Integers have up to 19 digits. A model that
-reasons may do so first, also where it opens `<think>` itself; the structure begins after `</think>`.
-With reasoning off, it begins at once.
+character is escaped only where JSON requires it, in the shortest way. Integers have up to 19 digits.
+
+A model that reasons may do so first, also where it opens `<think>` itself; the structure begins after `</think>`. With
+reasoning off, it begins at once.
 
 In Python, without a server, the same fields are keywords of `LLM.generate` and `LLM.chat`:
 

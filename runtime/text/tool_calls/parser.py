@@ -85,7 +85,7 @@ class Content(list[str]):
     """The pieces of an output's content."""
 
     def flush(self) -> None:
-        """Add what is held back: the text ends, or a call begins."""
+        """Add the text that is held back: the output ends, or a call begins."""
 
 
 class ToolCallParser:

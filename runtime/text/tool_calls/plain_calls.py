@@ -4,9 +4,9 @@
     {"name": "f", "arguments": {…}}
     ```
 
-A block is a call, or several, if all of it is JSON objects of this kind, and each names an offered function with
-arguments that fit its schema. It begins a line: a code block of Markdown without a language or with `json`, or a bare
-object, or a list of them. Anything else is text, unchanged.
+A block begins a line: a code block of Markdown without a language or with `json`, a bare object, or a list of objects.
+It is one or several calls if it holds nothing else, each of an offered function with arguments that fit its schema.
+Anything else is text, unchanged.
 """
 
 from __future__ import annotations
