@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _MAX_CHECKS = 10_000  # schemas applied to values; a hostile schema would need far more
 _TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", type(None): "null"}
-_RANGES = (
-    *(("minLength", "maxLength", str, len), ("minItems", "maxItems", list, len)),
-    *(("minProperties", "maxProperties", dict, len), ("minimum", "maximum", int | float, lambda value: value)),
+_RANGES: tuple[tuple[str, str, Any, Callable[[Any], float]], ...] = (
+    ("minLength", "maxLength", str, len),
+    ("minItems", "maxItems", list, len),
+    ("minProperties", "maxProperties", dict, len),
+    ("minimum", "maximum", int | float, lambda value: value),
 )
 
 

@@ -86,10 +86,9 @@ class PlainCalls(Content):
         if self._fence:
             return self._in_fence(line, num_spaces, final)
         if self._block is None and len(indent) <= _MAX_INDENT and num_spaces <= MAX_SPACES:
-            begun = self._begun(line)
-            if begun is None and not final:
+            self._block, is_open = self._begun(line)
+            if is_open and not final:
                 return False
-            self._block = begun or None
         if self._block is None:
             run = _FENCE.match(line)
             self._begun_fence = run[1] if run and len(indent) <= _MAX_INDENT else ""
@@ -119,19 +118,17 @@ class PlainCalls(Content):
             return self._begin_text(num_spaces + len(run))
         return self._begin_text(num_spaces)
 
-    def _begun(self, line: str) -> _Block | bool | None:
-        """Return the block that a line begins; False if it begins none, None if that is open."""
+    def _begun(self, line: str) -> tuple[_Block | None, bool]:
+        """Return the block that a line begins, or None, and whether more of the line may begin one."""
         if line[0] in "{[":
-            return not self._is_json and _Block(self._functions, "", 0)
-        if line[0] not in "`~":
-            return False
+            return None if self._is_json else _Block(self._functions, "", 0), False
         first, ended, _ = line.partition("\n")
         if not (fence := _FENCE.fullmatch(first)):
-            return None if not ended and first in ("`", "``", "~", "~~") else False
+            return None, not ended and first in ("`", "``", "~", "~~")
         language = fence[2].strip().lower()
-        if ended:
-            return language in _LANGUAGES and _Block(self._functions, fence[1], len(first) + 1)
-        return None if any(each.startswith(language) for each in _LANGUAGES) else False
+        if ended and language in _LANGUAGES:
+            return _Block(self._functions, fence[1], len(first) + 1), False
+        return None, not ended and any(each.startswith(language) for each in _LANGUAGES)
 
     def _begin_text(self, num_chars: int) -> bool:
         self._begins_line = False
@@ -210,9 +207,10 @@ class _Block:
     def read(self, text: str, final: bool) -> list[Call] | None:
         """Return the calls; none if the block is text, and None if it needs more text. `at` is then its end."""
         while True:
-            if self._start is None and (done := self._between(text, final)) is not False:
-                return done
-            assert self._start is not None, "a value begins"
+            if self._start is None:
+                calls = self._between(text, final)
+                if self._start is None:
+                    return calls
             if not self._functions.may_begin(text[self._start : self._start + MAX_HEAD_CHARS]):
                 return []
             self.at, ended = self._value.read(text, self.at)
@@ -224,15 +222,15 @@ class _Block:
             self._calls += found
             self._start = None
 
-    def _between(self, text: str, final: bool) -> list[Call] | bool | None:
-        """Skip to the next value. Returns False if there is one, else what `read` returns."""
+    def _between(self, text: str, final: bool) -> list[Call] | None:
+        """Go to the next value if there is one. Otherwise return what `read` returns."""
         spaces = (_BETWEEN if self.fence else _BETWEEN_IN_LINE).match(text, self.at)
         assert spaces is not None, "it matches the empty text"
         rest = text[spaces.end() :]
         if rest[:1] and rest[0] in "{[":
             self._start = self.at = spaces.end()
             self._value = JsonValue()
-            return False
+            return None
         if not self.fence:
             if not rest and not final:
                 return None
