@@ -154,7 +154,11 @@ class LLM:
         path = resolve(model, self.config.revision)
         on_phase("reading the tokenizer")
         self.tokenizer = load_tokenizer(
-            path, self.config.chat_template, self.config.tool_call_parser, self.config.channel_grammar
+            path,
+            self.config.chat_template,
+            self.config.tool_call_parser,
+            self.config.channel_grammar,
+            self.config.plain_tool_calls,
         )
         self.defaults = SamplingDefaults.load(path, self.config.generation_config, model)
         on_phase("reading the weights")

@@ -132,7 +132,7 @@ class Turn:
 
     @property
     def calls(self) -> list[tuple[str, str]]:
-        return [(m.recipient, m.content.decode(errors="replace")) for m in self.messages if m.recipient]
+        return [(m.recipient, m.content.decode(errors="replace").rstrip()) for m in self.messages if m.recipient]
 
 
 _ENDS = {"analysis": ("<|end|>",), "commentary": ("<|end|>",), "final": ("<|return|>",), "": ("<|call|>", "<|end|>")}

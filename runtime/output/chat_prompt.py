@@ -131,6 +131,7 @@ class ChatPrompter:
             may_open=thinks and not in_reasoning and self._may_open(text, options, kwargs),
             functions=functions,
             custom_tools=frozenset(tool.function.name for tool in tools if isinstance(tool, CustomTool)),
+            reads_plain_calls=self._reads_plain_calls(options),
             most_calls=_most_calls(options, form),
             forced=forced,
             kept_special_ids=frozenset(special_marks.values()),
@@ -168,6 +169,12 @@ class ChatPrompter:
         asked = options.channel_grammar
         is_on = self._tokenizer.channel_grammar if asked is None else asked
         return place_of(prompt.rpartition(START)[2]) if is_on and self._marks is not None else None
+
+    def _reads_plain_calls(self, options: ChatOptions) -> bool:
+        """Return whether content may hold calls: not if it follows a grammar, or continues a message within a line."""
+        is_free = options.forced_call() is None and options.requested_grammar() is None
+        may_call = bool(options.offered_tools()) and not options.continue_final_message
+        return self._tokenizer.plain_tool_calls and is_free and may_call
 
     def _may_open(self, prompt: str, options: ChatOptions, kwargs: Mapping[str, Any]) -> bool:
         """Return whether an output after this prompt may begin with reasoning that it opens itself."""

@@ -12,6 +12,7 @@ from runtime.text.reasoning import THINK, Marks, ReasoningSplitter
 from runtime.text.tool_calls import CallDelta, ForcedCall, ToolFormat
 from runtime.text.tool_calls.custom_input import CustomInputs
 from runtime.text.tool_calls.harmony import HarmonyParser
+from runtime.text.tool_calls.plain_calls import PlainCalls
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class MessageFormat:
     is_held: bool = False  # a grammar holds the channels
     may_open: bool = False  # the output may begin with the opening mark of reasoning
     custom_tools: frozenset[str] = frozenset()  # functions with one argument, a text
+    reads_plain_calls: bool = False  # calls in the content, without the marks of the format, are calls
 
 
 class ParsedMessage(NamedTuple):
@@ -52,6 +54,8 @@ class MessageParser:
         self._calls, self._inputs = None, CustomInputs(form.custom_tools)
         if form.tools is not None:
             self._calls = form.tools.parser(form.tools, form.functions, form.most_calls, form.forced)
+            if form.reads_plain_calls:
+                self._calls.content = PlainCalls(form.functions, self._calls.call)
         self._channels = self._calls if isinstance(self._calls, HarmonyParser) else None
         self._num_begun = len(form.begun)  # characters of the prompt
         if self._channels is not None:

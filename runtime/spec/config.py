@@ -99,6 +99,11 @@ class EngineConfig:
         "hold chats of gpt-oss to the format of its channels, calls and arguments by a grammar; a request may turn it "
         "off with channel_grammar",
     )
+    plain_tool_calls: bool = setting(
+        True,
+        "read a call that a model writes as JSON, without the marks of its format, as a call: a code block or a line "
+        "that names an offered tool, with arguments that fit its schema",
+    )
     lora: tuple[str, ...] = setting(
         (),
         "NAME=FOLDER: an adapter (LoRA, as PEFT writes it) that clients use as the model NAME; the folder is at this "

@@ -14,6 +14,7 @@ from runtime.structured.readers.lark import in_json_string, read_lark
 from runtime.structured.readers.regex import whole
 from runtime.structured.rules import (
     NOTHING,
+    SPACES,
     LarkGrammar,
     Name,
     Repeat,
@@ -31,7 +32,6 @@ from runtime.structured.schema.merge import TerminalChecks
 from runtime.text.tool_calls.argument_form import ArgumentForm
 from runtime.text.tool_calls.written_values import types_of
 
-_SPACES = "[\\x{a}\\x{20}]{0,2}"  # before a call
 _PYTHON_ARGUMENTS = r"""([^()"']|"([^"\\]|\\(?s:.))*"|'([^'\\]|\\(?s:.))*')*"""  # without tuples
 
 
@@ -62,24 +62,33 @@ class Calls(msgspec.Struct):
 def rules_of(calls: Calls, checks: TerminalChecks, strict: bool | None, ignored: list[str]) -> dict[str, Rule]:
     """Return the rules of calls; `strict` is the strictness of the answer's schema. Raises GrammarError."""
     written: dict[str, Rule] = {}
-    bodies: list[tuple[Rule, Rule]] = []  # of each call: its opening, and the rest
+    bodies: list[tuple[Rule, Rule]] = []  # of each call: its opening, and the rest without the marks of its end
+    marks = calls.end.lstrip("}") if calls.arguments is None else ""
+    num_closing = len(calls.end) - len(marks)
+    # White space behind a call must not decide between another call and the end.
+    after = SPACES if not calls.close or calls.again[:1].isspace() else NOTHING
     for i, (name, parameters) in enumerate(calls.functions.items()):
         opening = sequence(_to_arguments(calls, name), terminal("\\x{20}?"))
         if name in calls.unbound:
             bodies.append((opening, _unbound_arguments(calls)))
             continue
         written |= arguments_of(calls, name, parameters, f"f{i}", checks, ignored)
-        bodies.append((opening, sequence(Name(f"f{i}start"), calls.text(calls.end))))
+        bodies.append((opening, sequence(Name(f"f{i}start"), calls.text(calls.end[:num_closing]))))
     written["call"] = _one_of(bodies)
-    more = Repeat(sequence(calls.text(calls.again), Name("call")), 0, None) if calls.again else NOTHING
+    end = sequence(calls.text(marks), after)
+    more = Repeat(sequence(end, calls.text(calls.again.lstrip()), Name("call")), 0, None) if calls.again else NOTHING
     # llguidance takes the longest terminal and does not go back. Beside free text, the first terminal of a call has to
     # reach to where the text cannot be free: behind the function's name.
     begin = calls.text(calls.begin)
-    first = _one_of(bodies, sequence(terminal(_SPACES), begin)) if calls.no_text else None
-    start = sequence(first or sequence(begin, Name("call")), more, calls.text(calls.close))
+    first = _one_of(bodies, sequence(SPACES, begin)) if calls.no_text else None
+    last = sequence(end, calls.text(calls.close.lstrip()), SPACES) if calls.close else end
+    if marks and not any(mark in marks for mark in calls.special):
+        # A model that was not trained on the marks ends behind the object. What it wrote behind them would be chance.
+        last = choice([last, SPACES])
+    start = sequence(first or sequence(begin, Name("call")), more, last)
     if calls.answer:
         written |= schema.rules_of(schema.read(calls.answer), checks, None, "a", strict, ignored)
-        start = choice([start, Name("astart")])
+        start = choice([start, sequence(Name("astart"), SPACES)])
     if calls.no_text:
         start = choice([start, Terminal(("(?s:.*)",), tuple(calls.no_text))])
     return {"start": start, **written}

@@ -25,6 +25,7 @@ from runtime.structured.calls import Calls, arguments_of
 from runtime.structured.pattern import GrammarError, literal_text
 from runtime.structured.rules import (
     NOTHING,
+    SPACES,
     Name,
     Repeat,
     Rule,
@@ -124,7 +125,7 @@ class _Writer:
                 sequence(channel, text(f"commentary to=functions.{name}")),
                 sequence(recipient, channel, text("commentary")),
             )
-            each.append(sequence(choice(heads), kind, self.mark("<|message|>"), Name(f"f{i}start")))
+            each.append(sequence(choice(heads), kind, self.mark("<|message|>"), Name(f"f{i}start"), SPACES))
         return choice(each)
 
     def calls(self, calls: Calls) -> Rule:

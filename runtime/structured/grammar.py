@@ -38,7 +38,6 @@ from runtime.structured.schema.merge import TerminalChecks
 
 MAX_BYTES = keywords.MAX_BYTES  # of a specification
 _UNSATISFIABLE = "cannot be satisfied: no text fits it"
-_SPACES = "[\\x{a}\\x{20}]{0,2}"  # between reasoning and the structure
 
 
 @cache
@@ -78,12 +77,12 @@ def _after_free_text(written: dict[str, Rule], spec: GrammarSpec) -> dict[str, R
     mark_id = special.get(spec.after)
     if mark_id is None:
         free = f"(?s:.*){literal_text(spec.after)}"
-        marked: Rule = Sequence((Shortest(free), terminal(_SPACES), Name("rest")))
+        marked: Rule = Sequence((Shortest(free), rules.SPACES, Name("rest")))
         unmarked: Rule = Terminal(("(?s:.*)",), (f"{free}(?s:.*)",))
     else:
         others = [Special(i) for _, i in spec.special if i != mark_id]
         unmarked = Repeat(Choice((terminal("(?s:.+)"), *others)), 0, None)
-        marked = Sequence((unmarked, Special(mark_id), terminal(_SPACES), Name("rest")))
+        marked = Sequence((unmarked, Special(mark_id), rules.SPACES, Name("rest")))
     structure = {
         "rest" if name == "start" else name: rules.mapped_rule(
             rule, lambda r: Name("rest") if r == Name("start") else r
@@ -91,7 +90,7 @@ def _after_free_text(written: dict[str, Rule], spec: GrammarSpec) -> dict[str, R
         for name, rule in written.items()
     }
     if spec.opens:
-        begin = sequence(terminal(_SPACES), rules.marked(spec.opens, special))
+        begin = sequence(rules.SPACES, rules.marked(spec.opens, special))
         return {"start": Choice((Name("rest"), sequence(begin, marked))), **structure}
     return {"start": Choice((unmarked, marked)) if spec.may_stay_free else marked, **structure}
 
@@ -115,7 +114,8 @@ def _rules(spec: GrammarSpec, ignored: list[str], checks: TerminalChecks | None 
             turn = msgspec.json.decode(spec.text, type=channels.Channels)
             return channels.rules_of(turn, checks, ignored, lambda answer: _rules(answer, ignored, checks))
         case "json":
-            return schema.rules_of(schema.read(spec.text), checks, strict=spec.strict, ignored=ignored)
+            found = schema.rules_of(schema.read(spec.text), checks, strict=spec.strict, ignored=ignored)
+            return {**found, "start": sequence(found["start"], rules.SPACES)}
         case "regex":
             return {"start": terminal(plain(whole(spec.text)))}
         case "choice":

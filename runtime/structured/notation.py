@@ -36,7 +36,7 @@ class Notation:
             case "string" if can_stand_bare(self.form, schema):
                 return self.quoted(schema)
             case "boolean" if not of:
-                return terminal("true|false")
+                return terminal("(?:true|false)")
             case "integer" | "number" as kind if of.keys() <= _OF_NUMBERS:
                 return numbers.rule({"type": kind, **of}, "")
             case "array" if of.keys() == {"items"}:

@@ -98,6 +98,10 @@ def terminal(expression: str) -> Terminal:
     return Terminal((expression,))
 
 
+# Many tokens end with white space, up to eight characters of it. An output that takes one may still end or go on.
+SPACES = terminal("[\\x{9}\\x{a}\\x{d}\\x{20}]{0,16}")
+
+
 def text(of: str) -> Rule:
     """Return the rule of one text."""
     return terminal(literal_text(of)) if of else NOTHING
@@ -122,6 +126,14 @@ def sequence(*parts: Rule) -> Rule:
                 case _:
                     joined.append(each)
     return joined[0] if len(joined) == 1 else Sequence(tuple(joined))
+
+
+def tokens(*parts: Rule) -> Rule:
+    """Return one rule after another; each terminal stays one.
+
+    llguidance takes the longest terminal and does not go back. So terminals that other alternatives share may not grow
+    by what follows them here."""
+    return Sequence(tuple(each for part in parts for each in (part.parts if isinstance(part, Sequence) else (part,))))
 
 
 def choice(options: Iterable[Rule]) -> Rule:

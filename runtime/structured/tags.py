@@ -26,6 +26,7 @@ from runtime.structured.readers.lark import read_lark
 from runtime.structured.readers.regex import whole
 from runtime.structured.rules import (
     NOTHING,
+    SPACES,
     Choice,
     LarkGrammar,
     Name,
@@ -36,6 +37,7 @@ from runtime.structured.rules import (
     Terminal,
     choice,
     optional,
+    sequence,
     terminal,
     text,
 )
@@ -132,7 +134,19 @@ def rules_of(source: str, checks: TerminalChecks, ignored: list[str]) -> dict[st
         raise GrammarError(f"cannot be read: {e}") from None
     writer = _Writer(checks, ignored)
     start = writer.write(form, "", "")
-    return {"start": start, **writer.rules}
+    return {"start": sequence(start, SPACES) if _may_go_on(form) else start, **writer.rules}
+
+
+def _may_go_on(form: Format) -> bool:
+    """Return True if a text may end where it may also go on, so that white space there would decide."""
+    match form:
+        case Elements(elements):
+            return bool(elements) and _may_go_on(elements[-1])
+        case Options(elements):
+            return any(map(_may_go_on, elements))
+        case SeparatedTags():
+            return not form.stop_after_first
+    return isinstance(form, JsonValue)
 
 
 class _Writer:
@@ -162,7 +176,7 @@ class _Writer:
                 name = self._name()
                 found = schema.rules_of(schema.read(json.dumps(of)), self._checks, None, name, None, self._ignored)
                 self.rules |= found
-                return Sequence((Name(f"{name}start"), text(end)))
+                return sequence(Name(f"{name}start"), SPACES if end else NOTHING, text(end))
             case Expression(pattern):
                 expression = plain(whole(pattern))
                 return Shortest(expression + literal_text(end)) if end else terminal(expression)
@@ -180,21 +194,26 @@ class _Writer:
                             f"has free text at {where}/elements/{i}, which is supported only as the last"
                         )
                 parts = [self.write(e, end * (i == last), f"{where}/elements/{i}") for i, e in enumerate(elements)]
-                return Sequence(tuple(parts)) if parts else text(end)
+                return _joined(*parts) if parts else text(end)
             case Options(elements):
-                return choice(self.write(each, end, f"{where}/elements/{i}") for i, each in enumerate(elements))
+                return _one_of([self.write(each, end, f"{where}/elements/{i}") for i, each in enumerate(elements)])
             case Tag():
-                return Sequence((text(form.begin), self._rest(form, where), text(end)))
+                return _joined(text(form.begin), self._rest(form, where), text(end))
             case TriggeredTags():
                 if end:
                     raise GrammarError(f"has tags in free text within a tag, at {where}, which is not supported")
                 return self._triggered(form, where)
             case SeparatedTags(tags, separator):
-                bodies = [self.write(tag, "", f"{where}/tags/{i}") for i, tag in enumerate(tags)]
-                one = self._named(choice(bodies))
-                more = Repeat(Sequence((text(separator), one)), 0, None)
+                rests = [self._named(self._rest(tag, f"{where}/tags/{i}")) for i, tag in enumerate(tags)]
+                one = choice(Sequence((text(tag.begin), rest)) for tag, rest in zip(tags, rests, strict=True))
+                # One terminal up to where the end of all tags differs.
+                between = sequence(SPACES, text(separator), SPACES if separator.isspace() else NOTHING)
+                more = Repeat(
+                    choice(sequence(between, text(t.begin), rest) for t, rest in zip(tags, rests, strict=True)), 0, None
+                )
                 all_tags = one if form.stop_after_first else Sequence((one, more))
-                return Sequence((all_tags if form.at_least_one else optional(all_tags), text(end)))
+                spaces = SPACES if end and not form.stop_after_first else NOTHING
+                return sequence(all_tags if form.at_least_one else optional(all_tags), spaces, text(end))
 
     def _rest(self, tag: Tag, where: str) -> Rule:
         """Return the rule of a tag without its beginning."""
@@ -235,3 +254,19 @@ class _Writer:
         name = self._name()
         self.rules[name] = rule
         return Name(name)
+
+
+def _joined(*parts: Rule) -> Rule:
+    """Return one rule after another. An expression and what follows it become one, which decides where it ends."""
+    match sequence(*parts):
+        case Sequence((*before, Terminal((expression,), ()), Shortest(rest))):
+            return sequence(*before, Shortest(expression + rest))
+        case joined:
+            return joined
+
+
+def _one_of(options: list[Rule]) -> Rule:
+    """Return a choice. Expressions become one: with what follows, it decides which of them it is."""
+    if options and all(isinstance(each, Terminal) and len(each.all_of) == 1 and not each.none_of for each in options):
+        return terminal("(?:" + "|".join(each.all_of[0] for each in options if isinstance(each, Terminal)) + ")")
+    return choice(options)

@@ -166,7 +166,11 @@ class ChatTemplate:
 
 
 def load_tokenizer(
-    path: Path, template_file: str | None = None, tool_call_parser: str = "auto", channel_grammar: bool = True
+    path: Path,
+    template_file: str | None = None,
+    tool_call_parser: str = "auto",
+    channel_grammar: bool = True,
+    plain_tool_calls: bool = True,
 ) -> Tokenizer:
     """Load the tokenizer of a model folder or a .gguf file.
 
@@ -174,10 +178,12 @@ def load_tokenizer(
     template_file: holds the chat template; None for the model's own.
     tool_call_parser: the name of the format of calls; auto for the format of the template.
     channel_grammar: chats of a model with channels keep to their format by a grammar.
+    plain_tool_calls: calls that a model writes as JSON without its marks are calls.
 
     Raises CallboardError if the tokenizer is missing or unknown, or if the template is not usable."""
     tokenizer = Tokenizer.load(path)
     tokenizer.tool_call_parser, tokenizer.channel_grammar = tool_call_parser, channel_grammar
+    tokenizer.plain_tool_calls = plain_tool_calls
     if template_file is not None:
         try:
             tokenizer.chat_template, tokenizer.tool_template = Path(template_file).read_text("utf-8"), None

@@ -47,6 +47,7 @@ class Tokenizer:
         self.tool_template = tool_template  # for conversations with tools; None if it is the same
         self.tool_call_parser = "auto"  # or the name of the format of tool calls
         self.channel_grammar = True  # chats of a model with channels keep to their format
+        self.plain_tool_calls = True  # calls in JSON without marks are calls
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.pieces: Pieces = pieces_of(backend)

@@ -12,7 +12,7 @@ from runtime.output.call_grammar import with_calls
 from runtime.output.tools import Tool
 from runtime.spec.types import Grammar
 from runtime.structured.grammar import compiled
-from runtime.text.tool_calls import FORMATS
+from runtime.text.tool_calls import FORMATS, ForcedCall
 from tests.support.structured.cases import fits
 
 A_CALL = {  # in pieces, and other pieces
@@ -81,3 +81,23 @@ def test_no_text_has_a_call_that_is_not_strict(name: str, data: st.DataObject):
         calls[delta.index] += delta.arguments
     for arguments in calls.values():
         assert isinstance(json.loads(arguments).pop("a"), int)
+
+
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "gemma4", "pythonic", "hermes"])
+def test_a_boolean_may_be_either(name: str, value: bool):
+    of = {"type": "object", "properties": {"b": {"type": "boolean"}}, "required": ["b"], "additionalProperties": False}
+    schema = {**of, "properties": {"a": of, "c": {"type": "array", "items": of["properties"]["b"]}, **of["properties"]}}
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}})
+    form = FORMATS[name]
+    asked = with_calls(None, [tool], form, ForcedCall("f"), None, {}, thinks=False)
+    assert asked is not None
+    written = json.dumps(value)
+    values = {"a": f'{{"b": {written}}}', "c": f"[{written}]", "b": written}
+    if name == "gemma4":
+        values = {"a": f"{{b:{written}}}", "b": written, "c": f"[{written}]"}
+    if (args := form.arguments) is None:
+        text = "{" + ", ".join(f'"{key}": {each}' for key, each in values.items()) + "}"
+    else:
+        text = args.separator.join(f"{args.begin}{key}{args.to_value}{each}{args.end}" for key, each in values.items())
+    assert fits(compiled(asked.spec), text + form.end + form.close)

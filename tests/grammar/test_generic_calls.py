@@ -25,10 +25,10 @@ def written(text: str) -> list[tuple[str, Any]]:
     while text:
         assert text.startswith(begin)
         call, at = json.JSONDecoder().raw_decode(text, len(begin))
-        assert text.startswith(end, at)
+        assert text.startswith(end, at) or not text[at:].strip()  # the last mark is optional
         assert call.keys() == {"name", "arguments"}
         calls.append((call["name"], call["arguments"]))
-        text = text[at + len(end) :].removeprefix("\n")
+        text = text[at + len(end) :].lstrip()
     return calls
 
 

@@ -202,6 +202,24 @@ PARTS = {
     ],
 }  # fmt: skip
 NAMES = {"begin": "[", "content": {"type": "grammar", "grammar": "root ::= [a-z\\]]+"}, "end": "]"}
+
+
+def const(value: str) -> dict:
+    return {"type": "const_string", "value": value}
+
+
+def regex(pattern: str) -> dict:
+    return {"type": "regex", "pattern": pattern}
+
+
+def elements(*some: dict) -> dict:
+    return {"type": "sequence", "elements": [*some]}
+
+
+def either(*some: dict) -> dict:
+    return {"type": "or", "elements": [*some]}
+
+
 FORMATS: list[tuple[dict, list[str], list[str]]] = [
     (TAGS, ["", "a <", f"a {ONE} b {TWO}", f"{TWO}{ONE}"], ["<f", "<f=z>", "<f=x>{}</f>", ONE[:-1], f"a{TWO[:-1]}"]),
     ({**TAGS, "at_least_one": True}, [TWO, f"{ONE} b"], ["", "b", f"b{ONE}"]),
@@ -209,6 +227,12 @@ FORMATS: list[tuple[dict, list[str], list[str]]] = [
     ({**TAGS, "triggers": ["<f=x", "<f=y"]}, ["<f", "<f=z>", f"{ONE}{TWO}"], ["<f=x"]),
     (PARTS, ["A:<t>hi <b></t>xx", "A:<t></t>((y))"], ["A:<t>", "A:<t></t>((y)", "<t></t>x"]),
     ({"type": "tags_with_separator", "separator": ", ", "tags": [NAMES]}, ["", "[a], [b]]"], ["[a],[b]", "[]"]),
+    (elements(regex("[a-z]+"), const("end")), ["xend", "endend"], ["end", "x"]),
+    (elements(const("a"), regex("b*"), const("b")), ["ab", "abbb"], ["a"]),
+    (elements(either(const("a"), const("ab")), const("bc")), ["abc", "abbc"], ["ab"]),
+    (elements(either(const("x"), elements(const("x"), regex("y+"))), const("yz")), ["xyz", "xyyz"], ["xz"]),
+    (elements(regex("(a|ab)"), regex("(c|bcd)"), const("d")), ["abcdd", "acd", "abcd"], ["ad"]),
+    ({"type": "tag", "begin": "<", "content": elements(regex("[a-z]+"), regex("x+")), "end": ">"}, ["<axx>"], ["<x>"]),
 ]
 
 

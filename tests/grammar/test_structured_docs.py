@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "structured-output.md"
 _NOTES = {
     "$ref": "within the schema: a pointer (`#/…`) or an `$anchor`, also after the root's `$id`; any recursion",
     "additionalItems": "after a list of `items` (draft 7 and before)",
-    "additionalProperties": "missing beside `properties` or `patternProperties`, it means false",
+    "additionalProperties": "missing beside `properties` (also empty ones) or `patternProperties`, it means false",
     "allOf": "merged",
     "anyOf": "with what stands beside it",
     "const": "as an `enum` of one",
@@ -76,9 +76,11 @@ only way on. Log-probabilities are the model's own.
 | `tools` | a custom tool with a `format` of the type grammar, Lark's or a regular expression: its text follows it |
 | `response_format` and `tools` | the model answers in that JSON, or with calls, bound too (Hermes', DeepSeek's marks) |
 
-White space is at most one space after each comma and colon. In strings, a character is escaped only where JSON requires
-it, in the shortest way. Integers have up to 19 digits. A model that reasons may do so first, also
-where it opens `<think>` itself; the structure begins after `</think>`. With reasoning off, it begins at once.
+White space is at most one space after each comma and colon, and 16 characters at the end of the JSON. In strings, a
+character is escaped only where JSON requires it, in the shortest way. Integers have up to 19 digits.
+
+A model that reasons may do so first, also where it opens `<think>` itself; the structure begins after `</think>`. With
+reasoning off, it begins at once.
 
 In Python, without a server, the same fields are keywords of `LLM.generate` and `LLM.chat`:
 

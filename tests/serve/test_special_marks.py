@@ -101,7 +101,7 @@ async def post(engine: FakeEngine, tokenizer: Tokenizer, **fields: Any) -> dict[
 @pytest.mark.parametrize("name", NAMES)
 async def test_forced_calls_have_special_marks(name: str, choice: Any):
     tokenizer, several = special_tokenizer(name), 0
-    for seed in range(6):
+    for seed in range(12):
         engine = GrammarEngine(seed)
         choices = (await post(engine, tokenizer, tools=TOOLS, tool_choice=choice))["choices"]
         calls = [call["function"] for call in choices[0]["message"]["tool_calls"]]

@@ -55,7 +55,7 @@ def tokenizer_of(name: str, special: list[str]) -> Tokenizer:
 async def test_forced_calls_arrive(name: str, special: list[str], choice: Any, opening: str, may_be_many: bool):
     tokenizer, most = tokenizer_of(name, special), 0
     tokenizer.channel_grammar = False  # of the other form, test_harmony.py has tests
-    for seed in range(4):
+    for seed in range(24):
         engine = GrammarEngine(seed)
         async with client_of(engine, tokenizer) as http:
             client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http)
@@ -104,7 +104,7 @@ def tools_with(parameters: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("name", OPENINGS)
 async def test_forced_calls_without_json_objects(name: str):
     tokenizer, seen, most = tokenizer_of(name, []), set(), 0
-    for seed in range(12):
+    for seed in range(24):
         engine, choice = GrammarEngine(seed, most=600), NAMED if seed % 3 == 0 else "required"
         body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tool_choice": choice}
         async with client_of(engine, tokenizer) as client:

@@ -4,9 +4,10 @@ A schema is normalized (normalize.py), then written, each distinct schema once: 
 rule. Every output is valid. These freedoms of JSON are left out:
 
     - properties come in the order of the schema, then `required` names that it does not list, then free names
-    - an object with `properties` or `patternProperties` has only these names, unless `additionalProperties` allows them
+    - an object with `properties`, even empty, or `patternProperties` has only these names, unless
+      `additionalProperties` allows others
     - a schema without `type` is of the one type that all its keywords are about, if there is one
-    - white space is at most one space after each "," and ":"
+    - white space is at most one space after each "," and ":"; a grammar of JSON allows some at the end, too
     - in strings, a character is escaped only where JSON requires it; numbers: see numbers.py
     - with `uniqueItems`, the values of an enum above six come in its order
 """
@@ -41,8 +42,8 @@ from runtime.structured.rules import (
     choice,
     optional,
     repeat,
-    sequence,
     terminal,
+    tokens,
 )
 from runtime.structured.schema import numbers
 from runtime.structured.schema.keywords import ABOUT, TYPES, Schema, at, dumped, key_of, parse
@@ -165,18 +166,18 @@ class _Writer:
         least, most = _bounds(schema, "Items", where)
         if schema.get("uniqueItems") and (most is None or most > 1):
             if (values := self._finite(schema, where)) is not None:
-                return sequence(terminal("\\x{5b}"), self._distinct(values, least, most), terminal("\\x{5d}"))
+                return tokens(terminal("\\x{5b}"), self._distinct(values, least, most), terminal("\\x{5d}"))
             self._normalizer.cannot(where, "uniqueItems")
         first = [self._rule(item, f"{where}/prefixItems/{i}") for i, item in enumerate(schema.get("prefixItems", ()))]
         items, k = schema.get("items", True), len(first)
         rest = _more(NEVER if items is False else self._rule(items, f"{where}/items"), k, least, most)
         for i in reversed(range(k)):
-            rest = self._named(sequence(_COMMA if i else NOTHING, first[i], rest))
+            rest = self._named(tokens(_COMMA if i else NOTHING, first[i], rest))
             if most is not None and i >= most:
                 rest = NOTHING
             elif i >= least:
                 rest = optional(rest)
-        return sequence(terminal("\\x{5b}"), rest, terminal("\\x{5d}"))
+        return tokens(terminal("\\x{5b}"), rest, terminal("\\x{5d}"))
 
     def _finite(self, schema: Schema, where: str) -> list[Any] | None:
         """Return the different values that its items may have; None if they are not listed."""
@@ -206,7 +207,7 @@ class _Writer:
             options: list[Rule] = [NOTHING] if count >= least else []
             for i, value in enumerate(left if count < most else ()):
                 others = self._permuted(left[:i] + left[i + 1 :], count + 1, least, most, written)
-                options.append(sequence(*_separated([_value(value)], count), others))
+                options.append(tokens(*_separated([_value(value)], count), others))
             written[key] = self._named(choice(options))
         return written[key]
 
@@ -228,9 +229,11 @@ class _Writer:
             if not is_any and not admits(self._normalizer, schema["propertyNames"], name, where):
                 value = False
             value = self._rule(reduce(all_of, of_patterns, value), f"{where}/properties/{name}")
-            members.append((sequence(terminal(literal_string(name)), _COLON, value), name in required))
-        listing = bool(patterns) or any(value is not False for value in given.values())
-        closed = listing and "additionalProperties" not in schema
+            members.append((tokens(terminal(literal_string(name)), _COLON, value), name in required))
+        # An option that only excludes names, as `oneOf` makes them, lists none.
+        excludes = bool(given) and all(value is False for value in given.values())
+        lists = bool(patterns) or ("properties" in schema and not excludes)
+        closed = lists and "additionalProperties" not in schema
         free = False if names is not None or closed else free
         taken = [literal_string(name) for name in listed]
         others = self._free_members(keys, patterns if names is None else {}, free, any_key, taken, where)
@@ -240,7 +243,7 @@ class _Writer:
             problem = "has 'minProperties' above its required properties, where names are free to repeat"
             self._normalizer.cannot(where, "minProperties", problem)
             least = 1
-        return sequence(terminal("\\x{7b}"), self._members(members, others, least, most), terminal("\\x{7d}"))
+        return tokens(terminal("\\x{7b}"), self._members(members, others, least, most), terminal("\\x{7d}"))
 
     def _patterns(self, patterns: Schema, where: str) -> dict[str, str]:
         """Return the expressions of names, by their patterns."""
@@ -288,15 +291,15 @@ class _Writer:
             states: dict[int, Rule] = {}
             for n in before:
                 follows = after[min(n + len(some), cap)]
-                member = sequence(*_separated(some, n))
+                member = tokens(*_separated(some, n))
                 if most is not None and n + len(some) > most:
                     states[n] = NEVER if must else after[n]
                 elif must:
-                    states[n] = sequence(member, follows)
+                    states[n] = tokens(member, follows)
                 elif n == cap:
-                    states[n] = sequence(optional(member), follows)
+                    states[n] = tokens(optional(member), follows)
                 else:
-                    states[n] = choice((sequence(member, follows), after[n]))
+                    states[n] = choice((tokens(member, follows), after[n]))
             shared = step > 0 and len(reached[step - 1]) > 1
             after = {n: self._named(state) if shared or n < cap else state for n, state in states.items()}
         return after[0]
@@ -315,7 +318,7 @@ class _Writer:
         is_open = not keys and any_key == _ANY_KEY
         options.append((free_key if is_open else self._fitting(free_key), free, "additionalProperties"))
         return choice(
-            sequence(key, _COLON, self._rule(value, f"{where}/{keyword}"))
+            tokens(key, _COLON, self._rule(value, f"{where}/{keyword}"))
             for key, value, keyword in options
             if value is not False and key != NEVER
         )
@@ -327,8 +330,8 @@ def _more(member: Rule, n: int, least: int, most: int | None) -> Rule:
     if member == NEVER or most == 0:
         return NEVER if least else NOTHING
     if n:
-        return repeat(sequence(_COMMA, member), least, most)
-    some = sequence(member, repeat(sequence(_COMMA, member), max(least - 1, 0), None if most is None else most - 1))
+        return repeat(tokens(_COMMA, member), least, most)
+    some = tokens(member, repeat(tokens(_COMMA, member), max(least - 1, 0), None if most is None else most - 1))
     return some if least else optional(some)
 
 
@@ -356,10 +359,10 @@ def _value(value: Any) -> Rule:
     """Return the rule of one JSON value, with the white space of any value."""
     match value:
         case list():
-            return sequence(terminal("\\x{5b}"), *_separated(map(_value, value)), terminal("\\x{5d}"))
+            return tokens(terminal("\\x{5b}"), *_separated(map(_value, value)), terminal("\\x{5d}"))
         case dict():
-            members = (sequence(terminal(literal_string(name)), _COLON, _value(v)) for name, v in value.items())
-            return sequence(terminal("\\x{7b}"), *_separated(members), terminal("\\x{7d}"))
+            members = (tokens(terminal(literal_string(name)), _COLON, _value(v)) for name, v in value.items())
+            return tokens(terminal("\\x{7b}"), *_separated(members), terminal("\\x{7d}"))
         case str():
             return terminal(literal_string(value))
     return terminal(literal_text(dumped(value)))

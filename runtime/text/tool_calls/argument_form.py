@@ -41,7 +41,7 @@ def is_closed(schema: Mapping[str, Any]) -> bool:
     if not schema.keys() <= _OF_OBJECTS | SAYS_NOTHING:
         return False
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    if schema.get("type") != "object" or schema.get("additionalProperties", not properties) is not False:
+    if schema.get("type") != "object" or schema.get("additionalProperties", "properties" not in schema) is not False:
         return False
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         return False

@@ -71,7 +71,7 @@ class HarmonyParser(ToolCallParser):
     def _message(self, final: bool) -> bool:
         text, ended = self._up_to(self.marks.end, self.marks.ends, final)
         if self._is_content:
-            self._content.append(text)
+            self.content.append(text)
         else:
             self._reasoning += text
             if self.is_open:

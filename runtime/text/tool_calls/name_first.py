@@ -59,9 +59,11 @@ class NameFirstParser(ToolCallParser):
         if self.next_call and text.startswith(self.next_call):
             self._at = 0
             self._state = self._opening
-            return True
-        self._held = text.removeprefix(self.close)
-        return self._after_calls(final)
+        elif self.close and text.startswith(self.close):
+            self._held = text.removeprefix(self.close)
+        else:
+            self._state = self._outside
+        return True
 
 
 class PlainArgumentsParser(NameFirstParser):

@@ -100,6 +100,13 @@ class CallDelta:
     is_custom: bool = False  # of a custom tool: `arguments` is its input text
 
 
+class Content(list[str]):
+    """The pieces of an output's content."""
+
+    def flush(self) -> None:
+        """Add the text that is held back: the output ends, or a call begins."""
+
+
 class ToolCallParser:
     """Splits one output into content and calls. The result does not depend on the grouping into pushes.
 
@@ -127,7 +134,7 @@ class ToolCallParser:
         self._num_chars = 0  # of the text so far
         self._at = 0  # the start of the text after a mark, in _held
         self._value = JsonValue()
-        self._content: list[str] = []
+        self.content = Content()
         self._calls: list[CallDelta] = []
         self._state: Callable[[bool], bool] = self._opening if form.bare else self._outside
         if forced is not None and forced.name is not None:
@@ -147,9 +154,14 @@ class ToolCallParser:
         The last text turns an uncertain call into content."""
         self._held += text
         self._num_chars += len(text)
-        while self._state(is_last):
+        while not self.done and self._state(is_last):
             pass
-        content, self._content = "".join(self._content), []
+        if self.done:  # the rest of the text is ignored
+            self._held = ""
+        if is_last:
+            self.content.flush()
+        content = "".join(self.content)
+        self.content.clear()
         calls, self._calls = self._calls, []
         return content, calls
 
@@ -162,7 +174,7 @@ class ToolCallParser:
         num_waiting = 0 if final else max(tail_that_may_begin(mark, text) for mark in marks)
         before = at if at >= 0 else len(text) - num_waiting
         end = before if final and at < 0 else max(before - MAX_SPACES, len(text[:before].rstrip()))
-        self._content.append(text[:end])
+        self.content.append(text[:end])
         if at < 0:
             self._held = text[end:]
             return False
@@ -205,20 +217,27 @@ class ToolCallParser:
         self._state = self._outside if self._held else self._after_calls
         return bool(self._held)
 
-    def _finished(self, final: bool) -> bool:
-        self._held = ""
-        return False
-
     # ---- shared by the states ---------------------------------------------------------------------------------------
 
     def _give_back(self, num_chars: int) -> bool:
         """Return the next characters as content."""
-        self._content.append(self._held[:num_chars])
+        self.content.append(self._held[:num_chars])
         self._held = self._held[num_chars:]
         self._state = self._outside
         return True
 
+    def call(self, name: str, arguments: str) -> bool:
+        """Return a call that stands in the content. Returns False if it is the last allowed one."""
+        self._new_call(name)
+        self._give(arguments)
+        self._end(self._state)
+        return not self.done
+
     def _begin(self, name: str) -> None:
+        self.content.flush()
+        self._new_call(name)
+
+    def _new_call(self, name: str) -> None:
         short = self._form.has_short_ids
         call_id = secrets.token_hex(5)[:9] if short else "call_" + secrets.token_hex(12)
         self._calls.append(CallDelta(self.num_calls, call_id, name))
@@ -231,7 +250,7 @@ class ToolCallParser:
         """End a call. Unless it is the last allowed one, `state` continues."""
         self.num_calls += 1
         self.done = self.num_calls == self._most
-        self._state = self._finished if self.done else state
+        self._state = state
         return True
 
     def _may_call(self, name: object) -> bool:

@@ -25,8 +25,8 @@ NAMED = {"type": "function", "function": {"name": "add"}}
 
 
 class GrammarEngine(FakeEngine):
-    """Answers with random bytes that the request's grammar allows. Where the answer may end, it ends in half of all
-    cases, and always beyond `most` bytes."""
+    """Answers with random bytes that the request's grammar allows. Where the answer may end, it ends in a quarter of
+    all cases, and always beyond `most` bytes. It writes white space where nothing else may follow, or rarely."""
 
     def __init__(self, seed: int, most: int = 400) -> None:
         super().__init__(max_model_len=4096)
@@ -39,8 +39,10 @@ class GrammarEngine(FakeEngine):
             mask = np.zeros(SPECIAL_BYTES.num_words, np.int32)
             matcher.fill(mask)
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
-            may_end = EOS in allowed and (len(script) > self._most or self._random.random() < 0.5)
+            may_end = EOS in allowed and (len(script) > self._most or self._random.random() < 0.25)
             others = [i for i in allowed if i != EOS]
+            if self._random.random() < 0.8:
+                others = [i for i in others if chr(i) not in "\t\n\r "] or others
             script.append(EOS if may_end or not others else self._random.choice(others))
             matcher.advance(script[-1:])
         self.script, self.text = script, bytes(i for i in script if i < EOS).decode()
