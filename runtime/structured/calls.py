@@ -66,7 +66,8 @@ def rules_of(calls: Calls, checks: TerminalChecks, strict: bool | None, ignored:
     marks = calls.end.lstrip("}") if calls.arguments is None else ""
     num_closing = len(calls.end) - len(marks)
     # White space behind a call must not decide between another call and the end.
-    after = SPACES if not calls.close or calls.again[:1].isspace() else NOTHING
+    has_spaces = not calls.close or calls.again[:1].isspace() or calls.close[0].isspace()
+    after = SPACES if has_spaces else NOTHING
     for i, (name, parameters) in enumerate(calls.functions.items()):
         opening = sequence(_to_arguments(calls, name), terminal("\\x{20}?"))
         if name in calls.unbound:

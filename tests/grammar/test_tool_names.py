@@ -17,11 +17,19 @@ from tests.support.http.fake_engine import FakeEngine, byte_tokenizer, client_of
 
 WRITTEN = ["time.get-current", "mcp/server tool", 'say "hi"', "back\\slash", "größe", "a.b|c*(d)[e]", "<x>", "日本"]
 # What each other format cannot write, of these.
+_WITHOUT_TAGS = (
+    *("qwen3_coder", "glm45", "glm47", "deepseek_v3", "deepseek_v31", "gemma4"),
+    *("kimi_k2", "seed_oss", "functionary_v31"),
+)
+_ODD = {"mcp/server tool", 'say "hi"', "back\\slash", "a.b|c*(d)[e]", "<x>"}
 REFUSED = {
-    "pythonic": {"mcp/server tool", 'say "hi"', "back\\slash", "a.b|c*(d)[e]", "<x>"},
+    **dict.fromkeys(("pythonic", "lfm2", "olmo3"), _ODD),
+    **{key: _ODD | {"time.get-current"} for key in ("glm4", "functionary_v32")},
+    **{key: {"<x>", 'say "hi"', "back\\slash"} for key in ("deepseek_v32", "deepseek_v4", "minimax_m2", "minicpm5")},
+    "apertus": {'say "hi"', "back\\slash"},
     "mistral_v11": {"a.b|c*(d)[e]"},
     "harmony": {"mcp/server tool", 'say "hi"', "<x>"},
-    **{key: {"<x>"} for key in ("qwen3_coder", "glm45", "glm47", "deepseek_v3", "deepseek_v31", "gemma4")},
+    **{key: {"<x>"} for key in _WITHOUT_TAGS},
 }
 
 

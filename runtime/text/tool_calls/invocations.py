@@ -16,7 +16,7 @@ from collections.abc import Collection
 
 from runtime.text.tool_calls.argument_form import ArgumentForm
 from runtime.text.tool_calls.json_objects import HERMES
-from runtime.text.tool_calls.name_first import TaggedParser
+from runtime.text.tool_calls.name_first import TaggedParser, name_up_to
 from runtime.text.tool_calls.parser import ToolFormat
 
 _CDATA, _SECTION_END = "<![CDATA[", re.compile("]]></param>")
@@ -26,7 +26,7 @@ def _parser_of(prefix: str, calls: str) -> type[TaggedParser]:
     """Return a parser for elements with a prefix in their names, within an element `calls`."""
 
     class Parser(TaggedParser):
-        head = re.compile(rf'\s*<{prefix}invoke name="([\w-]+)">')
+        head = re.compile(rf'\s*<{prefix}invoke name="' + name_up_to('<>"') + '">')
         key_mark = f"<{prefix}parameter name="
         key = re.compile(rf'<{prefix}parameter name="([^"\n]+)"(?: string="(true|false)")?>')
         value_ends = (f"</{prefix}parameter>",)
@@ -41,7 +41,7 @@ def _parser_of(prefix: str, calls: str) -> type[TaggedParser]:
 class MiniCpm5Parser(TaggedParser):
     """A value may be a CDATA section."""
 
-    head = re.compile(r'([\w-]+)"\s*>')
+    head = re.compile(name_up_to('<>"') + r'"\s*>')
     key_mark, key = "<param name=", re.compile(r'<param name="([^"\n]+)">')
     value_ends = ("</param>", "]]></param>")
     value_end = re.compile(r"</param>")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from runtime.text.tool_calls.name_first import NameFirstParser
+from runtime.text.tool_calls.name_first import NameFirstParser, name_up_to
 from runtime.text.tool_calls.parser import ToolFormat
 
 _CALLS, _CALL, _ARGUMENTS = "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
@@ -27,7 +27,7 @@ _PREFIX, _SUFFIX = "<|tools_prefix|>", "<|tools_suffix|>"
 class KimiParser(NameFirstParser):
     other_marks = (_CALL,)  # the first one is sometimes forgotten
     head = re.compile(
-        rf"(?:\s*{re.escape(_CALL)}|(?<={re.escape(_CALL)}))\s*(?:functions\.)?([\w-]+)(?::\d+)?\s*"
+        rf"(?:\s*{re.escape(_CALL)}|(?<={re.escape(_CALL)}))\s*(?:functions\.)?{name_up_to('<:')}(?::\d+)?\s*"
         rf"{re.escape(_ARGUMENTS)}"
     )
     ends = (_CALL_END,)
@@ -35,12 +35,12 @@ class KimiParser(NameFirstParser):
 
 
 class FunctionaryParser(NameFirstParser):
-    head = re.compile(r"([\w-]+)>")
+    head = re.compile(name_up_to("<>") + ">")
     ends = ("</function>",)
 
 
 class ApertusParser(NameFirstParser):
-    head = re.compile(r'\s*[\[,]\s*\{\s*"([\w-]+)"\s*:\s*(?=\{)')
+    head = re.compile(r'\s*[\[,]\s*\{\s*"' + name_up_to('"\\\\') + r'"\s*:\s*(?=\{)')
     ends = ("}", "]", _SUFFIX)
     next_call = ","
 

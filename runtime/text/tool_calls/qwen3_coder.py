@@ -28,7 +28,7 @@ class Qwen3CoderParser(TaggedParser):
 
 
 class SeedOssParser(TaggedParser):
-    head = re.compile(r"\s*<function=([\w-]+)>")
+    head = re.compile(rf"\s*<function={name_up_to('<>')}>")
     key_mark, key = Qwen3CoderParser.key_mark, Qwen3CoderParser.key
     value_ends = ("</parameter>", "\n</function>")
     value_end = re.compile(r"</parameter>|(?=\n</function>)")
