@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from actors.engine.autoscaling import EngineFigures
 from actors.engine.cache_feed import CacheFeed, Followers
 from actors.engine.engine_adapters import EngineAdapters, LoadAdapter
@@ -24,7 +26,20 @@ from actors.engine.live_requests import LiveRequests
 from actors.engine.metrics import EngineMetrics
 from actors.engine.sleep import EngineSleep, SetSleep
 from actors.engine.weights import CallRanks, EngineWeights
-from actors.wire.link_messages import Abort, AbortById, Adapters, Follow, ResetPrefixCache, Sleep, Status, Submit
+from actors.wire.engine_client import WeightsRefused
+from actors.wire.link_messages import (
+    Abort,
+    AbortById,
+    Adapters,
+    CancelPause,
+    Follow,
+    Pause,
+    ResetPrefixCache,
+    Sleep,
+    Status,
+    Submit,
+    WaitLimits,
+)
 from actors.wire.metrics import MetricValues, Snapshot
 from runtime.assembly.engine import build_engine, draft_client_of, speculation_of
 from runtime.core.executor import Executor
@@ -98,7 +113,11 @@ class EngineLoop:
             self._finish_steps,
             self._call,
             self._send_status_to_all,
+            lambda: self._sleep.level > 0,
             pause_file,
+        )
+        self._limits = WaitLimits(
+            config.max_queued_requests, config.max_queued_tokens, config.queue_timeout_s, config.trainer_timeout_s
         )
         self._followers = Followers(CacheFeed(scheduler), time.monotonic)
         self._handlers: dict[type, Callable[[Connection, Any], None]] = {
@@ -110,6 +129,8 @@ class EngineLoop:
             Follow: self._follow,
             ResetPrefixCache: self._reset_prefix_cache,
             Sleep: self._sleep.request,
+            Pause: self._pause,
+            CancelPause: lambda _, message: self.weights.pauses.cancel(message.pause_id),
             Adapters: self._adapters.apply,
         }
         self.links = LinkServer(lambda connection, message: self._inbox.put((connection, message)), self.report)
@@ -152,7 +173,8 @@ class EngineLoop:
         """Add the counts of a front, and return all figures of this engine."""
         adapters = self._adapters.states
         memory = sum(connection.memory for connection in list(self._connections))
-        return self.meter.report(figures, self.core, self.num_rebuilds, self._sleep.level, adapters, memory)
+        is_paused = self.weights.pauses.current is not None
+        return self.meter.report(figures, self.core, self.num_rebuilds, self._sleep.level, adapters, memory, is_paused)
 
     def drain(self, reason: str) -> Future[object]:
         """Take no new requests, for `reason`. Live requests continue; once this is done, their number only falls."""
@@ -173,6 +195,8 @@ class EngineLoop:
         done: Future[object] = Future()
 
         def run() -> None:
+            if not done.set_running_or_notify_cancel():  # its caller is gone
+                return
             try:
                 done.set_result(work())
             except CallboardError as e:
@@ -203,7 +227,8 @@ class EngineLoop:
             if self._closed:
                 return
             try:
-                if self._sleep.apply_requests() or self.weights.apply_requests():
+                is_asleep = self._sleep.apply_requests()
+                if self.weights.apply_requests() or is_asleep:
                     continue
                 waits = self.config.late_planning and self._wait_to_plan()
                 meter.before_submit(self.core.scheduler.num_in_flight, self._frames.pending is not None)
@@ -237,11 +262,9 @@ class EngineLoop:
 
     @property
     def _has_work(self) -> bool:
-        if self._sleep.requests or self._adapters.loss:
+        if self._sleep.requests or self._adapters.loss or self.weights.has_pending:
             return True
-        if self._sleep.level:
-            return False
-        return self.weights.has_pending or (self.core.has_work and not self.weights.is_paused)
+        return self.core.has_work and not self._sleep.level and self.weights.pauses.current is None
 
     def _wait_to_plan(self) -> bool:
         """Take requests until the next step must be planned, so that they join it.
@@ -298,13 +321,25 @@ class EngineLoop:
 
     def _connected(self, connection: Connection, _: Connected) -> None:
         self._connections.add(connection)
-        self._send_status(connection)
+        self._send_status(connection, self._limits)
 
     def _disconnected(self, connection: Connection, _: Disconnected) -> None:
         self._connections.discard(connection)
         self._followers.follow(connection, False)
         self._adapters.apply(connection, Adapters(needs={}))
         self.requests.abort_all(connection)
+        self._sleep.disconnected(connection)
+        self.weights.pauses.disconnected(connection)
+
+    def _pause(self, connection: Connection, message: Pause) -> None:
+        def report(answer: Future[Any]) -> None:
+            error = answer.exception()
+            code = error.code if isinstance(error, WeightsRefused) else "unavailable"
+            connection.answer(message.number, str(error or ""), code)
+
+        answer: Future[Any] = Future()
+        answer.add_done_callback(report)
+        self.weights.begin("pause", msgspec.structs.asdict(message), answer, connection)
 
     def _submit(self, connection: Connection, message: Submit) -> None:
         self.requests.submit(connection, message, self._draining)
@@ -320,10 +355,11 @@ class EngineLoop:
         self._draining = reason
         self._send_status_to_all()
 
-    def _send_status(self, connection: Connection) -> None:
+    def _send_status(self, connection: Connection, limits: WaitLimits | None = None) -> None:
         reason, info = self._draining or self.reason, self.core.scheduler.info
         is_asleep, current = self._sleep.level > 0, (info.fingerprint, info.weights)
-        status = Status(reason, self._draining is not None, [], is_asleep, [], {}, *current)
+        pause = self.weights.pauses.current
+        status = Status(reason, self._draining is not None, [], is_asleep, [], {}, *current, pause, limits)
         connection.send(self._adapters.add_news(status, connection))
 
     def _adapters_have_changed(self) -> None:
