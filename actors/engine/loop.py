@@ -321,7 +321,7 @@ class EngineLoop:
 
     def _connected(self, connection: Connection, _: Connected) -> None:
         self._connections.add(connection)
-        self._send_status(connection, self._limits)
+        self._send_status(connection)
 
     def _disconnected(self, connection: Connection, _: Disconnected) -> None:
         self._connections.discard(connection)
@@ -355,11 +355,11 @@ class EngineLoop:
         self._draining = reason
         self._send_status_to_all()
 
-    def _send_status(self, connection: Connection, limits: WaitLimits | None = None) -> None:
+    def _send_status(self, connection: Connection) -> None:
         reason, info = self._draining or self.reason, self.core.scheduler.info
         is_asleep, current = self._sleep.level > 0, (info.fingerprint, info.weights)
         pause = self.weights.pauses.current
-        status = Status(reason, self._draining is not None, [], is_asleep, [], {}, *current, pause, limits)
+        status = Status(reason, self._draining is not None, [], is_asleep, [], {}, *current, pause, self._limits)
         connection.send(self._adapters.add_news(status, connection))
 
     def _adapters_have_changed(self) -> None:

@@ -13,7 +13,6 @@ The step thread owns all state here. Ranks stage and store in threads of this mo
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from actors.engine.metrics import EngineMetrics
 from actors.engine.sleep import EnginePauses, Lease
 from actors.runners.step_channel import RunnersLost
 from actors.wire.engine_client import WeightsRefused
-from actors.wire.link_messages import Pause
+from actors.wire.link_messages import pause_of
 from runtime.core.engine import EngineCore
 from runtime.spec.types import CallboardError
 from runtime.spec.weight_version import WeightVersion
@@ -129,7 +128,7 @@ class EngineWeights:
             if name in _NEED_RUNNERS and self._is_asleep():
                 raise WeightsRefused("The engine sleeps; wake it up before its weights change.", "busy")
             if name == "pause":
-                self.pauses.ask(Pause(**{"pause_id": secrets.token_hex(8), **body}), answer, owner)
+                self.pauses.ask(pause_of(body), answer, owner)
             elif name in self._handlers:
                 self._handlers[name](body, answer)
             else:

@@ -325,7 +325,7 @@ class EngineGroup:
         self.info = max((k.info for k in self.links.values() if k.usable), key=lambda info: info.max_model_len)
         self.adapters.on_status(link, status.adapters, is_first)
         if status.limits is not None:
-            self._waiting.limits = status.limits
+            self._waiting.note_limits(status.limits)
         pauses = [each.pause for each in self.links.values() if each.usable and each.pause is not None]
         if is_first and link.pause is None and pauses:  # it may have started during the pause
             link.send_pause(replace_fields(pauses[0], mode="keep", joins=True))

@@ -8,6 +8,8 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 
+from msgspec.structs import replace
+
 from actors.front.client_stream import ClientStream
 from actors.wire.engine_client import EngineRefusal, Refusal
 from actors.wire.link_messages import WaitLimits, owner_of
@@ -22,8 +24,8 @@ class ParkedStreams:
     """The parked streams of one front, in the order of their arrival."""
 
     def __init__(self, limits: WaitLimits | None, expire: Callable[[ClientStream, str], None]) -> None:
-        """`limits` hold until an engine sends its own; None for none. `expire` fails a late stream, for a reason."""
-        self.limits, self._expire = limits, expire
+        """`limits` are this front's own; None for those that engines send. `expire` fails a late stream, for a reason."""
+        self._own_limits, self._limits, self._expire = limits, limits, expire
         self._streams: dict[ClientStream, tuple[float, asyncio.TimerHandle | None]] = {}  # since when; its deadline
         self.figures = MetricValues()  # unreported ones
 
@@ -32,6 +34,11 @@ class ParkedStreams:
 
     def __iter__(self) -> Iterator[ClientStream]:
         return iter(list(self._streams))
+
+    def note_limits(self, limits: WaitLimits) -> None:
+        """Use the limits of an engine."""
+        own = self._own_limits
+        self._limits = limits if own is None else replace(own, trainer_timeout_s=limits.trainer_timeout_s)
 
     def add(self, stream: ClientStream) -> None:
         """Park a stream. Raises EngineRefusal at a limit; a stream that an engine has accepted has none."""
@@ -55,7 +62,7 @@ class ParkedStreams:
 
     def _fault(self, request: Request) -> str:
         """Return the limit that a further request exceeds; empty if it fits."""
-        if (limits := self.limits) is None:
+        if (limits := self._limits) is None:
             return ""
         waiting = [stream.request for stream in self._streams if not stream.accepted]
         owner, most = owner_of(request.request_id), limits.max_requests
@@ -72,7 +79,7 @@ class ParkedStreams:
 
     def _time_limit(self, stream: ClientStream) -> tuple[float | None, str]:
         """Return the longest wait of a stream, None if unlimited, and why it ends then."""
-        limits, wanted = self.limits, stream.request.min_weight_version
+        limits, wanted = self._limits, stream.request.min_weight_version
         if limits is None or (stream.accepted and not wanted):
             return None, ""
         name, seconds = "queue_timeout_s", limits.timeout_s

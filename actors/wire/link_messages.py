@@ -185,7 +185,7 @@ class Status(msgspec.Struct, array_like=True, tag=6):
     fingerprint: str = ""  # of the model with its current weights
     weights: WeightVersion | None = None  # of the tokens that follow; None without weight_updates
     pause: Pause | None = None  # the current one
-    limits: WaitLimits | None = None  # of requests that wait at the front; None if unchanged
+    limits: WaitLimits | None = None  # of requests that wait at the front
 
 
 class Adapters(msgspec.Struct, array_like=True, tag=12):
