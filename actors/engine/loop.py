@@ -44,6 +44,7 @@ from actors.wire.metrics import MetricValues, Snapshot
 from runtime.assembly.engine import build_engine, draft_client_of, speculation_of
 from runtime.core.executor import Executor
 from runtime.policy.engine_load import EngineLoad
+from runtime.policy.stall_watch import STALL_S, StallWatch, stacks
 from runtime.policy.step_pacing import StepPacing
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import CallboardError, FinishReason
@@ -51,8 +52,8 @@ from runtime.speculation.draft_client import DraftClient, DraftWire
 
 logger = logging.getLogger(__name__)
 # While a step need not be planned yet, the loop polls whether the one in flight has ended. Each pause is a share of the
-# time that is left: a long step costs few polls, and a step that ends early leaves no long gap.
-_POLL_SHARE, _MIN_POLL_S = 0.25, 0.001
+# time that is left, within these bounds: a long step costs few polls, and a step that ends early leaves no long gap.
+_POLL_SHARE, _MIN_POLL_S, _MAX_POLL_S = 0.25, 0.001, 0.01
 _BACKLOG_POLL_S = 0.05  # between attempts to write to full sockets, and between checks of deadlines
 _CHECK_EVERY_S = 60.0  # between checks of an idle engine's bookkeeping, if debugging is logged
 
@@ -86,6 +87,8 @@ class EngineLoop:
         self._draining: str | None = None  # why the engine takes no new requests; None if it takes them
         self._closed = False
         self._progress = time.monotonic()
+        self._stalls = StallWatch(time.monotonic)
+        self._may_take_long = False  # the step thread waits for a step, or changes the state of the runners
         self.num_rebuilds = 0
         self.reason: str | None = "The engine is loading its model."  # why it cannot serve now; None if it can
         self.executor, self.info = start_runners()
@@ -150,12 +153,25 @@ class EngineLoop:
         """Close the runners if a step exceeds step_timeout_s. Called about once a second.
 
         Returns False if the loop is still stuck after twice that time: its process must then be replaced."""
+        if self._stalls.look(self._mark()):
+            num_live = len(self.core.scheduler.requests)
+            logger.error("no step for %.0f s with %d requests live; stacks:\n%s", STALL_S, num_live, stacks())
+            self.meter.figures.count("callboard:stalls")
         stuck_s = time.monotonic() - self._progress
         if not self._has_work or self._adapters.is_restarting or stuck_s <= self.config.step_timeout_s:
             return True
         logger.error("no step finished for %.0f s with %d requests live", stuck_s, len(self.core.scheduler.requests))
         self.executor.close()
         return stuck_s <= 2 * self.config.step_timeout_s
+
+    def _mark(self) -> tuple[int, int] | None:
+        """Return what each step changes, and each look at a step that computes; None while no step is due."""
+        scheduler = self.core.scheduler
+        rests = self._sleep.level or self._sleep.requests or self.weights.pauses.current is not None
+        changes = self._may_take_long or self._adapters.is_restarting or self.reason is not None
+        if rests or changes or not scheduler.requests:
+            return None
+        return scheduler.stats.steps, self._frames.num_sends if scheduler.num_in_flight else 0
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, read without a lock. Each is correct; two may differ by a step."""
@@ -227,8 +243,11 @@ class EngineLoop:
             if self._closed:
                 return
             try:
+                self._may_take_long = True
                 is_asleep = self._sleep.apply_requests()
-                if self.weights.apply_requests() or is_asleep:
+                is_paused = self.weights.apply_requests()
+                self._may_take_long = False
+                if is_asleep or is_paused:
                     continue
                 waits = self.config.late_planning and self._wait_to_plan()
                 meter.before_submit(self.core.scheduler.num_in_flight, self._frames.pending is not None)
@@ -247,7 +266,9 @@ class EngineLoop:
 
     def _collect(self) -> None:
         self.meter.before_collect()
+        may_take_long, self._may_take_long = self._may_take_long, self.core.scheduler.num_in_flight > 0
         self._frames.pending = self.core.collect()
+        self._may_take_long = may_take_long
         if self._frames.pending is not None:
             self.meter.collected()
             self._followers.are_behind = True
@@ -275,7 +296,7 @@ class EngineLoop:
                 return False
             self._frames.send()
             with contextlib.suppress(queue.Empty):
-                poll_s = max(_POLL_SHARE * delay_s, _MIN_POLL_S)
+                poll_s = min(max(_POLL_SHARE * delay_s, _MIN_POLL_S), _MAX_POLL_S)
                 self._take_message(self._inbox.get(timeout=min(delay_s, poll_s)))
         return True
 

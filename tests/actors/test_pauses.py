@@ -54,7 +54,13 @@ async def test_a_sleeping_engine_refuses_what_needs_it_awake():
         await started(engine)
         await group.weights("start", {})
         await group.sleep(1)
-        calls = [("pause", {"mode": "wait"}), ("start", {}), ("update", {"parts": ["new"]}), ("finish", {}), ("init", {})]
+        calls = [
+            ("pause", {"mode": "wait"}),
+            ("start", {}),
+            ("update", {"parts": ["new"]}),
+            ("finish", {}),
+            ("init", {}),
+        ]
         for call, body in calls:
             with pytest.raises(WeightsRefused, match="sleep") as refusal:
                 await asyncio.wait_for(group.weights(call, body), 30)
