@@ -79,7 +79,8 @@ class QueueLimits:
     """The limits of one engine's queue, and the rate at which its requests finish."""
 
     def __init__(self, config: EngineConfig, scheduler: Scheduler, held: HeldRequests) -> None:
-        self._config, self._waiting, self._held = config, scheduler.waiting, held
+        self._config, self._requests, self._held = config, scheduler.requests, held
+        self._waiting = scheduler.waiting
         self._sizes = scheduler.extras[QueueSizes]
         self._finish_times: deque[float] = deque(maxlen=64)  # since the engine was idle
         self._deadlines: deque[tuple[float, RequestState]] = deque()  # in order; some requests may have begun or ended
@@ -151,7 +152,8 @@ class QueueLimits:
         most = self._config.max_queued_requests
         if not owner or not exceeds_share(waiting, waiting, most):  # even if all are its own
             return ""
-        streams = [*(state.owner for state in self._waiting), *self._held.streams]
+        queued = (state.owner for state in self._requests.values() if state.status is RequestStatus.WAITING)
+        streams = [*queued, *self._held.streams]
         own = sum(owner_of(stream.request_id) == owner for stream in streams)
         if not exceeds_share(own, waiting, most):
             return ""
