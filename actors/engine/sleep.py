@@ -168,7 +168,7 @@ class _Asked:
 
 
 class EnginePauses:
-    """The current pause, and those that have not begun. The step thread owns them.
+    """The current pause, and pauses before their begin. The step thread owns them.
 
     A pause that has not begun ends with its caller, or with a resume. One that has begun ends with a resume, or with
     its lease: calls about weights renew it."""
@@ -239,7 +239,7 @@ class EnginePauses:
             self._lease.renew()
 
     def resume(self) -> None:
-        """End the current pause and those that have not begun."""
+        """End the current pause, and void all others."""
         self._is_new = False
         self._set(None)
         self._void("The engine was resumed before its requests ended.")
@@ -252,7 +252,7 @@ class EnginePauses:
             self._queue_held()
 
     def disconnected(self, connection: Connection) -> None:
-        """Drop the pauses that have not begun and whose caller is gone."""
+        """Void the pauses of a front that is gone."""
         self._void(_LEFT, lambda asked: asked.owner is connection)
 
     def _void(self, reason: str, is_void: Callable[[_Asked], bool] = lambda _: True) -> None:

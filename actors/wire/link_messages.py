@@ -219,7 +219,7 @@ class Pause(msgspec.Struct, array_like=True, tag=17, frozen=True):
     pause_id: str = ""  # the same for all engines
     mode: Literal["keep", "wait", "abort"] = "abort"
     kv: Literal["recompute", "keep"] = "recompute"  # of running requests, if the weights change meanwhile
-    lease_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_S)] | None = None  # None: trainer_timeout_s
+    lease_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_S)] | None = None  # None for trainer_timeout_s
     joins: bool = False  # it began before the engine: one that was paused or resumed ignores it
 
 

@@ -12,7 +12,7 @@ from tests.support.engine.links import Engine, eventually, hurry, read, request
 
 
 class Watched:
-    """An engine whose stalls are looked for at times that the test chooses."""
+    """An engine that looks for stalls at times of the test's choice."""
 
     def __init__(self, group, engine):
         self.group, self.engine, self.loop, self.now = group, engine, engine.loop, 0.0
