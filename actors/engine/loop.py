@@ -60,6 +60,11 @@ _CHECK_EVERY_S = 60.0  # between checks of an idle engine's bookkeeping, if debu
 _Work = Callable[[], object]  # for the step thread
 
 
+def _wait_limits(config: EngineConfig) -> WaitLimits:
+    timeouts = config.queue_timeout_s, config.trainer_timeout_s
+    return WaitLimits(config.max_queued_requests, config.max_queued_tokens, *timeouts)
+
+
 class EngineLoop:
     """The step thread. It alone uses the scheduler; all other threads put messages into its inbox."""
 
@@ -108,20 +113,9 @@ class EngineLoop:
         self._frames = self.requests.frames
         settled = partial(self._set_reason, None)
         self._sleep = EngineSleep(self.core, set_sleep, self._finish_steps, self._rebuild, settled, self._adapters)
-        self.weights = EngineWeights(
-            self.core,
-            self.requests,
-            self.meter,
-            call_ranks,
-            self._finish_steps,
-            self._call,
-            self._send_status_to_all,
-            lambda: self._sleep.level > 0,
-            pause_file,
-        )
-        self._limits = WaitLimits(
-            config.max_queued_requests, config.max_queued_tokens, config.queue_timeout_s, config.trainer_timeout_s
-        )
+        own = self.core, self.requests, self.meter, call_ranks, self._finish_steps, self._call
+        self.weights = EngineWeights(*own, self._send_status_to_all, lambda: self._sleep.level > 0, pause_file)
+        self._limits = _wait_limits(config)
         self._followers = Followers(CacheFeed(scheduler), time.monotonic)
         self._handlers: dict[type, Callable[[Connection, Any], None]] = {
             Connected: self._connected,

@@ -183,11 +183,10 @@ class EnginePauses:
         changed: Callable[[], None],
         file: Path | None,
     ) -> None:
-        """Args:
-        finish: collects the steps in flight and sends their tokens.
-        start_lease: starts a lease of some seconds (None for the default), which calls a function at its end.
-        changed: reports the current pause to the fronts.
-        file: holds the current pause, so an engine that replaces this one stays paused."""
+        """`finish` collects the steps in flight. `changed` reports the current pause to the fronts.
+
+        `start_lease` starts a lease of some seconds, None for the default, which calls a function at its end. `file`
+        holds the current pause, so an engine that replaces this one stays paused."""
         self._core, self._requests, self._finish, self._start_lease = core, requests, finish, start_lease
         self._is_asleep, self._changed, self._file = is_asleep, changed, file
         self._asked: list[_Asked] = []

@@ -24,7 +24,7 @@ class ParkedStreams:
     """The parked streams of one front, in the order of their arrival."""
 
     def __init__(self, limits: WaitLimits | None, expire: Callable[[ClientStream, str], None]) -> None:
-        """`limits` are this front's own; None if it uses those of the engines. `expire` fails a late stream, for a reason."""
+        """`limits` are this front's own; None if it uses the engines'. `expire` fails a late stream, for a reason."""
         self._own_limits, self._limits, self._expire = limits, limits, expire
         self._streams: dict[ClientStream, tuple[float, asyncio.TimerHandle | None]] = {}  # since when; its deadline
         self.figures = MetricValues()  # unreported ones

@@ -72,7 +72,9 @@ class GrammarCompiler:
         self._children.start()
 
     async def compile(self, spec: GrammarSpec, owner: str = "") -> Grammar:
-        """Return a compiled or known grammar. `owner` is the API key's. Raises GrammarError, and CompilerBusy if the queue is full."""
+        """Return a compiled or known grammar. Owners share the queue.
+
+        Raises GrammarError, and CompilerBusy if the queue is full."""
         answer = self._answers.get(spec)
         if answer is None:
             answer = await self._answer(spec, self._open.get(spec) or self._added(spec, owner))
