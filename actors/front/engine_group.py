@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -84,6 +85,7 @@ class EngineGroup:
         zero = from_zero
         limits = None if zero is None else WaitLimits(zero.max_requests, zero.max_tokens, zero.timeout_s)
         self._waiting = ParkedStreams(limits, self._expire)  # streams without an engine
+        self.ended_pauses: deque[str] = deque(maxlen=64)  # ids; an engine that was lost at a resume may return with one
         self._names: list[str] = []  # in the directory
         self._is_served = asyncio.Event()  # an engine has been healthy once
         self._following: asyncio.Task[None] | None = None
@@ -329,6 +331,8 @@ class EngineGroup:
         pauses = [each.pause for each in self.links.values() if each.usable and each.pause is not None]
         if is_first and link.pause is None and pauses:  # it may have started during the pause
             link.send_pause(replace_fields(pauses[0], mode="keep", joins=True))
+        if link.pause is not None and link.pause.pause_id in self.ended_pauses:
+            link.cancel_pause(link.pause.pause_id)
         if not link.reason:
             self._is_served.set()
         if link.name in self._router and self._router.fingerprint(link.name) != link.info.fingerprint:

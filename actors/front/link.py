@@ -324,6 +324,8 @@ class EngineLink:
             self._group.on_cache_update(self, message)
         elif isinstance(message, Status):
             self.reason, self.draining, self.is_asleep = message.reason, message.draining, message.is_asleep
+            if self.pause is not None and message.pause is None:
+                self._group.ended_pauses.append(self.pause.pause_id)
             self.pause = message.pause
             adapters = self.adapters if self.usable else {}
             self.adapters = adapters | {state.entry.name: state for state in message.adapters}

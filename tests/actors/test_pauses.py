@@ -295,6 +295,19 @@ async def test_an_engine_that_starts_in_a_pause_joins_it():
         await is_served(group)
 
 
+async def test_an_engine_that_was_lost_at_a_resume_returns_resumed(tmp_path):
+    pair = [*engines(pause_file=tmp_path / "a"), *engines(pause_file=tmp_path / "b")]
+    async with Group(*pair) as group:
+        await mode_of(group, "keep")
+        pair[1].die()
+        await eventually(lambda: len(healthy(group)) == 1)
+        await group.weights("resume", {})
+        pair[1].restart()
+        await eventually(lambda: len(healthy(group)) == 2 and not group.is_paused)
+        assert not (tmp_path / "b").exists()
+        await is_served(group)
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff\x00", encode(Pause(lease_s=7.0, mode="keep"))])
 async def test_a_stored_pause_goes_on_with_its_lease(tmp_path, content):
     (file := tmp_path / "paused-0").write_bytes(content)
