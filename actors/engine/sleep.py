@@ -217,6 +217,8 @@ class EnginePauses:
 
     def apply(self) -> bool:
         """Begin the pauses that may begin, between two steps. Returns True while the engine is paused."""
+        if not self._asked:  # as before almost every step
+            return self.current is not None
         self._void(_LEFT, lambda asked: asked.owner is not None and asked.owner.is_silent)
         for asked in [asked for asked in self._asked if self._may_begin(asked.pause)]:
             self._finish()
