@@ -101,7 +101,7 @@ class HttpSettings:
     )
     batch_file_bytes: int = setting(200 << 20, "longest file that clients may upload", 1)
     batch_max_requests: int = setting(50_000, "most requests of one batch", 1)
-    batch_concurrency: int = setting(16, "requests of batches that each front runs at once", 1)
+    batch_concurrency: int = setting(16, "requests of batches that each front runs at once; API keys share them", 1)
     batch_max_open: int = setting(256, "most open batches of all keys", 1)
     batch_max_open_per_key: int = setting(32, "most open batches of one key", 1)
     batch_max_ended_per_key: int = setting(1000, "most stored ended batches of one key; older ones are removed", 1)

@@ -10,8 +10,8 @@ queue_limits       limits and deadlines of the queue, and requests that wait for
 engine_adapters    loads adapters in a thread of its own
 adapter_machine    the states of adapters, as a pure state machine
 cache_feed         sends changes of the prefix cache to fronts
-sleep              the levels of sleep
-weights            pauses, and updates of the weights
+sleep              the levels of sleep, and pauses
+weights            calls of trainers, and updates of the weights
 metrics            counts of the engine, and their sum with its fronts'
 autoscaling        the number of engines that an application needs
 """

@@ -22,7 +22,7 @@ from collections.abc import Callable
 import msgspec
 
 from actors.wire.adapter_entry import AdapterState
-from actors.wire.engine_client import Refusal
+from actors.wire.engine_client import Refusal, RefusalCode
 from actors.wire.link_messages import (
     LEASE_S,
     Done,
@@ -112,9 +112,9 @@ class Connection:
             self._backlog += frame
             self._write()
 
-    def answer(self, number: int, error: str = "") -> None:
+    def answer(self, number: int, error: str = "", code: RefusalCode = "busy") -> None:
         """Report that the front's request with this number is done, or its error."""
-        self.send(Done(number, error))
+        self.send(Done(number, error, code))
 
     def send_backlog(self) -> None:
         """Write as much of the backlog as the socket takes."""

@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from actors.engine.autoscaling import EngineFigures
 from actors.engine.cache_feed import CacheFeed, Followers
 from actors.engine.engine_adapters import EngineAdapters, LoadAdapter
@@ -24,11 +26,25 @@ from actors.engine.live_requests import LiveRequests
 from actors.engine.metrics import EngineMetrics
 from actors.engine.sleep import EngineSleep, SetSleep
 from actors.engine.weights import CallRanks, EngineWeights
-from actors.wire.link_messages import Abort, AbortById, Adapters, Follow, ResetPrefixCache, Sleep, Status, Submit
+from actors.wire.engine_client import WeightsRefused
+from actors.wire.link_messages import (
+    Abort,
+    AbortById,
+    Adapters,
+    CancelPause,
+    Follow,
+    Pause,
+    ResetPrefixCache,
+    Sleep,
+    Status,
+    Submit,
+    WaitLimits,
+)
 from actors.wire.metrics import MetricValues, Snapshot
 from runtime.assembly.engine import build_engine, draft_client_of, speculation_of
 from runtime.core.executor import Executor
 from runtime.policy.engine_load import EngineLoad
+from runtime.policy.stall_watch import STALL_S, StallWatch, stacks
 from runtime.policy.step_pacing import StepPacing
 from runtime.spec.config import EngineConfig, ModelInfo
 from runtime.spec.types import CallboardError, FinishReason
@@ -36,12 +52,17 @@ from runtime.speculation.draft_client import DraftClient, DraftWire
 
 logger = logging.getLogger(__name__)
 # While a step need not be planned yet, the loop polls whether the one in flight has ended. Each pause is a share of the
-# time that is left: a long step costs few polls, and a step that ends early leaves no long gap.
-_POLL_SHARE, _MIN_POLL_S = 0.25, 0.001
+# time that is left, within these bounds: a long step costs few polls, and a step that ends early leaves no long gap.
+_POLL_SHARE, _MIN_POLL_S, _MAX_POLL_S = 0.25, 0.001, 0.01
 _BACKLOG_POLL_S = 0.05  # between attempts to write to full sockets, and between checks of deadlines
 _CHECK_EVERY_S = 60.0  # between checks of an idle engine's bookkeeping, if debugging is logged
 
 _Work = Callable[[], object]  # for the step thread
+
+
+def _wait_limits(config: EngineConfig) -> WaitLimits:
+    timeouts = config.queue_timeout_s, config.trainer_timeout_s
+    return WaitLimits(config.max_queued_requests, config.max_queued_tokens, *timeouts)
 
 
 class EngineLoop:
@@ -71,6 +92,8 @@ class EngineLoop:
         self._draining: str | None = None  # why the engine takes no new requests; None if it takes them
         self._closed = False
         self._progress = time.monotonic()
+        self._stalls = StallWatch(time.monotonic)
+        self._may_take_long = False  # the step thread waits for a step, or changes the state of the runners
         self.num_rebuilds = 0
         self.reason: str | None = "The engine is loading its model."  # why it cannot serve now; None if it can
         self.executor, self.info = start_runners()
@@ -90,16 +113,9 @@ class EngineLoop:
         self._frames = self.requests.frames
         settled = partial(self._set_reason, None)
         self._sleep = EngineSleep(self.core, set_sleep, self._finish_steps, self._rebuild, settled, self._adapters)
-        self.weights = EngineWeights(
-            self.core,
-            self.requests,
-            self.meter,
-            call_ranks,
-            self._finish_steps,
-            self._call,
-            self._send_status_to_all,
-            pause_file,
-        )
+        own = self.core, self.requests, self.meter, call_ranks, self._finish_steps, self._call
+        self.weights = EngineWeights(*own, self._send_status_to_all, lambda: self._sleep.level > 0, pause_file)
+        self._limits = _wait_limits(config)
         self._followers = Followers(CacheFeed(scheduler), time.monotonic)
         self._handlers: dict[type, Callable[[Connection, Any], None]] = {
             Connected: self._connected,
@@ -110,6 +126,8 @@ class EngineLoop:
             Follow: self._follow,
             ResetPrefixCache: self._reset_prefix_cache,
             Sleep: self._sleep.request,
+            Pause: self._pause,
+            CancelPause: lambda _, message: self.weights.pauses.cancel(message.pause_id),
             Adapters: self._adapters.apply,
         }
         self.links = LinkServer(lambda connection, message: self._inbox.put((connection, message)), self.report)
@@ -129,12 +147,25 @@ class EngineLoop:
         """Close the runners if a step exceeds step_timeout_s. Called about once a second.
 
         Returns False if the loop is still stuck after twice that time: its process must then be replaced."""
+        if self._stalls.look(self._mark()):
+            num_live = len(self.core.scheduler.requests)
+            logger.error("no step for %.0f s with %d requests live; stacks:\n%s", STALL_S, num_live, stacks())
+            self.meter.figures.count("callboard:stalls")
         stuck_s = time.monotonic() - self._progress
         if not self._has_work or self._adapters.is_restarting or stuck_s <= self.config.step_timeout_s:
             return True
         logger.error("no step finished for %.0f s with %d requests live", stuck_s, len(self.core.scheduler.requests))
         self.executor.close()
         return stuck_s <= 2 * self.config.step_timeout_s
+
+    def _mark(self) -> tuple[int, int] | None:
+        """Return what each step changes, and each look at a step that computes; None while no step is due."""
+        scheduler = self.core.scheduler
+        rests = self._sleep.level or self._sleep.requests or self.weights.pauses.current is not None
+        changes = self._may_take_long or self._adapters.is_restarting or self.reason is not None
+        if rests or changes or not scheduler.requests:
+            return None
+        return scheduler.stats.steps, self._frames.num_sends if scheduler.num_in_flight else 0
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, read without a lock. Each is correct; two may differ by a step."""
@@ -152,7 +183,8 @@ class EngineLoop:
         """Add the counts of a front, and return all figures of this engine."""
         adapters = self._adapters.states
         memory = sum(connection.memory for connection in list(self._connections))
-        return self.meter.report(figures, self.core, self.num_rebuilds, self._sleep.level, adapters, memory)
+        is_paused = self.weights.pauses.current is not None
+        return self.meter.report(figures, self.core, self.num_rebuilds, self._sleep.level, adapters, memory, is_paused)
 
     def drain(self, reason: str) -> Future[object]:
         """Take no new requests, for `reason`. Live requests continue; once this is done, their number only falls."""
@@ -173,6 +205,8 @@ class EngineLoop:
         done: Future[object] = Future()
 
         def run() -> None:
+            if not done.set_running_or_notify_cancel():  # its caller is gone
+                return
             try:
                 done.set_result(work())
             except CallboardError as e:
@@ -203,7 +237,11 @@ class EngineLoop:
             if self._closed:
                 return
             try:
-                if self._sleep.apply_requests() or self.weights.apply_requests():
+                self._may_take_long = True
+                is_asleep = self._sleep.apply_requests()
+                is_paused = self.weights.apply_requests()
+                self._may_take_long = False
+                if is_asleep or is_paused:
                     continue
                 waits = self.config.late_planning and self._wait_to_plan()
                 meter.before_submit(self.core.scheduler.num_in_flight, self._frames.pending is not None)
@@ -222,7 +260,9 @@ class EngineLoop:
 
     def _collect(self) -> None:
         self.meter.before_collect()
+        may_take_long, self._may_take_long = self._may_take_long, self.core.scheduler.num_in_flight > 0
         self._frames.pending = self.core.collect()
+        self._may_take_long = may_take_long
         if self._frames.pending is not None:
             self.meter.collected()
             self._followers.are_behind = True
@@ -237,11 +277,9 @@ class EngineLoop:
 
     @property
     def _has_work(self) -> bool:
-        if self._sleep.requests or self._adapters.loss:
+        if self._sleep.requests or self._adapters.loss or self.weights.has_pending:
             return True
-        if self._sleep.level:
-            return False
-        return self.weights.has_pending or (self.core.has_work and not self.weights.is_paused)
+        return self.core.has_work and not self._sleep.level and self.weights.pauses.current is None
 
     def _wait_to_plan(self) -> bool:
         """Take requests until the next step must be planned, so that they join it.
@@ -252,7 +290,7 @@ class EngineLoop:
                 return False
             self._frames.send()
             with contextlib.suppress(queue.Empty):
-                poll_s = max(_POLL_SHARE * delay_s, _MIN_POLL_S)
+                poll_s = min(max(_POLL_SHARE * delay_s, _MIN_POLL_S), _MAX_POLL_S)
                 self._take_message(self._inbox.get(timeout=min(delay_s, poll_s)))
         return True
 
@@ -305,6 +343,18 @@ class EngineLoop:
         self._followers.follow(connection, False)
         self._adapters.apply(connection, Adapters(needs={}))
         self.requests.abort_all(connection)
+        self._sleep.disconnected(connection)
+        self.weights.pauses.disconnected(connection)
+
+    def _pause(self, connection: Connection, message: Pause) -> None:
+        def report(answer: Future[Any]) -> None:
+            error = answer.exception()
+            code = error.code if isinstance(error, WeightsRefused) else "unavailable"
+            connection.answer(message.number, str(error or ""), code)
+
+        answer: Future[Any] = Future()
+        answer.add_done_callback(report)
+        self.weights.begin("pause", msgspec.structs.asdict(message), answer, connection)
 
     def _submit(self, connection: Connection, message: Submit) -> None:
         self.requests.submit(connection, message, self._draining)
@@ -323,7 +373,8 @@ class EngineLoop:
     def _send_status(self, connection: Connection) -> None:
         reason, info = self._draining or self.reason, self.core.scheduler.info
         is_asleep, current = self._sleep.level > 0, (info.fingerprint, info.weights)
-        status = Status(reason, self._draining is not None, [], is_asleep, [], {}, *current)
+        pause = self.weights.pauses.current
+        status = Status(reason, self._draining is not None, [], is_asleep, [], {}, *current, pause, self._limits)
         connection.send(self._adapters.add_news(status, connection))
 
     def _adapters_have_changed(self) -> None:

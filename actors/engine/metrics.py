@@ -94,6 +94,7 @@ class EngineMetrics:
         sleep_level: int = 0,
         adapters: Mapping[str, AdapterState] | None = None,
         fronts_memory: float = 0.0,
+        is_paused: bool = False,
     ) -> Snapshot:
         """Add a front's figures, and return the sum of all fronts and the engine, with the fronts' resident bytes.
 
@@ -113,6 +114,7 @@ class EngineMetrics:
             "vllm:num_requests_waiting": stats.waiting,
             "vllm:kv_cache_usage_perc": (stats.blocks_total - stats.blocks_available) / stats.blocks_total,
             "callboard:sleep_level": sleep_level,
+            "callboard:paused": is_paused,
             "callboard:weight_serial": 0 if core.scheduler.info.weights is None else core.scheduler.info.weights.serial,
             "vllm:prefix_cache_queries": stats.prompt_tokens if self._counts_cache else 0,
             "callboard:state_snapshots": stats.snapshots,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import bisect
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from actors.engine.link_server import EngineStream
 from actors.wire.engine_client import Refusal
-from actors.wire.link_messages import Refused, Submit
+from actors.wire.link_messages import Refused, Submit, owner_of
 from runtime.core.request_state import RequestState, RequestStatus
 from runtime.core.scheduler import Scheduler
-from runtime.policy.queue_sizes import QueueSizes
+from runtime.policy.queue_sizes import QueueSizes, exceeds_share
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import Request
 
@@ -30,6 +30,10 @@ class HeldRequests:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    @property
+    def streams(self) -> Iterable[EngineStream]:
+        return self._requests
 
     def add(self, stream: EngineStream, request: Request, resumed: bool) -> None:
         if self._timeout_s is not None and not resumed:
@@ -75,7 +79,8 @@ class QueueLimits:
     """The limits of one engine's queue, and the rate at which its requests finish."""
 
     def __init__(self, config: EngineConfig, scheduler: Scheduler, held: HeldRequests) -> None:
-        self._config, self._waiting, self._held = config, scheduler.waiting, held
+        self._config, self._requests, self._held = config, scheduler.requests, held
+        self._waiting = scheduler.waiting
         self._sizes = scheduler.extras[QueueSizes]
         self._finish_times: deque[float] = deque(maxlen=64)  # since the engine was idle
         self._deadlines: deque[tuple[float, RequestState]] = deque()  # in order; some requests may have begun or ended
@@ -126,6 +131,8 @@ class QueueLimits:
         num_new = len(message.request.token_ids) + len(message.request.prediction)
         if waiting >= config.max_queued_requests:
             text = f"The engine has {waiting} requests waiting, its limit (max_queued_requests); try again later."
+        elif text := self._fault_of_share(owner_of(message.request.request_id), waiting):
+            pass
         elif waiting and tokens + num_new > config.max_queued_tokens:  # an empty queue takes any request
             text = (
                 f"The engine has {tokens} tokens waiting and this request has {num_new}, above "
@@ -139,6 +146,18 @@ class QueueLimits:
         else:
             return None
         return Refused(message.stream, text, Refusal.BUSY, self._retry_after_s(waiting))
+
+    def _fault_of_share(self, owner: str, waiting: int) -> str:
+        """Return why an owner may not queue another request; empty if it may."""
+        most = self._config.max_queued_requests
+        if not owner or not exceeds_share(waiting, waiting, most):  # even if all are its own
+            return ""
+        queued = (state.owner for state in self._requests.values() if state.status is RequestStatus.WAITING)
+        streams = [*queued, *self._held.streams]
+        own = sum(owner_of(stream.request_id) == owner for stream in streams)
+        if not exceeds_share(own, waiting, most):
+            return ""
+        return f"Your API key has {own} requests waiting, its share of {most} (max_queued_requests); try again later."
 
     def _bytes_of(self, request: Request) -> int:
         """Return the approximate bytes that a request adds to the queue. A grammar counts once."""

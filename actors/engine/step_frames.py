@@ -21,6 +21,7 @@ class StepFrames:
         self._core, self._meter, self._finished = core, meter, finished
         self._notified: set[Connection] = set()  # fronts with an accepted request in their frames
         self.pending: StepOutput | None = None  # committed, not sent yet
+        self.num_sends = 0  # calls of `send`: the loop goes round
 
     def accept(self, stream: EngineStream, has_slot: bool) -> None:
         """Report to the front that a request is queued or, with `has_slot`, running. The next frame carries it."""
@@ -30,6 +31,7 @@ class StepFrames:
     def send(self) -> None:
         """Send the pending output."""
         output, self.pending = self.pending, None
+        self.num_sends += 1
         if output is None:
             return
         touched, self._notified = self._notified, set()

@@ -13,7 +13,6 @@ The step thread owns all state here. Ranks stage and store in threads of this mo
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -23,10 +22,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from actors.engine.link_server import Connection
 from actors.engine.live_requests import LiveRequests
 from actors.engine.metrics import EngineMetrics
+from actors.engine.sleep import EnginePauses, Lease
 from actors.runners.step_channel import RunnersLost
 from actors.wire.engine_client import WeightsRefused
+from actors.wire.link_messages import pause_of
 from runtime.background import in_background
 from runtime.core.engine import EngineCore
 from runtime.spec.types import CallboardError
@@ -36,6 +38,7 @@ from runtime.updates.update_info import group_of_init_info, has_group, parts_of_
 logger = logging.getLogger(__name__)
 
 _EXPIRES_S = 600.0  # an update without a call for this long is dropped, because its trainer is gone
+_NEED_RUNNERS = {"init", "start", "update", "check", "finish"}  # calls that a sleeping engine refuses
 
 Body = dict[str, Any]
 Answer = Future[Body]
@@ -56,7 +59,8 @@ class _Update:
         self.id = update_id
         self.is_busy = False  # while ranks work for it
         self.num_parts = 0  # calls with parts that all ranks have staged
-        self.begun_at = self.last_at = time.monotonic()  # `last_at`: of its last call
+        self.begun_at = time.monotonic()
+        self.lease: Lease  # its calls renew it
 
 
 class EngineWeights:
@@ -71,28 +75,27 @@ class EngineWeights:
         finish: Callable[[], None],
         call: Callable[[Callable[[], object]], Future[Any]],
         changed: Callable[[], None],
+        is_asleep: Callable[[], bool],
         pause_file: Path | None = None,
     ) -> None:
         """`call_ranks` calls a method of all runners, and `call` runs a function in the step thread.
 
-        `finish` collects the steps in flight and sends their tokens. `changed` reports a new version to the fronts.
-        `pause_file` exists while the engine is paused, so an engine that replaces this one stays paused."""
+        `finish` collects the steps in flight and sends their tokens. `changed` reports a new version or pause to the
+        fronts. `pause_file` exists while the engine is paused."""
         self._core, self._requests, self._meter, self._ranks = core, requests, meter, call_ranks
         self._num_ranks = core.scheduler.config.tensor_parallel_size
         self._finish, self._call, self._changed = finish, call, changed
         self.version = core.scheduler.info.weights  # None without weight_updates
         self._stored = self.version  # that fresh runners would have
-        self._pause_file = pause_file
-        self.is_paused = pause_file is not None and pause_file.exists()
-        self._keeps_kv = False
-        self._waiting: list[Answer] = []  # pauses that wait for the end of live requests
+        self._is_asleep = is_asleep
         self._pending: deque[tuple[Callable[[], None], Answer]] = deque()  # until the current step ends
         self._update: _Update | None = None
         self._pool = ThreadPoolExecutor(4, "weights")
         self._storing: Answer | None = None  # the last write to the store
         self._num_discards = 0  # that ranks have not ended: they would drop the parts of the next update, too
+        self._default_lease_s = core.scheduler.config.trainer_timeout_s
+        self.pauses = EnginePauses(core, requests, finish, self._pause_lease, is_asleep, changed, pause_file)
         self._handlers: dict[str, Callable[[Body, Answer], None]] = {
-            "pause": self._pause,
             "resume": self._resume,
             "info": self._info,
             "init": self._connect,
@@ -110,25 +113,39 @@ class EngineWeights:
     def call(self, name: str, body: Body) -> Answer:
         """Do what a front or a trainer wants. The answer raises CallboardError, WeightsRefused among them."""
         answer: Answer = Future()
-
-        def begin() -> None:
-            try:
-                if self.version is None:
-                    text = "This engine keeps its weights; start the server with --weight-updates to change them."
-                    raise WeightsRefused(text, "unavailable")
-                self._handlers[name](body, answer)
-            except CallboardError as e:
-                answer.set_exception(e)
-
-        self._call(begin)
+        self._call(partial(self.begin, name, body, answer))
         return answer
 
     # ---- the step thread --------------------------------------------------------------------------------------------
 
+    def begin(self, name: str, body: Body, answer: Answer, owner: Connection | None = None) -> None:
+        """Do what a caller wants, or answer with its error. `owner` is the connection of the call, if it has one."""
+        if not answer.set_running_or_notify_cancel():  # its caller is gone
+            return
+        try:
+            if self.version is None:
+                text = "This engine keeps its weights; start the server with --weight-updates to change them."
+                raise WeightsRefused(text, "unavailable")
+            if name in _NEED_RUNNERS and self._is_asleep():
+                raise WeightsRefused("The engine sleeps; wake it up before its weights change.", "busy")
+            if name == "pause":
+                self.pauses.ask(pause_of(body), answer, owner)
+            elif name in self._handlers:
+                self._handlers[name](body, answer)
+            else:
+                raise WeightsRefused(f"There is no call {name!r} about weights.", "bad_request")
+        except CallboardError as e:
+            answer.set_exception(e)
+        except Exception as e:
+            logger.exception("the call %s about weights failed", name)
+            answer.set_exception(CallboardError(f"The call {name!r} failed: {type(e).__name__}: {e}."))
+        if name != "info":  # which monitors call
+            self.pauses.renew()
+
     @property
     def has_pending(self) -> bool:
         """True if `apply_requests` has something to do."""
-        return bool(self._pending) or (bool(self._waiting) and not self._core.scheduler.requests)
+        return bool(self._pending) or self.pauses.has_pending
 
     def apply_requests(self) -> bool:
         """Do what must happen between two steps. Returns True while the engine is paused.
@@ -143,10 +160,7 @@ class EngineWeights:
                 raise
             except CallboardError as e:
                 answer.set_exception(e)
-        if self._waiting and not self._core.scheduler.requests:
-            self._finish()
-            self._set_paused()
-        return self.is_paused
+        return self.pauses.apply()
 
     def restarted(self, weights: WeightVersion | None) -> None:
         """Fresh runners have these weights, the last stored ones. What the old ones had staged is lost."""
@@ -187,68 +201,21 @@ class EngineWeights:
 
         in_background(self._pool.submit(run), "a call about weights")
 
-    # ---- pauses -----------------------------------------------------------------------------------------------------
-
-    def _pause(self, body: Body, answer: Answer) -> None:
-        self._keeps_kv = body.get("kv") == "keep"
-        mode = body.get("mode", "abort")
-        if mode == "wait":
-            if self.is_paused and self._core.scheduler.requests:
-                raise WeightsRefused("Paused requests cannot end; resume the engine before a pause that waits.", "busy")
-            self._requests.holds_new = True
-            self._waiting.append(answer)
-            return
-        self._pending.append((partial(self._hold, answer, mode == "abort"), answer))
-
-    def _hold(self, answer: Answer, aborts: bool) -> None:
-        self._finish()
-        if aborts:
-            self._requests.end_all("A pause of the server ended this request; send it again.")
-        if self._core.scheduler.requests:
-            self._refuse_waiting("The engine was paused before its requests ended; resume it first.")
-        self._waiting.append(answer)
-        self._set_paused()
-
-    def _set_paused(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        self._mark(is_paused=True)
-        for answer in waiting:
-            answer.set_result({})
-
-    def _mark(self, is_paused: bool) -> None:
-        self.is_paused = is_paused
-        if self._pause_file is None:
-            return
-        try:
-            if is_paused:
-                self._pause_file.parent.mkdir(parents=True, exist_ok=True)
-                self._pause_file.touch()
-            else:
-                self._pause_file.unlink(missing_ok=True)
-        except OSError as e:
-            logger.warning(
-                "an engine in place of this one would not stay %s: %s", "paused" if is_paused else "resumed", e
-            )
-
-    def _resume(self, body: Body, answer: Answer) -> None:
-        self._requests.holds_new = False
-        self._mark(is_paused=False)
-        self._refuse_waiting("The engine was resumed before its requests ended.")
-        self._requests.queue_held()
-        answer.set_result({})
-
-    def _refuse_waiting(self, reason: str) -> None:
-        for waiting in self._waiting:
-            waiting.set_exception(WeightsRefused(reason, "busy"))
-        self._waiting.clear()
+    def _pause_lease(self, seconds: float | None, ended: Callable[[], object]) -> Lease:
+        """Start the lease of a pause. It holds while an update is open, which has a lease of its own."""
+        return Lease(seconds or self._default_lease_s, self._call, ended, lambda: self._update is not None)
 
     # ---- updates ----------------------------------------------------------------------------------------------------
+
+    def _resume(self, body: Body, answer: Answer) -> None:
+        self.pauses.resume()
+        answer.set_result({})
 
     def _info(self, body: Body, answer: Answer) -> None:
         assert self.version is not None
         answer.set_result(
             {
-                "paused": self.is_paused,
+                "paused": self.pauses.current is not None,
                 "version": self.version.name,
                 "serial": self.version.serial,
                 "stored": self._stored is not None and self._stored.serial == self.version.serial,
@@ -273,28 +240,23 @@ class EngineWeights:
     def _start(self, body: Body, answer: Answer) -> None:
         if self._update is not None or self._num_discards:
             raise WeightsRefused("Another update of the weights is open; finish or discard it.", "busy")
-        self._update = _Update(body["update_id"])
-        self._expire_later(self._update)
+        update = _Update(body["update_id"])
+        update.lease = Lease(_EXPIRES_S, self._call, self._expire, lambda: update.is_busy)
+        self._update = update
         answer.set_result({})
 
-    def _expire_later(self, update: _Update) -> None:
-        timer = threading.Timer(_EXPIRES_S, self._call, (partial(self._expire, update),))
-        timer.daemon = True
-        timer.start()
-
-    def _expire(self, update: _Update) -> None:
+    def _expire(self) -> None:
         """Drop an update without calls, since its trainer is gone."""
-        if self._update is not update:
-            return
-        if update.is_busy or time.monotonic() - update.last_at < _EXPIRES_S:
-            self._expire_later(update)
-            return
         logger.warning("an update of the weights had no call for %.0f s; it is dropped", _EXPIRES_S)
         self._discard({}, Future())
 
     def _drop(self, update: _Update) -> None:
-        self._update = None
+        self._end(update)
         self._meter.figures.count("callboard:weight_updates", "failed")
+
+    def _end(self, update: _Update) -> None:
+        self._update = None
+        update.lease.end()
 
     def _take(self) -> _Update:
         """Return the open update for its next call. Raises WeightsRefused if there is none, or it is busy."""
@@ -302,21 +264,22 @@ class EngineWeights:
             raise WeightsRefused("No update of the weights is open; send start_weight_update first.", "not_open")
         if self._update.is_busy:
             raise WeightsRefused("The last call of this update has not ended; wait for its answer.", "busy")
-        self._update.is_busy, self._update.last_at = True, time.monotonic()
+        self._update.is_busy = True
         return self._update
 
     def _release(self, update: _Update, answer: Answer) -> None:
         """The call of an update has ended."""
-        update.is_busy, update.last_at = False, time.monotonic()
+        update.is_busy = False
+        update.lease.renew()
         if self._update is not update:
             answer.set_exception(WeightsRefused("The update was dropped meanwhile; begin another.", "not_open"))
 
     def _receive(self, body: Body, answer: Answer) -> None:
-        parts = body["parts"] if "parts" in body else parts_of_json(body["update_info"])
+        given = body["parts"] if "parts" in body else body["update_info"]
         update = self._take()
 
         def receive() -> None:
-            for part in parts:
+            for part in given if "parts" in body else parts_of_json(given):  # a trainer may name 100,000 tensors
                 self._ranks("weights_receive", part)
 
         def received(_: object) -> None:
@@ -372,6 +335,9 @@ class EngineWeights:
         """Change the weights of all ranks, between two steps."""
         if self._update is not update or self.version is None:
             raise WeightsRefused("The update was dropped before it was applied; begin another.", "not_open")
+        if self._is_asleep():
+            self._release(update, answer)
+            raise WeightsRefused("The engine fell asleep before the update was applied; wake it up.", "busy")
         self._finish()
         version = replace(self.version, **body.get("newest", {}))  # of all engines, for equal serials and names
         version = version.after(update.id, body.get("weight_version"), is_complete)
@@ -384,10 +350,12 @@ class EngineWeights:
             raise RunnersLost(f"an update of the weights failed: {e}") from e
         self._count_seconds("receive", start - update.begun_at)
         self._count_seconds("apply", time.monotonic() - start)
-        self._update, self.version = None, version
+        self._end(update)
+        self.version = version
         self._meter.figures.count("callboard:weight_updates", "applied")
-        info, keeps_kv = self._core.scheduler.info, self._keeps_kv if "kv" not in body else body["kv"] == "keep"
-        self._core.scheduler.use_weights(replace(info, fingerprint=fingerprint, weights=version), keeps_kv)
+        info, pause = self._core.scheduler.info, self.pauses.current
+        kv = body.get("kv", "recompute" if pause is None else pause.kv)
+        self._core.scheduler.use_weights(replace(info, fingerprint=fingerprint, weights=version), kv == "keep")
         self._changed()
         self._storing = Future()
         if body.get("wait_stored"):

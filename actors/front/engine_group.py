@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from msgspec.structs import replace as replace_fields
+
 from actors.front.client_stream import ClientStream
 from actors.front.front_adapters import FrontAdapters
 from actors.front.link import EngineLink
+from actors.front.parked import ParkedStreams
 from actors.front.router import Prompt, Route, Router, RoutingPolicy
-from actors.front.weight_calls import call_engines
-from actors.wire.adapter_entry import AdapterState
+from actors.front.weight_calls import call_engines, pause_engines
 from actors.wire.engine_client import EngineRefusal, OnEngine, Refusal, ServerStopped, ignore_engine
-from actors.wire.link_messages import AbortById, CacheUpdate, Refused
+from actors.wire.link_messages import AbortById, CacheUpdate, Refused, Status, WaitLimits
 from actors.wire.metrics import MetricValues, Snapshot
 from actors.wire.transport import Address
 from runtime.background import in_background
@@ -66,20 +69,6 @@ class ScaleFromZero:
     max_tokens: int  # of the waiting requests together; a single one may have more
     timeout_s: float | None  # for each request; None if unlimited
 
-    def refusal(self, request: Request, waiting: Iterable[Request]) -> str:
-        """Return why a request may not wait beside `waiting`; empty if it may."""
-        sizes, num_new = [_num_tokens(r) for r in waiting], _num_tokens(request)
-        if len(sizes) >= self.max_requests:
-            return f"{len(sizes)} requests wait for an engine, the limit (max_queued_requests); try again later."
-        if sizes and (total := sum(sizes)) + num_new > self.max_tokens:
-            limit = f"above the limit of {self.max_tokens} (max_queued_tokens)"
-            return f"{total} tokens wait for an engine and this request has {num_new}, {limit}; try again later."
-        return ""
-
-
-def _num_tokens(request: Request) -> int:
-    return len(request.token_ids) + len(request.prediction)
-
 
 class EngineGroup:
     """An EngineClient over the engines of a directory."""
@@ -95,7 +84,10 @@ class EngineGroup:
         self._last_prompt = Prompt(())  # shared by all choices of a request
         self.links: dict[str, EngineLink] = {}  # by the name of the engine
         self.adapters = FrontAdapters(lambda: list(self.links.values()))
-        self._waiting: dict[ClientStream, None] = {}  # streams without an engine
+        zero = from_zero
+        limits = None if zero is None else WaitLimits(zero.max_requests, zero.max_tokens, zero.timeout_s)
+        self._waiting = ParkedStreams(limits, self._expire)  # streams without an engine
+        self.ended_pauses: deque[str] = deque(maxlen=64)  # ids; an engine that was lost at a resume may return with one
         self._names: list[str] = []  # in the directory
         self._is_served = asyncio.Event()  # an engine has been healthy once
         self._following: asyncio.Task[None] | None = None
@@ -189,13 +181,22 @@ class EngineGroup:
     def is_asleep(self) -> bool:
         return any(link.is_asleep for link in self.links.values())
 
+    @property
+    def is_paused(self) -> bool:
+        return any(link.pause is not None for link in self.links.values())
+
     async def weights(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
+        if call == "pause":
+            return await pause_engines([link for link in self.links.values() if link.usable], body)
         # An engine on a lost node may still have a link, but Ray's calls do not reach it.
         names = sorted(link.name for link in self.links.values() if link.usable and link.name in self._names)
         return await call_engines(self._directory.weights, names, call, body)
 
     async def report(self, figures: dict[str, MetricValues]) -> dict[str, Snapshot]:
         links, parts = [link for link in self.links.values() if link.connected], dict(figures)
+        if links:
+            own, self._waiting.figures = self._waiting.figures, MetricValues()
+            parts.setdefault(links[0].engine, MetricValues()).add(own)
         answers = await asyncio.gather(*(link.report(parts.pop(link.engine, MetricValues())) for link in links))
         return {link.engine: answer for link, answer in zip(links, answers, strict=True) if answer is not None}
 
@@ -273,21 +274,16 @@ class EngineGroup:
         if self._draining and not stream.accepted:
             stream.fail(EngineRefusal(self._draining, Refusal.DRAINING))
             return
-        zero = self._from_zero
-        if zero is not None and not stream.accepted:
-            if text := zero.refusal(stream.request, (s.request for s in self._waiting)):
-                stream.fail(EngineRefusal(text, Refusal.BUSY, 1.0))
-                return
-            if zero.timeout_s is not None:
-                asyncio.get_running_loop().call_later(zero.timeout_s, self._expire, stream)
-        self._waiting[stream] = None
+        try:
+            self._waiting.add(stream)
+        except EngineRefusal as e:
+            stream.fail(e)
+            return
         self._wake_engine()
 
-    def _expire(self, stream: ClientStream) -> None:
-        if stream in self._waiting and not stream.accepted:
-            self._release(stream)
-            text = "The request waited longer than queue_timeout_s while there was no engine."
-            stream.fail(EngineRefusal(text, Refusal.LATE))
+    def _expire(self, stream: ClientStream, reason: str) -> None:
+        self._release(stream)
+        stream.fail(EngineRefusal(reason, Refusal.LATE))
 
     def _wake_engine(self) -> None:
         """If the application can scale to zero, start an engine, and repeat that while streams wait."""
@@ -313,9 +309,7 @@ class EngineGroup:
         """Take a stream from its engine or from the waiting ones. Returns False if it had already ended."""
         if stream.link is not None:
             return stream.link.drop(stream)
-        waited = stream in self._waiting
-        self._waiting.pop(stream, None)
-        return waited
+        return self._waiting.remove(stream)
 
     def on_cache_update(self, link: EngineLink, update: CacheUpdate) -> None:
         """Give an update to the router. After a gap, request a snapshot."""
@@ -330,13 +324,20 @@ class EngineGroup:
             if link.is_followed != wanted:
                 link.follow(wanted)
 
-    def on_status(self, link: EngineLink, changed: list[AdapterState], is_first: bool) -> None:
+    def on_status(self, link: EngineLink, status: Status, is_first: bool) -> None:
         """An engine has sent its Status: assign the waiting streams, and plan moves.
 
         Streams of a draining engine move after _SETTLED_S without a Status: if all engines drain, they had better
         stay."""
         self.info = max((k.info for k in self.links.values() if k.usable), key=lambda info: info.max_model_len)
-        self.adapters.on_status(link, changed, is_first)
+        self.adapters.on_status(link, status.adapters, is_first)
+        if status.limits is not None:
+            self._waiting.note_limits(status.limits)
+        pauses = [each.pause for each in self.links.values() if each.usable and each.pause is not None]
+        if is_first and link.pause is None and pauses:  # it may have started during the pause
+            link.send_pause(replace_fields(pauses[0], mode="keep", joins=True))
+        if link.pause is not None and link.pause.pause_id in self.ended_pauses:
+            link.cancel_pause(link.pause.pause_id)
         if not link.reason:
             self._is_served.set()
         if link.name in self._router and self._router.fingerprint(link.name) != link.info.fingerprint:
@@ -345,9 +346,10 @@ class EngineGroup:
         if link.name not in self._router:
             self._router.add(link.name, link.info)
             self._follow()
-        waiting, self._waiting = self._waiting, {}
-        for stream in waiting:
-            self._assign(stream)
+        for stream in self._waiting:
+            if (choice := self._choose(stream)) is not None:
+                self._waiting.remove(stream)
+                self._submit(stream, choice)
         if link.reason and not link.draining:
             self._move_off_reloading(link)
         if self._pending_move is not None:

@@ -14,10 +14,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
+from msgspec.structs import replace as replace_fields
+
 from actors.front.client_stream import ClientStream
 from actors.ray.names import engine_id
 from actors.wire.adapter_entry import AdapterEntry, AdapterState
-from actors.wire.engine_client import EngineRefusal, Refusal
+from actors.wire.engine_client import EngineRefusal, Refusal, WeightsRefused
 from actors.wire.link_messages import (
     HEARTBEAT_S,
     LOST_AFTER_BEATS,
@@ -25,12 +27,14 @@ from actors.wire.link_messages import (
     AbortById,
     Adapters,
     CacheUpdate,
+    CancelPause,
     Done,
     EngineLoading,
     Follow,
     FromEngine,
     FromFront,
     Heartbeat,
+    Pause,
     Refused,
     Report,
     ResetPrefixCache,
@@ -105,13 +109,14 @@ class EngineLink:
         self._last_number = 0
         self._connection: _Connection | None = None
         self._reports: deque[asyncio.Future[None]] = deque()  # unanswered, in order
-        self._pending: dict[int, asyncio.Future[str]] = {}  # unanswered requests, by number
+        self._pending: dict[int, asyncio.Future[Done]] = {}  # unanswered requests, by number
         self._must_reset_cache = False  # first, at the next connection
         self._snapshot: Snapshot | None = None
         self.info: ModelInfo
         self.reason: str | None = "The engine is starting."  # why it cannot serve; None if it is healthy
         self.usable = False  # connected, and a Status has arrived
         self.draining = self.is_asleep = False
+        self.pause: Pause | None = None  # the current one
         self.adapters: dict[str, AdapterState] = {}  # by name, as of the last Status
         self.digests: frozenset[str] = frozenset()  # of the adapters that new requests may use
         self.kept: dict[str, str] = {}  # folders of the adapters that resumed streams may use, by digest
@@ -156,6 +161,7 @@ class EngineLink:
             if request.params.grammar is not None and (update := connection.grammars.update([request.params.grammar])):
                 self._send(update)
             self._send(connection.prompts.reduced(message))
+            connection.prompts.sent(message)
         except Exception as e:  # a value that no message can hold
             connection.prompts.forget()
             del self._streams[stream.number]
@@ -191,17 +197,33 @@ class EngineLink:
             text = f"Engine {self.engine} has not confirmed within {_ANSWER_S:g} s that its prefix cache is empty"
             raise CallboardError(f"{text}; try again.")
 
-    def _reset_cache(self) -> asyncio.Future[str]:
+    def _reset_cache(self) -> asyncio.Future[Done]:
         return self._request(ResetPrefixCache(self._new_number()))
 
     async def sleep(self, level: int) -> None:
         """Put this engine to sleep at a level, or wake it (0). Raises CallboardError if it fails."""
         asked = self._request(Sleep(self._new_number(), level))
         await asyncio.wait((asked,))
-        if error := "it was lost meanwhile." if asked.cancelled() else asked.result():
+        if error := "it was lost meanwhile." if asked.cancelled() else asked.result().error:
             raise CallboardError(f"Engine {self.engine} does not {'sleep' if level else 'wake up'}: {error}")
 
-    def _request(self, message: ResetPrefixCache | Sleep) -> asyncio.Future[str]:
+    async def pause_for(self, pause: Pause) -> None:
+        """Pause this engine. Raises WeightsRefused."""
+        asked = self.send_pause(pause)
+        await asyncio.wait((asked,))
+        if asked.cancelled():
+            raise WeightsRefused(f"Engine {self.engine} was lost during the pause; try again.", "unavailable")
+        if (done := asked.result()).error:
+            raise WeightsRefused(done.error, done.code)
+
+    def send_pause(self, pause: Pause) -> asyncio.Future[Done]:
+        return self._request(replace_fields(pause, number=self._new_number()))
+
+    def cancel_pause(self, pause_id: str) -> None:
+        """Undo a pause of this engine. Another pause is not affected."""
+        self._send(CancelPause(pause_id))
+
+    def _request(self, message: ResetPrefixCache | Sleep | Pause) -> asyncio.Future[Done]:
         asked = self._pending[message.number] = asyncio.get_running_loop().create_future()
         self._send(message)
         return asked
@@ -285,7 +307,7 @@ class EngineLink:
         if connection is not self._connection:
             return  # closed, or ended before its use
         self._connection, self.usable, self.is_followed = None, False, False
-        self.draining = self.is_asleep = False
+        self.draining, self.is_asleep, self.pause = False, False, None
         self.reason = "The engine is restarting."
         self._must_reset_cache = self._must_reset_cache or bool(self._pending)
         for report in self._reports:
@@ -309,6 +331,9 @@ class EngineLink:
             self._group.on_cache_update(self, message)
         elif isinstance(message, Status):
             self.reason, self.draining, self.is_asleep = message.reason, message.draining, message.is_asleep
+            if self.pause is not None and message.pause is None:
+                self._group.ended_pauses.append(self.pause.pause_id)
+            self.pause = message.pause
             adapters = self.adapters if self.usable else {}
             self.adapters = adapters | {state.entry.name: state for state in message.adapters}
             for name in message.dropped:
@@ -317,13 +342,13 @@ class EngineLink:
             self.kept, is_first = message.kept, not self.usable
             self._use_weights(message)
             self.usable, self.suspects = True, []  # the engine lives, so no stream has killed it
-            self._group.on_status(self, message.adapters, is_first)
+            self._group.on_status(self, message, is_first)
         elif isinstance(message, Snapshot):
             self._snapshot = message
             if not (asked := self._reports.popleft()).done():
                 asked.set_result(None)
         elif isinstance(message, Done):
-            self._pending.pop(message.number).set_result(message.error)
+            self._pending.pop(message.number).set_result(message)
         elif isinstance(message, Refused) and (stream := self._streams.pop(message.stream, None)) is not None:
             self._group.on_refused(self, stream, message)
 

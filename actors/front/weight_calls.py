@@ -8,14 +8,35 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.ray.names import engine_id
 from actors.wire.engine_client import WeightsRefused
+from actors.wire.link_messages import pause_of
+
+if TYPE_CHECKING:
+    from actors.front.link import EngineLink
 
 Body = dict[str, Any]
 CallEngine = Callable[[str, str, Body], Awaitable[Body]]  # engine's name, call, body -> answer
+_NO_ENGINE = "No engine is ready; try again later."
 _OF_UPDATES = ("start", "update", "check", "finish")  # calls that end the update of all engines if one engine fails
+
+
+async def pause_engines(links: Sequence[EngineLink], body: Body) -> dict[str, Body]:
+    """Pause all engines, or none. Raises WeightsRefused.
+
+    The links carry this call, so that an engine notices when its caller is gone."""
+    if not links:
+        raise WeightsRefused(_NO_ENGINE, "unavailable")
+    pause = pause_of(body)
+    try:
+        await asyncio.gather(*(link.pause_for(pause) for link in links))
+    except BaseException:  # also if the caller is gone
+        for link in links:
+            link.cancel_pause(pause.pause_id)
+        raise
+    return {link.engine: {} for link in links}
 
 
 async def call_engines(ask: CallEngine, names: Sequence[str], call: str, body: Body) -> dict[str, Body]:
@@ -24,7 +45,7 @@ async def call_engines(ask: CallEngine, names: Sequence[str], call: str, body: B
     Raises WeightsRefused if an engine refuses the call, and CallboardError if one fails. A failed call of an update
     drops the update on all engines."""
     if not names:
-        raise WeightsRefused("No engine is ready; try again later.", "unavailable")
+        raise WeightsRefused(_NO_ENGINE, "unavailable")
     if call == "start" and "update_id" not in body:
         body = {**body, "update_id": secrets.token_hex(16)}
     if call == "finish":  # an update that does not fit changes no engine

@@ -42,6 +42,13 @@ _SUCCESSOR = "backend successor\n    server same_address *\n"  # the process tha
 # Answers to health checks of a ready front and of a draining one, which still serves. Serve drains a replaced front
 # before HAProxy has loaded the configuration with the new one. A failed check would leave HAProxy without a front.
 _SERVING = "^(success|DRAINING)$"
+# Paths of POSTs that only generate or compute: a second front may repeat them after the first one's end. A front that
+# ends may have done any other POST, so that client gets an error.
+REPEATABLE = (
+    "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
+    "/api/chat", "/api/generate", "/api/show", "/v1/embeddings", "/pooling", "/score", "/rerank",
+    "/tokenize", "/detokenize", "/check_grammar",
+)  # fmt: skip
 _REQUEST_TIMEOUT = "30s"  # for headers and the first 16 KiB; Serve limits only pauses
 
 
@@ -64,8 +71,7 @@ def adapted(config: str, folder: Path, private: bool, bind: str) -> str:
 
     errors      answers of OpenAI's shape, from files in `folder`
     limits      a timeout for slow requests
-    retries     requests that a front did not answer before it ended, up to 16 KiB, and only under /v1/: others may have
-                side effects
+    retries     requests that a front did not answer before it ended, up to 16 KiB: reads and REPEATABLE
     checks      a draining front serves until Serve's configuration lacks it
     reloads     the last process keeps its clients, but knows only the fronts from before; it passes later requests of
                 their connections to its successor
@@ -84,13 +90,13 @@ def adapted(config: str, folder: Path, private: bool, bind: str) -> str:
     config = re.sub(r"^( *timeout connect) .*", rf"\1 {_CONNECT_TIMEOUT}", config, flags=re.MULTILINE)
     config = re.sub(r"^( *retry-on) .*", r"\1 conn-failure empty-response", config, flags=re.MULTILINE)
     config = re.sub(r"^( *http-check expect) status 200$", rf"\1 rstring {_SERVING}", config, flags=re.MULTILINE)
-    rules = "" if private else "    http-request disable-l7-retry unless { path_sub /v1/ }\n"
+    rules = f"    http-request disable-l7-retry unless METH_GET or {{ path_end {' '.join(REPEATABLE)} }}\n"
     if private:
         config = re.sub(r"^ *server .* check backup\n", "", config, flags=re.MULTILINE)
         # A backend without a server answers 503. Serve's rule answers 404 until there is an application.
         config = re.sub(r"(?<=^backend default_backend\n) *http-request return .*\n", "", config, flags=re.MULTILINE)
         # The front itself detects a lost client. Serve's replicas would need two more tasks per request.
-        rules = "    http-request set-header x-request-disconnect-disabled ?1\n"
+        rules += "    http-request set-header x-request-disconnect-disabled ?1\n"
     config = re.sub(r"(?<=^frontend http_frontend\n)( *bind .*\n)", rf"\1{rules}", config, flags=re.MULTILINE)
     if _SUCCESSOR not in config:  # the configured binary may be such a command itself
         if private:

@@ -33,10 +33,13 @@ class ServerStopped(CallboardError):
     """The server ended before the request did."""
 
 
+RefusalCode = Literal["busy", "not_open", "bad_request", "unavailable"]
+
+
 class WeightsRefused(CallboardError):
     """The engines refused a call about their weights."""
 
-    def __init__(self, message: str, code: Literal["busy", "not_open", "bad_request", "unavailable"]) -> None:
+    def __init__(self, message: str, code: RefusalCode) -> None:
         """`code` is the reason: another update is open; no update is open; the call is at fault; engines are lost."""
         super().__init__(message, code)  # pickle needs both
         self.code = code
@@ -107,12 +110,18 @@ class EngineClient(Protocol):
         """True if any engine sleeps."""
         ...
 
+    @property
+    def is_paused(self) -> bool:
+        """True if any engine is paused."""
+        ...
+
     async def weights(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
         """Call every current engine about its weights, and return their answers by the ids of the engines.
 
             call      body                                the engines
             pause     mode: keep, wait or abort;          hold, finish or abort their requests, then run no step;
-                      kv: recompute or keep               after an update, requests lose or keep their KV
+                      kv: recompute or keep;              after an update, requests lose or keep their KV;
+                      lease_s                             without calls for this long, the pause ends
             resume                                        run steps again
             info                                          answer {paused, version, serial, stored, updating, world_size}
             init      init_info: of vLLM                  join the trainer's group
@@ -124,6 +133,7 @@ class EngineClient(Protocol):
             discard                                       drop the open update, and abort a part that is received
             rename    new_version                         call the version so
 
+        All engines pause, or none: a cancelled or refused pause is undone.
         Raises WeightsRefused if an engine refuses the call, also without an engine, and CallboardError if one fails."""
         ...
 

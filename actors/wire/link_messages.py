@@ -1,10 +1,10 @@
 """The messages between a front and an engine on their link: msgpack, one message a frame (transport.py).
 
     front -> engine   Submit, Abort, AbortById, GrammarUpdate, Adapters, Follow, ResetPrefixCache, Sleep
-                      Heartbeat, Report
+                      Pause, CancelPause, Heartbeat, Report
     engine -> front   Tokens (at most one a step), Refused, Status
                       CacheUpdate (to followers: at most one a step and one in 20 ms)
-                      Heartbeat, Snapshot (answers a Report), Done (answers ResetPrefixCache and Sleep)
+                      Heartbeat, Snapshot (answers a Report), Done (answers ResetPrefixCache, Sleep and Pause)
 
 A stream is one live request. The front chooses its number, which is unique on the connection. The transport keeps order
 and loses nothing while the connection lives. When it breaks, the engine aborts the connection's requests. The front
@@ -13,12 +13,14 @@ exactly once (C8)."""
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from actors.wire.adapter_entry import AdapterEntry, AdapterState
-from actors.wire.engine_client import Refusal
+from actors.wire.engine_client import Refusal, RefusalCode, WeightsRefused
 from actors.wire.metrics import MetricValues, Snapshot
 from runtime.policy.engine_load import EngineLoad
 from runtime.spec.types import CallboardError, GrammarUpdate, PromptLogprobs, Request, TokenLogprobs
@@ -30,6 +32,7 @@ from runtime.spec.weight_version import WeightVersion
 # prefix that the other engine has not cached.
 HEARTBEAT_S = 0.2
 LOST_AFTER_BEATS = 6
+MAX_LEASE_S = 31_536_000.0  # of a pause: a year
 LEASE_S = 15.0  # a front that is silent for longer has its requests aborted
 
 
@@ -58,10 +61,13 @@ class SharedPrompts:
     def __init__(self) -> None:
         self._last: tuple[list[int], tuple[int, ...]] | None = None  # tokens and prediction
 
+    def sent(self, message: Submit) -> None:
+        """Note a message that is on its way; one that could not be encoded is not."""
+        self._last = message.request.token_ids, message.request.prediction
+
     def reduced(self, message: Submit) -> Submit:
         """The message to send."""
         request, last = message.request, self._last
-        self._last = request.token_ids, request.prediction
         if last is None or last[0] is not request.token_ids or last[1] is not request.prediction:
             return message
         return Submit(message.stream, replace(request, token_ids=[], prediction=()), message.resumed, repeats=True)
@@ -85,6 +91,11 @@ class SharedPrompts:
 def client_id(request_id: str) -> str:
     """Return the ID in the KIND-ID-INDEX of a choice: the client's own if it gave one."""
     return request_id.rpartition("-")[0].partition("-")[2]
+
+
+def owner_of(request_id: str) -> str:
+    """Return the owner of the API key in [OWNER/]KIND-ID-INDEX; empty without keys."""
+    return request_id.rpartition("/")[0]
 
 
 class Abort(msgspec.Struct, array_like=True, tag=2):
@@ -159,6 +170,15 @@ class Refused(msgspec.Struct, array_like=True, tag=5):
     retry_after_s: float = 0.0  # with Refusal.BUSY
 
 
+class WaitLimits(msgspec.Struct, array_like=True, frozen=True):
+    """The limits of requests that wait at a front for an engine. None is unlimited."""
+
+    max_requests: int
+    max_tokens: int  # of all together; a single one may have more
+    timeout_s: float | None
+    trainer_timeout_s: float | None = None  # of a request that waits for weights
+
+
 class Status(msgspec.Struct, array_like=True, tag=6):
     """The engine's health, adapters and weights, sent when a front connects and when they change.
 
@@ -172,6 +192,8 @@ class Status(msgspec.Struct, array_like=True, tag=6):
     kept: dict[str, str] = {}  # folders of all adapters that resumed streams may use, by digest
     fingerprint: str = ""  # of the model with its current weights
     weights: WeightVersion | None = None  # of the tokens that follow; None without weight_updates
+    pause: Pause | None = None  # the current one
+    limits: WaitLimits | None = None  # of requests that wait at the front
 
 
 class Adapters(msgspec.Struct, array_like=True, tag=12):
@@ -196,11 +218,40 @@ class Sleep(msgspec.Struct, array_like=True, tag=15):
     level: int
 
 
+class Pause(msgspec.Struct, array_like=True, tag=17, frozen=True):
+    """Compute no step until a resume or the end of the lease (actors/engine/sleep.py). The engine then answers Done.
+
+    A pause that has not begun ends with its connection."""
+
+    number: int = 0
+    pause_id: str = ""  # the same for all engines
+    mode: Literal["keep", "wait", "abort"] = "abort"
+    kv: Literal["recompute", "keep"] = "recompute"  # of running requests, if the weights change meanwhile
+    lease_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_S)] | None = None  # None for trainer_timeout_s
+    joins: bool = False  # it began before the engine: one that was paused or resumed ignores it
+
+
+def pause_of(fields: dict[str, Any]) -> Pause:
+    """Return a pause with a new id and these fields. Raises WeightsRefused if one is wrong."""
+    try:
+        pause = Pause(**{"pause_id": secrets.token_hex(8), **fields})
+        return msgspec.msgpack.decode(encode(pause), type=Pause)
+    except (TypeError, msgspec.ValidationError) as e:
+        raise WeightsRefused(f"A pause cannot have the fields {fields}: {e}.", "bad_request") from e
+
+
+class CancelPause(msgspec.Struct, array_like=True, tag=18):
+    """Undo the pause with this id: its caller is gone, or another engine has refused it."""
+
+    pause_id: str
+
+
 class Done(msgspec.Struct, array_like=True, tag=14):
-    """The engine has handled the ResetPrefixCache or the Sleep with this number."""
+    """The engine has handled the ResetPrefixCache, the Sleep or the Pause with this number."""
 
     number: int
     error: str = ""  # why it failed; empty if it is done
+    code: RefusalCode = "busy"  # of a failed Pause
 
 
 class Follow(msgspec.Struct, array_like=True, tag=10):
@@ -227,7 +278,8 @@ class EngineLoading(CallboardError):
     """The engine loads its model, and has an address only afterwards. The text names the current phase."""
 
 
-FromFront = Submit | Abort | AbortById | Follow | Adapters | ResetPrefixCache | Sleep  # for the engine's step thread
+# for the engine's step thread
+FromFront = Submit | Abort | AbortById | Follow | Adapters | ResetPrefixCache | Sleep | Pause | CancelPause
 FromEngine = Tokens | Refused | Status | Snapshot | Done | Heartbeat | CacheUpdate
 encode = msgspec.msgpack.Encoder().encode
 decode_from_front = msgspec.msgpack.Decoder(FromFront | GrammarUpdate | Heartbeat | Report).decode

@@ -61,6 +61,10 @@ ENGINE_METRICS = {  # counted by the engine
     "callboard:state_snapshots": _gauge("Recurrent states of prompts' prefixes that requests can continue."),
     "callboard:state_snapshots_evicted": _counter("Snapshots of states that made room for others."),
     "callboard:sleep_level": _gauge("How deep an engine sleeps; 0: it is awake."),
+    "callboard:paused": _gauge("1 while an engine is paused."),
+    "callboard:stalls": _counter(
+        "Times that a live request had no step for 5 s without a cause; the log has the stacks."
+    ),
     "vllm:prefix_cache_queries": _counter("Prompt tokens looked up in the prefix cache."),
     "vllm:prefix_cache_hits": _counter("Prompt tokens found in the prefix cache."),
     "vllm:prompt_tokens": _counter("Prompt tokens of admitted requests."),
@@ -120,6 +124,13 @@ METRICS = ENGINE_METRICS | {  # and by fronts
         "Requests that began to wait for a grammar; as many more than callboard:grammar_seconds_count wait now."
     ),
     "callboard:grammar_seconds": _histogram("A request's wait for its grammar.", _SHORT_S),
+    "callboard:engine_waits": _counter(
+        "Requests that began to wait at a front for an engine or its weights; as many more than "
+        "callboard:engine_wait_seconds_count wait now."
+    ),
+    "callboard:engine_wait_seconds": _histogram(
+        "A request's wait at a front for an engine or its weights.", _REQUEST_S
+    ),
     "callboard:ingress_seconds": _histogram("From a request's arrival to its submission to an engine.", _SHORT_S),
     "callboard:delivery_lag_seconds": _histogram(
         "From the sampling of a request's last token until it was written.", _SHORT_S

@@ -10,6 +10,16 @@ from runtime.core.request_state import RequestState
 from runtime.core.stats import EngineStats
 from runtime.spec.types import TOKEN_BYTES, FinishReason
 
+_SHARE = 3  # places that one owner may hold, for each free one
+
+
+def exceeds_share(own: int, total: int, most: int) -> bool:
+    """Return True if an owner with `own` places of a queue may not take another.
+
+    It may hold _SHARE times the free places, so some are left for every other owner (dynamic thresholds, Choudhury and
+    Hahne 1998)."""
+    return own >= _SHARE * (most - total)
+
 
 class QueueSizes(Extra):
     """Sums over the waiting requests."""

@@ -195,6 +195,13 @@ class EngineConfig:
         "trainers may pause the engines and replace their weights (/pause, /update_weights, /resume); a GPU keeps room "
         "for a second copy",
     )
+    trainer_timeout_s: float = setting(
+        3600.0,
+        "a pause ends after this time without a call about weights, and a request that waits for newer weights "
+        "(min_weight_version) is refused",
+        high=31_536_000,
+        above=0,
+    )
     weight_store: str | None = setting(
         None,
         "folder on every node for the weights of the last update, which restarted engines read; default: a folder of "

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from runtime.child import ChildPool, Overrun
+from runtime.policy.queue_sizes import exceeds_share
 from runtime.spec.types import CallboardError, Grammar, GrammarSpec
 from runtime.structured.grammar import compiled
 from runtime.structured.pattern import GrammarError
@@ -33,6 +34,7 @@ class _Work:
     """One compilation, which all concurrent requests for the same grammar share."""
 
     is_small: bool
+    owner: str  # of the request that began it
     future: Future[Grammar | GrammarError]
     answer: asyncio.Future[Grammar | GrammarError]  # the same result, for the event loop
     num_waiting: int = 0
@@ -69,11 +71,13 @@ class GrammarCompiler:
         """Start a child before the first grammar arrives."""
         self._children.start()
 
-    async def compile(self, spec: GrammarSpec) -> Grammar:
-        """Return a compiled or known grammar. Raises GrammarError, and CompilerBusy if the queue is full."""
+    async def compile(self, spec: GrammarSpec, owner: str = "") -> Grammar:
+        """Return a compiled or known grammar. Owners share the queue.
+
+        Raises GrammarError, and CompilerBusy if the queue is full."""
         answer = self._answers.get(spec)
         if answer is None:
-            answer = await self._answer(spec, self._open.get(spec) or self._added(spec))
+            answer = await self._answer(spec, self._open.get(spec) or self._added(spec, owner))
         else:
             self._answers.move_to_end(spec)
         if isinstance(answer, GrammarError):
@@ -86,15 +90,18 @@ class GrammarCompiler:
         for threads in (self._small, self._large):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _added(self, spec: GrammarSpec) -> _Work:
+    def _added(self, spec: GrammarSpec, owner: str) -> _Work:
         is_small = _is_small(spec)
-        num_open = sum(other.is_small == is_small for other in self._open.values())
-        if num_open >= self._max_queued + (1 if is_small else self._num_large):
+        others = [other for other in self._open.values() if other.is_small == is_small]
+        most, own = self._max_queued + (1 if is_small else self._num_large), sum(o.owner == owner for o in others)
+        if len(others) >= most or (owner and exceeds_share(own, len(others), most)):
             wait_s = self._deadline_s  # each child has ended its present work by then
             reason = f"{self._max_queued} grammars wait to be compiled, the limit"
+            if len(others) < most:
+                reason = f"{own} grammars of your API key wait to be compiled, its share of {most}"
             raise CompilerBusy(f"{reason}; come back in {wait_s:g} seconds.", wait_s)
         future = (self._small if is_small else self._large).submit(self._run, spec)
-        work = self._open[spec] = _Work(is_small, future, asyncio.wrap_future(future))
+        work = self._open[spec] = _Work(is_small, owner, future, asyncio.wrap_future(future))
         work.answer.add_done_callback(partial(self._keep, spec))
         return work
 

@@ -142,10 +142,11 @@ class RunnerUpdates:
                     self._stage(part, stage)
                 with self._lock:
                     check()
-                    self._staged.add(stage.slices)
+                    replaced = self._staged.add(stage.slices)
             except BaseException:
                 self._memory.release(stage.slices)
                 raise
+            self._memory.release(replaced)
         size, seconds = stage.slices.nbytes / (1 << 30), time.perf_counter() - start
         logger.info("weights: %.2f GiB of an update staged in %.2f s", size, seconds)
 
@@ -192,7 +193,7 @@ class RunnerUpdates:
         with self._keeping:  # of the version before
             self._staged = SliceSet()
             newest = self._newest or SliceSet()
-            newest.add(staged)
+            self._memory.release(newest.add(staged))
             self._newest = newest
             self._apply(staged)
             self.version = version

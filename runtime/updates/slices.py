@@ -37,12 +37,14 @@ class SliceSet:
     def nbytes(self) -> int:
         return sum(each.values.nbytes for slices in self.of.values() for each in slices)
 
-    def add(self, other: SliceSet) -> None:
-        """Take newer tensors."""
+    def add(self, other: SliceSet) -> SliceSet:
+        """Take newer tensors. Returns the slices that they replace."""
+        replaced = SliceSet({name: self.of[name] for name in self.of.keys() & other.of.keys()})
         self.dense -= other.of.keys()
         self.of |= other.of
         self.dense |= other.dense
         self.seen |= other.seen
+        return replaced
 
     def all(self) -> Iterator[tuple[str, Slice]]:
         for name, slices in self.of.items():

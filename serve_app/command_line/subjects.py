@@ -62,7 +62,7 @@ SUBJECTS = {
     ),
     "weights": Subject(
         "updates of the weights by a trainer, while the server runs",
-        ("weight_updates", "weight_store", "weight_folder"),
+        ("weight_updates", "trainer_timeout_s", "weight_store", "weight_folder"),
     ),
     "batches": Subject(
         "files and batches of requests",

@@ -2,7 +2,7 @@
 
 import { request } from './api.js';
 import { element } from './dom.js';
-import { COLUMNS, FIGURES, refusals, summary } from './figures.js';
+import { COLUMNS, FIGURES, refusals, standstill, summary } from './figures.js';
 import { Metrics } from './metrics.js';
 import { NUM_SAMPLES, Sparkline } from './sparkline.js';
 
@@ -27,6 +27,8 @@ export function startEngine(served) {
       table.tBodies[0].replaceChildren(...now.engines.map(engine =>
         element('tr', {}, ...COLUMNS.map(([, read]) => element('td', {}, String(read(now, before, engine)))))));
       state.textContent = summary(now);
+      const badge = standstill(now);
+      if (badge) state.prepend(element('span', { className: 'badge' }, badge), ' ');
       document.getElementById('refusals').textContent = refusals(now);
       readings = [...readings, now].slice(-NUM_SAMPLES);
       note.textContent = '';

@@ -128,6 +128,14 @@ export function summary(now) {
   return `${are}; ${waiting} more wait${waiting === 1 ? 's' : ''}, as ${why}.`;
 }
 
+/** Why engines compute nothing now though requests may wait; empty if all compute. */
+export function standstill(now) {
+  const all = now.engines.length;
+  const states = [['callboard:sleep_level', 'asleep'], ['callboard:paused', 'paused']];
+  const found = states.map(([name, word]) => [now.engines.filter(engine => now.sum(name, { engine })).length, word]);
+  return found.filter(([count]) => count).map(([count, word]) => (count === all ? word : `${count} of ${all} ${word}`)).join(', ');
+}
+
 /** Requests that were not served, by the reason; empty if there are none. */
 export function refusals(now) {
   const reasons = { busy: 'the queue was full', late: 'they had waited too long', draining: 'the engine was stopping', never: 'they were too long' };

@@ -14,10 +14,10 @@ from serve_app.protocol.errors import ApiError, api_error
 _MAX_IGNORED = 32  # unenforced keywords of a schema, in a header
 
 
-async def compiled(compiler: GrammarCompiler, asked: RequestedGrammar) -> Grammar:
+async def compiled(compiler: GrammarCompiler, asked: RequestedGrammar, owner: str) -> Grammar:
     """Return the compiled grammar. Raises ApiError: 400 if it cannot be enforced, 429 if the compiler is full."""
     try:
-        return await compiler.compile(asked.spec)
+        return await compiler.compile(asked.spec, owner)
     except GrammarError as e:
         raise api_error(invalid(asked.field, str(e))) from e
     except CompilerBusy as e:

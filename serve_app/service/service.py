@@ -115,11 +115,6 @@ class Service:
         """Return the ids of the engines. A healthy server scaled to zero has none."""
         return self._client.engines()
 
-    @property
-    def is_asleep(self) -> bool:
-        """True while an engine sleeps."""
-        return self._client.is_asleep
-
     def health(self) -> str | None:
         """Return a sentence with the reason if requests cannot be served now, else None."""
         return self._client.health() or ("The server is loading the tokenizer." if self.loading else None)
@@ -368,7 +363,7 @@ class Service:
         asked_at = time.monotonic()
         self.metrics.waits_for_grammar()
         try:
-            grammar = await compiled(self.grammars, asked)
+            grammar = await compiled(self.grammars, asked, prepared.owner)
         finally:
             self.metrics.waited_for_grammar(time.monotonic() - asked_at)
         prepared.ignored_fields.extend(map(prepared.request.dialect.names.of, ignored_paths(grammar, asked)))

@@ -85,3 +85,11 @@ def test_missing_figures_are_not_shown(visit, server):
     idle = 'vllm:num_requests_running{engine="1"} 0\nvllm:num_requests_waiting{engine="1"} 0\n'
     page.context.route("**/metrics", lambda route: route.fulfill(body=idle))
     page.wait_for_selector("#engine-state:text('Nothing to do: no request is running, and none waits.')")
+    paused = idle + 'callboard:paused{engine="1"} 1\n'
+    page.context.route("**/metrics", lambda route: route.fulfill(body=paused))
+    page.wait_for_selector("#engine-state .badge:text-is('paused')")
+    two = paused + 'vllm:num_requests_running{engine="2"} 0\ncallboard:sleep_level{engine="2"} 2\n'
+    page.context.route("**/metrics", lambda route: route.fulfill(body=two))
+    page.wait_for_selector("#engine-state .badge:text-is('1 of 2 asleep, 1 of 2 paused')")
+    page.context.route("**/metrics", lambda route: route.fulfill(body=idle))
+    page.wait_for_selector("#engine-state:not(:has(.badge))")

@@ -189,3 +189,17 @@ async def test_a_full_queue_names_the_time_to_retry(children: Children, monkeypa
         children.free("all")
         assert [(await task).status_code for task in (begun, queued)] == [200, 200]
     grammars.close()
+
+
+async def test_one_key_leaves_places_in_the_queue(children: Children):
+    grammars = GrammarCompiler(deadline_s=5.0, max_children=2, max_queued=7)
+    tasks = [asyncio.create_task(grammars.compile(large(str(i)), "a")) for i in range(6)]
+    await children.until_begun(1)
+    with pytest.raises(CompilerBusy, match="6 grammars of your API key"):
+        await grammars.compile(large("one too many"), "a")
+    tasks.append(asyncio.create_task(grammars.compile(large("of another key"), "b")))
+    await asyncio.sleep(0)
+    assert len(grammars._open) == 7
+    children.free("all")
+    await asyncio.gather(*tasks)
+    grammars.close()

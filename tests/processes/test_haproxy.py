@@ -14,10 +14,17 @@ from pathlib import Path
 import httpx
 import pytest
 from openai import APIStatusError, OpenAI
+from starlette.routing import Route
 
 from actors.ray.environment import quiet_port, single_machine
-from actors.ray.haproxy import ANSWERS, answer, leave_fronts, stop, write_command
+from actors.ray.haproxy import ANSWERS, REPEATABLE, answer, leave_fronts, stop, write_command
+from serve_app.apis.pooled.endpoint import POOLED_ENDPOINTS
+from serve_app.apis.table import ENDPOINTS
+from serve_app.application import build_http_app
 from serve_app.server.serve import _LAST_ANSWERS_S
+from serve_app.service.service import Service
+from serve_app.settings import HttpSettings
+from tests.support.http.fake_engine import MODEL, FakeEngine, byte_tokenizer
 from tests.support.processes.haproxy import Healthy, Running, first_check, serve_config
 from tests.support.processes.inspection import listening_ports
 
@@ -136,8 +143,9 @@ def test_only_a_private_server_leaves_disconnects_to_fronts(haproxy, private):
         front.shutdown()
 
 
+@pytest.mark.parametrize("private", [True, False])
 @pytest.mark.parametrize(
-    ("private", "path"), [(True, "/v1/completions"), (False, "/v1/completions"), (False, "/other/application")]
+    "path", ["/v1/completions", "/api/chat", "/v2/rerank", "/pause", "/v1/load_lora_adapter", "/v1/batches", "/other"]
 )
 def test_a_front_that_ends_before_answering_is_retried(haproxy, private, path):
     """On a reused connection, HAProxy also closes the client's if it may not retry."""
@@ -154,14 +162,23 @@ def test_a_front_that_ends_before_answering_is_retried(haproxy, private, path):
             assert time.monotonic() < end
         with (
             httpx.Client(base_url=f"http://127.0.0.1:{port}") as client,
-            nullcontext() if path.startswith("/v1/") else pytest.raises(httpx.RemoteProtocolError),
+            nullcontext() if path.endswith(REPEATABLE) else pytest.raises(httpx.RemoteProtocolError),
         ):
             for _ in range(8):
                 assert client.post(path, json={"prompt": "a"}).status_code == 200
+                assert client.get("/v1/models").status_code == 200
         running.process.kill()  # and with it the connections that the fronts wait on
         for front in (leaving, staying):
             front.shutdown()
     assert Leaving.num_left
+
+
+def test_only_what_generates_or_computes_is_repeatable(tmp_path: Path):
+    app = build_http_app(Service(FakeEngine(), byte_tokenizer(), MODEL), HttpSettings(batch_folder=str(tmp_path)))
+    posts = {route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ())}
+    generate = {endpoint.path for endpoint in ENDPOINTS} | {path for each in POOLED_ENDPOINTS for path in each.paths}
+    compute = {"/v1/messages/count_tokens", "/v1/responses", "/api/show", "/tokenize", "/detokenize", "/check_grammar"}
+    assert {path for path in posts if path.endswith(REPEATABLE)} == generate | compute
 
 
 def test_requests_to_a_gone_front_go_to_the_other(haproxy):

@@ -61,6 +61,7 @@ def test_every_flag_reaches_its_field():
         "lora": ("a=/x", "b=/y=z"), "pooling": "mean", "tool_call_parser": "hermes", "channel_grammar": False,
         "plain_tool_calls": False,
         "sleep_mode": True, "weight_updates": True, "weight_store": "/weights", "routed_experts": True,
+        "trainer_timeout_s": 99.5,
     }  # fmt: skip
     assert set(values) | {"model"} >= {f.name for f in fields(EngineConfig)}, "a new field needs a value here"
     argv = ["serve", "some/model"]

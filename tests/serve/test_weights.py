@@ -16,6 +16,7 @@ from serve_app import cli
 from serve_app.application import build_http_app
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
+from tests.support.engine.links import eventually
 from tests.support.http.fake_engine import MODEL, FakeEngine, assert_error, byte_tokenizer
 
 TENSORS = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
@@ -38,8 +39,8 @@ async def front(engine: FakeEngine, **settings: object):
     app = build_http_app(Service(engine, byte_tokenizer(), MODEL), HttpSettings(**settings))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
 
-        async def send(path: str, body: dict | None = None, **more) -> httpx.Response:
-            if path in GETS or path.partition("?")[0] in GETS:
+        async def send(path: str, body: dict | None = None, method: str = "", **more) -> httpx.Response:
+            if method == "GET" or path in GETS or path.partition("?")[0] in GETS:
                 return await client.get(path, **more)
             return await client.post(path, **({} if body is None else {"json": body}), **more)
 
@@ -87,6 +88,59 @@ async def test_modes_of_a_pause(query: str, mode: str, kv: str):
     async with front(engine) as send:
         assert (await send(f"/pause{query}")).status_code == 200
     assert engine.fake_weights.calls == [("pause", {"mode": mode, "kv": kv})]
+
+
+async def test_a_pause_shows_where_a_server_is_looked_at():
+    async with front(new_engine()) as send:
+        for path, status in (("/ready", "ready"), ("/health", "ok")):
+            await send("/pause?mode=keep&lease_s=20.5")
+            assert (await send(path, method="GET")).json() == {
+                "status": status,
+                "phase": "paused; requests wait for POST /resume",
+            }
+            await send("/resume")
+            assert (await send(path, method="GET")).json() == {"status": status}
+
+
+@pytest.mark.parametrize(("path", "body"), [("/pause?mode=wait", None), ("/update_weights", {"update_info": TENSORS})])
+async def test_a_call_ends_with_its_client(path: str, body: dict | None):
+    engine, left = new_engine(), asyncio.Event()
+    engine.fake_weights.update_id = "x"
+    app = build_http_app(Service(engine, byte_tokenizer(), MODEL), HttpSettings())
+    cancelled = asyncio.Event()
+
+    async def call(name: str, content: dict) -> dict:
+        engine.fake_weights.calls.append((name, content))
+        if name == "discard":
+            return {"0": {}}
+        try:
+            return await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    engine.weights = call
+    sent = [{"type": "http.request", "body": b"" if body is None else msgspec.json.encode(body)}]
+
+    async def receive() -> dict:
+        if sent:
+            return sent.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict) -> None: ...
+
+    route, _, query = path.partition("?")
+    headers = [(b"host", b"localhost")] + ([] if body is None else [(b"content-type", b"application/json")])
+    scope = {"type": "http", "method": "POST", "path": route, "root_path": "", "query_string": query.encode(),
+             "headers": headers, "client": ("127.0.0.1", 1)}  # fmt: skip
+    serving = asyncio.create_task(app(scope, receive, send))
+    await eventually(lambda: engine.fake_weights.calls)
+    left.set()
+    await asyncio.wait_for(cancelled.wait(), 30)
+    await serving
+    calls = [name for name, _ in engine.fake_weights.calls]
+    assert calls == (["pause"] if body is None else ["update", "discard"])
 
 
 async def test_bodies_that_may_be_left_out():
@@ -141,6 +195,8 @@ async def test_trainers_need_the_key_and_the_origin(path: str):
     ("path", "body", "param", "says"),
     [
         ("/pause?mode=now", None, "mode", "'abort', 'wait', 'finish' or 'keep'"),
+        ("/pause?lease_s=0", None, "lease_s", "0"),
+        ("/pause?lease_s=inf", None, "lease_s", ""),
         ("/pause?kv=drop", None, "kv", "'recompute' or 'keep'"),
         ("/pause?clear_cache=perhaps", None, "clear_cache", ""),
         ("/get_world_size?include_dp=2", None, "include_dp", ""),

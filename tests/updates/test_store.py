@@ -178,3 +178,23 @@ def test_a_file_is_read_as_other_libraries_read_it(tmp_path):
     (path,) = tmp_path.glob("*.weights")
     assert {name: float(tensor[0]) for name, tensor in load_file(path).items()} == {"a": 1.0, "b": 2.0}
     assert json.loads(read_slices(path).metadata["version"])["serial"] == 1
+
+
+def test_slices_that_others_replace_are_released(tmp_path, monkeypatch):
+    """Otherwise later updates would count them as memory in use."""
+    folder = write_tiny(tmp_path / "model")
+    runner = start(folder)
+    names = list(tensors_in(folder))[:2]
+    given = {name: tensors_in(folder)[name] for name in names}
+    released, release = [], runner.updates._memory.release
+    monkeypatch.setattr(runner.updates._memory, "release", lambda slices: (released.extend(slices.of), release(slices)))
+    runner.updates.receive(ArraysPart(given))
+    assert released == []
+    runner.updates.receive(ArraysPart({names[1]: given[names[1]] + 1}))
+    assert released == [names[1]]
+    runner.update_weights(runner.updates.version.after("1", None, False))
+    released.clear()
+    update(runner, [ArraysPart({names[0]: given[names[0]] + 1})], "2")  # before the first version is stored
+    assert released == [names[0]]
+    runner.updates.keep()
+    assert sorted(released[1:]) == sorted(names)

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message
 
 from runtime.background import in_background
 from serve_app.apis.batches.lines import Position, Requests, append, check, fault, finished, read_line
+from serve_app.apis.batches.places import Places
 from serve_app.apis.batches.store import ENDED, BatchStore, Record
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import INTERNAL_ERROR, ApiError
@@ -34,7 +35,7 @@ _SAVE_S = 0.5  # between two checks for cancellation, which also save the counts
 _AGAIN_S = 60.0  # until a batch is resumed after an error, such as a full disk
 _CHARGE_BYTES = 1 << 20  # growth of a batch's results between two checks of the limits
 _PRIORITY = 1 << 20  # of requests; higher values are served later
-_LATER = (429, 503)  # the server is busy or restarting, so the request waits
+_LATER = (429, 499, 503)  # the server is busy, has aborted the request or restarts, so the request is asked again
 _OWN_BYTES = 4 << 10  # of a line beside its body
 _T = TypeVar("_T")
 _OnDisk = Callable[..., Awaitable[Any]]
@@ -48,7 +49,7 @@ class Batches:
         self.store = None if settings.batch_folder is None else BatchStore(settings.batch_folder, settings)
         self.routes: ASGIApp | None = None  # the routes of this application, which build_http_app sets
         self._settings = settings
-        self._room = asyncio.Semaphore(settings.batch_concurrency)
+        self._places = Places(settings.batch_concurrency)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._disk = ThreadPoolExecutor(1, "batches")  # one thread, so reads see all earlier writes
         self._looking: asyncio.Task[None] | None = None
@@ -101,7 +102,7 @@ class Batches:
                     return
                 record = await self._on_disk(store.batches.read, batch_id)
                 if record.object["status"] not in ENDED:
-                    await _Run(store, record, self.routes, self._settings, self._room, self._on_disk).run()
+                    await _Run(store, record, self.routes, self._settings, self._places, self._on_disk).run()
                 await self._on_disk(store.forget, record)
             finally:
                 await self._on_disk(lock.close)  # after all writes
@@ -127,11 +128,12 @@ class _Run:
         record: Record,
         routes: ASGIApp,
         settings: HttpSettings,
-        room: asyncio.Semaphore,
+        places: Places,
         on_disk: _OnDisk,
     ) -> None:
         self._store, self._record, self._batch = store, record, record.object
-        self._routes, self._settings, self._room, self._on_disk = routes, settings, room, on_disk
+        self._routes, self._settings, self._places, self._on_disk = routes, settings, places, on_disk
+        self._room = asyncio.Semaphore(settings.batch_concurrency)  # for requests that are asked, or wait to be asked
         longest = settings.max_body_bytes + _OWN_BYTES
         self._requests = Requests(store.batches.path(self._batch["id"], ".input"), longest)
         self._results = [store.files.path(file_id) for file_id in record.results]  # of answers, of errors
@@ -219,10 +221,11 @@ class _Run:
         self._batch["request_counts"]["failed" if is_error else "completed"] += 1
 
     async def _asked(self, body: bytes, request_id: str) -> tuple[int, bytes]:
-        """Return the status and body of the answer; wait while the server is busy or restarting."""
+        """Return the status and body of a whole answer; wait while the server is busy or restarting."""
         while True:
-            status, headers, answer = await self._posted(body, request_id)
-            if status not in _LATER:
+            async with self._places.of(self._record.owner):
+                status, headers, answer = await self._posted(body, request_id)
+            if status not in _LATER and not _is_aborted(answer):
                 return status, answer
             await asyncio.sleep(float(headers.get(b"retry-after", b"1")))
 
@@ -301,6 +304,23 @@ class _Run:
                 self._batch[f"{kind}_file_id"] = file_id
         self._batch |= {"status": end, f"{end}_at": _now()}
         self._store.batches.write(self._record)
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice] = []
+    status: str = ""  # of a response
+
+
+def _is_aborted(answer: bytes) -> bool:
+    """Return whether a pause or an abort has cut an answer."""
+    if b'"abort"' not in answer and b'"cancelled"' not in answer:
+        return False
+    found = msgspec.json.decode(answer, type=_Answer)
+    return found.status == "cancelled" or any(choice.finish_reason == "abort" for choice in found.choices)
 
 
 def _now() -> int:

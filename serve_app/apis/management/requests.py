@@ -98,7 +98,9 @@ class SingleRequestRoutes:
         """Compile the grammar of a request with these fields, and report its faults."""
         wanted = await parsed_body(GrammarRequest, request, self._settings)
         grammar = wanted.requested_grammar()
-        ignored = ignored_paths(await compiled(self._service.grammars, grammar), grammar) if grammar else []
+        owner = request.scope["owner"]
+        found = await compiled(self._service.grammars, grammar, owner) if grammar else None
+        ignored = [] if found is None or grammar is None else ignored_paths(found, grammar)
         return json_response(CheckedGrammar(ignored=ignored))
 
     async def recorded(self, request: HttpRequest) -> Response:

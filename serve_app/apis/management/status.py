@@ -59,9 +59,12 @@ class StatusRoutes:
 
     def _phase(self) -> str | None:
         """Return the phase of a healthy server if its engines do not compute; None if they do."""
-        if not self._service.engines():
+        client = self._service.engine_client()
+        if not client.engines():
             return "scaled to zero; the next request starts an engine"
-        return "asleep; requests wait for POST /wake_up" if self._service.is_asleep else None
+        if client.is_asleep:
+            return "asleep; requests wait for POST /wake_up"
+        return "paused; requests wait for POST /resume" if client.is_paused else None
 
     async def metrics(self, request: HttpRequest) -> Response:
         return Response(await self._service.metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)

@@ -19,8 +19,10 @@ from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Message as SentMessage
 
 from actors.wire.engine_client import EngineClient, WeightsRefused
+from actors.wire.link_messages import MAX_LEASE_S
 from runtime.spec.types import CallboardError
 from serve_app.apis.management.answers import (
     FinishedUpdate,
@@ -49,9 +51,11 @@ from serve_app.protocol.errors import ApiError, unavailable
 from serve_app.protocol.operation import BODY, ENGINES, route
 from serve_app.protocol.parsing import parse, read_query
 from serve_app.protocol.shapes import RequestModel
+from serve_app.service.generation import UntilClientLeaves
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 
+_WITH_CALLER = {"pause", "update"}  # calls that end if their client leaves; the others end soon
 _REFUSALS = {"busy": (409, "weights_busy"), "not_open": (409, "no_weight_update"), "bad_request": (400, None)}
 
 
@@ -61,6 +65,8 @@ class PauseQuery(RequestModel):
     mode: Literal["abort", "wait", "finish", "keep"] = "abort"  # finish is another name of wait
     clear_cache: Annotated[bool, Field(strict=False)] = True  # without effect: no block outlives its weights
     kv: Literal["recompute", "keep"] = "recompute"  # of requests that go on with other weights
+    # Without a call about weights for this long, the pause ends; default: trainer_timeout_s.
+    lease_s: Annotated[float | None, Field(gt=0, le=MAX_LEASE_S, strict=False)] = None
 
 
 class WorldSizeQuery(RequestModel):
@@ -142,7 +148,8 @@ class WeightRoutes:
         """Answer when every engine is paused: with wait after the end of all running requests."""
         asked = read_query(PauseQuery, request)
         mode = "wait" if asked.mode == "finish" else asked.mode
-        await self._call(request, "pause", {"mode": mode, "kv": asked.kv})
+        lease = {} if asked.lease_s is None else {"lease_s": asked.lease_s}
+        await self._call(request, "pause", {"mode": mode, "kv": asked.kv, **lease})
         return json_response(Paused("paused"))
 
     async def resume(self, request: HttpRequest) -> Response:
@@ -160,7 +167,7 @@ class WeightRoutes:
         client = self._client(request)
         asked = await parsed_body(InitTransferRequest, request, self._settings)
         check_init_info(asked.init_info)
-        await self._call_on(client, "init", {"init_info": asked.init_info})
+        await self._call_on(request, client, "init", {"init_info": asked.init_info})
         return json_response(Message("Weight transfer initialized"))
 
     async def shutdown(self, request: HttpRequest) -> Response:
@@ -170,7 +177,7 @@ class WeightRoutes:
     async def start(self, request: HttpRequest) -> Response:
         client = self._client(request)
         parse(StartUpdateRequest, await self._optional_body(request))
-        await self._call_on(client, "start", {"update_id": secrets.token_hex(16)})
+        await self._call_on(request, client, "start", {"update_id": secrets.token_hex(16)})
         return json_response(Message("Weight update started"))
 
     async def update(self, request: HttpRequest) -> Response:
@@ -183,14 +190,14 @@ class WeightRoutes:
             async with Deadline(self._settings.request_timeout_s):
                 await self._service.load_adapter(info["lora_name"], info["paths"][0], may_replace=True)
             return json_response(Message("Adapter updated"))
-        await self._call_on(client, "update", {"update_info": info})
+        await self._call_on(request, client, "update", {"update_info": info})
         return json_response(Message("Weights updated"))
 
     async def finish(self, request: HttpRequest) -> Response:
         """Answer when every engine uses the new weights and, with wait_stored, has stored them."""
         client = self._client(request)
         asked = parse(FinishUpdateRequest, await self._optional_body(request))
-        info = WeightInfo.of(await self._call_on(client, "finish", asked.call()))
+        info = WeightInfo.of(await self._call_on(request, client, "finish", asked.call()))
         text = "Weight update finished"
         return json_response(FinishedUpdate(text, info.weight_version, info.serial, info.stored))
 
@@ -203,7 +210,7 @@ class WeightRoutes:
         client = self._client(request)
         asked = await parsed_body(RenameRequest, request, self._settings)
         new_version = str(asked.new_version)
-        await self._call_on(client, "rename", {"new_version": new_version})
+        await self._call_on(request, client, "rename", {"new_version": new_version})
         return json_response(Renamed(new_version))
 
     async def start_draft(self, request: HttpRequest) -> Response:
@@ -243,13 +250,21 @@ class WeightRoutes:
         return client
 
     async def _call(self, request: HttpRequest, call: str, body: dict[str, Any] | None = None) -> Mapping[str, Any]:
-        return await self._call_on(self._client(request), call, body or {})
+        return await self._call_on(request, self._client(request), call, body or {})
 
-    async def _call_on(self, client: EngineClient, call: str, body: dict[str, Any]) -> Mapping[str, Any]:
+    async def _call_on(
+        self, request: HttpRequest, client: EngineClient, call: str, body: dict[str, Any]
+    ) -> Mapping[str, Any]:
         """Return the answers of the engines by their ids; raises ApiError."""
         try:
             async with Deadline(self._settings.request_timeout_s):
-                return await client.weights(call, body)
+                if call not in _WITH_CALLER:
+                    return await client.weights(call, body)
+                async with UntilClientLeaves(request.receive, _send_nothing):
+                    return await client.weights(call, body)
+            if call == "update":  # the engines may still wait for its tensors
+                await client.weights("discard", {})
+            raise ApiError(499, f"The client left before the end of its {call}.", code="client_left")
         except ApiError:
             raise
         except WeightsRefused as e:
@@ -266,3 +281,7 @@ class WeightRoutes:
         if "transfer-encoding" not in headers and headers.get("content-length", "0") == "0":
             return b"{}"
         return await read_json_body(request.scope, request.receive, self._settings) or b"{}"
+
+
+async def _send_nothing(message: SentMessage) -> None:
+    """The answer is sent after the call."""

@@ -157,6 +157,10 @@ class FakeEngine:
     def is_asleep(self) -> bool:
         return self.sleep_level > 0
 
+    @property
+    def is_paused(self) -> bool:
+        return self.fake_weights.is_paused
+
     async def weights(self, call: str, body: dict) -> dict:
         return {"0": await self.fake_weights.call(call, body)}
 
