@@ -36,8 +36,8 @@ from runtime.speculation.draft_client import DraftClient, DraftWire
 
 logger = logging.getLogger(__name__)
 # While a step need not be planned yet, the loop polls whether the one in flight has ended. Each pause is a share of the
-# time that is left: a long step costs few polls, and a step that ends early leaves no long gap.
-_POLL_SHARE, _MIN_POLL_S = 0.25, 0.001
+# time that is left, within these bounds: a long step costs few polls, and a step that ends early leaves no long gap.
+_POLL_SHARE, _MIN_POLL_S, _MAX_POLL_S = 0.25, 0.001, 0.01
 _BACKLOG_POLL_S = 0.05  # between attempts to write to full sockets, and between checks of deadlines
 _CHECK_EVERY_S = 60.0  # between checks of an idle engine's bookkeeping, if debugging is logged
 
@@ -252,7 +252,7 @@ class EngineLoop:
                 return False
             self._frames.send()
             with contextlib.suppress(queue.Empty):
-                poll_s = max(_POLL_SHARE * delay_s, _MIN_POLL_S)
+                poll_s = min(max(_POLL_SHARE * delay_s, _MIN_POLL_S), _MAX_POLL_S)
                 self._take_message(self._inbox.get(timeout=min(delay_s, poll_s)))
         return True
 
