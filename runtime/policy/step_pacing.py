@@ -1,7 +1,7 @@
 """Paces steps: how many prompt tokens one takes beside rows that decode, and how late the next one may be planned.
 
-The expected time of a step is the time of a step that decodes the same rows, plus a time for each prompt token, which
-depends on its context. Both are medians of recent steps, so that they follow the model and the device.
+The expected time of a step is the time of a step that decodes the same rows, plus a time for each prompt token. Both
+are medians of recent steps, so that they follow the model and the device. The time of a token depends on its context.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class _Recent:
 
     _ENOUGH, _COUNT = 3, 5  # samples: needed, and kept
 
-    def __init__(self) -> None:
-        self._samples: deque[float] = deque(maxlen=self._COUNT)
+    def __init__(self, other: _Recent | None) -> None:
+        """Begin with the samples of another quantity like this one; None for no samples."""
+        self._samples: deque[float] = deque(other._samples if other is not None else (), maxlen=self._COUNT)
         self.median = self.least = 0.0
 
     @property
@@ -58,7 +59,9 @@ class _BySize:
         self._recent: dict[int, _Recent] = {}
 
     def observe(self, size: int, value: float) -> None:
-        self._recent.setdefault(size.bit_length(), _Recent()).observe(value)
+        if (bits := size.bit_length()) not in self._recent:
+            self._recent[bits] = _Recent(self.near(size))
+        self._recent[bits].observe(value)
 
     def near(self, size: int) -> _Recent | None:
         """Return the samples of this size, or of the nearest one with enough; None if there are none."""
