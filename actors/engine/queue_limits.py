@@ -16,6 +16,8 @@ from runtime.policy.queue_sizes import QueueSizes, exceeds_share
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import Request
 
+_LEAST_TIMES = 4  # ends of requests that make a rate: a single interval may be any
+
 
 class HeldRequests:
     """The requests that wait until their adapter is loaded, in the order of arrival.
@@ -168,6 +170,6 @@ class QueueLimits:
     def _retry_after_s(self, waiting: int) -> float:
         """Return the seconds until the queue drains at the current rate, within 1 to 60."""
         times = self._finish_times
-        if len(times) < 2 or times[-1] == times[0]:
+        if len(times) < _LEAST_TIMES or times[-1] == times[0]:
             return 1.0
         return min(60.0, max(1.0, waiting * (times[-1] - times[0]) / (len(times) - 1)))

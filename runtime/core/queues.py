@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import islice
 
 from runtime.core.request_state import RequestState, SortKey
+
+_MOST_SEEN = 64  # waiting requests among which a step looks for a short prompt
 
 
 class WaitingQueue:
@@ -42,6 +45,10 @@ class WaitingQueue:
             heappop(keys)
         return None
 
+    def oldest(self) -> Iterable[RequestState]:
+        """Return the requests that were queued first, a limited number."""
+        return islice(self._states.values(), _MOST_SEEN)
+
     def remove(self, state: RequestState) -> None:
         """Take a request out, wherever it stands."""
         del self._states[state.sort_key]
@@ -57,6 +64,20 @@ class WaitingQueue:
         if (num_live := len(running) + len(self)) != len(live):
             faults.append(f"{num_live} requests run or wait, but {len(live)} are live.")
         return faults
+
+
+def shortest_prompt(
+    states: Iterable[RequestState], priority: int, limit: int, excluded: Container[RequestState]
+) -> RequestState | None:
+    """Return the request of this priority or a higher one that has the fewest tokens to compute, below `limit`; None if
+    all have more."""
+    best = None
+    for state in states:
+        missing = state.num_total - state.num_computed
+        is_prompt = state.slot is None or (missing > 1 and state.num_total < state.plan_limit)
+        if is_prompt and missing < limit and state.sort_key[0] <= priority and state not in excluded:
+            best, limit = state, missing
+    return best
 
 
 class SlotPool:

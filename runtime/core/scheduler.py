@@ -31,7 +31,7 @@ import numpy as np
 from runtime.core.extra import Culprit, Extra, Extras
 from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.plan import NewSlot, StepResult
-from runtime.core.queues import SlotPool, WaitingQueue
+from runtime.core.queues import SlotPool, WaitingQueue, shortest_prompt
 from runtime.core.request_state import RequestState, RequestStatus, checked_tokens
 from runtime.core.states.state_cache_manager import StateCacheManager
 from runtime.core.stats import EngineStats
@@ -202,7 +202,7 @@ class Scheduler:
         if self.extras.begin_step(self.running):
             return None
         step = Step(self._step_id + 1, self.kv_cache, self.budget)
-        self._schedule_running(step)
+        self._schedule_running(step, alone)
         self._admit_waiting(step, alone)
         if not step.rows:
             return None
@@ -215,7 +215,7 @@ class Scheduler:
         self._in_flight.append(step)
         return step
 
-    def _schedule_running(self, step: Step) -> None:
+    def _schedule_running(self, step: Step, alone: RequestState | None) -> None:
         """Plan rows for the requests in slots, in order of admission."""
         running = RequestStatus.RUNNING
         drafter = self.extras.drafter
@@ -226,14 +226,14 @@ class Scheduler:
                 break
             if state.status is not running or state.num_total >= state.plan_limit:
                 continue  # it was preempted for an earlier row, or its last token is in flight
-            missing = state.num_total - state.num_computed
             # prefill
-            if missing > 1:
-                self._limit_prompts(step)
-                count = self._row_tokens(state, step)
-                is_whole = count == missing or self.config.chunked_prefill
-                if count > 0 and is_whole and self._grow(state, state.num_computed + count, step.rows):
-                    step.add_row(state, count)
+            if state.num_total - state.num_computed > 1:
+                if not step.num_prompts:
+                    self._limit_prompts(step)
+                    if alone is None and step.overtaking is None:
+                        step.overtaking = self._overtake(state, step)
+                if state is not step.overtaking:
+                    self._add_prompt_row(state, step)
                 continue
             # decode
             drafting = drafter
@@ -246,22 +246,37 @@ class Scheduler:
                 continue
             step.add_row(state, 1, () if drafting is None else self._draft(drafting, state, step.budget))
 
+    def _add_prompt_row(self, state: RequestState, step: Step) -> None:
+        count = self._row_tokens(state, step)
+        is_whole = count == state.num_total - state.num_computed or self.config.chunked_prefill
+        if count > 0 and is_whole and self._grow(state, state.num_computed + count, step.rows):
+            step.add_row(state, count)
+
+    def _overtake(self, first: RequestState, step: Step) -> RequestState | None:
+        """Give half of a step that `first` would fill to the shortest prompt behind it, if that is much shorter."""
+        most, missing = step.max_prompt_tokens, first.num_total - first.num_computed
+        if most is None or missing <= most:
+            return None
+        others = chain(self.running, self.waiting.oldest())
+        short = shortest_prompt(others, first.sort_key[0], missing // 2, self.extras.held())
+        if short is not None:
+            step.max_prompt_tokens = max(most // 2, self.kv_cache.least_row)
+            if short.slot is not None or (self.extras.may_open_slots(step, self.running) and self._admit(short, step)):
+                self._add_prompt_row(short, step)
+            step.max_prompt_tokens = most
+        return short
+
     def _admit_waiting(self, step: Step, alone: RequestState | None) -> None:
         """Give slots and rows to waiting requests, in the order of service, while budget and memory last."""
-        if not len(self.waiting):
-            return
-        if alone is not None and (self.running or self._in_flight):
-            return  # a further loss must be its own
+        if not len(self.waiting) or (alone is not None and (self.running or self._in_flight)):
+            return  # a further loss of `alone` must be its own
         self._limit_prompts(step)
         held = self.extras.held()
         while self.extras.may_open_slots(step, self.running):
             state = self.waiting.first(held) if alone is None else alone
             if state is None or state.status is not RequestStatus.WAITING or not self._admit(state, step):
                 break
-            count = self._row_tokens(state, step)
-            if count > 0:
-                self.kv_cache.extend(state, state.num_computed + count)
-                step.add_row(state, count)
+            self._add_prompt_row(state, step)
 
     def _admit(self, state: RequestState, step: Step) -> bool:
         """Give a waiting request a slot, with its cached prefix as blocks. Return False if it does not fit."""

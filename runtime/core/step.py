@@ -22,7 +22,8 @@ class Step:
     __slots__ = (
         "_counts", "_draft_lens", "_draft_token_ids", "_grammars", "_kv_cache", "_new_bytes", "_num_samples", "_slots",
         "_starts", "admitted", "budget", "max_prompt_tokens", "new", "num_prompt_tokens", "num_prompts", "num_sampled",
-        "num_steps", "num_tokens", "plan", "reaches_end", "rows", "sampled_rows", "step_id",
+        "num_steps", "num_tokens", "overtaking", "plan", "prompt_positions", "reaches_end", "rows", "sampled_rows",
+        "step_id",
     )  # fmt: skip
 
     def __init__(self, step_id: int, kv_cache: KVCacheManager, budget: int) -> None:
@@ -31,6 +32,8 @@ class Step:
         self.budget = budget  # tokens that are left
         self.max_prompt_tokens: int | None = None  # None if only the budget limits them
         self.num_prompts = self.num_prompt_tokens = 0  # rows of several tokens, and their tokens
+        self.prompt_positions = 0  # sum over these tokens: the position of their row's first one
+        self.overtaking: RequestState | None = None  # the short prompt that precedes a longer one
         self.rows: list[RequestState] = []
         self.sampled_rows: list[SampledRow] = []
         self.reaches_end = False  # True if a row computes its request's last token
@@ -61,6 +64,11 @@ class Step:
     def num_decoding(self) -> int:
         """Rows that compute no prompt."""
         return len(self.rows) - self.num_prompts
+
+    @property
+    def prompt_context(self) -> int:
+        """The mean number of tokens before the prompts' rows."""
+        return self.prompt_positions // max(1, self.num_prompt_tokens)
 
     @property
     def may_repeat(self) -> bool:
@@ -97,6 +105,7 @@ class Step:
         if count > 1:
             self.num_prompts += 1
             self.num_prompt_tokens += count
+            self.prompt_positions += count * start
         if state.on_row is not None:
             state.on_row(state, start, count)
         num_samples, is_last = 0, end == state.num_total

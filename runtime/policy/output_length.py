@@ -9,9 +9,9 @@ the factor 1.4 (a piecewise exponential model). A curve is some thirty pairs of 
     hazard of a span = (answers that stopped in it + prior answers) / (tokens generated in it + prior tokens)
 
 which is the posterior mean under a gamma prior. The prior hazard at length x is 3 / (600 + x): a new answer is expected
-to have 300 tokens, and the expected rest grows with the length. The prior counts as a tenth of an answer per span, so
-the first stops outweigh it. An answer that is longer than expected costs a preemption at worst. The estimate begins
-far below a full context, so that a cold engine can fill its memory.
+to have 300 tokens, and the expected rest grows with the length. The prior counts as 0.4 answers per span, so one answer
+decides little and a few outweigh it. An answer that is longer than expected costs a preemption at worst. The estimate
+begins far below a full context, so that a cold engine can fill its memory.
 
 Requests with other limits have other answers: an answer cut at 16 tokens does not predict chats that may fill the
 context. Each class of max_tokens, a power of two wide, has its own counts, in which old answers fade.
@@ -23,7 +23,7 @@ from bisect import bisect_right
 from itertools import pairwise
 
 _EDGES = (0, *(base << shift for shift in range(28) for base in (8, 12)), 1 << 62)  # of the spans
-_PRIOR_ANSWERS = 0.1  # that stopped in each span
+_PRIOR_ANSWERS = 0.4  # that stopped in each span
 _PRIOR_TOKENS = tuple(_PRIOR_ANSWERS * (600 + (a + min(b, 2 * a + 8)) / 2) / 3 for a, b in pairwise(_EDGES))
 _KEPT = 1 - 1 / 256  # share of the counts that stays when an answer ends: some 256 answers are remembered
 _MOST_WEIGHT = 1e12  # of an observation; the first one has 1

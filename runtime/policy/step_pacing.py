@@ -1,11 +1,12 @@
 """Paces steps: how many prompt tokens one takes beside rows that decode, and how late the next one may be planned.
 
-The expected time of a step is the time of a step that decodes the same rows, plus a constant for each prompt token.
-Both are estimated from recent steps, so that they follow the model, the device and the length of contexts.
+The expected time of a step is the time of a step that decodes the same rows, plus a time for each prompt token. Both
+are medians of recent steps, so that they follow the model and the device. The time of a token depends on its context.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence, Set
 
 from runtime.core.extra import Culprit, Ended, Extra
@@ -14,30 +15,62 @@ from runtime.core.request_state import RequestState
 from runtime.core.step import Step
 from runtime.spec.types import StepOutput
 
-# Without a target, the larger of two counts: prompt tokens for this many decode steps' time, or this share of all that
-# wait.
-_AUTO_STEPS, _AUTO_SHARE = 4.0, 0.35
-_LEAST_TOKENS = 64  # a step with prompts takes at least this many prompt tokens
+# Without a target, the larger of two times: this many decode steps, or this share of all prompt tokens that wait. The
+# share takes at most _AUTO_US, since the decoding rows wait meanwhile.
+_AUTO_STEPS, _AUTO_SHARE, _AUTO_US = 4.0, 0.35, 0.3e6
+# Longest step without decoding rows. A request that arrives meanwhile waits for its end.
+_ALONE_US = 1.5e6
+# The least prompt tokens of a step: the larger count if it takes less time than a decode step. The smaller one is also
+# the first count, because the time of a token is not known yet.
+_LEAST_TOKENS, _FIRST_TOKENS = 64, 16
 
 # (multiple, upper limit of the tokens of a step). Steps of such multiples, decoding rows included, fill a runner's
-# graphs.
-_MULTIPLES = (64, 512), (128, 2048), (2048, 1 << 62)
+# graphs. The first multiple fills the tiles of a CPU's attention: the nearest one is taken, since a tile is long there.
+_MULTIPLES = (16, 64), (64, 512), (128, 2048), (2048, 1 << 62)
+_CONTEXT = 2048  # tokens of context below which their number matters little
 _EARLY_US, _EARLY_SHARE = 500.0, 0.1  # the next step is planned this long before a step's expected end
 
 
-class _Estimate:
-    """The mean of a varying quantity, and a low value that it seldom falls below."""
+class _Recent:
+    """Recent samples of a varying quantity. One sample of any size moves the median to a neighbour at most."""
 
-    _WEIGHT, _LOW_WEIGHT = 0.2, 0.02  # of the newest value
-    _MOST_SURPRISE = 2.0  # largest ratio to the mean; a larger one comes from a compiler or a pause of the host
+    _ENOUGH, _COUNT = 3, 5  # samples: needed, and kept
 
-    def __init__(self, first: float) -> None:
-        self.mean = self.low = first
+    def __init__(self, other: _Recent | None) -> None:
+        """Begin with the samples of another quantity like this one; None for no samples."""
+        self._samples: deque[float] = deque(other._samples if other is not None else (), maxlen=self._COUNT)
+        self.median = self.least = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """True once no single sample decides."""
+        return len(self._samples) >= self._ENOUGH
 
     def observe(self, value: float) -> None:
-        value = min(max(value, self.mean / self._MOST_SURPRISE), self.mean * self._MOST_SURPRISE)
-        self.mean += self._WEIGHT * (value - self.mean)
-        self.low = value if value < self.low else self.low + self._LOW_WEIGHT * (value - self.low)
+        self._samples.append(value)
+        rising = sorted(self._samples)
+        self.median, self.least = rising[len(rising) // 2], rising[0]
+
+
+class _BySize:
+    """A quantity that depends on a size: samples for each number of bits of the size."""
+
+    def __init__(self) -> None:
+        self._recent: dict[int, _Recent] = {}
+
+    def observe(self, size: int, value: float) -> None:
+        if (bits := size.bit_length()) not in self._recent:
+            self._recent[bits] = _Recent(self.near(size))
+        self._recent[bits].observe(value)
+
+    def near(self, size: int) -> _Recent | None:
+        """Return the samples of this size, or of the nearest one with enough; None if there are none."""
+        bits = size.bit_length()
+        if (own := self._recent.get(bits)) is not None and own.is_known:
+            return own
+        known = (other for other, recent in self._recent.items() if recent.is_known)
+        nearest = min(known, key=lambda other: abs(other - bits), default=None)
+        return None if nearest is None else self._recent[nearest]
 
 
 class StepPacing(Extra):
@@ -48,8 +81,9 @@ class StepPacing(Extra):
         seconds."""
         self._max_us = None if max_itl_ms is None else max_itl_ms * 1e3
         self._clock = clock
-        self._decode_us: dict[int, _Estimate] = {}  # of a step, by the number of bits of its number of rows
-        self._token_us: _Estimate | None = None  # of a prompt token
+        self._decode_us = _BySize()  # of a step, by its rows
+        self._token_us = _BySize()  # of a prompt token, by the _CONTEXT tokens before it
+        self._context = 0  # of the last such token
         self._planned_at: dict[int, float] = {}  # of the steps in flight, by their ids
         self._result_at = 0.0
 
@@ -57,7 +91,8 @@ class StepPacing(Extra):
         self._planned_at[step.step_id] = self._clock()
 
     def on_result(self, step: Step, result: StepResult, output: StepOutput) -> Ended:
-        self.observe_step(step.num_decoding, step.num_prompt_tokens, self._planned_at.pop(step.step_id))
+        planned_at = self._planned_at.pop(step.step_id)
+        self.observe_step(step.num_decoding, step.num_prompt_tokens, planned_at, step.prompt_context)
         return []
 
     def on_lost(self, in_flight: Set[RequestState]) -> Culprit | None:
@@ -67,62 +102,64 @@ class StepPacing(Extra):
     def max_prompt_tokens(self, running: Sequence[RequestState], num_waiting_tokens: int) -> int | None:
         missing = [state.num_total - state.num_computed for state in running]
         num_decoding = missing.count(1)
-        return self.prompt_tokens_beside(num_decoding, num_waiting_tokens + sum(missing) - num_decoding)
+        context = next((state.num_computed for state, n in zip(running, missing, strict=True) if n > 1), 0)
+        return self.prompt_tokens_beside(num_decoding, num_waiting_tokens + sum(missing) - num_decoding, context)
 
     def planning_delay_s(self, step: Step) -> float:
-        return self.delay_s(step.num_decoding, step.num_prompt_tokens, self._planned_at[step.step_id])
+        planned_at = self._planned_at[step.step_id]
+        return self.delay_s(step.num_decoding, step.num_prompt_tokens, planned_at, step.prompt_context)
 
     @property
     def prefill_rate(self) -> float:
         """Prompt tokens per second; 0 before the first estimate."""
-        return 0.0 if self._token_us is None else 1e6 / self._token_us.mean
+        token = self._token_us.near(self._context)
+        return 0.0 if token is None else 1e6 / token.median
 
-    def prompt_tokens_beside(self, num_decoding: int, num_queued: int) -> int | None:
+    def prompt_tokens_beside(self, num_decoding: int, num_queued: int, context: int = 0) -> int | None:
         """Return the most prompt tokens of a step beside `num_decoding` rows; None for no limit.
 
-        `num_queued` counts all prompt tokens that are not computed yet. Without a target, a step takes at least a share
-        of them. A burst of prompts then does not wait for the few that arrived first."""
-        if not num_decoding or self._token_us is None or (decode := self._decode(num_decoding)) is None:
-            return None
-        token_us = self._token_us.mean
-        if self._max_us is None:
-            count = max(_AUTO_STEPS * decode.mean / token_us, _AUTO_SHARE * num_queued)
+        `num_queued` counts all prompt tokens that are not computed yet, and `context` the tokens before the next one.
+        Without a target, a step takes a share of the queue if the decoding rows can wait so long. A burst of prompts
+        then does not wait for the few that arrived first."""
+        if (token := self._token_us.near(context // _CONTEXT)) is None:
+            return _FIRST_TOKENS if num_decoding else None
+        decode = self._decode_us.near(num_decoding)
+        decode_us, token_us = 0.0 if decode is None else decode.median, token.median
+        if not num_decoding:
+            most_us = _ALONE_US
+        elif self._max_us is not None:
+            most_us = self._max_us - decode_us
         else:
-            count = (self._max_us - decode.mean) / token_us
-        total = num_decoding + int(count)
-        total -= total % next(multiple for multiple, end in _MULTIPLES if total < end)
-        return max(_LEAST_TOKENS, total - num_decoding)
+            share_us = max(_AUTO_SHARE * num_queued, _LEAST_TOKENS) * token_us
+            most_us = max(_AUTO_STEPS * decode_us, min(share_us, _AUTO_US))
+        total = num_decoding + int(most_us / token_us)
+        multiple = next(multiple for multiple, end in _MULTIPLES if total < end)
+        total = (total + (multiple // 2 if multiple == _MULTIPLES[0][0] else 0)) // multiple * multiple
+        least = _LEAST_TOKENS if _LEAST_TOKENS * token_us <= decode_us else _FIRST_TOKENS
+        return max(least, total - num_decoding)
 
-    def delay_s(self, num_decoding: int, num_prompt_tokens: int, planned_at: float) -> float:
+    def delay_s(self, num_decoding: int, num_prompt_tokens: int, planned_at: float, context: int = 0) -> float:
         """Return the seconds for which the step after the only one in flight need not be planned; 0 or less for now.
 
-        A late plan leaves the device idle, so the low estimate of a step's time counts."""
-        if (decode := self._decode(num_decoding)) is None or (num_prompt_tokens and self._token_us is None):
+        A late plan leaves the device idle, so the least of recent times counts."""
+        decode, token = self._decode_us.near(num_decoding), self._token_us.near(context // _CONTEXT)
+        if decode is None or (num_prompt_tokens and token is None):
             return 0.0
-        expected_us = decode.low + (num_prompt_tokens * self._token_us.low if self._token_us else 0.0)
+        expected_us = decode.least + (num_prompt_tokens * token.least if token else 0.0)
         began_at = max(planned_at, self._result_at)
         return began_at + (expected_us * (1.0 - _EARLY_SHARE) - _EARLY_US) / 1e6 - self._clock()
 
-    def observe_step(self, num_decoding: int, num_prompt_tokens: int, planned_at: float) -> None:
+    def observe_step(self, num_decoding: int, num_prompt_tokens: int, planned_at: float, context: int = 0) -> None:
         """Learn from the time of the oldest step, which has returned its result."""
         now = self._clock()
         took_us, self._result_at = (now - max(planned_at, self._result_at)) * 1e6, now
         if not num_prompt_tokens:
-            size = num_decoding.bit_length()
-            if (known := self._decode_us.get(size)) is None:
-                self._decode_us[size] = _Estimate(took_us)
-            else:
-                known.observe(took_us)
-        elif num_prompt_tokens >= _LEAST_TOKENS and (decode := self._decode(num_decoding)) is not None:
-            token_us = max(took_us - decode.mean, 0.1 * took_us) / num_prompt_tokens
-            if self._token_us is None:
-                self._token_us = _Estimate(token_us)
-            else:
-                self._token_us.observe(token_us)
-
-    def _decode(self, num_decoding: int) -> _Estimate | None:
-        """Return the estimate of a step that decodes this many rows, or of the nearest size observed."""
-        if not (known := self._decode_us):
-            return None
-        size = num_decoding.bit_length()
-        return known[size] if size in known else known[min(known, key=lambda other: abs(other - size))]
+            self._decode_us.observe(num_decoding, took_us)
+            return
+        decode = self._decode_us.near(num_decoding)
+        decode_us = 0.0 if decode is None else decode.median
+        # The time of fewer tokens shows where it is most of the step, and is better than none.
+        is_long = num_prompt_tokens >= _LEAST_TOKENS or took_us > 2 * decode_us or self._token_us.near(0) is None
+        if is_long and num_prompt_tokens >= _FIRST_TOKENS:
+            self._context = context // _CONTEXT
+            self._token_us.observe(self._context, max(took_us - decode_us, 0.1 * took_us, 1.0) / num_prompt_tokens)

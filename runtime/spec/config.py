@@ -173,7 +173,7 @@ class EngineConfig:
     max_itl_ms: float | None = setting(
         None,
         "longest target time of a step that computes prompts beside decoding rows; default: about five times a decode "
-        "step, and more if many prompts wait",
+        "step, and up to about 300 ms if many prompts wait",
         above=0,
     )
     policy: Literal["fcfs", "sjf"] = setting("fcfs", "order within a priority: by arrival, or shortest job first")

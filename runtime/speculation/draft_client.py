@@ -197,8 +197,8 @@ class DraftClient(Drafter):
         if due:
             self._give_up(due)
         else:
-            overhead_us = (self._clock() - self._asked_at) * 1e6 - self._steps_us
-            self._overhead_us += _OVERHEAD_WEIGHT * (overhead_us - self._overhead_us)
+            surprise_us = (self._clock() - self._asked_at) * 1e6 - self._steps_us - self._overhead_us
+            self._overhead_us += _OVERHEAD_WEIGHT * max(-self._expected_us(), min(surprise_us, self._expected_us()))
 
     def guess(self, state: RequestState, most: int) -> list[int] | None:
         """Return up to `most` draft tokens after the request's known tokens; None if no chain reaches them."""
@@ -225,11 +225,14 @@ class DraftClient(Drafter):
         self._steps_us = max(commit.wanted for commit in requests.committed) * self.step_us(len(behind))
         if max(behind) > CATCH_UP[-1]:
             self._steps_us += self.step_us(sum(behind))
-        # The overhead may be negative: if the machine was busy when the draft started, its step times are too long.
-        expected_us = max(_FIRST_OVERHEAD_US, self._overhead_us + self._steps_us)
-        deadline = now + (_PATIENCE * expected_us + _PATIENCE_US) / 1e6
+        deadline = now + (_PATIENCE * self._expected_us() + _PATIENCE_US) / 1e6
         for stream in self._due():
             stream.deadline = deadline
+
+    def _expected_us(self) -> float:
+        """Return the expected time of the last round: also the largest surprise, because a pause of the process may be
+        longer. The overhead may be negative: a machine that was busy at the draft's start made its step times long."""
+        return max(_FIRST_OVERHEAD_US, self._overhead_us + self._steps_us)
 
     def _give_up(self, late: list[_Stream]) -> None:
         for stream in late:

@@ -126,6 +126,18 @@ async def test_the_queue_refuses_requests_beyond_its_bytes():
     engine.loop.close()
 
 
+def test_one_interval_makes_no_rate():
+    config = EngineConfig(block_size=4)
+    limits = QueueLimits(config, whole_scheduler(config, INFO), HeldRequests(None))
+    waits = []
+    for at in (0.0, 50.0, 51.0, 52.0, 53.0, 54.0):
+        limits.finished(at)
+        waits.append(limits._retry_after_s(1))
+    assert waits[:3] == [1.0] * 3
+    assert 10 < waits[3] < 20
+    assert waits[5] < waits[4] < waits[3]
+
+
 def test_an_empty_queue_takes_a_request_of_any_size():
     config = EngineConfig(block_size=4, max_queued_bytes=10)
     limits = QueueLimits(config, whole_scheduler(config, INFO), HeldRequests(None))

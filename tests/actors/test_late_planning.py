@@ -110,7 +110,8 @@ async def test_a_step_that_ends_early_is_followed_at_once():
 
 
 @pytest.mark.parametrize(
-    ("delays", "waits"), [([0.0002, 0.0], [0.0002]), ([0.02, 0.003, 0.0], [0.005, 0.001]), ([-0.1], [])]
+    ("delays", "waits"),
+    [([0.0002, 0.0], [0.0002]), ([0.02, 0.003, 0.0], [0.005, 0.001]), ([60.0, 0.1, 0.0], [0.01, 0.01]), ([-0.1], [])],
 )
 def test_polling_for_the_end_of_a_step_delays_no_plan(delays, waits):
     found = []

@@ -263,6 +263,36 @@ def test_no_step_waits_for_a_draft_that_is_far_behind():
     assert s.stats.accepted_draft_tokens > 60
 
 
+def test_a_pause_of_the_process_is_no_overhead():
+    clock = Clock()
+    config = info(max_len=400, blocks=200)
+    client = DraftClient(VOCAB, clock)
+    core = build_engine(
+        EngineConfig(block_size=4), config, FakeRunner(EngineConfig(block_size=4), config),
+        Speculation(client, 3, STEP_US, 0.0),
+    )  # fmt: skip
+    wire = SlowWire(draft_core(max_len=400, blocks=200), clock, lambda behind: 0.001)
+    client.attach(wire, STEP_US)
+    core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=100, ignore_eos=True), seed=0))
+    found, paused = [], []
+    receive = wire.receive
+
+    def stopped(timeout_s):
+        chains = receive(timeout_s)
+        if chains and timeout_s and len(found) > 5 and not paused:
+            clock.now += 60.0
+            paused.append(len(found))
+        return chains
+
+    wire.receive = stopped
+    while core.has_work:
+        core.step()
+        clock.now += 0.001
+        found.append(client._overhead_us)
+    assert paused
+    assert max(found) < 3000
+
+
 def test_a_draft_that_is_hardly_faster_catches_up():
     """While it works through its backlog, new tokens arrive; the engine waits for those too."""
     clock = Clock()

@@ -155,3 +155,10 @@ def test_memory_use_is_near_that_of_an_oracle(case: str):
         concurrency, preemptions = estimate.run(num)
         assert concurrency >= 0.9 * best
         assert preemptions < 0.05
+
+
+@pytest.mark.parametrize("length", [1, 30, 300, 4000, 100_000])
+def test_one_answer_does_not_decide(length):
+    new, taught = OutputLengthEstimator(), learned([length], 131_072)
+    for reached in (0, 100):
+        assert 1 / 2 < taught.expect(131_072, reached)[0] / new.expect(131_072, reached)[0] < 8

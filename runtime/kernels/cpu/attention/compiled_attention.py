@@ -66,9 +66,10 @@ class CompiledAttention:
         num_kv_heads = kv.shape[1]
         group, num_tiles = num_heads // num_kv_heads, len(plan.tiles)
         out = self.launcher.buffer("attention", num_tokens, num_heads * head_dim)
-        # Heads that share keys are one task, unless that gives too few tasks for the threads.
-        of_task = heads_of_task(group)
-        per_task = of_task if num_tiles * num_kv_heads >= 4 * self.launcher.pool.num_threads else 1
+        # Heads that share keys are one task, unless that gives the threads unequal shares.
+        of_task, num_threads = heads_of_task(group), self.launcher.pool.num_threads
+        is_even = num_heads // of_task % num_threads == 0 or num_tiles * num_kv_heads >= 4 * num_threads
+        per_task = of_task if is_even else 1
         function = kernel(
             attention, form=kv_form(kv), group=group, window=window, soft_cap=soft_cap, has_sinks=sinks is not None,
             max_heads=of_task,
