@@ -216,7 +216,12 @@ class Front:
             self._settings.check_weight_updates(await asyncio.to_thread(http_host))
         path = await asyncio.to_thread(resolve, config.model, config.revision)
         tokenizer = await asyncio.to_thread(
-            load_tokenizer, path, config.chat_template, config.tool_call_parser, config.channel_grammar
+            load_tokenizer,
+            path,
+            config.chat_template,
+            config.tool_call_parser,
+            config.channel_grammar,
+            config.special_tokens_in_contents,
         )
         defaults = await asyncio.to_thread(SamplingDefaults.load, path, config.generation_config, config.model)
         await self._engines.start()

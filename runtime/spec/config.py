@@ -99,6 +99,11 @@ class EngineConfig:
         "hold chats of gpt-oss to the format of its channels, calls and arguments by a grammar; a request may turn it "
         "off with channel_grammar",
     )
+    special_tokens_in_contents: bool = setting(
+        False,
+        "let texts of chats that spell a special token, such as <|im_end|>, become this token; a client can then end "
+        "its turn and write another role's",
+    )
     lora: tuple[str, ...] = setting(
         (),
         "NAME=FOLDER: an adapter (LoRA, as PEFT writes it) that clients use as the model NAME; the folder is at this "

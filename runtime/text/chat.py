@@ -155,7 +155,11 @@ class ChatTemplate:
 
 
 def load_tokenizer(
-    path: Path, template_file: str | None = None, tool_call_parser: str = "auto", channel_grammar: bool = True
+    path: Path,
+    template_file: str | None = None,
+    tool_call_parser: str = "auto",
+    channel_grammar: bool = True,
+    special_tokens_in_contents: bool = False,
 ) -> Tokenizer:
     """Load the tokenizer of a model folder or a .gguf file.
 
@@ -163,10 +167,12 @@ def load_tokenizer(
     template_file: holds the chat template; None for the model's own.
     tool_call_parser: the name of the format of calls; auto for the format of the template.
     channel_grammar: chats of a model with channels keep to their format by a grammar.
+    special_tokens_in_contents: texts of clients may become special tokens.
 
     Raises CallboardError if the tokenizer is missing or unknown, or if the template is not usable."""
     tokenizer = Tokenizer.load(path)
     tokenizer.tool_call_parser, tokenizer.channel_grammar = tool_call_parser, channel_grammar
+    tokenizer.special_tokens_in_contents = special_tokens_in_contents
     if template_file is not None:
         try:
             tokenizer.chat_template, tokenizer.tool_template = Path(template_file).read_text("utf-8"), None
