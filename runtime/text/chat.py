@@ -17,7 +17,7 @@ from runtime.spec.types import CallboardError
 from runtime.text import reasoning, sandbox
 from runtime.text.call_messages import with_content_placed, with_objects, with_texts
 from runtime.text.channel_messages import channel_messages, described
-from runtime.text.probes import CallProbe, Place, place_of_content, probe_calls
+from runtime.text.probes import CallProbe, Place, content_forms, place_of_content, probe_calls
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import FORMATS, GENERIC, ToolFormat
 from runtime.text.tool_calls.generic import with_tools, with_tools_as_text
@@ -49,6 +49,7 @@ class ChatTemplate:
         Raises CallboardError if a source is not a valid template."""
         self.source, self._tool_source = source, source if tool_source is None else tool_source
         self._special_tokens = dict(special_tokens)
+        self._forms: dict[str, frozenset[type]] = {}  # of the contents that the template writes, by role
         for text in (source, self._tool_source):
             _run(sandbox.check, text, self._special_tokens, MAX_SECONDS)
         self.reasoning_marks = reasoning.marks_of(source)
@@ -94,6 +95,17 @@ class ChatTemplate:
         return "callboard_probe" in prompt.partition("first_turn")[0]
 
     @cached_property
+    def _needs_tools(self) -> bool:
+        """True if the template cannot be rendered without tools."""
+        try:
+            self._output([{"role": "user", "content": "Go."}], {"tools": None}, with_lists=False)
+        except sandbox.MissingValue:
+            return True
+        except CallboardError:
+            pass
+        return False
+
+    @cached_property
     def _probed(self) -> CallProbe:
         return probe_calls(self._rendered)
 
@@ -121,11 +133,14 @@ class ChatTemplate:
 
         Raises CallboardError if the template refuses the messages (with its own words), if the prompt exceeds 4 Mi
         characters, or after 1 second of CPU time."""
+        messages = [self._as_read(message) for message in messages]
         has_calls = any(message.get("tool_calls") for message in messages)
         is_called = has_calls or any(message.get("role") == "tool" for message in messages)
         form = self.tool_format if tools or is_called else None
         if has_calls:
             messages = with_objects(messages, are_written=form is not None and form.arguments is not None)
+        if form is GENERIC and tools and self._needs_tools:
+            form = None
         if form is GENERIC:
             messages, tools = with_tools_as_text(messages, tools, bool(tools) and self._has_system), None
         elif tools and form is not None and form.instructions and not self._probed.shows_tools:
@@ -149,9 +164,37 @@ class ChatTemplate:
         return self._rendered(messages, values)
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
+        return self._output([self._as_read(message) for message in messages], values)
+
+    def _as_read(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a message with its content as the template reads it: a text, or the parts of one."""
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+        if len(texts) < len(parts) or not texts:
+            return message
+        forms = self._content_forms(str(message.get("role")))
+        if content is parts and (list not in forms or (message.get("tool_calls") and str in forms)):
+            return {**message, "content": "\n".join(texts)}
+        return {**message, "content": parts} if forms == {list} else message
+
+    def _content_forms(self, role: str) -> frozenset[type]:
+        if role not in self._forms:
+            role = role if role in self.roles.union(("system", "assistant", "tool")) else "user"
+            self._forms[role] = self._forms.get(role) or content_forms(self._output, role)
+        return self._forms[role]
+
+    def _output(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any], with_lists: bool = True) -> str:
         source = self._tool_source if values["tools"] else self.source
         values = {"documents": None, **values, "messages": messages}
-        return _run(sandbox.render, source, self._special_tokens, values, MAX_SECONDS, MAX_PROMPT_CHARS)
+        try:
+            return _run(sandbox.render, source, self._special_tokens, values, MAX_SECONDS, MAX_PROMPT_CHARS)
+        except sandbox.MissingValue:
+            absent = {name: [] for name in ("tools", "documents") if values[name] is None}
+            if not (with_lists and absent):
+                raise
+        # Some templates loop over tools and documents that are not there.
+        return _run(sandbox.render, source, self._special_tokens, {**values, **absent}, MAX_SECONDS, MAX_PROMPT_CHARS)
 
 
 def load_tokenizer(

@@ -101,17 +101,17 @@ class ControlTokens:
 
     def ids(self, encoding: tokenizers.Encoding) -> list[int]:
         """Return the model's ids for a result of `encoder`."""
-        pairs = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
-        return [i for each, is_around in pairs for i in ((each,) if is_around else self._own_ids(each))]
+        tokens = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, strict=True)
+        return [i for each, text, is_around in tokens for i in ((each,) if is_around else self._own_ids(each, text))]
 
-    def _own_ids(self, token_id: int) -> Sequence[int]:
+    def _own_ids(self, token_id: int, text: str) -> Sequence[int]:
         if (own := self._added_ids.get(token_id)) is not None:
             return (own,)
-        if token_id not in self._control_ids:
+        if token_id not in self._control_ids or text != self._backend.id_to_token(token_id):  # or an unknown character
             return (token_id,)
         # Some vocabularies make a control token of plain text. Its parts are other tokens.
-        token, tokenize = self._backend.id_to_token(token_id), self._backend.model.tokenize
-        return [i for part in (token[:1], token[1:]) for each in tokenize(part) for i in self._own_ids(each.id)]
+        tokenize = self._backend.model.tokenize
+        return [i for part in (text[:1], text[1:]) for t in tokenize(part) for i in self._own_ids(t.id, t.value)]
 
     @cached_property
     def _added_ids(self) -> dict[int, int]:
@@ -120,7 +120,8 @@ class ControlTokens:
 
     @cached_property
     def _control_ids(self) -> frozenset[int]:
-        return frozenset(i for i, token in self._added.items() if token.content in self._names)
+        unknown = getattr(self._backend.model, "unk_token", None)
+        return frozenset(i for i, token in self._added.items() if token.content in self._names.keys() - {unknown})
 
     def _renamed(self, token: tokenizers.AddedToken) -> tokenizers.AddedToken:
         if (name := self._names.get(token.content)) is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -49,6 +51,22 @@ def probe_calls(render: Render) -> CallProbe:
             return CallProbe(None, takes_text, shows_tools)
         return CallProbe(form, takes_text, shows_tools)
     return CallProbe()
+
+
+def content_forms(render: Render, role: str) -> frozenset[type]:
+    """Return the forms of a role's content that a template writes: str for a text, list for parts of one."""
+    call = _calling(takes_text=False)
+    before = {"tool": [_USER, call], "assistant": [_USER]}.get(role, [])
+    own, after = _RESULT if role == "tool" else {"role": role}, [_USER] if role == "system" else []
+    parts = [{"type": "text", "text": text} for text in (_CONTENT, _NAME)]
+    forms: set[type] = set()
+    # A template that writes a list as such shows the word "type" in it.
+    for content, seen in ((_CONTENT, _CONTENT), (parts, f"{_CONTENT}((?!type).)*{_NAME}")):
+        with contextlib.suppress(CallboardError):
+            messages = [*before, {**own, "content": content}, *after]
+            if re.search(seen, _render(render, messages, role != "assistant", has_tools=role == "tool"), re.DOTALL):
+                forms.add(type(content))
+    return frozenset(forms)
 
 
 def place_of_content(render: Render) -> Place:

@@ -101,7 +101,7 @@ class Tokenizer:
     def encode_named(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text in which names stand for the control tokens, and all other text is plain."""
         control = self.control_tokens
-        return control.ids(_encoded(control.encoder.encode_batch_fast, text, add_special_tokens))
+        return control.ids(_encoded(control.encoder.encode_batch, text, add_special_tokens))
 
     def offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the index of the character of `text` at which each token of `encode(text)` begins.

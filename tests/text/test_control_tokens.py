@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.fields import FieldError, read_options
 from runtime.output.options import ChatOptions
+from runtime.output.score_prompt import PairPrompter, encoder_of
+from runtime.spec.pooling import Pooling
 from runtime.text.chat import ChatTemplate
 from runtime.text.control_tokens import _ANSWER_MARKS
 from runtime.text.tokenizer import Tokenizer
@@ -118,13 +120,11 @@ def harmless(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{n: v if n == "role" else v.translate(HARMLESS) for n, v in message.items()} for message in messages]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SOURCES)
-@settings(max_examples=10)
-@given(data=st.data())
+@given(data=st.data(), kind=st.sampled_from(KINDS))
 def test_spelled_marks_are_plain_text(name: str, kind: str, data: st.DataObject):
     tokenizer, prompter, template = prompter_of(kind, name)
-    control = tokenizer.control_tokens._control_ids
+    control = tokenizer.control_tokens._control_ids - {tokenizer.token_to_id("<unk>")}  # or an unknown character
     # The assistant's marks stay, and Qwen's template looks for results in texts of users.
     marks = sorted(set(tokenizer.control_tokens._names) - _ANSWER_MARKS - {"<tool_response>"})
     messages, fields = data.draw(conversations(marks))
@@ -154,3 +154,89 @@ def test_spelled_marks_are_plain_text(name: str, kind: str, data: st.DataObject)
     assert "\ue000" not in prompt.text
     if "\ue002" not in str(messages):
         assert prompt.text == template.render(messages, tools=options.template_tools)
+
+
+def _chat_ids(tokenizer: Tokenizer, messages: list[dict[str, Any]], **fields: Any) -> list[int]:
+    prompt = ChatPrompter(tokenizer).prompt(messages, read_options(ChatOptions, fields))
+    return prompt.encode(prompt.source, False)
+
+
+def _num_special(tokenizer: Tokenizer, ids: list[int]) -> int:
+    return len([i for i in ids if i in tokenizer.special_ids])
+
+
+JOINING = "{% for m in messages %}{{ '<|' ~ m.role ~ '|>' }}{{ '<|' ~ (m.name or 'none') ~ '|>' }}{{ m.content }}<|im_end|>{% endfor %}"
+PARTS = "{% for m in messages %}<|user|>{% for p in m.content %}{{ p.text }}{% endfor %}<|im_end|>{% endfor %}"
+ESCAPING = "{% for m in messages %}<|user|>{{ m.content | tojson(ensure_ascii=true) }}<|im_end|>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "num"),
+    [
+        (JOINING, {"content": "im_end|>"}, 2),
+        (JOINING, {"content": "x", "name": "im_end"}, 2),
+        (JOINING, {"content": "<|im_", "name": "user"}, 2),
+        (PARTS, {"content": [{"type": "text", "text": text} for text in ("<", "|im_en", "d|>")]}, 2),
+        (PARTS, {"content": [{"type": "text", "text": text} for text in "<|im_end|>"]}, 2),
+        (ESCAPING, {"content": "<|im_end|>"}, 2),
+    ],
+)
+def test_joined_texts_make_no_mark(source: str, message: dict[str, Any], num: int):
+    tokenizer = tokenizer_of("byte-level", source)
+    ids = _chat_ids(tokenizer, [{"role": "user", **message}])
+    assert _num_special(tokenizer, ids) == num
+    assert "\\ue" not in tokenizer.decode(ids)
+
+
+def test_an_assistant_keeps_its_marks_but_ends_no_turn():
+    tokenizer = tokenizer_of("byte-level", TEMPLATES["qwen3"] + "{# </think> #}")
+    answer = "<tool_call>\n{}\n</tool_call><|im_end|>"
+    before = _chat_ids(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}])
+    ids = _chat_ids(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}])
+    assert {tokenizer.token_to_id(mark) for mark in ("<tool_call>", "</tool_call>")} <= set(ids)
+    assert _num_special(tokenizer, ids) == _num_special(tokenizer, before)
+
+
+def test_the_setting_lets_texts_become_special_tokens():
+    tokenizer = tokenizer_of("byte-level", PARTS + " ")
+    messages = [{"role": "user", "content": "<|im_end|>"}]
+    assert _num_special(tokenizer, _chat_ids(tokenizer, messages)) == 2
+    tokenizer.special_tokens_in_contents = True
+    assert _num_special(tokenizer, _chat_ids(tokenizer, messages)) == 3
+    assert tokenizer.encode_contents("<|im_end|>") == [tokenizer.token_to_id("<|im_end|>")]
+
+
+def test_tools_and_template_arguments_are_texts_of_clients():
+    tokenizer = tokenizer_of("byte-level", "{{ tools | tojson }}{{ documents | tojson }}<|im_end|>")
+    function = {"name": "f", "description": "<|im_end|>", "parameters": {"properties": {"<|im_end|>": {}}}}
+    fields = {"tools": [{"type": "function", "function": function}]}
+    kwargs = {"documents": [{"title": "<|im_end|>", "text": "<|im_start|>"}]}
+    ids = _chat_ids(tokenizer, [{"role": "user", "content": "a"}], **fields, chat_template_kwargs=kwargs)
+    assert _num_special(tokenizer, ids) == 1
+
+
+def test_a_vocabulary_that_lacks_ids_keeps_them():
+    backend = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 5, "<": 9}, []))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["<s>"])
+    tokenizer = Tokenizer(
+        backend, bos_token_id=None, eos_token_ids=(), special_tokens={}, chat_template="<s>{{ messages[0].content }}"
+    )
+    own = backend.token_to_id("<s>")
+    assert _chat_ids(tokenizer, [{"role": "user", "content": "ab<s>"}]) == [own, 0, 5, 9]
+
+
+def test_an_error_of_a_template_shows_no_seam():
+    tokenizer = tokenizer_of("byte-level", "{{ raise_exception(messages[0].content) }}<|im_end|>")
+    with pytest.raises(FieldError, match=r"a<\|im_end\|>b"):
+        _chat_ids(tokenizer, [{"role": "user", "content": "a<|im_end|>b"}])
+
+
+def test_qwen_rerankers_read_documents_as_text():
+    tokenizer = tokenizer_of("byte-level", TEMPLATES["qwen3"])
+    prompter = PairPrompter(
+        lambda text, special, part: encoder_of(tokenizer, part)(text, special),
+        Pooling("last", num_labels=1, pairs="qwen3"),
+    )
+    nums = [_num_special(tokenizer, prompter.ids(text, text)) for text in ("a", "a<|im_end|>")]
+    assert nums[0] == nums[1] > 2
