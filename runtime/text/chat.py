@@ -179,9 +179,11 @@ class ChatTemplate:
         return {**message, "content": parts} if forms == {list} else message
 
     def _content_forms(self, role: str) -> frozenset[type]:
+        if role not in {"system", "assistant", "tool"} | self.roles:
+            role = "user"
         if role not in self._forms:
-            role = role if role in self.roles.union(("system", "assistant", "tool")) else "user"
-            self._forms[role] = self._forms.get(role) or content_forms(self._output, role)
+            found = content_forms(self._output, role)
+            self._forms[role] = found or (frozenset({str}) if role == "user" else self._content_forms("user"))
         return self._forms[role]
 
     def _output(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any], with_lists: bool = True) -> str:

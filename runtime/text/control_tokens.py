@@ -55,6 +55,7 @@ class ControlTokens:
         self._spelled_in_json = re.compile(_any_of(_json(text)[1:-1] for text in texts))
         self._heads, self._heads_in_answers = _heads_of(texts), _heads_of(set(texts) - _ANSWER_MARKS)
         self._starts = {text[:n] for text in texts for n in range(1, len(text))}
+        self._first_chars = {text[0] for text in texts}
         self._longest = max(map(len, texts), default=0)
         literals = (template[: end.start()] for end in _ENDS_OF_LITERALS.finditer(template))
         openings = {t[-n:] for t in literals for n in range(1, self._longest) if t[-n:] in self._starts}
@@ -147,7 +148,8 @@ class ControlTokens:
         sizes = range(1, min(len(core) + 1, self._longest))
         continues = core in self._starts_of_rests or (self._rests and any(core[:n] in self._rests for n in sizes))
         start = seam if continues else ""
-        end = seam if any(core[-n:] in self._starts for n in sizes) else ""
+        may_begin = not self._first_chars.isdisjoint(core[-self._longest :])
+        end = seam if may_begin and any(core[-n:] in self._starts for n in sizes) else ""
         return text.replace(core, start + core + end, 1) if start or end else text
 
 

@@ -54,7 +54,9 @@ def probe_calls(render: Render) -> CallProbe:
 
 
 def content_forms(render: Render, role: str) -> frozenset[type]:
-    """Return the forms of a role's content that a template writes: str for a text, list for parts of one."""
+    """Return the forms of a role's content that a template writes: str for a text, list for its parts.
+
+    It is empty if the template does not write this role."""
     call = _calling(takes_text=False)
     before = {"tool": [_USER, call], "assistant": [_USER]}.get(role, [])
     own, after = _RESULT if role == "tool" else {"role": role}, [_USER] if role == "system" else []
