@@ -170,7 +170,7 @@ class ChatTemplate:
         """Return a message with its content as the template reads it: a text, or the parts of one."""
         content = message.get("content")
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+        texts: list[str] = [p["text"] for p in parts if isinstance(p, Mapping) and isinstance(p.get("text"), str)]
         if len(texts) < len(parts) or not texts:
             return message
         forms = self._content_forms(str(message.get("role")))
@@ -192,7 +192,7 @@ class ChatTemplate:
         try:
             return _run(sandbox.render, source, self._special_tokens, values, MAX_SECONDS, MAX_PROMPT_CHARS)
         except sandbox.MissingValue:
-            absent = {name: [] for name in ("tools", "documents") if values[name] is None}
+            absent: dict[str, Any] = {name: [] for name in ("tools", "documents") if values[name] is None}
             if not (with_lists and absent):
                 raise
         # Some templates loop over tools and documents that are not there.

@@ -3,7 +3,7 @@
 A rendered prompt does not show which of its marks are the template's. So before the template runs, a character that the
 conversation lacks, the seam, splits each text that spells a mark. Marks without a seam are the template's own. They get
 other names, the seams are removed, and the encoder of such prompts knows only these names. To its model, normalizer and
-pre-tokenizer all other text is plain. Most conversations spell no mark and need no seam.
+pre-tokenizer all other text is plain. Most conversations do not spell a mark.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ControlTokens:
         return self._spelled.search(text) is not None
 
     def with_seams(self, given: Conversation) -> Conversation:
-        """Return a conversation whose texts cannot become control tokens. It is the same one if no text needs a seam.
+        """Return a conversation with texts that stay texts. It is the same one if no text needs a seam.
 
         An assistant's text keeps the marks of its reasoning and calls."""
         text = _json(given[:3])
@@ -117,7 +117,8 @@ class ControlTokens:
     @cached_property
     def _added_ids(self) -> dict[int, int]:
         """The own id of each added token of `encoder`."""
-        return {self.encoder.token_to_id(self._renamed(token).content): i for i, token in self._added.items()}
+        new_ids = self.encoder.get_vocab(with_added_tokens=True)
+        return {new_ids[self._renamed(token).content]: i for i, token in self._added.items()}
 
     @cached_property
     def _control_ids(self) -> frozenset[int]:

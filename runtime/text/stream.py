@@ -148,7 +148,7 @@ class TextStream:
 
 
 class _SpecialStops:
-    """Stop strings that spell special tokens, found in a text with those that it does not show."""
+    """Stop strings that spell special tokens, found in a text with its hidden tokens."""
 
     def __init__(self, stops: Sequence[str], tokenizer: Tokenizer) -> None:
         self._stops, self._tokenizer, self._state = StopStrings(stops), tokenizer, 0

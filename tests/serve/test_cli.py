@@ -59,6 +59,7 @@ def test_every_flag_reaches_its_field():
         "max_queued_bytes": 90, "cpu_activations": "int8",
         "quantization": "fp8", "head_quantization": "int8", "draft_quantization": "int4", "rank_invariant": True,
         "lora": ("a=/x", "b=/y=z"), "pooling": "mean", "tool_call_parser": "hermes", "channel_grammar": False,
+            "special_tokens_in_contents": True,
         "sleep_mode": True, "weight_updates": True, "weight_store": "/weights", "routed_experts": True,
     }  # fmt: skip
     assert set(values) | {"model"} >= {f.name for f in fields(EngineConfig)}, "a new field needs a value here"

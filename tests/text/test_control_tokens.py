@@ -28,14 +28,14 @@ CORPUS = [
     "The weather in Oslo is mild; <b>tools</b> and turns: user, system, im_start, [INST] |end|> \n\n\t x = {1: 2}"
 ] * 3
 OTHERS = "<|im_start|>", "<|im_end|>", "<|user|>", "<|system|>"
-PLAIN = "\n\n", "\t\t"  # added tokens that are no marks
+PLAIN = "\n\n", "\t\t"  # added tokens besides marks
 WORDS = "hi", "user", " ", "\n", "\n\n", "in im_end", "<", "|>", "日本", "\ue002", "\\ue002", "x", "{", ' "'
 KINDS = "byte-level", "metaspace", "prepended", "unigram"
 
 
 @cache
 def tokenizer_of(kind: str, source: str) -> Tokenizer:
-    """A small tokenizer whose added tokens are the marks of a template."""
+    """A small tokenizer with the marks of a template as added tokens."""
     marks = sorted(
         {*MARK.findall(source), "<s>", "</s>", "<pad>", "<unk>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|system|>"}
     )
@@ -79,7 +79,7 @@ def prompter_of(kind: str, name: str) -> tuple[Tokenizer, ChatPrompter, ChatTemp
 
 
 def plain_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text for a tokenizer that has no control tokens."""
+    """The ids of a text for a tokenizer without control tokens."""
     own = tokenizer._backend
     backend = tokenizers.Tokenizer(own.model)
     if own.normalizer is not None:
@@ -102,7 +102,7 @@ def fragments(marks: list[str]) -> st.SearchStrategy[str]:
 
 @st.composite
 def conversations(draw: st.DrawFn, marks: list[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Messages and options, each text of which may spell marks."""
+    """Messages and options with texts that may spell marks."""
     text = fragments(marks)
     turns = st.lists(st.sampled_from(["user", "assistant", "tool"]), max_size=4)
     roles = [*draw(st.sampled_from([[], ["system"]])), "user", *draw(turns)]
