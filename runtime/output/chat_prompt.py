@@ -100,7 +100,10 @@ class ChatPrompter:
             raise invalid("chat_template_kwargs.builtin_tools", "names tools that no server here runs; send tools")
         given = Conversation(messages, options.template_tools, kwargs)
         if not self._tokenizer.special_tokens_in_contents:
-            given = self._tokenizer.control_tokens.with_seams(given)
+            try:
+                given = self._tokenizer.control_tokens.with_seams(given)
+            except CallboardError as e:
+                raise FieldError("messages", str(e)) from e
         text = self._rendered(given, options)
         if template.has_channels:
             form = HARMONY

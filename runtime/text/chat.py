@@ -170,7 +170,7 @@ class ChatTemplate:
         """Return a message with its content as the template reads it: a text, or the parts of one."""
         content = message.get("content")
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        texts: list[str] = [p["text"] for p in parts if isinstance(p, Mapping) and isinstance(p.get("text"), str)]
+        texts = [str(p["text"]) for p in parts if isinstance(p, Mapping) and isinstance(p.get("text"), str)]
         if len(texts) < len(parts) or not texts:
             return message
         forms = self._content_forms(str(message.get("role")))

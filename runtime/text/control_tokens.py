@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
+from runtime.spec.types import CallboardError
 from runtime.text.reasoning import TOKENS
 from runtime.text.tool_calls import FORMATS
 from runtime.text.tool_calls.harmony import CHANNEL_MARKS
@@ -26,7 +27,7 @@ _MARKS = TOKENS.union(*(form.marks for form in FORMATS.values()))
 _ANSWER_MARKS = _MARKS.difference(CHANNEL_MARKS)  # these do not end a turn
 _WITH_BARS = re.compile(r"<[|｜].*>|<.*[|｜]>", re.DOTALL)
 _JOINED = "content", "name", "reasoning_content", "reasoning", "thinking"  # a template may join them with its own text
-_ENDS_OF_LITERALS = re.compile(r"""['"]|\s*\{[{%]""")  # in the source of a template
+_ENDS_OF_LITERALS = re.compile(r"""['"]|\s{0,99}\{[{%]""")  # in the source of a template
 _SEAMS = tuple(map(chr, range(0xE002, 0xF900)))  # for private use; U+E000 and U+E001 are in names
 
 
@@ -57,7 +58,8 @@ class ControlTokens:
         self._starts = {text[:n] for text in texts for n in range(1, len(text))}
         self._first_chars = {text[0] for text in texts}
         self._longest = max(map(len, texts), default=0)
-        literals = (template[: end.start()] for end in _ENDS_OF_LITERALS.finditer(template))
+        ends = (end.start() for end in _ENDS_OF_LITERALS.finditer(template))
+        literals = (template[max(0, end - self._longest) : end] for end in ends)
         openings = {t[-n:] for t in literals for n in range(1, self._longest) if t[-n:] in self._starts}
         self._rests = {text[len(start) :] for text in texts for start in openings if text.startswith(start)} - {""}
         self._starts_of_rests = {rest[:n] for rest in self._rests for n in range(1, len(rest) + 1)}
@@ -71,13 +73,16 @@ class ControlTokens:
     def with_seams(self, given: Conversation) -> Conversation:
         """Return a conversation with texts that stay texts. It is the same one if no text needs a seam.
 
-        An assistant's text keeps the marks of its reasoning and calls."""
+        An assistant's text keeps the marks of its reasoning and calls. Raises CallboardError if no seam is free."""
         text = _json(given[:3])
         joined = (value for message in given.messages for name in _JOINED for value in _texts(message.get(name)))
         if self._spelled_in_json.search(text) is None and all(self._with_ends("\0", each) == each for each in joined):
             return given
         used = text + self._template
-        seam = next(c for c in _SEAMS if c not in used and _escaped(c) not in used)
+        chars = set(used)
+        seam = next((c for c in _SEAMS if c not in chars and _escaped(c) not in used), None)
+        if seam is None:
+            raise CallboardError("The texts hold every character for private use (U+E002 to U+F8FF); leave one out.")
         split = partial(self._heads.sub, rf"\g<0>{seam}")
         messages = [self._message(message, seam, split) for message in given.messages]
         return Conversation(messages, _changed(given.tools, split), _changed(given.kwargs, split), seam)

@@ -241,3 +241,11 @@ def test_qwen_rerankers_read_documents_as_text():
     prompter = PairPrompter(lambda text, special, part: encoder_of(tokenizer, part)(text, special), pooling)
     nums = [_num_special(tokenizer, prompter.ids(text, text)) for text in ("a", "a<|im_end|>")]
     assert nums[0] == nums[1] > 2
+
+
+def test_texts_with_every_private_character_are_refused():
+    tokenizer = tokenizer_of("byte-level", PARTS)
+    private = "".join(map(chr, range(0xE000, 0xF900)))
+    assert _num_special(tokenizer, _chat_ids(tokenizer, [{"role": "user", "content": private}])) == 2
+    with pytest.raises(FieldError, match="private use"):
+        _chat_ids(tokenizer, [{"role": "user", "content": private + "<|im_end|>"}])
