@@ -31,7 +31,7 @@ from runtime.output.message_parser import MessageFormat
 from runtime.output.options import ChatOptions, OutputOptions
 from runtime.output.processor import Delta, OutputProcessor
 from runtime.output.response_format import RequestedGrammar
-from runtime.output.score_prompt import PairPrompter
+from runtime.output.score_prompt import PairPrompter, Part, encoder_of
 from runtime.output.vectors import check_dimensions, embedding, scores, texts_of
 from runtime.spec.config import DEFAULT_MODEL, EngineConfig
 from runtime.spec.plain_values import integer, integers, is_integer
@@ -159,6 +159,7 @@ class LLM:
             self.config.tool_call_parser,
             self.config.channel_grammar,
             self.config.plain_tool_calls,
+            self.config.special_tokens_in_contents,
         )
         self.defaults = SamplingDefaults.load(path, self.config.generation_config, model)
         on_phase("reading the weights")
@@ -277,11 +278,14 @@ class LLM:
             raise CallboardError(f"This model's classifier has {pooling.num_labels} labels; a score is of one label.")
         pairs = [(query, text) for text in ([documents] if isinstance(documents, str) else documents)]
         if pooling.num_labels:
-            encode = self.tokenizer.encode
-            prompter = PairPrompter(lambda text, special, part: encode(text, special), pooling, instruction)
+
+            def encode(text: str, special: bool, part: Part) -> list[int]:
+                return encoder_of(self.tokenizer, part)(text, special)
+
+            prompter = PairPrompter(encode, pooling, instruction)
             prompts = [prompter.ids(query, text) for query, text in pairs]
         else:
-            prompts = [self._encode(text) for text in texts_of(pairs)]
+            prompts = [self.tokenizer.encode_contents(text) for text in texts_of(pairs)]
         return scores(pairs, self._pool(prompts, progress, adapter), pooling)
 
     def load_adapter(self, path: str) -> str:
@@ -313,7 +317,7 @@ class LLM:
         if self._chats is None:
             raise CallboardError("This model has no chat template; use `generate` with a plain prompt.")
         prompt = self._chats.prompt(messages, options)
-        ids = self.tokenizer.encode(prompt.text, add_special_tokens=False)
+        ids = prompt.encode(prompt.source, False)
         return ids, prompt.message_format, self._chats.grammar(options, prompt.message_format)
 
     def _run(

@@ -222,6 +222,7 @@ class Front:
             config.tool_call_parser,
             config.channel_grammar,
             config.plain_tool_calls,
+            config.special_tokens_in_contents,
         )
         defaults = await asyncio.to_thread(SamplingDefaults.load, path, config.generation_config, config.model)
         await self._engines.start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from runtime.output.tools import CustomTool
 from runtime.spec.types import CallboardError, ThinkingBudget
 from runtime.structured.channels import Place
 from runtime.text.chat import ChatTemplate
+from runtime.text.control_tokens import Conversation, without_seams
 from runtime.text.reasoning import Marks
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import ToolFormat, name_of
@@ -40,6 +41,8 @@ class ChatPrompt:
 
     text: str
     message_format: MessageFormat | None  # the format of the output; None if all of it is content
+    encode: Callable[[str, bool], list[int]]  # the ids of `source`, with or without the tokens around a text
+    source: str  # `text`, or its form for `encode` where a client's texts spell control tokens
 
 
 class ChatPrompter:
@@ -95,11 +98,17 @@ class ChatPrompter:
         kwargs = self._effort(options) | (options.chat_template_kwargs or {})
         if template.has_channels and kwargs.get("builtin_tools"):
             raise invalid("chat_template_kwargs.builtin_tools", "names tools that no server here runs; send tools")
-        text = self._rendered(messages, options, kwargs)
+        given = Conversation(messages, options.template_tools, kwargs)
+        if not self._tokenizer.special_tokens_in_contents:
+            try:
+                given = self._tokenizer.control_tokens.with_seams(given)
+            except CallboardError as e:
+                raise FieldError("messages", str(e)) from e
+        text = self._rendered(given, options)
         if template.has_channels:
             form = HARMONY
         if form is None and not template.thinks:
-            return ChatPrompt(text, None)
+            return self._made(text, None, given.seam)
         in_reasoning = template.thinks and _in_reasoning(messages, options, text, self._reasoning)
         functions = {tool.function.name: tool.function.parameters or {} for tool in tools}
         special_marks, begun = self._special_marks(form), ""
@@ -111,7 +120,7 @@ class ChatPrompter:
             needs_json = any(tool.needs_json(form.arguments) for tool in called)
             form = form.for_call_of(needs_json)
             if in_reasoning:
-                text = self._closed(text, messages, options, kwargs)
+                text = self._closed(text, given, options)
             text += form.opening(forced.name)
         elif template.has_channels:
             if options.requested_grammar() is not None and not options.continue_final_message and not is_held:
@@ -139,27 +148,28 @@ class ChatPrompter:
             begun=begun,
             budget=None if forced is not None else self._budget(options, in_reasoning, begun),
         )
-        return ChatPrompt(text, message_format)
+        return self._made(text, message_format, given.seam)
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, kwargs: Mapping[str, Any]) -> str:
+    def _made(self, text: str, message_format: MessageFormat | None, seam: str) -> ChatPrompt:
+        tokenizer, clean = self._tokenizer, without_seams(text, seam)
+        if not seam:
+            return ChatPrompt(clean, message_format, tokenizer.encode, clean)
+        source = without_seams(tokenizer.control_tokens.with_names(text), seam)
+        return ChatPrompt(clean, message_format, tokenizer.encode_named, source)
+
+    def _rendered(self, given: Conversation, options: ChatOptions) -> str:
         begins_turn, is_continued = options.add_generation_prompt is not False, options.continue_final_message
         try:
-            return self._template.render(messages, begins_turn, options.template_tools, is_continued, **kwargs)
+            return self._template.render(given.messages, begins_turn, given.tools, is_continued, **given.kwargs)
         except CallboardError as e:
-            raise FieldError("messages", str(e)) from e
+            raise FieldError("messages", without_seams(str(e), given.seam)) from e
 
-    def _closed(
-        self,
-        prompt: str,
-        messages: Sequence[Mapping[str, Any]],
-        options: ChatOptions,
-        kwargs: Mapping[str, Any],
-    ) -> str:
+    def _closed(self, prompt: str, given: Conversation, options: ChatOptions) -> str:
         """Return a prompt that ends within reasoning, with its end: as the template writes a turn without reasoning, if
         the prompt is otherwise the same."""
         opens, close, *_ = self._reasoning
         if _SWITCH.search(self._template.source) and not options.continue_final_message:
-            other = self._rendered(messages, options, {**kwargs, **dict.fromkeys(_SWITCHES, False)})
+            other = self._rendered(given._replace(kwargs={**given.kwargs, **dict.fromkeys(_SWITCHES, False)}), options)
             if other.startswith(prompt[: prompt.rfind(opens)]) and other.rstrip().endswith(close):
                 return other
         return f"{prompt.rstrip()}\n\n{close}\n\n"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from runtime.spec.pooling import Pooling
+from runtime.text.tokenizer import Tokenizer
 
 DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _QWEN3_HEAD = (
@@ -15,7 +16,13 @@ _QWEN3_HEAD = (
 _QWEN3_TAIL = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
-Encode = Callable[[str, bool, Literal["query", "document"]], list[int]]  # (text, adds special tokens, part)
+Part = Literal["template", "query", "document", "rest"]  # "rest": of a chat that a query begins
+Encode = Callable[[str, bool, Part], list[int]]  # (text, adds special tokens, part)
+
+
+def encoder_of(tokenizer: Tokenizer, part: Part) -> Callable[[str, bool], list[int]]:
+    """Return the encoder of a part. Special tokens in queries and documents are plain text."""
+    return tokenizer.encode if part in ("template", "rest") else tokenizer.encode_contents
 
 
 class PairPrompter:
@@ -33,7 +40,7 @@ class PairPrompter:
         self._queries: dict[str, list[int]] = {}
         self._head = self._tail = list[int]()
         if self._is_chat:
-            self._head, self._tail = (encode(text, False, "query") for text in (_QWEN3_HEAD, _QWEN3_TAIL))
+            self._head, self._tail = (encode(text, False, "template") for text in (_QWEN3_HEAD, _QWEN3_TAIL))
 
     def ids(self, query: str, document: str) -> list[int]:
         """Return the prompt of one pair. The document is cut to fit `most` ids.
@@ -43,7 +50,7 @@ class PairPrompter:
         if (before := self._queries.get(query)) is None:
             before = self._queries[query] = self._of_query(query, has_chat)[: self._most]
         if not self._is_chat or has_chat:
-            return [*before, *self._encode(document, False, "document")][: self._most]
+            return [*before, *self._encode(document, False, "rest" if has_chat else "document")][: self._most]
         body = [*before, *self._encode(f" {document}", False, "document")]
         if self._most is not None:
             body = body[: max(0, self._most - len(self._head) - len(self._tail))]
@@ -51,7 +58,7 @@ class PairPrompter:
 
     def _of_query(self, query: str, has_chat: bool) -> list[int]:
         if not self._is_chat or has_chat:
-            return self._encode(query, not has_chat, "query")
+            return self._encode(query, not has_chat, "template" if has_chat else "query")
         # In these models no token joins a colon to the space after it, so the document can be encoded separately.
         text = f"<Instruct>: {self._instruction}\n<Query>: {query}\n<Document>:"
         return self._encode(text, False, "query")

@@ -104,6 +104,11 @@ class EngineConfig:
         "read a call that a model writes as JSON, without the marks of its format, as a call: a code block or a line "
         "that names an offered tool, with arguments that fit its schema",
     )
+    special_tokens_in_contents: bool = setting(
+        False,
+        "let texts of chats that spell a special token, such as <|im_end|>, become this token; a client can then end "
+        "its turn and write another role's",
+    )
     lora: tuple[str, ...] = setting(
         (),
         "NAME=FOLDER: an adapter (LoRA, as PEFT writes it) that clients use as the model NAME; the folder is at this "

@@ -17,7 +17,7 @@ from runtime.spec.types import CallboardError
 from runtime.text import reasoning, sandbox
 from runtime.text.call_messages import with_content_placed, with_named_ids, with_objects, with_texts
 from runtime.text.channel_messages import channel_messages, described
-from runtime.text.probes import CallProbe, Place, place_of_content, probe_calls
+from runtime.text.probes import CallProbe, Place, content_forms, place_of_content, probe_calls
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import FORMATS, GENERIC, ToolFormat
 from runtime.text.tool_calls.generic import (
@@ -54,6 +54,7 @@ class ChatTemplate:
         Raises CallboardError if a source is not a valid template."""
         self.source, self._tool_source = source, source if tool_source is None else tool_source
         self._special_tokens = dict(special_tokens)
+        self._forms: dict[str, frozenset[type]] = {}  # of the contents that the template writes, by role
         for text in (source, self._tool_source):
             _run(sandbox.check, text, self._special_tokens, MAX_SECONDS)
         self.reasoning_marks = reasoning.marks_of(source)
@@ -99,6 +100,17 @@ class ChatTemplate:
         return "callboard_probe" in prompt.partition("first_turn")[0]
 
     @cached_property
+    def _needs_tools(self) -> bool:
+        """True if the template cannot be rendered without tools."""
+        try:
+            self._output([{"role": "user", "content": "Go."}], {"tools": None}, with_lists=False)
+        except sandbox.MissingValue:
+            return True
+        except CallboardError:
+            pass
+        return False
+
+    @cached_property
     def _probed(self) -> CallProbe:
         return probe_calls(self._rendered, self._tool_source)
 
@@ -126,11 +138,14 @@ class ChatTemplate:
 
         Raises CallboardError if the template refuses the messages (with its own words), if the prompt exceeds 4 Mi
         characters, or after 1 second of CPU time."""
+        messages = [self._as_read(message) for message in messages]
         has_calls = any(message.get("tool_calls") for message in messages)
         is_called = has_calls or any(message.get("role") == "tool" for message in messages)
         form = self.tool_format if tools or is_called else None
         if has_calls:
             messages = with_objects(messages, are_written=form is not None and form.arguments is not None)
+        if form is GENERIC and tools and self._needs_tools:
+            form = None
         if form is GENERIC:
             messages, tools = with_tools_as_text(messages, tools, bool(tools) and self._has_system), None
         elif tools and form is not None and form.instructions and not self._probed.shows_tools:
@@ -160,9 +175,39 @@ class ChatTemplate:
         return self._rendered(messages, values)
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
+        return self._output([self._as_read(message) for message in messages], values)
+
+    def _as_read(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a message with its content as the template reads it: a text, or the parts of one."""
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        texts = [str(p["text"]) for p in parts if isinstance(p, Mapping) and isinstance(p.get("text"), str)]
+        if len(texts) < len(parts) or not texts:
+            return message
+        forms = self._content_forms(str(message.get("role")))
+        if content is parts and (list not in forms or (message.get("tool_calls") and str in forms)):
+            return {**message, "content": "\n".join(texts)}
+        return {**message, "content": parts} if forms == {list} else message
+
+    def _content_forms(self, role: str) -> frozenset[type]:
+        if role not in {"system", "assistant", "tool"} | self.roles:
+            role = "user"
+        if role not in self._forms:
+            found = content_forms(self._output, role)
+            self._forms[role] = found or (frozenset({str}) if role == "user" else self._content_forms("user"))
+        return self._forms[role]
+
+    def _output(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any], with_lists: bool = True) -> str:
         source = self._tool_source if values["tools"] else self.source
         values = {"documents": None, **values, "messages": messages}
-        return _run(sandbox.render, source, self._special_tokens, values, MAX_SECONDS, MAX_PROMPT_CHARS)
+        try:
+            return _run(sandbox.render, source, self._special_tokens, values, MAX_SECONDS, MAX_PROMPT_CHARS)
+        except sandbox.MissingValue:
+            absent: dict[str, Any] = {name: [] for name in ("tools", "documents") if values[name] is None}
+            if not (with_lists and absent):
+                raise
+        # Some templates loop over tools and documents that are not there.
+        return _run(sandbox.render, source, self._special_tokens, {**values, **absent}, MAX_SECONDS, MAX_PROMPT_CHARS)
 
 
 def load_tokenizer(
@@ -171,6 +216,7 @@ def load_tokenizer(
     tool_call_parser: str = "auto",
     channel_grammar: bool = True,
     plain_tool_calls: bool = True,
+    special_tokens_in_contents: bool = False,
 ) -> Tokenizer:
     """Load the tokenizer of a model folder or a .gguf file.
 
@@ -179,11 +225,13 @@ def load_tokenizer(
     tool_call_parser: the name of the format of calls; auto for the format of the template.
     channel_grammar: chats of a model with channels keep to their format by a grammar.
     plain_tool_calls: calls that a model writes as JSON without its marks are calls.
+    special_tokens_in_contents: texts of clients may become special tokens.
 
     Raises CallboardError if the tokenizer is missing or unknown, or if the template is not usable."""
     tokenizer = Tokenizer.load(path)
     tokenizer.tool_call_parser, tokenizer.channel_grammar = tool_call_parser, channel_grammar
     tokenizer.plain_tool_calls = plain_tool_calls
+    tokenizer.special_tokens_in_contents = special_tokens_in_contents
     if template_file is not None:
         try:
             tokenizer.chat_template, tokenizer.tool_template = Path(template_file).read_text("utf-8"), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
@@ -64,6 +65,24 @@ def probe_calls(render: Render, source: str = "") -> CallProbe:
     if signed is None:
         return probe or CallProbe()
     return CallProbe(signed, shows_tools=probe is not None and probe.shows_tools, writes_calls=False)
+
+
+def content_forms(render: Render, role: str) -> frozenset[type]:
+    """Return the forms of a role's content that a template writes: str for a text, list for its parts.
+
+    It is empty if the template does not write this role."""
+    call = _calling(takes_text=False)
+    before = {"tool": [_USER, call], "assistant": [_USER]}.get(role, [])
+    own, after = _RESULT if role == "tool" else {"role": role}, [_USER] if role == "system" else []
+    parts = [{"type": "text", "text": text} for text in (_CONTENT, _NAME)]
+    forms: set[type] = set()
+    # A template that writes a list as such shows the word "type" in it.
+    for content, seen in ((_CONTENT, _CONTENT), (parts, f"{_CONTENT}((?!type).)*{_NAME}")):
+        with contextlib.suppress(CallboardError):
+            messages = [*before, {**own, "content": content}, *after]
+            if re.search(seen, _render(render, messages, role != "assistant", has_tools=role == "tool"), re.DOTALL):
+                forms.add(type(content))
+    return frozenset(forms)
 
 
 def place_of_content(render: Render) -> Place:

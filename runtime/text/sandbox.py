@@ -26,6 +26,10 @@ from runtime.spec.types import CallboardError
 MAX_SOURCE_CHARS = 256 << 10
 
 
+class MissingValue(CallboardError):
+    """A template failed on a value that it expects."""
+
+
 def check(source: str, names: dict[str, str], max_seconds: float) -> None:
     """Raise CallboardError if `source` is not a valid template. `names` are visible to it."""
     try:
@@ -54,6 +58,8 @@ def render(source: str, names: dict[str, str], values: dict[str, Any], max_secon
                 prompt.append(part)
     except (CallboardError, MemoryError):
         raise
+    except (TypeError, jinja2.UndefinedError) as e:
+        raise MissingValue(f"The model's chat template cannot use these messages: {_sentence(e)}.") from None
     except Exception as e:  # a template is a program, which can raise any error
         raise CallboardError(f"The model's chat template cannot use these messages: {_sentence(e)}.") from None
     return "".join(prompt)

@@ -9,6 +9,7 @@ automaton is the tail that waits.
 from __future__ import annotations
 
 import codecs
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from runtime.spec.types import CallboardError
@@ -26,7 +27,9 @@ class TextStream:
     `prompt_tail_ids`, the last few ids of the prompt, make the output a continuation: a leading space stays, and a
     character that the prompt began is completed. Without them the output is a text of its own. `kept_special_ids` are
     the special tokens that are shown to the reader. `before_special` is a character that precedes each of them, and
-    that no other text has then."""
+    that no other text has then.
+
+    A stop string that spells a special token is also found where the text does not show this token."""
 
     def __init__(
         self,
@@ -50,6 +53,10 @@ class TextStream:
             self._decode(token_id)
         self._stops = stop if isinstance(stop, StopStrings) else StopStrings(stop) if stop else None
         self._state = 0
+        self._special: _SpecialStops | None = None
+        if self._stops is not None and (self._skipped or before_special):
+            spelled = {stop for stop in self._stops.matches if stop and tokenizer.control_tokens.are_in(stop)}
+            self._special = _SpecialStops(sorted(spelled), tokenizer) if spelled else None
         self._include_stop_str = include_stop_str
         self._held = ""  # decoded, not returned: it may begin a stop string
 
@@ -64,14 +71,15 @@ class TextStream:
             new = self._decode(token_id)
             self.num_chars += len(new)
             ends.append(self.num_chars)
-            text = self._append(text, new)
+            text = self._append(text, new) if self._special is None else self._append_special(text, token_id, new)
         return self._release(text), ends
 
     def finish(self) -> str:
         """Return the rest after the last token. An incomplete character becomes U+FFFD."""
         if self.stopped is not None:
             return ""
-        text = self._append(self._held, self._utf8.decode(b"", final=True))
+        new = self._utf8.decode(b"", final=True)
+        text = self._append(self._held, new) if self._special is None else self._append_special(self._held, -1, new)
         self._held = ""
         return text
 
@@ -104,13 +112,67 @@ class TextStream:
                 return text if self._include_stop_str else text[: -len(match)]
         return text + new
 
+    def _append_special(self, text: str, token_id: int, new: str) -> str:
+        """Do the same where a stop string may spell the token or its neighbours."""
+        special, num_before = self._special, 0
+        assert special is not None
+        assert self._stops is not None
+        is_shown = token_id not in self._skipped
+        for char in new if is_shown else special.text_of(token_id):
+            match = spelled = None
+            if is_shown:
+                text += char
+                self._state = self._stops.step(self._state, char)
+                match = self._stops.matches[self._state]
+            if char == self._before_special:
+                num_before = 1  # it is part of the token
+            else:
+                spelled, num_before = special.add(char, is_shown, num_before), 0
+            if match is not None or spelled is not None:
+                by_spelling = len(spelled or "") > len(match or "")
+                self.stopped = spelled if by_spelling else match
+                cut = special.num_shown_of(len(spelled)) if by_spelling and spelled else len(match or "")
+                return text if self._include_stop_str else text[: len(text) - cut]
+        return text
+
     def _release(self, text: str) -> str:
         if self._stops is None or self._include_stop_str or self.stopped is not None:
             self._held = ""
             return text
-        safe = len(text) - self._stops.depths[self._state]
+        num_held = self._stops.depths[self._state]
+        if self._special is not None:
+            num_held = max(num_held, self._special.num_shown_of(self._special.depth))
+        safe = len(text) - num_held
         self._held = text[safe:]
         return text[:safe]
+
+
+class _SpecialStops:
+    """Stop strings that spell special tokens, found in a text with its hidden tokens."""
+
+    def __init__(self, stops: Sequence[str], tokenizer: Tokenizer) -> None:
+        self._stops, self._tokenizer, self._state = StopStrings(stops), tokenizer, 0
+        self._num_shown = 0
+        self._starts: deque[int] = deque(maxlen=max(map(len, stops)))  # shown characters before each of the last ones
+
+    @property
+    def depth(self) -> int:
+        """The length of the tail that may begin a stop string."""
+        return self._stops.depths[self._state]
+
+    def text_of(self, token_id: int) -> str:
+        return self._tokenizer.id_to_token(token_id) or ""
+
+    def add(self, char: str, is_shown: bool, num_before: int) -> str | None:
+        """Add a character after `num_before` shown ones outside the text. Returns the stop string that ends here."""
+        self._starts.append(self._num_shown)
+        self._num_shown += num_before + is_shown
+        self._state = self._stops.step(self._state, char)
+        return self._stops.matches[self._state]
+
+    def num_shown_of(self, num_chars: int) -> int:
+        """Return how many of the last characters are shown."""
+        return self._num_shown - self._starts[-num_chars] if num_chars else 0
 
 
 class NoText:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from runtime.loading.folder import folder_eos_token_ids, own_file, read_json
 from runtime.loading.gguf import GgufFile
 from runtime.loading.gguf_configs import gguf_eos_token_ids
 from runtime.spec.types import CallboardError
+from runtime.text.control_tokens import ControlTokens
 from runtime.text.gguf_vocabulary import put_around, tokenizer_of
 from runtime.text.pieces import Pieces, pieces_of
 
@@ -48,6 +50,7 @@ class Tokenizer:
         self.tool_call_parser = "auto"  # or the name of the format of tool calls
         self.channel_grammar = True  # chats of a model with channels keep to their format
         self.plain_tool_calls = True  # calls in JSON without marks are calls
+        self.special_tokens_in_contents = False  # texts of clients may become special tokens
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.pieces: Pieces = pieces_of(backend)
@@ -83,6 +86,23 @@ class Tokenizer:
         # Encoding a batch, even of one text, releases the GIL for other threads.
         ids: list[int] = _encoded(self._backend.encode_batch_fast, text, add_special_tokens).ids
         return ids
+
+    @cached_property
+    def control_tokens(self) -> ControlTokens:
+        """The tokens that a template may write and a client's text may not."""
+        sources = self.chat_template, self.tool_template, *self.special_tokens.values()
+        return ControlTokens(self._backend, "\n".join(filter(None, sources)))
+
+    def encode_contents(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a client's text, in which no special token counts."""
+        if self.special_tokens_in_contents or not self.control_tokens.are_in(text):
+            return self.encode(text, add_special_tokens)
+        return self.encode_named(text, add_special_tokens)
+
+    def encode_named(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text in which names stand for the control tokens, and all other text is plain."""
+        control = self.control_tokens
+        return control.ids(_encoded(control.encoder.encode_batch, text, add_special_tokens))
 
     def offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the index of the character of `text` at which each token of `encode(text)` begins.

@@ -20,8 +20,8 @@ class Subject(NamedTuple):
 SUBJECTS = {
     "model": Subject(
         "the model, its texts and its vectors",
-        ("revision", "chat_template", "tool_call_parser", "channel_grammar", "plain_tool_calls", "generation_config",
-         "pooling", "routed_experts"),
+        ("revision", "chat_template", "tool_call_parser", "channel_grammar", "plain_tool_calls",
+         "special_tokens_in_contents", "generation_config", "pooling", "routed_experts"),
     ),
     "http": Subject("where the server listens, and what a request may hold"),
     "access": Subject(

@@ -43,11 +43,20 @@ class ServedModel:
         own = f"_{self.adapter[:16]}" if self.adapter else ""
         return f"fp_{self.info.fingerprint[:16]}{own}"
 
-    def encode(self, request: SamplingFields, text: str, special: bool, where: str) -> list[int]:
-        """Return the token ids of the text of field `where`; raises ApiError for a text far above the context."""
+    def encode(
+        self,
+        request: SamplingFields,
+        text: str,
+        special: bool,
+        where: str,
+        encode: Callable[[str, bool], list[int]] | None = None,
+    ) -> list[int]:
+        """Return the token ids of the text of field `where`, by `encode` or, without it, by the tokenizer.
+
+        Raises ApiError for a text far above the context."""
         special = special if request.add_special_tokens is None else request.add_special_tokens
         part: Literal["end"] | None = None if request.truncate_prompt_tokens is None else "end"
-        return prompt_ids(self.tokenizer, text, special, self.info.max_model_len, where, part)
+        return prompt_ids(encode or self.tokenizer.encode, text, special, self.info.max_model_len, where, part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ characters. So the start of a long text is encoded, then twice as much, until it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
-from runtime.text.tokenizer import Tokenizer
 from serve_app.protocol.errors import ApiError
 
 _FIRST_CHARS = 64 << 10  # up to this length a text is encoded at once
@@ -18,19 +18,19 @@ _MARGIN = 1024  # tokens, since a cut changes a few tokens beside it
 
 
 def prompt_ids(
-    tokenizer: Tokenizer,
+    encode: Callable[[str, bool], list[int]],
     text: str,
     add_special_tokens: bool,
     limit: int,
     where: str,
     part: Literal["start", "end"] | None = None,
 ) -> list[int]:
-    """Return the ids of `text`, the value of field `where`.
+    """Return the ids of `text`, the value of field `where`, by the function `encode`.
 
     For a text far above `limit` tokens, returns at least `limit` ids of its `part`, or raises the 400 without one."""
     num_chars = max(_FIRST_CHARS, _CHARS_PER_TOKEN * limit)
     while num_chars < len(text):
-        ids = tokenizer.encode(text[-num_chars:] if part == "end" else text[:num_chars], add_special_tokens)
+        ids = encode(text[-num_chars:] if part == "end" else text[:num_chars], add_special_tokens)
         if len(ids) > limit + _MARGIN:
             if part is not None:
                 return ids
@@ -41,4 +41,4 @@ def prompt_ids(
                 code="context_length_exceeded",
             )
         num_chars *= 2
-    return tokenizer.encode(text, add_special_tokens)
+    return encode(text, add_special_tokens)

@@ -60,6 +60,7 @@ def test_every_flag_reaches_its_field():
         "quantization": "fp8", "head_quantization": "int8", "draft_quantization": "int4", "rank_invariant": True,
         "lora": ("a=/x", "b=/y=z"), "pooling": "mean", "tool_call_parser": "hermes", "channel_grammar": False,
         "plain_tool_calls": False,
+            "special_tokens_in_contents": True,
         "sleep_mode": True, "weight_updates": True, "weight_store": "/weights", "routed_experts": True,
         "trainer_timeout_s": 99.5,
     }  # fmt: skip

@@ -85,7 +85,7 @@ def test_a_sparse_text_is_encoded_to_its_end(kept: str | None):
     tokenizer._backend.add_special_tokens([mark])
     text = mark * 1000
     for limit in (100, 1000):
-        assert prompt_ids(tokenizer, text, True, limit, "prompt", kept) == tokenizer.encode(text)
+        assert prompt_ids(tokenizer.encode, text, True, limit, "prompt", kept) == tokenizer.encode(text)
 
 
 def test_encoding_does_not_block_other_threads():

@@ -312,3 +312,55 @@ def test_links_within_a_hub_cache_are_followed(tmp_path):
 def test_whether_the_model_thinks():
     assert ChatTemplate(QWEN25, SPECIAL).thinks
     assert not ChatTemplate(LLAMA31, SPECIAL).thinks
+
+
+ITERATING = "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endfor %}"
+BOTH = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{% if p.type == 'text' %}[{{ p.text }}]{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+TEXT_OF_SYSTEM = "{% for m in messages %}{% if m.role == 'system' %}" + (
+    "{{ m.content + '!' }}{% else %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}"
+)
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "want"),
+    [
+        (ITERATING, PARTS, "<user>[a][b]"),
+        (ITERATING, "ab", "<user>[ab]"),
+        (BOTH, PARTS, "<user>[a][b]"),
+        (BOTH, "ab", "<user>ab"),
+        ("{{ messages[0].content }}", PARTS, "a\nb"),
+        ("{{ messages[0].content | tojson }}", PARTS, '"a\\nb"'),
+        ("{{ messages[0].content }}", [*PARTS, {"type": "image"}], str([*PARTS, {"type": "image"}])),
+    ],
+)
+def test_contents_have_the_form_that_a_template_reads(source: str, content: object, want: str):
+    assert ChatTemplate(source, {}).render([{"role": "user", "content": content}]) == want
+
+
+def test_each_role_has_its_own_form_of_content():
+    template = ChatTemplate(TEXT_OF_SYSTEM, {})
+    contents = ("system", PARTS), ("user", "x"), ("user", PARTS)
+    assert template.render([{"role": role, "content": content} for role, content in contents]) == "a\nb![x][a][b]"
+
+
+LOOPING = "{% for t in tools %}{{ t.function.name }};{% endfor %}{% for d in documents %}{{ d }}{% endfor %}" + (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or () %}(call){% endfor %}{% endfor %}"
+)
+
+
+def test_a_template_that_needs_tools_is_rendered_with_them():
+    template = ChatTemplate(LOOPING, {})
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    assert template.render([{"role": "user", "content": "hi"}], tools=tools) == "add;hi"
+    assert template.tool_format is GENERIC
+    assert template.render([{"role": "user", "content": "hi"}]) == "hi"  # transformers fails here
+
+
+def test_a_refusal_of_a_template_is_not_tried_again():
+    template = ChatTemplate("{{ raise_exception('no ' ~ (tools is none)) }}", {})
+    with pytest.raises(CallboardError, match="no True"):
+        template.render([{"role": "user", "content": "hi"}])

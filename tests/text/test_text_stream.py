@@ -230,3 +230,38 @@ def test_smollm2(smollm2, data, skip):
 @pytest.fixture(scope="module")
 def smollm2(smollm2_path) -> Tokenizer:
     return Tokenizer.load(smollm2_path)
+
+
+_MARKS = _tokenizer([*"x<|a>y", "<|a|>", "<|b|>"], decoders.Fuse(), ("<|a|>", "<|b|>"))
+_SPELLING = ["<|a|>", "x<|a|>", "<|a|>x", "<|a|>x<|b|>", "xy", "x", "a|>x", "<|b|><|a|>", "y<|a|>xx"]
+
+
+def _first_stop(ids: list[int], stops: list[str]) -> tuple[str, str | None]:
+    """The shown text up to the first stop string, found in the shown text or in that with special tokens."""
+    chars = [(c, i not in _MARKS.special_ids) for i in ids for c in str(_MARKS.id_to_token(i))]
+    for end in range(1, len(chars) + 1):
+        whole, shown = "".join(c for c, _ in chars[:end]), "".join(c for c, is_shown in chars[:end] if is_shown)
+        found = [(len(stop), len(stop), stop) for stop in stops if chars[end - 1][1] and shown.endswith(stop)]
+        for stop in stops:
+            if ("<|a|>" in stop or "<|b|>" in stop) and whole.endswith(stop):
+                found.append((len(stop), sum(is_shown for _, is_shown in chars[end - len(stop) : end]), stop))
+        if found:
+            _, num_cut, stop = max(found)
+            return shown[: len(shown) - num_cut], stop
+    return "".join(c for c, is_shown in chars if is_shown), None
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    data=st.data(), ids=st.lists(st.integers(0, 7), max_size=9), stops=st.sets(st.sampled_from(_SPELLING), min_size=1)
+)
+def test_stop_strings_may_spell_special_tokens(data, ids: list[int], stops: set[str]):
+    stream = TextStream(_MARKS, sorted(stops))
+    assert (_run(stream, data.draw(_pushes(ids))), stream.stopped) == _first_stop(ids, sorted(stops))
+
+
+def test_a_stop_string_may_spell_a_kept_special_token():
+    x, y, a = (_MARKS.token_to_id(token) for token in ("x", "y", "<|a|>"))
+    stream = TextStream(_MARKS, ["x<|a|>"], kept_special_ids=frozenset([a]), before_special="\U0010ffff")
+    text, ends = stream.push([y, x, a, y])
+    assert (text, stream.stopped, len(ends)) == ("y", "x<|a|>", 3)

@@ -65,9 +65,9 @@ class ToolResultBlock(RequestModel):
     content: _Text | None = None
     is_error: bool | None = None
 
-    def text(self) -> str:
-        text = "\n".join(part["text"] for part in _parts(self.content or ""))
-        return f"Error: {text}" if self.is_error else text
+    def parts(self) -> list[dict[str, str]]:
+        first, *others = _parts(self.content or "") or _parts("")
+        return [{**first, "text": f"Error: {first['text']}"} if self.is_error else first, *others]
 
 
 _BLOCK_KINDS = "text", "thinking", "redacted_thinking", "tool_use", "tool_result"
@@ -114,7 +114,7 @@ class Message(RequestModel):
         messages: list[dict[str, Any]] = []
         for block in self.content:
             if isinstance(block, ToolResultBlock):
-                messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text()})
+                messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.parts()})
             elif isinstance(block, TextBlock):
                 messages.append({"role": "user", "content": _parts([block])})
         return messages
@@ -297,6 +297,8 @@ class CountTokensRequest(RequestModel):
                 else:
                     messages.append(each)
         for each in messages:
+            if len(each.get("content", ())) == 1:
+                each["content"] = each["content"][0]["text"]
             if thoughts := each.pop("reasoning_content", None):
                 each["reasoning_content"] = "\n".join(thoughts)
             if not each.get("tool_calls"):

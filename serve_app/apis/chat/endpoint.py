@@ -55,7 +55,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
                 known = ", ".join(map(repr, [*ROLES, *sorted(roles.difference(ROLES))]))
                 raise invalid(f"messages.{i}.role", f"is {message.role!r}; this model's messages have {known}")
         prompt = model.chats.prompt(request.template_messages(), request)
-        return model.encode(request, prompt.text, False, where), prompt.message_format
+        return model.encode(request, prompt.source, False, where, prompt.encode), prompt.message_format
 
     def answer(self, prepared: PreparedRequest[ChatRequest], choices: list[Delta]) -> bytes:
         rendered = [
@@ -120,7 +120,7 @@ def _predicted(request: ChatRequest, model: ServedModel) -> tuple[int, ...]:
     if request.prediction is None or model.draft != NGRAM:
         return ()
     limit = model.info.max_model_len
-    ids = prompt_ids(model.tokenizer, request.prediction.text(), False, limit, "prediction", part="start")
+    ids = prompt_ids(model.tokenizer.encode, request.prediction.text(), False, limit, "prediction", part="start")
     return tuple(ids[:limit])
 
 

@@ -141,7 +141,10 @@ class ChatMessage(RequestModel):
 
     def as_template_sees_it(self) -> dict[str, Any]:
         # "developer" is OpenAI's later name of "system"; templates use the earlier one.
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text()}
+        content: Any = self.text()
+        if isinstance(self.content, list):
+            content = [{"type": "text", "text": part.text} for part in self.content] or ""
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         shown = {"name", "tool_call_id"} | ({"tool_calls"} if self.tool_calls else set())
         if (thoughts := self.thoughts()) is not None:
             message["reasoning_content"] = thoughts

@@ -135,7 +135,7 @@ def _around(
     prompt: str | list[int], suffix: str, request: CompletionRequest, model: ServedModel, where: str
 ) -> list[int]:
     """Return the prompt of a completion between `prompt` and `suffix`."""
-    encoded = partial(prompt_ids, model.tokenizer, add_special_tokens=False, limit=model.info.max_model_len)
+    encoded = partial(prompt_ids, model.tokenizer.encode, add_special_tokens=False, limit=model.info.max_model_len)
     before, beginning = prompt, list[int]()
     if isinstance(before, str):
         before = encoded(before, where=where)

@@ -72,7 +72,7 @@ def tokenize(service: Service, body: bytes) -> Tokenized:
         request = parse(TokenizeTextRequest, body)
         model = service.named(request.model)
         special, limit = request.add_special_tokens, model.info.max_model_len
-        ids = prompt_ids(model.tokenizer, request.prompt, special, limit, "prompt")
+        ids = prompt_ids(model.tokenizer.encode, request.prompt, special, limit, "prompt")
     else:
         request = parse(TokenizeChatRequest, body)
         model = service.named(request.model)

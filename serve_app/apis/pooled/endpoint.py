@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.output.fields import invalid
-from runtime.output.score_prompt import PairPrompter
+from runtime.output.score_prompt import PairPrompter, Part, encoder_of
 from runtime.output.vectors import check_dimensions, embedding, scores, texts_of
 from runtime.spec.pooling import Pooling
 from runtime.spec.types import Request
@@ -118,7 +118,7 @@ class ScoreEndpoint(PooledEndpoint[ScoreRequest]):
         pairs = request.pairs()
         if pooling.num_labels:
             return _pair_ids(request, pairs, model, pooling, "text_1", "text_2")
-        return (_input_ids(request, text, model, "text_1") for text in texts_of(pairs))
+        return (_input_ids(request, text, model, "text_1", True) for text in texts_of(pairs))
 
     def answer(self, prepared: PreparedPooling[ScoreRequest], pooled: Sequence[bytes]) -> bytes:
         found = scores(prepared.request.pairs(), pooled, prepared.pooling)
@@ -137,7 +137,7 @@ class RerankEndpoint(PooledEndpoint[RerankRequest]):
         pairs = [(request.query, text) for text in request.texts()]
         if pooling.num_labels:
             return _pair_ids(request, pairs, model, pooling, "query", "documents")
-        return (_input_ids(request, text, model, "documents") for text in texts_of(pairs))
+        return (_input_ids(request, text, model, "documents", True) for text in texts_of(pairs))
 
     def answer(self, prepared: PreparedPooling[RerankRequest], pooled: Sequence[bytes]) -> bytes:
         request, texts = prepared.request, prepared.request.texts()
@@ -164,8 +164,10 @@ def _most(request: PooledFields, model: ServedModel) -> tuple[int, int | None]:
     return limit, None if length is None else limit if length == -1 else min(length, limit)
 
 
-def _input_ids(request: PooledFields, value: str | list[int], model: ServedModel, where: str) -> list[int]:
-    """Return the token ids of one input; raises FieldError or ApiError.
+def _input_ids(
+    request: PooledFields, value: str | list[int], model: ServedModel, where: str, is_content: bool = False
+) -> list[int]:
+    """Return the token ids of one input; raises FieldError or ApiError. Special tokens in contents are plain text.
 
     A truncated text keeps the special tokens at its end, since a vector is often that of the last token."""
     (limit, most), tokenizer = _most(request, model), model.tokenizer
@@ -174,7 +176,8 @@ def _input_ids(request: PooledFields, value: str | list[int], model: ServedModel
         if (largest := max(ids, default=0)) >= (size := min(tokenizer.vocab_size, model.info.vocab_size)):
             raise invalid(where, f"holds the token id {largest}, but the ids of this model end at {size - 1}")
     else:
-        ids = prompt_ids(tokenizer, value, request.add_special_tokens, limit, where, None if most is None else "start")
+        encode = tokenizer.encode_contents if is_content else tokenizer.encode
+        ids = prompt_ids(encode, value, request.add_special_tokens, limit, where, None if most is None else "start")
         num_end = next((n for n, i in enumerate(reversed(ids)) if i not in tokenizer.special_ids), len(ids))
     if not ids:
         raise invalid(where, "is empty; send at least one token")
@@ -196,11 +199,11 @@ def _pair_ids(
     if pooling.num_labels != 1:
         raise ApiError(400, f"This model's classifier has {pooling.num_labels} labels, not one; use /pooling.")
     limit, most = _most(request, model)
-    fields = {"query": query_field, "document": document_field}
 
-    def encode(text: str, special: bool, part: Literal["query", "document"]) -> list[int]:
+    def encode(text: str, special: bool, part: Part) -> list[int]:
         kept: Literal["start"] | None = None if most is None else "start"
-        return prompt_ids(model.tokenizer, text, special, limit, fields[part], kept)
+        field = document_field if part in ("document", "rest") else query_field
+        return prompt_ids(encoder_of(model.tokenizer, part), text, special, limit, field, kept)
 
     prompter = PairPrompter(encode, pooling, request.instruction, most)
     for query, text in pairs:

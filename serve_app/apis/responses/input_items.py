@@ -149,11 +149,11 @@ def as_messages(items: Sequence[InputItem]) -> list[ChatMessage]:
         match item:
             case CallOutput():
                 turn = None
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
                 continue
             case InputMessage() if item.role != "assistant":
                 turn = None
-                messages.append({"role": item.role, "content": _text(item.content)})
+                messages.append({"role": item.role, "content": item.content})
                 continue
         if turn is None or not _continues(turn, item):
             messages.append(turn := {"role": "assistant", "content": ""})
@@ -161,7 +161,7 @@ def as_messages(items: Sequence[InputItem]) -> list[ChatMessage]:
             case Reasoning():
                 turn["reasoning_content"] = "".join(part.text for part in item.content or ())
             case InputMessage():
-                turn["content"] = _text(item.content)
+                turn["content"] = item.content
             case FunctionCall():
                 function = CalledFunction(name=item.name, arguments=item.arguments)
                 turn.setdefault("tool_calls", []).append(ToolCall(id=item.call_id, function=function))
