@@ -19,7 +19,7 @@ START, FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
 END_MARKS = "<|end|>", "<|return|>", "<|call|>"  # of a message
 CHANNEL_MARKS = (*END_MARKS, "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>")
 _MESSAGE, _COMMENTARY = "<|message|>", "<|channel|>commentary"
-_PLAIN_NAME = re.compile(r"[\w-]*")
+_NOT_PLAIN = re.compile(r"[^\w-]")
 _RECIPIENT = re.compile(r"to=(?:functions\.([^\s<\U0010ffff]+)|([\w-]+)(?![\w.-]))?")  # at times without "functions."
 
 
@@ -64,7 +64,7 @@ class HarmonyParser(ToolCallParser):
             self._is_content = recipient is None and "analysis" not in header
             name = (recipient[1] or recipient[2]) if recipient else None
             if name and not self._may_call(name):  # models write other text behind a name
-                name = _PLAIN_NAME.match(name)[0]
+                name = _NOT_PLAIN.split(name)[0]
             if name and self._may_call(name):
                 self._begin(name)
                 self._state = self._begun_arguments
