@@ -1,6 +1,7 @@
 // The server's API: requests with the key, answers as events, and every failure as an Error with a plain sentence.
 
 const KEY = 'callboard-key';
+const LEAST_S = 0.05; // of an answer whose rate says something: chunks that come at once have none
 
 export const setKey = key => sessionStorage.setItem(KEY, key);
 export const hasKey = () => Boolean(sessionStorage.getItem(KEY));
@@ -81,7 +82,7 @@ export class Pace {
   toString() {
     if (!this.#tokens) return '';
     const seconds = (this.#last - this.#first) / 1000;
-    const rate = this.#tokens > 1 && seconds > 0 ? `, ${((this.#tokens - 1) / seconds).toFixed(0)} a second` : '';
+    const rate = this.#tokens > 1 && seconds >= LEAST_S ? `, ${((this.#tokens - 1) / seconds).toFixed(0)} a second` : '';
     const wait = ((this.#first - this.#start) / 1000).toFixed(2);
     const { accepted_prediction_tokens: accepted, rejected_prediction_tokens: rejected } = this.#guesses ?? {};
     const guesses = accepted + rejected > 0 ? `, ${accepted} guesses accepted, ${rejected} rejected` : '';

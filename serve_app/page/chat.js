@@ -2,9 +2,10 @@
 
 import { ending, stream, streamed } from './api.js';
 import { startChats } from './chats.js';
-import { compare } from './compare.js';
+import { compare, showOther } from './compare.js';
 import { Composer } from './composer.js';
 import { element, quietButton } from './dom.js';
+import { callsText, messagesOf } from './functions.js';
 import { repeat } from './repeat.js';
 import { Reply } from './reply.js';
 import { buildSettings, drawnSeed, settings, showDefaults } from './settings.js';
@@ -26,6 +27,7 @@ export function startChat(served) {
   const isBusy = () => shown.at(-1)?.reply.element.ariaBusy === 'true';
   let chat; // { id, turns }, as it is stored
   let shown = []; // of each turn: { turn, element, reply }
+  let compared; // the other answer that came last
   let seed = drawnSeed(); // of the next request, if the settings have none
 
   function open(opened) {
@@ -42,17 +44,18 @@ export function startChat(served) {
     const question = element('p', { className: 'question' }, turn.question);
     const asked = element('div', { className: 'asked' }, quietButton('Edit', () => edit(entry, asked)), question);
     const entry = { turn, reply: new Reply(scroll, turn) };
-    entry.element = element('article', {}, asked, entry.reply.element);
+    entry.element = element('article', {}, turn.question ? asked : '', entry.reply.element);
+    showOther(entry.reply);
     return entry;
   }
 
-  /** Sends `question` as the turn `at`; those that were there and behind it go. */
+  /** Sends `question` as the turn `at`; those that were there and behind it go. None goes on from the results of calls. */
   async function ask(question, at, signal) {
     for (const { element } of shown.splice(Math.min(at, numKept()))) element.remove();
     const entry = show({ question, text: '', reasoning: '', end: '' });
     shown.push(entry);
     list.append(entry.element);
-    composer.box.value = '';
+    if (question) composer.box.value = '';
     await answer(entry, signal);
   }
 
@@ -61,6 +64,7 @@ export function startChat(served) {
     const [conversation, { turn, reply }] = [chat, entry];
     turn.text = turn.text.trimEnd(); // templates cut it off, and models write it with the next word
     delete turn.request;
+    conversation.at = Date.now();
     reply.begin();
     update();
     scroll.scrollTop = scroll.scrollHeight;
@@ -74,8 +78,11 @@ export function startChat(served) {
       signal.aborted ? reply.finish('stopped') : reply.finish('', error.message);
     }
     if (chat !== conversation) return; // another chat was opened meanwhile
-    if (!turn.text) reply.restore(before);
-    if (reply.failed && !turn.text) composer.box.value ||= turn.question;
+    if (reply.isEmpty) {
+      reply.restore(before);
+      showOther(reply);
+    }
+    if (hasFailed(entry)) composer.box.value ||= turn.question;
     update();
   }
 
@@ -86,13 +93,14 @@ export function startChat(served) {
 
   /** The request of the turn `at`: each question before it whose answer came, that answer, and its own question. */
   function bodyOf({ question, request: { model, system, fields, prefix } }, at) {
-    const said = shown.slice(0, at).flatMap(({ turn: { question, text } }) =>
-      text ? [{ role: 'user', content: question }, { role: 'assistant', content: text }] : []);
-    const messages = [...said, { role: 'user', content: question }];
+    const messages = shown.slice(0, at).flatMap(({ turn }) => messagesOf(turn));
+    if (question) messages.push({ role: 'user', content: question });
     if (system) messages.unshift({ role: 'system', content: system });
-    if (!prefix) return { model, messages, ...fields };
+    const body = { model, messages, ...fields };
+    if (!question && body.tools) body.tool_choice = 'auto'; // else each result would demand another call
+    if (!prefix) return body;
     messages.push({ role: 'assistant', content: prefix });
-    return { model, messages, ...fields, continue_final_message: true, add_generation_prompt: false };
+    return { ...body, continue_final_message: true, add_generation_prompt: false };
   }
 
   /** The request on screen: of what is written in the box, else of the last answer; null if there is neither. */
@@ -107,8 +115,8 @@ export function startChat(served) {
 
   /** Asks for an answer once more, and shows beneath it whether it is the same. */
   function again({ turn, reply }, at) {
-    const { reasoning, text, end, request: { prefix } } = turn;
-    const kept = prefix ? text.slice(prefix.length) : reasoning + text;
+    const { reasoning, text, calls, end, request: { prefix } } = turn;
+    const kept = (prefix ? text.slice(prefix.length) : reasoning + text) + callsText(calls);
     const isWhole = end !== 'stopped' && end !== 'broken off';
     composer.run(signal => repeat(reply.note, bodyOf(turn, at), kept, isWhole, signal));
   }
@@ -120,7 +128,13 @@ export function startChat(served) {
         const now = asked('');
         if (!form.elements.seed.value) now.fields.seed = turn.request.fields.seed;
         await checkStructure(now.fields, signal);
-        await compare(reply, turn.request, now, PATH, bodyOf({ ...turn, request: now }, at), signal);
+        const conversation = chat;
+        turn.other = { text: '', reasoning: '', end: '', request: now };
+        if (matchMedia('(max-width: 100rem)').matches) form.closest('.panel').dispatchEvent(new Event('chosen')); // room for both
+        compared = showOther(reply, true);
+        await compare(compared, PATH, bodyOf({ ...turn, request: now }, at), signal);
+        if (compared.isEmpty) delete turn.other;
+        if (chat === conversation) update();
       } catch (error) {
         if (!signal.aborted) reply.note.textContent = error.message;
       }
@@ -151,15 +165,24 @@ export function startChat(served) {
   function regenerate(entry) {
     const before = { ...entry.turn };
     Object.assign(entry.turn, { text: '', reasoning: '' });
+    delete entry.turn.calls;
     composer.run(signal => answer(entry, signal, before));
+  }
+
+  /** Sends the results of the last turn's calls. */
+  function goOn({ turn, reply }, results) {
+    composer.run(signal => {
+      turn.calls.forEach((call, at) => (call.result = results[at]));
+      reply.showCalls();
+      return ask('', shown.length, signal);
+    });
   }
 
   /** An answer that is not whole yet ends here, and is kept as it is. */
   function interrupt() {
-    if (isBusy()) {
-      shown.at(-1).reply.interrupt();
-      update();
-    }
+    const running = [shown.at(-1)?.reply, compared].filter(reply => reply?.element.ariaBusy === 'true');
+    for (const reply of running) reply.interrupt();
+    if (running.length) update();
     composer.stop();
   }
 
@@ -171,19 +194,22 @@ export function startChat(served) {
     welcome.hidden = shown.length > 0;
     panel.querySelectorAll('.again').forEach(button => button.remove());
     if (isBusy()) return;
+    const last = numKept() - 1;
     shown.forEach((entry, at) => {
       const { turn, reply } = entry;
       if (hasFailed(entry)) return;
+      const hasAnswer = !reply.isEmpty && turn.request;
+      if (turn.calls) reply.showCalls(at === last ? results => goOn(entry, results) : undefined);
       const facts = reply.foot.lastChild;
       const add = (label, title, onClick) =>
         facts.before(Object.assign(quietButton(label, onClick), { className: 'quiet again', title }));
-      if (turn.text && turn.request) add('Again', 'Sends the same request, and compares the answers', () => again(entry, at));
+      if (hasAnswer) add('Again', 'Sends the same request, and compares the answers', () => again(entry, at));
       if (at < shown.length - 1) return;
-      if (turn.text && turn.request) {
+      if (hasAnswer) {
         add('Compare', 'Answers with the settings as they are now, beside this answer', () => beside(entry, at));
       }
       add('Regenerate', 'Asks for another answer', () => regenerate(entry));
-      if (turn.text && turn.end && !fits(turn.request?.fields)) {
+      if (turn.text && !turn.calls && turn.end && !fits(turn.request?.fields)) {
         add('Continue', 'Lets the model go on', () => composer.run(signal => answer(entry, signal)));
       }
     });
@@ -210,4 +236,4 @@ export function startChat(served) {
   open(chats.last());
 }
 
-const hasFailed = entry => Boolean(entry?.reply.failed && !entry.turn.text);
+const hasFailed = entry => Boolean(entry?.reply.failed && entry.reply.isEmpty);

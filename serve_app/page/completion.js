@@ -45,8 +45,7 @@ export function startCompletion(served) {
     legend.querySelector('span').textContent = draft;
     output.ariaBusy = 'true';
     note.replaceChildren();
-    alternatives.hidden = !body.logprobs;
-    alternatives.textContent = 'Point at a token, or reach it with the arrow keys, to see what else it could have been.';
+    alternatives.hidden = true;
     const [pace, tokens] = [new Pace(), new Tokens(output)];
     let [end, completion, length] = ['', '', 0]; // its length is in characters, as the server counts them
     try {
@@ -73,6 +72,7 @@ export function startCompletion(served) {
     if (first) first.tabIndex = 0;
     following(scroll, () => {
       note.append(completion ? copyButton(() => completion) : '', [String(pace), end, `seed ${body.seed}`].filter(Boolean).join(', '));
+      if (first) note.append(element('span', {}, 'Point at a token, or reach it with the arrow keys, to see what else it could have been.'));
     });
   });
 
@@ -92,7 +92,18 @@ export function startCompletion(served) {
     next.focus();
   });
   for (const kind of ['focusin', 'pointerover', 'click']) {
-    output.addEventListener(kind, ({ target }) => target.top && alternatives.replaceChildren(...chances(target)));
+    output.addEventListener(kind, ({ target }) => target.top && showChances(target));
+  }
+  for (const kind of ['focusout', 'pointerleave']) output.addEventListener(kind, () => (alternatives.hidden = true));
+
+  /** Shows what a token could have been, below it or, where there is no room, above. */
+  function showChances(token) {
+    alternatives.replaceChildren(...chances(token));
+    alternatives.hidden = false;
+    const [box, at, { offsetWidth: width, offsetHeight: height }] = [scroll.getBoundingClientRect(), token.getBoundingClientRect(), alternatives];
+    const top = at.bottom + height > box.bottom ? at.top - height - 4 : at.bottom + 4;
+    alternatives.style.left = `${Math.max(8, Math.min(at.left - box.left, box.width - width - 20))}px`;
+    alternatives.style.top = `${top - box.top + scroll.scrollTop}px`;
   }
 }
 

@@ -1,13 +1,16 @@
 // The server's state at the model's name: green, amber while it starts or sleeps, red when it cannot be reached.
 
 import { request, setKey } from './api.js';
+import { element } from './dom.js';
+import { load, save } from './store.js';
 
 const [READY_MS, WAITING_MS, PATIENCE_MS] = [5000, 2000, 10_000];
 const byId = id => document.getElementById(id);
 let timer;
-let served = {}; // the model's card and what the server tells of itself, once known
+let served = {}; // the chosen model's card and what the server tells of itself, once known
+let cards = []; // of all models, aliases and adapters
 
-/** The model's card, with `sampling` and `allow_chaos`; empty until the server has told it. */
+/** The chosen model's card, with `sampling` and `allow_chaos`; empty until the server has told it. */
 export const model = () => served;
 
 export function startConnection() {
@@ -23,6 +26,12 @@ export function startConnection() {
     byId('key').hidden = true;
     look();
   });
+  byId('models').addEventListener('change', ({ target }) => {
+    save('model', target.value);
+    choose();
+    look();
+  });
+  addEventListener('focus', () => served.id && learn().then(look, () => {})); // an adapter may have been loaded meanwhile
   for (const kind of ['server-lost', 'online']) addEventListener(kind, look);
   document.addEventListener('visibilitychange', look);
   look();
@@ -36,6 +45,7 @@ async function look() {
   const box = byId('server');
   if (box.dataset.state !== state) box.dataset.state = state;
   if (byId('model').textContent !== name) byId('model').textContent = name;
+  byId('models').hidden = !served.id || cards.length < 2;
   byId('trouble').textContent = problem;
   byId('trouble').dataset.state = state;
   byId('trouble').hidden = !problem || !byId('key').hidden;
@@ -63,14 +73,31 @@ async function read() {
   } catch (error) {
     return ['waiting', 'Not ready', error.message];
   }
-  const name = served.id.split('/').at(-1);
-  return told.phase ? ['waiting', `${name}, ${told.phase.split(';')[0]}`, ''] : ['ready', name, ''];
+  const [name, phase] = [cards.length > 1 ? '' : shortName(served), told.phase?.split(';')[0]];
+  return phase ? ['waiting', [name, phase].filter(Boolean).join(', '), ''] : ['ready', name, ''];
 }
 
 async function learn() {
   const { data } = await (await request('v1/models')).json();
   const { sampling = {}, allow_chaos = false } = await (await request('server_info')).json();
-  served = { ...data[0], sampling, allow_chaos };
-  byId('model').title = served.draft ? `${served.id}, draft ${served.draft}` : served.id;
+  const isNew = JSON.stringify(data.map(({ id }) => id)) !== JSON.stringify(cards.map(({ id }) => id));
+  cards = data;
+  if (isNew) byId('models').replaceChildren(...cards.map(option)); // a list that is open stays so
+  choose({ sampling, allow_chaos });
+}
+
+/** Takes the card chosen last, else the first one. */
+function choose({ sampling, allow_chaos } = served) {
+  const card = cards.find(({ id }) => id === load('model')) ?? cards[0];
+  served = { ...card, sampling, allow_chaos };
+  byId('models').value = served.id;
+  byId('model').title = byId('models').title = served.draft ? `${served.id}, draft ${served.draft}` : served.id;
   dispatchEvent(new Event('model-known'));
 }
+
+function option(card) {
+  const isAlone = cards.filter(other => shortName(other) === shortName(card)).length === 1;
+  return element('option', { value: card.id }, (isAlone ? shortName(card) : card.id) + (card.parent ? ' (adapter)' : ''));
+}
+
+const shortName = ({ id }) => id.split('/').at(-1);

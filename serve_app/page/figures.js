@@ -1,7 +1,7 @@
-// What the engine view shows: each figure with how it is read and what it means, in words.
+// What the engine view shows: each figure with how it is read, and what it means for those who choose it.
 
-const share = value => `${(value * 100).toFixed(value > 0 && value < 0.1 ? 1 : 0)} %`;
-const perSecond = value => value.toFixed(value < 10 ? 1 : 0);
+export const share = value => `${(value * 100).toFixed(value > 0 && value < 0.1 ? 1 : 0)} %`;
+export const rounded = value => value.toFixed(value < 10 ? 1 : 0);
 
 export function duration(seconds) {
   if (seconds === Infinity) return 'the largest bucket';
@@ -10,20 +10,20 @@ export function duration(seconds) {
 
 /**
  * `read({ now, before, first, seconds, draft })` gives `{ value, text, caption }`, or nothing if there is nothing to tell
- * (without a `value`, nothing for the line); `most` is the top of the line, where it has one;
+ * (without a `value`, nothing for the line); `most` is the top of the chart, where it has one, and `format` writes a value at its edge;
  * `now` is this reading, `before` the last one, `first` the oldest one kept, and `seconds` the time since the last one.
  */
 export const FIGURES = [
   {
     id: 'running',
     title: 'Running',
-    about: 'Requests that are being answered. Each step of an engine gives every one of its requests the next token.',
+    about: 'Requests that are being answered.',
     read: ({ now }) => count(now, 'vllm:num_requests_running', 'requests in the batch'),
   },
   {
     id: 'waiting',
     title: 'Waiting',
-    about: 'Requests in the queue. They begin when there is a place in the batch and memory for their tokens.',
+    about: 'Requests that have no place in the batch yet, or no memory for their tokens.',
     read({ now, first }) {
       const { count: begun, mean } = now.mean(first, 'vllm:request_queue_time_seconds');
       return count(now, 'vllm:num_requests_waiting', begun ? `the last ${begun} waited ${duration(mean)} on average` : 'requests in the queue');
@@ -31,9 +31,9 @@ export const FIGURES = [
   },
   {
     id: 'kv',
-    title: 'KV cache in use',
+    title: 'KV cache',
     most: 1,
-    about: 'Memory for the tokens of running requests. When it is full, requests wait, or the last one gives up its place and is computed again later.',
+    about: 'Memory for tokens. When it is full, requests wait, or the last one gives up its place and is computed again later.',
     read({ now }) {
       const [used, lost] = [now.largest('vllm:kv_cache_usage_perc'), now.sum('vllm:num_preemptions_total')];
       const places = lost ? `, ${lost} place${lost > 1 ? 's' : ''} given up so far` : '';
@@ -44,7 +44,7 @@ export const FIGURES = [
     id: 'prefix',
     title: 'Prefix cache',
     most: 1,
-    about: 'Prompt tokens that an earlier request had in the same places, such as a system prompt or the chat so far: they are not computed again.',
+    about: 'Prompt tokens that an earlier request had in the same places are not computed again.',
     read({ now, first }) {
       const [hits, queries] = ['vllm:prefix_cache_hits_total', 'vllm:prefix_cache_queries_total'];
       const from = now.since(first, queries) ? first : null;
@@ -56,20 +56,21 @@ export const FIGURES = [
   },
   {
     id: 'generated',
-    title: 'Generated',
-    about: 'Tokens of all answers together.',
+    title: 'Tokens a second',
+    about: 'All answers together.',
     read: figures => rate(figures, 'vllm:generation_tokens_total'),
   },
   {
     id: 'prompt-rate',
-    title: 'Prompts read',
-    about: 'Tokens of the prompts of requests that began.',
+    title: 'Prompt tokens a second',
+    about: 'The prompts of requests that began.',
     read: figures => rate(figures, 'vllm:prompt_tokens_total'),
   },
   {
     id: 'ttft',
-    title: 'Time to first token',
-    about: 'From a request’s arrival until its answer begins: its wait in the queue and the reading of its prompt.',
+    title: 'First token',
+    format: duration,
+    about: 'A request’s wait in the queue and the reading of its prompt.',
     read({ now, before }) {
       const name = 'vllm:time_to_first_token_seconds';
       const { count, mean } = now.mean(before, name);
@@ -80,8 +81,9 @@ export const FIGURES = [
   },
   {
     id: 'between',
-    title: 'Time between tokens',
-    about: 'How fast one answer goes on. It grows a little with the number of running requests.',
+    title: 'Between tokens',
+    format: duration,
+    about: 'How fast one answer goes on.',
     read({ now, before }) {
       const { count, mean } = now.mean(before, 'vllm:inter_token_latency_seconds');
       return count ? { value: mean, text: duration(mean), caption: `mean of ${count} token${count > 1 ? 's' : ''}` } : null;
@@ -92,7 +94,7 @@ export const FIGURES = [
     title: 'Draft',
     isOptional: true,
     most: 1,
-    about: 'A quicker guesser proposes the next tokens and the model checks them all in one step. A wrong guess changes no answer; it only gains no time.',
+    about: 'A quicker guesser proposes tokens and the model checks them in one step. A wrong guess changes no answer.',
     read({ now, first, draft }) {
       const names = ['num_drafts', 'num_draft_tokens', 'num_accepted_tokens'].map(name => `vllm:spec_decode_${name}_total`);
       const from = now.since(first, names[1]) ? first : null;
@@ -107,7 +109,7 @@ export const FIGURES = [
     id: 'grammars',
     title: 'Grammars',
     isOptional: true,
-    about: 'Requests for structured output wait until their schema or expression is compiled; one that was used before is ready.',
+    about: 'Requests for structured output wait until their schema or expression is compiled.',
     read({ now }) {
       const begun = now.sum('callboard:grammar_waits_total');
       if (!begun) return null;
@@ -154,7 +156,7 @@ export const COLUMNS = [
   ['KV cache', (now, before, engine) => share(now.sum('vllm:kv_cache_usage_perc', { engine }))],
   ['Tokens a second', (now, before, engine) => {
     if (!before) return '–';
-    return perSecond(now.since(before, 'vllm:generation_tokens_total', { engine }) / ((now.time - before.time) / 1000));
+    return rounded(now.since(before, 'vllm:generation_tokens_total', { engine }) / ((now.time - before.time) / 1000));
   }],
   ['Engine restarts', (now, before, engine) => now.sum('callboard:restarts_total', { engine, actor: 'engine' })],
   ['Runner restarts', (now, before, engine) => now.sum('callboard:restarts_total', { engine, actor: 'runners' })],
@@ -164,10 +166,10 @@ function count(now, name, caption) {
   return { value: now.sum(name), text: String(now.sum(name)), caption };
 }
 
-/** Tokens a second, and how many there were in all, which is all that a first reading tells. */
+/** Tokens a second, which a first reading does not tell, and how many there were in all. */
 function rate({ now, before, seconds }, name) {
   const sum = Math.round(now.sum(name)).toLocaleString('en');
-  if (!before) return { value: null, text: sum, caption: 'tokens since the start' };
+  if (!before) return { value: null, text: '–', caption: `${sum} since the start` };
   const value = now.since(before, name) / seconds;
-  return { value, text: perSecond(value), caption: `tokens a second; ${sum} in all` };
+  return { value, text: rounded(value), caption: `${sum} since the start` };
 }

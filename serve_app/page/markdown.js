@@ -3,7 +3,8 @@
 
 /* global DOMPurify, markdownit */
 
-import { copyButton, element } from './dom.js';
+import { codeFigure } from './code.js';
+import { element } from './dom.js';
 import { math } from './math.js';
 
 const md = markdownit({ html: false, breaks: true, linkify: true }).use(math);
@@ -12,6 +13,13 @@ md.renderer.rules.image = (tokens, at) => {
   const escape = md.utils.escapeHtml;
   return `<a href="${escape(tokens[at].attrGet('src'))}">${escape(tokens[at].content || 'picture')}</a>`;
 };
+md.inline.ruler.after('link', 'footnote', (state, silent) => {
+  const [mark, number] = state.src.slice(state.pos, state.posMax).match(/^\[\^(\d+)\]/) ?? [];
+  if (mark && !silent) state.push('footnote', 'sup', 0).content = number;
+  state.pos += mark?.length ?? 0;
+  return Boolean(mark);
+});
+md.renderer.rules.footnote = (tokens, at) => `<sup>${tokens[at].content}</sup>`;
 for (const cell of ['th_open', 'td_open']) {
   md.renderer.rules[cell] = (tokens, at, options, env, renderer) => {
     const style = tokens[at].attrGet('style'); // the page's policy allows no styles in markup
@@ -21,7 +29,7 @@ for (const cell of ['th_open', 'td_open']) {
 }
 
 const MARKUP = {
-  ALLOWED_TAGS: `a blockquote br code del em h1 h2 h3 h4 h5 h6 hr li ol p pre s strong table tbody td th thead tr ul
+  ALLOWED_TAGS: `a blockquote br code del em h1 h2 h3 h4 h5 h6 hr li ol p pre s strong sup table tbody td th thead tr ul
     math annotation menclose merror mfrac mi mmultiscripts mn mo mover mpadded mphantom mprescripts mroot mrow ms mspace
     msqrt mstyle msub msubsup msup mtable mtd mtext mtr munder munderover semantics`.split(/\s+/),
   ALLOWED_ATTR: `align class columnalign columnspacing columnspan depth display displaystyle fence form height href lspace
@@ -66,17 +74,22 @@ function blocksOf(tokens) {
   return blocks;
 }
 
-/** Code gets its head, wide tables a bar to scroll, and links open beside the page. */
+/** Code gets its head and colours, tasks their boxes, wide tables a bar to scroll, and links open beside the page. */
 function finish(block) {
   for (const pre of block.querySelectorAll('pre')) {
     const code = pre.querySelector('code');
     const text = code.textContent.replace(/\n$/, '');
     const language = code.className.replace('language-', '') || 'code';
-    code.textContent = text;
-    pre.tabIndex = 0;
-    const figure = element('figure', {}, element('figcaption', {}, element('span', {}, language), copyButton(() => text)));
-    pre.replaceWith(figure);
-    figure.append(pre);
+    pre.replaceWith(codeFigure(language, text));
+  }
+  for (const item of block.querySelectorAll('li')) {
+    const text = document.createTreeWalker(item, NodeFilter.SHOW_TEXT).nextNode();
+    const box = text?.data.match(/^\s*\[([ xX])\]\s/);
+    if (!box) continue;
+    text.data = text.data.slice(box[0].length);
+    const checked = box[1] !== ' ';
+    text.before(element('input', { type: 'checkbox', disabled: true, checked, ariaLabel: checked ? 'done' : 'to do' }), ' ');
+    item.className = 'task';
   }
   for (const table of block.querySelectorAll('table')) {
     const box = element('div', { className: 'wide-table', tabIndex: 0 });

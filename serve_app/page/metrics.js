@@ -17,10 +17,6 @@ export class Metrics {
     return samples.filter(({ labels }) => Object.entries(wanted).every(([key, value]) => labels[key] === value));
   }
 
-  has(name) {
-    return this.#samples.has(name);
-  }
-
   /** The names of all engines. */
   get engines() {
     return [...new Set(this.#of('vllm:num_requests_running').map(({ labels }) => labels.engine))].sort();

@@ -19,8 +19,9 @@ export async function repeat(note, body, kept, isWhole, signal) {
   note.scrollIntoView({ block: 'nearest' });
   try {
     for await (const { choices: [choice] } of stream('v1/chat/completions', body, own.signal)) {
-      const { content, reasoning_content, reasoning } = choice?.delta ?? {};
+      const { content, reasoning_content, reasoning, tool_calls = [] } = choice?.delta ?? {};
       text += (reasoning_content ?? reasoning ?? '') + (content ?? '');
+      for (const { function: piece } of tool_calls) text += (piece.name ?? '') + (piece.arguments ?? '');
       if (!kept.startsWith(text.slice(0, kept.length)) || (!isWhole && text.length >= kept.length)) break;
       note.textContent = `Asking again: the same so far, ${text.length} of ${kept.length} characters.`;
     }

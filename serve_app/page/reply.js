@@ -2,13 +2,14 @@
 
 import { Pace } from './api.js';
 import { copyButton, element, following } from './dom.js';
+import { addPieces, renderCalls } from './functions.js';
 import { render } from './markdown.js';
 import { fits } from './structure.js';
 
 const FENCE = '~~~~~~~~';
 
 /** Shows the text of an answer to a request with `fields` in `target`: as Markdown, unless it is bound to a form. */
-export function renderAnswer(target, text, fields) {
+function renderAnswer(target, text, fields) {
   const form = fits(fields);
   render(target, form && text ? `${FENCE}${form === 'the schema' ? 'json' : 'text'}\n${text}\n${FENCE}` : text);
 }
@@ -28,10 +29,21 @@ export class Reply {
     this.thoughts = element('p');
     this.folded = element('details', { hidden: true }, element('summary', {}, 'Reasoning'), this.thoughts);
     [this.foot, this.note] = [element('footer'), element('p', { className: 'repeated', role: 'status' })];
-    this.pair = element('div', { className: 'pair' }, element('div', {}, this.body, this.foot));
+    this.calls = element('div', { className: 'calls' });
+    this.pair = element('div', { className: 'pair' }, element('div', {}, this.body, this.calls, this.foot));
     this.element = element('div', { className: 'answer' }, this.folded, this.pair, this.note);
     this.#draw();
     this.finish(turn.end);
+  }
+
+  /** Whether nothing has come. */
+  get isEmpty() {
+    return !this.turn.text && !this.turn.calls?.length;
+  }
+
+  /** Shows the calls; `send`, where given, gets the results that are written to them. */
+  showCalls(send) {
+    renderCalls(this.calls, this.turn.calls ?? [], send);
   }
 
   /** An answer is asked for: this one, or what goes on from it. */
@@ -39,6 +51,7 @@ export class Reply {
     this.element.querySelector('.error')?.remove();
     this.foot.replaceChildren();
     this.pair.querySelector('.other')?.remove();
+    delete this.turn.other;
     this.note.replaceChildren();
     this.element.ariaBusy = 'true';
     [this.failed, this.reason, this.#pace, this.turn.pace, this.#killed] = [false, null, new Pace(), '', null];
@@ -50,6 +63,7 @@ export class Reply {
     const [choice] = chunk.choices;
     this.turn.text += choice?.delta.content ?? '';
     this.turn.reasoning += choice?.delta.reasoning_content ?? choice?.delta.reasoning ?? '';
+    if (choice?.delta.tool_calls) addPieces((this.turn.calls ??= []), choice.delta.tool_calls);
     this.reason = choice?.finish_reason ?? this.reason;
     if (this.#killed) this.#tellOfPause();
     this.#frame ||= requestAnimationFrame(() => this.#draw());
@@ -60,7 +74,7 @@ export class Reply {
     cancelAnimationFrame(this.#frame);
     this.#draw();
     this.failed = Boolean(error);
-    Object.assign(this.turn, { end: error && this.turn.text ? 'broken off' : end, pace: String(this.#pace) || this.turn.pace });
+    Object.assign(this.turn, { end: error && !this.isEmpty ? 'broken off' : end, pace: String(this.#pace) || this.turn.pace });
     following(this.scroll, () => {
       if (error) this.foot.before(element('p', { className: 'error', role: 'alert' }, error));
       this.#tell();
@@ -108,6 +122,7 @@ export class Reply {
       this.folded.hidden = !this.turn.reasoning;
       this.thoughts.textContent = this.turn.reasoning.trim();
       renderAnswer(this.body, this.turn.text, this.turn.request?.fields);
+      this.showCalls();
     });
   }
 }

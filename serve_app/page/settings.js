@@ -1,8 +1,9 @@
 // The sampling settings of a view: their form, their values as fields of an API request, and that they survive a reload.
 
-import { element } from './dom.js';
+import { element, quietButton } from './dom.js';
+import { buildFunctions, toolsOf } from './functions.js';
 import { load, save } from './store.js';
-import { buildStructure, structureOf } from './structure.js';
+import { buildStructure, isBound, structureOf } from './structure.js';
 
 const NUMBERS = [
   ['temperature', 'Temperature', '1', '0 always takes the likeliest token; higher values vary more'],
@@ -23,6 +24,17 @@ const LISTS = [
   ['logit_bias', 'Token bias', 'One a line: token id, bias', 'Added to a token’s logit; -100 rules it out'],
 ];
 
+const LONGEST = 28; // characters of a value on its chip
+const CHIPS = { // each setting in words, where its name and its value are not enough
+  max_tokens: value => `${value} token${value === '1' ? '' : 's'}`,
+  system: () => 'system prompt',
+  logit_bias: () => 'token bias',
+  ignore_eos: () => 'no end token',
+  logprobs: () => 'token probabilities',
+  functions: (value, { form }) => (form.elements.function_choice.value ? 'functions, a call demanded' : 'functions'),
+  structure: (value, field) => field.selectedOptions[0].text,
+};
+
 /** Builds the fields into `form`, behind those that it has, and gives each the value that it had last. */
 export function buildSettings(form, name, initial) {
   const number = ([field, label, placeholder, title]) =>
@@ -36,20 +48,42 @@ export function buildSettings(form, name, initial) {
   const reset = element('button', { type: 'button', className: 'quiet reset' }, 'Back to the defaults');
   form.append(...NUMBERS.map(number));
   const showStructure = buildStructure(form);
+  const showFunctions = form.elements.system ? buildFunctions(form) : () => {};
   form.append(more, reset);
   more.addEventListener('toggle', () => more.open && more.scrollIntoView({ block: 'nearest' }));
 
   const fields = [...form.elements].filter(field => field.name);
+  const chips = form.closest('.split').querySelector('.chips');
+  const valueOf = field => (field.type === 'checkbox' ? field.checked : field.value);
+  const isOn = field =>
+    field.name === 'structure' ? isBound(form) : field.dataset.own !== 'part' && String(valueOf(field) || '').trim();
+  const chip = field => {
+    const told = CHIPS[field.name]?.(field.value, field) ?? `${field.name.replaceAll('_', ' ')} ${field.value.replaceAll('\n', ' ')}`;
+    const label = told.length > LONGEST ? `${told.slice(0, LONGEST)}…` : told;
+    const remove = quietButton('×', () => {
+      fill({ ...values(), [field.name]: '' });
+      save(name, values());
+      (chips.querySelector('button') ?? chips.closest('.stage').querySelector('textarea')).focus();
+    });
+    remove.ariaLabel = remove.title = `Remove ${label}`;
+    return element('li', {}, label, remove);
+  };
+  const showChips = () => chips.replaceChildren(...fields.filter(isOn).map(chip));
   const fill = values => {
     for (const field of fields) {
       if (field.type === 'checkbox') field.checked = Boolean(values[field.name]);
       else field.value = values[field.name] ?? '';
     }
     showStructure();
+    showFunctions(values);
+    showChips();
   };
-  const values = () => Object.fromEntries(fields.map(field => [field.name, field.type === 'checkbox' ? field.checked : field.value]));
+  const values = () => Object.fromEntries(fields.map(field => [field.name, valueOf(field)]));
   fill(load(name, initial));
-  form.addEventListener('input', () => save(name, values()));
+  form.addEventListener('input', () => {
+    save(name, values());
+    showChips();
+  });
   reset.addEventListener('click', () => {
     fill(initial);
     save(name, values());
@@ -70,7 +104,7 @@ export const drawnSeed = () => crypto.getRandomValues(new Uint32Array(1))[0] >>>
 
 /** The fields as those of an API request; empty ones are left to the server. Throws if one cannot be read. */
 export function settings(form) {
-  const fields = structureOf(form);
+  const fields = { ...structureOf(form), ...toolsOf(form) };
   for (const { name, type, value, checked, dataset } of form.elements) {
     if (!name || dataset.own !== undefined || !value.trim() || (type === 'checkbox' && !checked)) continue;
     if (name === 'logit_bias') fields[name] = biases(value);

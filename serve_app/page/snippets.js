@@ -6,7 +6,7 @@ import { copyText, flash, quietButton } from './dom.js';
 const KEY = 'CALLBOARD_API_KEY';
 const OPENAI_FIELDS = new Set([
   'model', 'messages', 'prompt', 'temperature', 'top_p', 'max_tokens', 'seed', 'stop', 'presence_penalty',
-  'frequency_penalty', 'logit_bias', 'logprobs', 'stream', 'stream_options',
+  'frequency_penalty', 'logit_bias', 'logprobs', 'stream', 'stream_options', 'tools', 'tool_choice',
 ]); // the others go into its client's extra_body
 
 const urlOf = path => new URL(path, document.baseURI).href;
@@ -36,7 +36,9 @@ ${lines.join('\n')}
 for chunk in chunks:
     if chunk.choices:
         print(chunk.choices[0].${isChat ? 'delta.content' : 'text'} or "", end="", flush=True)
-print()
+${body.tools ? `        for call in chunk.choices[0].delta.tool_calls or []:
+            print(call.function.name or "", call.function.arguments or "", end="", flush=True)
+` : ''}print()
 `;
 }
 

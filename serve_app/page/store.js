@@ -21,8 +21,10 @@ export function save(name, value) {
 }
 
 /**
- * All chats, the one last used first: `{ id, turns: [{ question, text, reasoning, end, pace, request }] }`. A request has
- * what the turns do not tell: `{ model, system, fields, prefix }`, where `prefix` is the text that it went on from.
+ * All chats, the one last used first: `{ id, title, at, turns }`. `title` is a name that it was given, and `at` when it was
+ * last asked. A turn is `{ question, text, reasoning, end, pace, request, calls, other }`: its request has what the turns do
+ * not tell, `{ model, system, fields, prefix }`, where `prefix` is the text that it went on from; `calls` are
+ * `{ id, name, arguments, result }`, after whose results the next turn has no question; `other` is the answer beside it.
  */
 export const chats = () => load('chats', []);
 
@@ -31,6 +33,8 @@ export function saveChat(chat) {
   let kept = [chat, ...chats().filter(({ id }) => id !== chat.id)].slice(0, MOST_CHATS);
   while (!save('chats', kept) && kept.length > 1) kept = kept.slice(0, -1);
 }
+
+export const renameChat = (id, title) => save('chats', chats().map(chat => (chat.id === id ? { ...chat, title } : chat)));
 
 export const deleteChat = id => save('chats', chats().filter(chat => chat.id !== id));
 

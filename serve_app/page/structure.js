@@ -19,8 +19,11 @@ export function buildStructure(form) {
     ...Object.entries(KINDS).map(([value, [label]]) => element('option', { value }, label)));
   const text = element('textarea', { name: 'structure_text', rows: 4, spellcheck: false, ariaLabel: 'Schema or grammar' });
   const verdict = element('p', { className: 'verdict', role: 'status' });
-  kind.dataset.own = text.dataset.own = '';
-  form.append(element('label', { className: 'wide' }, 'Form of the answer ', kind), element('div', { className: 'wide structure' }, text, verdict));
+  const lenient = element('input', { name: 'structure_lenient', type: 'checkbox', value: 'true' });
+  const ignore = element('label', { className: 'check' }, lenient, ' strict: false (ignores what cannot be kept)');
+  kind.dataset.own = '';
+  text.dataset.own = lenient.dataset.own = 'part';
+  form.append(element('label', { className: 'wide' }, 'Form of the answer ', kind), element('div', { className: 'wide structure' }, text, ignore, verdict));
   let [timer, turn] = [0, 0];
 
   const say = (words, isGood) => {
@@ -34,6 +37,7 @@ export function buildStructure(form) {
   }
   function refresh() {
     text.parentElement.hidden = !kind.value;
+    ignore.hidden = kind.value !== 'schema';
     text.placeholder = KINDS[kind.value]?.[1] ?? '';
     say('', true);
     clearTimeout(timer);
@@ -42,17 +46,20 @@ export function buildStructure(form) {
   }
   kind.addEventListener('input', refresh);
   text.addEventListener('input', refresh);
+  lenient.addEventListener('input', refresh);
   return refresh; // for values that were filled in
 }
 
-const isBound = form => Boolean(form.elements.structure.value && form.elements.structure_text.value.trim());
+/** Whether an answer is bound to a form. */
+export const isBound = form => Boolean(form.elements.structure.value && form.elements.structure_text.value.trim());
 
 /** The fields of a request that bind its answer. Throws if a schema is not JSON. */
 export function structureOf(form) {
   if (!isBound(form)) return {};
   const [kind, text] = [form.elements.structure.value, form.elements.structure_text.value];
   if (kind === 'schema') {
-    return { response_format: { type: 'json_schema', json_schema: { name: 'answer', schema: parsed(text) } } };
+    const strict = form.elements.structure_lenient.checked ? { strict: false } : {};
+    return { response_format: { type: 'json_schema', json_schema: { name: 'answer', schema: parsed(text), ...strict } } };
   }
   if (kind === 'choice') return { structured_outputs: { choice: text.split('\n').filter(Boolean) } };
   return { structured_outputs: { [kind]: kind === 'regex' ? text.trim() : text } };

@@ -29,16 +29,30 @@ export function asMarkdown({ turns }) {
 /** The chats of an exported file. Throws if it is none. */
 export function imported(text) {
   const chats = text.trimStart().startsWith('{') ? ofJson(text) : [{ turns: ofMarkdown(text) }];
-  const isText = value => typeof value === 'string';
   const isFit = ({ turns }) => Array.isArray(turns) && turns.length > 0 &&
     turns.every(turn => isText(turn?.question) && isText(turn.text));
   if (!Array.isArray(chats) || !chats.length || !chats.every(chat => chat && isFit(chat))) {
     throw new Error('The file has no chats of this page; choose one that it exported.');
   }
-  return chats.map(({ turns }) => ({
-    id: newId(),
-    turns: turns.map(turn => ({ ...turn, reasoning: isText(turn.reasoning) ? turn.reasoning : '', end: isText(turn.end) ? turn.end : '' })),
+  return chats.map(({ title, at, turns }) => ({
+    id: newId(), ...(isText(title) && { title }), ...(Number.isFinite(at) && { at }), turns: turns.map(sound),
   }));
+}
+
+const isText = value => typeof value === 'string';
+
+/** An answer without what the page cannot show. */
+function sound({ request, calls, other, ...turn }) {
+  const isRequest = request && typeof request.fields === 'object' && request.fields;
+  const isCall = call => call && [call.id, call.name, call.arguments, call.result ?? ''].every(isText);
+  return {
+    ...turn,
+    reasoning: isText(turn.reasoning) ? turn.reasoning : '',
+    end: isText(turn.end) ? turn.end : '',
+    ...(isRequest && { request }),
+    ...(Array.isArray(calls) && calls.length && calls.every(isCall) && { calls }),
+    ...(isRequest && isText(other?.text) && other.request?.fields && { other: sound(other) }),
+  };
 }
 
 function ofJson(text) {

@@ -61,11 +61,11 @@ def test_keyboard_alone(visit, server):
     page.keyboard.press("ArrowLeft")
     assert page.is_visible("#completion")
     seen = []
-    for _ in range(6):
+    for _ in range(7):  # the setting that is on has a button as well
         page.keyboard.press("Tab")
         seen.append(page.evaluate("document.activeElement.id || document.activeElement.innerText"))
         assert page.evaluate(outline) == "solid" or seen[-1] == "prompt"  # its box has the ring
-    assert seen[-5:] == ["prompt", "Run", "curl", "Python", "Settings"]
+    assert seen[-6:] == ["×", "prompt", "Run", "curl", "Python", "Settings"]
     page.keyboard.press("Enter")
     seen.clear()
     for _ in range(11):
@@ -93,6 +93,8 @@ def test_phone(visit, server):
             is_answered(page, 1)
         assert page.evaluate("document.documentElement.scrollWidth") == 360
         if view != "engine":
+            label = f"getComputedStyle(document.querySelector('#{view} .menu'), '::before').content"
+            assert page.evaluate(label) == '"Copy as"'
             button = page.locator(f"#{view} .composer button").bounding_box()
             assert button["y"] + button["height"] <= 640
             assert not page.is_visible(f"#{view} [name=seed]")
@@ -108,7 +110,7 @@ def test_phone(visit, server):
             assert not page.is_visible(f"#{view}-settings")
     page.click("#tab-chat")
     page.click("#chat .narrow:text('Chats')")
-    page.click("#chats button:text('yyy')")
+    page.click("#chats .title:text('yyy')")
     assert not page.is_visible("#chats-panel")
 
 

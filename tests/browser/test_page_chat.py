@@ -133,18 +133,68 @@ def test_chats_and_settings_survive_a_reload(visit, server):
     assert page.inner_text(".text") == "Second."
     assert page.input_value("#system") == "Be brief."
     assert page.input_value("#chat [name=top_k]") == "7"
-    assert page.locator("#chats li").all_inner_texts() == ["Two?\n×", "One?\n×"]
-    page.click("#chats button:text('One?')")
+    assert page.locator("#chats .title").all_inner_texts() == ["Two?", "One?"]
+    page.click("#chats .title:text('One?')")
     assert page.inner_text(".text strong") == "bow"
     ask(page, "More?")
     is_answered(page, 2)
     assert server.prompt() == f"<system>Be brief.<user>One?<assistant>{ANSWER}<user>More?<assistant>"
     page.click("[aria-label='Delete “Two?”']")
-    assert page.locator("#chats li").all_inner_texts() == ["One?\n×"]
+    assert page.locator("#chats .title").all_inner_texts() == ["One?"]
     open_settings(page)
     page.click("#chat .reset")
     assert page.input_value("#system") == ""
     assert page.input_value("#chat [name=temperature]") == ""
+
+
+OLD = [  # as earlier versions of the page stored them
+    {"id": "a", "turns": [{"question": "Cats?\nAnd dogs?", "text": "**Meow**", "reasoning": "", "end": ""}]},
+    {
+        "id": "b",
+        "turns": [
+            {"question": "Stars?", "text": "Many", "reasoning": "Hm", "end": "stopped", "pace": "2 tokens",
+             "request": {"model": "m", "system": "", "fields": {"seed": 5}, "prefix": ""}},
+        ],
+    },
+]  # fmt: skip
+
+
+def test_old_chats_open_and_can_be_named_and_found(visit, server):
+    page = visit()
+    page.evaluate("chats => localStorage.setItem('callboard-chats', JSON.stringify(chats))", OLD)
+    page.reload()
+    page.wait_for_selector("#server[data-state=ready]")
+    titles = page.locator("#chats .title")
+    assert titles.all_inner_texts() == ["Cats?", "Stars?"]
+    assert page.locator("#chats time").count() == 0
+    page.click("#chats .title:text('Stars?')")
+    assert page.inner_text(".answer footer span") == "2 tokens, stopped, seed 5"
+    page.hover("#chats li >> nth=1")
+    page.click("[aria-label='Rename “Cats?”']")
+    page.keyboard.type("<b>Pets</b> " + "long " * 20)
+    page.keyboard.press("Enter")
+    assert titles.all_inner_texts()[1].startswith("<b>Pets</b> long")
+    page.click("[aria-label='Rename “Stars?”']")
+    page.keyboard.type("Sky")
+    page.keyboard.press("Escape")
+    assert titles.all_inner_texts()[0] == "Stars?"
+    page.click("[aria-label='Rename “Stars?”']")
+    page.keyboard.type("Sky")
+    page.keyboard.press("Enter")
+    ask(page, "More?")  # the open chat keeps its new name, and has a date now
+    is_answered(page, 2)
+    page.reload()
+    page.wait_for_selector("#server[data-state=ready]")
+    assert titles.all_inner_texts()[0] == "Sky"
+    assert page.locator("#chats time").count() == 1
+    for wanted, found in (("MEOW", "<b>Pets</b>"), ("sky", "Sky"), ("more?", "Sky")):
+        page.fill("#search", wanted)
+        assert titles.count() == 1
+        assert titles.inner_text().startswith(found)
+    page.fill("#search", "nothing of that")
+    assert titles.count() == 0
+    page.fill("#search", "")
+    assert titles.count() == 2
 
 
 def test_everything_is_forgotten_at_a_click(visit, server):
@@ -183,7 +233,7 @@ def test_full_storage_drops_the_oldest_chats(visit, server):
     page.add_init_script("""
         const setItem = Storage.prototype.setItem;
         Storage.prototype.setItem = function (key, text) {
-            if (text.length > 5000) throw new DOMException('full', 'QuotaExceededError');
+            if (text.length > 5100) throw new DOMException('full', 'QuotaExceededError');
             setItem.call(this, key, text);
         };
     """)

@@ -56,6 +56,11 @@ def test_token_probabilities(visit, server):
     assert "60.7 %" in chances[0]
     page.hover(".token >> nth=2")
     assert page.inner_text(".chance >> nth=0").startswith("b")
+    token, card = (page.locator(at).bounding_box() for at in (".token >> nth=2", "#alternatives"))
+    assert 0 <= card["y"] - token["y"] - token["height"] < 10
+    assert abs(card["x"] - token["x"]) < 10
+    page.focus("#prompt")
+    assert not page.is_visible("#alternatives")
 
 
 def test_draft_tokens_are_marked(visit, server):

@@ -1,24 +1,30 @@
 """The page's engine view: figures and their explanations."""
 
+import itertools
+import re
+
+from playwright.sync_api import expect
+
 
 def test_engine_panel(visit, server):
     page = visit()
     page.wait_for_timeout(300)
     assert server.metrics_at == []  # the view is closed
     page.click("#tab-engine")
-    page.wait_for_selector("#generated dd:text('tokens since the start')")  # one reading gives no rate
-    assert page.inner_text("#generated dd >> nth=0").startswith("5,")
-    page.wait_for_selector("#generated dd:text('tokens a second; 5,')")
+    page.wait_for_selector("#about span:text('since the start')")
+    assert page.inner_text("#generated span") == "–"  # one reading gives no rate
+    expect(page.locator("#generated span")).not_to_have_text("–")
 
     def figure(name: str) -> str:
-        return page.inner_text(f"#{name} dd >> nth=0")
+        return page.inner_text(f"#{name} span")
 
     assert [figure(name) for name in ("running", "waiting", "kv")] == ["5", "7", "63 %"]
     assert 150 < float(figure("generated")) < 250
     assert figure("prompt-rate") == "0.0"
     assert figure("ttft") == "300 ms"
-    assert page.inner_text("#ttft dd >> nth=1") == "mean of the last 2; 95 % within 500 ms"
-    assert len(page.get_attribute("#running polyline", "points").split()) == 2
+    page.click("#ttft")
+    assert page.inner_text("#about span >> nth=0") == "mean of the last 2; 95 % within 500 ms"
+    assert page.locator("#figures [aria-pressed=true]").all_inner_texts() == ["First token\n300 ms"]
     page.evaluate("Object.defineProperty(document, 'hidden', {value: true, configurable: true})")
     num_seen = len(server.metrics_at)
     page.wait_for_timeout(2500)
@@ -54,6 +60,39 @@ callboard:requests_refused_total{engine="1",reason="never"} 0
 """
 
 
+def test_the_chart_shows_the_chosen_figure(visit, server):
+    page = visit()
+    page.click("#tab-engine")
+    expect(page.locator("#generated span")).not_to_have_text("–")
+
+    def points() -> list[list[float]]:
+        return [[float(v) for v in pair.split(",")] for pair in page.get_attribute("#chart polyline", "points").split()]
+
+    page.click("#kv")
+    expect(page.locator("#chart polyline")).to_have_attribute("points", re.compile(r"\S+ \S+ \S+"))
+    assert {height for _, height in points()} == {-0.625}
+    assert page.inner_text("#chart span >> nth=0") == "100 %"
+    assert all(a < b <= 1 for (a, _), (b, _) in itertools.pairwise(points()))  # each at its time within two minutes
+    assert points()[0][0] > 0.5
+    page.click("#waiting")
+    assert {height for _, height in points()} == {-0.8}
+    assert page.inner_text("#chart span >> nth=0") == "8.8"
+    page.click("#between")
+    assert page.get_attribute("#chart polyline", "points") == ""
+    assert page.inner_text("#about span >> nth=0") == "none yet"
+
+
+def test_the_table_of_engines_is_in_view(visit, server):
+    page = visit()
+    page.context.route("**/metrics", lambda route: route.fulfill(body=FULL))
+    page.click("#tab-engine")
+    expect(page.locator("#engine tbody tr")).to_have_count(2)
+    expect(page.locator("#engine tbody tr >> nth=1")).to_be_in_viewport(ratio=1)
+    tops = page.locator("#figures button:visible").evaluate_all("all => all.map(e => e.getBoundingClientRect().top)")
+    assert len(tops) == 10
+    assert len(set(tops)) == 1  # one row
+
+
 def test_the_view_explains_its_figures(visit, server):
     page = visit()
     page.context.route("**/metrics", lambda route: route.fulfill(body=FULL))
@@ -61,15 +100,17 @@ def test_the_view_explains_its_figures(visit, server):
     page.wait_for_selector("#engine-state:text('4 requests are running; 1 more waits, as the KV cache has no room')")
 
     def card(name: str) -> str:
-        return page.inner_text(f"#{name} dd >> nth=0") + ", " + page.inner_text(f"#{name} dd >> nth=1")
+        page.click(f"#{name}")
+        value, caption, about = page.locator(f"#{name} span, #about span").all_inner_texts()
+        assert about == page.get_attribute(f"#{name}", "title")
+        assert about.endswith(".")
+        return f"{value}, {caption}"
 
     assert card("waiting") == "1, the last 10 waited 500 ms on average"
     assert card("kv") == "95 %, of the fullest engine, 4 places given up so far"
     assert card("prefix") == "63 %, of 1000 prompt tokens were known"
     assert card("draft") == "75 %, of 400 guesses were right: 4.0 tokens a step"
     assert card("grammars") == "2, of 5 wait for theirs"
-    for about in page.locator("dd.about").all_inner_texts():
-        assert about.endswith(".")
     assert page.locator("#engine tbody tr").all_inner_texts() == ["1\t3\t1\t95 %\t–\t0\t2", "2\t1\t0\t50 %\t–\t0\t0"]
     assert page.inner_text("#refusals") == "Refused since the start: 6 because the queue was full."
 
@@ -81,7 +122,8 @@ def test_missing_figures_are_not_shown(visit, server):
     page.wait_for_selector("#engine-state:text('No engine tells its figures now')")
     assert not page.is_visible("#draft")
     assert not page.is_visible("#grammars")
-    assert page.inner_text("#ttft dd >> nth=1") == "none yet"
+    page.click("#ttft")
+    assert page.inner_text("#about span >> nth=0") == "none yet"
     idle = 'vllm:num_requests_running{engine="1"} 0\nvllm:num_requests_waiting{engine="1"} 0\n'
     page.context.route("**/metrics", lambda route: route.fulfill(body=idle))
     page.wait_for_selector("#engine-state:text('Nothing to do: no request is running, and none waits.')")

@@ -71,6 +71,64 @@ def test_markdown(shown):
     assert r"$\nothing{$ stays" in last
 
 
+CODE = """```python
+# note "x"
+def f(a):
+    return 'it\\'s' if a > 0x1F else None
+```
+
+```sql
+SELECT * FROM t -- all
+```
+
+```text
+def f
+```
+
+```html
+<a href="x">y</a>
+```
+
+- [x] done
+- [ ] to **do**
+- [z] plain
+
+A fact[^1], not [^x] or `[^2]`.
+
+[^1]: Its source.
+"""
+
+
+def test_code_is_coloured_and_tasks_have_boxes(shown):
+    page = shown(CODE)
+
+    def parts(kind: str) -> list[str]:
+        return page.locator(f".text .code-{kind}").all_inner_texts()
+
+    assert parts("comment") == ['# note "x"', "-- all"]
+    assert parts("keyword") == ["def", "return", "if", "else", "SELECT", "FROM", "<a", ">", "</a", ">"]
+    assert parts("string") == ["'it\\'s'", '"x"']
+    assert parts("number") == ["0x1F", "None"]
+    assert parts("name") == ["f"]
+    assert page.inner_text(".text pre >> nth=0").startswith('# note "x"\ndef f(a):\n    return')
+    boxes = page.locator(".text .task input")
+    assert boxes.evaluate_all("all => all.map(box => [box.checked, box.disabled])") == [[True, True], [False, True]]
+    assert page.locator(".text li").all_inner_texts() == [" done", " to do", "[z] plain"]
+    assert page.locator(".text sup").all_inner_texts() == ["1", "1"]
+    assert page.locator(".text > div > p").all_inner_texts() == ["A fact1, not [^x] or [^2].", "1: Its source."]
+
+
+def test_cut_lines_show_a_scroll_bar(shown):
+    page = shown("```\n" + "x" * 500 + "\n```")
+    bar = page.evaluate("""() => {
+        const [pre, part] = [document.querySelector('.text pre'), '::-webkit-scrollbar'];
+        return [pre.scrollWidth > pre.clientWidth, getComputedStyle(pre, part).height,
+            getComputedStyle(pre, part + '-thumb').backgroundColor];
+    }""")
+    assert bar[:2] == [True, "9.6px"]
+    assert bar[2] != "rgba(0, 0, 0, 0)"
+
+
 HOSTILE = [
     "<script>window.hit = 1</script>",
     "<img src=x onerror='window.hit = 1'>",

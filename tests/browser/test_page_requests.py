@@ -246,7 +246,7 @@ def test_a_stopped_answer_keeps_its_speed(visit, server):
     server.answers("word " * 700, delay_s=0.02)
     page = visit()
     ask(page, "Talk.")
-    expect(page.locator(".text")).to_contain_text("word word")
+    expect(page.locator(".text")).to_contain_text("word " * 9)
     page.keyboard.press("Escape")
     page.wait_for_selector(".answer footer span:text('stopped')")
     facts = page.inner_text(".answer footer span")
@@ -261,7 +261,7 @@ def test_a_stopped_answer_keeps_its_speed(visit, server):
     server.answers("word " * 700, delay_s=0.02)
     page.fill("#prompt", "go")
     page.press("#prompt", "Enter")
-    expect(page.locator("#output")).to_contain_text("word word")
+    expect(page.locator("#output")).to_contain_text("word " * 9)
     page.keyboard.press("Escape")
     page.wait_for_selector("#output-note:text('stopped')")
     assert "tokens, " in page.inner_text("#output-note")
@@ -285,9 +285,79 @@ def test_two_settings_stand_side_by_side(visit, server):
     left, right = page.locator(".pair > div >> nth=0").bounding_box(), page.locator(".other").bounding_box()
     assert left["y"] == right["y"]
     assert left["x"] + left["width"] < right["x"]
+    assert not page.is_visible("#chat-settings")  # both have room
+    assert right["width"] > 400
+    page.reload()
+    page.wait_for_selector("#server[data-state=ready]")
+    assert page.inner_text(".other .settings-now") == "temperature 1.5 (was 0)"
+    assert page.inner_text(".other .text strong") == "Other"
     ask(page, "Two?")
     is_answered(page, 2)
     assert server.prompt() == f"<user>One?<assistant>{ANSWER}<user>Two?<assistant>"  # the first answer stays
+    open_settings(page)
+    left, right = page.locator(".pair > div >> nth=0").bounding_box(), page.locator(".other").bounding_box()
+    assert right["y"] >= left["y"] + left["height"]  # below, as a column would be narrow
     page.fill("#chat [name=temperature]", "101")
     page.click("button:text('Compare')")
     page.wait_for_selector(".other [role=alert]:text('temperature is 101')")
+    page.reload()
+    page.wait_for_selector("#server[data-state=ready]")
+    assert page.locator(".other").count() == 1  # one that failed is not kept
+    page.locator("#chats button").first.click()
+    page.click("button:text('Regenerate')")
+    is_answered(page, 2)
+
+
+def test_another_answer_that_is_cut_by_a_reload_is_kept(visit, server):
+    page = visit()
+    ask(page, "One?")
+    is_answered(page, 1)
+    server.answers("word " * 700, delay_s=0.02)
+    page.click("button:text('Compare')")
+    expect(page.locator(".other .text")).to_contain_text("word word")
+    page.reload()
+    page.wait_for_selector("#server[data-state=ready]")
+    assert page.inner_text(".other .text").startswith("word word")
+    assert "stopped" in page.inner_text(".other footer")
+    server.answers("Better.")
+    page.click("button:text('Regenerate')")
+    page.wait_for_selector(".text p:text('Better.')")
+    assert page.locator(".other").count() == 0
+
+
+def test_keywords_that_cannot_be_kept_are_ignored_at_a_click(visit, server):
+    server.answers("7")
+    page = visit()
+    open_settings(page)
+    page.select_option("#chat [name=structure]", "schema")
+    page.fill("#chat [name=structure_text]", '{"type": "integer", "not": {}}')
+    page.wait_for_selector("#chat .structure .verdict.error")
+    page.check("#chat [name=structure_lenient]")
+    page.wait_for_selector("#chat .verdict:text('Every answer will fit the schema.')")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        ask(page, "Number?")
+    assert asked.value.post_data_json["response_format"]["json_schema"]["strict"] is False
+    is_answered(page, 1)
+
+
+def test_a_rate_needs_fifty_milliseconds(visit, server):
+    paces = """async () => {
+        const { Pace } = await import('./page/api.js');
+        const [time, paces] = [performance.now.bind(performance), []];
+        for (const wait of [0, 49, 100]) {
+            let now = 1000;
+            performance.now = () => now;
+            const pace = new Pace();
+            for (const tokens of [1, 11]) {
+                pace.see({ choices: [{}], usage: { completion_tokens: tokens } });
+                now += wait;
+            }
+            paces.push(String(pace));
+        }
+        performance.now = time;
+        return paces;
+    }"""
+    assert visit().evaluate(paces) == [
+        "11 tokens, the first after 0.00 s", "11 tokens, the first after 0.00 s",
+        "11 tokens, 100 a second, the first after 0.00 s",
+    ]  # fmt: skip

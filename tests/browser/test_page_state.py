@@ -5,6 +5,7 @@ import json
 import pytest
 from playwright.sync_api import expect
 
+from actors.wire.adapter_entry import AdapterEntry, AdapterState
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.settings import HttpSettings
 from tests.support.http.page_browser import ANSWER, Server, ask, is_answered, open_settings
@@ -71,6 +72,87 @@ def test_recommended_values_are_placeholders(visit, server):
     assert page.get_attribute("#completion [name=max_tokens]", "placeholder") == "16"
 
 
+@pytest.fixture
+def named(server):
+    """The server with a second name of its model, and an adapter."""
+    server.service._aliases = ("gpt-x",)
+    server.engine.adapters.states["poet"] = AdapterState(AdapterEntry("poet", "/adapters/poet", 1), "digest")
+    yield server
+    server.service._aliases = ()
+    server.engine.adapters.states.clear()
+
+
+def test_any_model_or_adapter_can_be_chosen(visit, named):
+    page = visit()
+    options = page.locator("#models option")
+    assert options.all_text_contents() == ["tiny-model", "gpt-x", "poet (adapter)"]
+    assert not page.is_visible("#model")
+    page.select_option("#models", "poet")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        ask(page, "Hello?")
+    assert asked.value.post_data_json["model"] == "poet"
+    is_answered(page, 1)
+    page.select_option("#models", "gpt-x")
+    page.click("button:text('Compare')")
+    expect(page.locator(".other .settings-now")).to_have_text('model "gpt-x" (was "poet")')
+    page.reload()
+    page.wait_for_selector("#server[data-state=ready]")
+    assert page.input_value("#models") == "gpt-x"
+    page.click("#tab-completion")
+    page.fill("#prompt", "go")
+    with page.expect_request("**/v1/completions") as asked:
+        page.press("#prompt", "Enter")
+    assert asked.value.post_data_json["model"] == "gpt-x"
+    page.wait_for_selector("#output-note:text('tokens')")
+
+
+def test_a_model_that_has_gone_is_not_chosen(visit, named):
+    page = visit()
+    page.select_option("#models", "poet")
+    named.engine.adapters.states.clear()
+    page.evaluate("dispatchEvent(new Event('focus'))")
+    expect(page.locator("#models option")).to_have_count(2)
+    assert page.input_value("#models") == "library/tiny-model"
+    named.service._aliases = ()
+    page.reload()
+    page.wait_for_selector("#server[data-state=ready]")
+    assert page.inner_text("#model") == "tiny-model"
+    assert not page.is_visible("#models")
+
+
+def test_settings_that_are_on_have_chips(visit, server):
+    page = visit()
+    chips = page.locator("#chat .chips li")
+    assert chips.count() == 0
+    open_settings(page)
+    page.fill("#system", "Be brief.")
+    page.fill("#chat [name=temperature]", "1")
+    page.fill("#chat [name=max_tokens]", "60")
+    page.select_option("#chat [name=structure]", "schema")
+    assert chips.count() == 3  # nothing is bound yet
+    page.fill("#chat [name=structure_text]", "{}")
+    page.click("#chat .more > summary")
+    page.fill("#chat [name=stop]", "<b>\n" + "z" * 100)
+    page.check("#chat [name=ignore_eos]")
+    page.reload()
+    page.wait_for_selector("#server[data-state=ready]")
+    labels = ["system prompt", "temperature 1", "60 tokens", "JSON Schema", f"stop <b> {'z' * 19}…", "no end token"]
+    assert chips.all_inner_texts() == [f"{label}×" for label in labels]
+    for label in labels[1:]:
+        page.click(f"#chat .chips [aria-label='Remove {label}']")
+    assert chips.all_inner_texts() == ["system prompt×"]
+    ask(page, "Hello")
+    is_answered(page, 1)
+    params = server.engine.requests[-1].params
+    assert (params.grammar, params.stop, params.ignore_eos) == (None, (), False)
+    assert server.prompt() == "<system>Be brief.<user>Hello<assistant>"
+    page.click("#chat .chips button")
+    page.reload()
+    page.wait_for_selector("#server[data-state=ready]")
+    assert chips.count() == 0
+    assert page.locator("#completion .chips li").all_text_contents() == ["64 tokens×"]
+
+
 def test_more_settings_open_in_view(visit, server):
     page = visit()
     open_settings(page)
@@ -101,8 +183,13 @@ def test_a_process_is_killed_at_a_click(visit, server):
 
 
 def test_kill_is_hidden_unless_allowed(visit, server):
+    server.answers("word " * 700, delay_s=0.02)
     page = visit()
-    assert page.is_visible("#chat .kill")
+    assert not page.is_visible("#chat .kill")  # it works on a running answer
+    ask(page, "Talk.")
+    page.wait_for_selector("#chat .kill")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#chat .kill", state="hidden")
 
     def without(route):
         route.fulfill(json={**route.fetch().json(), "allow_chaos": False})
@@ -110,7 +197,10 @@ def test_kill_is_hidden_unless_allowed(visit, server):
     page.context.route("**/server_info", without)
     page.reload()
     page.wait_for_selector("#server[data-state=ready]")
+    ask(page, "Talk.")
+    expect(page.locator(".text >> nth=1")).to_contain_text("word word")
     assert not page.is_visible("#chat .kill")
+    page.keyboard.press("Escape")
     page.click("#tab-engine")
     assert not page.is_visible("#engine .kill")
 
@@ -142,7 +232,7 @@ def test_chats_are_exported_and_imported(visit, server, tmp_path):
     before = kept()
     everything = export("#export-json", "all.json")
     assert json.loads(everything.read_text())["chats"] == before
-    page.click("#chats button:text('One?')")
+    page.click("#chats .title:text('One?')")
     one = export("#export-markdown", "one.md")
     assert "## You\n\nTwo?" in one.read_text()
     assert f"## Answer\n\n{ANSWER}\n" in one.read_text()
@@ -157,21 +247,14 @@ def test_chats_are_exported_and_imported(visit, server, tmp_path):
     assert kept()[0]["turns"] == before[1]["turns"]
     page.click(".again:text('Again') >> nth=0")  # an imported answer can be regenerated
     page.wait_for_selector(".repeated:text('Asked again:')")
+    turn = {"question": "Four?", "text": "4", "request": {}, "calls": [{"id": 1}], "other": {"text": "x"}}
+    hostile = {"format": "callboard-chats", "chats": [{"turns": [turn], "title": {}, "at": "x"}]}
+    (tmp_path / "hostile.json").write_text(json.dumps(hostile))
+    page.set_input_files("#import", tmp_path / "hostile.json")
+    page.wait_for_selector("#chats-note:text('1 chat imported.')")
+    assert set(kept()[0]["turns"][0]) == {"question", "text", "reasoning", "end"}
+    assert set(kept()[0]) == {"id", "turns"}
     (tmp_path / "other.json").write_text('{"format": "other"}')
     page.set_input_files("#import", tmp_path / "other.json")
     page.wait_for_selector("#chats-note.error:text('The file has no chats of this page')")
-    assert len(kept()) == 3
-
-
-def test_charts_fill_their_width_from_one_base_line(visit, server):
-    page = visit()
-    page.click("#tab-engine")
-    page.wait_for_selector("#generated dd:text('tokens a second')")
-    expect(page.locator("#running polyline[points]")).to_have_count(1)
-    points = [pair.split(",") for pair in page.get_attribute("#running polyline", "points").split()]
-    assert [float(points[0][0]), float(points[-1][0])] == [0, 1]
-    boxes = [page.locator(f"#{name} svg").bounding_box() for name in ("running", "waiting", "kv", "prefix")]
-    assert len({box["y"] + box["height"] for box in boxes}) == 1
-    cards = [page.locator(f"#{name}").bounding_box() for name in ("running", "waiting", "kv", "prefix")]
-    for box, card in zip(boxes, cards, strict=True):
-        assert 10 < card["x"] + card["width"] - box["x"] - box["width"] < 30
+    assert len(kept()) == 4
