@@ -117,7 +117,7 @@ def _rules(spec: GrammarSpec, ignored: list[str], checks: TerminalChecks | None 
         case "json":
             found = schema.rules_of(schema.read(spec.text), checks, strict=spec.strict, ignored=ignored)
             if not any(leaf in _BRACKETS for leaf in rules.leaves(found)):
-                return found  # its values are texts of their own, as those of a choice
+                return found  # a text that is compared, as a choice is
             return {**found, "start": sequence(found["start"], rules.SPACES)}
         case "regex":
             return {"start": terminal(plain(whole(spec.text)))}

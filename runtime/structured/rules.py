@@ -214,7 +214,7 @@ def _names(rule: Rule) -> Iterable[str]:
 
 
 def leaves(rules: Mapping[str, Rule]) -> Iterator[Rule]:
-    """Yield the parts of rules that have no parts."""
+    """Yield the smallest parts of all rules."""
     todo = list(rules.values())
     while todo:
         match todo.pop():
