@@ -37,6 +37,7 @@ from runtime.structured.schema import writer as schema
 from runtime.structured.schema.merge import TerminalChecks
 
 MAX_BYTES = keywords.MAX_BYTES  # of a specification
+_BRACKETS = terminal("\\x{7d}"), terminal("\\x{5d}")
 _UNSATISFIABLE = "cannot be satisfied: no text fits it"
 
 
@@ -115,6 +116,8 @@ def _rules(spec: GrammarSpec, ignored: list[str], checks: TerminalChecks | None 
             return channels.rules_of(turn, checks, ignored, lambda answer: _rules(answer, ignored, checks))
         case "json":
             found = schema.rules_of(schema.read(spec.text), checks, strict=spec.strict, ignored=ignored)
+            if not any(leaf in _BRACKETS for leaf in rules.leaves(found)):
+                return found  # a text that is compared, as a choice is
             return {**found, "start": sequence(found["start"], rules.SPACES)}
         case "regex":
             return {"start": terminal(plain(whole(spec.text)))}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from runtime.structured.pattern import FIRST_OF_SPECIAL, GrammarError, literal_text, special_text
@@ -213,18 +213,22 @@ def _names(rule: Rule) -> Iterable[str]:
                 yield from _names(part)
 
 
+def leaves(rules: Mapping[str, Rule]) -> Iterator[Rule]:
+    """Yield the smallest parts of all rules."""
+    todo = list(rules.values())
+    while todo:
+        match todo.pop():
+            case Sequence(parts) | Choice(parts):
+                todo += parts
+            case Repeat(part):
+                todo.append(part)
+            case leaf:
+                yield leaf
+
+
 def special_ids(rules: Mapping[str, Rule]) -> list[int]:
     """Return the ids of the special tokens that rules have, in order."""
-    found: set[int] = set()
-
-    def note(rule: Rule) -> Rule:
-        if isinstance(rule, Special):
-            found.add(rule.id)
-        return rule
-
-    for rule in rules.values():
-        mapped_rule(rule, note)
-    return sorted(found)
+    return sorted({leaf.id for leaf in leaves(rules) if isinstance(leaf, Special)})
 
 
 def lark(rules: Mapping[str, Rule]) -> str:

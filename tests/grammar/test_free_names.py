@@ -188,8 +188,10 @@ def _closed(schema):
     for key in ("properties", "patternProperties"):
         if key in schema:
             schema[key] = {name: _closed(each) for name, each in schema[key].items()}
-    if schema.keys() & {"properties", "patternProperties"}:
-        schema.setdefault("additionalProperties", False)
+    if schema.keys() & {"properties", "patternProperties"} and "additionalProperties" not in schema:
+        required = dict.fromkeys(schema.get("required", ()), True)  # a required name is allowed, listed or not
+        schema |= {"properties": {**schema.get("properties", {}), **(required | schema.get("properties", {}))}}
+        schema["additionalProperties"] = False
     return schema
 
 

@@ -76,7 +76,7 @@ only way on. Log-probabilities are the model's own.
 | `tools` | a custom tool with a `format` of the type grammar, Lark's or a regular expression: its text follows it |
 | `response_format` and `tools` | the model answers in that JSON, or with calls, bound too (Hermes', DeepSeek's marks) |
 
-White space is at most one space after each comma and colon, and 16 characters at the end of the JSON. In strings, a
+White space is at most one space after each comma and colon, and 16 characters after an object or array. In strings, a
 character is escaped only where JSON requires it, in the shortest way. Integers have up to 19 digits.
 
 A model that reasons may do so first, also where it opens `<think>` itself; the structure begins after `</think>`. With

@@ -105,7 +105,8 @@ def test_json_ends_after_any_space(space):
     of = GrammarSpec("json", json.dumps(schema))
     assert fits(compiled(of), '{"a": 1}' + space)
     assert fits(compiled(GrammarSpec("json", '{"type": "array"}')), "[1, 2]" + space)
-    assert fits(compiled(GrammarSpec("json", '{"type": "integer"}')), "12" + space)
+    either = GrammarSpec("json", '{"anyOf": [{"type": "integer"}, {"const": {"a": [1]}}]}')
+    assert fits(compiled(either), '{"a": [1]}' + space)
     assert not fits(compiled(of), f'{{"a": 1}}{space}x')
     after = GrammarSpec("json", of.text, after="</think>")
     assert fits(compiled(after), f'Hm.</think>{space}{{"a": 1}}{space}')
@@ -114,8 +115,11 @@ def test_json_ends_after_any_space(space):
     assert fits(compiled(beside.spec), "<tool_call>\n" + '{"name": "add", "arguments": {"a": 1}}\n</tool_call>' + space)
 
 
-@pytest.mark.parametrize(("kind", "of", "text"), [("regex", "a+", "aa"), ("choice", '["a", "b"]', "b")])
-def test_texts_of_choices_and_expressions_end_exactly(kind, of, text):
+@pytest.mark.parametrize(
+    ("kind", "of", "text"),
+    [("regex", "a+", "aa"), ("choice", '["a", "b"]', "b"), ("json", '{"enum": [7, "x"]}', "7")],
+)
+def test_texts_without_brackets_end_exactly(kind, of, text):
     grammar = compiled(GrammarSpec(kind, of))
     assert fits(grammar, text)
     assert not fits(grammar, text + "\n")

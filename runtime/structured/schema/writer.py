@@ -7,7 +7,7 @@ rule. Every output is valid. These freedoms of JSON are left out:
     - an object with `properties`, even empty, or `patternProperties` has only these names, unless
       `additionalProperties` allows others
     - a schema without `type` is of the one type that all its keywords are about, if there is one
-    - white space is at most one space after each "," and ":"; a grammar of JSON allows some at the end, too
+    - white space is at most one space after each "," and ":"; a grammar allows some at its end, too
     - in strings, a character is escaped only where JSON requires it; numbers: see numbers.py
     - with `uniqueItems`, the values of an enum above six come in its order
 """
