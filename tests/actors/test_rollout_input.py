@@ -47,7 +47,7 @@ I64 = np.int64
         iter([3, 4]),
         range(3, 5),
     ],
-    ids=str,
+    ids=lambda prompt: type(prompt).__name__,
 )
 def test_integers_of_any_library_are_tokens(shared, prompt):
     (found,) = shared.generate_list([prompt], PARAMS)
