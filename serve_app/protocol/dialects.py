@@ -28,7 +28,8 @@ class Dialect:
 
 
 # metadata in OpenAI's responses and batches
-_Key, _Value = Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]
+_Key = Annotated[str, Field(max_length=64)]
+_Value = Annotated[str, Field(max_length=512)]
 Metadata = Annotated[dict[_Key, _Value], Field(max_length=16)]
 
 
