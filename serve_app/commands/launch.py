@@ -7,26 +7,16 @@ from typing import Any
 
 from serve_app.command_line.flags import add_client_key, client_key
 
-_MOST_USED = {
-    "url": "of the server; default http://127.0.0.1:8000",
-    "model NAME": "of the server's models; default: its first",
-    "api-key KEY": "of the server; or $CALLBOARD_API_KEY",
-    "dry-run": "print the command and its variables only",
-}
-_EXAMPLES = (
-    "callboard launch claude",
-    "callboard launch codex -- exec 'Say hi'",
-    "callboard launch opencode --dry-run",
-)
-
 
 def add_parser(commands: Any) -> None:
     from serve_app.tools.launch import AGENTS
 
     what = "start an agent program with a served model"
-    parser = commands.add_parser("launch", help=what, most_used=_MOST_USED, examples=_EXAMPLES)
-    parser.add_argument("agent", choices=tuple(AGENTS), metavar="AGENT", help=f"one of {', '.join(AGENTS)}")
-    parser.add_argument("arguments", nargs="*", metavar="ARGUMENTS", help="the program's own, after --")
+    parser = commands.add_parser("launch", help=what)
+    parser.add_argument(
+        "agent", choices=tuple(AGENTS), metavar="AGENT", help=f"{', '.join(AGENTS)}; words after -- are its own"
+    )
+    parser.pass_on("arguments")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server")
     parser.add_argument("--model", metavar="NAME", help="one of the server's models; default: its first")
     parser.add_argument("--dry-run", action="store_true", help="print the command and its variables only")

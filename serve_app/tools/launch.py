@@ -1,6 +1,6 @@
 """Starts agent programs with the variables, flags or temporary files that name a server and its model.
 
-The program's own configuration stays unchanged, since each program prefers what it is given at its start.
+Values that a program receives at its start come before its own configuration, which stays unchanged.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _claude(served: Served) -> Start:
     names = ("MODEL", "DEFAULT_HAIKU_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_OPUS_MODEL", "SMALL_FAST_MODEL")
     variables = {f"ANTHROPIC_{name}": served.model for name in names}
     variables |= {"ANTHROPIC_BASE_URL": served.url, "ANTHROPIC_AUTH_TOKEN": served.key}
-    # It asks for 32,000 tokens otherwise, which must fit beside its prompt.
+    # The program's own number is 32,000, which must fit into the context with its prompt.
     variables["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(min(32_000, served.context // 4))
     variables["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] = "1"
     return Start([], variables, ("ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX"))
@@ -113,7 +113,7 @@ AGENTS = {
 
 
 def launch(name: str, arguments: Sequence[str], url: str, model: str | None, key: str | None, dry_run: bool) -> int:
-    """Start a program and return its exit code; raises CallboardError for what is missing."""
+    """Start a program and return its exit code; raises CallboardError if a part is missing."""
     agent = AGENTS[name]
     program = shutil.which(agent.command)
     if program is None and not dry_run:

@@ -43,7 +43,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")  # of OpenAI's chat
 
 
 class OtherPart(RequestModel):
-    """A part that is not a text, such as an image. The model sees its text, or a note of what is missing."""
+    """A part that is not a text, such as an image. The model sees its text, or a note that it is missing."""
 
     model_config = ConfigDict(extra="allow")
     type: str
@@ -100,8 +100,8 @@ def unread(where: str, contents: Iterable[Any]) -> list[str]:
 def check_new_parts(where: str, turns: Sequence[tuple[str, Any]]) -> None:
     """Raise FieldError for a part that the model cannot read in a new message.
 
-    The text of `OtherPart` replaces such a part in the history, and in messages that come with results of tools, since
-    a client sends both again with each turn.
+    In the history and in messages with results of tools, a note replaces such a part. Clients send both again with each
+    turn, so an error would end the session.
 
     Args:
         where: the field with the conversation.

@@ -152,7 +152,7 @@ class ResponsesRequest(SamplingFields):
 
     @cached_property
     def offered(self) -> OfferedTools:
-        """The request's tools, and those of its items."""
+        """The tools of the request and of its items."""
         later = (tool for item in self.items() if isinstance(item, AddedTools) for tool in item.tools)
         return OfferedTools([*(self.tools or ()), *later])
 
@@ -168,7 +168,7 @@ class ResponsesRequest(SamplingFields):
     def after(self, items: Sequence[InputItem]) -> Self:
         """Return the request with a conversation before its input."""
         longer = self.model_copy(update={"input": [*items, *self.items()]})
-        longer.__dict__.pop("offered", None)  # the copy has what is cached, too
+        longer.__dict__.pop("offered", None)  # cached values are copied, too
         return longer
 
     def messages(self) -> list[ChatMessage]:

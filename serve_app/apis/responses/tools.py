@@ -194,7 +194,7 @@ class OfferedTools:
         return self.flat, choice if self.flat or choice == "required" else None
 
     def _name_of(self, tool: NamedTool) -> str:
-        """Return the flat name of a chosen tool, whose namespace may be left out."""
+        """Return the flat name of a chosen tool. A choice may leave out the namespace."""
         own = {t.function.name for t in self.flat if not isinstance(t, HostedTool)}
         if tool.namespace or tool.name in own:
             return flat_name(tool.namespace, tool.name)
