@@ -79,7 +79,7 @@ def only(*harmless: Any, remedy: LiteralString = "this field is not supported ye
     """Allow an unsupported field only its values without an effect."""
 
     def check(value: Any) -> Any:
-        if value not in harmless:
+        if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in harmless):
             raise PydanticCustomError("not_supported", remedy)
         return value
 
