@@ -116,6 +116,8 @@ ADDED = {"type": "additional_tools", "role": "developer", "tools": [SPAWN]}
             "status",
         ),
         ([HI, SHELL, {"type": "local_shell_call_output", "id": "b", "output": "a.py"}], None, "a.py", "output"),
+        ([HI, SHELL, {"type": "local_shell_call_output", "id": "b", "output": [{"type": "text"}]}], None, "text", "id"),
+        ([HI, SHELL, {"type": "shell_call_output", "call_id": "b", "output": [{"stdout": "a"}]}], None, "stdout", "id"),
         ([ADDED, HI], None, "Starts one.", "additional"),
         (
             [

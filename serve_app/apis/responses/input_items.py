@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter
+from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from runtime.output.fields import invalid
@@ -17,6 +17,7 @@ from serve_app.apis.chat.messages import (
     Content,
     CustomToolCall,
     OtherPart,
+    Part,
     RefusalPart,
     TextPart,
     ToolCall,
@@ -40,6 +41,9 @@ _HOSTED = re.compile(
     r"\w+_(call|call_output|output|list_tools|approval_request|approval_response)|(context_)?compaction(_\w+)?"
     r"|item_reference|ghost_snapshot"
 )
+
+
+_PARTS: TypeAdapter[list[Part]] = TypeAdapter(list[Part])
 
 
 def _text(content: str | Sequence[TextPart | RefusalPart | OtherPart]) -> str:
@@ -120,17 +124,23 @@ class HostedItem(_Item):
         if not isinstance(call_id, str):
             return None
         if self.type.endswith("_output"):
-            output = fields.get("output")
-            parts: list[Any] = output if isinstance(output, list) else [output]
-            if all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in parts):
-                return FunctionCallOutput(type="function_call_output", call_id=call_id, output=parts)
-            text = output if isinstance(output, str) else to_json(output).decode()
-            return FunctionCallOutput(type="function_call_output", call_id=call_id, output=text)
+            return FunctionCallOutput(
+                type="function_call_output", call_id=call_id, output=_output(fields.get("output"))
+            )
         arguments = (
             fields["arguments"] if "arguments" in fields else {key: fields[key] for key in sorted(fields_of_call)}
         )
         text = arguments if isinstance(arguments, str) else to_json(arguments).decode()
         return FunctionCall(type="function_call", call_id=call_id, name=name, arguments=text)
+
+
+def _output(output: Any) -> str | list[Any]:
+    """Return the output of another server's tool as a text, or as the parts that it consists of."""
+    parts = output if isinstance(output, list) else [output]
+    try:
+        return output if isinstance(output, str) else _PARTS.validate_python(parts)
+    except ValidationError:
+        return to_json(output).decode()
 
 
 def _kind_of_item(value: Any) -> str | None:
