@@ -1,4 +1,4 @@
-"""`callboard launch`: what a program is started with, and what is missing."""
+"""The start of agent programs by `callboard launch`, and its errors."""
 
 import json
 import os
