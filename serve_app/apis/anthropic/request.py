@@ -273,11 +273,10 @@ class CountTokensRequest(RequestModel):
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    thread: Any = None
     output_format: OutputFormat | None = None  # the older name of output_config.format
 
     def check(self) -> None:
-        if self.thread is not None:  # the SDK then goes on without threads
+        if (self.model_extra or {}).get("thread") is not None:  # the SDK then goes on without threads
             text = "thread is not supported: this server keeps no messages; send the whole conversation as messages."
             raise ApiError(400, text, param="thread", code=NO_THREADS)
         for i, message in enumerate(self.messages):
