@@ -46,6 +46,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
         self._most_used, self._examples = dict(most_used or {}), tuple(examples)
         self._reads_file = False
+        self._passes_on = ""
         self._source = ""  # where the words stand, in an error
 
     def add_config_file(self) -> None:
@@ -53,6 +54,10 @@ class CommandParser(argparse.ArgumentParser):
         what = "YAML or TOML file with flags by their names, such as `port: 8001`; the command line wins"
         self.add_argument("--config", metavar="FILE", help=what)
         self._reads_file = True
+
+    def pass_on(self, name: str) -> None:
+        """Keep the words after `--` as `name`, for another program."""
+        self._passes_on = name
 
     # ---- help --------------------------------------------------------------------------------------------------------
 
@@ -75,7 +80,9 @@ class CommandParser(argparse.ArgumentParser):
             for word in flags:
                 if word.startswith("--help="):
                     self._explain(word.removeprefix("--help="))
-        found, unknown = super().parse_known_args(words, namespace)
+        found, unknown = super().parse_known_args(flags if self._passes_on else words, namespace)
+        if self._passes_on:
+            setattr(found, self._passes_on, words[len(flags) + 1 :])
         if self._reads_file and found.config is not None:
             found = self._with_file(found, words)
         if not self._subparsers:

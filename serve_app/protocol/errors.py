@@ -15,6 +15,7 @@ from runtime.spec.types import CallboardError
 from serve_app.protocol.dialects import Dialect
 
 _MAX_MESSAGE_CHARS = 1000
+NO_THREADS = "thread_unsupported_request"  # Anthropic's SDK reads it
 UNKNOWN_CODING = "unsupported_content_encoding"
 _TYPES = {429: "rate_limit_error", 499: "request_aborted"}  # others follow from the first digit
 _ANTHROPIC_TYPES = {
@@ -94,7 +95,8 @@ def redacted(text: str) -> str:
 def anthropic_body(error: ApiError) -> dict[str, Any]:
     """Return Anthropic's error object."""
     kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message()}}
+    details = {"details": {"error_code": error.code, "unsupported": [error.param]}} if error.code == NO_THREADS else {}
+    return {"type": "error", "error": {"type": kind, "message": error.message()} | details}
 
 
 def error_body(error: ApiError, path: str) -> dict[str, Any]:

@@ -43,7 +43,7 @@ _INSTEAD = {
     "send logprobs": "top_logprobs=0 top_n_tokens=0 n_probs=0",
     "send messages or prompt": "input previous_input_messages=[]",
     "send a message of the role system": 'instructions tool_prompt="" system="" safe_prompt=false',
-    "send the whole conversation as messages": "previous_response_id conversation",
+    "send the whole conversation as messages": "previous_response_id conversation thread",
     "send response_format": 'text={} format="" output_config={} output_format',
     "use tools, tool_choice and tool_calls instead of OpenAI's old fields": 'functions=[] function_call=[]|"none"',
     "send what the model's template knows, such as chat_template_kwargs.enable_thinking": """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Annotated, Any, ClassVar, LiteralString, TypeVar
 from urllib.parse import quote
@@ -49,8 +49,12 @@ class OpenRequestModel(RequestModel):
 
 def hosted(tools: Sequence[object] | None) -> list[str]:
     """Return the tools that are left out since another server runs them, safe for a header."""
-    kinds = dict.fromkeys(tool.type for tool in tools or () if isinstance(tool, HostedTool))
-    return [f"tools.{quote(kind, safe='')[:64]}" for kind in list(kinds)[:_MAX_IGNORED]]
+    return kinds_in("tools", (tool.type for tool in tools or () if isinstance(tool, HostedTool)))
+
+
+def kinds_in(where: str, kinds: Iterable[str]) -> list[str]:
+    """Return the kinds of a field's elements without an effect, each once, safe for a header."""
+    return [f"{where}.{quote(kind, safe='')[:64]}" for kind in list(dict.fromkeys(kinds))[:_MAX_IGNORED]]
 
 
 def check_absent(names: AbstractSet[str], fields: Mapping[str, Any], api: str) -> None:
@@ -75,7 +79,7 @@ def only(*harmless: Any, remedy: LiteralString = "this field is not supported ye
     """Allow an unsupported field only its values without an effect."""
 
     def check(value: Any) -> Any:
-        if value not in harmless:
+        if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in harmless):
             raise PydanticCustomError("not_supported", remedy)
         return value
 

@@ -168,7 +168,7 @@ async def test_a_calls_name_is_escaped_and_read_back():
         (RESPONSES, {"text": {"verbosity": "low"}, "reasoning": {"effort": "low"}}, "text.verbosity, reasoning.effort"),
         (RESPONSES, {"context_management": [{"type": "compaction"}]}, "context_management"),
         (RESPONSES, {"tools": [{"type": "web_search", "external_web_access": True}]}, "tools.web_search"),
-        (RESPONSES, {"tools": [{"type": "namespace", "name": "m", "tools": []}]}, "tools.namespace"),
+        (RESPONSES, {"tools": [{"type": "namespace", "name": "m", "tools": [{"type": "mcp"}]}]}, "tools.mcp"),
         (MESSAGES, {"context_management": {"edits": []}}, None),
         (MESSAGES, {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}, None),
         (MESSAGES, {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),

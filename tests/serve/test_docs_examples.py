@@ -220,7 +220,7 @@ def test_examples_of_a_page_run(front: Front, tmp_path: Path):
 
 
 COMMANDS = re.compile(
-    r"callboard (serve|chat|generate|models|inspect|pull|ls|rm|doctor|replay|bench|chaos)\b([^\n`#|]*)"
+    r"callboard (serve|chat|launch|generate|models|inspect|pull|ls|rm|doctor|replay|bench|chaos)\b([^\n`#|]*)"
 )
 
 

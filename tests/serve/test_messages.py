@@ -257,7 +257,7 @@ async def test_counted_tokens_equal_the_prompts():
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://a/b.png"}}
 TOOL_USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
-DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "x"}}
+DOCUMENT = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "x"}}
 
 
 def user(*blocks: Any) -> dict[str, Any]:
@@ -269,8 +269,8 @@ def user(*blocks: Any) -> dict[str, Any]:
     [
         ({"messages": []}, "messages is []"),
         (user(IMAGE), "images, documents"),
-        (user(DOCUMENT), "messages.0.content.0 is"),
-        (user({"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}), "messages.0.content.0.content.0 is"),
+        (user(DOCUMENT), "messages.0.content.0.type is"),
+        (user({"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}), "unexpected `tool_use_id` found"),
         (user(TOOL_USE), "messages.0.content.0 is a tool_use"),
         ({"system": [IMAGE]}, "system.0 is"),
         ({"system": 1}, "it should be a text or a list of blocks"),

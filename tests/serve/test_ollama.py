@@ -257,7 +257,7 @@ async def test_models_are_listed_and_shown():
         shown = (await client.post("/api/show", json={"model": MODEL})).json()
         assert (await client.post("/api/show", json={"name": "own"})).json()["details"]["parent_model"] == MODEL
         version = (await client.get("/api/version")).json()["version"]
-        missing = await client.get("/api/embed")
+        missing = await client.get("/api/pull")
     assert [model["name"] for model in models] == [model["model"] for model in models] == [MODEL, "own"]
     assert datetime.fromisoformat(models[0]["modified_at"]).tzinfo is not None
     assert models[0]["digest"] != models[1]["digest"]

@@ -200,3 +200,23 @@ async def test_faults_limits_and_abort():
     while slow.num_running:
         await asyncio.sleep(0.001)
     assert sorted(name[-2:] for name in slow.aborted) == ["-0", "-1"]
+
+
+async def test_ollamas_embeddings_equal_openais():
+    engine = FakeEngine(pooling=Pooling("last", normalized=True, cuts_dimensions=True), max_model_len=16)
+    async with client_of(engine) as client:
+        texts = ["aab", "cd"]
+        wanted = (await client.post("/v1/embeddings", json={"input": texts})).json()["data"]
+        answer = await client.post("/api/embed", json={"model": MODEL, "input": texts, "keep_alive": "5m"})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["embeddings"] == [entry["embedding"] for entry in wanted]
+        assert (answer.json()["model"], answer.json()["prompt_eval_count"]) == (MODEL, 5)
+        short = await client.post("/api/embed", json={"input": "ab", "dimensions": 2})
+        assert len(short.json()["embeddings"][0]) == 2
+        older = await client.post("/api/embeddings", json={"model": MODEL, "prompt": "aab", "options": {}})
+        assert older.json() == {"embedding": wanted[0]["embedding"]}
+        long = {"input": "a" * 50}
+        assert (await client.post("/api/embed", json=long)).json()["prompt_eval_count"] == 15
+        refused = await client.post("/api/embed", json={**long, "truncate": False})
+        assert (refused.status_code, refused.json().keys()) == (400, {"error"})
+        assert (await client.post("/api/embeddings", json={"input": "a"})).status_code == 400

@@ -245,7 +245,7 @@ USER = {"role": "user", "content": "a"}
     [
         ({"input": None}, "input", "text or a list"),
         ({"input": []}, "input", "at least 1"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "not supported"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "can read"),
         ({"input": [USER, {"role": "user", "content": [{"type": "input_image"}]}]}, "input.1.content.0.type", "input"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input.0.call_id", "missing"),
         ({"tools": [{"type": "f", "name": "f", "parameters": {}}]}, "tools.0", "function or custom"),

@@ -135,8 +135,8 @@ async def test_parts_and_reasoning_of_other_apis():
     ]
     await client(engine, template).chat.completions.create(model=MODEL, messages=messages)
     assert prompts(engine) == ["a\nb\nc()No.(Hm.)(Ah.)"]
-    messages[0]["content"][0] = {"type": "image_url", "image_url": {"url": "x"}}
-    with pytest.raises(openai.BadRequestError, match=re.escape("messages.0.content.0.type")):
+    messages.append({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})
+    with pytest.raises(openai.BadRequestError, match=re.escape("messages.3.content.0.type")):
         await client(engine, template).chat.completions.create(model=MODEL, messages=messages)
 
 

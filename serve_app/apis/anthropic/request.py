@@ -10,10 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from runtime.output.fields import invalid, read_options
+from runtime.output.fields import FieldError, invalid, read_options, shown
 from runtime.output.tools import KIND_OR_HOSTED, HostedTool
+from serve_app.apis.chat.messages import OtherPart, check_new_parts, unread
 from serve_app.apis.chat.request import ChatRequest
 from serve_app.protocol.dialects import MESSAGES
+from serve_app.protocol.errors import NO_THREADS, ApiError
 from serve_app.protocol.shapes import RequestModel, check_absent, text_or_list_of, type_of
 
 # ---- content ---------------------------------------------------------------------------------------------------------
@@ -59,29 +61,47 @@ _CONTENT_SHAPE: Any = text_or_list_of("blocks")
 _Text = Annotated[Annotated[str, Tag("<text>")] | Annotated[_TextBlocks, Tag("<list>")], _CONTENT_SHAPE]
 
 
+_ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("<text>")] | Annotated[OtherPart, Tag("<other>")],
+    Discriminator(lambda value: "<text>" if type_of(value, "text") == "text" else "<other>"),
+]
+_Result = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[_ResultBlock], Field(fail_fast=True), Tag("<list>")], _CONTENT_SHAPE
+]
+
+
 class ToolResultBlock(RequestModel):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: _Text | None = None
+    content: _Result | None = None
     is_error: bool | None = None
 
     def parts(self) -> list[dict[str, str]]:
-        first, *others = _parts(self.content or "") or _parts("")
-        return [{**first, "text": f"Error: {first['text']}"} if self.is_error else first, *others]
+        content = self.content or ""
+        first, *others = [content] if isinstance(content, str) else [part.text for part in content] or [""]
+        texts = [f"Error: {first}" if self.is_error else first, *others]
+        return [{"type": "text", "text": text} for text in texts]
 
 
 _BLOCK_KINDS = "text", "thinking", "redacted_thinking", "tool_use", "tool_result"
+
+
+def _kind_of_block(value: Any) -> str | None:
+    kind = _tag_of(value)
+    return kind if kind is None or kind[1:-1] in _BLOCK_KINDS else "<other>"
+
+
 _Block = Annotated[
     Annotated[TextBlock, Tag("<text>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")]
     | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
-    | Annotated[ToolResultBlock, Tag("<tool_result>")],
+    | Annotated[ToolResultBlock, Tag("<tool_result>")]
+    | Annotated[OtherPart, Tag("<other>")],
     Discriminator(
-        lambda value: tag if (tag := _tag_of(value)) in {f"<{kind}>" for kind in _BLOCK_KINDS} else None,
+        _kind_of_block,
         custom_error_type="block_kind",
-        custom_error_message=f"only blocks of the types {', '.join(_BLOCK_KINDS)} are supported; images, documents and "
-        "what Anthropic's own tools write are not",
+        custom_error_message="a block should have a type, such as text, tool_use or tool_result",
     ),
 ]
 _Content = Annotated[
@@ -89,8 +109,8 @@ _Content = Annotated[
 ]
 _KINDS_OF_ROLE: dict[str, tuple[type[RequestModel], ...]] = {
     "system": (TextBlock,),
-    "user": (TextBlock, ToolResultBlock),
-    "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
+    "user": (TextBlock, ToolResultBlock, OtherPart),
+    "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock, OtherPart),
 }
 
 
@@ -105,6 +125,11 @@ class Message(RequestModel):
                 if not isinstance(block, _KINDS_OF_ROLE[self.role]):
                     raise invalid(f"{where}.content.{i}", f"is a {block.type}, which no message of {self.role!r} has")
 
+    def turn(self) -> tuple[str, Any]:
+        """Return the role and the content, with the role of a tool for results."""
+        has_results = any(isinstance(block, ToolResultBlock) for block in self.content)
+        return "tool" if has_results else self.role, self.content
+
     def as_chat(self) -> list[dict[str, Any]]:
         """Return the messages of a chat: one for an answer, and one for each tool result or text of a user."""
         if isinstance(self.content, str) or self.role == "system":
@@ -115,15 +140,19 @@ class Message(RequestModel):
         for block in self.content:
             if isinstance(block, ToolResultBlock):
                 messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.parts()})
-            elif isinstance(block, TextBlock):
-                messages.append({"role": "user", "content": _parts([block])})
+            elif isinstance(block, TextBlock | OtherPart):
+                messages.append({"role": "user", "content": _parts(block.text)})
         return messages
 
 
 def _parts(content: str | list[Any]) -> list[dict[str, str]]:
-    """Return text as the parts of a chat's message."""
-    texts = [content] if isinstance(content, str) else [b.text for b in content if isinstance(b, TextBlock)]
+    """Return text as the parts of a chat's message. What Anthropic's own tools wrote is left out."""
+    texts = [content] if isinstance(content, str) else [text for b in content if (text := _written(b)) is not None]
     return [{"type": "text", "text": text} for text in texts]
+
+
+def _written(block: Any) -> str | None:
+    return block.readable if isinstance(block, OtherPart) else block.text if isinstance(block, TextBlock) else None
 
 
 def _answer(blocks: list[Any]) -> dict[str, Any]:
@@ -248,11 +277,34 @@ class CountTokensRequest(RequestModel):
     output_format: OutputFormat | None = None  # the older name of output_config.format
 
     def check(self) -> None:
+        if (self.model_extra or {}).get("thread") is not None:  # the SDK then goes on without threads
+            text = "thread is not supported: this server keeps no messages; send the whole conversation as messages."
+            raise ApiError(400, text, param="thread", code=NO_THREADS)
         for i, message in enumerate(self.messages):
             message.check_at(f"messages.{i}")
+        self._check_results()
+        check_new_parts("messages", [message.turn() for message in self.messages])
         last = self.messages[-1].content
         if isinstance(last, list) and any(isinstance(block, ToolUseBlock) for block in last):
             raise invalid(f"messages.{len(self.messages) - 1}", "is a tool_use without its tool_result after it")
+
+    def _check_results(self) -> None:
+        """Raise FieldError for the result of a tool without a call before it."""
+        called: set[str] = set()
+        for i, message in enumerate(self.messages):
+            for j, block in enumerate(message.content if isinstance(message.content, list) else ()):
+                if isinstance(block, ToolUseBlock):
+                    called.add(block.id)
+                elif isinstance(block, ToolResultBlock) and block.tool_use_id not in called:
+                    problem = f"unexpected `tool_use_id` found in `tool_result` blocks: {shown(block.tool_use_id)}"
+                    remedy = "each `tool_result` block must have a corresponding `tool_use` block in an earlier message"
+                    raise FieldError(f"messages.{i}.content.{j}", f"messages.{i}.content.{j}: {problem}; {remedy}.")
+
+    def _unread(self) -> list[str]:
+        """Return the kinds of blocks that the model does not see."""
+        contents = [message.content for message in self.messages]
+        results = (b.content for content in contents for b in content if isinstance(b, ToolResultBlock))
+        return unread("messages", [*contents, *results])
 
     def as_chat(self) -> ChatRequest:
         """Return the equivalent chat; raises FieldError."""
@@ -283,7 +335,7 @@ class CountTokensRequest(RequestModel):
             fields["response_format"] = {"type": "json_schema", "json_schema": json_schema}
         if output is not None and output.effort is not None:
             fields["output_config.effort"] = output.effort  # unknown to chats, so it is reported as ignored
-        return fields
+        return fields | dict.fromkeys(self._unread(), True)  # unknown to chats, too
 
     def _chat_messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []

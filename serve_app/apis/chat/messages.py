@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, field_serializer, model_serializer
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, field_serializer, model_serializer
 from pydantic_core import PydanticCustomError, from_json
 
-from runtime.output.fields import invalid
+from runtime.output.fields import invalid, shown
 from runtime.output.tools import KIND
 from serve_app.protocol.shapes import (
     LEGACY,
     MAX_VALUES,
     RequestModel,
     has_too_many_values,
+    kinds_in,
     only,
     text_or_list_of,
     type_of,
@@ -36,15 +38,101 @@ class RefusalPart(RequestModel):
         return self.refusal
 
 
+_TEXT_KINDS = "text", "input_text", "output_text"
 ROLES = ("system", "developer", "user", "assistant", "tool")  # of OpenAI's chats, for all templates
 
 
+class OtherPart(RequestModel):
+    """A part that is not a text, such as an image. The model sees its text, or a note that it is missing."""
+
+    model_config = ConfigDict(extra="allow")
+    type: str
+
+    @property
+    def readable(self) -> str | None:
+        """The text within the part; None if it has none."""
+        fields = self.model_extra or {}
+        match self.type, fields:
+            case "tool_reference", {"tool_name": str(name)}:
+                return f"The tool {name} is available."
+            case "document", {"source": {"type": "text", "data": str(text)}}:
+                pass
+            case ("document", {"source": {"content": content}}) | (
+                "search_result" | "compaction",
+                {"content": content},
+            ):
+                text = _texts(content)
+            case _:
+                return None
+        title = fields.get("title")
+        return f"{title}\n{text}" if text and isinstance(title, str) else text or None
+
+    @property
+    def text(self) -> str:
+        verb = next((verb for kind, verb in _SENSES.items() if kind in self.type), None)
+        return self.readable or f"[{verb or self.type}]"
+
+
+_SENSES = {
+    "image": "image: this model cannot see it",
+    "screenshot": "image: this model cannot see it",
+    "video": "video: this model cannot see it",
+    "audio": "audio: this model cannot hear it",
+    "document": "document: this model cannot read it",
+    "file": "file: this model cannot read it",
+}
+
+
+def _texts(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    return "\n".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
+
+
+def unread(where: str, contents: Iterable[Any]) -> list[str]:
+    """Return the kinds of parts that the model cannot read, safe for a header."""
+    lists = (content for content in contents if isinstance(content, list))
+    others = (part for content in lists for part in content if isinstance(part, OtherPart))
+    return kinds_in(where, (part.type for part in others if part.readable is None))
+
+
+def check_new_parts(where: str, turns: Sequence[tuple[str, Any]]) -> None:
+    """Raise FieldError for a part that the model cannot read in a new message.
+
+    In the history and in messages with results of tools, a note replaces such a part. Clients send both again with each
+    turn, so an error would end the session.
+
+    Args:
+        where: the field with the conversation.
+        turns: role and content of each message."""
+    new = 0
+    for role, _ in reversed(turns):
+        if role == "tool":
+            return
+        if role == "assistant":
+            break
+        new += 1
+    for i in range(len(turns) - new, len(turns)):
+        content = turns[i][1]
+        for j, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, OtherPart) and part.readable is None:
+                problem = f"is {shown(part.type)}: this model reads texts, no images, documents or sounds; leave it out"
+                raise invalid(f"{where}.{i}.content.{j}.type", problem)
+
+
 def _kind_of_part(value: Any) -> str:
-    return "<refusal>" if type_of(value) == "refusal" else "<text>"
+    kind = type_of(value, "text")
+    if kind == "refusal" or not isinstance(kind, str):
+        return "<refusal>" if kind == "refusal" else "<text>"
+    return "<text>" if kind in _TEXT_KINDS else "<other>"
 
 
 Part = Annotated[
-    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")], Discriminator(_kind_of_part)
+    Annotated[TextPart, Tag("<text>")]
+    | Annotated[RefusalPart, Tag("<refusal>")]
+    | Annotated[OtherPart, Tag("<other>")],
+    Discriminator(_kind_of_part),
 ]
 Content = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[Part], Field(fail_fast=True), Tag("<list>")],

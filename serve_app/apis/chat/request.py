@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 from runtime.output.fields import invalid, shown
 from runtime.output.options import ChatOptions
 from runtime.output.tools import HostedTool
-from serve_app.apis.chat.messages import ChatMessage, Content
+from serve_app.apis.chat.messages import ChatMessage, Content, check_new_parts, unread
 from serve_app.protocol.dialects import CHAT
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.protocol.shapes import RequestModel, hosted, or_default
@@ -59,9 +59,11 @@ class ChatRequest(SamplingFields, ChatOptions):
                     raise invalid(f"tools.{i}.{tool.type}.name", problem)
         for i, message in enumerate(self.messages):
             message.check_at(f"messages.{i}")
+        check_new_parts("messages", [(message.role, message.content) for message in self.messages])
 
     def ignored_fields(self) -> list[str]:
-        return super().ignored_fields() + hosted(self.tools)
+        parts = unread("messages", (message.content for message in self.messages))
+        return super().ignored_fields() + hosted(self.tools) + parts
 
     def template_messages(self) -> list[dict[str, Any]]:
         """Return the messages for the template. A tool's message has its function's name, which Hermes needs."""

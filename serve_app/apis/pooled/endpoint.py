@@ -151,8 +151,8 @@ class RerankEndpoint(PooledEndpoint[RerankRequest]):
         return prepared.body("rerank", results=results)
 
 
-POOLING = PoolingEndpoint()
-POOLED_ENDPOINTS: tuple[PooledEndpoint[Any], ...] = (EmbeddingsEndpoint(), POOLING, ScoreEndpoint(), RerankEndpoint())
+POOLING, EMBEDDINGS = PoolingEndpoint(), EmbeddingsEndpoint()
+POOLED_ENDPOINTS: tuple[PooledEndpoint[Any], ...] = (EMBEDDINGS, POOLING, ScoreEndpoint(), RerankEndpoint())
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------

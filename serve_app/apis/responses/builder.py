@@ -174,7 +174,9 @@ class ResponseBuilder:
         if call.name:
             self._close("completed")
             kind, prefix = ("custom_tool_call", "ctc") if call.is_custom else ("function_call", "fc")
-            item = _OpenItem({"type": kind, "id": _new_id(prefix), "call_id": call.id, "name": call.name})
+            namespace, name = self._prepared.request.offered.namespaces.get(call.name, (None, call.name))
+            fields = {"type": kind, "id": _new_id(prefix), "call_id": call.id, "name": name}
+            item = _OpenItem(fields | ({} if namespace is None else {"namespace": namespace}))
             self._begin(item, {_TEXTS_OF_CALLS[kind]: ""})
         if call.arguments and self._open is not None:
             self._add_piece(self._open, call.arguments)

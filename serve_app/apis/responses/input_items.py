@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, TypeAdapter
+from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
+from pydantic_core import to_json
 
+from runtime.output.fields import invalid
 from serve_app.apis.chat.messages import (
     CalledCustomTool,
     CalledFunction,
     ChatMessage,
     Content,
     CustomToolCall,
+    OtherPart,
+    Part,
     RefusalPart,
     TextPart,
     ToolCall,
+    check_new_parts,
+    unread,
 )
-from serve_app.protocol.shapes import RequestModel, type_of
+from serve_app.apis.responses.tools import AnyFlatTool, flat_name
+from serve_app.protocol.shapes import RequestModel, kinds_in, type_of
 
-_KINDS = (
-    "message",
-    "function_call",
-    "function_call_output",
-    "custom_tool_call",
-    "custom_tool_call_output",
-    "reasoning",
+_ID_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
+_ADDING = "additional_tools", "tool_search_output"
+# Items of tools that other servers run, and of their ways to shorten a conversation.
+_HOSTED = re.compile(
+    r"\w+_(call|call_output|output|list_tools|approval_request|approval_response)|(context_)?compaction(_\w+)?"
+    r"|item_reference|ghost_snapshot"
 )
 
 
-def _text(content: str | list[TextPart | RefusalPart]) -> str:
+_PARTS: TypeAdapter[list[Part]] = TypeAdapter(list[Part])
+
+
+def _text(content: str | Sequence[TextPart | RefusalPart | OtherPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
@@ -47,6 +64,7 @@ class FunctionCall(_Item):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
@@ -54,6 +72,7 @@ class CustomCall(_Item):
     type: Literal["custom_tool_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     input: str
 
 
@@ -82,9 +101,55 @@ class Reasoning(_Item):
     content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
 
 
+class AddedTools(_Item):
+    """Tools that a client adds within the conversation, by itself or as the result of a search."""
+
+    type: Literal["additional_tools", "tool_search_output"]
+    call_id: str | None = None
+    tools: Annotated[list[AnyFlatTool], Field(fail_fast=True)]
+
+
+class HostedItem(_Item):
+    """An item of another server's tool, or one that only another server can read."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+    def as_known(self) -> FunctionCall | FunctionCallOutput | None:
+        """Return the item as a function's call or output, which it is if the client ran the tool; else None."""
+        fields = dict(self.model_extra or {})
+        call_id = fields.pop("call_id", None) or (self.id if self.type.endswith("call_output") else None)
+        name, fields_of_call = self.type.removesuffix("_call"), fields.keys() - {"status", "output"}
+        if not isinstance(call_id, str):
+            return None
+        if self.type.endswith("_output"):
+            return FunctionCallOutput(
+                type="function_call_output", call_id=call_id, output=_output(fields.get("output"))
+            )
+        arguments = (
+            fields["arguments"] if "arguments" in fields else {key: fields[key] for key in sorted(fields_of_call)}
+        )
+        text = arguments if isinstance(arguments, str) else to_json(arguments).decode()
+        return FunctionCall(type="function_call", call_id=call_id, name=name, arguments=text)
+
+
+def _output(output: Any) -> str | list[Any]:
+    """Return the output of another server's tool as a text, or as the parts that it consists of."""
+    parts = output if isinstance(output, list) else [output]
+    try:
+        return output if isinstance(output, str) else _PARTS.validate_python(parts)
+    except ValidationError:
+        return to_json(output).decode()
+
+
 def _kind_of_item(value: Any) -> str | None:
     kind = type_of(value, "message")
-    return f"<{kind}>" if kind in _KINDS else None
+    if not isinstance(kind, str):
+        return None
+    if kind in _ADDING:
+        return "<added>"
+    return f"<{kind}>" if kind in _ID_PREFIXES else "<hosted>" if _HOSTED.fullmatch(kind) else None
 
 
 InputItem = Annotated[
@@ -93,12 +158,14 @@ InputItem = Annotated[
     | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
     | Annotated[CustomCall, Tag("<custom_tool_call>")]
     | Annotated[CustomCallOutput, Tag("<custom_tool_call_output>")]
-    | Annotated[Reasoning, Tag("<reasoning>")],
+    | Annotated[Reasoning, Tag("<reasoning>")]
+    | Annotated[AddedTools, Tag("<added>")]
+    | Annotated[HostedItem, Tag("<hosted>")],
     Discriminator(
         _kind_of_item,
         custom_error_type="item_kind",
         custom_error_message="it should be an item of the type message, function_call, function_call_output, "
-        "custom_tool_call, custom_tool_call_output or reasoning; others are not supported",
+        "custom_tool_call, custom_tool_call_output or reasoning, or one of another server's tools",
     ),
 ]
 
@@ -115,19 +182,11 @@ def as_list(items: Sequence[bytes]) -> bytes:
     return b"[" + b",".join(items) + b"]"
 
 
-_ID_PREFIXES = {
-    "message": "msg",
-    "function_call": "fc",
-    "function_call_output": "fco",
-    "custom_tool_call": "ctc",
-    "custom_tool_call_output": "ctco",
-    "reasoning": "rs",
-}
-
-
 def listed(item: InputItem, name: str) -> dict[str, Any]:
     """Return an item of a stored input for clients. An item without an id gets one from `name`."""
-    fields = {"id": f"{_ID_PREFIXES[item.type]}_{name}", "status": "completed"} | item.model_dump(exclude_none=True)
+    fields = {"id": f"{_ID_PREFIXES.get(item.type, 'item')}_{name}", "status": "completed"} | item.model_dump(
+        exclude_none=True
+    )
     match item:
         case InputMessage(role="assistant"):
             text = {"type": "output_text", "text": _text(item.content), "annotations": []}
@@ -141,12 +200,47 @@ def listed(item: InputItem, name: str) -> dict[str, Any]:
     return fields
 
 
+def check_new(items: Sequence[InputItem]) -> None:
+    """Raise FieldError for a part of a new message that the model cannot read, or if it can read no item."""
+    if not any(_seen(item) for item in items):
+        raise invalid("input", "has no item that this server can read; send the messages of the conversation")
+    check_new_parts("input", [_turn(item) for item in items])
+
+
+def _seen(item: InputItem) -> InputItem | None:
+    return item.as_known() if isinstance(item, HostedItem) else item
+
+
+def _turn(item: InputItem) -> tuple[str, Any]:
+    match item:
+        case InputMessage():
+            return item.role, item.content
+        case CallOutput() | AddedTools(call_id=str()) | HostedItem() if "output" in item.type:
+            return "tool", getattr(item, "output", None)
+    return "assistant", None
+
+
+def left_out(items: Sequence[InputItem]) -> list[str]:
+    """Return the kinds of items and of parts that the model does not see, safe for a header."""
+    seen = [(item.type, _seen(item)) for item in items]
+    contents = (_turn(item)[1] for _, item in seen if item is not None)
+    return kinds_in("input", (kind for kind, item in seen if item is None)) + unread("input", contents)
+
+
 def as_messages(items: Sequence[InputItem]) -> list[ChatMessage]:
     """Return the messages of a conversation. The items of one turn of the model form one message."""
     messages: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None  # the assistant's open turn
-    for item in items:
-        match item:
+    for each in items:
+        match item := _seen(each):
+            case None:
+                continue
+            case AddedTools():
+                if item.call_id is not None:
+                    names = ", ".join(getattr(tool, "name", tool.type) for tool in item.tools)
+                    messages.append({"role": "tool", "tool_call_id": item.call_id, "content": f"Tools: {names}"})
+                    turn = None
+                continue
             case CallOutput():
                 turn = None
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
@@ -163,10 +257,10 @@ def as_messages(items: Sequence[InputItem]) -> list[ChatMessage]:
             case InputMessage():
                 turn["content"] = item.content
             case FunctionCall():
-                function = CalledFunction(name=item.name, arguments=item.arguments)
+                function = CalledFunction(name=flat_name(item.namespace, item.name), arguments=item.arguments)
                 turn.setdefault("tool_calls", []).append(ToolCall(id=item.call_id, function=function))
             case CustomCall():
-                custom = CalledCustomTool(name=item.name, input=item.input)
+                custom = CalledCustomTool(name=flat_name(item.namespace, item.name), input=item.input)
                 call = CustomToolCall(id=item.call_id, type="custom", custom=custom)
                 turn.setdefault("tool_calls", []).append(call)
     return [ChatMessage(**message) for message in messages]

@@ -6,34 +6,27 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_serializer, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, Tag
 
 from runtime.output.fields import Options, invalid
 from runtime.output.options import Effort
 from runtime.output.response_format import JsonSchema, ResponseFormat
-from runtime.output.tools import (
-    KIND_OR_HOSTED,
-    AnyTool,
-    ChosenCustomTool,
-    ChosenFunction,
-    ChosenTool,
-    Custom,
-    CustomTool,
-    Function,
-    HostedTool,
-    InputFormat,
-    InputGrammar,
-    Name,
-    Tool,
-)
 from serve_app.apis.chat.messages import ChatMessage
 from serve_app.apis.chat.request import ChatRequest
-from serve_app.apis.responses.input_items import InputItem, InputMessage, as_messages, encoded
+from serve_app.apis.responses.input_items import (
+    AddedTools,
+    InputItem,
+    InputMessage,
+    as_messages,
+    check_new,
+    encoded,
+    left_out,
+)
+from serve_app.apis.responses.tools import AnyFlatTool, FlatToolChoice, OfferedTools
 from serve_app.protocol.dialects import RESPONSES, Metadata
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS, refused_fields
 from serve_app.protocol.sampling import SamplingFields
-from serve_app.protocol.shapes import RequestModel, hosted, only, or_default, text_or_list_of, type_of
+from serve_app.protocol.shapes import RequestModel, hosted, only, or_default, text_or_list_of
 
 LOGPROBS = "message.output_text.logprobs"
 INSTRUCTING = ("system", "developer")  # roles of messages that instruct the model
@@ -45,112 +38,6 @@ _INSTEAD = {
     "send include and top_logprobs": "logprobs",
     "send instructions and input": "prompt",
 }
-
-
-class FunctionTool(Options):
-    """A function; a chat nests these fields under `function`."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    type: Literal["function"]
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    def as_chat(self) -> Tool:
-        given = self.model_dump(exclude_none=True, exclude={"type"})
-        return Tool(type="function", function=Function(**given))
-
-
-class CustomFormat(Options):
-    """The format of a custom tool's input; a chat nests a grammar's fields."""
-
-    type: Literal["text", "grammar"]
-    syntax: Literal["lark", "regex"] | None = None
-    definition: str | None = None
-
-    @model_validator(mode="after")
-    def _has_what_its_type_says(self) -> Self:
-        given = {self.syntax is not None, self.definition is not None}
-        if given != {self.type == "grammar"}:
-            raise PydanticCustomError(
-                "format_shape", "it should have syntax and definition where its type is 'grammar', and only there"
-            )
-        return self
-
-    def as_chat(self) -> InputFormat:
-        if self.syntax is None or self.definition is None:
-            return InputFormat(type=self.type)
-        return InputFormat(type=self.type, grammar=InputGrammar(syntax=self.syntax, definition=self.definition))
-
-
-class FlatCustomTool(Options):
-    """A custom tool; a chat nests these fields under `custom`."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    type: Literal["custom"]
-    name: Name
-    description: str | None = None
-    format: CustomFormat | None = None
-
-    @field_serializer("format")
-    def _shown(self, form: CustomFormat | None) -> dict[str, Any]:
-        return {"type": "text"} if form is None else form.model_dump(exclude_none=True)
-
-    def as_chat(self) -> CustomTool:
-        form = None if self.format is None else self.format.as_chat()
-        return CustomTool(type="custom", custom=Custom(name=self.name, description=self.description, format=form))
-
-
-_AnyTool = Annotated[
-    Annotated[FunctionTool, Tag("<function>")]
-    | Annotated[FlatCustomTool, Tag("<custom>")]
-    | Annotated[HostedTool, Tag("<hosted>")],
-    KIND_OR_HOSTED,
-]
-
-
-class NamedTool(RequestModel):
-    type: Literal["function", "custom"]
-    name: str
-
-
-_NamedOrHosted = Annotated[
-    Annotated[NamedTool, Tag("<function>")]
-    | Annotated[NamedTool, Tag("<custom>")]
-    | Annotated[HostedTool, Tag("<hosted>")],
-    KIND_OR_HOSTED,
-]
-
-
-class FlatAllowedTools(RequestModel):
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[_NamedOrHosted], Field(min_length=1, fail_fast=True)]
-
-
-def _kind_of_choice(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "<text>"
-    kind = type_of(value)
-    if kind in ("function", "custom"):
-        return "<tool>"
-    return "<allowed_tools>" if kind == "allowed_tools" else None
-
-
-_ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<text>")]
-    | Annotated[NamedTool, Tag("<tool>")]
-    | Annotated[FlatAllowedTools, Tag("<allowed_tools>")],
-    Discriminator(
-        _kind_of_choice,
-        custom_error_type="tool_choice_shape",
-        custom_error_message="it should be 'none', 'auto', 'required', or an object of the type function, custom "
-        "or allowed_tools, since this server runs no tools itself",
-    ),
-]
 
 
 class TextFormat(Options):
@@ -221,8 +108,8 @@ class ResponsesRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[_AnyTool], Field(fail_fast=True)] | None = None
-    tool_choice: _ToolChoice | None = None
+    tools: Annotated[list[AnyFlatTool], Field(fail_fast=True)] | None = None
+    tool_choice: FlatToolChoice | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
 
@@ -251,7 +138,7 @@ class ResponsesRequest(SamplingFields):
             ignored.append("reasoning.summary")
         if self.text is not None and self.text.verbosity is not None:
             ignored.append("text.verbosity")
-        return ignored + hosted(self.tools)
+        return ignored + hosted(self.offered.flat) + left_out(self.items())
 
     def check(self) -> None:
         super().check()
@@ -260,7 +147,14 @@ class ResponsesRequest(SamplingFields):
         if self.background and self.store is False:
             raise invalid("background", "is only allowed when the response is stored; leave out store")
         with RESPONSES.names.in_errors():
-            self.chat([]).check()  # without items, which do not need checks
+            self.chat([]).check()  # without items
+        check_new(self.items())
+
+    @cached_property
+    def offered(self) -> OfferedTools:
+        """The tools of the request and of its items."""
+        later = (tool for item in self.items() if isinstance(item, AddedTools) for tool in item.tools)
+        return OfferedTools([*(self.tools or ()), *later])
 
     def items(self) -> list[InputItem]:
         """The input as items."""
@@ -273,7 +167,9 @@ class ResponsesRequest(SamplingFields):
 
     def after(self, items: Sequence[InputItem]) -> Self:
         """Return the request with a conversation before its input."""
-        return self.model_copy(update={"input": [*items, *self.items()]})
+        longer = self.model_copy(update={"input": [*items, *self.items()]})
+        longer.__dict__.pop("offered", None)  # cached values are copied, too
+        return longer
 
     def messages(self) -> list[ChatMessage]:
         """Return the conversation of a chat.
@@ -290,7 +186,7 @@ class ResponsesRequest(SamplingFields):
     def chat(self, messages: list[ChatMessage]) -> ChatRequest:
         """Return the equivalent request of a chat with these messages."""
         shared = {name: getattr(self, name) for name in _SHARED & self.model_fields_set}
-        tools, choice = self._offered_tools()
+        tools, choice = self.offered.chosen(self.tool_choice)
         own = {
             "messages": messages,
             "max_tokens": self.max_output_tokens,
@@ -301,23 +197,6 @@ class ResponsesRequest(SamplingFields):
             "chat_template_kwargs": self.chat_template_kwargs,
         }
         return _BLANK_CHAT.model_copy(update=shared | own)
-
-    def _offered_tools(self) -> tuple[list[AnyTool | HostedTool], Any]:
-        """Return the allowed tools and a chat's `tool_choice`."""
-        tools = [tool if isinstance(tool, HostedTool) else tool.as_chat() for tool in self.tools or ()]
-        choice = self.tool_choice
-        match choice:
-            case NamedTool(type="function"):
-                return tools, ChosenTool(type="function", function=ChosenFunction(name=choice.name))
-            case NamedTool():
-                return tools, ChosenCustomTool(type="custom", custom=ChosenFunction(name=choice.name))
-            case FlatAllowedTools():
-                allowed = {(tool.type, tool.name) for tool in choice.tools if isinstance(tool, NamedTool)}
-                own = {(t.type, t.function.name): t for t in tools if not isinstance(t, HostedTool)}
-                if unknown := allowed - own.keys():
-                    raise invalid("tool_choice.tools", f"has {min(unknown)[1]!r}, which no tool has")
-                return [tool for key, tool in own.items() if key in allowed], choice.mode
-        return tools, choice if tools or choice == "required" else None
 
 
 # A copy takes a tenth of the time of `model_construct`, which evaluates the default of each field.

@@ -132,9 +132,7 @@ def _broadcast_to_known(self: Semantic, lhs: core.tensor, rhs: core.tensor) -> t
     return tuple(
         value
         if value.type.dims == dims
-        else core.tensor(
-            self.builder.create_broadcast(value.handle, dims), core.block_type(value.dtype, list(dims))
-        )
+        else core.tensor(self.builder.create_broadcast(value.handle, dims), core.block_type(value.dtype, list(dims)))
         for value in (lhs, rhs)
     )
 

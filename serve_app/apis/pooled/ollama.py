@@ -1,0 +1,91 @@
+"""POST /api/embed and /api/embeddings: embeddings in Ollama's form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+from pydantic import model_validator
+
+from runtime.output.vectors import embedding
+from runtime.spec.pooling import Pooling
+from serve_app.apis.ollama.answers import OllamaError
+from serve_app.apis.pooled.endpoint import EMBEDDINGS, PooledEndpoint, PreparedPooling
+from serve_app.apis.pooled.request import EmbeddingRequest
+from serve_app.protocol.answers import encode_json
+from serve_app.protocol.operation import WHOLE_ANSWERS, Operation
+from serve_app.protocol.prepared_request import ServedModel
+
+
+class OllamaEmbeddings(msgspec.Struct):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(msgspec.Struct):
+    embedding: list[float]
+
+
+class OllamaEmbedRequest(EmbeddingRequest):
+    """POST /api/embed."""
+
+    truncate: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _cut_to_the_context(cls, value: Any) -> Any:
+        is_cut = isinstance(value, dict) and value.get("truncate") is not False
+        return {"truncate_prompt_tokens": -1, **value} if is_cut else value
+
+
+class OllamaEmbeddingRequest(OllamaEmbedRequest):
+    """POST /api/embeddings, the older route."""
+
+    input: Any = None  # Ollama's field is `prompt`
+    prompt: str
+
+    def inputs(self) -> Sequence[str | list[int]]:
+        return [self.prompt]
+
+    def count(self) -> tuple[str, int]:
+        return "prompt", 1
+
+
+class OllamaEmbedEndpoint(PooledEndpoint[OllamaEmbedRequest]):
+    """Vectors of one text or several."""
+
+    paths, id_prefix = ("/api/embed",), "embd-"
+    request_type: type[OllamaEmbedRequest] = OllamaEmbedRequest
+    operation = Operation(
+        "Vectors of texts, in Ollama's form", OllamaEmbeddings, (OllamaEmbedRequest,), WHOLE_ANSWERS, error=OllamaError
+    )
+
+    def prompts(self, request: OllamaEmbedRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
+        return EMBEDDINGS.prompts(request, model, pooling)
+
+    def answer(self, prepared: PreparedPooling[OllamaEmbedRequest], pooled: Sequence[bytes]) -> bytes:
+        vectors = [embedding(p, prepared.pooling, prepared.request.dimensions).tolist() for p in pooled]
+        num_tokens = sum(request.prompt_len for request in prepared.requests)
+        durations = {"total_duration": 0, "load_duration": 0, "prompt_eval_count": num_tokens}
+        return encode_json({"model": prepared.model.name, "embeddings": vectors, **durations})
+
+
+class OllamaEmbeddingEndpoint(OllamaEmbedEndpoint):
+    """The vector of one text."""
+
+    paths = ("/api/embeddings",)
+    request_type: type[OllamaEmbedRequest] = OllamaEmbeddingRequest
+    operation = Operation(
+        "The vector of a text, in Ollama's form",
+        OllamaEmbedding,
+        (OllamaEmbeddingRequest,),
+        WHOLE_ANSWERS,
+        error=OllamaError,
+    )
+
+    def answer(self, prepared: PreparedPooling[OllamaEmbedRequest], pooled: Sequence[bytes]) -> bytes:
+        return encode_json({"embedding": embedding(pooled[0], prepared.pooling).tolist()})
