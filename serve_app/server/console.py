@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-_SILENT_S = 15.0  # after so long without a line, one names what is awaited
+_SILENT_S = 15.0  # of a start without a line, until one names the part that takes long
 
 
 class Console:
@@ -26,7 +26,7 @@ class Console:
 
     @contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """Within the context, name what is awaited after each `silent_s` seconds without a line."""
+        """Print `what` after each `silent_s` seconds of the context without a line."""
         ended = threading.Event()
         reporter = threading.Thread(target=self._report_waiting, args=(what, ended), name="still-waiting", daemon=True)
         reporter.start()

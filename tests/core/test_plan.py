@@ -118,8 +118,8 @@ def test_wrong_magic_is_refused():
 
 
 def test_bad_params_name_the_field():
-    with pytest.raises(CallboardError, match="top_p is 0"):
-        SamplingParams(top_p=0.0)
+    with pytest.raises(CallboardError, match="top_p is -0.1"):
+        SamplingParams(top_p=-0.1)
     with pytest.raises(CallboardError, match="min_tokens"):
         replace(SamplingParams(max_tokens=3), min_tokens=4)
     with pytest.raises(CallboardError, match="max_tokens is 0"):
