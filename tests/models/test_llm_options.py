@@ -160,7 +160,7 @@ def test_unsupported_fields_are_refused(load):
         with pytest.raises(CallboardError, match=says):
             llm.generate("hell", PARAMS, **options)
     for options, says in (
-        ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function is missing"),
         ({"tools": [{"type": "custom"}]}, "tools.0.custom is missing"),
         ({"tool_choice": "required"}, "tool_choice is only allowed when there are tools"),
         ({"tools": TOOLS, "response_format": {"type": "regex", "regex": "a"}}, "set tool_choice to none"),
