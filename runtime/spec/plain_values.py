@@ -110,7 +110,8 @@ def biases(value: Any, field: str) -> tuple[tuple[int, float], ...]:
         if len(rest) != 1:
             raise _fault(pair, f"{field}[{i}]", "a pair of a token id and a bias")
         found.append((integer(token, f"The token id of {field}[{i}]"), number(rest[0], f"{field}[{i}][1]")))
-    return tuple(found)
+    is_plain = type(value) is tuple and all(tuple(map(type, pair)) == (int, float) for pair in value)
+    return value if is_plain else tuple(found)  # choices of a request share one object
 
 
 def _items(value: Any, field: str, needed: str) -> list[Any]:

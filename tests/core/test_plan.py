@@ -118,7 +118,7 @@ def test_wrong_magic_is_refused():
 
 
 def test_bad_params_name_the_field():
-    with pytest.raises(CallboardError, match="top_p is -0.1"):
+    with pytest.raises(CallboardError, match=r"top_p is -0\.1"):
         SamplingParams(top_p=-0.1)
     with pytest.raises(CallboardError, match="min_tokens"):
         replace(SamplingParams(max_tokens=3), min_tokens=4)

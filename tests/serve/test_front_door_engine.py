@@ -88,7 +88,7 @@ async def test_retry_after_is_the_time_to_drain_the_queue():
     async with serving(delay_s=0.001, max_num_seqs=1) as (engine, _):
         loop = engine.loop
         assert loop.requests.limits._retry_after_s(100) == 1.0  # nothing has finished yet
-        loop.requests.limits._finish_times.extend([10.0, 10.5, 11.0])  # one every half second
+        loop.requests.limits._finish_times.extend([10.0, 10.5, 11.0, 11.5])  # one every half second
         assert loop.requests.limits._retry_after_s(7) == 3.5
         assert loop.requests.limits._retry_after_s(1) == 1.0
         assert loop.requests.limits._retry_after_s(1000) == 60.0
