@@ -227,7 +227,7 @@ class Scheduler:
             if state.status is not running or state.num_total >= state.plan_limit:
                 continue  # it was preempted for an earlier row, or its last token is in flight
             # prefill
-            if state.num_total - state.num_computed > 1:
+            if state.num_total - state.num_computed > 1 or state is step.overtaking:
                 if not step.num_prompts:
                     self._limit_prompts(step)
                     if alone is None and step.overtaking is None:
