@@ -258,7 +258,7 @@ class Scheduler:
         if most is None or missing <= most:
             return None
         others = chain(self.running, self.waiting.oldest())
-        short = shortest_prompt(others, first.sort_key[0], missing // 2, self.extras.held())
+        short = shortest_prompt(others, first.sort_key[0], missing // 2, {*self.extras.held(), *step.rows})
         if short is not None:
             step.max_prompt_tokens = max(most // 2, self.kv_cache.least_row)
             if short.slot is not None or (self.extras.may_open_slots(step, self.running) and self._admit(short, step)):
