@@ -146,9 +146,10 @@ async def test_no_prompt_is_shared_after_an_unread_request(engine):
     with replica.sock:
         first, second, third = requests_of(iter("abc"), [1, 2, 3], SamplingParams(ignore_eos=True), 3)
         prompts = SharedPrompts()
-        replica.send(encode(prompts.reduced(Submit(1, request(0), resumed=False))))
-        replica.send(encode(prompts.reduced(Submit(2, replace(first, priority=1.5), resumed=False))))
-        replica.send(encode(prompts.reduced(Submit(3, second, resumed=False))))
+        for number, each in enumerate((request(0), replace(first, priority=1.5), second), 1):
+            message = Submit(number, each, resumed=False)
+            replica.send(encode(prompts.reduced(message)))
+            prompts.sent(message)
         replica.send(encode(Submit(4, third, resumed=False)))
         refused, ended = set(), set()
         while ended != {1, 4} or refused != {2, 3}:

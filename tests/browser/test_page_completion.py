@@ -33,9 +33,9 @@ def test_completion(visit, server):
     page.keyboard.press("Escape")
     page.wait_for_selector("#output-note:text('stopped')")
     server.until(lambda: server.engine.num_running == 0)
-    page.fill("#completion [name=top_p]", "0")
+    page.fill("#completion [name=top_p]", "2")
     page.press("#prompt", "Enter")
-    page.wait_for_selector("#output-note [role=alert]:text('top_p is 0')")
+    page.wait_for_selector("#output-note [role=alert]:text('top_p is 2')")
 
 
 def test_token_probabilities(visit, server):
