@@ -210,7 +210,7 @@ def test_a_server_without_keys_accepts_only_its_own_names():
         (["serve", "--bogus"], "--bogus"),
         (["generate", "hi", "--temperature", "-1"], "--temperature is -1.0"),
         (["generate"], "prompt"),
-        (["chat", "--top-p", "0"], "--top-p is 0.0"),
+        (["chat", "--top-p", "2"], "--top-p is 2.0"),
         (["chaos", "http://127.0.0.1:8000", "--every", "nan"], "'nan' must be a number of seconds above 0"),
     ],
 )
