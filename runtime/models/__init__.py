@@ -117,7 +117,11 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         chats=_GEMMA4_CHATS,
     ),
     "Glm4ForCausalLM": Family(
-        "GLM-4-0414 9B, 32B; GLM-Z1", "zai-org/GLM-4-9B-0414", glm.post_norms_decoder_spec, glm.POST_NORMS_WEIGHT_MAP
+        "GLM-4-0414 9B, 32B; GLM-Z1",
+        "zai-org/GLM-4-9B-0414",
+        glm.post_norms_decoder_spec,
+        glm.POST_NORMS_WEIGHT_MAP,
+        chats=(ChatForm("chatglm-4", "glm4"),),
     ),
     "Glm4MoeForCausalLM": Family(
         "GLM-4.5, 4.5-Air, 4.6, 4.7",
@@ -142,13 +146,18 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         chats=(ChatForm("gpt-oss", "harmony", reasons=True),),
     ),
     "GraniteForCausalLM": Family(
-        "Granite 3.0-3.3", "ibm-granite/granite-3.3-2b-instruct", granite.decoder_spec, granite.WEIGHT_MAP
+        "Granite 3.0-3.3",
+        "ibm-granite/granite-3.3-2b-instruct",
+        granite.decoder_spec,
+        granite.WEIGHT_MAP,
+        chats=(ChatForm("granite-3", "granite"),),
     ),
     "GraniteMoeForCausalLM": Family(
         "Granite 3.0, 3.1 with experts",
         "ibm-granite/granite-3.1-1b-a400m-instruct",
         granite.moe_decoder_spec,
         granite.MOE_WEIGHT_MAP,
+        chats=(ChatForm("granite-3", "granite"),),
     ),
     "GraniteMoeHybridForCausalLM": Family(
         "Granite 4.0 Micro, without state-space layers",
@@ -156,9 +165,19 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         granite.hybrid_decoder_spec,
         granite.HYBRID_WEIGHT_MAP,
     ),
-    "Lfm2ForCausalLM": Family("LFM2, LFM2.5", "LiquidAI/LFM2-1.2B", lfm.decoder_spec, lfm.WEIGHT_MAP),
+    "Lfm2ForCausalLM": Family(
+        "LFM2, LFM2.5",
+        "LiquidAI/LFM2-1.2B",
+        lfm.decoder_spec,
+        lfm.WEIGHT_MAP,
+        chats=(ChatForm("lfm-2", "lfm2"), ChatForm("lfm-2.5", "lfm2", reasons=True)),
+    ),
     "Lfm2MoeForCausalLM": Family(
-        "LFM2-8B-A1B, LFM2-24B-A2B", "LiquidAI/LFM2-8B-A1B", lfm.moe_decoder_spec, lfm.MOE_WEIGHT_MAP
+        "LFM2-8B-A1B, LFM2-24B-A2B",
+        "LiquidAI/LFM2-8B-A1B",
+        lfm.moe_decoder_spec,
+        lfm.MOE_WEIGHT_MAP,
+        chats=(ChatForm("lfm-2", "lfm2"),),
     ),
     "LlamaForCausalLM": Family(
         "Llama 2, 3, 3.1, 3.2; SmolLM2",
@@ -200,7 +219,13 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         f"{_RANDOM}; a text of SmolLM2-135M-Instruct with copies of its feed-forward layers as experts",
     ),
     "Olmo2ForCausalLM": Family("OLMo 2", "allenai/OLMo-2-1124-7B-Instruct", olmo.olmo2_spec, olmo.WEIGHT_MAP),
-    "Olmo3ForCausalLM": Family("OLMo 3, 3.1", "allenai/Olmo-3-7B-Instruct", olmo.olmo3_spec, olmo.WEIGHT_MAP),
+    "Olmo3ForCausalLM": Family(
+        "OLMo 3, 3.1",
+        "allenai/Olmo-3-7B-Instruct",
+        olmo.olmo3_spec,
+        olmo.WEIGHT_MAP,
+        chats=(ChatForm("olmo-3", "olmo3"),),
+    ),
     "OlmoeForCausalLM": Family(
         "OLMoE", "allenai/OLMoE-1B-7B-0924-Instruct", olmo.moe_decoder_spec, olmo.MOE_WEIGHT_MAP
     ),
@@ -209,7 +234,7 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         "microsoft/Phi-4-mini-instruct",
         phi.decoder_spec,
         phi.WEIGHT_MAP,
-        chats=(ChatForm("phi4-mini", "generic"), ChatForm("phi3", "generic")),
+        chats=(ChatForm("phi4-mini", "phi4_mini"), ChatForm("phi3", "generic")),
     ),
     "Qwen2ForCausalLM": Family(
         "Qwen2, Qwen2.5",
@@ -257,7 +282,11 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         qwen_hybrid.MOE_WEIGHT_MAP,
     ),
     "SeedOssForCausalLM": Family(
-        "Seed-OSS 36B", "ByteDance-Seed/Seed-OSS-36B-Instruct", seed.decoder_spec, seed.WEIGHT_MAP
+        "Seed-OSS 36B",
+        "ByteDance-Seed/Seed-OSS-36B-Instruct",
+        seed.decoder_spec,
+        seed.WEIGHT_MAP,
+        chats=(ChatForm("seed-oss", "seed_oss", reasons=True),),
     ),
     "SmolLM3ForCausalLM": Family("SmolLM3", "HuggingFaceTB/SmolLM3-3B", smollm.decoder_spec, smollm.WEIGHT_MAP),
 }
