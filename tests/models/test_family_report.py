@@ -75,7 +75,7 @@ def test_chat_formats_follow_the_published_templates():
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     forms = {form for family in FAMILIES.values() for form in family.chats}
     templates = {name: path.read_text("utf-8") for name, path in TEMPLATES.items()} | OWN_TEMPLATES
-    # These models have no row in the table.
+    # The table lists other models.
     of_others = {"cohere", "deepseek-v3.2", "kimi-k2", "minimax-m2", "xlam"}
     assert {form.template for form in forms} == set(templates) - of_others
     for form in forms:
