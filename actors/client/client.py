@@ -235,9 +235,8 @@ class RolloutClient:
     ) -> None:
         """Hold all requests of the engines, wait for their end, or abort them; then no step runs until `resume`.
 
-        Args:
-            kv: whether held requests keep their keys and values if the weights change meanwhile.
-            lease_s: seconds without a call about weights that end the pause; None for --trainer-timeout-s."""
+        `kv`: what happens to held requests' keys and values if the weights change meanwhile. After `lease_s` seconds
+        without a call about weights the pause ends; None for --trainer-timeout-s."""
         self._weights("pause", {"mode": mode, "kv": kv, "lease_s": lease_s})
 
     def resume(self) -> None:
