@@ -162,7 +162,9 @@ class EngineConfig:
         None, "KV blocks; default: all that fit in kv_cache_memory or the free memory", 2
     )
     kv_cache_memory: float | None = setting(
-        None, "GiB for the KV cache of a rank; default: 1 for all ranks on a CPU, the free memory on a GPU", above=0
+        None,
+        "GiB for a rank's KV cache; default: 1 for all ranks on a CPU or more for max_model_len, a GPU's free memory",
+        above=0,
     )
     snapshot_memory: float | None = setting(
         None,

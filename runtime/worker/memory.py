@@ -124,6 +124,8 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
         block_size = config.block_size
         block_bytes = kv_cache.bytes_per_block(block_size)
         context_blocks = kv_cache.most_blocks(longest, block_size, num_tokens)
+        if wanted and config.kv_cache_memory is None:  # the default on a CPU grows for the context
+            budget = max(budget, min(room, (context_blocks + 1) * block_bytes))
         fits = min(budget // block_bytes, max_num_seqs * context_blocks + 1)
         num_blocks = fits if config.num_kv_blocks is None else config.num_kv_blocks
         capacity = kv_cache.most_tokens(num_blocks - 1, block_size, num_tokens)

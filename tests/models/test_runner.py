@@ -213,6 +213,12 @@ def test_the_cache_is_never_larger_than_the_requests_can_use():
     )
 
 
+def test_the_cache_grows_for_the_wanted_context():
+    config = EngineConfig(max_model_len=60_000).sized_for("cpu")
+    plan = plan_memory(config, BIG, cpu(torch.bfloat16, True), 16 * GIB)
+    assert plan.num_kv_blocks == 60_000 // 16 + 1
+
+
 def test_contiguous_blocks_are_as_long_as_the_context():
     config = EngineConfig(kv_layout="contiguous", max_num_seqs=3, max_model_len=100).sized_for("cpu")
     plan = plan_memory(config, TINY, cpu(torch.float32, True), GIB)
@@ -225,7 +231,8 @@ def test_contiguous_blocks_are_as_long_as_the_context():
         (2 * GIB, {}, r"Too little memory.*weights 2.79 GiB.*; \d.\d\d GiB are missing\.$"),
         (8 * GIB, {"num_kv_blocks": 20_000}, "Too little memory; lower num_kv_blocks"),
         (8 * GIB, {"kv_cache_memory": 9.0}, "Too little memory; lower kv_cache_memory"),
-        (16 * GIB, {"max_model_len": 60_000}, "raise kv_cache_memory or lower max_model_len"),
+        (16 * GIB, {"max_model_len": 60_000, "kv_cache_memory": 1.0}, "raise kv_cache_memory or lower max_model_len"),
+        (5 * GIB, {"max_model_len": 100_000}, "The KV cache holds fewer|Too little memory"),
         (16 * GIB, {"max_model_len": 200_000}, "max_model_len is 200000; the model's context is 131072"),
     ],
 )
