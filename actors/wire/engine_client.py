@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from enum import StrEnum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from actors.wire.adapter_entry import AdapterState
 from actors.wire.metrics import MetricValues, Snapshot
@@ -19,6 +19,13 @@ class Refusal(StrEnum):
     DRAINING = "draining"  # the engine takes no new requests before it ends
     LATE = "late"  # it waited in the queue longer than queue_timeout_s
     NEVER = "never"  # it can never be served: it is too long, for example
+
+
+class Idleness(NamedTuple):
+    """How long an engine has been idle, and how long it may be."""
+
+    idle_s: float  # since it last had a request
+    keep_s: float  # the idle time after which it may end; negative for the application's own
 
 
 class EngineRefusal(CallboardError):

@@ -31,6 +31,7 @@ class ServedModel:
     info: ModelInfo
     draft: str | None  # the draft's name; None without speculation
     adapter: str = ""  # digest of the adapter with this name; empty for the model itself
+    base: str = ""  # the first name of the model itself
 
     @property
     def speculates(self) -> bool:

@@ -17,7 +17,7 @@ from serve_app.protocol.operation import BODY, route
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.prompt_ids import prompt_ids
 from serve_app.protocol.shapes import RequestModel, TokenId
-from serve_app.service.service import Service
+from serve_app.service.models import Models
 from serve_app.settings import HttpSettings
 
 MAX_IDS = 1 << 18  # ids of one /detokenize, unless the model's context is longer
@@ -53,10 +53,10 @@ class _Kind(RequestModel):
     messages: Any = None
 
 
-def tokenization_routes(service: Service, settings: HttpSettings) -> list[Route]:
-    to_ids = post_json(partial(tokenize, service), settings, may_render=True)
-    to_text = post_json(partial(detokenize, service), settings)
-    info = get_json(partial(tokenizer_info, service))
+def tokenization_routes(models: Models, settings: HttpSettings) -> list[Route]:
+    to_ids = post_json(partial(tokenize, models), settings, may_render=True)
+    to_text = post_json(partial(detokenize, models), settings)
+    info = get_json(partial(tokenizer_info, models))
     kinds, errors = (TokenizeTextRequest, TokenizeChatRequest), (*BODY, 404, 503)
     return [
         route("/tokenize", to_ids, "The token ids of a text or of a chat's prompt", Tokenized, kinds, errors),
@@ -65,26 +65,26 @@ def tokenization_routes(service: Service, settings: HttpSettings) -> list[Route]
     ]
 
 
-def tokenize(service: Service, body: bytes) -> Tokenized:
+def tokenize(models: Models, body: bytes) -> Tokenized:
     """Return the token ids of a text or of a chat's prompt; raises FieldError or ApiError."""
     request: TokenizeTextRequest | TokenizeChatRequest
     if parse(_Kind, body).messages is None:
         request = parse(TokenizeTextRequest, body)
-        model = service.named(request.model)
+        model = models.named(request.model)
         special, limit = request.add_special_tokens, model.info.max_model_len
         ids = prompt_ids(model.tokenizer.encode, request.prompt, special, limit, "prompt")
     else:
         request = parse(TokenizeChatRequest, body)
-        model = service.named(request.model)
+        model = models.named(request.model)
         ids, _ = CHAT.prompt(request, model)
     names = [model.tokenizer.id_to_token(i) for i in ids] if request.return_token_strs else None
     return Tokenized(len(ids), model.info.max_model_len, ids, names)
 
 
-def detokenize(service: Service, body: bytes) -> Detokenized:
+def detokenize(models: Models, body: bytes) -> Detokenized:
     """Return the text of token ids with special tokens; raises FieldError or ApiError."""
     request = parse(DetokenizeRequest, body)
-    model = service.named(request.model)
+    model = models.named(request.model)
     if len(request.tokens) > max(MAX_IDS, model.info.max_model_len):
         raise invalid("tokens", f"has {len(request.tokens)} ids; at most {MAX_IDS} are allowed")
     size = model.tokenizer.vocab_size
@@ -93,7 +93,7 @@ def detokenize(service: Service, body: bytes) -> Detokenized:
     return Detokenized(model.tokenizer.decode(request.tokens, skip_special_tokens=False))
 
 
-def tokenizer_info(service: Service) -> dict[str, Any]:
+def tokenizer_info(models: Models) -> dict[str, Any]:
     """Return the settings that a client needs to render chats itself, named as in tokenizer_config.json."""
-    model = service.named(None)
+    model = models.named(None)
     return model.tokenizer.settings(model.info.max_model_len)

@@ -32,8 +32,8 @@ from serve_app.protocol.parsing import read_query
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.protocol.shapes import RequestModel
 from serve_app.service.generation import EVENT_STREAM, Generation, UntilClientLeaves
+from serve_app.service.models import Models, when_started
 from serve_app.service.recorded import RecordedRequests
-from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 
 logger = logging.getLogger(__name__)
@@ -57,9 +57,9 @@ class InputItemsQuery(RequestModel):
 
 
 def response_routes(
-    service: Service, settings: HttpSettings, stored: StoredResponses, recorded: RecordedRequests
+    models: Models, settings: HttpSettings, stored: StoredResponses, recorded: RecordedRequests
 ) -> list[Route]:
-    creation, routes = ResponseCreation(service, settings, stored, recorded), StoredResponseRoutes(settings, stored)
+    creation, routes = ResponseCreation(models, settings, stored, recorded), StoredResponseRoutes(settings, stored)
     one, errors = "/v1/responses/{response_id}", (400, 404, 503)
     return [
         ApiRoute(ResponsesEndpoint.path, creation, ResponsesEndpoint.operation),
@@ -92,9 +92,9 @@ class ResponseCreation(Generation):
     """POST /v1/responses."""
 
     def __init__(
-        self, service: Service, settings: HttpSettings, stored: StoredResponses, recorded: RecordedRequests
+        self, models: Models, settings: HttpSettings, stored: StoredResponses, recorded: RecordedRequests
     ) -> None:
-        super().__init__(service, ResponsesEndpoint(stored.store), settings, recorded)
+        super().__init__(models, ResponsesEndpoint(stored.store), settings, recorded)
         self._stored = stored
 
     async def _prepared(self, body: bytes, scope: Scope) -> PreparedRequest[Any]:
@@ -112,8 +112,8 @@ class ResponseCreation(Generation):
             return prepared
 
         if sum(map(len, items)) > _LONG_BYTES:
-            return await LONG_REQUESTS.run(owner, prepare)
-        return await run_preparation(body, owner, True, prepare)
+            return await when_started(partial(LONG_REQUESTS.run, owner, prepare))
+        return await when_started(partial(run_preparation, body, owner, True, prepare))
 
     async def _before(self, previous: str, owner: str) -> list[bytes]:
         """Return the conversation up to an earlier response."""
@@ -148,7 +148,7 @@ class ResponseCreation(Generation):
         try:
             async with (
                 Deadline(self._settings.request_timeout_s),
-                aclosing(self._service.run(prepared, context)) as deltas,
+                aclosing(self._models.run(prepared, context)) as deltas,
             ):
                 async for new in deltas:
                     for delta in new:
