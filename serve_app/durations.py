@@ -22,6 +22,10 @@ class Duration(float):
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(cls)
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
+        return {"anyOf": [{"type": "number"}, {"type": "string"}]}
+
 
 def _seconds(value: Any) -> float:
     try:

@@ -102,6 +102,14 @@ class EngineClient(Protocol):
         """End a request of any front by its id or its client's id. An unknown id is ignored."""
         ...
 
+    async def started(self) -> None:
+        """Wait for a healthy engine, and start one if there is none. Raises EngineRefusal and CallboardError."""
+        ...
+
+    async def keep(self, seconds: float | None) -> list[Idleness]:
+        """Let the engines end after this time without requests, unless it is None. Returns their idle times."""
+        ...
+
     async def reset_prefix_cache(self) -> None:
         """Evict the blocks that no live request holds, on every engine, before it takes later requests.
 

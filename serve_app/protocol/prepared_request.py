@@ -32,6 +32,7 @@ class ServedModel:
     draft: str | None  # the draft's name; None without speculation
     adapter: str = ""  # digest of the adapter with this name; empty for the model itself
     base: str = ""  # the first name of the model itself
+    sleeps: bool = False  # without requests it may have no engine
 
     @property
     def speculates(self) -> bool:
@@ -100,6 +101,7 @@ class PreparedRequest(Generic[R]):
     requests: list[Request]  # without their grammar, which is added when they run
     stops: StopStrings | None  # of all choices
     ignored_fields: list[str]
+    keep_s: float | None = None  # idle time after it until the model sleeps; None for the server's own
     keeps_aborted: bool = False  # an aborted choice ends with its tokens so far, and not with an error
     on_delta: Callable[[Delta], None] | None = None  # called with each delta
 

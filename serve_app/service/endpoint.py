@@ -16,11 +16,13 @@ from serve_app.protocol.sse import EventStream, header
 
 
 class AnsweredAtOnce(Exception):
-    """Raised for a request without output of the model; `content` is the JSON of its answer."""
+    """Raised for a request without output of the model; `content` is the JSON of its answer.
 
-    def __init__(self, content: bytes) -> None:
+    The model stays loaded for `keep_s` without requests: 0 for no longer, None for its usual time."""
+
+    def __init__(self, content: bytes, model: str, keep_s: float | None) -> None:
         super().__init__(content)
-        self.content = content
+        self.content, self.model, self.keep_s = content, model, keep_s
 
 
 class NeedsEngine(Exception):

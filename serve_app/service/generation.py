@@ -23,7 +23,7 @@ from serve_app.protocol.errors import INTERNAL_ERROR, ApiError
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.protocol.sse import MANY_SCORES, EventStream
-from serve_app.service.endpoint import Endpoint
+from serve_app.service.endpoint import AnsweredAtOnce, Endpoint
 from serve_app.service.models import Models, when_started
 from serve_app.service.recorded import RecordedRequests
 from serve_app.settings import HttpSettings
@@ -73,7 +73,12 @@ class Generation:
         def prepare() -> PreparedRequest[Any]:
             return self._prepare(self._endpoint.read(body), scope)
 
-        return await when_started(partial(run_preparation, body, scope["owner"], self._endpoint.renders_chats, prepare))
+        run = partial(run_preparation, body, scope["owner"], self._endpoint.renders_chats, prepare)
+        try:
+            return await when_started(run)
+        except AnsweredAtOnce as e:
+            await self._models.of(e.model).load(e.keep_s)
+            raise
 
     def _prepare(self, request: SamplingFields, scope: Scope) -> PreparedRequest[Any]:
         check_counts(request, self._settings)

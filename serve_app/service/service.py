@@ -7,6 +7,7 @@ and its run yields lists of `Delta`.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -104,7 +105,9 @@ class Service:
         if adapter is None and name != self.model:
             raise unknown_model(name, self.names())
         digest = "" if adapter is None else adapter.digest
-        return ServedModel(name, self._tokenizer, self._chats, self._client.info, self.draft, digest, self.model)
+        return ServedModel(
+            name, self._tokenizer, self._chats, self._client.info, self.draft, digest, self.model, self.sleeps
+        )
 
     def computing(self, name: str | None) -> ServedModel:
         """Return a model as `named` does, for prompts that engines compute.
@@ -124,10 +127,25 @@ class Service:
         with as_answers():
             await self._client.started()
 
-    async def keep(self, seconds: float) -> None:
-        """End the engines after this idle time. Without `idle_sleep` this has no effect."""
-        if self.idle_sleep is not None:
-            await self._client.keep(seconds)
+    @property
+    def sleeps(self) -> bool:
+        """True if the model may have no engine."""
+        return self.idle_sleep is not None
+
+    async def load(self, keep_s: float | None) -> None:
+        """Start an engine, or let it end if `keep_s` is 0; it ends after this idle time, None for the usual one."""
+        if self.sleeps and keep_s != 0:
+            await self.start_engine()
+        if self.sleeps and keep_s is not None:
+            await self._client.keep(keep_s)
+
+    async def remaining_s(self) -> float | None:
+        """Return the time until the model sleeps, infinite if it never does; None if it sleeps."""
+        if self.idle_sleep is None:
+            return math.inf
+        found = await self._client.keep(None)
+        times = [(self.idle_sleep if each.keep_s < 0 else each.keep_s) - each.idle_s for each in found]
+        return max(0.0, *times) if times else None
 
     def engines(self) -> list[str]:
         """Return the ids of the engines. A healthy server scaled to zero has none."""
@@ -191,7 +209,7 @@ class Service:
 
         `request_id` becomes a part of the answer's id, which is random without one. Only `owner` can abort the request.
         This is pure CPU work and thread-safe, so threads can prepare long prompts."""
-        model = self.computing(request.model)
+        model = self.computing(request.model) if request.computes else self.named(request.model)
         if not model.info.makes_text:
             raise ApiError(400, "This model makes vectors, not text; use it for embeddings or scores.", param="model")
         prompts = endpoint.prompts(request, model)
@@ -236,8 +254,10 @@ class Service:
                 raise invalid("min_weight_version", f"{text} --weight-updates")
             requests = [replace(each, min_weight_version=str(version)) for each in requests]
         ignored = [*request.ignored_fields(), *map(request.dialect.names.of, prompts.ignored_fields)]
+        if (keep_s := request.keep_s() if self.sleeps else None) is not None:
+            ignored.remove("keep_alive")
         return PreparedRequest(
-            answer_id, owner, request, model, prompts, requests, stops, ignored, endpoint.keeps_aborted
+            answer_id, owner, request, model, prompts, requests, stops, ignored, keep_s, endpoint.keeps_aborted
         )
 
     async def run(
@@ -249,7 +269,11 @@ class Service:
         without engines, 504 for late engines, 500 for a failure."""
         context = context or RequestContext()
         context.model, context.ignored_fields = prepared.model.name, prepared.ignored_fields
-        with self._counted(), self.metrics.request(prepared.id, context, prepared.num_choices) as record:
+        with (
+            self._counted(),
+            self._kept(prepared.keep_s),
+            self.metrics.request(prepared.id, context, prepared.num_choices) as record,
+        ):
             if reason := self._client.health():
                 raise unavailable(reason)
             if (grammar := prepared.prompts.grammar) is not None:
@@ -305,6 +329,14 @@ class Service:
             yield
         finally:
             self.num_live -= 1
+
+    @contextmanager
+    def _kept(self, keep_s: float | None) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if keep_s is not None:
+                in_background(asyncio.create_task(self._client.keep(keep_s)), "the idle time of a model")
 
     async def _merged(self, prepared: PreparedRequest[Any], record: RequestRecord) -> AsyncGenerator[list[Delta], None]:
         """Yield the deltas of all choices, which run at the same time."""
