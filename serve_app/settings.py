@@ -43,7 +43,7 @@ class ScalingSettings:
 
     @property
     def sleeps(self) -> bool:
-        """True if a model without requests may have no replica."""
+        """True if all replicas of an idle model may end."""
         return self.idle_sleep is not None
 
     def beside_others(self) -> ScalingSettings:

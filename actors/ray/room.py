@@ -36,7 +36,7 @@ class Sleeper(Protocol):
 
 
 def next_to_end(idle: Mapping[str, Sequence[Idleness]]) -> str | None:
-    """Return the least recently used model whose engines are all idle; None without one.
+    """Return the least recently used model among the idle ones; None if all have requests.
 
     A model that a client wants to keep forever ends last."""
     found = {

@@ -18,7 +18,7 @@ _NOT_IN_FILES = ("config", "help")
 def read_words(
     path: str, flags: Mapping[str, argparse.Action], of_models: Collection[str] = ()
 ) -> tuple[list[str], list[list[str]]]:
-    """Return the words of a command line with the values of a file, and those of each entry of its `models`.
+    """Return the words of a command line with the values of a file, and the words of each entry in `models`.
 
     `flags` are the flags of the command by name; entries may have `of_models`. Raises CallboardError if the file cannot
     be read, or if it has an unknown name."""

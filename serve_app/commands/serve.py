@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _each_model(args: argparse.Namespace) -> list[argparse.Namespace]:
-    """Return the flags of each model: those of a config file's `models`, or the same for each MODEL."""
+    """Return the flags of each model, from a config file's `models`, or the same for each MODEL."""
     entries: list[argparse.Namespace] = getattr(args, "models", [])
     if entries and args.more_models:
         raise UsageError(f"{args.config} has models, and MODEL is {args.more_models[0]!r}; give one of both.")

@@ -32,7 +32,7 @@ class ServedModel:
     draft: str | None  # the draft's name; None without speculation
     adapter: str = ""  # digest of the adapter with this name; empty for the model itself
     base: str = ""  # the first name of the model itself
-    sleeps: bool = False  # without requests it may have no engine
+    sleeps: bool = False  # its engine may end while it is idle
 
     @property
     def speculates(self) -> bool:

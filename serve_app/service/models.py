@@ -64,7 +64,7 @@ class Models:
         return self.of(name).model_card(name)
 
     def model_cards(self) -> list[ModelCard]:
-        """Return the objects of all names, those of the first model first."""
+        """Return the objects of all names, beginning with the first model."""
         return [card for service in self for card in service.model_cards()]
 
     def health(self) -> str | None:

@@ -59,7 +59,7 @@ class StatusRoutes:
         return json_response(Health(status="ready", phase=self._phase()))
 
     def _phase(self) -> str | None:
-        """Return the phases of models whose engines do not compute; None if all engines do."""
+        """Return the phases of models without a computing engine; None if each has one."""
         phases = {service.model: phase for service in self._models if (phase := _phase_of(service)) is not None}
         if len(phases) == len(list(self._models)) and len(set(phases.values())) == 1:
             return next(iter(phases.values()))
