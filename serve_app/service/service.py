@@ -176,9 +176,8 @@ class Service:
         model = self.named(request.model)
         if not model.info.makes_text:
             raise ApiError(400, "This model makes vectors, not text; use it for embeddings or scores.", param="model")
-        prompts = endpoint.prompts(request, model)
+        prompts, max_tokens = endpoint.limited_prompts(request, model)
         lengths = [len(prompt) for prompt in prompts.token_ids]
-        max_tokens = [_max_tokens(endpoint, request, length, model, prompts.where) for length in lengths]
         _check_work(request, sum(lengths), len(lengths) * len(prompts.prediction), prompts.where)
         for at, prompt in enumerate(prompts.token_ids):
             _check_token_ids(prompts.path(at), prompt, model)
@@ -378,22 +377,6 @@ def _check_token_ids(where: str, ids: Iterable[int], model: ServedModel) -> None
     largest, size = max(ids, default=0), min(model.tokenizer.vocab_size, model.info.vocab_size)
     if largest >= size:
         raise invalid(where, f"holds the token id {largest}, but the ids of this model end at {size - 1}")
-
-
-def _max_tokens(endpoint: Endpoint[R], request: R, prompt_len: int, model: ServedModel, where: str) -> int:
-    """Return the tokens of output within the context, from the request or the endpoint's default."""
-    asked, default, limit = request.max_output(), endpoint.default_max_tokens, model.info.max_model_len
-    room = limit - prompt_len
-    if (1 if asked is None else asked) > room:
-        wanted = f"{asked} tokens of output" if asked else "at least one token of output"
-        raise ApiError(
-            400,
-            f"This model's maximum context length is {limit} tokens, but {where} has {prompt_len} tokens "
-            f"and {wanted} must fit too; shorten {where}{f' or lower {endpoint.max_tokens_field}' if asked else ''}.",
-            param=where,
-            code="context_length_exceeded",
-        )
-    return min(room if default is None else default, room) if asked is None else asked
 
 
 def owned(request_id: str, owner: str) -> str:
