@@ -31,6 +31,7 @@ from runtime.text.tokenizer import Tokenizer
 from serve_app.observability.context import RequestContext
 from serve_app.observability.metrics import RequestRecord, ServiceMetrics
 from serve_app.protocol.errors import ApiError, redacted, unavailable
+from serve_app.protocol.event_ids import by_token
 from serve_app.protocol.prepared_request import PreparedRequest, R, ServedModel
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.service.endpoint import Endpoint
@@ -168,10 +169,13 @@ class Service:
             raise self._unknown(name, "lora_name")
         await self._client.adapters.unload(name)
 
-    def prepare(self, endpoint: Endpoint[R], request: R, request_id: str = "", owner: str = "") -> PreparedRequest[R]:
+    def prepare(
+        self, endpoint: Endpoint[R], request: R, request_id: str = "", owner: str = "", answer_id: str = ""
+    ) -> PreparedRequest[R]:
         """Template, tokenise and check one API request; raises FieldError or ApiError.
 
-        `request_id` becomes a part of the answer's id, which is random without one. Only `owner` can abort the request.
+        `request_id` becomes a part of the answer's id, which is random without one. A stream that is taken up has its
+        `answer_id` already. Only `owner` can abort the request.
         This is pure CPU work and thread-safe, so threads can prepare long prompts."""
         model = self.named(request.model)
         if not model.info.makes_text:
@@ -187,7 +191,7 @@ class Service:
             raise invalid(field, "needs a model with an end-of-sequence token, which this one lacks")
         if request.routed_experts and model.info.routed_experts is None:
             raise invalid("routed_experts", "needs a mixture of experts and a server started with --routed-experts")
-        answer_id = endpoint.new_id(request_id)
+        answer_id = answer_id or endpoint.new_id(request_id)
         names = (f"{owned(answer_id, owner)}-{i}" for i in count())
         requests: list[Request] = []
         for index, (prompt, most) in enumerate(zip(prompts.token_ids, max_tokens, strict=True)):
@@ -336,10 +340,12 @@ class Service:
         Its end by `aclose`, a stop string or the last allowed call closes the engine's generator and so aborts the
         request."""
         request, echo = prepared.requests[index], prepared.echo(index)
-        form = prepared.prompts.message_format
+        form, ids = prepared.prompts.message_format, prepared.event_ids
+        form = form if ids is None else ids.message_format(form, index)
         processor = OutputProcessor(prepared.model.tokenizer, request, index, form, prepared.stops)
         with record.choice(request) as seen:
-            async with aclosing(self._client.generate(request, seen.moved_to)) as outputs:
+            generated = self._client.generate(request, seen.moved_to)
+            async with aclosing(generated if ids is None else by_token(generated)) as outputs:
                 async for output in outputs:
                     seen.note(output)
                     keeps = prepared.keeps_aborted and output.finish_reason is FinishReason.ABORT

@@ -29,6 +29,7 @@ from serve_app.http.limits import Deadline, read_json_body
 from serve_app.observability.context import RequestContext
 from serve_app.protocol.answers import encode_json
 from serve_app.protocol.errors import INTERNAL_ERROR, ApiError, api_error
+from serve_app.protocol.event_ids import EventIds
 from serve_app.protocol.operation import BODY, ApiRoute, Operation, route
 from serve_app.protocol.parsing import read_query
 from serve_app.protocol.prepared_request import PreparedRequest
@@ -111,7 +112,7 @@ class ResponseCreation(Generation):
     async def _prepared(self, body: bytes, scope: Scope) -> PreparedRequest[Any]:
         def prepare(asked: ResponsesRequest) -> PreparedRequest[Any]:
             prepared = self._prepare(asked, scope)
-            asked.encoded_items  # noqa: B018  # cached here, off the event loop that stores them
+            prepared.request.encoded_items  # noqa: B018  # cached here, off the event loop that stores them
             return prepared
 
         return await self._with_conversation(body, scope["owner"], prepare)
@@ -156,7 +157,8 @@ class ResponseCreation(Generation):
     async def _generate(
         self, prepared: PreparedRequest[Any], context: RequestContext, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        if not prepared.request.background:
+        ids = prepared.event_ids
+        if not prepared.request.background or (ids is not None and ids.resumes):
             await super()._generate(prepared, context, scope, receive, send)
             return
         builder = ResponseBuilder(prepared, is_stored=True, has_events=bool(prepared.request.stream))
@@ -164,7 +166,7 @@ class ResponseCreation(Generation):
         builder.create()
         stored.task = in_background(asyncio.create_task(self._run(prepared, context, builder)), "a stored response")
         if prepared.request.stream:
-            await follow(self._stored, self._settings, prepared.id, prepared.owner, 0, receive, send)
+            await follow(self._stored, self._settings, prepared.id, prepared.owner, 0, receive, send, ids)
         else:
             await json_response(builder.object(), headers=prepared.headers())(scope, receive, send)
 
@@ -269,8 +271,10 @@ async def follow(
     start: int,
     receive: Receive,
     send: Send,
+    ids: EventIds | None = None,
 ) -> None:
     """Send the events of a background response until it ends or its reader leaves."""
+    counts = [] if ids is None else ids.counts()
     async with UntilClientLeaves(receive, send) as send:
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
         is_over = False
@@ -278,6 +282,7 @@ async def follow(
             while not is_over:
                 events, is_over = await stored.call("events", response_id, owner, start)
                 start += len(events)
+                events = events if ids is None else list(ids.numbered(events, counts, 0))
                 if events:
                     await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
                 elif not is_over:
