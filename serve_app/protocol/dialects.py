@@ -15,6 +15,8 @@ from pydantic import Field
 
 from serve_app.protocol.field_names import FieldNames
 
+_CONTEXT = "This model's maximum context length is {limit} tokens, but {where} has {prompt} tokens{parts}"
+
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
@@ -25,6 +27,11 @@ class Dialect:
     max_tools: int | None = None
     max_penalty: float | None = None  # of frequency and presence, on both sides of 0
     names: FieldNames = field(default_factory=FieldNames)
+    # errors for too long a prompt, and for output that does not fit beside it; programs match their words
+    context_exceeded: tuple[str, str] = (
+        f"{_CONTEXT} and at least one token of output must fit too; shorten {{where}}.",
+        f"{_CONTEXT} and {{output}} tokens of output must fit too; shorten {{where}} or lower {{field}}.",
+    )
 
 
 # metadata in OpenAI's responses and batches
@@ -108,6 +115,11 @@ RESPONSES = Dialect(
 )
 MESSAGES = Dialect(
     tool_names=_UP_TO_128,
+    context_exceeded=(
+        "prompt is too long: {prompt} tokens > {limit} maximum{parts}; shorten the conversation.",
+        "input length and `max_tokens` exceed context limit: {prompt} + {output} > {limit}, "
+        "decrease input length{parts} or `max_tokens` and try again.",
+    ),
     names=FieldNames(
         (r"^(tools\.\d+)\.function\.parameters\b", r"\1.input_schema"),
         (r"^(tools\.\d+)\.function\.", r"\1."),
@@ -146,6 +158,7 @@ _BY_PATH = {
     "/v1/completions": COMPLETIONS,
     _CHAT: CHAT,
     "/v1/responses": RESPONSES,
+    "/v1/responses/input_tokens": RESPONSES,
     "/v1/messages": MESSAGES,
     "/v1/messages/count_tokens": MESSAGES,
     "/api/chat": OLLAMA_CHAT,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -71,6 +73,48 @@ class ApiError(CallboardError):
         """Return OpenAI's error object."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message(), "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSize:
+    """The tokens of a prompt that leaves no room for its output."""
+
+    where: str  # field with the prompt
+    limit: int  # the model's context
+    num_tokens: int
+    num_output: int | None = None  # wanted tokens of output; None without a number
+    max_tokens_field: str = ""  # field with that number
+    is_cut: bool = False  # true if the rest of the prompt was not counted
+    parts: Mapping[str, int] = field(default_factory=dict)  # tokens of some parts; the rest is in messages
+
+
+class ContextExceeded(ApiError):
+    """The 400 for a prompt that leaves no room for its output, in each API's words."""
+
+    def __init__(self, size: PromptSize, api: Dialect | None = None) -> None:
+        self._size = size
+        fits = size.num_output is not None and size.num_tokens < size.limit
+        parts = {name: num for name, num in size.parts.items() if num}
+        parts |= {"messages": max(size.num_tokens - sum(parts.values()), 0)} if parts else {}
+        text = (
+            (api or Dialect())
+            .context_exceeded[fits]
+            .format(
+                where=size.where,
+                limit=size.limit,
+                prompt=f"{'at least ' if size.is_cut else ''}{size.num_tokens}",
+                output=size.num_output,
+                field=size.max_tokens_field,
+                parts=f" ({', '.join(f'{num} in {name}' for name, num in parts.items())})" if parts else "",
+            )
+        )
+        super().__init__(400, text, param=size.where, code="context_length_exceeded")
+
+    def with_parts(self, parts: Mapping[str, int]) -> ContextExceeded:
+        return ContextExceeded(replace(self._size, parts=parts))
+
+    def in_words_of(self, api: Dialect) -> ApiError:
+        return ContextExceeded(self._size, api)
 
 
 def unavailable(reason: str, retry_after_s: float = 1.0) -> ApiError:

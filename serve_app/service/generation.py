@@ -20,6 +20,7 @@ from serve_app.http.limits import Deadline, check_counts, read_json_body
 from serve_app.observability.context import RequestContext
 from serve_app.protocol.answers import num_scores
 from serve_app.protocol.errors import INTERNAL_ERROR, ApiError
+from serve_app.protocol.event_ids import with_event_ids
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.protocol.sse import MANY_SCORES, EventStream
@@ -78,7 +79,13 @@ class Generation:
     def _prepare(self, request: SamplingFields, scope: Scope) -> PreparedRequest[Any]:
         check_counts(request, self._settings)
         request_id = clean_id(request.request_id or scope["request_id"])
-        return self._service.prepare(self._endpoint, request, request_id, scope["owner"])
+
+        def prepare(request: SamplingFields, answer_id: str = "") -> PreparedRequest[Any]:
+            return self._service.prepare(self._endpoint, request, request_id, scope["owner"], answer_id)
+
+        if self._endpoint.operation.media_type != "text/event-stream":  # Ollama's API sends plain lines
+            return prepare(request)
+        return with_event_ids(dict(scope["headers"]), request, prepare)
 
     async def _answer(
         self,
@@ -103,6 +110,8 @@ class Generation:
         """Send a stream. Its status is sent with the first event, so a refusal by an engine can have its own status."""
         options = prepared.request.stream_options
         stream = self._endpoint.stream(prepared, options is not None and options.include_usage)
+        if prepared.event_ids is not None:
+            stream = prepared.event_ids.stream(stream)
         may_be_long = prepared.request.num_logprobs() is not None
         has_begun = False
 

@@ -31,6 +31,7 @@ from runtime.text.tokenizer import Tokenizer
 from serve_app.observability.context import RequestContext
 from serve_app.observability.metrics import RequestRecord, ServiceMetrics
 from serve_app.protocol.errors import ApiError, redacted, unavailable
+from serve_app.protocol.event_ids import by_token
 from serve_app.protocol.prepared_request import PreparedRequest, R, ServedModel
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.service.endpoint import Endpoint
@@ -168,17 +169,19 @@ class Service:
             raise self._unknown(name, "lora_name")
         await self._client.adapters.unload(name)
 
-    def prepare(self, endpoint: Endpoint[R], request: R, request_id: str = "", owner: str = "") -> PreparedRequest[R]:
+    def prepare(
+        self, endpoint: Endpoint[R], request: R, request_id: str = "", owner: str = "", answer_id: str = ""
+    ) -> PreparedRequest[R]:
         """Template, tokenise and check one API request; raises FieldError or ApiError.
 
-        `request_id` becomes a part of the answer's id, which is random without one. Only `owner` can abort the request.
+        `request_id` becomes a part of the answer's id, which is random without one. A stream that is taken up has its
+        `answer_id` already. Only `owner` can abort the request.
         This is pure CPU work and thread-safe, so threads can prepare long prompts."""
         model = self.named(request.model)
         if not model.info.makes_text:
             raise ApiError(400, "This model makes vectors, not text; use it for embeddings or scores.", param="model")
-        prompts = endpoint.prompts(request, model)
+        prompts, max_tokens = endpoint.limited_prompts(request, model)
         lengths = [len(prompt) for prompt in prompts.token_ids]
-        max_tokens = [_max_tokens(endpoint, request, length, model, prompts.where) for length in lengths]
         _check_work(request, sum(lengths), len(lengths) * len(prompts.prediction), prompts.where)
         for at, prompt in enumerate(prompts.token_ids):
             _check_token_ids(prompts.path(at), prompt, model)
@@ -188,7 +191,7 @@ class Service:
             raise invalid(field, "needs a model with an end-of-sequence token, which this one lacks")
         if request.routed_experts and model.info.routed_experts is None:
             raise invalid("routed_experts", "needs a mixture of experts and a server started with --routed-experts")
-        answer_id = endpoint.new_id(request_id)
+        answer_id = answer_id or endpoint.new_id(request_id)
         names = (f"{owned(answer_id, owner)}-{i}" for i in count())
         requests: list[Request] = []
         for index, (prompt, most) in enumerate(zip(prompts.token_ids, max_tokens, strict=True)):
@@ -337,10 +340,12 @@ class Service:
         Its end by `aclose`, a stop string or the last allowed call closes the engine's generator and so aborts the
         request."""
         request, echo = prepared.requests[index], prepared.echo(index)
-        form = prepared.prompts.message_format
+        form, ids = prepared.prompts.message_format, prepared.event_ids
+        form = form if ids is None else ids.message_format(form, index)
         processor = OutputProcessor(prepared.model.tokenizer, request, index, form, prepared.stops)
         with record.choice(request) as seen:
-            async with aclosing(self._client.generate(request, seen.moved_to)) as outputs:
+            generated = self._client.generate(request, seen.moved_to)
+            async with aclosing(generated if ids is None else by_token(generated)) as outputs:
                 async for output in outputs:
                     seen.note(output)
                     keeps = prepared.keeps_aborted and output.finish_reason is FinishReason.ABORT
@@ -378,22 +383,6 @@ def _check_token_ids(where: str, ids: Iterable[int], model: ServedModel) -> None
     largest, size = max(ids, default=0), min(model.tokenizer.vocab_size, model.info.vocab_size)
     if largest >= size:
         raise invalid(where, f"holds the token id {largest}, but the ids of this model end at {size - 1}")
-
-
-def _max_tokens(endpoint: Endpoint[R], request: R, prompt_len: int, model: ServedModel, where: str) -> int:
-    """Return the tokens of output within the context, from the request or the endpoint's default."""
-    asked, default, limit = request.max_output(), endpoint.default_max_tokens, model.info.max_model_len
-    room = limit - prompt_len
-    if (1 if asked is None else asked) > room:
-        wanted = f"{asked} tokens of output" if asked else "at least one token of output"
-        raise ApiError(
-            400,
-            f"This model's maximum context length is {limit} tokens, but {where} has {prompt_len} tokens "
-            f"and {wanted} must fit too; shorten {where}{f' or lower {endpoint.max_tokens_field}' if asked else ''}.",
-            param=where,
-            code="context_length_exceeded",
-        )
-    return min(room if default is None else default, room) if asked is None else asked
 
 
 def owned(request_id: str, owner: str) -> str:

@@ -32,4 +32,5 @@ def count_tokens_route(service: Service, settings: HttpSettings) -> Route:
 def count_tokens(service: Service, body: bytes) -> CountedTokens:
     """Return the length of a message's prompt; raises FieldError or ApiError."""
     request = parse(CountTokensRequest, body).as_chat()
-    return CountedTokens(len(CHAT.prompt(request, service.named(request.model))[0]))
+    model = service.named(request.model)
+    return CountedTokens(len(CHAT.prompt(request, model)[0]), model.info.max_model_len)

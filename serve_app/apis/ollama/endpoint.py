@@ -51,6 +51,9 @@ class OllamaEndpoint(Endpoint[SamplingFields]):
         assert isinstance(request, ChatRequest), "`read` makes no others"
         return CHAT.prompts(request, model, self.prompt_field)
 
+    def parts(self, request: SamplingFields, model: ServedModel) -> dict[str, int]:
+        return CHAT.parts(request, model) if isinstance(request, ChatRequest) else {}
+
     def choices(self, prepared: PreparedRequest[SamplingFields]) -> list[Delta]:
         return [_TimedChoice()]
 
