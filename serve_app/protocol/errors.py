@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from runtime.output.fields import FieldError, shortened
 from runtime.spec.types import CallboardError
-from serve_app.protocol.dialects import Dialect
+from serve_app.protocol.dialects import LLAMA_CPP_ROUTES, Dialect
 
 _MAX_MESSAGE_CHARS = 1000
 NO_THREADS = "thread_unsupported_request"  # Anthropic's SDK reads it
@@ -28,6 +28,12 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
+}
+_LLAMA_CPP_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    503: "unavailable_error",
 }
 # Details of internal errors that clients must not see: absolute paths, and IPv4 or bracketed IPv6 addresses.
 _PATH = re.compile(r"(?<![\w.:/])~?(?:/[\w.+@#%~=-]+){2,}/?")
@@ -143,10 +149,18 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message()} | details}
 
 
+def llama_cpp_body(error: ApiError) -> dict[str, Any]:
+    """Return llama.cpp's error object."""
+    kind = _LLAMA_CPP_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    return {"error": {"code": error.status, "message": error.message(), "type": kind}}
+
+
 def error_body(error: ApiError, path: str) -> dict[str, Any]:
     """Return the error object of a route's API."""
     if path.startswith("/api/"):  # Ollama's
         return {"error": error.message()}
+    if path in LLAMA_CPP_ROUTES:
+        return llama_cpp_body(error)
     is_anthropic = path == "/v1/messages" or path.startswith("/v1/messages/")
     return anthropic_body(error) if is_anthropic else error.body()
 

@@ -84,6 +84,8 @@ class Prompts:
     lengths: list[int] = field(
         default_factory=list
     )  # of the prompts alone, before their outputs; empty without outputs
+    stop_token_ids: tuple[int, ...] = ()  # further ids that end an output
+    cut: Callable[[Delta], None] | None = None  # may shorten a delta and end its choice
 
     def path(self, index: int) -> str:
         """Return the path of one prompt in the request."""

@@ -98,7 +98,7 @@ class Service:
         """Return the model, or the adapter with this name; None names the model.
 
         Raises the 404 for an unknown name, and the 503 while the service is loading."""
-        name = self.model if name is None or name in self._aliases else name
+        name = self.model if not name or name in self._aliases else name
         adapter = None if name == self.model else self._client.adapters.served().get(name)
         if self._tokenizer is None:
             raise unavailable(self.health() or "", _LOADING_RETRY_S)
@@ -198,6 +198,8 @@ class Service:
             params = request.sampling_params(most, self._defaults, index)
             if budget is not None:
                 params = replace(params, thinking=budget)
+            if prompts.stop_token_ids:
+                params = replace(params, stop_token_ids=(*params.stop_token_ids, *prompts.stop_token_ids))
             if not requests:
                 _check_token_ids("logit_bias", (i for i, _ in params.logit_bias), model)
                 _check_token_ids("allowed_token_ids", params.allowed_token_ids, model)
@@ -352,6 +354,8 @@ class Service:
                     if output.finish_reason > FinishReason.LENGTH and not keeps:
                         raise _failure(output, prepared.prompts.grammar)
                     delta = processor.process(output)
+                    if prepared.prompts.cut is not None:
+                        prepared.prompts.cut(delta)
                     if echo is not None:
                         delta.text, echo = echo.text + delta.text, None
                     if delta.finish_reason is not None:
