@@ -88,7 +88,7 @@ class EventIds:
         return _NumberedStream(stream, self)
 
     def numbered(self, events: Iterable[bytes], counts: list[int], at: int) -> Iterator[bytes]:
-        """Yield events with their ids, except those that the client has. `at` is the place of their count."""
+        """Yield events with their ids, without the events before the place. `at` is the index of their count."""
         for event in events:
             counts[at] += 1
             if counts[at] > self._seen[at]:
@@ -97,12 +97,12 @@ class EventIds:
 
 
 class _NumberedStream(EventStream):
-    """A stream whose events have ids."""
+    """A stream with an id at each event."""
 
     def __init__(self, stream: EventStream, ids: EventIds) -> None:
         self._stream, self._ids = stream, ids
         self._counts = ids.counts()
-        self.media_type, self.keep_alive = stream.media_type, stream.keep_alive  # a ping is no event of the answer
+        self.media_type, self.keep_alive = stream.media_type, stream.keep_alive  # a ping is not a part of the answer
 
     def first(self) -> bytes:
         return self._numbered(self._stream.first(), 0)

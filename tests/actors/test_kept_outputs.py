@@ -38,7 +38,7 @@ def num_kept(engine):
 
 
 async def resumed(group, asked):
-    """Return the tokens of a stream that was taken up, and the number of those that came at once."""
+    """Read a stream to its end, and return the number of tokens in its first output."""
     stream, sizes, tokens = group.generate(asked), [], []
     async for output in stream:
         sizes.append(len(output.token_ids))

@@ -176,8 +176,9 @@ def check_shown(shown: Any, answer: Any, where: str = "answer") -> None:
 
 
 def events_of(text: str) -> Iterator[Any]:
-    """The events of a stream: names, JSON objects, and [DONE]."""
+    """The events of a stream: names, JSON objects, and [DONE]. An id is one event, whatever it is."""
     for line in filter(None, text.splitlines()):
+        line = "id: any" if line.startswith("id: ") else line
         kind, _, rest = line.partition(": ") if line.startswith(("data", "event")) else ("", "", line)
         yield json.loads(rest) if rest.startswith("{") else (kind, rest)
 

@@ -60,7 +60,7 @@ async def events(http: httpx.AsyncClient, path: str, body: dict[str, Any], last:
 
 
 def rest_of_choices(pieces: list[tuple[str, str]]) -> dict[str, list[str]]:
-    """Return the events of each choice, in order: those of different choices may come in any order."""
+    """Return the events of each choice, in order. Choices may mix in any order."""
     found: dict[str, list[str]] = {}
     for _, text in pieces:
         index = re.search(r'"choices":\[\{"index":(\d+)', text)
