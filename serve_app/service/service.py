@@ -15,7 +15,7 @@ from importlib.metadata import version
 from itertools import count
 from typing import Any
 
-from actors.wire.engine_client import EngineClient, EngineRefusal, Refusal, ServerStopped
+from actors.wire.engine_client import EngineClient, EngineRefusal
 from runtime.background import in_background
 from runtime.core.requests import requests_of
 from runtime.output.chat_prompt import ChatPrompter
@@ -23,7 +23,7 @@ from runtime.output.fields import invalid, shortened
 from runtime.output.processor import Delta, OutputProcessor
 from runtime.output.response_format import RequestedGrammar
 from runtime.spec.config import EngineConfig
-from runtime.spec.types import CallboardError, FinishReason, Request, RequestOutput
+from runtime.spec.types import CallboardError, FinishReason, Request
 from runtime.structured.compiler import GrammarCompiler
 from runtime.text.sampling_defaults import SamplingDefaults
 from runtime.text.stream import StopStrings
@@ -35,20 +35,16 @@ from serve_app.protocol.event_ids import by_token
 from serve_app.protocol.prepared_request import PreparedRequest, R, ServedModel
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.service.endpoint import Endpoint
+from serve_app.service.engine_errors import as_answers, failure, refused
 from serve_app.service.grammars import compiled, ignored_paths
 from serve_app.service.model_card import ModelCard, model_card
 from serve_app.service.vllm_config import vllm_config
 
 _LOADING_RETRY_S = 5.0
-_REFUSALS: dict[Refusal, tuple[int, str | None, float | None]] = {  # status, code, retry-after
-    Refusal.BUSY: (429, "engine_busy", None),
-    Refusal.DRAINING: (503, "engine_unavailable", 1.0),
-    Refusal.LATE: (504, "queue_timeout", None),
-    Refusal.NEVER: (400, None, None),
-}
 MAX_PROMPT_TOKENS = 4_000_000  # of one request: its prompts and predictions, once for each choice
 _BURST, _CHOICE_COST = 1 << 18, 1 << 10  # tokens submitted at once (a few milliseconds of work); overhead of a choice
 _MOST_POOLED = 256  # prompts of one pooling request in the engines' queues, which other requests share
+_LATEST = ":latest"
 _MAX_NAMES = 8  # of models, in an error
 _MAX_SCORES = 1 << 18  # log-probabilities of prompts in one request; each takes 80 bytes of JSON
 
@@ -98,7 +94,8 @@ class Service:
         """Return the model, or the adapter with this name; None names the model.
 
         Raises the 404 for an unknown name, and the 503 while the service is loading."""
-        name = self.model if not name or name in self._aliases else name
+        name = self._as_served(name)
+        name = self.model if name in self._aliases else name
         adapter = None if name == self.model else self._client.adapters.served().get(name)
         if self._tokenizer is None:
             raise unavailable(self.health() or "", _LOADING_RETRY_S)
@@ -106,6 +103,12 @@ class Service:
             raise self._unknown(name, "model")
         digest = "" if adapter is None else adapter.digest
         return ServedModel(name, self._tokenizer, self._chats, self._client.info, self.draft, digest)
+
+    def _as_served(self, name: str | None) -> str:
+        """Return a name in the form of this server: Ollama's clients may add or leave out the tag `latest`."""
+        names = {self.model, *self._aliases, *self._client.adapters.served()}
+        forms = [] if not name else [name, name.removesuffix(_LATEST), name + _LATEST]
+        return next((form for form in forms if form in names), name or self.model)
 
     def _unknown(self, name: str, param: str) -> ApiError:
         names = ", ".join(map(repr, [self.model, *self._aliases, *self._client.adapters.served()][:_MAX_NAMES]))
@@ -142,7 +145,7 @@ class Service:
         """Return OpenAI's model object for a name of the model or of an adapter; raises errors as `named` does."""
         model = self.named(name)
         adapter = self._client.adapters.served().get(model.name) if model.adapter else None
-        card_id = name if name in self._aliases else model.name
+        card_id = name if (name := self._as_served(name)) in self._aliases else model.name
         return model_card(card_id, self.model, model, None if adapter is None else adapter.entry, self._created)
 
     def model_cards(self) -> list[ModelCard]:
@@ -159,7 +162,7 @@ class Service:
         try:
             await self._client.adapters.load(name, path)
         except EngineRefusal as e:
-            raise _refused(e) from e
+            raise refused(e) from e
         except CallboardError as e:
             raise ApiError(400, redacted(str(e)), param="lora_path", code="adapter_not_loaded") from e
 
@@ -241,7 +244,7 @@ class Service:
                 raise unavailable(reason)
             if (grammar := prepared.prompts.grammar) is not None:
                 prepared = replace(prepared, requests=await self._bound_requests(prepared, grammar))
-            with _as_answers():
+            with as_answers():
                 if len(prepared.requests) == 1:
                     async with aclosing(self._choice(prepared, 0, record)) as choice:
                         async for delta in choice:
@@ -256,7 +259,7 @@ class Service:
         with self._counted(), self.metrics.request(answer_id, context, 1) as record:
             if reason := self._client.health():
                 raise unavailable(reason)
-            with _as_answers():
+            with as_answers():
                 if len(requests) == 1:
                     return [await self._pooled(requests[0], record)]
                 room = asyncio.Semaphore(_MOST_POOLED)
@@ -278,7 +281,7 @@ class Service:
                 async for output in outputs:
                     seen.note(output)
                     if output.finish_reason > FinishReason.LENGTH:
-                        raise _failure(output, None)
+                        raise failure(output, None)
                     if output.pooled is not None:
                         seen.reason = "stop"
                         self.metrics.delivered(seen)
@@ -352,7 +355,7 @@ class Service:
                     seen.note(output)
                     keeps = prepared.keeps_aborted and output.finish_reason is FinishReason.ABORT
                     if output.finish_reason > FinishReason.LENGTH and not keeps:
-                        raise _failure(output, prepared.prompts.grammar)
+                        raise failure(output, prepared.prompts.grammar)
                     delta = processor.process(output)
                     if prepared.prompts.cut is not None:
                         prepared.prompts.cut(delta)
@@ -407,32 +410,3 @@ def _check_work(request: SamplingFields, num_tokens: int, num_predicted: int, wh
             f"needs {top + 1} log-probabilities at each of {num_tokens * n} tokens of prompt; at most "
             f"{_MAX_SCORES} in all are allowed",
         )
-
-
-@contextmanager
-def _as_answers() -> Iterator[None]:
-    """Turn errors of engines into ApiError."""
-    try:
-        yield
-    except EngineRefusal as e:
-        raise _refused(e) from e
-    except ApiError:
-        raise
-    except ServerStopped as e:
-        raise unavailable(str(e)) from e
-    except CallboardError as e:
-        raise ApiError(500, str(e), code="engine_error") from e
-
-
-def _failure(output: RequestOutput, grammar: RequestedGrammar | None) -> ApiError:
-    """Return the error of a choice that ended early."""
-    if output.finish_reason is FinishReason.ABORT:
-        return ApiError(499, output.error or "This request was aborted by its id.", code="request_aborted")
-    if output.finish_reason is FinishReason.GRAMMAR:
-        return ApiError(400, output.error, param=None if grammar is None else grammar.field, code="grammar_failed")
-    return ApiError(500, output.error, code="engine_error")
-
-
-def _refused(refusal: EngineRefusal) -> ApiError:
-    status, code, retry_after_s = _REFUSALS[refusal.reason]
-    return ApiError(status, str(refusal), code=code, retry_after_s=refusal.retry_after_s or retry_after_s)

@@ -107,6 +107,15 @@ async def test_an_empty_request_loads_the_model(path: str, body: dict[str, Any])
     assert unknown.json() == {"error": "There is no model 'other' here; this server has 'fake'."}
 
 
+async def test_the_latest_tag_may_be_missing():
+    for served, asked in ((MODEL, f"{MODEL}:latest"), (f"{MODEL}:latest", MODEL)):
+        service = Service(engine_of(), byte_tokenizer(QWEN), served)
+        transport = httpx.ASGITransport(build_http_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            answer = await client.post("/api/chat", json=HI | {"model": asked, "stream": False})
+        assert (answer.status_code, answer.json()["model"]) == (200, served)
+
+
 # ---- fields ----------------------------------------------------------------------------------------------------------
 
 

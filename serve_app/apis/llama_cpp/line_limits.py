@@ -20,9 +20,9 @@ class LineLimits:
     """Ends choices at either limit; both hold after the first line only."""
 
     def __init__(self, max_ms: int = 0, indentation: int = 0) -> None:
-        """Args:
-        max_ms: time since the first token; 0 and below for no limit.
-        indentation: the least number of spaces and tabs before a line; empty lines may have less."""
+        """End a text `max_ms` after its first token if that is above 0, or before a line with less `indentation`.
+
+        Indentation counts spaces and tabs. An empty line may have less."""
         self._max_s, self._least = max_ms / 1000, indentation
         self._choices: dict[int, _Progress] = defaultdict(_Progress)
 
@@ -33,10 +33,10 @@ class LineLimits:
         progress.started = now if progress.started is None else progress.started
         if self._least and (at := self._first_shallow(delta.text, progress)) is not None:
             delta.text, delta.finish_reason = delta.text[:at], "stop"
-        elif delta.finish_reason is None and 0 < self._max_s <= now - progress.started:
-            progress.has_new_line |= "\n" in delta.text
-            delta.finish_reason = "length" if progress.has_new_line else None
         progress.has_new_line |= "\n" in delta.text
+        is_late = 0 < self._max_s <= now - progress.started
+        if delta.finish_reason is None and is_late and progress.has_new_line:
+            delta.finish_reason = "length"
 
     def _first_shallow(self, text: str, progress: _Progress) -> int | None:
         """Return where a text must end, before the line break ahead of a line with less indentation."""
