@@ -1,4 +1,4 @@
-"""From a model's name to files on this machine: hub id, web address, folder, .gguf file, or a wheel with one."""
+"""From a model's name to files on this machine: hub id, web address, bucket, folder, .gguf file, or a wheel with it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from runtime.loading.folder import INDEX_NAME, weight_files
+from runtime.loading.sources.cloud import cloud_folder
 from runtime.loading.sources.download import check_space, locked
 from runtime.loading.sources.gguf_choice import gguf_models
 from runtime.loading.sources.hub import hub_model
-from runtime.loading.sources.names import FORMS, HubName, WebFile, is_of_ollama, parse
+from runtime.loading.sources.names import FORMS, CloudName, HubName, WebFile, cloud_name, is_of_ollama, parse
 from runtime.loading.sources.near_names import meant
 from runtime.loading.sources.short_names import SHORT_NAMES
 from runtime.loading.sources.web import web_model
@@ -74,9 +75,17 @@ def resolve(
         return _local(path, weights)
     if isinstance(name, WebFile):
         return web_model(name, cache_dir or cache_folder(), progress)
+    if isinstance(name, CloudName):
+        return cloud_folder(name, cache_dir or cache_folder(), progress, weights)
     if name is None:
         raise CallboardError(_without_meaning(model))
     return hub_model(replace(name, revision=revision or name.revision), progress, weights)
+
+
+def resolve_adapter(path: str) -> str:
+    """Return the folder of an adapter, after fetching it if `path` is in a bucket. Raises CallboardError."""
+    name = cloud_name(path)
+    return path if name is None else str(cloud_folder(name, cache_folder(), progress=False))
 
 
 def _local(path: Path, weights: bool) -> Path:

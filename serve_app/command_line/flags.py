@@ -9,6 +9,7 @@ import types
 from dataclasses import Field, fields, replace
 from typing import Any, get_args, get_type_hints
 
+from runtime.loading.sources.names import absolute
 from runtime.spec.config import DEFAULT_MODEL, EngineConfig, choices_of
 from runtime.spec.types import CallboardError, SamplingParams
 from serve_app.command_line.gpu import missing_gpu
@@ -160,7 +161,7 @@ def http_settings(args: argparse.Namespace) -> HttpSettings:
     settings: HttpSettings = checked(HttpSettings, **given)
     for name in ("api_key_file", "lora_folder", "weight_folder", "batch_folder"):
         if (path := getattr(settings, name)) is not None:  # the fronts have another working directory
-            settings = replace(settings, **{name: os.path.abspath(path)})
+            settings = replace(settings, **{name: absolute(path)})
     settings.api_keys()
     return settings
 

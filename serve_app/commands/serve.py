@@ -7,6 +7,7 @@ import os
 from dataclasses import fields, replace
 from typing import Any
 
+from runtime.loading.sources.names import absolute
 from runtime.spec.config import DEFAULT_MODEL, EngineConfig
 from serve_app.command_line.flags import (
     add_flags,
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
     if config.chat_template is not None:  # the fronts have another working directory
         config = replace(config, chat_template=os.path.abspath(config.chat_template))
-    config = replace(config, lora=tuple(f"{name}={os.path.abspath(path)}" for name, path in config.adapters.items()))
+    config = replace(config, lora=tuple(f"{name}={absolute(path)}" for name, path in config.adapters.items()))
     if config.weight_store is not None:  # as engines and runners do
         config = replace(config, weight_store=os.path.abspath(config.weight_store))
     http = http_settings(args).listening_on(args.host)

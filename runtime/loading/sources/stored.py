@@ -34,7 +34,7 @@ class StoredModel:
 
 def stored_models(own_cache: Path) -> list[StoredModel]:
     """All models of both caches, by name."""
-    found = [*_of_hub(), *_of_wheels(own_cache), *_of_web(own_cache / "web")]
+    found = [*_of_hub(), *_of_wheels(own_cache), *_of_web(own_cache / "web"), *_of_buckets(own_cache)]
     return sorted(found, key=lambda model: model.name.lower())
 
 
@@ -126,7 +126,7 @@ def _of_wheels(cache: Path) -> list[StoredModel]:
     models = []
     for folder in cache.glob("*/"):
         files = [file for pattern in _MODEL_FILES for file in folder.rglob(pattern)]
-        if folder.name == "web" or not files:
+        if folder.name in ("web", "cloud") or not files:
             continue
         lock = folder / ".lock"
         name = lock.read_text().replace(", ", ",") if lock.exists() else ""
@@ -155,6 +155,18 @@ def _of_web(folder: Path) -> list[StoredModel]:
                 all(path.exists() for path in paths),
             )
         )
+    return models
+
+
+def _of_buckets(cache: Path) -> list[StoredModel]:
+    """The models and adapters of buckets. Each has a lock file, which contains the address."""
+    models = []
+    for lock in cache.glob("cloud/*/.lock"):
+        blobs = [blob.stat() for blob in lock.parent.glob("blobs/*")]
+        size, used = sum(blob.st_size for blob in blobs), max((blob.st_atime for blob in blobs), default=0.0)
+        remove = partial(shutil.rmtree, lock.parent)
+        is_whole = any(lock.parent.glob("snapshots/*"))
+        models.append(StoredModel(lock.read_text(), size, lock.parent, used, remove, is_whole))
     return models
 
 
