@@ -36,6 +36,7 @@ class EngineFigures:
     num_used_blocks: float
     num_blocks: float
     idle_s: float  # since it last had a request
+    keep_s: float = -1.0  # the idle time after which it may end; negative for the application's own
 
     @classmethod
     def of(cls, scheduler: Scheduler, load: EngineLoad, prefill_rate: float, idle_s: float) -> EngineFigures:
@@ -110,9 +111,12 @@ class ScalingPolicy:
         if num_restarting:
             self._spare_since = None
             return num_engines
-        if self._min == 0 and engines and all(e.idle_s >= self._idle_s for e in engines):
+        if self._min == 0 and engines and all(self._may_end(e) for e in engines):
             return 0
         return self._scale_in(max(1, self._within_bounds(_ceil(load / SCALE_IN_SHARE))), num_engines, now)
+
+    def _may_end(self, engine: EngineFigures) -> bool:
+        return not engine.num_live and engine.idle_s >= (self._idle_s if engine.keep_s < 0 else engine.keep_s)
 
     def _scale_in(self, needed: int, num_engines: int, now: float) -> int:
         """Return the most engines that were needed during the delay, or the current number until it has passed."""

@@ -270,8 +270,9 @@ class DraftKeeper:
     The end of the connection shows the loss. No Ray call to the draft stays open: each would occupy one of its threads,
     also after the death of the calling engine."""
 
-    def __init__(self, config: EngineConfig, group: PlacementGroup, gpu: bool, application: str) -> None:
-        self._config, self._group, self._gpu, self._application = config, group, gpu, application
+    def __init__(self, config: EngineConfig, group: PlacementGroup, gpu: bool, shared_name: str) -> None:
+        """`shared_name` is the name of a draft that engines share."""
+        self._config, self._group, self._gpu, self._shared_name = config, group, gpu, shared_name
         self._attached: Any = None  # the actor that serves the step thread; None while it is replaced
         self._process: LocalProcess | None = None
 
@@ -288,10 +289,10 @@ class DraftKeeper:
         self._is_own = True
         if not self._config.draft_shared:
             self.draft = actor.options(**options).remote()
-        elif not (living := living_actors(f"{self._application}/draft#")):
-            name = new_name(f"{self._application}/draft")
+        elif not (living := living_actors(f"{self._shared_name}#")):
+            name = new_name(self._shared_name)
             mine = actor.options(**options, name=name, namespace=NAMESPACE).remote()
-            oldest = living_actors(f"{self._application}/draft#")[0]  # another engine may have started one first
+            oldest = living_actors(f"{self._shared_name}#")[0]  # another engine may have started one first
             self._is_own = oldest == name
             self.draft = mine if self._is_own else ray.get_actor(oldest, NAMESPACE)
         else:

@@ -15,6 +15,7 @@ from runtime.spec.types import CallboardError, SamplingParams
 from serve_app.command_line.gpu import missing_gpu
 from serve_app.command_line.parser import UsageError
 from serve_app.command_line.subjects import HOME, SUBJECTS
+from serve_app.durations import Duration
 from serve_app.settings import HttpSettings
 
 API_KEY = "CALLBOARD_API_KEY"
@@ -74,8 +75,8 @@ def _add_flag(group: argparse._ArgumentGroup, f: Field[Any], kind: Any) -> None:
     elif isinstance(kind, types.UnionType):  # X | None
         kind = get_args(kind)[0]
         kind = whole_or_auto if kind is int else kind
-    metavar = None if choices else {int: "N", whole_or_auto: "N|auto", float: "X", str: "NAME"}[kind]
-    read = {int: whole, float: number}.get(kind, kind)
+    metavar = None if choices else {int: "N", whole_or_auto: "N|auto", float: "X", str: "NAME", Duration: "TIME"}[kind]
+    read = {int: whole, float: number, Duration: duration}.get(kind, kind)
     group.add_argument(flag, type=read, choices=choices, default=f.default, metavar=metavar, help=text)
 
 
@@ -93,6 +94,14 @@ def number(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number") from None
+
+
+def duration(text: str) -> Duration:
+    """A number of seconds, with or without units."""
+    try:
+        return Duration(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
 
 
 def port(text: str) -> int:

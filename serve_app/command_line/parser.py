@@ -7,7 +7,7 @@ import difflib
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from runtime.spec.types import CallboardError
@@ -45,15 +45,17 @@ class CommandParser(argparse.ArgumentParser):
         kwargs.setdefault("formatter_class", Formatter)
         super().__init__(*args, **kwargs)
         self._most_used, self._examples = dict(most_used or {}), tuple(examples)
-        self._reads_file = False
+        self._reads_file, self._of_models = False, tuple[str, ...]()
         self._passes_on = ""
         self._source = ""  # where the words stand, in an error
 
-    def add_config_file(self) -> None:
-        """Add `--config FILE`, which gives values to the other flags."""
+    def add_config_file(self, of_models: Collection[str] = ()) -> None:
+        """Add `--config FILE`, which gives values to the other flags.
+
+        `of_models` are the fields that each entry of its list `models` may have."""
         what = "YAML or TOML file with flags by their names, such as `port: 8001`; the command line wins"
         self.add_argument("--config", metavar="FILE", help=what)
-        self._reads_file = True
+        self._reads_file, self._of_models = True, tuple(of_models)
 
     def pass_on(self, name: str) -> None:
         """Keep the words after `--` as `name`, for another program."""
@@ -120,11 +122,15 @@ class CommandParser(argparse.ArgumentParser):
 
     def _with_file(self, found: argparse.Namespace, words: list[str]) -> argparse.Namespace:
         """Return the values of the command line, then of `--config FILE`, then the defaults."""
+        source = f", in {found.config}"
         try:
-            from_file = self._given(read_words(found.config, self.flags()), f", in {found.config}")
+            common, entries = read_words(found.config, self.flags(), self._of_models)
         except CallboardError as e:
             self.error(str(e))
-        return argparse.Namespace(**{**vars(found), **vars(from_file), **vars(self._given(words))})
+        from_file, given = vars(self._given(common, source)), vars(self._given(words))
+        each = [{**from_file, **vars(self._given(entry, source)), **given} for entry in entries]
+        models = [argparse.Namespace(**{**vars(found), **entry}) for entry in each]
+        return argparse.Namespace(**{**vars(found), **from_file, **given, "models": models})
 
     def _given(self, words: list[str], source: str = "") -> argparse.Namespace:
         """Return the values that `words` give, without defaults."""
@@ -248,6 +254,8 @@ def _metavar(action: argparse.Action) -> str:
     name = str(action.metavar or action.dest.upper())
     if action.nargs == "?":
         return f"[{name}]"
+    if action.nargs == "*":
+        return f"[{name} ...]"
     return f"{name} ..." if action.nargs == "+" else name
 
 

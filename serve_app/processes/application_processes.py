@@ -215,8 +215,9 @@ def processes_of(application: str, session: str) -> list[Process]:
             reported += [(asked[answer], *found) for found in ray.get(answer)]
     client: Any = _get_global_client()
     deployments = client.get_serve_details()["applications"].get(application, {"deployments": {}})["deployments"]
-    for deployment, role in (("Engine", "supervisor"), ("Front", "front")):
-        for replica in deployments.get(deployment, {"replicas": []})["replicas"]:
+    for name, deployment in deployments.items():
+        role = "front" if name == "Front" else "supervisor"
+        for replica in deployment["replicas"]:
             if replica["state"] == "RUNNING" and replica["pid"]:
                 engine = replica["replica_id"] if role == "supervisor" else ""
                 reported.append((engine, role, replica["node_id"], replica["pid"]))

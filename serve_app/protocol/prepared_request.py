@@ -34,6 +34,8 @@ class ServedModel:
     info: ModelInfo
     draft: str | None  # the draft's name; None without speculation
     adapter: str = ""  # digest of the adapter with this name; empty for the model itself
+    base: str = ""  # the first name of the model itself
+    sleeps: bool = False  # without requests it may have no engine
 
     @property
     def speculates(self) -> bool:
@@ -104,6 +106,7 @@ class PreparedRequest(Generic[R]):
     requests: list[Request]  # without their grammar, which is added when they run
     stops: StopStrings | None  # of all choices
     ignored_fields: list[str]
+    keep_s: float | None = None  # idle time after it until the model sleeps; None for the server's own
     keeps_aborted: bool = False  # an aborted choice ends with its tokens so far, and not with an error
     event_ids: EventIds | None = None  # of its stream
     on_delta: Callable[[Delta], None] | None = None  # called with each delta

@@ -77,6 +77,7 @@ class SamplingFields(OpenRequestModel, OutputOptions):
     model_config = ConfigDict(extra="allow")  # OutputOptions forbid them
     dialect: ClassVar[Dialect] = Dialect()
     refused: ClassVar[dict[str, UnsupportedField]] = UNSUPPORTED_FIELDS
+    computes: ClassVar[bool] = True  # False for a request that is answered without an engine
 
     model: str | None = None
     temperature: Annotated[float, _limits("temperature")] | None = None
@@ -120,6 +121,10 @@ class SamplingFields(OpenRequestModel, OutputOptions):
     def max_output(self) -> int | None:
         """Return the requested tokens of output; None without a number."""
         raise NotImplementedError
+
+    def keep_s(self) -> float | None:
+        """Return the idle time for which the model should stay loaded; None for the server's own."""
+        return None
 
     def num_logprobs(self) -> int | None:
         """Return the alternatives to report at each position; None without log-probabilities."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar, Generic
 
 from runtime.output.processor import Delta
@@ -16,11 +17,21 @@ from serve_app.protocol.sse import EventStream, header
 
 
 class AnsweredAtOnce(Exception):
-    """Raised for a request without output of the model; `content` is the JSON of its answer."""
+    """Raised for a request without output of the model; `content` is the JSON of its answer.
 
-    def __init__(self, content: bytes) -> None:
+    The model stays loaded for `keep_s` without requests: 0 for no longer, None for its usual time."""
+
+    def __init__(self, content: bytes, model: str, keep_s: float | None) -> None:
         super().__init__(content)
-        self.content = content
+        self.content, self.model, self.keep_s = content, model, keep_s
+
+
+class NeedsEngine(Exception):
+    """Raised for a request that can be prepared after `start`, which returns when its model has an engine."""
+
+    def __init__(self, start: Callable[[], Awaitable[None]]) -> None:
+        super().__init__()
+        self.start = start
 
 
 class Endpoint(ABC, Generic[R]):

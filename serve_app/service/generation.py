@@ -24,9 +24,9 @@ from serve_app.protocol.event_ids import with_event_ids
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.protocol.sse import MANY_SCORES, EventStream
-from serve_app.service.endpoint import Endpoint
+from serve_app.service.endpoint import AnsweredAtOnce, Endpoint
+from serve_app.service.models import Models, when_started
 from serve_app.service.recorded import RecordedRequests
-from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 
 logger = logging.getLogger(__name__)
@@ -41,9 +41,9 @@ class Generation:
     """POST of one endpoint. It is an ASGI application, so each token is one `send`."""
 
     def __init__(
-        self, service: Service, endpoint: Endpoint[Any], settings: HttpSettings, recorded: RecordedRequests
+        self, models: Models, endpoint: Endpoint[Any], settings: HttpSettings, recorded: RecordedRequests
     ) -> None:
-        self._service, self._endpoint, self._settings, self._recorded = service, endpoint, settings, recorded
+        self._models, self._endpoint, self._settings, self._recorded = models, endpoint, settings, recorded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = RequestContext.of(scope)
@@ -63,7 +63,7 @@ class Generation:
     ) -> None:
         async with (
             UntilClientLeaves(receive, send) as send,
-            aclosing(self._service.run(prepared, context)) as deltas,
+            aclosing(self._models.run(prepared, context)) as deltas,
         ):
             if prepared.request.stream:
                 await self._stream(prepared, deltas, send)
@@ -74,14 +74,19 @@ class Generation:
         def prepare() -> PreparedRequest[Any]:
             return self._prepare(self._endpoint.read(body), scope)
 
-        return await run_preparation(body, scope["owner"], self._endpoint.renders_chats, prepare)
+        run = partial(run_preparation, body, scope["owner"], self._endpoint.renders_chats, prepare)
+        try:
+            return await when_started(run)
+        except AnsweredAtOnce as e:
+            await self._models.of(e.model).load(e.keep_s)
+            raise
 
     def _prepare(self, request: SamplingFields, scope: Scope) -> PreparedRequest[Any]:
         check_counts(request, self._settings)
         request_id = clean_id(request.request_id or scope["request_id"])
 
         def prepare(request: SamplingFields, answer_id: str = "") -> PreparedRequest[Any]:
-            return self._service.prepare(self._endpoint, request, request_id, scope["owner"], answer_id)
+            return self._models.prepare(self._endpoint, request, request_id, scope["owner"], answer_id)
 
         if self._endpoint.operation.media_type != "text/event-stream":  # Ollama's API sends plain lines
             return prepare(request)

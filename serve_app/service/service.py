@@ -7,8 +7,9 @@ and its run yields lists of `Delta`.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -33,20 +34,18 @@ from serve_app.observability.metrics import RequestRecord, ServiceMetrics
 from serve_app.protocol.errors import ApiError, redacted, unavailable
 from serve_app.protocol.event_ids import by_token
 from serve_app.protocol.prepared_request import PreparedRequest, R, ServedModel
-from serve_app.protocol.sampling import SamplingFields
-from serve_app.service.endpoint import Endpoint
+from serve_app.service.checks import check_token_ids, check_work
+from serve_app.service.endpoint import Endpoint, NeedsEngine
 from serve_app.service.engine_errors import as_answers, failure, refused
 from serve_app.service.grammars import compiled, ignored_paths
 from serve_app.service.model_card import ModelCard, model_card
 from serve_app.service.vllm_config import vllm_config
 
 _LOADING_RETRY_S = 5.0
-MAX_PROMPT_TOKENS = 4_000_000  # of one request: its prompts and predictions, once for each choice
 _BURST, _CHOICE_COST = 1 << 18, 1 << 10  # tokens submitted at once (a few milliseconds of work); overhead of a choice
 _MOST_POOLED = 256  # prompts of one pooling request in the engines' queues, which other requests share
 _LATEST = ":latest"
-_MAX_NAMES = 8  # of models, in an error
-_MAX_SCORES = 1 << 18  # log-probabilities of prompts in one request; each takes 80 bytes of JSON
+_MAX_NAMES = 16  # of models, in an error
 
 
 class Service:
@@ -60,10 +59,15 @@ class Service:
         draft: str | None = None,
         aliases: Iterable[str] = (),
         config: EngineConfig | None = None,
+        grammars: GrammarCompiler | None = None,
+        idle_sleep: float | None = None,
+        waits: Callable[[], str] = str,
     ) -> None:
         """`model` is the name for clients, `draft` the draft's name or None, and `aliases` are more names of the model.
 
-        `config` has the engines' settings, for clients; None for the defaults.
+        `config` has the engines' settings, for clients; None for the defaults. `grammars` is a compiler that services
+        share. `idle_sleep` is the idle time after which the model has no engine; None if it never sleeps.
+        `waits` returns why the model waits for memory, empty if it does not.
 
         Answers have the first name. Without a tokenizer the service is loading until `start`."""
         self.model, self.draft, self._config = model, draft, config or EngineConfig()
@@ -71,7 +75,9 @@ class Service:
         self._client = client
         self.metrics = ServiceMetrics(client, model)
         self._created = int(time.time())
-        self.grammars = GrammarCompiler()
+        self.grammars = grammars or GrammarCompiler()
+        self.idle_sleep = idle_sleep
+        self.waits = waits
         self.num_live = 0  # running requests
         self._tokenizer: Tokenizer | None = None
         if tokenizer is not None:
@@ -100,20 +106,59 @@ class Service:
         if self._tokenizer is None:
             raise unavailable(self.health() or "", _LOADING_RETRY_S)
         if adapter is None and name != self.model:
-            raise self._unknown(name, "model")
+            raise unknown_model(name, self.names())
         digest = "" if adapter is None else adapter.digest
-        return ServedModel(name, self._tokenizer, self._chats, self._client.info, self.draft, digest)
+        return ServedModel(
+            name, self._tokenizer, self._chats, self._client.info, self.draft, digest, self.model, self.sleeps
+        )
 
     def _as_served(self, name: str | None) -> str:
         """Return a name in the form of this server: Ollama's clients may add or leave out the tag `latest`."""
-        names = {self.model, *self._aliases, *self._client.adapters.served()}
         forms = [] if not name else [name, name.removesuffix(_LATEST), name + _LATEST]
+        names = self.names()
         return next((form for form in forms if form in names), name or self.model)
 
-    def _unknown(self, name: str, param: str) -> ApiError:
-        names = ", ".join(map(repr, [self.model, *self._aliases, *self._client.adapters.served()][:_MAX_NAMES]))
-        text = f"There is no model {shortened(name)!r} here; this server has {names}."
-        return ApiError(404, text, param=param, code="model_not_found")
+    def serves(self, name: str) -> bool:
+        """True if requests may have this name."""
+        return self._as_served(name) in self.names()
+
+    def computing(self, name: str | None) -> ServedModel:
+        """Return a model as `named` does, for prompts that engines compute.
+
+        Raises NeedsEngine if no engine has reported the model's facts so far."""
+        model = self.named(name)
+        if not model.info.fingerprint:
+            raise NeedsEngine(self.start_engine)
+        return model
+
+    def names(self) -> list[str]:
+        """Return the names that requests may have: of the model and its adapters."""
+        return [self.model, *self._aliases, *self._client.adapters.served()]
+
+    async def start_engine(self) -> None:
+        """Return when there is an engine; a sleeping model starts one. Raises ApiError if none starts."""
+        with as_answers():
+            await self._client.started()
+
+    @property
+    def sleeps(self) -> bool:
+        """True if the model may have no engine."""
+        return self.idle_sleep is not None
+
+    async def load(self, keep_s: float | None) -> None:
+        """Start an engine, or let it end if `keep_s` is 0; it ends after this idle time, None for the usual one."""
+        if self.sleeps and keep_s != 0:
+            await self.start_engine()
+        if self.sleeps and keep_s is not None:
+            await self._client.keep(keep_s)
+
+    async def remaining_s(self) -> float | None:
+        """Return the time until the model sleeps, infinite if it never does; None if it sleeps."""
+        if self.idle_sleep is None:
+            return math.inf
+        found = await self._client.keep(None)
+        times = [(self.idle_sleep if each.keep_s < 0 else each.keep_s) - each.idle_s for each in found]
+        return max(0.0, *times) if times else None
 
     def engines(self) -> list[str]:
         """Return the ids of the engines. A healthy server scaled to zero has none."""
@@ -150,7 +195,7 @@ class Service:
 
     def model_cards(self) -> list[ModelCard]:
         """Return the objects of all names, the model's first."""
-        return [self.model_card(name) for name in (None, *self._aliases, *self._client.adapters.served())]
+        return [self.model_card(name) for name in self.names()]
 
     async def load_adapter(self, name: str, path: str, may_replace: bool) -> None:
         """Load the adapter in a folder under this name; returns when all engines have it, or raises ApiError."""
@@ -169,7 +214,7 @@ class Service:
     async def unload_adapter(self, name: str) -> None:
         """Refuse new requests with the adapter; returns when running ones have ended."""
         if name not in self._client.adapters.served():
-            raise self._unknown(name, "lora_name")
+            raise unknown_model(name, self.names(), "lora_name")
         await self._client.adapters.unload(name)
 
     def prepare(
@@ -180,14 +225,14 @@ class Service:
         `request_id` becomes a part of the answer's id, which is random without one. A stream that is taken up has its
         `answer_id` already. Only `owner` can abort the request.
         This is pure CPU work and thread-safe, so threads can prepare long prompts."""
-        model = self.named(request.model)
+        model = self.computing(request.model) if request.computes else self.named(request.model)
         if not model.info.makes_text:
             raise ApiError(400, "This model makes vectors, not text; use it for embeddings or scores.", param="model")
-        prompts, max_tokens = endpoint.limited_prompts(request, model)
+        prompts, limits = endpoint.limited_prompts(request, model)
         lengths = [len(prompt) for prompt in prompts.token_ids]
-        _check_work(request, sum(lengths), len(lengths) * len(prompts.prediction), prompts.where)
+        check_work(request, sum(lengths), len(lengths) * len(prompts.prediction), prompts.where)
         for at, prompt in enumerate(prompts.token_ids):
-            _check_token_ids(prompts.path(at), prompt, model)
+            check_token_ids(prompts.path(at), prompt, model)
         budget = None if prompts.message_format is None else prompts.message_format.budget
         if (prompts.grammar or budget) and not model.info.eos_token_ids:
             field = "thinking_token_budget" if prompts.grammar is None else prompts.grammar.field
@@ -197,17 +242,17 @@ class Service:
         answer_id = answer_id or endpoint.new_id(request_id)
         names = (f"{owned(answer_id, owner)}-{i}" for i in count())
         requests: list[Request] = []
-        for index, (prompt, most) in enumerate(zip(prompts.token_ids, max_tokens, strict=True)):
+        for index, (prompt, most) in enumerate(zip(prompts.token_ids, limits, strict=True)):
             params = request.sampling_params(most, self._defaults, index)
             if budget is not None:
                 params = replace(params, thinking=budget)
             if prompts.stop_token_ids:
                 params = replace(params, stop_token_ids=(*params.stop_token_ids, *prompts.stop_token_ids))
             if not requests:
-                _check_token_ids("logit_bias", (i for i, _ in params.logit_bias), model)
-                _check_token_ids("allowed_token_ids", params.allowed_token_ids, model)
-                _check_token_ids("logprob_token_ids", params.logprob_token_ids, model)
-                _check_token_ids("stop_token_ids", params.stop_token_ids, model)
+                check_token_ids("logit_bias", (i for i, _ in params.logit_bias), model)
+                check_token_ids("allowed_token_ids", params.allowed_token_ids, model)
+                check_token_ids("logprob_token_ids", params.logprob_token_ids, model)
+                check_token_ids("stop_token_ids", params.stop_token_ids, model)
             requests += requests_of(
                 names,
                 prompt,
@@ -226,8 +271,10 @@ class Service:
                 raise invalid("min_weight_version", f"{text} --weight-updates")
             requests = [replace(each, min_weight_version=str(version)) for each in requests]
         ignored = [*request.ignored_fields(), *map(request.dialect.names.of, prompts.ignored_fields)]
+        if (keep_s := request.keep_s() if self.sleeps else None) is not None:
+            ignored.remove("keep_alive")
         return PreparedRequest(
-            answer_id, owner, request, model, prompts, requests, stops, ignored, endpoint.keeps_aborted
+            answer_id, owner, request, model, prompts, requests, stops, ignored, keep_s, endpoint.keeps_aborted
         )
 
     async def run(
@@ -239,7 +286,11 @@ class Service:
         without engines, 504 for late engines, 500 for a failure."""
         context = context or RequestContext()
         context.model, context.ignored_fields = prepared.model.name, prepared.ignored_fields
-        with self._counted(), self.metrics.request(prepared.id, context, prepared.num_choices) as record:
+        with (
+            self._counted(),
+            self._kept(prepared.keep_s),
+            self.metrics.request(prepared.id, context, prepared.num_choices) as record,
+        ):
             if reason := self._client.health():
                 raise unavailable(reason)
             if (grammar := prepared.prompts.grammar) is not None:
@@ -295,6 +346,14 @@ class Service:
             yield
         finally:
             self.num_live -= 1
+
+    @contextmanager
+    def _kept(self, keep_s: float | None) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if keep_s is not None:
+                in_background(asyncio.create_task(self._client.keep(keep_s)), "the idle time of a model")
 
     async def _merged(self, prepared: PreparedRequest[Any], record: RequestRecord) -> AsyncGenerator[list[Delta], None]:
         """Yield the deltas of all choices, which run at the same time."""
@@ -383,30 +442,13 @@ class Service:
         return [replace(request, params=replace(request.params, grammar=grammar)) for request in prepared.requests]
 
 
-# ---- checks ----------------------------------------------------------------------------------------------------------
-
-
-def _check_token_ids(where: str, ids: Iterable[int], model: ServedModel) -> None:
-    largest, size = max(ids, default=0), min(model.tokenizer.vocab_size, model.info.vocab_size)
-    if largest >= size:
-        raise invalid(where, f"holds the token id {largest}, but the ids of this model end at {size - 1}")
-
-
 def owned(request_id: str, owner: str) -> str:
     """Return the engine's id of a request, which contains its owner."""
     return f"{owner}/{request_id}" if owner else request_id
 
 
-def _check_work(request: SamplingFields, num_tokens: int, num_predicted: int, where: str) -> None:
-    """Raise the 400 if the choices or scores of these prompts are too much work for one request."""
-    n, top = request.n or 1, request.num_prompt_logprobs()
-    if (num_tokens + num_predicted) * n > MAX_PROMPT_TOKENS:
-        what = f"{num_tokens} tokens of prompt" + (f" and {num_predicted} of prediction" if num_predicted else "")
-        what += f" for {n} choices each" if n > 1 else ""
-        raise invalid("n" if n > 1 else where, f"needs {what}; at most {MAX_PROMPT_TOKENS} in all are allowed")
-    if top is not None and num_tokens * n * (top + 1) > _MAX_SCORES:
-        raise invalid(
-            "logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
-            f"needs {top + 1} log-probabilities at each of {num_tokens * n} tokens of prompt; at most "
-            f"{_MAX_SCORES} in all are allowed",
-        )
+def unknown_model(name: str, names: Sequence[str], param: str = "model") -> ApiError:
+    """Return the 404 for a name that is not among `names`."""
+    known = ", ".join(map(repr, names[:_MAX_NAMES]))
+    text = f"There is no model {shortened(name)!r} here; this server has {known}."
+    return ApiError(404, text, param=param, code="model_not_found")

@@ -202,7 +202,7 @@ def test_a_stop_does_not_wait_for_an_unneeded_engine(start, tmp_path: Path):
     server stops."""
     gate = tmp_path / "gate"
     gate.touch()
-    scaling = "--min-replicas", "0", "--max-replicas", "1", "--scale-to-zero-s", "0.5", "--drain-timeout-s", "100"
+    scaling = "--idle-sleep", "500ms", "--drain-timeout-s", "100"
     server = start(*scaling, **{GATE: str(gate), "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": HOOK})
     server.wait_for("curl -N")
     with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=100) as client, ThreadPoolExecutor() as pool:

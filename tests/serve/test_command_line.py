@@ -99,7 +99,7 @@ def test_help_of_a_subject_or_a_part_of_a_name(capsys):
         ("serve --dtype bf16", "--dtype: 'bf16' is not a choice; did you mean bfloat16? It can be auto"),
         ("serve --block-size x", "--block-size: 'x' must be a whole number"),
         ("serve --step-timeout-s x", "--step-timeout-s: 'x' must be a number"),
-        ("serve a b", "'b' is one argument too many"),
+        ("chat a b", "'b' is one argument too many"),
         ("chat --temprature 1", "did you mean --temperature?"),
         ("srve", "there is no command 'srve'; did you mean serve?"),
         ("run tiny", "there is no command 'run'; did you mean chat?"),
@@ -132,8 +132,8 @@ def test_several_names_leave_the_model_its_place(argv: str, model: str | None, n
     served = []
     monkeypatch.setattr("serve_app.server.serve.serve", served.append)
     assert cli.main(["serve", *argv.split()]) == 0
-    assert served[0].config == (EngineConfig() if model is None else EngineConfig(model))
-    assert served[0].served_model_names == tuple(names)
+    assert served[0].models[0].config == (EngineConfig() if model is None else EngineConfig(model))
+    assert served[0].models[0].names == tuple(names)
 
 
 def test_a_model_among_the_names_is_refused(capsys):
@@ -142,7 +142,7 @@ def test_a_model_among_the_names_is_refused(capsys):
 
 
 def test_the_application_takes_several_names():
-    from serve_app.app import AppArgs
+    from serve_app.app_args import AppArgs
 
     assert AppArgs().served_model_name == AppArgs(served_model_name=None).served_model_name == ()
     assert AppArgs(served_model_name="a").served_model_name == ("a",)

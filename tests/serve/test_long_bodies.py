@@ -132,7 +132,7 @@ async def test_a_request_with_too_much_work_is_refused(fields: dict, param: str,
 
 @pytest.mark.parametrize(("n", "status"), [(3, 200), (4, 400)])
 async def test_predictions_count_for_each_choice(n: int, status: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("serve_app.service.service.MAX_PROMPT_TOKENS", 400)
+    monkeypatch.setattr("serve_app.service.checks.MAX_PROMPT_TOKENS", 400)
     engine = FakeEngine()
     fields = {"max_tokens": 1, "n": n, "prediction": {"type": "content", "content": "a" * 100}}
     async with client_of(engine, draft="ngram") as client:

@@ -17,17 +17,18 @@ from serve_app.http.json_routes import get_json, json_response, post_json
 from serve_app.protocol.errors import unavailable
 from serve_app.protocol.operation import BODY, route
 from serve_app.protocol.parsing import parse
+from serve_app.service.models import Models
 from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 
 
-def llama_cpp_routes(service: Service, settings: HttpSettings) -> list[Route]:
+def llama_cpp_routes(models: Models, settings: HttpSettings) -> list[Route]:
     errors: dict[str, Any] = {"errors": (503,), "error": LlamaError}
-    facts = get_json(partial(props, service))
-    template = post_json(partial(apply_template, service), settings, may_render=True)
+    facts = get_json(partial(props, models.first))
+    template = post_json(partial(apply_template, models), settings, may_render=True)
 
     async def all_slots(request: HttpRequest) -> Response:
-        found = slots(service)
+        found = slots(models.first)
         if request.query_params.get("fail_on_no_slot") and all(slot.is_processing for slot in found):
             raise unavailable("All slots are busy.")
         return json_response(found)
@@ -79,9 +80,9 @@ def slots(service: Service) -> list[LlamaSlot]:
     return [LlamaSlot(i, context, speculates, i < num_busy) for i in range(model.info.max_num_seqs)]
 
 
-def apply_template(service: Service, body: bytes) -> LlamaPrompt:
+def apply_template(models: Models, body: bytes) -> LlamaPrompt:
     """Return the prompt of a chat as a text; raises FieldError or ApiError."""
     request = parse(ChatRequest, body)
-    model = service.named(request.model)
+    model = models.named(request.model)
     ids, _ = CHAT.prompt(request, model)
     return LlamaPrompt(model.tokenizer.decode(ids, skip_special_tokens=False))

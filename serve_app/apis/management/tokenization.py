@@ -17,7 +17,7 @@ from serve_app.protocol.operation import BODY, route
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.prompt_ids import prompt_ids
 from serve_app.protocol.shapes import RequestModel, TokenId
-from serve_app.service.service import Service
+from serve_app.service.models import Models
 from serve_app.settings import HttpSettings
 
 MAX_IDS = 1 << 18  # ids of one /detokenize, unless the model's context is longer
@@ -64,10 +64,10 @@ class _Kind(RequestModel):
     content: Any = None
 
 
-def tokenization_routes(service: Service, settings: HttpSettings) -> list[Route]:
-    to_ids = post_json(partial(tokenize, service), settings, may_render=True)
-    to_text = post_json(partial(detokenize, service), settings)
-    info = get_json(partial(tokenizer_info, service))
+def tokenization_routes(models: Models, settings: HttpSettings) -> list[Route]:
+    to_ids = post_json(partial(tokenize, models), settings, may_render=True)
+    to_text = post_json(partial(detokenize, models), settings)
+    info = get_json(partial(tokenizer_info, models))
     kinds = TokenizeTextRequest, TokenizeChatRequest, TokenizeContentRequest
     errors = (*BODY, 404, 503)
     return [
@@ -77,27 +77,27 @@ def tokenization_routes(service: Service, settings: HttpSettings) -> list[Route]
     ]
 
 
-def tokenize(service: Service, body: bytes) -> Tokenized | ContentTokens:
+def tokenize(models: Models, body: bytes) -> Tokenized | ContentTokens:
     """Return the token ids of a text or of a chat's prompt; raises FieldError or ApiError."""
     request: TokenizeTextRequest | TokenizeChatRequest
     kind = parse(_Kind, body)
     if kind.content is not None and kind.messages is None:
-        return _content_tokens(service, parse(TokenizeContentRequest, body))
+        return _content_tokens(models, parse(TokenizeContentRequest, body))
     if kind.messages is None:
         request = parse(TokenizeTextRequest, body)
-        model = service.named(request.model)
+        model = models.named(request.model)
         special, limit = request.add_special_tokens, model.info.max_model_len
         ids = prompt_ids(model.tokenizer.encode, request.prompt, special, limit, "prompt")
     else:
         request = parse(TokenizeChatRequest, body)
-        model = service.named(request.model)
+        model = models.named(request.model)
         ids, _ = CHAT.prompt(request, model)
     names = [model.tokenizer.id_to_token(i) for i in ids] if request.return_token_strs else None
     return Tokenized(len(ids), model.info.max_model_len, ids, names)
 
 
-def _content_tokens(service: Service, request: TokenizeContentRequest) -> ContentTokens:
-    model = service.named(request.model)
+def _content_tokens(models: Models, request: TokenizeContentRequest) -> ContentTokens:
+    model = models.named(request.model)
     tokenizer, limit = model.tokenizer, model.info.max_model_len
     encode = tokenizer.encode if request.parse_special else tokenizer.encode_contents
     ids = prompt_ids(encode, request.content, request.add_special, limit, "content")
@@ -114,10 +114,10 @@ def _piece(piece: bytes) -> str | list[int]:
         return list(piece)
 
 
-def detokenize(service: Service, body: bytes) -> Detokenized:
+def detokenize(models: Models, body: bytes) -> Detokenized:
     """Return the text of token ids with special tokens; raises FieldError or ApiError."""
     request = parse(DetokenizeRequest, body)
-    model = service.named(request.model)
+    model = models.named(request.model)
     if len(request.tokens) > max(MAX_IDS, model.info.max_model_len):
         raise invalid("tokens", f"has {len(request.tokens)} ids; at most {MAX_IDS} are allowed")
     size = model.tokenizer.vocab_size
@@ -127,7 +127,7 @@ def detokenize(service: Service, body: bytes) -> Detokenized:
     return Detokenized(text, text)
 
 
-def tokenizer_info(service: Service) -> dict[str, Any]:
+def tokenizer_info(models: Models) -> dict[str, Any]:
     """Return the settings that a client needs to render chats itself, named as in tokenizer_config.json."""
-    model = service.named(None)
+    model = models.named(None)
     return model.tokenizer.settings(model.info.max_model_len)

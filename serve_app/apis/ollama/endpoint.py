@@ -45,7 +45,9 @@ class OllamaEndpoint(Endpoint[SamplingFields]):
 
     def prompts(self, request: SamplingFields, model: ServedModel) -> Prompts:
         if isinstance(request, LoadRequest):
-            raise AnsweredAtOnce(encode_json(self.line(model, "") | {"done": True, "done_reason": "load"}))
+            keep_s = request.keep_s() if model.sleeps else None
+            end = {"done": True, "done_reason": "unload" if keep_s == 0 else "load"}
+            raise AnsweredAtOnce(encode_json(self.line(model, "") | end), model.base, keep_s)
         if isinstance(request, CompletionRequest):
             return COMPLETIONS.prompts(request, model)
         assert isinstance(request, ChatRequest), "`read` makes no others"

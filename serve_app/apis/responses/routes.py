@@ -35,8 +35,8 @@ from serve_app.protocol.parsing import read_query
 from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.protocol.shapes import RequestModel
 from serve_app.service.generation import EVENT_STREAM, Generation, UntilClientLeaves
+from serve_app.service.models import Models, when_started
 from serve_app.service.recorded import RecordedRequests
-from serve_app.service.service import Service
 from serve_app.settings import HttpSettings
 
 logger = logging.getLogger(__name__)
@@ -61,9 +61,9 @@ class InputItemsQuery(RequestModel):
 
 
 def response_routes(
-    service: Service, settings: HttpSettings, stored: StoredResponses, recorded: RecordedRequests
+    models: Models, settings: HttpSettings, stored: StoredResponses, recorded: RecordedRequests
 ) -> list[Route]:
-    creation, routes = ResponseCreation(service, settings, stored, recorded), StoredResponseRoutes(settings, stored)
+    creation, routes = ResponseCreation(models, settings, stored, recorded), StoredResponseRoutes(settings, stored)
     one, errors = "/v1/responses/{response_id}", (400, 404, 503)
     return [
         ApiRoute(ResponsesEndpoint.path, creation, ResponsesEndpoint.operation),
@@ -104,9 +104,9 @@ class ResponseCreation(Generation):
     """POST /v1/responses."""
 
     def __init__(
-        self, service: Service, settings: HttpSettings, stored: StoredResponses, recorded: RecordedRequests
+        self, models: Models, settings: HttpSettings, stored: StoredResponses, recorded: RecordedRequests
     ) -> None:
-        super().__init__(service, ResponsesEndpoint(stored.store), settings, recorded)
+        super().__init__(models, ResponsesEndpoint(stored.store), settings, recorded)
         self._stored = stored
 
     async def _prepared(self, body: bytes, scope: Scope) -> PreparedRequest[Any]:
@@ -121,7 +121,7 @@ class ResponseCreation(Generation):
         """Answer with the length of the prompt that a response would have."""
 
         def count(asked: ResponsesRequest) -> CountedInput:
-            model = self._service.named(asked.model)
+            model = self._models.named(asked.model)
             length = len(self._endpoint.prompts(asked, model).token_ids[0])
             return CountedInput(input_tokens=length, max_model_len=model.info.max_model_len)
 
@@ -140,8 +140,8 @@ class ResponseCreation(Generation):
             return work(request.after(ITEMS.validate_json(as_list(items))) if items else request)
 
         if sum(map(len, items)) > _LONG_BYTES:
-            return await LONG_REQUESTS.run(owner, run)
-        return await run_preparation(body, owner, True, run)
+            return await when_started(partial(LONG_REQUESTS.run, owner, run))
+        return await when_started(partial(run_preparation, body, owner, True, run))
 
     async def _before(self, previous: str, owner: str) -> list[bytes]:
         """Return the conversation up to an earlier response."""
@@ -177,7 +177,7 @@ class ResponseCreation(Generation):
         try:
             async with (
                 Deadline(self._settings.request_timeout_s),
-                aclosing(self._service.run(prepared, context)) as deltas,
+                aclosing(self._models.run(prepared, context)) as deltas,
             ):
                 async for new in deltas:
                     for delta in new:
