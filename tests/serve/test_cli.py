@@ -26,7 +26,7 @@ from serve_app.settings import HttpSettings, ScalingSettings
 ROOT = Path(__file__).parents[2]
 
 
-def callboard(*args: str, stdin: str = "", timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def callboard(*args: str, stdin: str = "", timeout: float = 600) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "serve_app.cli", *args]
     return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=ROOT, timeout=timeout)
 
