@@ -84,6 +84,7 @@ def _replicas(scaling: ScalingSettings) -> dict[str, Any]:
         "max_engines": scaling.most,
         "downscale_delay_s": scaling.scale_in_delay_s,
         "idle_s": math.inf if scaling.idle_sleep is None else float(scaling.idle_sleep),
+        "least_awake_s": _LOOK_BACK_S + 2 * _REPORTS_S,
     }
     policy: Any = AutoscalingPolicy(policy_function=ServePolicy, policy_kwargs=limits)  # type: ignore[no-untyped-call]
     autoscaling = AutoscalingConfig(

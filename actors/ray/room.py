@@ -75,16 +75,17 @@ class Room:
         """Let another model end and return its name; None if all are busy."""
         idle = {name: await group.keep(None) for name, group in self._others.items() if name != model}
         if (other := next_to_end(idle)) is None:
-            self._note(model, f"{model} waits for memory; the other models are busy")
+            if busy := [name for name, engines in idle.items() if engines]:
+                self._note(model, f"waits for memory; {', '.join(busy)} must be idle first")
             return None
         seconds = min(each.idle_s for each in idle[other])
-        self._note(model, f"{model} waits for memory; {other}, idle for {seconds:.0f} s, ends first")
+        self._note(model, f"waits for memory; {other}, idle for {seconds:.0f} s, ends first")
         await self._others[other].keep(0.0)
         return other
 
     def _note(self, model: str, sentence: str) -> None:
         if self.waits.get(model) != sentence:
-            logger.info("%s.", sentence)
+            logger.info("%s %s.", model, sentence)
         self.waits[model] = sentence
 
 

@@ -4,8 +4,6 @@ processes it leaves. Real processes with a tiny model."""
 import contextlib
 import os
 import re
-import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -13,99 +11,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
-from actors.ray.environment import quiet_port
 from tests.support.processes.gate import GATE, HOOK
-from tests.support.processes.inspection import listening_ports, processes_with
+from tests.support.processes.inspection import listening_ports
+from tests.support.processes.serve_command import START_S, STOP_S, Server
 
 ROOT = Path(__file__).parents[2]
-
 PHASES = ["model checked", "Ray started", "front door open", "libraries imported", "weights", "memory plan", "ready"]
-START_S = 600  # on a machine that does much else besides
-STOP_S = 60
-
-
-def short_directory() -> Path:
-    """A new directory with a path of eight bytes: HAProxy's sockets lie below it (`serve_app/server/serve.py`)."""
-    while True:
-        path = Path("/tmp", secrets.token_urlsafe(2))
-        with contextlib.suppress(FileExistsError):  # one of 262,144 names; an earlier run may have left it
-            path.mkdir()
-            return path
-
-
-class Server:
-    """A `callboard serve` with its output in a file. All of its processes have a mark in their environment."""
-
-    def __init__(self, model: Path, folder: Path, environment: dict[str, str], *flags: str) -> None:
-        self.port = quiet_port()
-        self._output = folder / "output"
-        self.temporary = short_directory()
-        self.mark = f"CALLBOARD_TEST={folder}"
-        name, _, value = self.mark.partition("=")
-        command = [sys.executable, "-m", "serve_app.cli", "serve", str(model), "--served-model-name", "tiny"]
-        flags = ("--port", str(self.port), "--num-threads", "1", *flags)
-        with self._output.open("w") as output:
-            self.process = subprocess.Popen(
-                [*command, *flags], stdout=output, stderr=output, cwd=ROOT, start_new_session=True,
-                env=environment | {name: value, "TMPDIR": str(self.temporary)},
-            )  # fmt: skip
-
-    def output(self) -> list[str]:
-        return self._output.read_text().splitlines()
-
-    def wait_for(self, text: str) -> None:
-        """Until a line of the output has `text`."""
-        end = time.monotonic() + START_S
-        while not any(text in line for line in self.output()):
-            assert self.process.poll() is None, self.output()
-            assert time.monotonic() < end, self.output()
-            time.sleep(0.02)
-
-    def wait(self, timeout_s: float) -> int:
-        """Its exit code, once it has ended and left no process."""
-        code = self.process.wait(timeout_s)
-        assert processes_with(self.mark) == []
-        assert list(self.temporary.iterdir()) == []
-        return code
-
-    def pids(self) -> Iterator[int]:
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if self.mark.encode() in path.read_bytes():
-                    yield int(path.parent.name)
-            except OSError:
-                continue
-
-    def pid_of(self, name: str) -> int:
-        """The process with `name` in its command line."""
-        (found,) = (pid for pid in self.pids() if name in Path(f"/proc/{pid}/cmdline").read_text())
-        return found
-
-
-@pytest.fixture
-def start(write_tiny_gguf, tmp_path: Path, private_ray) -> Iterator[Callable[..., Server]]:
-    started = []
-    clean = {name: value for name, value in private_ray.items() if not name.startswith("RAY_AUTH_")}
-
-    def begin(*flags: str, **environment: str) -> Server:
-        folder = tmp_path / f"server{len(started)}"
-        folder.mkdir()
-        started.append(Server(write_tiny_gguf(), folder, clean | environment, *flags))
-        return started[-1]
-
-    yield begin
-    with contextlib.ExitStack() as stack:  # all of it happens, even after a failure
-        for server in started:
-            stack.callback(shutil.rmtree, server.temporary)
-            stack.callback(server.process.wait, STOP_S)
-            stack.callback(server.process.terminate)
 
 
 class Watch(threading.Thread):

@@ -17,6 +17,7 @@ from serve_app.command_line import gpu
 from serve_app.command_line.flags import client_key, engine_config, http_settings
 from serve_app.command_line.subjects import SUBJECTS
 from serve_app.commands import chat, generate, inspect, serve
+from serve_app.server.server_settings import ServerSettings
 from serve_app.settings import HttpSettings, ScalingSettings
 from tests.support.http.fake_engine import FakeEngine, byte_tokenizer
 
@@ -249,9 +250,47 @@ def test_a_file_of_flags_stands_below_the_command_line(name: str, text: str, tmp
     assert engine_config(args).max_model_len == 512
 
 
+SEVERAL = """
+port: 8001
+max_model_len: 512
+idle_sleep: 10m
+models:
+  - model: some/model
+    served_model_name: [a, b]
+  - {model: other, max_model_len: 1024, quantization: none, idle_sleep: 90}
+"""
+
+
+def test_a_file_of_flags_may_have_several_models(tmp_path: Path, monkeypatch):
+    served: list[ServerSettings] = []
+    monkeypatch.setattr("serve_app.server.serve.serve", served.append)
+    (tmp_path / "flags.yaml").write_text(SEVERAL)
+    argv = ["serve", "--config", str(tmp_path / "flags.yaml")]
+    assert cli.main(argv) == 0
+    first, second = served[0].models
+    assert (first.config, first.names) == (EngineConfig("some/model", max_model_len=512), ("a", "b"))
+    assert second.config == EngineConfig("other", max_model_len=1024, quantization="none")
+    assert (second.names, served[0].port) == (("other",), 8001)
+    assert (first.scaling.idle_sleep, second.scaling.idle_sleep) == (600, 90)
+    assert cli.main([*argv, "--max-model-len", "64"]) == 0
+    assert [model.config.max_model_len for model in served[1].models] == [64, 64]
+    assert cli.main([*argv, "one", "two"]) == 2
+
+
+def test_several_models_share_the_flags(monkeypatch):
+    served: list[ServerSettings] = []
+    monkeypatch.setattr("serve_app.server.serve.serve", served.append)
+    for argv in (["m", "n", "--idle-sleep", "30s"], ["--idle-sleep", "30s", "m", "n"]):
+        assert cli.main(["serve", *argv]) == 0
+        assert [(m.names, m.scaling.idle_sleep) for m in served[-1].models] == [(("m",), 30), (("n",), 30)]
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        ("models: [{model: m, port: 1}]", "has 'port', which is not a flag of one model"),
+        ("models: m", "has models, which must be a list; each entry has a model and its flags"),
+        ("idle_sleep: soon", "'soon' is not a duration; write seconds or units, such as 30s, 10m or 1h30m"),
         ("max_model_lenn: 5", "has 'max_model_lenn', which is not a flag; did you mean max-model-len?"),
         ("help: all", "has 'help', which is not a flag"),
         ("port: 0", "--port: '0' is not a port; it must be between 1 and 65535, in "),
