@@ -27,7 +27,7 @@ _GIB = 1 << 30
 _CONTEXT = 8192  # tokens in the KV cache, for the report of memory
 _FORMS = ("bfloat16", "int8", "int4")  # of the weights, for the same report
 _QUANTIZED_FORMS = ("its files", "bfloat16")  # of a family with models that are published in quantized files
-_SIZE = r"(?:\d+x)?\d+(?:\.\d+)?[MB](?:-A\d+B)?"
+_SIZE = r"(?:\d+x|E)?\d+(?:\.\d+)?[MB](?:-A\d+B)?"
 _LIMITS = re.compile(r", (?:without .*|text alone)")  # behind the models' names
 _LABEL_WIDTH, _WIDTH = 14, 110
 
@@ -41,7 +41,7 @@ def family_table() -> str:
         *_columns(rows),
         "",
         "sizes: those with a known shape or an example; others of a family run, too",
-        "?: not tried; the model's own chat template says it, see `callboard inspect MODEL`",
+        "tool calls, reasoning: of published chat templates; of a model on disk: `callboard inspect MODEL`",
         "logits: logits and greedy tokens of random weights, against transformers",
         f"quantized weights: GGUF, or safetensors by {methods}",
         *textwrap.wrap(f"short names, such as qwen3:0.6b: {', '.join(SHORT_NAMES)}", _WIDTH),
@@ -102,8 +102,8 @@ def _row(architecture: str, family: Family) -> tuple[str, ...]:
     return (
         name,
         ", ".join(_sizes(architecture, family)) or "?",
-        formats if family.chats else "?",
-        reasons if family.chats else "?",
+        formats or "no chats",
+        reasons,
         _files(architecture),
         "logits, texts" if has_texts else "logits",
     )
@@ -122,7 +122,7 @@ def _sizes(architecture: str, family: Family) -> list[str]:
 
 def _num_of_size(size: str) -> float:
     """Return the number of parameters of a size such as 8x7B."""
-    times, _, each = size.partition("-")[0].rpartition("x")
+    times, _, each = size.partition("-")[0].removeprefix("E").rpartition("x")
     return int(times or 1) * float(each[:-1]) * (1e9 if each[-1] == "B" else 1e6)
 
 
@@ -147,7 +147,7 @@ def _details(architecture: str, family: Family) -> Iterator[str]:
         reasons = ", reasoning" if chat.reasons else ""
         yield _line("" if i else "chat template", f"{chat.template}: tool calls ({chat.tools}){reasons}")
     if not family.chats:
-        yield _line("chat template", "none was tried")
+        yield _line("chat template", "none")
     yield from _memory(architecture, family)
 
 

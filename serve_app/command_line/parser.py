@@ -15,10 +15,14 @@ from serve_app.command_line.config_file import read_words
 
 _WIDTH = 80
 _COLUMN = 28  # where the text of a flag begins in the short help
-_OTHER_NAMES = {  # commands of other programs, with ours for the same thing
-    "run": "chat", "talk": "chat", "start": "serve", "server": "serve", "complete": "generate", "show": "inspect",
-    "info": "inspect", "list": "models", "check": "doctor", "benchmark": "bench", "download": "pull", "remove": "rm",
-    "help": "--help", "version": "--version",
+_STOP = "Ctrl-C in the terminal of `callboard serve` ends a server"
+_PATH = "a model is a name, a folder or a file, which `callboard serve` takes as it is"
+_OTHER_NAMES = {  # commands of other programs, with ours for the same thing or a sentence
+    "run": "chat or serve", "talk": "chat", "start": "serve", "server": "serve", "complete": "generate",
+    "show": "inspect", "info": "inspect", "list": "ls", "check": "doctor", "benchmark": "bench", "download": "pull",
+    "remove": "rm", "delete": "rm", "help": "--help", "version": "--version", "stop": _STOP, "kill": _STOP,
+    "ps": "`callboard serve` runs in a terminal, and GET /api/ps of its server lists the model",
+    "create": _PATH, "cp": _PATH, "push": _PATH,
 }  # fmt: skip
 
 
@@ -226,7 +230,9 @@ class CommandParser(argparse.ArgumentParser):
         names = [str(choice) for choice in action.choices]
         if isinstance(action, argparse._SubParsersAction):
             near = _OTHER_NAMES.get(str(value))
-            near = near if near in (*names, "--help", "--version") else _nearest(str(value), names)
+            if near is not None and "`" in near:
+                self.error(f"there is no command {value!r}; {near}")
+            near = near or _nearest(str(value), names)
             meant = f"; did you mean {near}?" if near else f"; there are {', '.join(names)}"
             self.error(f"there is no command {value!r}{meant}")
         near = _nearest(str(value), names)

@@ -199,7 +199,6 @@ def test_a_server_without_keys_accepts_only_its_own_names():
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ([], "COMMAND"),
         (["serve", "--port", "0"], "between 1 and 65535"),
         (["serve", "--port", "http"], "'http' is not a port"),
         (["serve", "--dtype", "int3"], "'int3' is not a choice"),

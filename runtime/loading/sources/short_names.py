@@ -60,7 +60,7 @@ def _tags() -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for line in _TABLE.split("\n"):
         name, *tags = line.split() or [""]
-        found.setdefault(name, {}).update(tag.split("=") for tag in tags)
+        found.setdefault(name, {}).update((tag.partition("=")[0], tag.partition("=")[2]) for tag in tags)
     del found[""]
     return found
 
