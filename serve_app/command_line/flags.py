@@ -170,7 +170,8 @@ def http_settings(args: argparse.Namespace) -> HttpSettings:
     settings: HttpSettings = checked(HttpSettings, **given)
     for name in ("api_key_file", "lora_folder", "weight_folder", "batch_folder"):
         if (path := getattr(settings, name)) is not None:  # the fronts have another working directory
-            settings = replace(settings, **{name: absolute(path)})
+            changed: dict[str, Any] = {name: absolute(path)}
+            settings = replace(settings, **changed)
     settings.api_keys()
     return settings
 

@@ -53,7 +53,7 @@ class _Object(NamedTuple):
 
 
 def cloud_folder(name: CloudName, cache: Path, progress: bool, weights: bool = True) -> Path:
-    """Return the folder of a model or an adapter in a bucket, or the .gguf file, after fetching what is not stored.
+    """Return the folder of a model or an adapter in a bucket, or the .gguf file. Missing files are fetched first.
 
     Without a connection, the latest stored snapshot counts. Raises CallboardError if there is none, or if an object is
     missing, changes while it is fetched, or arrives damaged."""
@@ -122,7 +122,7 @@ def _object(entry: Mapping[str, Any]) -> _Object:
 
 
 def _chosen(name: CloudName, objects: Sequence[_Object], weights: bool) -> list[_Object]:
-    """Return the objects to fetch: those of one GGUF model, or a folder's without other formats."""
+    """Return the objects to fetch: one GGUF model, or the files that a model's folder needs."""
     by_name = {one.name: one for one in objects}
     if not by_name:
         raise CallboardError(f"{name.url} has no files that you may read; check the address and the credentials.")
