@@ -49,6 +49,17 @@ def default_weight_store(application: str, config: EngineConfig) -> str:
     return str(Path(node.get_session_dir_path(), "callboard-weights", engines_of(application, config)))
 
 
+def titled(actor: Any, role: str, engine: str | None = None, rank: int | None = None) -> Any:
+    """Return a class `actor` for Ray, with a name for the process title, Ray's dashboard, its state API and its logs:
+    Callboard:APPLICATION:ROLE:ENGINE, or with a rank Callboard:APPLICATION:ROLE:ENGINE:RANK.
+
+    `engine` is an engine's name; None for the engine of this process."""
+    engine = engine or ray.get_runtime_context().get_actor_name() or ""
+    parts = ["Callboard", engine.partition("/")[0].partition("#")[0], role, engine_id(engine)]
+    name = ":".join(parts if rank is None else [*parts, str(rank)])
+    return ray.remote(**actor.REMOTE)(type(name, (actor,), {}))
+
+
 def engine_id(name: str) -> str:
     """Return the id of an engine, the last part of its actor's name. A restarted engine keeps it."""
     return name.rpartition("/")[2].partition("#")[0]
