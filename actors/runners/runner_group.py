@@ -284,7 +284,7 @@ class DraftKeeper:
 
     def load(self) -> None:
         """Start a draft actor and load its model. If engines share one, use the oldest living draft."""
-        shared = f"{self._application}/shared" if self._config.draft_shared else None
+        shared = f"{self._shared_name}/shared" if self._config.draft_shared else None
         actor = titled(DraftActor, "draft", shared)
         options = draft_options(self._config, self._group, self._gpu)
         self._is_own = True
