@@ -39,8 +39,11 @@ def setting(
 
 
 def names_of(model: str) -> tuple[str, ...]:
-    """Return the names that clients may use for `model`. Responses use the first."""
-    return DEFAULT_MODEL_NAMES if model == DEFAULT_MODEL else (model,)
+    """Return the names that clients may use for `model`, a file's also without its folder. Responses use the first."""
+    if model == DEFAULT_MODEL:
+        return DEFAULT_MODEL_NAMES
+    short = model.rpartition("/")[2].removesuffix(".gguf")
+    return (model, short) if model.endswith(".gguf") and short else (model,)
 
 
 MAX_NAME_CHARS = 256  # of an adapter's name
