@@ -20,6 +20,7 @@ from serve_app.protocol.shapes import OpenRequestModel, RequestModel, TokenId, V
 
 MAX_SCORED_IDS = 64  # of one request: entries at each token of its answer, beside the best
 MAX_BIASES = 1024  # of one request; at this number a step of all slots takes a few milliseconds longer
+MAX_SESSION_CHARS = 1024  # of a session's name
 MAX_CHOICES = 1024  # of one request: its prompts times n
 
 
@@ -105,6 +106,7 @@ class SamplingFields(OpenRequestModel, OutputOptions):
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=MAX_SESSION_CHARS)] | None = None  # names a session, for routing
     min_weight_version: VersionName | None = None  # wait for these weights or newer ones
     add_special_tokens: bool | None = None  # default: around a text, not around what a template has rendered
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = (

@@ -288,7 +288,7 @@ async def test_ignored_fields_are_named():
     async with client_of(engine_of("ok")) as client:
         body = {"input": "hi", "reasoning": {"summary": "auto"}, **fields}
         answer = await client.post("/v1/responses", json=body)
-    named = "safety_identifier, prompt_cache_key, include.reasoning.encrypted_content, reasoning.summary"
+    named = "safety_identifier, include.reasoning.encrypted_content, reasoning.summary"
     assert answer.headers["x-callboard-ignored-fields"] == named
 
 
