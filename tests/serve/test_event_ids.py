@@ -96,6 +96,20 @@ async def test_an_answer_with_ids_is_the_answer_without(path: str, text: str, te
     assert "".join(re.findall(parts, "".join(pieces))) == "".join(re.findall(parts, plain))
 
 
+async def test_draft_tokens_are_counted_as_without_ids():
+    body = body_of(COMPLETION, {"prompt": "a", "max_tokens": 40, "return_draft_spans": True})
+    usages, characters = [], []
+    async with client_of(FakeEngine("Hello, wörld!", group=4, num_wrong=2), draft="d") as http:
+        for headers in ({}, WANTED):
+            text = (await http.post(COMPLETION, json=body, headers=headers)).text
+            found = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+            usages.append(found[-1]["usage"])
+            spans = [span for event in found[:-1] for span in event["choices"][0]["draft_spans"]]
+            characters.append({i for start, end in spans for i in range(start, end)})
+    assert usages[0] == usages[1]
+    assert characters[0] == characters[1] != set()
+
+
 async def test_a_stream_that_was_taken_up_can_be_taken_up_again():
     body = body_of(CHAT, {"messages": HI})
     async with client("Hello", QWEN, 1) as http:
