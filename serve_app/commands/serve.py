@@ -45,7 +45,7 @@ def add_parser(commands: Any) -> None:
     what = "serve a model over HTTP, with OpenAI's and Anthropic's APIs"
     parser = commands.add_parser("serve", help=what, most_used=_MOST_USED, examples=_EXAMPLES)
     model = add_model(parser)
-    model.help, model.default = f"{model.help} (default: {DEFAULT_MODEL})", None  # None if it is not given
+    model.default = None  # if it is not given
     group_of(parser, "model").add_argument(
         "--served-model-name",
         nargs="+",

@@ -1,4 +1,4 @@
-"""GET /api/tags, /api/ps and /api/version and POST /api/show, which Ollama's clients read first."""
+"""Routes about models: /api/tags, /api/ps, /api/version, /api/show, /api/pull, and refusals of changes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 from starlette.routing import Route
 
 from runtime.output.fields import invalid
-from serve_app.apis.ollama.answers import OllamaError, OllamaModel, OllamaModels, OllamaVersion
-from serve_app.http.json_routes import get_json, post_json
+from serve_app.apis.ollama.answers import OllamaError, OllamaModel, OllamaModels, OllamaStatus, OllamaVersion
+from serve_app.http.json_routes import Handler, get_json, post_json
+from serve_app.protocol.errors import ApiError
 from serve_app.protocol.operation import BODY, route
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.shapes import RequestModel
@@ -35,12 +38,34 @@ class ShowRequest(RequestModel):
             raise invalid("model", "is missing; it is required")
 
 
+class PullRequest(ShowRequest):
+    """POST /api/pull."""
+
+    insecure: bool | None = None
+    stream: bool | None = None  # without an effect: the answer is one line
+
+
+_CHANGES = {  # routes that change Ollama's library, with their methods and what they would do
+    "/api/push": ("POST", "upload one"),
+    "/api/create": ("POST", "create others"),
+    "/api/copy": ("POST", "copy it; --served-model-name gives it more names"),
+    "/api/delete": ("DELETE", "delete it; use `callboard rm MODEL`"),
+    "/api/blobs/{digest:path}": ("POST", "store files"),
+}
+
+
 def ollama_model_routes(service: Service, settings: HttpSettings) -> list[Route]:
     lists: dict[str, Any] = {"errors": (503,), "error": OllamaError}
     one: dict[str, Any] = {"errors": (*BODY, 404, 503), "error": OllamaError}
     description = post_json(partial(show, service), settings, may_render=True)
     version = get_json(lambda: OllamaVersion(VERSION))
+    fetched = post_json(partial(pull, service), settings)
     return [
+        *(
+            Route(path, _refusal(what), methods=[method], include_in_schema=False)
+            for path, (method, what) in _CHANGES.items()
+        ),
+        route("/api/pull", fetched, "Whether the model is here", OllamaStatus, (PullRequest,), **one),
         route("/api/tags", get_json(partial(tags, service)), "The models, in Ollama's form", OllamaModels, **lists),
         route("/api/ps", get_json(partial(running, service)), "The same models", OllamaModels, **lists),
         route("/api/show", description, "A model, in Ollama's form", OllamaModel, (ShowRequest,), **one),
@@ -56,7 +81,29 @@ def tags(service: Service) -> dict[str, Any]:
 def running(service: Service) -> dict[str, Any]:
     """Return the same models: all are loaded and stay loaded."""
     stays = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": 0}
-    return {"models": [_entry(service, card) | stays for card in service.model_cards()]}
+    cards = service.model_cards()
+    return {"models": [_entry(service, card) | stays | {"context_length": card.max_model_len} for card in cards]}
+
+
+def pull(service: Service, body: bytes) -> OllamaStatus:
+    """Return success for the served model, which clients fetch before they use it; raises FieldError or ApiError."""
+    request = parse(PullRequest, body)
+    name = request.model if request.model is not None else request.name
+    try:
+        service.model_card(name)
+    except ApiError as e:
+        if e.status != 404:
+            raise
+        text = f"{str(e).rstrip('.')}, and it fetches no others; run `callboard serve` with that model."
+        raise ApiError(404, text, param="model", code=e.code) from e
+    return OllamaStatus("success")
+
+
+def _refusal(what: str) -> Handler:
+    async def refuse(request: HttpRequest) -> Response:
+        raise ApiError(400, f"This server has the model that it was started with, and cannot {what}.")
+
+    return refuse
 
 
 def show(service: Service, body: bytes) -> dict[str, Any]:
