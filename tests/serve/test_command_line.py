@@ -64,6 +64,13 @@ def test_examples_of_the_help_are_accepted(command: str):
         assert cli.parser().parse_args(words[1:]).run is WITH_SHORT_HELP[command].run
 
 
+@pytest.mark.parametrize("command", ["serve", "chat", "generate", "inspect", "pull"])
+def test_the_default_model_has_its_name(command: str, capsys: pytest.CaptureFixture):
+    text = " ".join(shown(capsys, command, "--help")[1].split())
+    assert "default: SmolLM2-135M-Instruct" in text
+    assert "(default: pypi:" not in text
+
+
 def test_no_command_shows_the_help(capsys: pytest.CaptureFixture):
     assert cli.main([]) == 0
     alone = capsys.readouterr().out
