@@ -106,7 +106,7 @@ class Front:
     def _service_of(self, model: ModelSettings, grammars: GrammarCompiler) -> Service:
         config, (name, *aliases), settings = model.config, model.names, self._settings
         draft = Path(config.draft).name if config.draft else None  # without its folder
-        waits = partial(self._room.waits.get, name, "")
+        waits = lambda: self._room.waits.get(name, "")  # noqa: E731
         idle_sleep = model.scaling.idle_sleep
         service = Service(self._groups[name], None, name, draft, aliases, config, grammars, idle_sleep, waits)
         service.metrics.lines = RequestLines(name, line_writer()) if settings.request_log else None

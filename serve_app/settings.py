@@ -86,7 +86,8 @@ class ModelSettings:
         found: list[Self] = []
         owners: dict[str, EngineConfig] = {}
         for config, given, scaling in models:
-            names = given or names_of(config.model)
+            first, *others = names_of(config.model)
+            names = given or (first, *(name for name in others if name not in owners))
             for name in (*dict.fromkeys(names), *config.adapters):
                 if owners.get(name) is config:
                     raise CallboardError(

@@ -227,12 +227,17 @@ class RolloutClient:
     # ---- weights --------------------------------------------------------------------------------------------------
 
     def pause(
-        self, mode: Literal["keep", "wait", "abort"] = "keep", *, kv: Literal["recompute", "keep"] = "recompute"
+        self,
+        mode: Literal["keep", "wait", "abort"] = "keep",
+        *,
+        kv: Literal["recompute", "keep"] = "recompute",
+        lease_s: float | None = None,
     ) -> None:
         """Hold all requests of the engines, wait for their end, or abort them; then no step runs until `resume`.
 
-        `kv`: whether held requests keep their keys and values if the weights change meanwhile."""
-        self._weights("pause", {"mode": mode, "kv": kv})
+        `kv`: what happens to held requests' keys and values if the weights change meanwhile. After `lease_s` seconds
+        without a call about weights the pause ends; None for --trainer-timeout-s."""
+        self._weights("pause", {"mode": mode, "kv": kv, "lease_s": lease_s})
 
     def resume(self) -> None:
         """Run steps again."""

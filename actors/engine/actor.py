@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import ray
-from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
 from actors.engine.autoscaling import EngineFigures
@@ -115,17 +114,6 @@ class EngineActor:
         if seconds is not None:
             self._keep_s = seconds
         return Idleness(self._loop.figures().idle_s if self._loaded.is_set() else 0.0, self._keep_s)
-
-    async def processes(self) -> list[tuple[str, str, int]]:
-        """Return role, node and process id of the engine and of its living runners and draft."""
-        found = [("engine", ray.get_runtime_context().get_node_id(), os.getpid())]
-        actors = [("runner", runner) for runner in self.runners.runners]
-        if self.draft is not None:
-            actors.append(("draft", self.draft.draft))
-        for role, actor in actors:
-            with suppress(RayError):
-                found.append((role, *(await actor.location.remote())))
-        return found
 
     def _local_processes(self) -> list[tuple[str, int]]:
         """Return role and id of this engine's living processes on this machine."""

@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup
 from actors.engine.actor import EngineActor
 from actors.engine.autoscaling import EngineFigures
 from actors.ray.directory import has_healthy_engine, plain_error
-from actors.ray.names import NAMESPACE, model_of, new_name
+from actors.ray.names import NAMESPACE, model_of, new_name, titled
 from actors.ray.placement import engine_options
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
@@ -85,7 +85,7 @@ class Supervisor:
         return found
 
     async def _start_engine(self) -> Any:
-        actor: Any = ray.remote(**EngineActor.REMOTE)(EngineActor)
+        actor = titled(EngineActor, "engine", self._name)
         options = engine_options(self._group) | {"name": new_name(self._name), "namespace": NAMESPACE}
         start = self._config, self._group, self._gpu, self.num_restarts, model_of(self._name), os.getpid()
         # In a thread: the call registers a name with Ray's head node, and blocks while the head node is away.

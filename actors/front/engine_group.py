@@ -248,9 +248,9 @@ class EngineGroup:
             uses_cache = self._uses_cache(stream)
             wanted = request.cache_salt, uses_cache, request.adapter
             if prompt.token_ids is not request.token_ids or (prompt.salt, prompt.uses_cache, prompt.adapter) != wanted:
-                salt, adapter = request.cache_salt, request.adapter
-                colocate = request.params.pooled
-                prompt = Prompt(request.token_ids, salt, uses_cache, adapter=adapter, colocate=colocate)
+                salt, adapter, session = request.cache_salt, request.adapter, request.session
+                own: dict[str, Any] = {"colocate": request.params.pooled, "adapter": adapter, "session": session}
+                prompt = Prompt(request.token_ids, salt, uses_cache, **own)
                 self._last_prompt = prompt
         if len(stream.received) > (num_seen := len(prompt.token_ids) - len(request.token_ids)):
             prompt = prompt.continued(stream.received[num_seen:])

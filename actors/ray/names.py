@@ -61,6 +61,17 @@ def default_weight_store(model: str) -> str:
     return str(Path(node.get_session_dir_path(), "callboard-weights", model))
 
 
+def titled(actor: Any, role: str, engine: str | None = None, rank: int | None = None) -> Any:
+    """Return `actor` as a class for Ray, which shows its name in process titles, the dashboard and logs.
+
+    The name is Callboard:APPLICATION:ROLE:ENGINE, and a rank follows if there is one. `engine` is an engine's name, or
+    None for the engine of this process."""
+    engine = engine or ray.get_runtime_context().get_actor_name() or ""
+    parts = ["Callboard", engine.partition("/")[0].partition("#")[0], role, engine_id(engine)]
+    name = ":".join(parts if rank is None else [*parts, str(rank)])
+    return ray.remote(**actor.REMOTE)(type(name, (actor,), {}))
+
+
 def engine_id(name: str) -> str:
     """Return the id of an engine, the last part of its actor's name. A restarted engine keeps it."""
     return name.rpartition("/")[2].partition("#")[0]

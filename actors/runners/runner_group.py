@@ -23,7 +23,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup
 
 from actors.ray.directory import plain_error
-from actors.ray.names import NAMESPACE, living_actors, new_name
+from actors.ray.names import NAMESPACE, living_actors, new_name, titled
 from actors.ray.placement import draft_options, runner_options
 from actors.runners.draft import DraftActor, SocketDraft, StepMicroseconds
 from actors.runners.runner import ModelRunnerActor
@@ -237,10 +237,10 @@ class RunnerGroup:
             ranks.call_all("sleep" if level else "wake", within_s=_SLEEP_S)
 
     def _make_runners(self) -> list[Any]:
-        actor: Any = ray.remote(**ModelRunnerActor.REMOTE)(ModelRunnerActor)
         ranks = range(self._config.tensor_parallel_size)
         options = [runner_options(self._config, self._group, rank, self._gpu) for rank in ranks]
-        return [actor.options(**of_rank).remote() for of_rank in options]
+        actors = [titled(ModelRunnerActor, "runner", rank=rank) for rank in ranks]
+        return [actor.options(**of_rank).remote() for actor, of_rank in zip(actors, options, strict=True)]
 
     def check(self) -> None:
         """Close the step channel if a rank is lost. Called every second while the runners serve.
@@ -284,7 +284,8 @@ class DraftKeeper:
 
     def load(self) -> None:
         """Start a draft actor and load its model. If engines share one, use the oldest living draft."""
-        actor: Any = ray.remote(**DraftActor.REMOTE)(DraftActor)
+        shared = f"{self._shared_name}/shared" if self._config.draft_shared else None
+        actor = titled(DraftActor, "draft", shared)
         options = draft_options(self._config, self._group, self._gpu)
         self._is_own = True
         if not self._config.draft_shared:

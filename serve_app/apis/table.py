@@ -12,6 +12,8 @@ from serve_app.apis.batches.routes import batch_routes
 from serve_app.apis.batches.worker import Batches
 from serve_app.apis.chat.endpoint import CHAT
 from serve_app.apis.completions.endpoint import COMPLETIONS
+from serve_app.apis.llama_cpp.endpoint import LLAMA_CPP_ENDPOINTS
+from serve_app.apis.llama_cpp.routes import llama_cpp_routes
 from serve_app.apis.management.adapters import adapter_routes
 from serve_app.apis.management.engine import Kill, engine_routes
 from serve_app.apis.management.requests import request_routes
@@ -36,6 +38,7 @@ ENDPOINTS: tuple[Endpoint[Any], ...] = (
     MessagesEndpoint(),
     OllamaChatEndpoint(),
     OllamaGenerateEndpoint(),
+    *LLAMA_CPP_ENDPOINTS,
 )
 
 
@@ -50,6 +53,7 @@ def api_routes(
         *pooled_routes(models, settings),
         *batch_routes(settings, batches),
         *ollama_model_routes(models, settings),
+        *llama_cpp_routes(models, settings),
         *tokenization_routes(models, settings),
         *request_routes(models, settings, recorded),
         *status_routes(models, settings),

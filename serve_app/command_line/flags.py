@@ -9,7 +9,8 @@ import types
 from dataclasses import Field, fields, replace
 from typing import Any, get_args, get_type_hints
 
-from runtime.spec.config import DEFAULT_MODEL, EngineConfig, choices_of
+from runtime.loading.sources.names import absolute
+from runtime.spec.config import DEFAULT_MODEL, DEFAULT_MODEL_NAMES, EngineConfig, choices_of
 from runtime.spec.types import CallboardError, SamplingParams
 from serve_app.command_line.gpu import missing_gpu
 from serve_app.command_line.parser import UsageError
@@ -24,8 +25,12 @@ def help_of(name: str) -> str:
     return str(next(f.metadata["help"] for f in fields(EngineConfig) if f.name == name))
 
 
+DEFAULT_SHOWN = f"default: {DEFAULT_MODEL_NAMES[1]}, {DEFAULT_MODEL}"
+
+
 def add_model(parser: argparse.ArgumentParser) -> argparse.Action:
-    return parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=help_of("model"))
+    what = f"{help_of('model')} ({DEFAULT_SHOWN})"
+    return parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=what)
 
 
 def group_of(parser: argparse.ArgumentParser, subject: str) -> argparse._ArgumentGroup:
@@ -169,7 +174,8 @@ def http_settings(args: argparse.Namespace) -> HttpSettings:
     settings: HttpSettings = checked(HttpSettings, **given)
     for name in ("api_key_file", "lora_folder", "weight_folder", "batch_folder"):
         if (path := getattr(settings, name)) is not None:  # the fronts have another working directory
-            settings = replace(settings, **{name: os.path.abspath(path)})
+            changed: dict[str, Any] = {name: absolute(path)}
+            settings = replace(settings, **changed)
     settings.api_keys()
     return settings
 

@@ -7,6 +7,7 @@ import os
 from dataclasses import fields, replace
 from typing import Any
 
+from runtime.loading.sources.names import absolute
 from runtime.spec.config import DEFAULT_MODEL, EngineConfig
 from serve_app.command_line.flags import (
     add_flags,
@@ -47,7 +48,7 @@ def add_parser(commands: Any) -> None:
     what = "serve models over HTTP, with OpenAI's and Anthropic's APIs"
     parser = commands.add_parser("serve", help=what, most_used=_MOST_USED, examples=_EXAMPLES)
     model = add_model(parser)
-    model.help, model.default = f"{model.help} (default: {DEFAULT_MODEL})", None  # None if it is not given
+    model.default = None  # if it is not given
     parser.add_argument("more_models", nargs="*", metavar="MODEL", help="more models, which share the machine")
     group_of(parser, "model").add_argument(
         "--served-model-name",
@@ -96,7 +97,7 @@ def _model(args: argparse.Namespace) -> tuple[EngineConfig, tuple[str, ...], Sca
     config = engine_config(args)
     if config.chat_template is not None:
         config = replace(config, chat_template=os.path.abspath(config.chat_template))
-    config = replace(config, lora=tuple(f"{name}={os.path.abspath(path)}" for name, path in config.adapters.items()))
+    config = replace(config, lora=tuple(f"{name}={absolute(path)}" for name, path in config.adapters.items()))
     if config.weight_store is not None:
         config = replace(config, weight_store=os.path.abspath(config.weight_store))
     scaling = {f.name: getattr(args, f.name) for f in fields(ScalingSettings)}

@@ -42,10 +42,10 @@ class Models:
         """Return the service of the model or adapter with this name; None names the first model.
 
         Raises the 404 for an unknown name, and the 503 while a service is loading."""
-        if name is None:
+        if not name:
             return self.first
         for service in self:
-            if name in service.names():
+            if service.serves(name):
                 return service
         for service in self:
             service.named(None)
@@ -59,7 +59,7 @@ class Models:
         """Return a model for prompts that engines compute; raises NeedsEngine before the first engine."""
         return self.of(name).computing(name)
 
-    def model_card(self, name: str) -> ModelCard:
+    def model_card(self, name: str | None) -> ModelCard:
         """Return OpenAI's model object for a name; raises ApiError as `of` does."""
         return self.of(name).model_card(name)
 
@@ -85,9 +85,11 @@ class Models:
         for service in self:
             service.abort(request_id, owner)
 
-    def prepare(self, endpoint: Endpoint[R], request: R, request_id: str = "", owner: str = "") -> PreparedRequest[R]:
+    def prepare(
+        self, endpoint: Endpoint[R], request: R, request_id: str = "", owner: str = "", answer_id: str = ""
+    ) -> PreparedRequest[R]:
         """Check one API request as its model's `Service.prepare` does."""
-        return self.of(request.model).prepare(endpoint, request, request_id, owner)
+        return self.of(request.model).prepare(endpoint, request, request_id, owner, answer_id)
 
     def run(
         self, prepared: PreparedRequest[Any], context: RequestContext | None = None

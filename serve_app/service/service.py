@@ -32,17 +32,19 @@ from runtime.text.tokenizer import Tokenizer
 from serve_app.observability.context import RequestContext
 from serve_app.observability.metrics import RequestRecord, ServiceMetrics
 from serve_app.protocol.errors import ApiError, redacted, unavailable
+from serve_app.protocol.event_ids import by_token
 from serve_app.protocol.prepared_request import PreparedRequest, R, ServedModel
-from serve_app.service.checks import check_token_ids, check_work, max_tokens
+from serve_app.service.checks import check_token_ids, check_work
 from serve_app.service.endpoint import Endpoint, NeedsEngine
+from serve_app.service.engine_errors import as_answers, failure, refused
 from serve_app.service.grammars import compiled, ignored_paths
 from serve_app.service.model_card import ModelCard, model_card
-from serve_app.service.refusals import as_answers, failure, refused
 from serve_app.service.vllm_config import vllm_config
 
 _LOADING_RETRY_S = 5.0
 _BURST, _CHOICE_COST = 1 << 18, 1 << 10  # tokens submitted at once (a few milliseconds of work); overhead of a choice
 _MOST_POOLED = 256  # prompts of one pooling request in the engines' queues, which other requests share
+_LATEST = ":latest"
 _MAX_NAMES = 16  # of models, in an error
 
 
@@ -98,7 +100,8 @@ class Service:
         """Return the model, or the adapter with this name; None names the model.
 
         Raises the 404 for an unknown name, and the 503 while the service is loading."""
-        name = self.model if name is None or name in self._aliases else name
+        name = self._as_served(name)
+        name = self.model if name in self._aliases else name
         adapter = None if name == self.model else self._client.adapters.served().get(name)
         if self._tokenizer is None:
             raise unavailable(self.health() or "", _LOADING_RETRY_S)
@@ -108,6 +111,16 @@ class Service:
         return ServedModel(
             name, self._tokenizer, self._chats, self._client.info, self.draft, digest, self.model, self.sleeps
         )
+
+    def _as_served(self, name: str | None) -> str:
+        """Return a name in the form of this server: Ollama's clients may add or leave out the tag `latest`."""
+        forms = [] if not name else [name, name.removesuffix(_LATEST), name + _LATEST]
+        names = self.names()
+        return next((form for form in forms if form in names), name or self.model)
+
+    def serves(self, name: str) -> bool:
+        """True if requests may have this name."""
+        return self._as_served(name) in self.names()
 
     def computing(self, name: str | None) -> ServedModel:
         """Return a model as `named` does, for prompts that engines compute.
@@ -177,7 +190,7 @@ class Service:
         """Return OpenAI's model object for a name of the model or of an adapter; raises errors as `named` does."""
         model = self.named(name)
         adapter = self._client.adapters.served().get(model.name) if model.adapter else None
-        card_id = name if name in self._aliases else model.name
+        card_id = name if (name := self._as_served(name)) in self._aliases else model.name
         return model_card(card_id, self.model, model, None if adapter is None else adapter.entry, self._created)
 
     def model_cards(self) -> list[ModelCard]:
@@ -204,17 +217,19 @@ class Service:
             raise unknown_model(name, self.names(), "lora_name")
         await self._client.adapters.unload(name)
 
-    def prepare(self, endpoint: Endpoint[R], request: R, request_id: str = "", owner: str = "") -> PreparedRequest[R]:
+    def prepare(
+        self, endpoint: Endpoint[R], request: R, request_id: str = "", owner: str = "", answer_id: str = ""
+    ) -> PreparedRequest[R]:
         """Template, tokenise and check one API request; raises FieldError or ApiError.
 
-        `request_id` becomes a part of the answer's id, which is random without one. Only `owner` can abort the request.
+        `request_id` becomes a part of the answer's id, which is random without one. A stream that is taken up has its
+        `answer_id` already. Only `owner` can abort the request.
         This is pure CPU work and thread-safe, so threads can prepare long prompts."""
         model = self.computing(request.model) if request.computes else self.named(request.model)
         if not model.info.makes_text:
             raise ApiError(400, "This model makes vectors, not text; use it for embeddings or scores.", param="model")
-        prompts = endpoint.prompts(request, model)
+        prompts, limits = endpoint.limited_prompts(request, model)
         lengths = [len(prompt) for prompt in prompts.token_ids]
-        limits = [max_tokens(endpoint, request, length, model, prompts.where) for length in lengths]
         check_work(request, sum(lengths), len(lengths) * len(prompts.prediction), prompts.where)
         for at, prompt in enumerate(prompts.token_ids):
             check_token_ids(prompts.path(at), prompt, model)
@@ -224,13 +239,15 @@ class Service:
             raise invalid(field, "needs a model with an end-of-sequence token, which this one lacks")
         if request.routed_experts and model.info.routed_experts is None:
             raise invalid("routed_experts", "needs a mixture of experts and a server started with --routed-experts")
-        answer_id = endpoint.new_id(request_id)
+        answer_id = answer_id or endpoint.new_id(request_id)
         names = (f"{owned(answer_id, owner)}-{i}" for i in count())
         requests: list[Request] = []
         for index, (prompt, most) in enumerate(zip(prompts.token_ids, limits, strict=True)):
             params = request.sampling_params(most, self._defaults, index)
             if budget is not None:
                 params = replace(params, thinking=budget)
+            if prompts.stop_token_ids:
+                params = replace(params, stop_token_ids=(*params.stop_token_ids, *prompts.stop_token_ids))
             if not requests:
                 check_token_ids("logit_bias", (i for i, _ in params.logit_bias), model)
                 check_token_ids("allowed_token_ids", params.allowed_token_ids, model)
@@ -387,16 +404,20 @@ class Service:
         Its end by `aclose`, a stop string or the last allowed call closes the engine's generator and so aborts the
         request."""
         request, echo = prepared.requests[index], prepared.echo(index)
-        form = prepared.prompts.message_format
+        form, ids = prepared.prompts.message_format, prepared.event_ids
+        form = form if ids is None else ids.message_format(form, index)
         processor = OutputProcessor(prepared.model.tokenizer, request, index, form, prepared.stops)
         with record.choice(request) as seen:
-            async with aclosing(self._client.generate(request, seen.moved_to)) as outputs:
+            generated = self._client.generate(request, seen.moved_to)
+            async with aclosing(generated if ids is None else by_token(generated)) as outputs:
                 async for output in outputs:
                     seen.note(output)
                     keeps = prepared.keeps_aborted and output.finish_reason is FinishReason.ABORT
                     if output.finish_reason > FinishReason.LENGTH and not keeps:
                         raise failure(output, prepared.prompts.grammar)
                     delta = processor.process(output)
+                    if prepared.prompts.cut is not None:
+                        prepared.prompts.cut(delta)
                     if echo is not None:
                         delta.text, echo = echo.text + delta.text, None
                     if delta.finish_reason is not None:

@@ -298,6 +298,15 @@ def test_a_paused_engine_holds_its_rollouts():
         assert [r.token_ids for r in found] == [expected([1])[0]]
 
 
+def test_a_pause_ends_with_its_lease():
+    engine = Engine(weight_updates=True)
+    with connected(engine) as client:
+        client.pause(lease_s=0.05)
+        assert [r.token_ids for r in client.generate([[1]], PARAMS)] == [expected([1])[0]]
+        with pytest.raises(CallboardError, match="lease_s"):
+            client.pause(lease_s=-1.0)
+
+
 def test_versions_are_refused_where_weights_never_change(client):
     with pytest.raises(CallboardError, match="start the server with --weight-updates"):
         client.generate([[1]], min_weight_version=1)

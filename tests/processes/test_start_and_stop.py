@@ -60,7 +60,7 @@ def test_a_server_from_start_to_stop(start):
     server.wait_for("curl -N")
     ports = {port for pid in server.pids() for port in listening_ports(pid)}
     assert {address for address, _ in ports if not address.startswith("127.")} == set()
-    engine = server.pid_of("ray::EngineActor")
+    engine = server.pid_of("ray::Callboard:callboard:engine")
     assert os.getpriority(os.PRIO_PROCESS, engine) == os.getpriority(os.PRIO_PROCESS, server.process.pid)
     os.kill(server.pid_of("actors.ray.fork_server\0serve"), signal.SIGKILL)  # all of its forks exist already
     os.kill(engine, signal.SIGKILL)  # Ray writes a paragraph on that
@@ -130,7 +130,9 @@ def test_a_stop_does_not_wait_for_an_unneeded_engine(start, tmp_path: Path):
         gate.unlink()
         body = {"model": "tiny", "prompt": "a", "stream": True}
         answer = pool.submit(client.post, "/v1/completions", json=body)
-        while not any("ray::ModelRunner" in Path(f"/proc/{pid}/cmdline").read_text() for pid in server.pids()):
+        while not any(
+            "ray::Callboard:callboard:runner" in Path(f"/proc/{pid}/cmdline").read_text() for pid in server.pids()
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         server.process.send_signal(signal.SIGTERM)

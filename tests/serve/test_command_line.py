@@ -64,6 +64,20 @@ def test_examples_of_the_help_are_accepted(command: str):
         assert cli.parser().parse_args(words[1:]).run is WITH_SHORT_HELP[command].run
 
 
+@pytest.mark.parametrize("command", ["serve", "chat", "generate", "inspect", "pull"])
+def test_the_default_model_has_its_name(command: str, capsys: pytest.CaptureFixture):
+    text = " ".join(shown(capsys, command, "--help")[1].split())
+    assert "default: SmolLM2-135M-Instruct" in text
+    assert "(default: pypi:" not in text
+
+
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture):
+    assert cli.main([]) == 0
+    alone = capsys.readouterr().out
+    assert alone == shown(capsys, "--help")[1]
+    assert "models" in alone
+
+
 def test_every_flag_of_serve_has_a_subject(capsys):
     named = [name for subject in SUBJECTS.values() for name in subject.names]
     settings = {f.name for each in (EngineConfig, HttpSettings, ScalingSettings) for f in fields(each)}
@@ -103,7 +117,11 @@ def test_help_of_a_subject_or_a_part_of_a_name(capsys):
         ("chat a b", "'b' is one argument too many"),
         ("chat --temprature 1", "did you mean --temperature?"),
         ("srve", "there is no command 'srve'; did you mean serve?"),
-        ("run tiny", "there is no command 'run'; did you mean chat?"),
+        ("run tiny", "there is no command 'run'; did you mean chat or serve?"),
+        ("list", "there is no command 'list'; did you mean ls?"),
+        ("stop", "there is no command 'stop'; Ctrl-C in the terminal of `callboard serve` ends a server."),
+        ("ps", "there is no command 'ps'; `callboard serve` runs in a terminal, and GET /api/ps"),
+        ("create x", "there is no command 'create'; a model is a name, a folder or a file"),
         ("help", "there is no command 'help'; did you mean --help?"),
         ("zzz", "there is no command 'zzz'; there are serve, chat"),
     ],
@@ -380,6 +398,35 @@ def test_a_gpu_is_missing_only_for_a_reason(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(gpu, "_torch_has_no_cuda", lambda: True)
     assert gpu.missing_gpu() == "torch is built without CUDA"
+
+
+_SIGNAL_AT_AN_IMPORT = """
+import os, signal, sys
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == os.environ["SIGNAL_AT"]:
+            sys.meta_path.remove(Finder)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder)
+"""
+
+
+@pytest.mark.parametrize("module", ["callboard.__main__", "serve_app.cli", "runtime.spec", "argparse"])
+@pytest.mark.parametrize("is_script", [True, False])
+def test_ctrl_c_at_any_import_is_one_line(module: str, is_script: bool, tmp_path: Path):
+    """A finder sends the signal when the command, in a process of its own, imports the module."""
+    (tmp_path / "sitecustomize.py").write_text(_SIGNAL_AT_AN_IMPORT)
+    script = tmp_path / "callboard"  # as installers write it
+    script.write_text("import sys\nfrom callboard.__main__ import main\nsys.exit(main())\n")
+    command = [str(script)] if is_script else ["-m", "callboard"]
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "serve_app" / "public")])
+    env = os.environ | {"SIGNAL_AT": module, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, *command, "models"], capture_output=True, text=True, env=env, timeout=600)
+    assert (done.stdout, done.stderr) == ("", "callboard: interrupted\n")
+    assert done.returncode in (1, -signal.SIGINT)
 
 
 @pytest.mark.parametrize("module", ["argparse", "typing", "difflib"])

@@ -32,4 +32,5 @@ def count_tokens_route(models: Models, settings: HttpSettings) -> Route:
 def count_tokens(models: Models, body: bytes) -> CountedTokens:
     """Return the length of a message's prompt; raises FieldError or ApiError."""
     request = parse(CountTokensRequest, body).as_chat()
-    return CountedTokens(len(CHAT.prompt(request, models.named(request.model))[0]))
+    model = models.named(request.model)
+    return CountedTokens(len(CHAT.prompt(request, model)[0]), model.info.max_model_len)

@@ -1,4 +1,4 @@
-"""GET /api/tags, /api/ps and /api/version and POST /api/show, which Ollama's clients read first."""
+"""Routes about models: /api/tags, /api/ps, /api/version, /api/show, /api/pull, and refusals of changes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from runtime.output.fields import invalid
-from serve_app.apis.ollama.answers import OllamaError, OllamaModel, OllamaModels, OllamaVersion
-from serve_app.http.json_routes import get_json, json_response, post_json
+from serve_app.apis.ollama.answers import OllamaError, OllamaModel, OllamaModels, OllamaStatus, OllamaVersion
+from serve_app.http.json_routes import Handler, get_json, json_response, post_json
+from serve_app.protocol.errors import ApiError
 from serve_app.protocol.operation import BODY, route
 from serve_app.protocol.parsing import parse
 from serve_app.protocol.shapes import RequestModel
@@ -39,6 +40,22 @@ class ShowRequest(RequestModel):
             raise invalid("model", "is missing; it is required")
 
 
+class PullRequest(ShowRequest):
+    """POST /api/pull."""
+
+    insecure: bool | None = None
+    stream: bool | None = None  # without an effect: the answer is one line
+
+
+_CHANGES = {  # routes that change Ollama's library, with their methods and what they would do
+    "/api/push": ("POST", "upload one"),
+    "/api/create": ("POST", "create others"),
+    "/api/copy": ("POST", "copy it; --served-model-name gives it more names"),
+    "/api/delete": ("DELETE", "delete it; use `callboard rm MODEL`"),
+    "/api/blobs/{digest:path}": ("POST", "store files"),
+}
+
+
 def ollama_model_routes(models: Models, settings: HttpSettings) -> list[Route]:
     lists: dict[str, Any] = {"errors": (503,), "error": OllamaError}
     one: dict[str, Any] = {"errors": (*BODY, 404, 503), "error": OllamaError}
@@ -48,7 +65,13 @@ def ollama_model_routes(models: Models, settings: HttpSettings) -> list[Route]:
         return json_response(await running(models))
 
     version = get_json(lambda: OllamaVersion(VERSION))
+    fetched = post_json(partial(pull, models), settings)
     return [
+        *(
+            Route(path, _refusal(what), methods=[method], include_in_schema=False)
+            for path, (method, what) in _CHANGES.items()
+        ),
+        route("/api/pull", fetched, "Whether the model is here", OllamaStatus, (PullRequest,), **one),
         route("/api/tags", get_json(partial(tags, models)), "The models, in Ollama's form", OllamaModels, **lists),
         route("/api/ps", ps, "The models with an engine", OllamaModels, **lists),
         route("/api/show", description, "A model, in Ollama's form", OllamaModel, (ShowRequest,), **one),
@@ -68,8 +91,29 @@ async def running(models: Models) -> dict[str, Any]:
         cards, remaining_s = service.model_cards(), await service.remaining_s()
         if remaining_s is not None:
             stays = {"expires_at": _time(time.time() + remaining_s), "size_vram": 0}
-            found += [_entry(models, card) | stays for card in cards]
+            found += [_entry(models, card) | stays | {"context_length": card.max_model_len} for card in cards]
     return {"models": found}
+
+
+def pull(models: Models, body: bytes) -> OllamaStatus:
+    """Return success for the served model, which clients fetch before they use it; raises FieldError or ApiError."""
+    request = parse(PullRequest, body)
+    name = request.model if request.model is not None else request.name
+    try:
+        models.model_card(name)
+    except ApiError as e:
+        if e.status != 404:
+            raise
+        text = f"{str(e).rstrip('.')}, and it fetches no others; run `callboard serve` with that model."
+        raise ApiError(404, text, param="model", code=e.code) from e
+    return OllamaStatus("success")
+
+
+def _refusal(what: str) -> Handler:
+    async def refuse(request: HttpRequest) -> Response:
+        raise ApiError(400, f"This server has the model that it was started with, and cannot {what}.")
+
+    return refuse
 
 
 def _time(seconds: float) -> str:

@@ -19,7 +19,7 @@ from serve_app.apis.completions.request import CompletionRequest
 from serve_app.durations import Duration
 from serve_app.protocol.dialects import OLLAMA_CHAT, OLLAMA_GENERATE
 from serve_app.protocol.other_servers import UNSUPPORTED_FIELDS
-from serve_app.protocol.sampling import SamplingFields
+from serve_app.protocol.sampling import SamplingFields, check_last_n
 from serve_app.protocol.shapes import RequestModel, check_absent, only
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
@@ -51,9 +51,7 @@ class OllamaOptions(RequestModel):
                 problem = f"is {shown(value)}: it would change the answer but is not supported"
                 raise invalid(f"options.{name}", f"{problem}; {refused.instead}")
         penalties = (self.repeat_penalty or 1) != 1 or self.presence_penalty or self.frequency_penalty
-        if penalties and self.repeat_last_n not in (None, -1):
-            problem = f"is {self.repeat_last_n}, but penalties look at all tokens here; leave it out"
-            raise invalid("options.repeat_last_n", problem)
+        check_last_n("options.repeat_last_n", self.repeat_last_n if penalties else None)
 
     def fields(self) -> dict[str, Any]:
         """Return the equivalent fields of a chat or completion; unknown options keep their names."""

@@ -13,6 +13,7 @@ from runtime.output.fields import invalid
 from runtime.spec.pooling import POOLED
 from runtime.spec.types import Request
 from serve_app.apis.pooled.endpoint import POOLED_ENDPOINTS, PooledEndpoint, PreparedPooling
+from serve_app.apis.pooled.llama_cpp import LlamaEmbeddingEndpoint
 from serve_app.apis.pooled.ollama import OllamaEmbeddingEndpoint, OllamaEmbedEndpoint
 from serve_app.http.auth import clean_id
 from serve_app.http.lanes import run_preparation, run_rendering
@@ -33,7 +34,7 @@ _MANY_NUMBERS = 1 << 14  # slow to encode as JSON
 def pooled_routes(models: Models, settings: HttpSettings) -> list[Route]:
     """Return the routes of all endpoints; aliases are left out of the OpenAPI document."""
     routes: list[Route] = []
-    for endpoint in (*POOLED_ENDPOINTS, OllamaEmbedEndpoint(), OllamaEmbeddingEndpoint()):
+    for endpoint in (*POOLED_ENDPOINTS, OllamaEmbedEndpoint(), OllamaEmbeddingEndpoint(), LlamaEmbeddingEndpoint()):
         handlers = [PooledRoute(models, endpoint, settings) for _ in endpoint.paths]  # metrics count by handler
         routes.append(ApiRoute(endpoint.paths[0], handlers[0], endpoint.operation))
         for path, handler in zip(endpoint.paths[1:], handlers[1:], strict=True):

@@ -1,4 +1,4 @@
-"""Errors of engines as answers to clients."""
+"""The errors of engines, as errors of the API."""
 
 from __future__ import annotations
 
