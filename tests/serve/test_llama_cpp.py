@@ -191,6 +191,11 @@ async def test_continue_streams_a_completion(path: str, group: int):
     assert (params.max_tokens, params.temperature, params.stop, params.top_k) == (20, 0.5, ("zz",), 3)
 
 
+async def test_the_end_of_a_stream_is_marked_whatever_is_wanted():
+    *_, end = events_of(await post("/completion", CONTINUE | {"response_fields": ["timings/prompt_n"]}))
+    assert (end["stop"], end["content"], "timings/prompt_n" in end) == (True, "", True)
+
+
 # ---- fields ----------------------------------------------------------------------------------------------------------
 
 
