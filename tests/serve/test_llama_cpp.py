@@ -211,6 +211,13 @@ async def test_fields_have_names_of_their_own():
     assert answer["prompt"] == "hi"
 
 
+async def test_names_of_completions_work_too():
+    engine = engine_of("xy")
+    answer = await post("/completion", {"prompt": "hi", "max_tokens": 2, "logprobs": 1, "gap": {}, "x": 1}, engine)
+    assert (answer.json()["tokens_predicted"], len(answer.json()["completion_probabilities"])) == (2, 2)
+    assert answer.headers["x-callboard-ignored-fields"] == "x"
+
+
 async def test_several_prompts_make_a_list():
     answers = (await post("/completion", {"prompt": ["a", "b"], "n_cmpl": 2, "n_predict": 3})).json()
     assert [(answer["index"], answer["stop_type"]) for answer in answers] == [(i, "limit") for i in range(4)]
