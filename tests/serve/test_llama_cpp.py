@@ -9,6 +9,7 @@ import pytest
 from runtime.output.processor import Delta
 from runtime.spec.pooling import Pooling
 from runtime.text.tokenizer import Tokenizer
+from serve_app.apis.completions.fill_in_middle import of_other_files
 from serve_app.apis.llama_cpp.line_limits import LineLimits
 from tests.support.http.chats import QWEN
 from tests.support.http.fake_engine import EOS, GAP_MARKS, MODEL, FakeEngine, byte_tokenizer, client_of
@@ -283,6 +284,14 @@ async def test_a_full_context_keeps_what_is_near(room: int):
     assert (await post("/infill", body, engine)).status_code == 200
     assert engine.requests[0].prompt_len <= room - 20
     assert "NEAR<|fim_suffix|>HERE" in prompt_of(engine)
+
+
+def test_long_files_are_not_encoded_to_their_end(monkeypatch: pytest.MonkeyPatch):
+    tokenizer, encoded = marked(), list[int]()
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, special=True: encoded.append(len(text)) or encode(text))
+    assert of_other_files(tokenizer, [("long", "x" * 5_000_000), ("short", "y")], 200)
+    assert max(encoded) < 100_000
 
 
 # ---- limits of lines -------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ async def test_too_many_values(field: str, value: object):
 
 async def test_a_list_to_detokenize_is_read_in_pieces():
     body = {"tokens": [ord("a")] * 100_000}
-    assert (await post(FakeEngine(), body, "/detokenize")).json() == {"prompt": "a" * 100_000}
+    assert (await post(FakeEngine(), body, "/detokenize")).json()["prompt"] == "a" * 100_000
 
 
 async def test_arguments_with_half_a_character_stay_text():
