@@ -62,9 +62,10 @@ def family_details(name: str) -> str:
         near = difflib.get_close_matches(wanted, names, 1)
         meant = f"did you mean {names[near[0]]}?" if near else "see `callboard models` for all."
         raise CallboardError(f"No family is called {name!r}; {meant}")
-    return "\n\n".join(
-        "\n".join(_details(architecture, FAMILIES[architecture])) for architecture in dict.fromkeys(found)
-    )
+    parts = ["\n".join(_details(architecture, FAMILIES[architecture])) for architecture in dict.fromkeys(found)]
+    tags = {short: tags for short, tags in SHORT_NAMES.items() if wanted.startswith(_plain(short)) or wanted in short}
+    parts += ["short names:\n" + "\n".join(_line(short, ", ".join(tags[short])) for short in tags)] if tags else []
+    return "\n\n".join(parts)
 
 
 def _words(architecture: str, family: Family) -> Iterator[str]:

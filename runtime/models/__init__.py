@@ -55,7 +55,7 @@ class Family:
     decoder_spec: Callable[[Mapping[str, Any]], DecoderSpec]  # of a config.json
     weight_map: WeightMap
     verified: str = _RANDOM  # what was compared, and with what
-    chats: tuple[ChatForm, ...] = ()  # of published models; none if they have no template
+    chats: tuple[ChatForm, ...] = ()  # of published models; empty without a template
 
 
 _GEMMA4_CHATS = tuple(  # in the order of their publication

@@ -75,6 +75,13 @@ def test_every_name_of_a_family_finds_its_details(capsys):
     assert "No family is called '%'; see `callboard models` for all." in capsys.readouterr().err
 
 
+def test_details_list_short_names():
+    for name in ("qwen3", "Qwen3-8B"):
+        lines = family_report.family_details(name).splitlines()
+        assert lines.index("short names:") < lines.index("  qwen3          8b, 0.6b, 1.7b, 4b, 14b, 32b, 30b, 30b-a3b")
+    assert "short names" not in family_report.family_details("gpt2")
+
+
 def test_chat_formats_follow_the_published_templates():
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     forms = {form for family in FAMILIES.values() for form in family.chats}

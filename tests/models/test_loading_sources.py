@@ -14,12 +14,13 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import constants
 
-from runtime.loading.resolve import resolve
+from runtime.loading.resolve import cache_folder, resolve
 from runtime.loading.sources import download
 from runtime.loading.sources.gguf_choice import choose, gguf_models
 from runtime.loading.sources.names import HubName, WebFile, parse
 from runtime.loading.sources.near_names import nearest
 from runtime.loading.sources.short_names import SHORT_NAMES, near_name
+from runtime.loading.sources.stored import stored_model
 from runtime.spec.types import CallboardError
 from tests.support.models.fake_hub import FakeHub
 
@@ -147,6 +148,13 @@ def test_nearest_name(name: str, near: str | None):
 )
 def test_short_names_are_files_of_the_hub(name: str, file: str):
     assert str(parse(name)) == file
+
+
+def test_a_short_name_is_fetched_and_found_again(hub: FakeHub):
+    hub.repos["Qwen/Qwen3-0.6B-GGUF"] = {SHA: {"Qwen3-0.6B-Q8_0.gguf": gguf(8), "Qwen3-0.6B-Q4_K_M.gguf": gguf(4)}}
+    assert had("qwen3:0.6b") == ("Qwen3-0.6B-Q8_0.gguf", gguf(8))
+    assert resolve("qwen3:0.6b", progress=False) == resolve("Qwen/Qwen3-0.6B-GGUF:Q8_0", progress=False)
+    assert stored_model("qwen3:0.6b", cache_folder()).name == "Qwen/Qwen3-0.6B-GGUF:Q8_0"
 
 
 def test_every_short_name_has_a_file():

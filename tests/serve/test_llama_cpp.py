@@ -9,6 +9,7 @@ import pytest
 from runtime.output.processor import Delta
 from runtime.spec.pooling import Pooling
 from runtime.text.tokenizer import Tokenizer
+from serve_app.apis.completions.fill_in_middle import of_other_files
 from serve_app.apis.llama_cpp.line_limits import LineLimits
 from tests.support.http.chats import QWEN
 from tests.support.http.fake_engine import EOS, GAP_MARKS, MODEL, FakeEngine, byte_tokenizer, client_of
@@ -191,6 +192,11 @@ async def test_continue_streams_a_completion(path: str, group: int):
     assert (params.max_tokens, params.temperature, params.stop, params.top_k) == (20, 0.5, ("zz",), 3)
 
 
+async def test_the_end_of_a_stream_is_marked_whatever_is_wanted():
+    *_, end = events_of(await post("/completion", CONTINUE | {"response_fields": ["timings/prompt_n"]}))
+    assert (end["stop"], end["content"], "timings/prompt_n" in end) == (True, "", True)
+
+
 # ---- fields ----------------------------------------------------------------------------------------------------------
 
 
@@ -204,6 +210,13 @@ async def test_fields_have_names_of_their_own():
     assert (answer["tokens"], answer["tokens_evaluated"]) == ([*b"urn a + b", EOS], 2)
     assert answer["generation_settings"]["seed"] == 7
     assert answer["prompt"] == "hi"
+
+
+async def test_names_of_completions_work_too():
+    engine = engine_of("xy")
+    answer = await post("/completion", {"prompt": "hi", "max_tokens": 2, "logprobs": 1, "gap": {}, "x": 1}, engine)
+    assert (answer.json()["tokens_predicted"], len(answer.json()["completion_probabilities"])) == (2, 2)
+    assert answer.headers["x-callboard-ignored-fields"] == "x"
 
 
 async def test_several_prompts_make_a_list():
@@ -271,6 +284,14 @@ async def test_a_full_context_keeps_what_is_near(room: int):
     assert (await post("/infill", body, engine)).status_code == 200
     assert engine.requests[0].prompt_len <= room - 20
     assert "NEAR<|fim_suffix|>HERE" in prompt_of(engine)
+
+
+def test_long_files_are_not_encoded_to_their_end(monkeypatch: pytest.MonkeyPatch):
+    tokenizer, encoded = marked(), list[int]()
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, special=True: encoded.append(len(text)) or encode(text))
+    assert of_other_files(tokenizer, [("long", "x" * 5_000_000), ("short", "y")], 200)
+    assert max(encoded) < 100_000
 
 
 # ---- limits of lines -------------------------------------------------------------------------------------------------

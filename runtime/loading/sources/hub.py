@@ -172,9 +172,11 @@ def _sentence(name: HubName, error: Exception) -> CallboardError:
         return error
     if _is_connection(error):
         why = "HF_HUB_OFFLINE is set" if is_offline_mode() else "the hub cannot be reached"
-        check = "check the network" if is_known(str(name)) else "check the network, and the name"
-        near = "." if is_known(str(name)) else f", where a typing error is as likely{meant(str(name)) or '.'}"
-        return CallboardError(f"The hub model {str(name)!r}{at} is not in the local cache and {why}; {check}{near}")
+        doubt = f", and the name, where a typing error is as likely{meant(str(name)) or '.'}"
+        return CallboardError(
+            f"The hub model {str(name)!r}{at} is not in the local cache and {why}; check the network"
+            f"{'.' if is_known(str(name)) else doubt}"
+        )
     reason = " ".join((getattr(error, "strerror", None) or str(error)).split()).rstrip(". ")
     if isinstance(error, OSError):
         return CallboardError(f"The hub model {name.repo_id!r} cannot be stored: {error}.")

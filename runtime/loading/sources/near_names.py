@@ -34,7 +34,10 @@ _CLOSE = 0.75  # difflib's ratio of near names, at least
 
 
 def meant(name: str) -> str:
-    """Return a question for the end of a sentence: `; meant Qwen/Qwen3-0.6B?`. Empty without a near name."""
+    """Return a question for the end of a sentence: `; meant Qwen/Qwen3-0.6B?`. Empty for a known name, or without a
+    near one."""
+    if is_known(name):
+        return ""
     near = near_name(name) if "/" not in name else None
     near = near or nearest(name, [*_cached(), *_known()])
     return f"; meant {near}?" if near else ""

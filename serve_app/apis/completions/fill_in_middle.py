@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from runtime.output.fields import invalid
 from runtime.text.tokenizer import Tokenizer
+from serve_app.protocol.prompt_ids import prompt_ids
 
 # Marks of prefix, suffix and middle: Qwen-Coder and CodeGemma; StarCoder and Granite; SantaCoder; DeepSeek; CodeLlama.
 _MARKS = (
@@ -40,7 +41,7 @@ def of_other_files(tokenizer: Tokenizer, files: Sequence[tuple[str, str]], room:
     room -= len(head) + len(end)
     parts: list[list[int]] = []
     for name, text in reversed(files):
-        ids = tokenizer.encode(text, False)
+        ids = prompt_ids(tokenizer.encode, text, False, max(room, 0), "input_extra", "end")
         if mark is not None:
             ids = [mark, *tokenizer.encode(f"{name or 'file'}\n", False), *ids]
         if (room := room - len(ids)) < 0:

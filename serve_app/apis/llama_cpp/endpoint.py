@@ -51,7 +51,7 @@ class LlamaEndpoint(Endpoint[LlamaCompletion]):
         if request.gap is None:
             return replace(COMPLETIONS.prompts(request, model), cut=cut)
         prompt = _around_gap(request, request.gap, model)
-        stops = end_ids(model.tokenizer)
+        stops = () if request.ignore_eos else end_ids(model.tokenizer)
         return Prompts([prompt], "input_prefix", request.requested_grammar(), stop_token_ids=stops, cut=cut)
 
     def choices(self, prepared: _Prepared) -> list[Delta]:
@@ -99,7 +99,7 @@ class LlamaStream(EventStream):
             if (delta.text or delta.logprobs) and not self._prepared.request.computes_prompt_only:
                 events.append(self._piece(delta, so_far))
             if delta.finish_reason is not None:
-                events.append(_whole(self._prepared, so_far) | {"content": "", "tokens": []})
+                events.append(_whole(self._prepared, so_far) | {"content": "", "tokens": [], "stop": True})
         return b"".join(b"data: " + encode_json(event) + b"\n\n" for event in events)
 
     def last(self) -> bytes:

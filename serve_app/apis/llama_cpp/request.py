@@ -76,8 +76,7 @@ class LlamaCompletionRequest(RequestModel):
     def as_request(self) -> LlamaCompletion:
         """Return the equivalent completion; raises FieldError."""
         most = self.n_predict
-        fields: dict[str, Any] = {
-            **(self.model_extra or {}),
+        own: dict[str, Any] = {
             **self._place(),
             "model": self.model,
             "stream": bool(self.stream),
@@ -93,6 +92,8 @@ class LlamaCompletionRequest(RequestModel):
             "t_max_predict_ms": self.t_max_predict_ms,
             "n_indent": self.n_indent,
         }
+        fields = {name: value for name, value in (self.model_extra or {}).items() if name != "gap"}
+        fields |= {name: value for name, value in own.items() if value is not None}
         if most is not None:
             fields["max_tokens"] = None if most < 0 else max(most, 1)
         if self.n_cmpl is not None:
@@ -107,7 +108,7 @@ class LlamaCompletionRequest(RequestModel):
     def _place(self) -> dict[str, Any]:
         many = self.prompt if isinstance(self.prompt, list) else [self.prompt]
         texts = [read_options(_PromptObject, p).prompt_string if _is_object(p) else p for p in many]
-        return {"prompt": texts if isinstance(self.prompt, list) else texts[0], "gap": None}
+        return {"prompt": texts if isinstance(self.prompt, list) else texts[0]}
 
 
 class LlamaInfillRequest(LlamaCompletionRequest):
