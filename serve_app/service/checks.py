@@ -1,14 +1,16 @@
-"""Checks of a prepared request against its model and the work of one request."""
+"""Checks of a request: its model, its token ids, and its work."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from runtime.output.fields import invalid
+from runtime.output.fields import invalid, shortened
+from serve_app.protocol.errors import ApiError
 from serve_app.protocol.prepared_request import ServedModel
 from serve_app.protocol.sampling import SamplingFields
 
 MAX_PROMPT_TOKENS = 4_000_000  # of one request: its prompts and predictions, once for each choice
+_MAX_NAMES = 16  # of models, in an error
 _MAX_SCORES = 1 << 18  # log-probabilities of prompts in one request; each takes 80 bytes of JSON
 
 
@@ -31,3 +33,10 @@ def check_work(request: SamplingFields, num_tokens: int, num_predicted: int, whe
             f"needs {top + 1} log-probabilities at each of {num_tokens * n} tokens of prompt; at most "
             f"{_MAX_SCORES} in all are allowed",
         )
+
+
+def unknown_model(name: str, names: Sequence[str], param: str = "model") -> ApiError:
+    """Return the 404 for a name that is not among `names`."""
+    known = ", ".join(map(repr, names[:_MAX_NAMES]))
+    text = f"There is no model {shortened(name)!r} here; this server has {known}."
+    return ApiError(404, text, param=param, code="model_not_found")

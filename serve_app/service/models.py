@@ -11,9 +11,10 @@ from runtime.spec.types import Request
 from serve_app.observability.context import RequestContext
 from serve_app.observability.exposition import exposition
 from serve_app.protocol.prepared_request import PreparedRequest, R, ServedModel
+from serve_app.service.checks import unknown_model
 from serve_app.service.endpoint import Endpoint, NeedsEngine
 from serve_app.service.model_card import ModelCard
-from serve_app.service.service import Service, unknown_model
+from serve_app.service.service import Service
 
 _T = TypeVar("_T")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -34,7 +34,7 @@ from serve_app.observability.metrics import RequestRecord, ServiceMetrics
 from serve_app.protocol.errors import ApiError, redacted, unavailable
 from serve_app.protocol.event_ids import by_token
 from serve_app.protocol.prepared_request import PreparedRequest, R, ServedModel
-from serve_app.service.checks import check_token_ids, check_work
+from serve_app.service.checks import check_token_ids, check_work, unknown_model
 from serve_app.service.endpoint import Endpoint, NeedsEngine
 from serve_app.service.engine_errors import as_answers, failure, refused
 from serve_app.service.grammars import compiled, ignored_paths
@@ -45,7 +45,6 @@ _LOADING_RETRY_S = 5.0
 _BURST, _CHOICE_COST = 1 << 18, 1 << 10  # tokens submitted at once (a few milliseconds of work); overhead of a choice
 _MOST_POOLED = 256  # prompts of one pooling request in the engines' queues, which other requests share
 _LATEST = ":latest"
-_MAX_NAMES = 16  # of models, in an error
 
 
 class Service:
@@ -445,10 +444,3 @@ class Service:
 def owned(request_id: str, owner: str) -> str:
     """Return the engine's id of a request, which contains its owner."""
     return f"{owner}/{request_id}" if owner else request_id
-
-
-def unknown_model(name: str, names: Sequence[str], param: str = "model") -> ApiError:
-    """Return the 404 for a name that is not among `names`."""
-    known = ", ".join(map(repr, names[:_MAX_NAMES]))
-    text = f"There is no model {shortened(name)!r} here; this server has {known}."
-    return ApiError(404, text, param=param, code="model_not_found")
