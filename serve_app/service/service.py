@@ -65,7 +65,7 @@ class Service:
         """`model` is the name for clients, `draft` the draft's name or None, and `aliases` are more names of the model.
 
         `config` has the engines' settings, for clients; None for the defaults. `grammars` is a compiler that services
-        share. `idle_sleep` is the idle time after which the model has no engine; None if it never sleeps.
+        share. `idle_sleep` is the idle time until the model sleeps; None if it never does.
         `waits` returns why the model waits for memory, empty if it does not.
 
         Answers have the first name. Without a tokenizer the service is loading until `start`."""
@@ -141,11 +141,11 @@ class Service:
 
     @property
     def sleeps(self) -> bool:
-        """True if the model may have no engine."""
+        """True if the model sleeps when it is idle."""
         return self.idle_sleep is not None
 
     async def load(self, keep_s: float | None) -> None:
-        """Start an engine, or let it end if `keep_s` is 0; it ends after this idle time, None for the usual one."""
+        """Start an engine that ends after this idle time; 0 ends it now, None is the usual time."""
         if self.sleeps and keep_s != 0:
             await self.start_engine()
         if self.sleeps and keep_s is not None:
