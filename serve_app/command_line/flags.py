@@ -6,6 +6,7 @@ import argparse
 import os
 import threading
 import types
+from collections.abc import Callable
 from dataclasses import Field, fields, replace
 from typing import Any, get_args, get_type_hints
 
@@ -180,7 +181,7 @@ def http_settings(args: argparse.Namespace) -> HttpSettings:
     return settings
 
 
-def checked(make: type, **values: Any) -> Any:
+def checked(make: Callable[..., Any], **values: Any) -> Any:
     """`make(**values)`, where a value out of range is the user's."""
     try:
         return make(**values)

@@ -17,6 +17,7 @@ from serve_app.application import build_http_app
 from serve_app.durations import Duration
 from serve_app.service.models import Models
 from serve_app.service.service import Service
+from serve_app.service.sleep import ModelSleep
 from serve_app.settings import ModelSettings, ScalingSettings
 from tests.support.http.fake_engine import FakeEngine, byte_tokenizer
 
@@ -58,7 +59,7 @@ class Server:
         tokenizer = byte_tokenizer(CHAT)
         services = [
             Service(self.a, tokenizer, "a", None, ("alias",)),
-            Service(self.b, tokenizer, "b", idle_sleep=60.0),
+            Service(self.b, tokenizer, "b", sleep=ModelSleep(self.b, 60.0)),
         ]
         self.models = Models(services)
         transport = httpx.ASGITransport(build_http_app(self.models))
