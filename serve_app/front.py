@@ -45,6 +45,7 @@ from serve_app.protocol.prepared_request import PreparedRequest
 from serve_app.service.endpoint import Endpoint
 from serve_app.service.models import Models, when_started
 from serve_app.service.service import Service
+from serve_app.service.sleep import ModelSleep
 from serve_app.settings import HttpSettings, ModelSettings
 
 logger = logging.getLogger("ray.serve")
@@ -107,8 +108,9 @@ class Front:
         config, (name, *aliases), settings = model.config, model.names, self._settings
         draft = Path(config.draft).name if config.draft else None  # without its folder
         waits = lambda: self._room.waits.get(name, "")  # noqa: E731
-        idle_sleep = model.scaling.idle_sleep
-        service = Service(self._groups[name], None, name, draft, aliases, config, grammars, idle_sleep, waits)
+        group = self._groups[name]
+        sleep = ModelSleep(group, model.scaling.idle_sleep, waits)
+        service = Service(group, None, name, draft, aliases, config, grammars, sleep)
         service.metrics.lines = RequestLines(name, line_writer()) if settings.request_log else None
         if settings.otlp_traces_endpoint is not None:
             from serve_app.observability.tracing import Tracing

@@ -82,7 +82,7 @@ class Generation:
         try:
             return await when_started(run)
         except AnsweredAtOnce as e:
-            await self._models.of(e.model).load(e.keep_s)
+            await self._models.of(e.model).sleep.load(e.keep_s)
             raise
 
     def _prepare(self, request: SamplingFields, scope: Scope) -> PreparedRequest[Any]:

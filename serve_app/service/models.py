@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from runtime.output.fields import invalid, shortened
 from runtime.output.processor import Delta
 from runtime.spec.types import Request
 from serve_app.observability.context import RequestContext
@@ -71,6 +72,12 @@ class Models:
     def health(self) -> str | None:
         """Return a sentence with the reason if requests for the first model cannot be served now, else None."""
         return self.first.health()
+
+    async def load_adapter(self, name: str, path: str, may_replace: bool) -> None:
+        """Load an adapter of the first model as `Service.load_adapter` does; another model may not have its name."""
+        if any(service.serves(name) for service in self._services[1:]):
+            raise invalid("lora_name", f"is {shortened(name)!r}, which is another model's name")
+        await self.first.load_adapter(name, path, may_replace)
 
     async def reset_prefix_cache(self) -> None:
         """Evict the blocks that no live request holds. Raises ApiError or CallboardError as the engines' clients do."""

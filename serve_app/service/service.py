@@ -7,9 +7,8 @@ and its run yields lists of `Delta`.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -39,6 +38,7 @@ from serve_app.service.endpoint import Endpoint, NeedsEngine
 from serve_app.service.engine_errors import as_answers, failure, refused
 from serve_app.service.grammars import compiled, ignored_paths
 from serve_app.service.model_card import ModelCard, model_card
+from serve_app.service.sleep import ModelSleep
 from serve_app.service.vllm_config import vllm_config
 
 _LOADING_RETRY_S = 5.0
@@ -59,14 +59,12 @@ class Service:
         aliases: Iterable[str] = (),
         config: EngineConfig | None = None,
         grammars: GrammarCompiler | None = None,
-        idle_sleep: float | None = None,
-        waits: Callable[[], str] = str,
+        sleep: ModelSleep | None = None,
     ) -> None:
         """`model` is the name for clients, `draft` the draft's name or None, and `aliases` are more names of the model.
 
         `config` has the engines' settings, for clients; None for the defaults. `grammars` is a compiler that services
-        share. `idle_sleep` is the idle time until the model sleeps; None if it never does.
-        `waits` returns why the model waits for memory, empty if it does not.
+        share. Without `sleep` the model always has an engine.
 
         Answers have the first name. Without a tokenizer the service is loading until `start`."""
         self.model, self.draft, self._config = model, draft, config or EngineConfig()
@@ -75,8 +73,7 @@ class Service:
         self.metrics = ServiceMetrics(client, model)
         self._created = int(time.time())
         self.grammars = grammars or GrammarCompiler()
-        self.idle_sleep = idle_sleep
-        self.waits = waits
+        self.sleep = sleep or ModelSleep(client)
         self.num_live = 0  # running requests
         self._tokenizer: Tokenizer | None = None
         if tokenizer is not None:
@@ -108,7 +105,7 @@ class Service:
             raise unknown_model(name, self.names())
         digest = "" if adapter is None else adapter.digest
         return ServedModel(
-            name, self._tokenizer, self._chats, self._client.info, self.draft, digest, self.model, self.sleeps
+            name, self._tokenizer, self._chats, self._client.info, self.draft, digest, self.model, self.sleep.is_allowed
         )
 
     def _as_served(self, name: str | None) -> str:
@@ -127,37 +124,12 @@ class Service:
         Raises NeedsEngine if no engine has reported the model's facts so far."""
         model = self.named(name)
         if not model.info.fingerprint:
-            raise NeedsEngine(self.start_engine)
+            raise NeedsEngine(self.sleep.start_engine)
         return model
 
     def names(self) -> list[str]:
         """Return the names that requests may have: of the model and its adapters."""
         return [self.model, *self._aliases, *self._client.adapters.served()]
-
-    async def start_engine(self) -> None:
-        """Return when there is an engine; a sleeping model starts one. Raises ApiError if none starts."""
-        with as_answers():
-            await self._client.started()
-
-    @property
-    def sleeps(self) -> bool:
-        """True if the model sleeps when it is idle."""
-        return self.idle_sleep is not None
-
-    async def load(self, keep_s: float | None) -> None:
-        """Start an engine that ends after this idle time; 0 ends it now, None is the usual time."""
-        if self.sleeps and keep_s != 0:
-            await self.start_engine()
-        if self.sleeps and keep_s is not None:
-            await self._client.keep(keep_s)
-
-    async def remaining_s(self) -> float | None:
-        """Return the time until the model sleeps, infinite if it never does; None if it sleeps."""
-        if self.idle_sleep is None:
-            return math.inf
-        found = await self._client.keep(None)
-        times = [(self.idle_sleep if each.keep_s < 0 else each.keep_s) - each.idle_s for each in found]
-        return max(0.0, *times) if times else None
 
     def engines(self) -> list[str]:
         """Return the ids of the engines. A healthy server scaled to zero has none."""
@@ -270,7 +242,7 @@ class Service:
                 raise invalid("min_weight_version", f"{text} --weight-updates")
             requests = [replace(each, min_weight_version=str(version)) for each in requests]
         ignored = [*request.ignored_fields(), *map(request.dialect.names.of, prompts.ignored_fields)]
-        if (keep_s := request.keep_s() if self.sleeps else None) is not None:
+        if (keep_s := request.keep_s() if self.sleep.is_allowed else None) is not None:
             ignored.remove("keep_alive")
         return PreparedRequest(
             answer_id, owner, request, model, prompts, requests, stops, ignored, keep_s, endpoint.keeps_aborted
@@ -287,7 +259,7 @@ class Service:
         context.model, context.ignored_fields = prepared.model.name, prepared.ignored_fields
         with (
             self._counted(),
-            self._kept(prepared.keep_s),
+            self.sleep.kept(prepared.keep_s),
             self.metrics.request(prepared.id, context, prepared.num_choices) as record,
         ):
             if reason := self._client.health():
@@ -345,14 +317,6 @@ class Service:
             yield
         finally:
             self.num_live -= 1
-
-    @contextmanager
-    def _kept(self, keep_s: float | None) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            if keep_s is not None:
-                in_background(asyncio.create_task(self._client.keep(keep_s)), "the idle time of a model")
 
     async def _merged(self, prepared: PreparedRequest[Any], record: RequestRecord) -> AsyncGenerator[list[Delta], None]:
         """Yield the deltas of all choices, which run at the same time."""

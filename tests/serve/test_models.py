@@ -11,12 +11,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from actors.wire.engine_client import EngineRefusal, Idleness, Refusal
 from actors.wire.metrics import MetricValues, Snapshot
+from runtime.output.fields import FieldError
 from runtime.spec.config import EngineConfig
 from runtime.spec.types import CallboardError
 from serve_app.application import build_http_app
 from serve_app.durations import Duration
 from serve_app.service.models import Models
 from serve_app.service.service import Service
+from serve_app.service.sleep import ModelSleep
 from serve_app.settings import ModelSettings, ScalingSettings
 from tests.support.http.fake_engine import FakeEngine, byte_tokenizer
 
@@ -58,7 +60,7 @@ class Server:
         tokenizer = byte_tokenizer(CHAT)
         services = [
             Service(self.a, tokenizer, "a", None, ("alias",)),
-            Service(self.b, tokenizer, "b", idle_sleep=60.0),
+            Service(self.b, tokenizer, "b", sleep=ModelSleep(self.b, 60.0)),
         ]
         self.models = Models(services)
         transport = httpx.ASGITransport(build_http_app(self.models))
@@ -105,6 +107,11 @@ async def test_an_adapter_belongs_to_its_model(server: Server):
     await server.b.adapters.load("own", "/adapters/own")
     assert (await server.complete(model="own")).json()["choices"][0]["text"] == "from b"
     assert server.b.requests[-1].adapter
+
+
+async def test_an_adapter_takes_no_name_of_another_model(server: Server):
+    with pytest.raises(FieldError, match="lora_name is 'b', which is another model's name"):
+        await server.models.load_adapter("b", "/adapters/b", True)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])

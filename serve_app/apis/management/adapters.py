@@ -65,7 +65,7 @@ class AdapterRoutes:
                 raise invalid(field, f"is {shortened(value)!r}, which has characters that cannot be printed")
         path = await asyncio.to_thread(path_within, folder, asked.lora_path, "lora_path", "adapters")
         async with Deadline(self._settings.request_timeout_s):
-            await self._models.first.load_adapter(asked.lora_name, path, asked.load_inplace)
+            await self._models.load_adapter(asked.lora_name, path, asked.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
     async def unload(self, request: HttpRequest) -> Response:

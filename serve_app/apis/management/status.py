@@ -75,7 +75,7 @@ class StatusRoutes:
 def _phase_of(service: Service) -> str | None:
     """Return the phase of a model's engines; None if they compute."""
     client = service.engine_client()
-    if waits := service.waits():
+    if waits := service.sleep.waits():
         return waits
     if not client.engines():
         return "scaled to zero; the next request starts an engine"

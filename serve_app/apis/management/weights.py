@@ -188,7 +188,7 @@ class WeightRoutes:
         info = await asyncio.to_thread(allowed_update, info, self._settings.weight_folder)
         if isinstance(info, dict) and "lora_name" in info:
             async with Deadline(self._settings.request_timeout_s):
-                await self._models.first.load_adapter(info["lora_name"], info["paths"][0], may_replace=True)
+                await self._models.load_adapter(info["lora_name"], info["paths"][0], may_replace=True)
             return json_response(Message("Adapter updated"))
         await self._call_on(request, client, "update", {"update_info": info})
         return json_response(Message("Weights updated"))

@@ -88,7 +88,7 @@ async def running(models: Models) -> dict[str, Any]:
     """Return the models with an engine, and when each sleeps if no request comes."""
     found = []
     for service in models:
-        cards, remaining_s = service.model_cards(), await service.remaining_s()
+        cards, remaining_s = service.model_cards(), await service.sleep.remaining_s()
         if remaining_s is not None:
             stays = {"expires_at": _time(time.time() + remaining_s), "size_vram": 0}
             found += [_entry(models, card) | stays | {"context_length": card.max_model_len} for card in cards]
