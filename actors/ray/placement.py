@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -64,11 +65,18 @@ def default_fronts(cluster_resources: dict[str, float]) -> int:
     return min(4, max(1, int(cluster_resources.get("CPU", 0)) // 4))
 
 
-def bundles(config: EngineConfig, gpu: bool) -> list[dict[str, float]]:
-    """Return the placement group of one engine."""
+def bundles(config: EngineConfig, gpu: bool, num_bytes: int = 0) -> list[dict[str, float]]:
+    """Return the placement group of one engine. `num_bytes` of memory are reserved for its processes."""
+    memory = {"memory": float(num_bytes)} if num_bytes else {}
     runner = {"CPU": RUNNER_CPUS, "GPU": 1.0} if gpu else {"CPU": RUNNER_CPUS}
     num_runners = config.tensor_parallel_size + (gpu and has_own_gpu(config))
-    return [{"CPU": SUPERVISOR_CPUS + ENGINE_CPUS}, *({**runner} for _ in range(num_runners))]
+    return [{"CPU": SUPERVISOR_CPUS + ENGINE_CPUS, **memory}, *({**runner} for _ in range(num_runners))]
+
+
+def free_resources() -> list[Mapping[str, float]]:
+    """Return the resources of each machine that no placement group or actor has."""
+    state: Any = ray._private.state
+    return list(state.available_resources_per_node().values())
 
 
 def has_room(wanted: list[dict[str, float]], nodes: Iterable[Mapping[str, float]]) -> bool:

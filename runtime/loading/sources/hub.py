@@ -18,7 +18,7 @@ from runtime.loading.folder import weight_files
 from runtime.loading.sources.download import Download, DownloadRefused, check_space, fetch, fetch_all, locked
 from runtime.loading.sources.gguf_choice import GgufModel, choose, gguf_models
 from runtime.loading.sources.names import FORMS, HubName
-from runtime.loading.sources.near_names import meant
+from runtime.loading.sources.near_names import is_known, meant
 from runtime.spec.types import CallboardError
 
 if TYPE_CHECKING:
@@ -172,9 +172,10 @@ def _sentence(name: HubName, error: Exception) -> CallboardError:
         return error
     if _is_connection(error):
         why = "HF_HUB_OFFLINE is set" if is_offline_mode() else "the hub cannot be reached"
+        doubt = f", and the name, where a typing error is as likely{meant(str(name)) or '.'}"
         return CallboardError(
-            f"The hub model {str(name)!r}{at} is not in the local cache and {why}; check the network, and the name, "
-            f"where a typing error is as likely{meant(str(name)) or '.'}"
+            f"The hub model {str(name)!r}{at} is not in the local cache and {why}; check the network"
+            f"{'.' if is_known(str(name)) else doubt}"
         )
     reason = " ".join((getattr(error, "strerror", None) or str(error)).split()).rstrip(". ")
     if isinstance(error, OSError):

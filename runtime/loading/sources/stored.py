@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from runtime.loading.sources.gguf_choice import gguf_models
 from runtime.loading.sources.near_names import nearest
+from runtime.loading.sources.short_names import hub_file
 from runtime.spec.types import CallboardError
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def stored_models(own_cache: Path) -> list[StoredModel]:
 def stored_model(name: str, own_cache: Path) -> StoredModel:
     """Return the model of that name, or all quantizations of a hub id. Raises CallboardError if none is stored."""
     models = stored_models(own_cache)
+    name = ":".join(hub_file(name) or (name,))
     if found := [model for model in models if model.name == name]:
         return found[0]
     if parts := [model for model in models if model.name.startswith(f"{name}:")]:
