@@ -22,6 +22,7 @@ from actors.ray.placement import (
     FRONT_CPUS,
     SUPERVISOR_CPUS,
     bundles,
+    computes,
     default_fronts,
     free_resources,
     has_room,
@@ -109,7 +110,8 @@ def build_app(args: AppArgs) -> serve.Application:
     `serve run` shows one sentence instead of the traceback of a failed engine."""
     try:
         application = application_of(args.models(), args.http_settings(), args.num_fronts)
-        if sum(node["Alive"] for node in ray.nodes()) == 1:  # type: ignore[no-untyped-call]
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        if len(nodes) == 1 and computes(nodes[0]):  # else other machines load the model
             check_model(args.engine_config())
     except CallboardError as e:
         if click.get_current_context(silent=True) is None:

@@ -61,7 +61,7 @@ class EngineAdapters:
         )
         self.is_awaited, self.check = self._machine.is_awaited, self._machine.check
         self.fell_asleep, self.woke_up = self._event(self._machine.fell_asleep), self._event(self._machine.woke_up)
-        self._fetched: dict[str, str] = {}  # this machine's folders of the read adapters, by digest
+        self._fetched: dict[str, str] = {}  # folders of the adapters read from buckets, by digest
         self.is_restarting = False  # while runners start
         self.loss = ""  # why the runners must be replaced; empty if they need not
         self._runners = threading.Lock()  # held during their start, and during each load
@@ -188,7 +188,8 @@ class EngineAdapters:
                 folder = resolve_adapter(job.path)
                 adapter = read_adapter(folder)
                 adapter.check_rank(self._config.max_lora_rank)
-                self._fetched[adapter.digest] = folder
+                if folder != job.path:
+                    self._fetched[adapter.digest] = folder
                 return partial(machine.read, job, adapter.digest)
             with self._runners:
                 if job.generation != machine.generation:

@@ -37,9 +37,14 @@ _DRAFT_GPUS = 0.1  # the same
 def uses_gpu(config: EngineConfig, nodes: Iterable[Mapping[str, float]]) -> bool:
     """True if the runners use GPUs: the settings require them, or a machine has enough of them.
 
-    `nodes` are the resources of each machine. Raises CallboardError if no machine has enough GPUs for all ranks."""
+    `nodes` are the resources of each machine. A head that computes nothing has none: its machines are still to come,
+    as on Kubernetes, and the settings alone decide. Raises CallboardError if no machine has enough GPUs for all ranks.
+    """
+    nodes = list(nodes)
     if config.device == "cpu":
         return False
+    if config.device == "cuda" and nodes and not any(computes(resources) for resources in nodes):
+        return True
     most = max((int(resources.get("GPU", 0)) for resources in nodes), default=0)
     size, what = config.tensor_parallel_size, ""
     needed = size
@@ -51,6 +56,11 @@ def uses_gpu(config: EngineConfig, nodes: Iterable[Mapping[str, float]]) -> bool
             f"have {most} at most; use device=cpu or add GPUs."
         )
     return most >= needed
+
+
+def computes(resources: Mapping[str, float]) -> bool:
+    """True if a machine with these resources may have engines and fronts."""
+    return bool(resources.get("CPU") or resources.get("GPU"))
 
 
 def has_own_gpu(config: EngineConfig) -> bool:

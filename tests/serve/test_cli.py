@@ -366,7 +366,7 @@ def test_serve_gives_the_builder_its_argument_model():
 def test_serve_run_reports_a_missing_model_in_one_sentence(monkeypatch):
     from serve_app import app
 
-    nodes = [{"Alive": True}]
+    nodes = [{"Alive": True, "Resources": {"CPU": 4.0}}]
     monkeypatch.setattr(app, "application_of", lambda *args: "application")
     monkeypatch.setattr("ray.nodes", lambda: nodes)
     args = app.AppArgs(model="/no/such/model")
@@ -376,5 +376,7 @@ def test_serve_run_reports_a_missing_model_in_one_sentence(monkeypatch):
     told = CliRunner().invoke(run)
     assert (told.exit_code, told.output.count("\n")) == (1, 1)
     assert told.output.startswith("Error: There is no model at '/no/such/model'; ")
-    nodes.append({"Alive": True})  # the model may be on another machine
+    nodes.append(nodes[0])  # the model may be on another machine
+    assert app.build_app(args) == "application"
+    nodes[:] = [{"Alive": True, "Resources": {"memory": 4e9}}]  # a head that computes nothing
     assert app.build_app(args) == "application"
