@@ -49,6 +49,8 @@ def _claude(served: Served) -> Start:
     variables |= {"ANTHROPIC_BASE_URL": served.url, "ANTHROPIC_AUTH_TOKEN": served.key}
     # The program's own number is 32,000, which must fit into the context with its prompt.
     variables["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(min(32_000, served.context // 4))
+    # Its two limits count no pings, and a CPU reads its first prompt for more than their 5 and 10 minutes.
+    variables |= dict.fromkeys(("CLAUDE_STREAM_IDLE_TIMEOUT_MS", "API_TIMEOUT_MS"), "3600000")
     variables["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] = "1"
     return Start([], variables, ("ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX"))
 
@@ -58,10 +60,9 @@ def _codex(served: Served) -> Start:
         "name": "Callboard",
         "base_url": f"{served.url}/v1",
         "wire_api": "responses",
-        "env_key": "CALLBOARD_KEY",
+        "env_key": "CALLBOARD_KEY",  # the variable below
     }
     settings = {"model": served.model, "model_provider": "callboard", "model_context_window": served.context}
-    provider["env_key"] = "CALLBOARD_KEY"  # the variable below
     settings |= {f"model_providers.callboard.{name}": value for name, value in provider.items()}
     flags = [word for name, value in settings.items() for word in ("-c", f"{name}={json.dumps(value)}")]
     return Start(flags, {"CALLBOARD_KEY": served.key})
@@ -104,7 +105,7 @@ class Agent:
 
 
 AGENTS = {
-    "claude": Agent("claude", "@anthropic-ai/claude-code", 49_152, _claude),
+    "claude": Agent("claude", "@anthropic-ai/claude-code", 32_768, _claude),
     "codex": Agent("codex", "@openai/codex", 16_384, _codex),
     "opencode": Agent("opencode", "opencode-ai", 16_384, _opencode),
     "qwen": Agent("qwen", "@qwen-code/qwen-code", 24_576, _qwen),

@@ -119,7 +119,9 @@ def test_a_grammar_without_recursion_is_one_expression_too():
         ('root ::= (= "a") "b"', "not understood, at line 1, column 11"),
         ("start: /a(?=b)/", "cannot be read at line 1, column 8: invalid regex"),
         ("start: x", 'cannot be read at line 1, column 8: unknown name: "x"'),
-        ('start[lazy]: "a"', "attributes of a rule, which are not supported, at line 1, column 11"),
+        ('start[lazy]: "a"', r"the attribute lazy; a rule may have capture and max_tokens, at line 1, column 7"),
+        ('start[capture, stop="b"]: /a+/', "the attribute stop; a rule may have capture"),
+        ('%llguidance {"no_forcing": false}\nstart: "a"', "not understood, at line 1, column 13"),
         ("%declare A\nstart: A", "has %declare, which is not supported,"),
         ("%import python.NAME\nstart: NAME", "only common is supported"),
         ("start: <|eot|>", "not understood"),
@@ -154,6 +156,15 @@ def test_priorities_of_lark_change_no_text():
     found = of_grammar('start: A | !b\nA.2: "a"\n!b.10: "b"')
     assert fits(found, "a")
     assert fits(found, "b")
+
+
+def test_a_lark_grammar_as_guidance_writes_it():
+    """A name of a capture changes no text, and llguidance counts a rule's tokens."""
+    found = of_grammar('%llguidance {}\n\nstart: "A" a b\na[capture="__LIST_APPEND:x"]: X\nX: "x"\n'
+                       'b[capture, max_tokens=2]: /[0-9]+/\n')  # fmt: skip
+    assert fits(found, "Ax12")
+    assert not fits(found, "Ax123")  # each character is a token
+    assert not fits(found, "A12")
 
 
 @pytest.mark.parametrize(

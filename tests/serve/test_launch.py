@@ -100,6 +100,12 @@ def test_codex_settings_are_toml(front: Front, tmp_path: Path):
     assert settings["model_context_window"] == 131_072
 
 
+def test_claude_code_waits_for_a_slow_first_prompt(front: Front, tmp_path: Path):
+    _, variables, _ = started(tmp_path, "claude")
+    assert int(variables["CLAUDE_STREAM_IDLE_TIMEOUT_MS"]) >= 1_800_000
+    assert int(variables["API_TIMEOUT_MS"]) >= 1_800_000
+
+
 def test_a_dry_run_starts_nothing(front: Front, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["launch", "claude", "--dry-run"]) == 0
     assert f"ANTHROPIC_BASE_URL={URL}" in capsys.readouterr().out
@@ -110,7 +116,7 @@ def test_a_dry_run_starts_nothing(front: Front, tmp_path: Path, capsys: pytest.C
     ("words", "fields", "says"),
     [
         (["claude", "--model", "other"], {}, f"has no model 'other'; it has {MODEL}"),
-        (["claude"], {"context": 8192}, "--max-model-len 49152"),
+        (["claude"], {"context": 8192}, "--max-model-len 32768"),
         (["codex"], {"template": None}, "no chat template with tools"),
     ],
 )

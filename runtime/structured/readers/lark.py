@@ -1,8 +1,8 @@
 """Grammars in Lark's form. llguidance reads them; this file checks them before and spells them for JSON strings.
 
-llguidance cuts a text into terminals like Lark: each one takes as much text as it can. The checks refuse tokens,
-attributes of rules and inline JSON Schemas. Priorities and `!` before a rule, which llguidance does not read, become
-spaces: they change no text.
+llguidance cuts a text into terminals like Lark: each one takes as much text as it can. The checks refuse tokens, inline
+JSON Schemas and a rule's attributes other than `capture` and `max_tokens`. Priorities, `!` before a rule, `capture` and
+an empty `%llguidance {}` become spaces: they change no text.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ from runtime.structured.readers.tokens import COUNT, STRING, Token, error_at, pa
 _FORMS = re.compile(
     rf"(?P<space>(?:\s|//[^\n]*|\#[^\n]*)+)|(?P<name>[?!]*_?(?:[a-z][a-z0-9_-]*|[A-Z][A-Z0-9_]*)\b)"
     rf"|(?P<string>{STRING}i?)|(?P<regex>/(?:\\.|[^/\\\n])+/[a-z]*)|(?P<count>{COUNT})|(?P<number>-?\d+)"
-    r"|(?P<directive>%[a-z]+)|(?P<mark>->|\.\.|[|()\[\]*+?:!.,~])",
+    r"|(?P<directive>%[a-z]+)|(?P<limit>\[max_tokens=\d+\])|(?P<mark>->|\.\.|[|()\[\]*+?:!.,~])",
 )
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)")  # of an error of llguidance
+_EMPTY_OPTIONS = re.compile(r"\s*%llguidance\s*\{\s*\}")  # guidance writes it before each grammar
+_ATTRIBUTES = re.compile(rf"(?m)(?<=\w)\[((?:{STRING}|[^\]\"\n])+)\](?=[ \t]*:)")
+_ATTRIBUTE = re.compile(rf"\s*(\w+)((?:{STRING}|[^,\"])*)(?:,|$)")
 _DIGITS = re.compile(r"\d+")
 # Lark's common terminals, as regular expressions.
 _COMMON = {
@@ -65,14 +68,15 @@ _COMMON = {
 
 def read_lark(text: str) -> str:
     """Return a grammar as llguidance reads it, with every token in its place. Raises GrammarError."""
+    if options := _EMPTY_OPTIONS.match(text):
+        text = re.sub(r"[^\n]", " ", options[0]) + text[options.end() :]
+    text = _ATTRIBUTES.sub(_limit, text)
     tokens = tokens_of(text, _FORMS)
     for token, after, later in zip(tokens, tokens[1:], [*tokens[2:], tokens[-1]], strict=False):
         if token.kind == "directive" and token.text not in ("%ignore", "%import"):
             raise error_at(text, f"has {token.text}, which is not supported,", token.at)
         if token.text == "%import" and after.text != "common":
             raise error_at(text, f"imports from {shown(after.text)}; only common is supported,", after.at)
-        if token.text == "]" and after.text == ":":
-            raise error_at(text, "has attributes of a rule, which are not supported,", token.at)
         if token.kind in ("count", "number") and (most := max(map(int, _DIGITS.findall(token.text)))) > MAX_REPEAT:
             raise error_at(text, f"repeats {most} times, over the limit of {MAX_REPEAT},", token.at)
         if token.kind == "name" and token.text.startswith(("!", "?!")):
@@ -86,6 +90,18 @@ def read_lark(text: str) -> str:
         where = f" at line {place[1]}, column {place[2]}" if place else ""
         raise GrammarError(f"cannot be read{where}: {place[3] if place else problem}")
     return text
+
+
+def _limit(attributes: re.Match[str]) -> str:
+    """Return the attributes of a rule without its capture, at the same length. Raises GrammarError."""
+    kept = ""
+    for name, value in _ATTRIBUTE.findall(attributes[1]):
+        if name == "max_tokens" and (number := re.fullmatch(r"\s*=\s*(\d+)\s*", value)):
+            kept = f"[max_tokens={number[1]}]"
+        elif name != "capture":
+            problem = f"has the attribute {name}; a rule may have capture and max_tokens,"
+            raise error_at(attributes.string, problem, attributes.start(1))
+    return kept.ljust(len(attributes[0]))
 
 
 def in_json_string(text: str) -> str:
