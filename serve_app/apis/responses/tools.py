@@ -159,22 +159,30 @@ def flat_name(namespace: str | None, name: str) -> str:
 
 
 class OfferedTools:
-    """A request's tools in a chat's form."""
+    """A request's tools in a chat's form. A tool that searches found again is offered once."""
 
     def __init__(self, tools: Iterable[NamespaceTool | FunctionTool | FlatCustomTool | HostedTool]) -> None:
         self.flat: list[AnyTool | HostedTool] = []
         self.namespaces: dict[str, tuple[str, str]] = {}  # namespace and name of a flat name
+        self._by_name: dict[str, AnyTool] = {}
         for tool in tools:
             if not isinstance(tool, NamespaceTool):
-                self.flat.append(tool if isinstance(tool, HostedTool) else tool.as_chat())
+                self._offer(tool if isinstance(tool, HostedTool) else tool.as_chat())
                 continue
             for inner in tool.tools:
                 if isinstance(inner, HostedTool):
-                    self.flat.append(inner)
+                    self._offer(inner)
                     continue
                 name = flat_name(tool.name, inner.name)
                 self.namespaces[name] = tool.name, inner.name
-                self.flat.append(inner.model_copy(update={"name": name}).as_chat())
+                self._offer(inner.model_copy(update={"name": name}).as_chat())
+
+    def _offer(self, tool: AnyTool | HostedTool) -> None:
+        if not isinstance(tool, HostedTool):
+            if self._by_name.get(tool.function.name) == tool:
+                return
+            self._by_name[tool.function.name] = tool
+        self.flat.append(tool)
 
     def chosen(self, choice: Any) -> tuple[list[AnyTool | HostedTool], Any]:
         """Return the allowed tools and a chat's `tool_choice`; raises FieldError."""
