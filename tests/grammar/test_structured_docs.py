@@ -113,9 +113,10 @@ read by single characters. Masks of such free text take longer, and too much of 
 **Lark** grammars go to llguidance. As in Lark, each terminal takes as much text as it can: after `/[a-z]+/`, the text
 `"end"` cannot follow. Regular expressions are Rust's.
 
-`%ignore`, `%import common.NAME`, `"a".."z"` and the flag `i` are supported; priorities are ignored. Lookaheads, tokens
-(`<|eot|>`), attributes and templates of rules, `%declare`, `%json` and other directives are refused. A custom tool's
-expressions have the syntax of a schema's `pattern`, because they are rewritten for a JSON string.
+`%ignore`, `%import common.NAME`, `"a".."z"`, the flag `i` and a rule's `max_tokens` are supported. Priorities, a rule's
+`capture` and an empty `%llguidance {}` are ignored. Lookaheads, tokens (`<|eot|>`), templates and other attributes of
+rules, `%declare`, `%json` and other directives are refused. A custom tool's expressions have the syntax of a schema's
+`pattern`, because they are rewritten for a JSON string.
 
 ## Structural tags
 

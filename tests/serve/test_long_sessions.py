@@ -1,7 +1,7 @@
 """Sessions of 20 turns with tools, as agent programs send them: every turn sends the whole conversation again.
 
-Each turn echoes the answer before it, and adds what the program sends now and then. A prompt is always a prefix of the
-next one, so a turn computes only what is new."""
+Each turn echoes the answer before it, and adds what the program sends now and then. Each prompt begins with the one
+before it, so the prefix cache serves that part."""
 
 import json
 from collections.abc import Callable
